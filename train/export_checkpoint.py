@@ -16,8 +16,8 @@ import tyro
 
 from train.config import Config, MeshConfig
 from train.config.command import load_config, parse_as
-from train.lifecycle.errors import InputError, exit_code
-from train.metrics.output import Percent, print_line
+from train.lifecycle.errors import InputError, as_input_errors, exit_code
+from train.metrics.output import percent_printer, print_line
 
 _ONE_CPU = MeshConfig(data=1, model=1, platform="cpu", cpu_devices=1)
 
@@ -57,14 +57,12 @@ def _export(command: Command) -> None:
     import jax
 
     from models.families import write_config
-    from train.checkpoints.init_from import load_parameters
+    from train.checkpoints.manager import load_parameters
     from train.step.mesh import open_model_mesh
     from train.step.trainer import Trainer
 
-    try:
+    with as_input_errors(NotImplementedError):
         write_config(config.model, length=1)
-    except NotImplementedError as error:
-        raise InputError(str(error)) from error
     mesh = open_model_mesh(config)
     with jax.set_mesh(mesh):
         trainer, evaluated = Trainer(config, mesh), command.parameters == "evaluated"
@@ -92,8 +90,8 @@ def _write(command: Command, config: Config, params: Any, folder: Path) -> None:
     length = max(before.get("max_position_embeddings", 0), config.data.sequence_length)
     dtype = command.dtype and jnp.dtype(command.dtype)
     folder.mkdir()
-    with Percent("exported") as percent:
-        written = export_parameters(folder, config.model, params, length=length, dtype=dtype, report=percent.report)
+    report = percent_printer("exported")
+    written = export_parameters(folder, config.model, params, length=length, dtype=dtype, report=report)
     for file in kept.glob("*"):
         shutil.copy2(file, folder / file.name)
     # Keys of the imported file that say nothing of the architecture, such as the ids of special tokens, are kept.

@@ -29,11 +29,10 @@ from models.families import Family
 from train.config import Config, DataConfig, EvalConfig, MeshConfig
 from train.config.check import check
 from train.config.command import PRESET, parse_as
-from train.lifecycle.errors import InputError, exit_code
-from train.metrics.output import Percent, print_line
+from train.lifecycle.errors import InputError, as_input_errors, exit_code
+from train.metrics.output import percent_printer, print_line
 
-IMPORTED = "imported"
-"""The folder of the checkpoint that an import makes."""
+IMPORTED = "imported"  # the folder of the checkpoint that an import makes
 _KEPT_FOLDER, _TOKENIZER = "hugging_face", "tokenizer.json"
 _UNFINISHED = ".import-"  # begins the name of the folder in which an import is prepared
 _UNKNOWN_TOKENIZER = "the imported checkpoint"
@@ -83,12 +82,10 @@ def _import(command: Command) -> None:
     # The preset names paths in the workdir relative to itself; only an absolute one is never a part of other text.
     command = dataclasses.replace(command, workdir=command.workdir.absolute())
     _require_unused(command.workdir)
-    try:
-        from models.hugging_face import load_config
+    from models.hugging_face import load_config
 
+    with as_input_errors(ValueError, NotImplementedError):
         family, fields = load_config(command.folder)
-    except (ValueError, NotImplementedError) as error:
-        raise InputError(str(error)) from error
     model = TransformerConfig(**fields, dtype=command.dtype, param_dtype=command.param_dtype)
     ends = _end_tokens(command.folder)
     config = Config(
@@ -106,9 +103,7 @@ def _import(command: Command) -> None:
     print_line(f"train      python train/run.py {command.workdir / PRESET} --data.path TEXT")
     print_line(f"sample     python train/sample.py {command.workdir} --prompt TEXT")
     if config.data.tokenizer == _UNKNOWN_TOKENIZER:
-        print_line(
-            "tokenizer  FOLDER has no tokenizer.json: give one with --data.tokenizer to train, --tokenizer to sample"
-        )
+        print_line("tokenizer  FOLDER has no tokenizer.json: give --data.tokenizer to train, --tokenizer to sample")
 
 
 def _require_unused(workdir: Path) -> None:
@@ -158,11 +153,8 @@ def _write(command: Command, config: Config, family: Family) -> None:
     with jax.set_mesh(mesh), open_workdir(command.workdir) as work:
         _require_unused(work.root)  # another import may have ended just before
         abstract: Any = Trainer(config, mesh).abstract_state().params
-        try:
-            with Percent("imported") as percent:
-                params = import_parameters(command.folder, family, abstract, percent.report)
-        except ValueError as error:
-            raise InputError(str(error)) from error
+        with as_input_errors(ValueError):
+            params = import_parameters(command.folder, family, abstract, percent_printer("imported"))
         state = TrainState(params, None, jnp.int32(0), jax.random.key_data(jax.random.key(0)))
         for left in work.root.glob(f"{_UNFINISHED}*"):  # by an import that was killed
             shutil.rmtree(left)

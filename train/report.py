@@ -1,8 +1,6 @@
 """Writes one HTML page about a run, or about several side by side: `python train/report.py WORKDIR ...`.
 
 The page is one file that has its data, its style and its program in it and loads nothing, so it can be sent to others.
-It shows the curves of metrics.jsonl with the value under the pointer, the events of events.jsonl, the configuration,
-the memory, the audit and the timeline of the compiled step, and the sample.
 """
 
 import argparse
@@ -17,16 +15,16 @@ from typing import Any
 from flaxasync import check
 from flaxasync.hardware import chip_of_device
 from train.lifecycle.errors import BAD_INPUT, COMPLETE
-from train.lifecycle.files import write_atomically
 from train.metrics.lines import read_events, read_metrics
+from train.metrics.output import write_atomically
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
 MARK = "/*DATA*/null"  # what the template has in place of the data
 MOST_POINTS = 2000  # of a curve; of more points, the lowest and the highest of each stretch are kept
 _FIRST = ("loss", "validation_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "step_seconds")
+# The metrics of which the page shows the last value, or the median, and the format of that number.
 _LAST = {"loss": ",.4f", "validation_loss": ",.4f", "tokens": ",", "goodput": ".1%"}
 _MEDIAN = {"tokens_per_second": ",.0f", "step_seconds": ".4g", "mfu": ".1%"}
-"""The metrics of which the page shows the last value, and the median, as numbers in these formats."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,9 +1,7 @@
 """Trains a decoder with tensor parallelism: `python train/run.py [CONFIG] [--workdir DIR] [--section.field VALUE ...]`.
 
-A run that is started again with the same workdir continues; see docs/train.md. With `--dry-run --topology v5e:2x4` the
-script compiles the training step for those chips, which do not need to be there, and reports whether it fits and how
-fast it would be. The exit codes are those of train/lifecycle/errors.py, and docs/operations.md says what to do
-after each.
+A run that is started again with the same workdir continues. docs/train.md explains the options, and docs/operations.md
+the exit codes.
 """
 
 import functools
@@ -21,10 +19,7 @@ from train.lifecycle.stopping import StopRequest
 _exit_code = functools.partial(
     exit_code,
     outcome="Nothing that was complete is lost: started again, the run continues from its newest checkpoint",
-    memory_advice=(
-        "Use a smaller data.batch_size, --model.remat layer, a larger mesh.model or bfloat16 parameters; --dry-run "
-        "says beforehand what fits a TPU"
-    ),
+    memory_advice="Use a smaller data.batch_size, --model.remat layer, a larger mesh.model or bfloat16 parameters",
 )
 
 

@@ -5,6 +5,7 @@ The text appears while it is generated. It ends at a token that ends documents, 
 
 import dataclasses
 import itertools
+import os
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
@@ -89,7 +90,7 @@ def _sample(command: Command, config: Config) -> None:
     import jax
 
     from models.generation import Generator, Sampling
-    from train.checkpoints.init_from import load_parameters
+    from train.checkpoints.manager import load_parameters
     from train.step.mesh import open_model_mesh
     from train.step.trainer import Trainer
 
@@ -128,15 +129,15 @@ def stream(
             break
         complete = decode(tokens).rstrip("\ufffd")
         if len(complete) > len(shown):
-            yield complete[_shared(shown, complete) :]
+            yield _without(shown, complete)
             shown = complete
     rest = decode(tokens)
-    yield rest[_shared(shown, rest) :]
+    yield _without(shown, rest)
 
 
-def _shared(a: str, b: str) -> int:
-    """Returns the number of characters with which both texts begin."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def _without(shown: str, text: str) -> str:
+    """Returns a text without the characters with which what was shown begins, too."""
+    return text.removeprefix(os.path.commonprefix([shown, text]))  # noqa: RUF071 (these are no paths)
 
 
 def _prompt(command: Command) -> str:

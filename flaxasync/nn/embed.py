@@ -145,7 +145,7 @@ def softmax_cross_entropy(
       ValueError: No mesh is set, it lacks the axis, the axis does not divide V, the shapes do not match, targets are
         not integers, or vocab_size is not one of 1 .. V.
     """
-    placement = place("softmax_cross_entropy", logits, axis_name, None, "features")
+    placement = place("softmax_cross_entropy", logits, axis_name, None, "features", None)
     if not placement.manual:
         check_divides("softmax_cross_entropy", axis_name, vocabulary=logits.shape[-1])
     elif placement.size > 1 and not placement.features_sharded:

@@ -83,12 +83,7 @@ class Placement:
 
 
 def place(
-    layer: str,
-    x: jax.Array,
-    axis_name: str,
-    in_spec: PartitionSpec | None,
-    sharded: Dimension,
-    features: int | None = None,
+    layer: str, x: jax.Array, axis_name: str, in_spec: PartitionSpec | None, sharded: Dimension, features: int | None
 ) -> Placement:
     """Reads how `x` [..., rows, features] is sharded. `axis_name` may split the dimension `sharded` alone.
 
@@ -99,15 +94,14 @@ def place(
         raise ValueError(f"{layer} needs an input [..., rows, features]: got {list(x.shape)}; add a dimension of rows")
     by_rows, manual = sharded == "rows", axis_types()[axis_name] == AxisType.Manual
     varies = manual and _varies(layer, x, axis_name)
-    local = varies and not by_rows
-    needed = features // size if local and features else features
-    if needed not in (None, x.shape[-1]):
+    features_split = varies and not by_rows
+    if features is not None and x.shape[-1] != (wanted := features // size if features_split else features):
         raise ValueError(
-            f"{layer} was built for {features} input features{' over the axis' if local else ''}: "
-            f"got {list(x.shape)}, needed [..., {needed}]"
+            f"{layer} was built for {features} input features{' over the axis' if features_split else ''}: "
+            f"got {list(x.shape)}, needed [..., {wanted}]"
         )
     if manual:
-        return Placement(axis_name, size, ((),) * (x.ndim - 2), (), varies and by_rows, local, True)
+        return Placement(axis_name, size, ((),) * (x.ndim - 2), (), varies and by_rows, features_split, True)
     entries = _entries(layer, x, in_spec, axis_name, batch_dims=x.ndim - 2, split=-2 if by_rows else -1)
     *batch, rows, last = entries
     fits = not any(axis_name in entry for entry in batch)

@@ -19,8 +19,7 @@ from tests.models.test_hugging_face import BASE, export, random_parameters
 from tests.nn.conftest import make_mesh
 from tests.train.data.test_tokenizer import train_tokenizer
 from train import export_checkpoint, import_checkpoint, run, sample
-from train.checkpoints.init_from import load_parameters
-from train.checkpoints.manager import Checkpoints
+from train.checkpoints.manager import Checkpoints, load_parameters
 from train.checkpoints.record import RunIdentity, architecture
 from train.config.command import load_config, load_preset, parse
 from train.step.mesh import make_mesh as make_training_mesh

@@ -64,7 +64,7 @@ def logits_of(workdir, tokens):
     """Returns the logits of the run's newest checkpoint."""
     import jax
 
-    from train.checkpoints.init_from import load_parameters
+    from train.checkpoints.manager import load_parameters
     from train.config.command import load_config
     from train.step.mesh import make_mesh
     from train.step.trainer import Trainer

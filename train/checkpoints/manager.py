@@ -2,26 +2,29 @@
 
 The checkpoint of step s is the folder `s/`. It holds the train state (arrays in their global shapes) and a
 `train.checkpoints.record.Record`. orbax makes it complete by one rename, or in an object store by one last object, so
-that a killed process never leaves half a checkpoint that is read. Only the oldest checkpoints beyond `checkpoint.keep`
-are deleted, and not those that `checkpoint.permanent_every` keeps.
+that a killed process never leaves half a checkpoint that is read.
 """
 
 import contextlib
 import itertools
+import json
 import logging
 import re
 import sys
+import textwrap
 import warnings
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from train.checkpoints.record import DamagedError, Record, RunIdentity, check_identity, fingerprint, from_json
+from train.checkpoints.record import DamagedError, Record, RunIdentity, check_identity, check_parameters, fingerprint
+from train.config import Config
 from train.lifecycle.errors import InputError, StorageError
-from train.step.trainer import TrainState
+from train.step.trainer import Trainer, TrainState
 
 # Replicas share the writing of arrays of at least this many bytes. Each shape needs a compiled program that slices it,
 # which costs more than it saves for small arrays.
@@ -42,19 +45,13 @@ class Checkpoints:
         self._saving: int | None = None  # the step that is being written
         if not read_only:
             self._remove_half_written()
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            keep_period=permanent_every or None,
-            read_only=read_only,
-            create=not read_only,
-            cleanup_tmp_directories=not read_only,
+        options = ocp.CheckpointManagerOptions(  # with read_only, orbax neither creates nor cleans up
+            max_to_keep=keep, keep_period=permanent_every or None, read_only=read_only, cleanup_tmp_directories=True
         )
         arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_BYTES_TO_SHARE)
         registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
-        handlers = {
-            "state": ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
-            "record": ocp.JsonCheckpointHandler(),
-        }
+        state = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+        handlers = {"state": state, "record": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def __enter__(self) -> Self:
@@ -87,13 +84,12 @@ class Checkpoints:
     def save(self, step: int, state: TrainState, *, data: dict[str, Any], tokens: int, identity: RunIdentity) -> None:
         """Copies the state to the host, for which it waits for the devices, then writes it in the background.
 
-        Raises a StorageError if the previous checkpoint, or the beginning of this one, could not be written.
+        This, `poll` and `wait` raise a StorageError if the previous checkpoint or this one could not be written.
         """
         self.wait()
         parts = _parts_of(state)
-        record = Record(
-            **vars(identity), step=step, data=data, tokens=tokens, parts=sorted(parts), fingerprint=fingerprint(state)
-        )
+        sums = fingerprint(state)
+        record = Record(**vars(identity), step=step, data=data, tokens=tokens, parts=sorted(parts), fingerprint=sums)
         args = ocp.args.Composite(state=ocp.args.PyTreeSave(parts), record=ocp.args.JsonSave(record.to_json()))
         self._saving = step
         try:
@@ -102,14 +98,11 @@ class Checkpoints:
             raise self._failure(error) from error
 
     def poll(self) -> int | None:
-        """Returns the step of the checkpoint that was being written once it is complete, otherwise None; never waits.
-
-        Raises a StorageError if it could not be written.
-        """
+        """Returns the step of the checkpoint that was being written if it is complete by now, otherwise None."""
         return None if self._manager.is_saving_in_progress() else self.wait()
 
     def wait(self) -> int | None:
-        """Waits until what was saved is complete, and returns its step; raises as `poll` does."""
+        """Waits until what was saved is complete, and returns its step."""
         if self._saving is None:
             return None
         try:
@@ -131,8 +124,7 @@ class Checkpoints:
     ) -> tuple[TrainState, Record, list[str]]:
         """Reads a checkpoint onto the devices that `abstract` names, whatever mesh it was saved on.
 
-        Returns the state, in which parts that the checkpoint lacks are None; the record; and the differences to
-        `identity` that `accept_change` accepts.
+        Returns the state, where parts that the checkpoint lacks are None; the record; and the accepted differences.
         """
         record = self.record(step)
         changed = check_identity(record, identity, where=str(self.path(step)), accept_change=accept_change)
@@ -153,7 +145,7 @@ class Checkpoints:
     def record(self, step: int) -> Record:
         """Returns the record of a checkpoint, or raises an InputError if it is damaged or of another format."""
         try:
-            return from_json(self._read(step, "record", ocp.args.JsonRestore()))
+            return Record.from_json(self._read(step, "record", ocp.args.JsonRestore()))
         except DamagedError as error:
             raise self._damaged(step, error) from error
 
@@ -172,10 +164,7 @@ class Checkpoints:
         return later
 
     def _remove_half_written(self) -> None:
-        """Removes what a killed process or a failed write has left, because a full disk lacks the room.
-
-        Threads of orbax may still write there after a failure. What then stays is removed before the next save.
-        """
+        """Removes what a killed process or a failed write has left; threads of orbax may still write there."""
         if jax.process_index() == 0 and self.folder.exists():
             for half_written in self.folder.glob(f"*{ocp.path.step.TMP_DIR_SUFFIX}*"):
                 with contextlib.suppress(OSError):
@@ -188,7 +177,7 @@ class Checkpoints:
         failed, self._saving = self._saving, None
         self._remove_half_written()
         self._manager.reload()
-        return StorageError(f"the checkpoint of step {failed} could not be written: {_one_line(error)}")
+        return StorageError(f"the checkpoint of step {failed} could not be written: {_shorten(error)}")
 
     def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> dict[str, Any]:
         try:
@@ -200,12 +189,32 @@ class Checkpoints:
         earlier = [other for other in self.steps() if other < step]
         advice = "There is none before it: choose another --workdir to begin anew."
         if earlier:
-            advice = (
-                f"The one before it is of step {earlier[-1]}: run again with --resume {earlier[-1]} to continue from "
-                "there; later checkpoints are then moved aside and kept."
-            )
-        what = f"the checkpoint of step {step}, {self.path(step)}, is damaged ({_one_line(cause)})"
+            advice = f"Run again with --resume {earlier[-1]} to continue from there; later ones are moved aside."
+        what = f"the checkpoint of step {step}, {self.path(step)}, is damaged ({_shorten(cause)})"
         return InputError(f"{what}. Nothing was deleted. {advice}")
+
+
+def load_parameters(
+    location: epath.PathLike, config: Config, trainer: Trainer, *, step: int | None = None, evaluated: bool = False
+) -> tuple[Any, epath.Path, str]:
+    """Reads the parameters of a checkpoint, whose architecture must be that of the configuration.
+
+    `location` is the workdir of a run or of an import, a folder of checkpoints, or one of its checkpoints; without a
+    `step` the newest one is read. `evaluated` takes the running mean of the parameters, if the checkpoint has one.
+
+    Returns the parameters, the folder of the checkpoint, and which part of it they are: "params", or "ema".
+    """
+    folder, named = _find(epath.Path(location).expanduser())
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        step = checkpoints.choose(named if step is None else step)
+        record = checkpoints.record(step)
+        check_parameters(record, config, where=str(checkpoints.path(step)))
+        part = "ema" if evaluated and "ema" in record.parts else "params"
+        in_float32 = part == "ema" or record.architecture["optimizer.master_copies"]
+        dtype = jnp.dtype("float32" if in_float32 else record.architecture["model.param_dtype"])
+        params = trainer.abstract_state().params
+        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), params)
+        return checkpoints.read_arrays(step, {part: abstract}, record)[part], checkpoints.path(step), part
 
 
 def unused_path(path: epath.Path) -> epath.Path:
@@ -214,13 +223,26 @@ def unused_path(path: epath.Path) -> epath.Path:
     return next(candidate for candidate in candidates if not candidate.exists())
 
 
+def _find(path: epath.Path) -> tuple[epath.Path, int | None]:
+    """Returns the folder of checkpoints and the step that a path names; None is the newest one."""
+    if path.name.isdigit() and (path / "state").is_dir():
+        return path.parent, int(path.name)
+    folders = [path / "checkpoints", path / "imported", path]
+    with contextlib.suppress(OSError, ValueError, KeyError):  # the run may keep its checkpoints in another folder
+        if elsewhere := json.loads((path / "config.json").read_text())["checkpoint"]["folder"]:
+            folders.insert(0, epath.Path(elsewhere))
+    for folder in folders:
+        if folder.is_dir() and any((child / "state").is_dir() for child in folder.iterdir() if child.name.isdigit()):
+            return folder, None
+    raise InputError(f"init_from must be the workdir of a run or one of its checkpoints: there is none in {path}")
+
+
 def _parts_of(state: TrainState) -> dict[str, Any]:
     return {name: part for name, part in vars(state).items() if part is not None}
 
 
-def _one_line(error: object, length: int = 200) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= length else text[:length] + "..."
+def _shorten(error: object) -> str:
+    return textwrap.shorten(str(error), 200, placeholder="...")
 
 
 def _is_io_error(error: BaseException | None) -> bool:
@@ -233,10 +255,7 @@ def _is_io_error(error: BaseException | None) -> bool:
 
 
 def _silence_orbax() -> None:
-    """Silences what orbax prints about failures, because each of them is raised to the caller and reported there.
-
-    Otherwise every thread that takes part logs a traceback, or prints it later, when its event loop is closed.
-    """
+    """Silences the tracebacks that threads of orbax print of failures, which are raised to the caller as well."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)

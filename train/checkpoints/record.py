@@ -6,7 +6,7 @@ A run that would continue with other data or with another architecture than thos
 import dataclasses
 import hashlib
 import json
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ _STREAM = frozenset({"seed", "data.sequence_length", "data.validation_fraction",
 _NOT_ARCHITECTURE = frozenset(
     {"model.dtype", "model.remat", "model.fsdp_overlap", "model.gathered_mib", "model.exchange_heads"}
 )
+_TYPES = frozenset({"model.param_dtype", "optimizer.master_copies"})  # how parameters are stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,29 +48,27 @@ class Record(RunIdentity):
         fields = dataclasses.asdict(self)
         return fields | {"checksum": _checksum(fields)}
 
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        """Reads what `to_json` returned, or raises a DamagedError if it is not what was saved."""
+        found = fields.get("version", 1)
+        if found != VERSION:
+            raise InputError(f"the checkpoint has version {found} of the format, and this code reads {VERSION}")
+        rest = {name: value for name, value in fields.items() if name != "checksum"}
+        if fields.get("checksum") != _checksum(rest):
+            raise DamagedError("the record is not what was saved")
+        return cls(**rest)
+
 
 class DamagedError(ValueError):
     """A record is not what was saved."""
 
 
-def from_json(fields: dict[str, Any]) -> Record:
-    """Reads what `Record.to_json` returned, or raises a DamagedError if it is not what was saved."""
-    if fields.get("version") != VERSION:
-        raise InputError(
-            f"the checkpoint has version {fields.get('version', 1)} of the format, and this code reads {VERSION}; "
-            "continue it with the code that wrote it"
-        )
-    rest = {name: value for name, value in fields.items() if name != "checksum"}
-    if fields.get("checksum") != _checksum(rest):
-        raise DamagedError("the record is not what was saved")
-    return Record(**rest)
-
-
 def fingerprint(state: Any) -> dict[str, int]:
     """Computes a checksum of each array, {"params.layers.kernel": checksum, ...}, and waits for the devices.
 
-    It is the sum of the elements' bits as unsigned integers, modulo 2**32, which is the same on every mesh because it
-    does not depend on the order of its terms. It detects any single damaged element, and no deliberate change.
+    It is the sum of the elements' bits as unsigned integers, modulo 2**32, which is the same on every mesh and detects
+    any single damaged element.
     """
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(state), strict=True)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
@@ -96,20 +95,22 @@ def check_identity(record: Record, identity: RunIdentity, *, where: str, accept_
     changed = differences(record.stream | _flat(record.corpus), identity.stream | _flat(identity.corpus))
     if changed and not accept_change:
         raise InputError(
-            f"the data are not those of {where}: {'; '.join(changed)}. Its position in the data, "
-            f"{record.data['sequences']} sequences, has no meaning there. Give it the same data, or "
-            "--data.accept_change True to continue with the other ones"
+            f"the data are not those of {where}: {'; '.join(changed)}. Its position of {record.data['sequences']} "
+            "sequences has no meaning there: give the same data, or --data.accept_change True to continue with others"
         )
     return changed
 
 
+def check_parameters(record: Record, config: Config, *, where: str) -> None:
+    """Checks that a run can take the parameters of a checkpoint, whose type may be another one."""
+    saved = record.architecture
+    check_architecture(saved, architecture(config) | {name: saved[name] for name in _TYPES}, where=where)
+
+
 def check_architecture(saved: dict[str, Any], now: dict[str, Any], *, where: str) -> None:
     """Checks that the parameters of a checkpoint are those of this run, and otherwise raises an InputError."""
-    if changed := differences(saved, now):
-        raise InputError(
-            f"{where} holds a run with another architecture: {'; '.join(changed)}. Give it the values that it was "
-            "started with, or choose another --workdir"
-        )
+    if changed := "; ".join(differences(saved, now)):
+        raise InputError(f"{where} holds a run with another architecture: {changed}; use its values or another workdir")
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:

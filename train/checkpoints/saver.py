@@ -1,8 +1,8 @@
 """When checkpoints are saved, and what happens if one cannot be written.
 
-The write of a checkpoint ends while training continues. The loop asks after every step whether it has ended, so that a
-failure is known at once. The state of the present step is then saved instead, and tried again until
-`checkpoint.retry_seconds` have passed. If the disk is full, older checkpoints are deleted first; the newest never is.
+The write of a checkpoint ends while training continues, and the loop asks after every step whether it has failed. The
+state of the present step is then saved instead, and tried again until `checkpoint.retry_seconds` have passed. If the
+disk is full, older checkpoints are deleted first; the newest never is.
 """
 
 import dataclasses
@@ -57,9 +57,8 @@ class Saver:
     def save(self, step: int, state: TrainState) -> None:
         """Saves a step, but first checks that every loss up to it is finite and writes every line up to it to disk.
 
-        Raises:
-          DivergedError: A loss or a gradient norm up to this step is not finite.
-          StorageError: Nothing could be written, in repeated attempts; `poll` and `finish` raise it likewise.
+        Raises a DivergedError if one is not finite. Like `poll` and `finish`, raises a StorageError if all attempts to
+        write fail.
         """
         if step == self._saved_instead:
             return

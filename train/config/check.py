@@ -34,10 +34,8 @@ _RANGES = {
         lambda value: value is None or value > 0,
         "model.attention_scale model.attention_softcap model.alternating_window model.logit_softcap report.peak_tflops",
     ),
-    "at most 2147483647": (  # steps are counted in int32 on the devices
-        lambda value: value < 2**31,
-        "steps seed optimizer.warmup_steps",
-    ),
+    # The devices count steps in int32.
+    "at most 2147483647": (lambda value: value < 2**31, "steps seed optimizer.warmup_steps"),
 }
 """What values must be: the test, and the fields that must pass it. All of these must be finite, too."""
 
@@ -57,9 +55,10 @@ def check(config: Config) -> None:
     ends_documents = data.separator is None or 0 <= data.separator < vocabulary
     are_tokens = all(0 <= token < vocabulary for token in config.eval.stop_tokens)
     leaves_a_prompt = config.eval.sample_tokens < length
+    is_local = config.workdir and "://" not in config.workdir
     no_copies = f"False where model.param_dtype={model.param_dtype}, which needs no copies in float32"
     for name, holds, needed in (
-        ("workdir", config.workdir, "a folder"),
+        ("workdir", is_local, "a folder of this machine, and only --checkpoint.folder may be gs://bucket/folder"),
         ("optimizer.clip_norm", optimizer.clip_norm > 0, "above 0"),
         ("optimizer.master_copies", copies_are_of_use, no_copies),
         ("skip.spike_factor", spikes == 0 or spikes > 1, "0, or above 1"),
@@ -79,13 +78,7 @@ def check(config: Config) -> None:
 
 
 def _check_locations(config: Config) -> None:
-    """Checks that the workdir is no URL, and that checkpoints are in a folder or in a bucket that can be opened."""
-    _require(
-        "://" not in config.workdir,
-        "workdir",
-        config.workdir,
-        "a folder of this machine, where any store can be mounted; --checkpoint.folder may be gs://bucket/folder",
-    )
+    """Checks that checkpoints are in a folder or in a bucket that can be opened."""
     for name, place in (("init_from", config.init_from), ("checkpoint.folder", config.checkpoint.folder)):
         if place is not None and "://" in place:
             is_folder = place.startswith("gs://") and "/" in place[5:].strip("/")

@@ -110,15 +110,11 @@ def load_preset(path: Path) -> Config:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         lines += [error.lineno] if isinstance(error, SyntaxError) else []
         where = f", line {lines[-1]}" if lines else ""
-        raise InputError(
-            f"CONFIG must be a Python file that runs: {path}{where}: {type(error).__name__}: {error}"
-        ) from error
+        raise InputError(f"CONFIG must be a file that runs: {path}{where}: {type(error).__name__}: {error}") from error
     if not isinstance(config, Config):
         has = ", ".join(function.__name__ for function in functions) or "none"
         returned = f", which returned {type(config).__name__}" if len(functions) == 1 else ""
-        raise InputError(
-            f"CONFIG must hold one public function, which returns a train.config.Config: {path} has {has}{returned}"
-        )
+        raise InputError(f"CONFIG must have one public function, which returns a Config: {path} has {has}{returned}")
     return config
 
 
@@ -147,10 +143,8 @@ def _section(config: Config, name: str) -> Any:
 
 def _check_modes(command: Command) -> None:
     if command.dry_run != (command.topology is not None):
-        raise InputError(
-            f"--dry-run and --topology go together: got only {'--dry-run' if command.dry_run else '--topology'}; "
-            "write --dry-run --topology v5e:2x4, for example"
-        )
+        only = "--dry-run" if command.dry_run else "--topology"
+        raise InputError(f"--dry-run and --topology go together: got only {only}; write --dry-run --topology v5e:2x4")
     if command.compare_meshes and not command.dry_run:
         raise InputError("--compare_meshes belongs to a dry run: add --dry-run --topology v5e:4x4, for example")
     if command.compiled_meshes < 0:
@@ -163,12 +157,10 @@ def _from_json(kind: Any, given: dict[str, Any]) -> Any:
     """Makes a dataclass of JSON data. Fields that an older version did not write have their defaults."""
     values = {}
     for field in dataclasses.fields(kind):
-        if field.name not in given:
-            continue
-        value = given[field.name]
-        if dataclasses.is_dataclass(field.type):
-            value = _from_json(field.type, value)
-        values[field.name] = _as_tuple(value)
+        if field.name in given:
+            value = given[field.name]
+            is_section = dataclasses.is_dataclass(field.type)
+            values[field.name] = _from_json(field.type, value) if is_section else _as_tuple(value)
     return kind(**values)
 
 

@@ -5,8 +5,8 @@ the one before it, so that every token is a target once per epoch. The seed dete
 differs between epochs. The windows of several sources are mixed by their weights into one stream of sequences, and a
 position is the number of sequences that were taken from it, so the stream does not depend on the size of the batches.
 
-Every process loads only the rows of a batch that its own devices hold; the sequences of a step do not depend on the
-number of processes. If the mesh splits sequences, their positions are reordered here, once.
+Every process loads only the rows of a batch that its own devices hold. If the mesh splits sequences, positions are
+reordered here, once.
 """
 
 import dataclasses
@@ -17,10 +17,11 @@ import grain
 import jax
 import numpy as np
 
+import flaxasync as fa
 from train.config import Config
 from train.data.corpus import Corpus
 from train.lifecycle.errors import InputError
-from train.step.mesh import batch_shards, sequence_order, token_spec
+from train.step.mesh import CONTEXT, batch_shards, token_spec
 
 Batch = tuple[jax.Array, ...]
 """Tokens, targets and, if data.separator is set, segment ids: int32 [batch, sequence] each, in the order of the mesh.
@@ -51,11 +52,10 @@ def split(corpora: dict[str, Corpus], config: Config) -> tuple[dict[str, Windows
     training, validation = dict[str, Windows](), dict[str, Windows]()
     length, batch_size = config.data.sequence_length, config.data.batch_size
     for name, corpus in corpora.items():
-        size = corpus.tokens.size
-        if size < length + 1:
+        size, least = corpus.tokens.size, length + 1
+        if size < least:
             raise InputError(
-                f"data must hold one sequence of data.sequence_length + 1 = {length + 1} tokens: "
-                f"{corpus.name} has {size}"
+                f"data must hold one sequence of data.sequence_length + 1 = {least} tokens: {corpus.name} has {size}"
             )
         border = size - round(size * config.data.validation_fraction)
         training[name] = Windows(corpus.tokens[:border], length)
@@ -68,8 +68,7 @@ def split(corpora: dict[str, Corpus], config: Config) -> tuple[dict[str, Windows
         if config.eval.every and len(validation[name]) < batch_size:
             raise InputError(
                 f"the validation part of {corpus.name} must hold one batch of data.batch_size={batch_size} sequences: "
-                f"it has {len(validation[name])}; raise data.validation_fraction, give more data, or set eval.every "
-                "to 0"
+                f"it has {len(validation[name])}; raise data.validation_fraction, or set eval.every to 0"
             )
     return training, validation
 
@@ -141,7 +140,8 @@ class _BatchSharding:
         starts = {index[0].indices(self._shape[0])[0] for index in shards}
         # The positions that the devices of this process hold are all positions, unless processes split sequences.
         columns = {column for index in shards for column in range(*index[1].indices(self._shape[1]))}
-        self._positions = sequence_order(mesh, config.mesh, self._shape[1])[sorted(columns)]
+        order = fa.sequence_order(config.mesh.context_layout, self._shape[1], mesh.shape.get(CONTEXT, 1))
+        self._positions = order[sorted(columns)]
         self._separator = config.data.separator
         self._share = share_of_batch(starts, self._shape[0] // batch_shards(mesh.shape), batch_size=self._shape[0])
 

@@ -1,11 +1,9 @@
 """The tokens of a run: one 1-D array for each data source, made from text, or from a file of tokens.
 
 Every byte of a text is one token, unless `data.tokenizer` is the file of a tokenizer: text is then turned into a file
-of tokens first, see `train.data.tokenizer`. A text file and a file of tokens are memory-mapped. A folder of text and
-Python's standard library, which a run without `data.path` reads, are held in memory.
-
-Data at a URL, such as gs://bucket/text.txt, are copied into the user's cache folder once for each version. fsspec reads
-every URL whose client is installed, such as gcsfs for gs://; it finds credentials as these clients do.
+of tokens first, see `train.data.tokenizer`. Files are memory-mapped; a folder of text and Python's standard library,
+which a run without `data.path` reads, are held in memory. Data at a URL that fsspec reads are copied into the user's
+cache folder once for each version.
 """
 
 import concurrent.futures
@@ -24,7 +22,7 @@ import numpy as np
 from train.config import DataConfig
 from train.data.tokenizer import Tokenizer, is_file, tokenize_files
 from train.lifecycle.errors import InputError, RunError, StorageError
-from train.lifecycle.files import user_cache, write_atomically
+from train.metrics.output import user_cache, write_atomically
 
 CHUNK_TOKENS = 1 << 24  # number of tokens that are checked at a time
 HASHED_BYTES = 1 << 24  # threads hash chunks of this size
@@ -74,8 +72,7 @@ def open_source(location: str | None, config: DataConfig, *, vocab_size: int, fi
         elif config.tokenizer is not None:
             raise InputError(
                 f"{field} must be a .npy or .bin file of tokens where data.tokenizer is a name: {name} is text, and "
-                f"nothing says how to turn it into tokens of {config.tokenizer}; give --data.tokenizer the file "
-                "tokenizer.json, or None for bytes"
+                f"nothing says how to turn it into tokens of {config.tokenizer}; give its tokenizer.json, or None"
             )
         elif path is not None and path.is_file():
             tokens, file, is_text = _map_text(path, field), path, True
@@ -155,11 +152,8 @@ def _fetch(location: str) -> Path:
         return folder / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, suffix=".tmp") as temporary:
-        for path in found:
-            if not path.endswith("/"):  # some tools mark folders with such objects
-                copy = Path(temporary, "data", name + path.removeprefix(root))
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                store.get_file(path, str(copy))
+        files = [path for path in found if not path.endswith("/")]  # some tools mark folders with such objects
+        store.get(files, [f"{temporary}/data/{name}{path.removeprefix(root)}" for path in files])
         try:
             Path(temporary, "data").rename(folder)
         except OSError:
@@ -202,9 +196,7 @@ def _text_files(path: Path | None, field: str) -> list[Path]:
 def _map_text(path: Path, field: str) -> np.ndarray:
     tokens = np.memmap(path, np.uint8, "r")
     if not tokens[:4096].all():
-        raise InputError(
-            f"{field} must be text, or tokens in a .npy or .bin file: {path} holds a zero byte, so it is neither"
-        )
+        raise InputError(f"{field} must be text, or tokens in a .npy or .bin file: {path} holds a zero byte")
     return tokens
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import tokenizers
 
 from train.lifecycle.errors import InputError
-from train.metrics.output import Percent
+from train.metrics.output import percent_printer
 
 VERSION = 2
 """Version of the tokens that a text becomes; those of 1 lacked the tokens that begin a document."""
@@ -43,8 +43,6 @@ class Tokenizer:
         try:
             content = path.read_bytes()
             inner = tokenizers.Tokenizer.from_str(content.decode())
-        except OSError as error:
-            raise InputError(f"{field} must be a file of a tokenizer: {path}: {error.strerror}") from error
         except Exception as error:  # the package raises Exception itself
             raise InputError(f"{field} must be a file of a tokenizer: {path} cannot be read: {error}") from error
         largest = max(inner.get_vocab(with_added_tokens=True).values(), default=0)
@@ -83,8 +81,7 @@ def decode_bytes(tokens: Sequence[int]) -> str:
 def tokenize_files(files: list[Path], tokenizer: Tokenizer, *, separator: int | None) -> Path:
     """Returns the file of tokens of some text files, uint32, which is made unless it is there.
 
-    It lies in tokens/ beside the tokenizer, under a hash of VERSION, the tokenizer, the separator, and the names, sizes
-    and modification times of the text files. If several processes need it at once, one makes it and the others wait.
+    It lies in tokens/ beside the tokenizer. If several processes need it at once, one makes it and the others wait.
     """
     described = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = json.dumps([VERSION, tokenizer.name, separator, described])
@@ -120,16 +117,16 @@ class _Piece(NamedTuple):
 
 def _write(out: IO[bytes], files: Iterable[Path], tokenizer: Tokenizer, separator: int | None, *, total: int) -> None:
     pieces, done = (piece for file in files for piece in _pieces(file)), 0
-    with Percent("tokenized") as percent:
-        for batch in itertools.batched(pieces, BATCH_PIECES):  # they are encoded side by side
-            encoded = tokenizer.inner.encode_batch([piece.text for piece in batch], add_special_tokens=False)
-            for piece, encoding in zip(batch, encoded, strict=True):
-                tokens = [*tokenizer.prefix, *encoding.ids] if piece.begins else encoding.ids
-                if piece.ends and separator is not None:
-                    tokens = [*tokens, separator]
-                out.write(np.asarray(tokens, np.uint32).tobytes())
-                done += piece.used
-            percent.report(batch[-1].file.name, done, total)
+    report = percent_printer("tokenized")
+    for batch in itertools.batched(pieces, BATCH_PIECES):  # they are encoded side by side
+        encoded = tokenizer.inner.encode_batch([piece.text for piece in batch], add_special_tokens=False)
+        for piece, encoding in zip(batch, encoded, strict=True):
+            tokens = [*tokenizer.prefix, *encoding.ids] if piece.begins else encoding.ids
+            if piece.ends and separator is not None:
+                tokens = [*tokens, separator]
+            out.write(np.asarray(tokens, np.uint32).tobytes())
+            done += piece.used
+        report(batch[-1].file.name, done, total)
 
 
 def _pieces(file: Path) -> Iterator[_Piece]:

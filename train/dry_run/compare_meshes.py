@@ -9,6 +9,7 @@ compiler refuses, that it cannot compile, or that a backend cannot serve, is rep
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
@@ -21,9 +22,8 @@ from flaxasync.hardware import Chip
 from flaxasync.ops.trust import Mode, trusting
 from models.config import Remat
 from train.config import Config
-from train.dry_run.command import compile_step, replace_options, topology_devices
+from train.dry_run.command import compile_step, gib, replace_options, time_text, topology_devices
 from train.dry_run.mesh_costs import Prediction, predict
-from train.dry_run.report import gib, time_text
 from train.lifecycle.errors import InputError
 from train.metrics.output import say
 from train.step.mesh import check_fits_mesh, mesh_over, mesh_shape
@@ -53,15 +53,9 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         shares = ["-" if share is None else f"{share:.1%}" for share in (self.mfu, self.exposed)]
-        return (
-            *map(str, self.mesh),
-            self.remat,
-            gib(self.memory) + ("" if self.fits else " (too much)"),
-            "-" if self.seconds is None else time_text(self.seconds),
-            *shares,
-            self.by_what,
-            self.source,
-        )
+        memory = gib(self.memory) + ("" if self.fits else " (too much)")
+        seconds = "-" if self.seconds is None else time_text(self.seconds)
+        return (*map(str, self.mesh), self.remat, memory, seconds, *shares, self.by_what, self.source)
 
     @property
     def place(self) -> tuple[int, float]:
@@ -74,13 +68,12 @@ class Row:
 def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) -> int:
     """Prints the table, saves all of it in the folder `dry_run` of the workdir, and returns the exit code.
 
-    Of the run's own mesh only the layout of sequences is read, and its policy of rematerialization is not. `compiled`
-    meshes are compiled, with the kernels that `trust` lets them take; that none could be compiled is an InputError.
+    `compiled` meshes are compiled, with the kernels that `trust` lets them take.
     """
     if "*" in topology:
         raise InputError(
-            "--compare-meshes must have a topology of one slice, as it does not know the network between slices: got "
-            f"--topology {topology}; use {topology.partition('*')[0]}, or leave out --compare-meshes to try one mesh"
+            "--compare-meshes must have a topology of one slice, because it does not know the network between slices: "
+            f"got --topology {topology}; use {topology.partition('*')[0]}, or a dry run of one mesh"
         )
     devices, chip = len(topology_devices(topology)), check.CHIPS[topology.partition(":")[0]]
     ranked = rank(config, chip, devices, remats=get_args(Remat.__value__))
@@ -100,8 +93,7 @@ def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) ->
     say(f"details    {folder}: meshes.txt, and meshes.json with all {len(rows)} meshes")
     if tried and all(row.source == FAILED for row in tried):
         raise InputError(
-            f"no step could be compiled for {topology}, on {len(tried)} meshes; the reasons are above, and the figures "
-            "are predictions: --compiled-meshes 0 makes the same table without compiling"
+            f"no step could be compiled for {topology}, on {len(tried)} meshes: the figures above are predictions alone"
         )
     return 0
 
@@ -110,7 +102,7 @@ def rank(config: Config, chip: Chip, devices: int, remats: Sequence[Remat] = ())
     """Returns all meshes of some devices that the run divides over: those that fit by time, then the others by memory.
 
     Each takes the fastest of the policies of rematerialization that fits with room to spare, or that which needs the
-    least memory; by default there is that of the run alone. That no mesh divides the run is an InputError.
+    least memory; by default there is that of the run alone.
     """
     predictions, refusal, policies = [], "", remats or (config.model.remat,)
     for sizes in grids(devices):
@@ -127,11 +119,9 @@ def rank(config: Config, chip: Chip, devices: int, remats: Sequence[Remat] = ())
 
 
 def grids(devices: int) -> Iterator[tuple[int, ...]]:
-    """Yields all sizes of the four axes that multiply to a number of devices."""
+    """Returns all sizes of the four axes that multiply to a number of devices."""
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
-    for data, fsdp, context in itertools.product(divisors, repeat=3):
-        if devices % (data * fsdp * context) == 0:
-            yield data, fsdp, context, devices // (data * fsdp * context)
+    return (sizes for sizes in itertools.product(divisors, repeat=len(AXES)) if math.prod(sizes) == devices)
 
 
 def row_of(one: Prediction) -> Row:

@@ -126,8 +126,8 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
 
     Remat dots keeps the results of matmuls that the gradient needs: all but that of the down projection, which is only
     added, unless a norm follows it. Remat cheap keeps the statistics of attention as well, and its result twice: for
-    its own gradient and for that of the projection after it, each of which is in a `shard_map` of its own. With
-    attention_softcap or alternating_window the activations of a layer include all attention scores, in float32.
+    its own gradient and for that of the projection after it. With attention_softcap or alternating_window the
+    activations of a layer include all attention scores, in float32.
 
     `chip` says by whose costs rows are kept or sent again; without one they are kept wherever the limit allows it.
     """
@@ -147,9 +147,8 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
     whole = 0.0 if fsdp == 1 else kernels / ring * computed
     # A scan that prefetches also has the gradients of two layers, and those that arrive or were cast; and, meanwhile,
     # keeps the weights of the last layer.
-    arriving = {"xla": 0.0, "prefetch": 2 * whole + kernels / ring * stored, "prefetch_pallas": 3 * whole}[
-        model.fsdp_overlap
-    ]
+    prefetched = {"xla": 0.0, "prefetch": 2 * whole + kernels / ring * stored, "prefetch_pallas": 3 * whole}
+    arriving = prefetched[model.fsdp_overlap]
     last = whole if arriving else 0.0
     attention, kernels_kept = rows / ring * (2 * q_width * computed + 4 * model.heads), 0.0 if arriving else whole
     kept = {

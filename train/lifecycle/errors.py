@@ -4,11 +4,12 @@ docs/operations.md says what a supervisor does after each code. Any function of 
 given what it cannot use; docstrings name only the other errors.
 """
 
+import contextlib
 import errno
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 COMPLETE = 0  # all steps are done, or there was nothing to do
 BAD_INPUT = 2  # the command line, the data or the workdir cannot be used as they are; no checkpoint was changed
@@ -46,12 +47,6 @@ class DivergedError(RunError, ArithmeticError):
         self.step, self.cause = step, cause
 
 
-class OutOfMemoryError(RunError):
-    """An allocation on a device or on the host failed."""
-
-    exit_code = OUT_OF_MEMORY
-
-
 class StorageError(RunError, OSError):
     """A checkpoint or the metrics could not be written, even after repeated attempts."""
 
@@ -62,6 +57,15 @@ class RestartError(RunError):
     """The run cannot go on in this process, but can be continued by a new one."""
 
     exit_code = RESTART
+
+
+@contextlib.contextmanager
+def as_input_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Turns errors of some types, whose messages a person can act on, into InputErrors."""
+    try:
+        yield
+    except kinds as error:
+        raise InputError(str(error)) from error
 
 
 def exit_code(
@@ -94,29 +98,29 @@ def exit_code(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return COMPLETE
     except Exception as error:
-        explained = _explain(error, outcome, memory_advice, several_processes)
-        if explained is None:
+        code, explanation = _explain(error, outcome, memory_advice, several_processes)
+        if not explanation:
             raise
-        print(f"error: {explained}", file=sys.stderr)
-        return explained.exit_code
+        print(f"error: {explanation}", file=sys.stderr)
+        return code
 
 
-def _explain(error: Exception, outcome: str, memory_advice: str, several_processes: bool) -> RunError | None:
-    """Makes a RunError of an error of memory, disks or lost processes; any other error keeps its traceback."""
+def _explain(error: Exception, outcome: str, memory_advice: str, several_processes: bool) -> tuple[int, str]:
+    """Returns the exit code and a paragraph for an error that a person can act on; "" for any other one."""
     if isinstance(error, RunError):
-        return error
+        return error.exit_code, str(error)
     if isinstance(error, MemoryError):
-        return OutOfMemoryError(f"the host has too little memory ({error}). {outcome}. {memory_advice}")
+        return OUT_OF_MEMORY, f"the host has too little memory ({error}). {outcome}. {memory_advice}"
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         what = error.filename or "a file of the workdir"
-        return StorageError(f"{what} could not be written or read: {error.strerror}. {outcome}")
+        return STORAGE, f"{what} could not be written or read: {error.strerror}. {outcome}"
     if isinstance(error, RuntimeError):  # jax.errors.JaxRuntimeError is one
         first_line = str(error).partition("\n")[0]
         if _NO_MEMORY.search(str(error)):
-            return OutOfMemoryError(f"a device has too little memory ({first_line}). {outcome}. {memory_advice}")
+            return OUT_OF_MEMORY, f"a device has too little memory ({first_line}). {outcome}. {memory_advice}"
         if several_processes and _LOST_PROCESS.search(str(error)):
-            return RestartError(
+            return RESTART, (
                 f"another process of the run is gone ({first_line}), so this one ends; starting all of them again "
                 "continues from the newest checkpoint"
             )
-    return None
+    return 1, ""

@@ -18,10 +18,9 @@ from flaxasync.check import check_async_compatible
 from flaxasync.ops import trust
 from train.config import Config
 from train.lifecycle.errors import InputError
-from train.lifecycle.files import user_cache
 from train.lifecycle.workdir import Workdir
 from train.metrics.lines import Events
-from train.metrics.output import say
+from train.metrics.output import say, user_cache
 from train.step.trainer import Trainer, backend_limits_are_input_errors
 
 CACHE = {
@@ -47,10 +46,7 @@ def configure_cache(config: Config) -> None:
 
 
 def _remove_incomplete(folder: Path) -> None:
-    """Removes entries that a killed process left half-written: JAX writes the time of use after the entry itself.
-
-    JAX locks the folder in this way, too, and does not remove an entry that cannot be read.
-    """
+    """Removes entries that a killed process left half-written: those without a time of use, which JAX writes last."""
     with contextlib.suppress(filelock.Timeout), filelock.FileLock(folder / ".lockfile", timeout=10):
         for entry in folder.glob("*-cache"):
             used = entry.with_name(entry.name.removesuffix("-cache") + "-atime")
@@ -69,10 +65,7 @@ def require_same(values: dict[str, Any]) -> None:
 
 
 def agree_on_kernels() -> None:
-    """Makes all processes agree which kernels of their TPUs are trusted; the enclosing mesh says what these are.
-
-    Processes that share chips cannot verify them before the run, as one process alone does: they read what is stored.
-    """
+    """Makes all processes agree which kernels of the TPUs of the enclosing mesh are trusted, by what is stored."""
     if mesh.platform() != "tpu":
         return
     evidence = trust.known(mesh.chip_name())

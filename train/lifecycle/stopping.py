@@ -74,9 +74,8 @@ class StopRequest:
 class Watchdog:
     """A context manager whose thread ends the process if `progress` is not called for some time.
 
-    `seconds` is the longest time without progress, 0 for ever, and `stacks` the file that gets the stack of every
-    thread. The time is counted in ticks of the thread and not read from a clock, so that a process which was stopped
-    with SIGSTOP, or a machine that slept, does not count as hanging.
+    `seconds` is the longest time without progress, 0 for ever. The time is counted in ticks of the thread and not read
+    from a clock, so that a process which was stopped with SIGSTOP, or a machine that slept, does not count as hanging.
     """
 
     def __init__(self, seconds: float, stacks: Path, *, end: Callable[[int], object] = os._exit):
@@ -105,9 +104,8 @@ class Watchdog:
         with contextlib.suppress(OSError), open(self._stacks, "w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         print(
-            f"error: the run made no progress for {self._seconds:.0f} s after {self._last}, so the process ends; the "
-            f"stack of every thread is in {self._stacks}, unless it cannot be written. Starting again continues from "
-            "the newest checkpoint; report.hang_seconds sets the time.",
+            f"error: the run made no progress for {self._seconds:.0f} s after {self._last}, so the process ends; its "
+            f"stacks are in {self._stacks}. Started again, it continues from the newest checkpoint.",
             file=sys.stderr,
             flush=True,
         )

@@ -12,21 +12,20 @@ import jax
 from etils import epath
 from jax.experimental import multihost_utils
 
-from train.checkpoints.init_from import load_parameters
-from train.checkpoints.manager import Checkpoints, unused_path
+from train.checkpoints.manager import Checkpoints, load_parameters, unused_path
 from train.checkpoints.record import check_identity, flat_fields, identify_run
 from train.checkpoints.saver import Saver
+from train.config import Config, ProfileConfig
 from train.config.command import Command
 from train.data.batches import TrainingBatches, split
 from train.data.corpus import identify, open_corpora
 from train.lifecycle.errors import COMPLETE, DivergedError
-from train.lifecycle.files import write_atomically
-from train.lifecycle.loop import Loop, Profiler
 from train.lifecycle.preparation import agree_on_kernels, compile_steps, configure_cache, require_same
 from train.lifecycle.stopping import StopRequest, Watchdog
 from train.lifecycle.workdir import Workdir, open_workdir
 from train.metrics.lines import Events, provenance
-from train.metrics.output import say
+from train.metrics.output import say, write_atomically
+from train.metrics.recorder import Recorder
 from train.metrics.sinks import open_recorder
 from train.step.evaluation import Evaluation, generate, render
 from train.step.mesh import check_fits_mesh, configure_jax, make_mesh
@@ -60,20 +59,16 @@ class Run:
         self.batches = TrainingBatches(self.training, config, mesh)
         corpus = {name: identify(source, config.data.tokenizer, work.hashes) for name, source in self.corpora.items()}
         self.identity = identify_run(config, corpus)
-        self.checkpoints = Checkpoints(
-            config.checkpoint.folder or work.checkpoints,
-            keep=config.checkpoint.keep,
-            permanent_every=config.checkpoint.permanent_every,
-        )
+        kept, folder = config.checkpoint, config.checkpoint.folder or work.checkpoints
+        self.checkpoints = Checkpoints(folder, keep=kept.keep, permanent_every=kept.permanent_every)
 
     def run(self) -> int:
         """Starts the run, continues it, or reports that it is complete; returns the exit code."""
         config, work = self.config, self.work
         with self.checkpoints, contextlib.ExitStack() as stack:
             start = self.checkpoints.choose(self.command.resume_step)
-            require_same(
-                {"command line": flat_fields(config), "newest checkpoint": start, "data": self.identity.corpus}
-            )
+            corpus = self.identity.corpus
+            require_same({"command line": flat_fields(config), "newest checkpoint": start, "data": corpus})
             with backend_limits_are_input_errors(config):
                 trainer = Trainer(config, self.mesh)
             has_sample = work.sample.exists() or not config.eval.sample_tokens
@@ -91,16 +86,9 @@ class Run:
             self._set_aside(start)
             events = Events(work.events if jax.process_index() == 0 else None)
             stack.callback(events.close)
-            events.add(
-                "start",
-                step=start,
-                steps=config.steps,
-                devices=[self.mesh.size, self.mesh.devices.flat[0].device_kind],
-                mesh=dict(self.mesh.shape),
-                parameters=parameters,
-                changes=changes + accepted,
-                **provenance(),
-            )
+            devices = [self.mesh.size, self.mesh.devices.flat[0].device_kind]
+            facts = {"mesh": dict(self.mesh.shape), "parameters": parameters, "changes": changes + accepted}
+            events.add("start", step=start, steps=config.steps, devices=devices, **facts, **provenance())
             if start < config.steps:
                 state, step = self._train(trainer, events, state, start, tokens)
                 if step < config.steps:
@@ -131,9 +119,8 @@ class Run:
         """
         config = self.config
         if start:
-            state, record, accepted = self.checkpoints.restore(
-                start, trainer.abstract_state(), self.identity, accept_change=config.data.accept_change
-            )
+            abstract, accepts = trainer.abstract_state(), config.data.accept_change
+            state, record, accepted = self.checkpoints.restore(start, abstract, self.identity, accept_change=accepts)
             self.batches.set_state(record.data)
             say(f"resumed    {self.checkpoints.path(start)}")
             for change in accepted:
@@ -216,3 +203,79 @@ class Run:
             "lower optimizer.learning_rate, or --skip.nonfinite True if single batches are bad."
         )
         return DivergedError(error.step, error.cause, advice)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """The steps of a run. The host dispatches them ahead of the devices, and waits only to report or to save."""
+
+    config: Config
+    trainer: Trainer
+    train_step: jax.stages.Compiled
+    eval_step: jax.stages.Compiled | None
+    batches: TrainingBatches
+    evaluation: Evaluation
+    saver: Saver
+    recorder: Recorder
+    stop: StopRequest
+    watchdog: Watchdog
+    profiler: "Profiler"
+
+    def run(self, state: TrainState, *, start: int) -> tuple[TrainState, int]:
+        """Trains from step `start`, whose state is donated, to the last step or a stop, and saves the final state.
+
+        Reports are one interval late: when the host waits for a report, one more interval of steps has already been
+        dispatched, so the devices never run out of work. After a DivergedError nothing was saved from that step on.
+        """
+        config, step = self.config, start
+        self.recorder.pace.start()
+        for step in range(start + 1, config.steps + 1):
+            with self.recorder.pace.counted("load"):
+                batch = next(self.batches)
+            self.profiler.before(step, state)
+            state, metrics = self.train_step(state, *batch)
+            self.recorder.add(step, **metrics)
+            last = step == config.steps
+            if self.eval_step is not None and (last or step % config.eval.every == 0):
+                self.recorder.add(step, **self.evaluation.run(self.eval_step, self.trainer.evaluated(state)))
+            if step % config.report.every == 0:
+                self.recorder.report(step - config.report.every)
+            self.watchdog.progress(f"step {step}")
+            self.profiler.after(step, state)
+            self.saver.poll(step, state)
+            stopping = self.stop.should_stop(step)
+            if last or stopping or self.saver.is_due(step):
+                self.saver.save(step, state)
+            if stopping:
+                break
+        self.saver.finish(step, state)
+        return state, step
+
+
+class Profiler:
+    """A window of steps that JAX's profiler records. The host waits for the devices at both ends of the window."""
+
+    def __init__(self, config: ProfileConfig, folder: Path, events: Events):
+        self._first, self._last = config.start, config.start + config.steps - 1
+        self._folder, self._events, self._is_on = folder, events, False
+
+    def before(self, step: int, state: TrainState) -> None:
+        """Starts the profile if the window begins with this step."""
+        if step == self._first:
+            jax.block_until_ready(state)
+            jax.profiler.start_trace(str(self._folder))
+            self._is_on = True
+
+    def after(self, step: int, state: TrainState) -> None:
+        """Ends the profile if the window ends with this step, and says where it is."""
+        if self._is_on and step >= self._last:
+            jax.block_until_ready(state)
+            self.close()
+            say(f"profile    steps {self._first} to {step}, in {self._folder}")
+            self._events.add("profile", step=step)
+
+    def close(self) -> None:
+        """Ends the profile of a run that stops within the window."""
+        if self._is_on:
+            jax.profiler.stop_trace()
+            self._is_on = False

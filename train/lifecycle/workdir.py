@@ -1,7 +1,6 @@
 """The folder of a run: its paths, and a lock that admits one run at a time."""
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 import os
@@ -15,8 +14,9 @@ import jax
 
 from train.checkpoints.record import differences, flat_fields
 from train.config import Config, flatten
+from train.config.command import as_json
 from train.lifecycle.errors import InputError, StorageError
-from train.lifecycle.files import write_atomically
+from train.metrics.output import write_atomically
 
 LOCK_SECONDS = 2.0  # a process that was killed a moment ago may still hold the lock
 
@@ -46,10 +46,7 @@ class Workdir:
         with contextlib.suppress(OSError):
             if lock is None or os.path.samestat(os.stat(lock.name), os.fstat(lock.fileno())):
                 return
-        raise StorageError(
-            f"the workdir {self.root} or its file .lock was removed or replaced while the run was going on, so another "
-            "run may be there; nothing more is written"
-        )
+        raise StorageError(f"workdir {self.root} or its file .lock was removed or replaced while the run was going on")
 
     def changes(self, config: Config) -> list[str]:
         """Says how a configuration differs from that of the last start; checkpoints decide whether it may."""
@@ -61,22 +58,16 @@ class Workdir:
         return differences(saved | unimportant, flat_fields(config))
 
     def begin(self, config: Config) -> None:
-        """Marks the run as unfinished: writes config.json, and removes the sample, which only a complete run has.
-
-        Temporary files that killed processes left are removed, too; the other processes of this run write none by now.
-        """
+        """Writes config.json, and removes what killed processes left and the sample, which marks a run as complete."""
         for temporary in self.root.glob(".*.tmp"):
             temporary.unlink(missing_ok=True)
-        write_atomically(self.config, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+        write_atomically(self.config, as_json(config))
         self.sample.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def open_workdir(folder: Path) -> Iterator[Workdir]:
-    """Makes the folder of a run and locks it against other runs while the context lasts.
-
-    The operating system releases the lock when the process ends. Of several processes the first one holds the lock.
-    """
+    """Makes the folder of a run and locks it against other runs; of several processes the first one holds the lock."""
     work = Workdir(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,15 +90,12 @@ def _lock(lock: IO[str], folder: Path) -> None:
         except BlockingIOError as error:
             if time.monotonic() > until:
                 lock.seek(0)
-                raise InputError(
-                    f"workdir {folder} is in use by another run ({lock.read().strip() or 'unknown'}): wait for it to "
-                    "end, or choose another --workdir"
-                ) from error
+                holder = lock.read().strip() or "unknown"
+                raise InputError(f"workdir {folder} is in use by another run ({holder}); choose another") from error
             time.sleep(0.05)
         except OSError as error:
             raise InputError(
-                f"workdir {folder} is on a file system without locks ({error.strerror}), so another run there could "
-                "not be noticed; choose another --workdir"
+                f"workdir {folder} is on a file system without locks ({error.strerror}); choose another --workdir"
             ) from error
     with contextlib.suppress(OSError):  # a full disk does not keep a run from continuing
         lock.truncate(0)

@@ -1,8 +1,7 @@
 """The files metrics.jsonl and events.jsonl, which have one JSON object on each line whatever happens to the run.
 
 metrics.jsonl has each step exactly once: a step that is repeated after a restart replaces its line. A line that is not
-valid is moved to another file, and never takes other lines with it. events.jsonl has what happened and when: starts,
-with the command line and the versions, stops, checkpoints, skipped updates, storage errors, profiles and the end.
+valid is moved to another file, and never takes other lines with it. events.jsonl has what happened and when.
 """
 
 import datetime
@@ -19,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from train.lifecycle.errors import StorageError
-from train.lifecycle.files import write_atomically
-from train.metrics.output import warn
+from train.metrics.output import warn, write_atomically
 
 Line = dict[str, Any]  # the values of one step by name, as docs/train.md lists them; not finite is None
 PACKAGES = ("flaxasync", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "libtpu")
@@ -145,12 +143,12 @@ def repair(path: Path, *, start: int) -> list[Line]:
 
 def provenance() -> dict[str, Any]:
     """Returns the command line, the versions of the code and of the packages, and the host."""
-    installed = {package.name: package.version for package in importlib.metadata.distributions()}
+    installed = importlib.metadata.distributions()
     return {
         "command": sys.argv,
         "code": code_version(),
         "python": platform.python_version(),
-        "packages": {name: installed[name] for name in PACKAGES if name in installed},
+        "packages": {package.name: package.version for package in installed if package.name in PACKAGES},
         "host": platform.node(),
         "process": os.getpid(),
     }
@@ -158,16 +156,16 @@ def provenance() -> dict[str, Any]:
 
 def code_version() -> str:
     """Returns the commit of the repository that this file is in, with "+changes" if files differ from it, or ""."""
+    # With optional locks `git status` would write the index, and leave its lock there if it is killed.
+    git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]
+    command = [*git, "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        return _git("rev-parse", "HEAD") + ("+changes" if _git("status", "--porcelain", "-uno") else "")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):  # there is no git, or the code is not in a repository
         return ""
-
-
-def _git(*arguments: str) -> str:
-    # Without the option `git status` writes the index of the repository, and leaves its lock there if it is killed.
-    command = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    commit, *others = done.stdout.splitlines()
+    is_changed = any(not line.startswith("#") for line in others)
+    return commit.removeprefix("# branch.oid ") + ("+changes" if is_changed else "")
 
 
 def _read_lines(path: Path) -> tuple[list[Line], list[bytes]]:

@@ -1,10 +1,10 @@
-"""Lines of text for whoever started the command, which goes on when nobody reads them."""
+"""What commands write: lines of text that nobody needs to read, and files that a killed process leaves whole."""
 
 import os
+import platform
 import sys
-from typing import Self
-
-import rich.progress
+from collections.abc import Callable
+from pathlib import Path
 
 
 def print_line(text: str) -> None:
@@ -30,24 +30,39 @@ def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-class Percent:
-    """Shows how much of a long transfer is done. Use it as a context manager; `verb` is what is done, as "imported"."""
+def percent_printer(verb: str) -> Callable[[str, int, int], None]:
+    """Returns a `models.hugging_face.Report` that prints a line for each tenth of a long transfer.
 
-    def __init__(self, verb: str):
-        self._verb, self._tenths = verb, 0
-        self._bar = rich.progress.Progress(disable=not sys.stdout.isatty())
-        self._task = self._bar.add_task(verb, total=None)
+    `verb` says what is done, such as "imported".
+    """
+    tenths = 0
 
-    def report(self, what: str, done: int, total: int) -> None:
-        """Says that `done` of `total` are done, the last of which is `what`; it is a `models.hugging_face.Report`."""
-        self._bar.update(self._task, completed=done, total=total, description=f"{self._verb} {what}")
-        if self._bar.disable and done * 10 // total > self._tenths:
-            self._tenths = done * 10 // total
-            print_line(f"{self._verb} {self._tenths * 10}% ({what})")
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal tenths
+        if done * 10 // total > tenths:
+            tenths = done * 10 // total
+            print_line(f"{verb} {tenths * 10}% ({what})")
 
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
+    return report
 
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+
+def user_cache() -> Path:
+    """Returns the folder flaxasync/ in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flaxasync"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a file by one rename, so that a killed process leaves either the old or the new content.
+
+    The name of the temporary file has the host and the process in it, because several processes may write one file.
+    """
+    temporary = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

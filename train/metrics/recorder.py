@@ -1,7 +1,6 @@
 """The measurements of a run: the loop hands over device arrays, and reports turn them into lines for the sinks.
 
-The device arrays may not have been computed yet, and `Recorder.report` fetches those up to a given step. The host waits
-for the devices there and where a checkpoint is copied; the share of its time that it waits is a metric, too.
+The device arrays may not have been computed yet. The host waits for them in `Recorder.report`.
 """
 
 import contextlib
@@ -21,8 +20,7 @@ from train.metrics.lines import Events, Line, Sink
 class Pace:
     """Measures the speed of one interval after the other, each from the report before it to its own report.
 
-    The goodput is the share of `productive` in the time since `began`: neither restarts, compilations and checkpoints
-    nor steps that were repeated after a crash are in it.
+    The goodput is the share of `productive` in the time since `began`.
     """
 
     tokens_per_step: int
@@ -31,7 +29,7 @@ class Pace:
     flops_per_token: float = 0.0  # model FLOPs
     peak_flops: float | None = None  # of all devices together, in FLOP per second; None if it is not known
     began: float = dataclasses.field(default_factory=lambda: time.time())  # the first start, seconds since the epoch
-    productive: float = 0.0  # time that was spent on steps that still count, in seconds
+    productive: float = 0.0  # seconds of steps that still count, without restarts, compilations and checkpoints
 
     def __post_init__(self) -> None:
         self.start()

@@ -1,7 +1,4 @@
-"""Where the measurements of a run go beside metrics.jsonl: a terminal, TensorBoard, and a picture of the losses.
-
-All of these are views. metrics.jsonl is what a run continues from.
-"""
+"""Where the measurements of a run go beside metrics.jsonl: a terminal, TensorBoard, and a picture of the losses."""
 
 import contextlib
 import datetime
@@ -46,12 +43,8 @@ def open_recorder(
         metrics = MetricsFile(work.metrics, start=start)
         starts = [event["unix"] for event in read_events(work.events) if event["event"] == "start" and "unix" in event]
         pace.began, pace.productive = (*starts, pace.began)[0], metrics.seconds
-        sinks = [
-            metrics,
-            TensorBoard(work.tensorboard, start=start),
-            LossPicture(work.metrics, work.plot),
-            Progress(start=start, steps=config.steps),
-        ]
+        views = [TensorBoard(work.tensorboard, start=start), LossPicture(work.metrics, work.plot)]
+        sinks = [metrics, *views, Progress(start=start, steps=config.steps)]
     return Recorder(sinks, pace, events, skip_limit=config.skip.limit)
 
 

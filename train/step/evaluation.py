@@ -79,10 +79,8 @@ def render(corpus: Corpus, prompt: list[int], generated: list[int]) -> str:
 def _open_set(name: str, path: str, config: Config) -> Windows:
     field = f"the path of {name} in eval.sets"
     corpus = open_source(path, config.data, vocab_size=config.model.vocab_size, field=field)
-    windows = Windows(corpus.tokens, config.data.sequence_length)
-    if len(windows) < config.data.batch_size:
-        raise InputError(
-            f"{field} must hold one batch of data.batch_size={config.data.batch_size} sequences: {corpus.name} has "
-            f"{len(windows)}"
-        )
+    windows, least = Windows(corpus.tokens, config.data.sequence_length), config.data.batch_size
+    if len(windows) < least:
+        has = f"{corpus.name} has {len(windows)}"
+        raise InputError(f"{field} must hold one batch of data.batch_size={least} sequences: {has}")
     return windows

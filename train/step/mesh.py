@@ -1,7 +1,6 @@
 """The devices of a run: their platform, and the mesh of data x fsdp x context x model.
 
-`configure_jax` must be called before anything asks JAX for a device; `make_mesh` is the first function that does. What
-does not fit the devices here raises an InputError that names the sizes.
+`configure_jax` must be called before anything asks JAX for a device; `make_mesh` is the first function that does.
 """
 
 import dataclasses
@@ -10,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 import flaxasync as fa
 from models.config import TransformerConfig, check_fits
 from train.config import Config, MeshConfig
-from train.lifecycle.errors import InputError, RestartError
+from train.lifecycle.errors import InputError, RestartError, as_input_errors
 
 FSDP, CONTEXT = "fsdp", "context"
 """Names of the mesh axes that split stored parameters, and sequences. A mesh has them only if they are more than 1."""
@@ -51,24 +49,19 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
         devices = jax.devices()
     except RuntimeError as error:
         raise InputError(
-            f"mesh.platform={config.platform} has no devices here: {_first_line(error)}; "
-            "use --mesh.platform cpu to simulate them"
+            f"mesh.platform={config.platform} has no devices here: {_first_line(error)}; use --mesh.platform cpu"
         ) from error
-    if config.platform not in ("auto", devices[0].platform):
-        raise InputError(
-            f"mesh.platform={config.platform} was requested, but JAX runs on {devices[0].platform}; "
-            "use --mesh.platform auto, or install JAX for that platform"
-        )
-    return mesh_over(devices, config, "simulated cpu" if devices[0].platform == "cpu" else devices[0].platform)
+    found = devices[0].platform
+    if config.platform not in ("auto", found):
+        raise InputError(f"mesh.platform={config.platform} was requested, but JAX runs on {found}: use auto or {found}")
+    return mesh_over(devices, config, "simulated cpu" if found == "cpu" else found)
 
 
 def mesh_over(devices: Sequence[Any], config: MeshConfig, kind: str) -> jax.sharding.Mesh:
     """Makes the mesh of a run or a dry run over devices, with Explicit axes; messages name their `kind`, like "tpu"."""
     shape = mesh_shape(config, len(devices), kind)
-    try:
+    with as_input_errors(ValueError):  # a ring would lie across slices
         return fa.make_mesh(tuple(shape.values()), tuple(shape), devices=devices)
-    except ValueError as error:  # a ring would lie across slices
-        raise InputError(str(error)) from error
 
 
 def mesh_shape(config: MeshConfig, devices: int, kind: str = "") -> dict[str, int]:
@@ -96,24 +89,15 @@ def batch_shards(shape: Mapping[str, int]) -> int:
     return shape["data"] * shape.get(FSDP, 1)
 
 
-def sequence_order(mesh: jax.sharding.Mesh, config: MeshConfig, length: int) -> np.ndarray:
-    """Returns the position of each token in the order in which the mesh lays a sequence out, int [length]."""
-    return fa.sequence_order(config.context_layout, length, mesh.shape.get(CONTEXT, 1))
-
-
 def check_fits_mesh(config: Config, shape: Mapping[str, int]) -> None:
     """Checks that the model, its sequences and the batch divide evenly over a mesh of this shape."""
     _check_fits_model(config, config.model, config.data.sequence_length, shape)
-    batch, parts = config.data.batch_size, config.data.microbatches
-    shards = batch_shards(shape)
-    unit = shards * parts
+    batch, unit = config.data.batch_size, batch_shards(shape) * config.data.microbatches
     if batch % unit:
-        axes = "'data' x 'fsdp' axes" if FSDP in shape else "'data' axis"
-        lower, upper = batch // unit * unit, -(-batch // unit) * unit
-        times, each = (" x data.microbatches", f" x {parts} micro-batches = {unit}") if parts > 1 else ("", "")
+        lower = batch // unit * unit
         raise InputError(
-            f"data.batch_size must be divisible by the {axes}{times}: got {batch} on {shards} devices{each}; "
-            f"use {f'{lower} or ' if lower else ''}{upper}{', or fewer micro-batches' if parts > 1 else ''}"
+            f"data.batch_size must be divisible by mesh.data x mesh.fsdp x data.microbatches = {unit}: got {batch}; "
+            f"use {f'{lower} or ' if lower else ''}{lower + unit}"
         )
 
 
@@ -127,10 +111,8 @@ def open_model_mesh(config: Config) -> jax.sharding.Mesh:
 
 
 def _check_fits_model(config: Config, model: TransformerConfig, length: int, shape: Mapping[str, int]) -> None:
-    try:
+    with as_input_errors(ValueError):
         check_fits(model, sequence_length=length, mesh_shape=shape, context_layout=config.mesh.context_layout)
-    except ValueError as error:
-        raise InputError(str(error)) from error
 
 
 def infer_sizes(sizes: Mapping[str, int], devices: int, kind: str = "") -> dict[str, int]:

@@ -8,9 +8,7 @@ loss       sum over n of  share_n * loss_n         share_n = targets of micro-ba
 gradient   sum over n of  share_n * gradient_n     in float32, sharded as the parameters are
 ```
 
-Loss and gradient are therefore those of the whole batch, up to rounding, also where documents make some positions count
-for nothing. No row moves to another device. The activations of one micro-batch are in memory at a time, and one float32
-copy of the gradients beside them.
+Loss and gradient are therefore those of the whole batch, up to rounding. No row moves to another device.
 """
 
 from collections.abc import Callable
@@ -28,9 +26,8 @@ def split_batch(batch: tuple[Array, ...], count: int) -> tuple[Array, ...]:
 
     def split(rows: Array) -> Array:
         spec = jax.typeof(rows).sharding.spec
-        apart = rows.reshape(
-            rows.shape[0] // count, count, *rows.shape[1:], out_sharding=jax.P(spec[0], None, *spec[1:])
-        )
+        first, *rest = rows.shape
+        apart = rows.reshape(first // count, count, *rest, out_sharding=jax.P(spec[0], None, *spec[1:]))
         return jnp.moveaxis(apart, 1, 0)
 
     return tuple(map(split, batch))
@@ -70,6 +67,5 @@ def sum_of_losses(
 
     if count == 1:
         return both(*batch)
-    return lax.scan(
-        lambda total, micro: (total + both(*micro), None), jnp.zeros(2, jnp.float32), split_batch(batch, count)
-    )[0]
+    nothing = jnp.zeros(2, jnp.float32)
+    return lax.scan(lambda total, micro: (total + both(*micro), None), nothing, split_batch(batch, count))[0]

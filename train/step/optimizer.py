@@ -1,7 +1,7 @@
 """AdamW with a schedule, gradient clipping and weight decay on the matmul kernels only; and the skipping of updates.
 
-An update may be skipped if its gradient is not finite or far larger than usual. The devices decide that within the
-step, so that the host need not wait for it and every process decides alike. Both kinds of skipping are off by default.
+The devices decide within the step whether an update is skipped, so that the host need not wait for it and every process
+decides alike.
 
 Reference: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019, https://arxiv.org/abs/1711.05101
 """
@@ -30,13 +30,6 @@ class GuardState(NamedTuple):
 def make_schedule(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
     """Makes the schedule of the learning rate: a linear warm-up to the peak, then what `optimizer.schedule` names.
 
-    ```
-    cosine     decays from the peak to the floor over all steps after the warm-up, along half a cosine
-    linear     decays from the peak to the floor over all steps after the warm-up, along a line
-    wsd        stays at the peak, and decays along a line to the floor over the last decay_fraction of the run
-    constant   stays at the peak
-    ```
-
     The function takes the number of updates that are done and counts from 1, so that the first update has a learning
     rate above 0 and the last one that of the floor. A run that is shorter than its warm-up ends during the warm-up.
     """
@@ -58,33 +51,21 @@ def make_schedule(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
 
 def make_optimizer(config: OptimizerConfig, *, steps: int) -> optax.GradientTransformation:
     """Makes the optimizer: clipping by the global norm, then AdamW."""
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            make_schedule(config, steps=steps),
-            b1=config.b1,
-            b2=config.b2,
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
-            mask=decay_mask,
-        ),
+    rate = make_schedule(config, steps=steps)
+    adamw = optax.adamw(
+        rate, b1=config.b1, b2=config.b2, eps=config.epsilon, weight_decay=config.weight_decay, mask=decay_mask
     )
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
 
 
 def decay_mask(params: Any) -> Any:
-    """Returns a tree of booleans that says which parameters decay, by their names.
-
-    Their rank does not tell, because layers are stacked for `scan`, which gives the scale of a norm two dimensions.
-    """
+    """Says for each parameter whether it decays, by its name; stacked layers give even the scale of a norm two axes."""
 
     def decays(path: tuple[Any, ...], _: Any) -> bool:
         name = jax.tree_util.keystr(path[-1:], simple=True)
         if name not in _DECAYS:
-            raise ValueError(
-                f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')} must end in one of "
-                f"{sorted(_DECAYS)}, so that it is known whether its weights decay; rename it, or add its name to "
-                "train/step/optimizer.py"
-            )
+            parameter = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ValueError(f"parameter {parameter} must end in one of {sorted(_DECAYS)}: rename it, or add its name")
         return _DECAYS[name]
 
     return jax.tree_util.tree_map_with_path(decays, params)
@@ -112,7 +93,3 @@ def judge(guard: GuardState, loss: jax.Array, norm: jax.Array, config: SkipConfi
         guard.applied + jnp.where(skip, 0, step),
         guard.skipped + jnp.where(skip, step, 0),
     )
-
-
-def keep_if(skip: jax.Array, old: Any, new: Any) -> Any:
-    return jax.tree.map(lambda before, after: jnp.where(skip, before, after), old, new)

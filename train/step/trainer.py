@@ -1,11 +1,7 @@
 """One training step, one validation step, and the state that they work on.
 
-The state is a plain pytree of sharded arrays: the parameters that `nnx.split` returns, the optimizer's moments, the
-step and the random key. The parameters keep the names of the model's attributes, in checkpoints as well.
-
 With `optimizer.master_copies` the state holds float32 parameters, and the model computes with copies of them in
-`model.param_dtype`, which exist within a step only. Small updates then add up that the parameters' own type would round
-away.
+`model.param_dtype`, which exist within a step only.
 """
 
 import contextlib
@@ -21,10 +17,10 @@ from flax import nnx
 from flaxasync.mesh import check_tpu, mesh_report
 from models.transformer import Transformer
 from train.config import Config
-from train.lifecycle.errors import InputError
+from train.lifecycle.errors import InputError, as_input_errors
 from train.step.mesh import CONTEXT, FSDP, token_spec
 from train.step.microbatches import loss_and_gradient, sum_of_losses
-from train.step.optimizer import GuardState, init_guard, is_on, judge, keep_if, make_optimizer, make_schedule
+from train.step.optimizer import GuardState, init_guard, is_on, judge, make_optimizer, make_schedule
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +28,7 @@ from train.step.optimizer import GuardState, init_guard, is_on, judge, keep_if, 
 class TrainState:
     """All arrays of a run; a checkpoint stores them."""
 
-    params: Any  # of the model, as nested dicts
+    params: Any  # of the model, as nested dicts whose keys are the names of its attributes
     opt_state: Any  # of the optax optimizer, whose moments are sharded as the parameters are
     step: jax.Array  # number of steps that are done, an int32 scalar
     key: jax.Array  # random key of the run, uint32 [2]; whatever is drawn at a step folds the step into it
@@ -50,7 +46,6 @@ class Trainer:
         self._schedule = make_schedule(config.optimizer, steps=config.steps)
         self._graphdef = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))[0]
         self._jitted_init = jax.jit(self._init)
-        self._jitted_start = jax.jit(lambda params, seed: self._first_state(params, _run_key(seed)))
         self.train_step = jax.jit(self._train_step, donate_argnums=0)
         """(state, *batch) -> (state, metrics). The given state is donated: its buffers hold the new state."""
         self.eval_step = jax.jit(self._eval_step)
@@ -63,7 +58,7 @@ class Trainer:
     def start_from(self, params: Any) -> TrainState:
         """Makes the state of step 0 that has the given parameters."""
         with jax.numpy_dtype_promotion("standard"):
-            return self._jitted_start(params, self._config.seed)
+            return self._jitted_init(self._config.seed, params)
 
     def complete(self, state: TrainState) -> TrainState:
         """Adds the parts of the state that a checkpoint lacks, because this run keeps them and that one did not."""
@@ -106,8 +101,7 @@ class Trainer:
 
     def model(self, params: Any) -> Transformer:
         """Returns the model with the given parameters, which are cast to its parameter type if they have another."""
-        dtype = jnp.dtype(self._config.model.param_dtype)
-        return nnx.merge(self._graphdef, jax.tree.map(lambda leaf: leaf.astype(dtype), params))
+        return nnx.merge(self._graphdef, optax.tree.cast(params, self._config.model.param_dtype))
 
     def _build(self, key: jax.Array) -> Transformer:
         return Transformer(
@@ -119,20 +113,19 @@ class Trainer:
             rngs=nnx.Rngs(params=key),
         )
 
-    def _init(self, seed: int) -> TrainState:
-        params = nnx.to_pure_dict(nnx.split(self._build(jax.random.split(jax.random.key(seed))[0]))[1])
-        return self._first_state(params, _run_key(seed))
-
-    def _first_state(self, params: Any, key: jax.Array) -> TrainState:
+    def _init(self, seed: int, params: Any = None) -> TrainState:
         optimizer = self._config.optimizer
+        params_key, run_key = jax.random.split(jax.random.key(seed))
+        if params is None:
+            params = nnx.to_pure_dict(nnx.split(self._build(params_key))[1])
         if optimizer.master_copies:
-            params = _as_float32(params)
+            params = optax.tree.cast(params, jnp.float32)
         return TrainState(
             params,
             self._optimizer.init(params),
             jnp.int32(0),
-            key,
-            ema=_as_float32(params) if optimizer.ema_decay else None,
+            jax.random.key_data(run_key),
+            ema=optax.tree.cast(params, jnp.float32) if optimizer.ema_decay else None,
             guard=init_guard() if is_on(self._config.skip) else None,
         )
 
@@ -154,11 +147,10 @@ class Trainer:
 
     def _train_step(self, state: TrainState, *batch: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_overlap(self._config, self._mesh)
-        dtype = jnp.dtype(self._config.model.param_dtype)
-        params = jax.tree.map(lambda leaf: leaf.astype(dtype), state.params)
+        params = optax.tree.cast(state.params, self._config.model.param_dtype)
         loss, grads = loss_and_gradient(self._loss, self._targets, params, batch, self._config.data.microbatches)
         with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
-            grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, state.params)
+            grads = optax.tree.cast_like(grads, state.params)
             norm = optax.tree.norm(grads)
             updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
@@ -167,15 +159,16 @@ class Trainer:
             if guard is not None:
                 updates_done = guard.applied
                 skip, guard = judge(guard, loss, norm, self._config.skip)
-                params, opt_state = keep_if(skip, (state.params, state.opt_state), (params, opt_state))
+                params, opt_state = optax.tree.where(skip, (state.params, state.opt_state), (params, opt_state))
                 metrics["skipped"] = skip
             metrics["learning_rate"] = jnp.asarray(self._schedule(updates_done), jnp.float32)
             ema = state.ema
             if ema is not None:
                 decay = self._config.optimizer.ema_decay
-                ema = jax.tree.map(lambda mean, leaf: decay * mean + (1 - decay) * leaf, ema, _as_float32(params))
+                newest = optax.tree.cast(params, jnp.float32)
+                ema = jax.tree.map(lambda mean, leaf: decay * mean + (1 - decay) * leaf, ema, newest)
                 if guard is not None:
-                    ema = keep_if(skip, state.ema, ema)
+                    ema = optax.tree.where(skip, state.ema, ema)
         return TrainState(params, opt_state, state.step + 1, state.key, ema, guard), metrics
 
     def _eval_step(self, params: Any, total: jax.Array, *batch: jax.Array) -> jax.Array:
@@ -197,21 +190,10 @@ def _check_overlap(config: Config, mesh: jax.sharding.Mesh) -> None:
     if config.model.fsdp_overlap != "prefetch_pallas":
         return
     other = "--model.fsdp_overlap prefetch"
-    try:
+    with as_input_errors(NotImplementedError):
         check_tpu("model.fsdp_overlap=prefetch_pallas", f"{other}, which runs on every device")
-    except NotImplementedError as error:
-        raise InputError(str(error)) from error
     if any(axis.name == FSDP and axis.across_slices for axis in mesh_report(mesh)):
         raise InputError(
             "model.fsdp_overlap=prefetch_pallas sends along links, and mesh.fsdp goes across slices, which none "
             f"connects; put mesh.data across them, or use {other}"
         )
-
-
-def _run_key(seed: int) -> jax.Array:
-    """Returns the random key of the run, which differs from the one that draws the parameters."""
-    return jax.random.key_data(jax.random.split(jax.random.key(seed))[1])
-
-
-def _as_float32(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)

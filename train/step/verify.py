@@ -1,10 +1,8 @@
 """Verifies the kernels that a run would use, on the chips that it will run on, before it opens them.
 
 A TPU belongs to one process at a time, so the check runs in child processes that end before this one asks JAX for a
-device, or for its rank. It runs the ops and shapes of the configuration, and once: verdicts are stored, and a run whose
-cases all have one starts at once. Kernels that fail are not taken by `backend=auto`; a backend that was named and fails
-ends the run. A run of several processes verifies nothing: its processes agree on what is stored
-(`train.lifecycle.preparation`).
+device, or for its rank. Verdicts are stored, and a run whose cases all have one starts at once. `backend=auto` does not
+take kernels that fail; a backend that was named and fails ends the run.
 """
 
 import glob
@@ -43,6 +41,7 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
     if mode == "off" or os.environ.get(trust.VARIABLE) in ("all", "none") or not may_have_tpus(config):
         return
     sizes = axis_sizes(config.mesh)
+    # A backend that was named and failed is verified again, and ends the run again.
     enough = tuple(Verdict) if config.backend == "auto" else (Verdict.PASS, Verdict.SLOWER)
     if mode == "auto" and min(sizes.values()) > 0 and _have_verdicts(cases_of(config, sizes), enough):
         return
@@ -69,8 +68,7 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
     failed = sorted({f"{r.case.op} {r.verdict}" for r in results if r.case.backend == config.backend and r.verdict.bad})
     if failed:
         raise InputError(
-            f"backend={config.backend} fails on this machine: {', '.join(failed)}; use --backend auto, or --verify off "
-            "to use it nevertheless"
+            f"backend={config.backend} fails on this machine: {', '.join(failed)}; use --backend auto, or --verify off"
         )
 
 
@@ -111,10 +109,7 @@ def may_have_tpus(config: Config) -> bool:
 
 
 def _have_verdicts(cases: list[Case], enough: Sequence[str]) -> bool:
-    """Says whether all cases have one of some verdicts, for one kind of chip with the versions that are installed.
-
-    Where a backend was named, a failure is not enough: it is verified again, and ends the run again.
-    """
+    """Says whether all cases have one of some verdicts, for one kind of chip with the versions that are installed."""
     kernels = [case for case in cases if case.backend not in trust.PLAIN]
     if not kernels:
         return True

@@ -66,12 +66,13 @@ def parallel_form(old: Any, rule: Rule, options: Options) -> nnx.Module:
 
 def adapted_form(old: nnx.LoRA, base: Any, rule: Rule, options: Options) -> nnx.Module:
     """Returns the layer for an `nnx.LoRA`, around the parallel layer that is in the place of the adapted one."""
-    plain: Any = old.base_module
-    if type(plain) not in (nnx.Linear, ColumnParallelLinear, RowParallelLinear):
-        raise ValueError(f"it is around a {type(plain).__name__}, and the rules are those of nnx.Linear")
-    if (old.dtype, old.param_dtype, old.promote_dtype) != (plain.dtype, plain.param_dtype, plain.promote_dtype):
+    adapted: Any = old.base_module
+    if type(adapted) not in (nnx.Linear, ColumnParallelLinear, RowParallelLinear):
+        raise ValueError(f"it is around a {type(adapted).__name__}, and the rules are those of nnx.Linear")
+    dtypes = [(layer.dtype, layer.param_dtype, layer.promote_dtype) for layer in (old, adapted)]
+    if dtypes[0] != dtypes[1]:
         raise ValueError("its dtype, param_dtype or promote_dtype is not that of the layer that it adapts")
-    if base is plain:  # a parallel layer, which stays as it is
+    if base is adapted:  # a parallel layer, which stays as it is
         row: Rule = "row" if base.layout == "sequence" else "row_replicated"
         fitting = ("column", "logits") if isinstance(base, ColumnParallelLinear) else (row,)
         axis_name = base.settings.axis_name

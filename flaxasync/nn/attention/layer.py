@@ -190,16 +190,12 @@ class ParallelAttention(AttentionLayer):
             return placement
         k, v = inputs.inputs_k, inputs.inputs_k if inputs.inputs_v is None else inputs.inputs_v
         keys, values = (place(layer, z, self.settings.axis_name, None, "rows", features) for z in (k, v))
-        if any(z.ndim != 3 or z.shape[:2] != (x.shape[0], k.shape[1]) for z in (k, v)):
+        fits = all(z.ndim == 3 and z.shape[:2] == (x.shape[0], k.shape[1]) for z in (k, v))
+        if not fits or keys != values or keys.batch != placement.batch or keys.rows:
             raise ValueError(
-                f"{layer} needs inputs_k and inputs_v [{x.shape[0]}, rows, features] of one length: got "
-                f"{list(k.shape)} and {list(v.shape)}"
-            )
-        if keys != values or keys.batch != placement.batch or keys.rows:
-            raise ValueError(
-                f"{layer} needs inputs_q, inputs_k and inputs_v with one sharding of the batch, and inputs_k and "
-                f"inputs_v sharded alike: got {placement.in_spec}, {keys.in_spec} and {values.in_spec}; reshard "
-                "them with jax.reshard"
+                f"{layer} needs inputs_k and inputs_v [{x.shape[0]}, rows, features] of one length that are sharded "
+                f"alike, with the batch sharded as {placement.in_spec[0]}: got {list(k.shape)} sharded {keys.in_spec} "
+                f"and {list(v.shape)} sharded {values.in_spec}; reshard them with jax.reshard"
             )
         return keys
 

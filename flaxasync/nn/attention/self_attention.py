@@ -81,9 +81,9 @@ class RingSelfAttention(AttentionLayer):
     y        [b, s, features]
     ```
 
-    This is `flaxasync.ring_attention` between four `nnx.Linear`: `query`, `key`, `value` and `out`, whose parameters
-    are the same on all devices. Only keys and values cross the axis. To split the heads too, over another axis, use
-    `ParallelSelfAttention` with `context_axis`.
+    This is `flaxasync.ring_attention` between four Dense layers, `query`, `key`, `value` and `out`. Their parameters
+    are those of `nnx.Linear`, and the same on all devices. Only keys and values cross the axis. To split the heads too,
+    over another axis, use `ParallelSelfAttention` with `context_axis`.
 
     Args:
       heads, causal, rope_theta: As in `ParallelAttention`.

@@ -196,7 +196,7 @@ def test_damage_to_any_file_is_reported_or_harmless(damage, identity, trainer, f
     assert len(messages) > 3
     for message in messages:
         assert f"the checkpoint of step 10, {copy / '10'}, is damaged (" in message
-        assert "run again with --resume 5 to continue from there" in message
+        assert "Run again with --resume 5 to continue from there" in message
 
 
 @ignore_abandoned_reads

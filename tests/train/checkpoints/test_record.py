@@ -15,7 +15,6 @@ from train.checkpoints.record import (
     architecture,
     check_identity,
     fingerprint,
-    from_json,
     identify_run,
 )
 from train.data import corpus as corpus_module
@@ -79,14 +78,14 @@ def test_the_architecture_does_not_depend_on_how_the_model_is_computed(config, r
 
 @pytest.mark.parametrize("change", [{"step": 11}, {"data": {"sequences": 88}}, {"fingerprint": {}}, {"checksum": ""}])
 def test_a_changed_record_is_damaged(change, record):
-    assert from_json(record.to_json()) == record
+    assert Record.from_json(record.to_json()) == record
     with pytest.raises(DamagedError, match="the record is not what was saved"):
-        from_json(record.to_json() | change)
+        Record.from_json(record.to_json() | change)
 
 
 def test_a_record_of_another_format_is_refused():
     with pytest.raises(InputError, match="version 1 of the format, and this code reads 2"):
-        from_json({"data": {}})
+        Record.from_json({"data": {}})
 
 
 def test_a_large_file_is_hashed_again_only_when_it_was_modified(cache, tmp_path, monkeypatch):

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import flaxasync as fa
 from train.data.batches import TrainingBatches, ValidationBatches, Windows, segment_ids, share_of_batch, split
 from train.data.corpus import Corpus, open_corpora
 from train.lifecycle.errors import InputError
-from train.step.mesh import make_mesh, sequence_order
+from train.step.mesh import make_mesh
 
 
 @given(size=st.integers(0, 200), length=st.integers(1, 50))
@@ -155,6 +156,6 @@ def test_a_batch_is_laid_out_in_the_order_of_a_mesh_that_splits_sequences(config
     training, _ = split(open_corpora(config.data, vocab_size=128), config)
     tokens, targets = next(TrainingBatches(training, config, mesh))
     assert tokens.sharding.spec == jax.P("data", "context")
-    back = np.argsort(sequence_order(mesh, config.mesh, 16))
+    back = np.argsort(fa.sequence_order("zigzag", 16, 4))
     np.testing.assert_array_equal(np.asarray(tokens)[:, back][:, 1:], np.asarray(targets)[:, back][:, :-1])
     assert not np.array_equal(back, np.arange(16))

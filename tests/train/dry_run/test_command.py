@@ -13,9 +13,8 @@ from flaxasync.ops.trust import is_assumed
 from tests.check.jaxlib_counts import counts, counts_of_jaxlib
 from train.config.command import load_preset
 from train.dry_run import command as dry_run_module
-from train.dry_run.command import topology_devices
+from train.dry_run.command import GIB, topology_devices
 from train.dry_run.mesh_costs import predicted_memory
-from train.dry_run.report import GIB
 from train.lifecycle.errors import InputError
 from train.run import main
 from train.step.mesh import make_mesh, mesh_over

@@ -1,4 +1,4 @@
-"""Tests of train/metrics/lines.py and of files.py: each step has one line whatever happened, and no line takes others.
+"""Tests of train/metrics/lines.py and output.py: each step has one line whatever happened, and no line takes others.
 
 The last test is about what is recorded of the code of a run.
 """
@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.lifecycle import files
 from train.lifecycle.errors import StorageError
-from train.lifecycle.files import write_atomically
-from train.metrics import lines
+from train.metrics import lines, output
 from train.metrics.lines import Events, MetricsFile, read_events, read_metrics, repair
+from train.metrics.output import write_atomically
 
 
 def fill(path, steps):
@@ -126,12 +125,12 @@ def test_two_processes_replace_one_file_at_once(path, monkeypatch):
     fsync, own = os.fsync, os.getpid()
 
     def other_writes(file):
-        monkeypatch.setattr(files.os, "fsync", fsync)
-        monkeypatch.setattr(files.os, "getpid", lambda: own + 1)
+        monkeypatch.setattr(output.os, "fsync", fsync)
+        monkeypatch.setattr(output.os, "getpid", lambda: own + 1)
         write_atomically(path, "other")
         assert path.read_text() == "other"
 
-    monkeypatch.setattr(files.os, "fsync", other_writes)
+    monkeypatch.setattr(output.os, "fsync", other_writes)
     write_atomically(path, "own")
     assert path.read_text() == "own"
     assert list(path.parent.iterdir()) == [path]

@@ -18,7 +18,7 @@ def test_damaged_checkpoint(stopped, expected):
     fields = json.loads(record.read_text())
     fields["data"]["sequences"] += 8
     for damage, says in (
-        ({file: content[:20] for file, content in arrays.items()}, f"run again with --resume {earlier}"),
+        ({file: content[:20] for file, content in arrays.items()}, f"Run again with --resume {earlier}"),
         (arrays | {record: json.dumps(fields).encode()}, "the record is not what was saved"),
     ):
         for file, content in damage.items():

@@ -1,4 +1,4 @@
-"""Tests of train/lifecycle/loop.py: the host runs ahead of the devices, and only finite states are saved."""
+"""Tests of train/lifecycle/training.py: the host runs ahead of the devices, and only finite states are saved."""
 
 import contextlib
 import dataclasses
@@ -15,8 +15,8 @@ from train.checkpoints.saver import Saver
 from train.data.batches import TrainingBatches, split
 from train.data.corpus import open_corpora
 from train.lifecycle.errors import DivergedError
-from train.lifecycle.loop import Loop, Profiler
 from train.lifecycle.stopping import StopRequest, Watchdog
+from train.lifecycle.training import Loop, Profiler
 from train.metrics.lines import Events
 from train.metrics.recorder import Pace, Recorder
 from train.step.evaluation import Evaluation
