@@ -20,7 +20,8 @@ _STREAM = frozenset({"seed", "data.sequence_length", "data.validation_fraction",
 _NOT_ARCHITECTURE = frozenset(
     {"model.dtype", "model.remat", "model.fsdp_overlap", "model.gathered_mib", "model.exchange_heads"}
 )
-_TYPES = frozenset({"model.param_dtype", "optimizer.master_copies"})  # how parameters are stored
+_OF_OPTIMIZER = frozenset({"optimizer.master_copies", "optimizer.first_moment_dtype"})
+_TYPES = _OF_OPTIMIZER | {"model.param_dtype"}  # how the parameters and what the optimizer keeps are stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +105,7 @@ def check_identity(record: Record, identity: RunIdentity, *, where: str, accept_
 def check_parameters(record: Record, config: Config, *, where: str) -> None:
     """Checks that a run can take the parameters of a checkpoint, whose type may be another one."""
     saved = record.architecture
-    check_architecture(saved, architecture(config) | {name: saved[name] for name in _TYPES}, where=where)
+    check_architecture(saved, architecture(config) | {name: saved.get(name) for name in _TYPES}, where=where)
 
 
 def check_architecture(saved: dict[str, Any], now: dict[str, Any], *, where: str) -> None:
@@ -124,11 +125,11 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def architecture(config: Config) -> dict[str, Any]:
-    """Returns the fields that determine the parameters and what they mean, {"model.layers": 4, ...}."""
+    """Returns the fields that determine the arrays of a run and what they mean, {"model.layers": 4, ...}."""
     return {
         name: value
         for name, value in flat_fields(config).items()
-        if (name.startswith("model.") and name not in _NOT_ARCHITECTURE) or name == "optimizer.master_copies"
+        if (name.startswith("model.") and name not in _NOT_ARCHITECTURE) or name in _OF_OPTIMIZER
     }
 
 

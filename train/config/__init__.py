@@ -87,6 +87,8 @@ class OptimizerConfig:
     """Global norm to which larger gradients are scaled down; inf turns clipping off (units of the gradient)."""
     ema_decay: float = 0.0
     """Decay of a running mean of the parameters, which validation and samples use; 0 keeps none (per step, 0 to 1)."""
+    first_moment_dtype: Literal["float32", "bfloat16"] | None = None
+    """Type in which Adam's running mean of the gradients is kept; None for that of the parameters that it updates."""
     master_copies: bool = False
     """Whether bfloat16 parameters are copies of float32 ones, to which the optimizer applies its updates."""
 

@@ -116,7 +116,8 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
     ```
     parameters         their number x bytes / (fsdp x model); in float32 if the run keeps master copies, whose copies in
                        model.param_dtype count with the gradients
-    optimizer state    two moments like the parameters; a float32 running mean if the run keeps one
+    optimizer state    two moments like the parameters, the first one in optimizer.first_moment_dtype; a float32 running
+                       mean if the run keeps one
     gradients          like the parameters; with micro-batches a float32 sum beside them
     kept               for each layer what `model.remat` keeps, with none and cheap its gathered kernels too, but for a
                        scan that prefetches; and with all but layer the rows that `model.gathered_mib` lets it keep
@@ -137,6 +138,7 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
     share = (model.layers * kernels + outside) / (fsdp * ring)
     stored, computed = _BYTES[model.param_dtype], _BYTES[model.dtype]
     state = 4 if optimizer.master_copies else stored
+    first_moment = _BYTES[optimizer.first_moment_dtype] if optimizer.first_moment_dtype else state
     rows = config.data.batch_size // (batch_shards(mesh) * parts) * (config.data.sequence_length // context)
     stream = rows / ring * model.width * computed
     q_width, kv_width = model.head_features * model.heads, model.head_features * model.kv_heads
@@ -165,7 +167,7 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
     beside = output if arriving else 0.0  # a scan that prefetches gathers it while the layers run
     sizes = {
         "parameters": share * state,
-        "optimizer state": share * (2 * state + 4 * bool(optimizer.ema_decay)),
+        "optimizer state": share * (first_moment + state + 4 * bool(optimizer.ema_decay)),
         "gradients": share * (stored * (1 + optimizer.master_copies) + 4 * (parts > 1)),
         "kept": model.layers * kept,
         "working": max(WORKING_ROWS * everything + 2 * whole + again + arriving + beside, logits + output + last),

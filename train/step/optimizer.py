@@ -53,8 +53,9 @@ def make_optimizer(config: OptimizerConfig, *, steps: int) -> optax.GradientTran
     """Makes the optimizer: clipping by the global norm, then AdamW."""
     rate = make_schedule(config, steps=steps)
     adamw = optax.adamw(
-        rate, b1=config.b1, b2=config.b2, eps=config.epsilon, weight_decay=config.weight_decay, mask=decay_mask
-    )
+        rate, b1=config.b1, b2=config.b2, eps=config.epsilon, mu_dtype=config.first_moment_dtype,
+        weight_decay=config.weight_decay, mask=decay_mask,
+    )  # fmt: skip
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
 
 

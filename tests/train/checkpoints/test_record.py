@@ -14,6 +14,7 @@ from train.checkpoints.record import (
     Record,
     architecture,
     check_identity,
+    check_parameters,
     fingerprint,
     identify_run,
 )
@@ -73,7 +74,21 @@ def test_the_architecture_does_not_depend_on_how_the_model_is_computed(config, r
     assert architecture(config) == architecture(replace(config, model=free))
     assert architecture(config)["model.kv_heads"] == 8
     others = {name for name in architecture(config) if not name.startswith("model.")}
-    assert others == {"optimizer.master_copies"}
+    assert others == {"optimizer.master_copies", "optimizer.first_moment_dtype"}
+
+
+def test_another_type_of_the_first_moment_is_refused_unless_only_parameters_are_taken(config, replace, record):
+    other = replace(config, optimizer={"first_moment_dtype": "bfloat16"})
+    says = "optimizer.first_moment_dtype was None and is bfloat16"
+    with pytest.raises(InputError, match=says):
+        check_identity(record, identify_run(other, {}), where="here", accept_change=True)
+    check_parameters(record, other, where="here")
+    earlier = {name: value for name, value in record.architecture.items() if name != "optimizer.first_moment_dtype"}
+    earlier = dataclasses.replace(record, architecture=earlier)  # of a run that did not have this option
+    check_identity(earlier, identify_run(config, {}), where="here", accept_change=True)
+    check_parameters(earlier, other, where="here")
+    with pytest.raises(InputError, match=says):
+        check_identity(earlier, identify_run(other, {}), where="here", accept_change=True)
 
 
 @pytest.mark.parametrize("change", [{"step": 11}, {"data": {"sequences": 88}}, {"fingerprint": {}}, {"checksum": ""}])

@@ -35,9 +35,11 @@ def step():
     return step
 
 
+@pytest.mark.parametrize("first_moment", [None, "float32", "bfloat16"])
 @pytest.mark.parametrize("options", [{}, {"param_dtype": "bfloat16", "tie_embeddings": True}], ids=str)
-def test_parameters_and_optimizer_state_are_those_of_the_model(config, replace, trainer_of, options):
+def test_parameters_and_optimizer_state_are_those_of_the_model(config, replace, trainer_of, options, first_moment):
     config = replace(config, mesh={"data": 2, "fsdp": 2, "model": 2}, model=options)
+    config = replace(config, optimizer={"first_moment_dtype": first_moment})
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         state = trainer_of(config, mesh).abstract_state()
