@@ -6,14 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.compute_on import compute_on
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.check import HLO_ONLY, CompiledProgram, compile_for, topology_mesh
+from benchmarks.programs import array
+from flaxasync.check import HLO_ONLY, CompiledProgram, compile_for, topology_mesh, topology_size
 from tests.check import async_forms
-
-DEVICES = {"v5e:2x2": 4, "v5e:2x4": 8, "v6e:2x2": 4, "v6e:2x4": 8, "v5p:2x2x1": 4, "v5p:2x2x2": 8, "tpu7x:2x2x1": 8}
-ROWS = 512
 
 
 def all_gather(x, w):
@@ -59,51 +57,41 @@ def host(x, w):
 COLLECTIVES = (all_gather, psum, reduce_scatter, all_to_all, ppermute, scan_of_collectives)
 
 
+def on_all_devices(topology, local, in_specs, out_specs, *shapes, dtype=jnp.bfloat16, typed=False):
+    """Returns a jitted function of shards over the axis "x" of all devices, and its arguments of these global shapes.
+
+    With `typed`, JAX tracks over which axes values vary.
+    """
+    kind = AxisType.Explicit if typed else AxisType.Auto
+    mesh = topology_mesh(topology, (topology_size(topology),), ("x",), axis_types=(kind,))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed)
+    return jax.jit(mapped), *(array(shape, mesh, spec, dtype) for shape, spec in zip(shapes, in_specs, strict=True))
+
+
 @functools.cache
-def compiled(fn, topology: str, rows: int = ROWS) -> CompiledProgram:
+def compiled(fn, topology: str, rows: int = 512) -> CompiledProgram:
     """Returns `fn(x, w)` of local shards x [rows, rows] and w [rows, rows], compiled for a topology."""
-    n = DEVICES[topology]
-    mesh = topology_mesh(topology, (n,), ("x",))
-    mapped = jax.shard_map(fn, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), check_vma=False)
-    x = jax.ShapeDtypeStruct((n * rows, rows), jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
-    w = jax.ShapeDtypeStruct((rows, rows), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
-    return compile_for(topology, jax.jit(mapped), x, w, compiler_options=HLO_ONLY)
+    shapes = (topology_size(topology) * rows, rows), (rows, rows)
+    program = on_all_devices(topology, fn, (P("x"), P()), P("x"), *shapes)
+    return compile_for(topology, *program, compiler_options=HLO_ONLY)
 
 
 @functools.cache
 def async_form(name: str, topology: str = "v5e:2x2", rows: int = 1024, keep_dumps: object = False) -> CompiledProgram:
     """Returns one of the forms of async_forms.py, compiled for a topology."""
-    n = DEVICES[topology]
-    mesh = topology_mesh(topology, (n,), ("x",))
-    fn = getattr(async_forms, name)
-    mapped = jax.shard_map(fn, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
-    x = jax.ShapeDtypeStruct((n * rows, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
+    shape = topology_size(topology) * rows, 1024
+    program = on_all_devices(topology, getattr(async_forms, name), (P("x"),), P("x"), shape)
     options = {} if keep_dumps else HLO_ONLY
-    return compile_for(topology, jax.jit(mapped), x, keep_dumps=keep_dumps, compiler_options=options)
-
-
-def _matmul(topology: str, shape: tuple[int, ...], axes: tuple[str, ...], lhs, rhs, out: P) -> CompiledProgram:
-    """Returns the product of two sharded arrays, each given as (shape, spec), as jnp.matmul compiles it."""
-    mesh = topology_mesh(topology, shape, axes)
-    operands = (
-        jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for size, spec in (lhs, rhs)
-    )
-    fn = jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, out))
-    return compile_for(topology, fn, *operands, compiler_options=HLO_ONLY)
+    return compile_for(topology, *program, keep_dumps=keep_dumps, compiler_options=options)
 
 
 @functools.cache
 def mesh_matmul() -> CompiledProgram:
     """Returns LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] of the 2x2 study on v5e."""
-    lhs, rhs = ((16384, 16384), P("x", "y")), ((16384, 8192), P("x", None))
-    return _matmul("v5e:2x2", (2, 2), ("x", "y"), lhs, rhs, P("x", None))
-
-
-@functools.cache
-def windowed_einsum() -> CompiledProgram:
-    """Returns a matmul whose operand XLA gathers in a loop of its own, with two permutes in each step."""
-    x, w = ((16384, 8192), P("model", None)), ((8192, 28672), P(None, "model"))
-    return _matmul("v5e:2x4", (8,), ("model",), x, w, P(None, "model"))
+    mesh = topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
+    lhs, rhs = array((16384, 16384), mesh, P("x", "y")), array((16384, 8192), mesh, P("x", None))
+    fn = jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, P("x", None)))
+    return compile_for("v5e:2x2", fn, lhs, rhs, compiler_options=HLO_ONLY)
 
 
 @functools.cache
@@ -111,6 +99,5 @@ def on_cpu(fn) -> str:
     """Returns the text of a program compiled for eight CPU devices."""
     mesh = jax.make_mesh((8,), ("x",))
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), check_vma=False)
-    x = jax.ShapeDtypeStruct((8 * 64, 64), jnp.float32, sharding=NamedSharding(mesh, P("x")))
-    w = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P()))
+    x, w = array((8 * 64, 64), mesh, P("x"), jnp.float32), array((64, 64), mesh, P(), jnp.float32)
     return jax.jit(mapped).lower(x, w).compile().as_text()

@@ -59,10 +59,30 @@ def test_what_cannot_be_read(dump, capsys):
     assert "line 1, column 1: expected HLO text: got 'nonsense'" in capsys.readouterr().err
     assert main(["no/such/file"]) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("gate", "usage: python -m flaxasync.check gate"),
+        ("capture", "usage: python -m flaxasync.check capture"),
+        ("capture FOLDER", "which program? put -- script.py, or -- -m module, after the folder"),
+        ("capture FOLDER -- -m", "which program? put -- script.py, or -- -m module, after the folder"),
+        ("trace", "usage: python -m flaxasync.check trace"),
+        ("gate b p --mesh data", "--mesh needs NAME=SIZE,...: got data"),
+        ("gate b p --exposed -1", "the tolerance exposed must be"),
+        ("no_file --expect permute_start", "--expect needs NAME=COUNT: got permute_start"),
+        (
+            "FOLDER --json --fail-on error --expect permute_start=1",
+            "--chip is the only option: got --json, --expect, --fail-on",
+        ),
+    ],
+)
+def test_arguments_that_are_refused(arguments, message, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main([dump("x"), "--expect", "permute_start"])
+        main(arguments.replace("FOLDER", str(tmp_path)).split())
     assert stopped.value.code == 2
-    assert "--expect needs NAME=COUNT: got permute_start" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_as_a_module(dump):

@@ -3,14 +3,13 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from flaxasync.check import HLO_ONLY, audit, compile_for, format_module, parse, timeline, topology_mesh
+from flaxasync.check import HLO_ONLY, audit, compile_for, format_module, parse, timeline
 from tests.check.jaxlib_counts import counts, counts_of_jaxlib
+from tests.check.programs import on_all_devices
 from tests.transport.compiled import compile_form
 from tests.transport.forms import FORMS
 from tests.transport.test_jax_scenarios import SCENARIOS
@@ -21,16 +20,11 @@ OPS = pytest.mark.parametrize("op", [fa.all_gather_matmul, fa.matmul_reduce_scat
 @functools.cache
 def ring(op, backend):
     """Compiles x[4096, 2048] . w[2048, 4096] over eight chips, with rows or products sharded."""
-    mesh = topology_mesh("v5e:2x4", (8,), ("model",))
-    rows, columns = P("model", None), P(None, "model")
+    rows, columns = P("x", None), P(None, "x")
     specs, out = ((rows, columns), columns) if op is fa.all_gather_matmul else ((columns, rows), rows)
-    local = functools.partial(op, axis_name="model", backend=backend)
-    fn = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out)
-    x, w = (
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for shape, spec in zip(((4096, 2048), (2048, 4096)), specs, strict=True)
-    )
-    return compile_for("v5e:2x4", jax.jit(fn), x, w, compiler_options=HLO_ONLY)
+    local = functools.partial(op, axis_name="x", backend=backend)
+    program = on_all_devices("v5e:2x4", local, specs, out, (4096, 2048), (2048, 4096), typed=True)
+    return compile_for("v5e:2x4", *program, compiler_options=HLO_ONLY)
 
 
 @pytest.mark.parametrize("backend", ["xla", "pallas"])

@@ -22,19 +22,18 @@ STEP = Timeline(
 @pytest.fixture
 def drawn(monkeypatch):
     """The panels that were drawn."""
-    found = []
-    inner = picture._draw_panel
-    monkeypatch.setattr(
-        picture, "_draw_panel", lambda axes, panel, name: found.append(panel) or inner(axes, panel, name)
-    )
+    found, draw = [], picture._draw_panel
+
+    def record(axes, panel, name):
+        found.append(panel)
+        draw(axes, panel, name)
+
+    monkeypatch.setattr(picture, "_draw_panel", record)
     return found
 
 
-def test_every_kind_has_a_colour():
-    assert KINDS.keys() == picture.COLOURS.keys()
-
-
 def test_repeated_iterations_have_the_shares_of_the_one_that_they_repeat(drawn, tmp_path):
+    assert KINDS.keys() == picture.COLOURS.keys()
     picture.draw_timelines([STEP], tmp_path / "t.png")
     (panel,) = drawn
     shares = picture._shares(panel.bands[0, "core"], panel)
@@ -55,7 +54,6 @@ def test_a_long_loop_has_a_panel_and_phases_are_named(drawn, tmp_path):
 
 
 def test_a_program_that_takes_no_time(drawn, tmp_path):
-    picture.draw_timeline(
-        Timeline("m", "v5e", "", "", (), (DeviceTime(0, 0.0, 0.0, 0.0, 0.0, {}),)), tmp_path / "t.png"
-    )
+    nothing = Timeline("m", "v5e", "", "", (), (DeviceTime(0, 0.0, 0.0, 0.0, 0.0, {}),))
+    picture.draw_timeline(nothing, tmp_path / "t.png")
     assert [lane for panel in drawn for _, lane in panel.bands] == ["core"]

@@ -6,12 +6,12 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flaxasync.check import CHIPS, HLO_ONLY, audit, compile_for, timeline, topology_mesh
 from flaxasync.check.estimate.costs import collective_seconds
+from flaxasync.check.estimate.phases import layer_of, part_of, phase_of
 from tests.check import programs
 from tests.check.hlo_texts import LOOP, changed, module
 
@@ -136,26 +136,27 @@ def test_kernels_take_the_time_that_is_given():
     assert not given.notes[1:]
 
 
-def test_other_chips():
-    for topology, chip in (("v6e:2x4", "v6e"), ("v5p:2x2x2", "v5p"), ("tpu7x:2x2x1", "tpu7x")):
-        t = timeline(programs.compiled(programs.scan_of_collectives, topology))
-        assert (t.chip, t.seconds > 0) == (chip, True)
-        assert f"none measured on {chip}" in str(t)
-
-
-def test_bad_input():
-    for text, options, message in (
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
         (LOOP, {}, "chip must be given"),
         (LOOP, {"chip": "v4"}, "chip must be one of"),
         (LOOP.replace(", is_scheduled=true", ""), {"chip": "v5e"}, "not scheduled.*compile it first"),
         (LOOP, {"chip": "v5e", "copies": "guess"}, "copies must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            timeline(text, **options)
+        (LOOP, {"chip": "v5e", "kernels": "play"}, r"needs a program of flaxasync\.check\.compile_for: got str"),
+        (LOOP, {"chip": "v5e", "kernels": "played"}, "kernels must be 'play', or seconds by name: got 'played'"),
+    ],
+)
+def test_bad_input(text, options, message):
+    with pytest.raises(ValueError, match=message):
+        timeline(text, **options)
 
 
-def test_slices_of_a_core_do_not_overlap():
-    t = timeline(programs.compiled(programs.scan_of_collectives, "v5e:2x4"))
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4", "v5p:2x2x2", "tpu7x:2x2x1"])
+def test_slices_of_a_core_do_not_overlap(topology):
+    t = timeline(programs.compiled(programs.scan_of_collectives, topology))
+    assert t.chip == topology.partition(":")[0]
+    assert (f"none measured on {t.chip}" in str(t)) == (t.chip != "v5e")
     core = sorted((s for s in t.slices if s.lane == "core"), key=lambda s: s.start)
     assert all(a.end <= b.start + 1e-12 for a, b in itertools.pairwise(core))
     assert core[-1].end == pytest.approx(t.seconds)
@@ -163,11 +164,7 @@ def test_slices_of_a_core_do_not_overlap():
 
 def test_a_collective_within_a_fusion_is_seen():
     """XLA writes a reduce-scatter as a fusion of an all-reduce and a slice."""
-
-    def reduce_scatter(x, w):
-        return lax.psum_scatter(jnp.tanh(x @ w), "x", tiled=True)
-
-    t = timeline(programs.compiled(reduce_scatter, "v5e:2x4", 1024))
+    t = timeline(programs.compiled(programs.reduce_scatter, "v5e:2x4", 1024))
     assert t.exposed > 0.5 * 1024 * 1024 * 2 * 7 / 8 / 90e9
 
 
@@ -191,26 +188,22 @@ def test_the_seconds_of_a_collective():
 
 
 # As XLA prints programs for GPUs: a matmul of cuBLAS in a command buffer, beside an all-gather on a stream of its own.
-GPU = """HloModule jit_step, is_scheduled=true, num_partitions=4
-
-%command_buffer (a: bf16[4096,4096], b: bf16[4096,4096]) -> bf16[4096,4096] {
+BUFFER = """%command_buffer (a: bf16[4096,4096], b: bf16[4096,4096]) -> bf16[4096,4096] {
   %a = bf16[4096,4096]{1,0} parameter(0)
   %b = bf16[4096,4096]{1,0} parameter(1)
   %gemm = (bf16[4096,4096]{1,0}, s8[4194304]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", \
 backend_config={"operation_queue_id":"0","force_earliest_schedule":false,"gemm_backend_config":{"alpha_real":1}}
   ROOT %product = bf16[4096,4096]{1,0} get-tuple-element(%gemm), index=0
 }
-
-ENTRY %main (x: bf16[1024,4096], w: bf16[4096,4096]) -> (bf16[4096,4096], bf16[4096,4096]) {
-  %x = bf16[1024,4096]{1,0} parameter(0)
-  %w = bf16[4096,4096]{1,0} parameter(1)
-  %start = (bf16[1024,4096]{1,0}, bf16[4096,4096]{1,0}) all-gather-start(%x), replica_groups=[1,4]<=[4], \
-dimensions={0}, backend_config={"operation_queue_id":"0","collective_backend_config":{"is_sync":false}}
-  %call = bf16[4096,4096]{1,0} call(%w, %w), to_apply=%command_buffer
-  %done = bf16[4096,4096]{1,0} all-gather-done(%start)
-  ROOT %t = (bf16[4096,4096]{1,0}, bf16[4096,4096]{1,0}) tuple(%done, %call)
-}
-""".replace("\\\n", "")
+"""
+GPU = module(
+    "%start = (bf16[1024,4096]{1,0}, bf16[4096,4096]{1,0}) all-gather-start(%operand0), replica_groups=[1,4]<=[4], "
+    'dimensions={0}, backend_config={"operation_queue_id":"0","collective_backend_config":{"is_sync":false}}',
+    "%call = bf16[4096,4096]{1,0} call(%operand1, %operand1), to_apply=%command_buffer",
+    "%done = bf16[4096,4096]{1,0} all-gather-done(%start)",
+    "ROOT %t = (bf16[4096,4096]{1,0}, bf16[4096,4096]{1,0}) tuple(%done, %call)",
+    wrapped=BUFFER, inputs=("bf16[1024,4096]{1,0}", "bf16[4096,4096]{1,0}"), partitions=4,
+)  # fmt: skip
 
 
 def test_a_program_for_gpus():
@@ -250,8 +243,7 @@ def test_each_sign_of_a_gpu_is_enough(text, noted):
 
 def test_memory_of_the_host():
     mesh = topology_mesh("v5e:2x2", (4,), ("data",))
-    on_host = NamedSharding(mesh, P("data"), memory_kind="pinned_host")
-    on_device = NamedSharding(mesh, P("data"))
+    on_device, on_host = (NamedSharding(mesh, P("data"), memory_kind=kind) for kind in ("device", "pinned_host"))
     x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=on_host)
     fn = jax.jit(lambda x: jnp.sin(jax.device_put(x, on_device)), out_shardings=on_device)
     report = audit(compile_for("v5e:2x2", fn, x, compiler_options=HLO_ONLY))
@@ -261,3 +253,25 @@ def test_memory_of_the_host():
 
 def test_a_text_without_cycles():
     assert any("no cycle estimates" in note for note in audit(module("ROOT %a = f32[64] negate(%operand0)")).notes)
+
+
+def test_operations_are_named_by_their_paths():
+    for path, phase, part in (
+        (
+            "transpose(jvp())/while/body/checkpoint/shard_map/all_gather_matmul_dx/add",
+            "backward",
+            "all_gather_matmul_dx",
+        ),
+        ("transpose(jvp())/checkpoint/rematted_computation/gemm/dot", "forward again", "gemm"),
+        ("jvp()/while/body/eval_jaxpr/shard_map/ring_attention/dot_general", "forward", "ring_attention"),
+        ("jvp()/shard_map/mul", "forward", ""),
+        ("optimizer/mul", "optimizer", ""),
+    ):
+        assert (phase_of(f"jit(step)/{path}"), part_of(f"jit(step)/{path}")) == (phase, part)
+    assert phase_of("") == ""
+
+
+def test_a_layer_is_named_by_its_scopes():
+    path = "jit(step)/transpose(jvp(decoder))/while/body/attention/shard_map/all_gather_matmul_dx/ppermute"
+    assert layer_of(path) == "transpose(jvp(decoder))/attention/all_gather_matmul_dx"
+    assert layer_of("") == ""

@@ -6,8 +6,7 @@ import pytest
 
 from flaxasync.check import read_baseline, summarize, write_baseline
 from flaxasync.check.__main__ import main
-from tests.check.gate.step_text import AXES, STEP
-from tests.check.hlo_texts import changed
+from tests.check.hlo_texts import AXES, STEP, changed
 
 
 @pytest.fixture
@@ -81,23 +80,6 @@ def test_a_byte_order_mark(files):
     for file in files:
         file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
     assert gate(files) == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["gate"], "usage: python -m flaxasync.check gate"),
-        (["capture"], "usage: python -m flaxasync.check capture"),
-        (["trace"], "usage: python -m flaxasync.check trace"),
-        (["gate", "b", "p", "--mesh", "data"], "--mesh needs NAME=SIZE,...: got data"),
-        (["gate", "b", "p", "--exposed", "-1"], "the tolerance exposed must be"),
-    ],
-)
-def test_bad_arguments(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 def test_other_programs_are_refused(files, capsys):

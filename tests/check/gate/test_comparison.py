@@ -9,8 +9,7 @@ import pytest
 
 from flaxasync.check import Tolerances, compare, summarize
 from flaxasync.check.gate.summary import Count, Row, Summary
-from tests.check.gate.step_text import AXES, STEP
-from tests.check.hlo_texts import changed
+from tests.check.hlo_texts import AXES, STEP, changed
 
 BASELINE = summarize(STEP, axes=AXES)
 REDUCED = "  ROOT %r = bf16[1024,1024]{1,0} all-reduce(%y)"

@@ -1,4 +1,4 @@
-"""The gate on a training step of plain NNX, compiled for a TPU: planted regressions, and changes that do not matter."""
+"""The gate on a training step of plain JAX, compiled for a TPU: planted regressions, and changes that do not matter."""
 
 import functools
 

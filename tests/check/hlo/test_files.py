@@ -13,10 +13,10 @@ import pytest
 from jax.export import export
 
 from benchmarks.timeline import study
-from flaxasync.check import HLO_ONLY, HloError, compile_for
+from flaxasync.check import HLO_ONLY, HloError, compile_for, parse
 from flaxasync.check.__main__ import main
 from flaxasync.check.hlo.load import read_module
-from tests.check.gate.step_text import STEP
+from tests.check.hlo_texts import STEP
 
 
 def lowered() -> jax.stages.Lowered:
@@ -98,20 +98,11 @@ def test_the_table_of_ten_megabytes_takes_less_than_two_seconds(tmp_path):
 
 def repeated(text: str, size: int) -> str:
     """Returns a module of about `size` bytes that calls copies of a program one after the other, with its arguments."""
-    begin = re.search(r"^(?:ENTRY )?%[\w.\-]+ \(", text, re.MULTILINE)
-    signature = re.search(r"^ENTRY %([\w.\-]+) (\(.*?\) -> .* \{)$", text, re.MULTILINE)
-    assert begin
-    assert signature
-    head, body = text[: begin.start()], text[begin.start() :].replace("ENTRY ", "", 1)
-    entry = text[signature.start() :]
-    parameters = re.findall(r"^  (?:ROOT )?%[\w.\-]+ = (\S+) parameter\((\d+)\)", entry, re.MULTILINE)
-    root = re.search(r"^  ROOT %[\w.\-]+ = (\(.*?\)|\S+) [a-z\-]+\(", entry, re.MULTILINE)
-    assert root
-    copies = max(1, size // len(body))
-    parts = [head, *(re.sub(r"%([\w.\-]+)", rf"%\1__{n}", body) for n in range(copies))]
-    operands = ", ".join(f"%p{number}" for number in range(len(parameters)))
-    lines = [f"  %p{number} = {shape} parameter({number})" for shape, number in parameters]
-    for n in range(copies):
-        mark = "ROOT " if n == copies - 1 else ""
-        lines.append(f"  {mark}%call{n} = {root[1]} call({operands}), to_apply=%{signature[1]}__{n}")
-    return "".join(parts) + f"\n\nENTRY %all {signature[2]}\n" + "\n".join(lines) + "\n}\n"
+    entry = parse(text).entry
+    head, body = re.split(r"\n\n(?=%)", text.replace("ENTRY ", ""), maxsplit=1)
+    copies = range(size // len(body))
+    parts = [re.sub(r"%([\w.\-]+)", rf"%\1__{n}", body) for n in copies]
+    lines = [f"  %p{number} = {i.shape} parameter({number})" for number, i in entry.parameters.items()]
+    operands = ", ".join(f"%p{number}" for number in entry.parameters)
+    lines += [f"  %call{n} = {entry.root.shape} call({operands}), to_apply=%{entry.name}__{n}" for n in copies]
+    return "\n\n".join([head, *parts, "\n".join(["ENTRY %all {", *lines, "}\n"])])

@@ -1,7 +1,7 @@
 """The reader: what it makes of each construct of HLO text, and what it says of a text that is not HLO."""
 
 import contextlib
-import sys
+import cProfile
 
 import pytest
 
@@ -135,39 +135,29 @@ def test_every_truncation_is_a_clean_error_or_a_module():
             assert MODULE[:end].rstrip().endswith("}")
 
 
-def test_not_text():
-    with pytest.raises(HloError, match="must be a str: got bytes"):
-        parse(MODULE.encode())
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (MODULE.encode(), "must be a str: got bytes"),
+        ("HloModule m\n\nENTRY e {\n  ROOT a = " + "(" * 100_000 + ")" * 100_000, "nested deeper"),
+    ],
+    ids=["bytes", "deep"],
+)
+def test_not_text_and_tuples_that_would_overflow_the_stack(text, message):
+    with pytest.raises(HloError, match=message):
+        parse(text)
 
 
-def test_deep_tuples_do_not_overflow_the_stack():
-    shape = "(" * 100_000 + ")" * 100_000
-    with pytest.raises(HloError, match="nested deeper"):
-        parse(f"HloModule m\n\nENTRY e {{\n  ROOT a = {shape} parameter(0)\n}}")
-
-
-def long_text(count):
+def calls(count):
+    """Returns how many functions are called while a text with `count` similar lines is read."""
     shape, config = "bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)}", '{"window_config":{"estimated_cycles":"10856"}}'
-    lines = [f"  %copy.{n} = {shape} copy(%p), backend_config={config}" for n in range(count)]
-    return "HloModule m\n\nENTRY e {\n  %p = bf16[1024,1024] parameter(0)\n" + "\n".join(lines) + "\n}\n"
+    lines = [f"  %copy.{n} = {shape} copy(%p), backend_config={config}\n" for n in range(count)]
+    text = f"HloModule m\n\nENTRY e {{\n  %p = bf16[1024,1024] parameter(0)\n{''.join(lines)}}}\n"
+    profile = cProfile.Profile()
+    profile.runcall(parse, text)
+    return sum(entry.callcount for entry in profile.getstats())
 
 
 def test_calls_grow_with_the_number_of_lines():
     """Reading takes time in proportion to the length of a text. This counts work and does not measure time."""
-
-    def calls(text):
-        count = 0
-
-        def profile(frame, event, argument):
-            nonlocal count
-            count += event in ("call", "c_call")
-
-        sys.setprofile(profile)
-        try:
-            parse(text)
-        finally:
-            sys.setprofile(None)
-        return count
-
-    once, twice = calls(long_text(1000)), calls(long_text(2000))
-    assert twice < 2.1 * once
+    assert calls(2000) < 2.1 * calls(1000)

@@ -1,9 +1,4 @@
-"""Programs that are simulated, and what holds of every result.
-
-* `play_shards` compiles and simulates a function of local shards on a ring of all devices of a topology.
-* `exchange` is a ring exchange in one kernel, with any one rule broken, for the tests that plant a fault.
-* `simulated` gives the programs of the 2x2 study at a small size, each compiled and simulated once in a process.
-"""
+"""Programs that are simulated, and what holds of every result."""
 
 import atexit
 import functools
@@ -16,41 +11,29 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.player_kernels import Tiles, program
-from flaxasync.check import topology_mesh, topology_size
+from flaxasync.check import topology_mesh
 from flaxasync.check.player import Result, play
+from tests.check.programs import on_all_devices
 
 SHAPE, TILES = (2048, 2048, 1024), Tiles(256, 256, 256, 256)
 
 
 def play_shards(topology, local, in_specs, out_specs, *shapes, dtype=jnp.bfloat16, typed=False, **options):
-    """Plays a function of shards over the axis "x"; with `typed`, JAX tracks over which axes values vary."""
-    kind = AxisType.Explicit if typed else AxisType.Auto
-    mesh = topology_mesh(topology, (topology_size(topology),), ("x",), axis_types=(kind,))
-    arguments = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-        for shape, spec in zip(shapes, in_specs, strict=True)
-    ]
-    with jax.set_mesh(mesh):
-        mapped = jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=typed)
-        return play(jax.jit(mapped), *arguments, topology=topology, **options)
+    """Plays a function of shards over the axis "x"."""
+    program = on_all_devices(topology, local, in_specs, out_specs, *shapes, dtype=dtype, typed=typed)
+    return play(*program, topology=topology, **options)
 
 
 def play_exchange(fault="", **options):
-    local = functools.partial(exchange, fault=fault)
-    rows = P("x", None)
+    local, rows = functools.partial(exchange, fault=fault), P("x", None)
     return play_shards("v5e:2x2", local, (rows,), rows, (4 * 256, 512), dtype=jnp.float32, **options)
 
 
 def exchange(x: jax.Array, *, fault: str = "") -> jax.Array:
-    """Returns the block of the left neighbour, which arrives in HBM and is copied out.
-
-    The correct form has a barrier with both neighbours, starts the transfer, waits for both of its ends, and copies
-    only then.
-    """
+    """Returns the block of the left neighbour, which arrives in HBM and is copied out, with one rule broken or none."""
 
     def body(x_ref, o_ref, slot, send_sem, recv_sem, copy_sem):
         here, count = lax.axis_index("x"), lax.axis_size("x")
@@ -94,7 +77,7 @@ def exchange(x: jax.Array, *, fault: str = "") -> jax.Array:
 
 @functools.cache
 def simulated(variant: str) -> tuple[str, Result]:
-    """Returns a folder with the dumps of a variant, and its result."""
+    """Returns a folder with the dumps of a variant of the 2x2 study at a small size, and its result."""
     folder = tempfile.mkdtemp(prefix="flaxasync-test-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     fn, *arguments = program(variant, topology_mesh("v5e:2x2", (2, 2), ("x", "y")), SHAPE, TILES)

@@ -1,6 +1,7 @@
 """XLA's own loops and collectives: which of them run from their bundles, which are modelled, and which are refused."""
 
 import ast
+import functools
 import json
 
 import jax
@@ -10,15 +11,16 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.check import topology_mesh
+from benchmarks.programs import SYNCHRONOUS, array
+from flaxasync.check import topology_mesh, topology_size
 from flaxasync.check.auditing.advice import OFFLOAD_FLAGS
 from flaxasync.check.player import PlayerError, UnknownOperationError, collectives, play, played_chip, transfers
 from tests.check.player.programs import assert_times_add_up, play_shards, sent_bytes
 
 
-@pytest.mark.parametrize(("topology", "size"), [("v5e:2x2", 4), ("v6e:2x4", 8), ("v5p:2x2x1", 4), ("tpu7x:2x2x1", 8)])
-def test_a_while_loop_of_permutes(topology, size):
-    iterations = 5
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x4", "v5p:2x2x1", "tpu7x:2x2x1"])
+def test_a_while_loop_of_permutes(topology):
+    size, iterations = topology_size(topology), 5
 
     def local(x, w):
         def step(x, _):
@@ -50,7 +52,7 @@ def test_collectives_without_tables_run_from_their_bundles_and_others_are_marked
 @pytest.mark.parametrize(("topology", "rows"), [("v5e:2x2", 1), pytest.param("v6e:2x4", 64, marks=pytest.mark.slow)])
 def test_an_all_reduce_of_few_rows_runs_from_its_bundles(topology, rows):
     """Its table of ring neighbours is reconstructed. The bundles themselves halt if the ring does not close."""
-    size = {"v5e:2x2": 4, "v6e:2x4": 8}[topology]
+    size = topology_size(topology)
     result = play_shards(topology, lambda x: lax.psum(x, "x"), (P("x", None),), P(), (rows * size, 4096))
     assert_times_add_up(result)
     phase = result.slowest.phase("psum")
@@ -84,9 +86,6 @@ def gather_beside_a_matmul(options):
     return play_shards("v5e:2x2", local, (rows, columns, rows), (rows, columns), *shapes, compiler_options=options)
 
 
-SYNCHRONOUS = {"xla_tpu_enable_async_collective_fusion": "false"}
-
-
 def test_an_asynchronous_collective_is_refused_with_the_option_that_makes_it_synchronous():
     with pytest.raises(UnknownOperationError, match="asynchronous all-gather of XLA reads a table") as refused:
         gather_beside_a_matmul(None)
@@ -101,9 +100,7 @@ def test_the_option_makes_it_synchronous():
 
 def test_the_refusal_of_a_sparse_core_names_the_options_with_which_it_can_be_simulated():
     def gather(options):
-        def local(x):
-            return lax.all_gather(x, "x", tiled=True)
-
+        local = functools.partial(lax.all_gather, axis_name="x", tiled=True)
         return play_shards("tpu7x:2x2x1", local, (P("x"),), P(), (8192, 1024), compiler_options=options)
 
     with pytest.raises(UnknownOperationError, match="drives a SparseCore, which the player does not model") as refused:
@@ -114,12 +111,10 @@ def test_the_refusal_of_a_sparse_core_names_the_options_with_which_it_can_be_sim
 
 
 def test_xlas_windowed_einsum_on_v6e():
-    mesh = topology_mesh("v6e:2x4", (8,), ("x",))
-    rows, columns, features, hidden = P("x", None), P(None, "x"), 256, 512
-    arguments = [
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for shape, spec in (((16384, features), rows), ((features, hidden), columns), ((hidden, features), rows))
-    ]
+    mesh, rows = topology_mesh("v6e:2x4", (8,), ("x",)), P("x", None)
+    arguments = (
+        array((16384, 256), mesh, rows), array((256, 512), mesh, P(None, "x")), array((512, 256), mesh, rows),
+    )  # fmt: skip
     fn = jax.jit(lambda x, a, b: jax.nn.relu(x @ a) @ b, out_shardings=NamedSharding(mesh, rows))
     result = play(fn, *arguments, topology="v6e:2x4")
     assert_times_add_up(result)

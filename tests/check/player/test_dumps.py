@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import shutil
 
 import pytest
@@ -32,7 +33,7 @@ KERNEL, TOP = "exchange.1-02-final_bundles.txt", "TLP-02-final_bundles.txt"
 
 
 def cut(path):
-    path.write_text(path.read_text()[: path.read_text().rindex("\n   0x")])
+    path.write_text(path.read_text().rpartition("\n   0x")[0])
 
 
 def double(path):
@@ -105,7 +106,5 @@ def test_the_command(dumps, tmp_path, capsys):
     assert all(path.stat().st_size > 0 for path in files.values())
     assert main([str(dumps), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["topology"] == "v5e:2x2"
-    assert main([str(dumps), "--topology", "v5e:4x4"]) == 1
-    assert "MeshMismatchError: " in capsys.readouterr().err
-    with pytest.raises(MeshMismatchError, match="was compiled for v5e:2x2, not for v5e:2x4"):
-        play_dump(dumps, topology="v5e:2x4")
+    assert main([str(dumps), "--topology", "v5e:2x4"]) == 1
+    assert re.search("MeshMismatchError: .* was compiled for v5e:2x2, not for v5e:2x4", capsys.readouterr().err)

@@ -12,19 +12,16 @@ from flaxasync.check.player.memory import Addresses, integer_elements, padded_by
 from flaxasync.check.player.transfers import MemoryClaims, read_transfer
 
 
-@pytest.mark.parametrize(
-    ("shape", "size"),
-    [
+def test_bytes_of_shapes():
+    for shape, size in (
         ("bf16[8192,8192]{1,0:T(8,128)(2,1)}", 8192 * 8192 * 2),
         ("bf16[3,5]{1,0:T(8,128)(2,1)}", 8 * 128 * 2),
         ("f32[3,5]{0,1:T(8,128)}", 8 * 128 * 4),
         ("s32[8]{0:T(128)}", 512),
         ("(f32[2]{0}, pred[3]{0})", 11),
         ("u32[]{:S(2)}", 4),
-    ],
-)
-def test_bytes_of_shapes(shape, size):
-    assert padded_bytes(read_shape(shape)) == size
+    ):
+        assert padded_bytes(read_shape(shape)) == size
 
 
 def test_buffers_do_not_share_addresses():
@@ -73,12 +70,10 @@ ENTRY main {
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "elements"),
-    [("same", [4, 1, -3, 0]), ("moved", [0]), ("long", None), ("a", None), ("n", None), ("absent", None)],
-)
-def test_the_text_determines_constants_and_what_is_copied_from_them(name, elements):
-    assert integer_elements(parse(TEXT).entry.by_name, name) == elements
+def test_the_text_determines_constants_and_what_is_copied_from_them():
+    elements = {"same": [4, 1, -3, 0], "moved": [0], "long": None, "a": None, "n": None, "absent": None}
+    instructions = parse(TEXT).entry.by_name
+    assert {name: integer_elements(instructions, name) for name in elements} == elements
 
 
 @pytest.mark.parametrize(
