@@ -128,38 +128,32 @@ _BLOCK = "f32[4096]{0:T(1024)}"
 _PAIR = f"(s32[]{{:S(2)}}, {_BLOCK}, {_BLOCK})"
 
 
-def _sent(number: int, source: str) -> tuple[str, ...]:
+def _sent(n: int, source: str) -> tuple[str, ...]:
     """Returns the start of a kernel pair that sends a buffer: semaphore %s, the source %x, and the destination %y."""
-    parts = (("s", "s32[]{:S(2)}"), ("x", _BLOCK), ("y", _BLOCK))
     return (
-        f"%st{number} = {_PAIR} custom-call({source}), {_KERNEL}={{{{1}}: (0, {{}})}}",
-        *(
-            f"%{name}{number} = {shape} get-tuple-element(%st{number}), index={n}"
-            for n, (name, shape) in enumerate(parts)
-        ),
+        f"%st{n} = {_PAIR} custom-call({source}), {_KERNEL}={{{{1}}: (0, {{}})}}",
+        f"%s{n} = s32[]{{:S(2)}} get-tuple-element(%st{n}), index=0",
+        f"%x{n} = {_BLOCK} get-tuple-element(%st{n}), index=1",
+        f"%y{n} = {_BLOCK} get-tuple-element(%st{n}), index=2",
     )
 
 
-_MADE = f"%z = {_BLOCK} negate(%operand0)"
 # A kernel pair that sends one buffer, with work between its start and its done.
 KERNELS = module(
-    _MADE,
-    *_sent(1, "%z"),
+    f"%z = {_BLOCK} negate(%operand0)", *_sent(1, "%z"),
     f"%w = {_BLOCK} negate(%x1)",
     f"ROOT %d = {_BLOCK} custom-call(%x1, %y1, %s1), {_KERNEL}={{{{}}: (1, {{}})}}",
     inputs=(_BLOCK,),
-)
+)  # fmt: skip
 # Two kernel pairs that send the same buffer at the same time.
 TWO_SENDS = module(
-    _MADE,
-    *_sent(1, "%z"),
-    *_sent(2, "%x1"),
+    f"%z = {_BLOCK} negate(%operand0)", *_sent(1, "%z"), *_sent(2, "%x1"),
     f"%w = {_BLOCK} negate(%x2)",
     f"%d2 = ({_BLOCK}, {_BLOCK}) custom-call(%x2, %y2, %s2), {_KERNEL}={{{{0}}: (0, {{}}), {{1}}: (1, {{}})}}",
     f"%x3 = {_BLOCK} get-tuple-element(%d2), index=0",
     f"ROOT %d = {_BLOCK} custom-call(%x3, %y1, %s1), {_KERNEL}={{{{}}: (1, {{}})}}",
     inputs=(_BLOCK,),
-)
+)  # fmt: skip
 
 # A small training step for eight devices, with a loop. AXES are those of its mesh.
 STEP = """HloModule jit_step, is_scheduled=true, num_partitions=8

@@ -21,14 +21,11 @@ def dump(tmp_path):
     return write
 
 
-@pytest.mark.parametrize(
-    ("form", "options", "status", "words"),
-    [
-        ("value", [], 0, "audit of jit_value (v5e): ok"),
-        ("staggered_unroll_1", [], 1, "error: in-flight-copied"),
-        ("unthreaded", ["--expect", "permute_start=1"], 1, "deleted"),
-    ],
-)
+@pytest.mark.parametrize(("form", "options", "status", "words"), [
+    ("value", [], 0, "audit of jit_value (v5e): ok"),
+    ("staggered_unroll_1", [], 1, "error: in-flight-copied"),
+    ("unthreaded", ["--expect", "permute_start=1"], 1, "deleted"),
+])  # fmt: skip
 def test_a_hazard_and_a_missing_operation_fail(dump, capsys, form, options, status, words):
     assert main([dump(programs.async_form(form).text), *options]) == status
     assert words in capsys.readouterr().out
@@ -61,23 +58,20 @@ def test_what_cannot_be_read(dump, capsys):
     assert "No such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("gate", "usage: python -m flaxasync.check gate"),
-        ("capture", "usage: python -m flaxasync.check capture"),
-        ("capture FOLDER", "which program? put -- script.py, or -- -m module, after the folder"),
-        ("capture FOLDER -- -m", "which program? put -- script.py, or -- -m module, after the folder"),
-        ("trace", "usage: python -m flaxasync.check trace"),
-        ("gate b p --mesh data", "--mesh needs NAME=SIZE,...: got data"),
-        ("gate b p --exposed -1", "the tolerance exposed must be"),
-        ("no_file --expect permute_start", "--expect needs NAME=COUNT: got permute_start"),
-        (
-            "FOLDER --json --fail-on error --expect permute_start=1",
-            "--chip is the only option: got --json, --expect, --fail-on",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("gate", "usage: python -m flaxasync.check gate"),
+    ("capture", "usage: python -m flaxasync.check capture"),
+    ("capture FOLDER", "which program? put -- script.py, or -- -m module, after the folder"),
+    ("capture FOLDER -- -m", "which program? put -- script.py, or -- -m module, after the folder"),
+    ("trace", "usage: python -m flaxasync.check trace"),
+    ("gate b p --mesh data", "--mesh needs NAME=SIZE,...: got data"),
+    ("gate b p --exposed -1", "the tolerance exposed must be"),
+    ("no_file --expect permute_start", "--expect needs NAME=COUNT: got permute_start"),
+    (
+        "FOLDER --json --fail-on error --expect permute_start=1",
+        "--chip is the only option: got --json, --expect, --fail-on",
+    ),
+])  # fmt: skip
 def test_arguments_that_are_refused(arguments, message, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(arguments.replace("FOLDER", str(tmp_path)).split())

@@ -181,16 +181,12 @@ CALLED = f"""
 """
 
 
-@pytest.mark.parametrize(
-    ("operation", "ended", "code"),
-    [
-        ("negate(%v)", "copy", "empty-window"),
-        (ALL_REDUCE, "copy", "serialised"),
-        (ALL_REDUCE.replace("(%v)", "-start(%v)"), "all-reduce-done", "serialised"),
-        ("call(%v), to_apply=%deep", "copy", "serialised"),
-    ],
-    ids=["work", "collective", "start", "nested"],
-)
+@pytest.mark.parametrize(("operation", "ended", "code"), [
+    ("negate(%v)", "copy", "empty-window"),
+    (ALL_REDUCE, "copy", "serialised"),
+    (ALL_REDUCE.replace("(%v)", "-start(%v)"), "all-reduce-done", "serialised"),
+    ("call(%v), to_apply=%deep", "copy", "serialised"),
+], ids=["work", "collective", "start", "nested"])  # fmt: skip
 def test_a_call_is_independent_work_unless_it_contains_a_collective(operation, ended, code):
     """The window of a permute is empty, and there is a call that does not depend on it."""
     text = program(

@@ -26,15 +26,12 @@ class Silent:
         raise NotImplementedError("no text")
 
 
-@pytest.mark.parametrize(
-    ("program", "options", "message"),
-    [
-        (LOOP, {"chip": "v9"}, "chip must be one of v5e, v6e, v5p, tpu7x: got 'v9'"),
-        (Silent(), {}, "xla_dump_to"),
-        (3, {}, "expected a compiled program or HLO text: got int"),
-        ("not HLO", {}, "line 1, column 1"),
-    ],
-)
+@pytest.mark.parametrize(("program", "options", "message"), [
+    (LOOP, {"chip": "v9"}, "chip must be one of v5e, v6e, v5p, tpu7x: got 'v9'"),
+    (Silent(), {}, "xla_dump_to"),
+    (3, {}, "expected a compiled program or HLO text: got int"),
+    ("not HLO", {}, "line 1, column 1"),
+])  # fmt: skip
 def test_what_cannot_be_audited_is_refused_with_what_to_do(program, options, message):
     """tests/check/hlo/test_files.py has texts that are no HLO."""
     with pytest.raises(ValueError, match=message):

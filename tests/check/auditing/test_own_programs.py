@@ -1,18 +1,16 @@
-"""The package's own rings and transports, as the TPU compiler leaves them, are safe, and rings overlap."""
+"""The package's own rings, as the TPU compiler leaves them, are safe and overlap.
+
+tests/transport/test_compiled.py and test_jax_scenarios.py audit every transport.
+"""
 
 import functools
 
-import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from flaxasync.check import HLO_ONLY, audit, compile_for, format_module, parse, timeline
-from tests.check.jaxlib_counts import counts, counts_of_jaxlib
+from flaxasync.check import HLO_ONLY, audit, compile_for, timeline
 from tests.check.programs import on_all_devices
-from tests.transport.compiled import compile_form
-from tests.transport.forms import FORMS
-from tests.transport.test_jax_scenarios import SCENARIOS
 
 OPS = pytest.mark.parametrize("op", [fa.all_gather_matmul, fa.matmul_reduce_scatter], ids=lambda op: op.__name__)
 
@@ -44,28 +42,3 @@ def test_without_a_ring_nothing_overlaps_and_it_takes_longer(op):
     assert not [p for p in report.pairs if p.communicates and p.overlapped]
     assert "synchronous-collective" in report.codes()
     assert timeline(ring(op, "xla")).seconds < timeline(ring(op, "none")).seconds
-
-
-FUTURES_AND_REFS = ("gather_pallas_2", "swap", "reduce_stateful_2")
-COPIES = ("multiple_copies", "two_dynamic_slices", "stateful_copies", "remote_copies")  # the last: one source twice
-STARTS = ("ppermute_start", "ppermute_stateful_start", "copy_start", "slice_start")
-
-
-def test_the_transports_are_read_as_jaxlib_reads_them_and_found_safe():
-    """All of them in one program, on one block of 2 MiB per device."""
-
-    def fn(x):
-        rings = [FORMS[name].run(x, 7) for name in FUTURES_AND_REFS]
-        return jax.tree.leaves((rings, [SCENARIOS[name].run(x) for name in COPIES]))
-
-    program = compile_form(fn)
-    module = parse(program.text)
-    assert counts_of_jaxlib([program.text]) == [counts(module)]
-    assert parse(format_module(module)) == module
-    report = audit(program)
-    assert report.ok, str(report)
-    kernels = [p for p in report.pairs if p.spelling == "kernel"]
-    for start in STARTS:
-        pairs = [p for p in kernels if p.name.startswith(start)]
-        assert pairs, start
-        assert all(p.dones for p in pairs)

@@ -18,15 +18,11 @@ def found(*changes):
     return [f for f in report.findings if f.code == "wide-transfer"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "written"),
-    [
-        ([], 32 * 2**20),
-        ([(PRODUCT, '%y = f32[2048,4096]{1,0} custom-call(%operand0), custom_call_target="tpu_custom_call"')], 2**25),
-        ([(PRODUCT, "%y = f32[2048,4096]{1,0} parameter(2)")], 0),
-    ],
-    ids=["dot", "kernel", "argument"],
-)
+@pytest.mark.parametrize(("changes", "written"), [
+    ([], 32 * 2**20),
+    ([(PRODUCT, '%y = f32[2048,4096]{1,0} custom-call(%operand0), custom_call_target="tpu_custom_call"')], 2**25),
+    ([(PRODUCT, "%y = f32[2048,4096]{1,0} parameter(2)")], 0),
+], ids=["dot", "kernel", "argument"])  # fmt: skip
 def test_the_gain_is_half_of_the_transfer_and_of_the_traffic(changes, written):
     (finding,) = found(*changes)
     traffic = in_memory(written + 8 * 2**20)  # the fusion that rounds reads 8 MiB

@@ -165,15 +165,12 @@ def test_an_unknown_topology_lists_those_that_exist(name):
         topology_mesh(name, (2, 2), ("x", "y"))
 
 
-@pytest.mark.parametrize(
-    ("topology", "shape", "axes", "message"),
-    [
-        ("v5e:2x4", (2, 2), ("x", "y"), r"must multiply to the 8 devices of v5e:2x4: got \(2, 2\), which is 4"),
-        ("tpu7x:2x2x1", (2, 2), ("x", "y"), "the 8 devices of tpu7x:2x2x1"),
-        ("v5e:2x2", (2, 2), ("x",), "one name per axis"),
-        ("v5e:2x2*2", (8,), ("model",), r"must be divisible by the 2 slices: got \{'model': 8\}"),
-    ],
-)
+@pytest.mark.parametrize(("topology", "shape", "axes", "message"), [
+    ("v5e:2x4", (2, 2), ("x", "y"), r"must multiply to the 8 devices of v5e:2x4: got \(2, 2\), which is 4"),
+    ("tpu7x:2x2x1", (2, 2), ("x", "y"), "the 8 devices of tpu7x:2x2x1"),
+    ("v5e:2x2", (2, 2), ("x",), "one name per axis"),
+    ("v5e:2x2*2", (8,), ("model",), r"must be divisible by the 2 slices: got \{'model': 8\}"),
+])  # fmt: skip
 def test_axes_that_do_not_fit(topology, shape, axes, message):
     with pytest.raises(ValueError, match=message):
         topology_mesh(topology, shape, axes)

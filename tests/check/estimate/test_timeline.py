@@ -136,17 +136,14 @@ def test_kernels_take_the_time_that_is_given():
     assert not given.notes[1:]
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "message"),
-    [
-        (LOOP, {}, "chip must be given"),
-        (LOOP, {"chip": "v4"}, "chip must be one of"),
-        (LOOP.replace(", is_scheduled=true", ""), {"chip": "v5e"}, "not scheduled.*compile it first"),
-        (LOOP, {"chip": "v5e", "copies": "guess"}, "copies must be"),
-        (LOOP, {"chip": "v5e", "kernels": "play"}, r"needs a program of flaxasync\.check\.compile_for: got str"),
-        (LOOP, {"chip": "v5e", "kernels": "played"}, "kernels must be 'play', or seconds by name: got 'played'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "options", "message"), [
+    (LOOP, {}, "chip must be given"),
+    (LOOP, {"chip": "v4"}, "chip must be one of"),
+    (LOOP.replace(", is_scheduled=true", ""), {"chip": "v5e"}, "not scheduled.*compile it first"),
+    (LOOP, {"chip": "v5e", "copies": "guess"}, "copies must be"),
+    (LOOP, {"chip": "v5e", "kernels": "play"}, r"needs a program of flaxasync\.check\.compile_for: got str"),
+    (LOOP, {"chip": "v5e", "kernels": "played"}, "kernels must be 'play', or seconds by name: got 'played'"),
+])  # fmt: skip
 def test_bad_input(text, options, message):
     with pytest.raises(ValueError, match=message):
         timeline(text, **options)
@@ -226,17 +223,13 @@ NOTHING = GPU.replace("__cublas$gemm", "x").replace("operation_queue_id", "y")
 TRITON = NOTHING.replace('"gemm_backend_config":{"alpha_real":1}', '"fusion_backend_config":{"kind":"__triton_gemm"}')
 
 
-@pytest.mark.parametrize(
-    ("text", "noted"),
-    [
-        (GPU.replace("operation_queue_id", "y"), True),
-        (GPU.replace("__cublas$gemm", "x"), True),
-        (TRITON, True),
-        (TRITON.replace("__triton_gemm", "__custom"), False),
-        (NOTHING, False),
-    ],
-    ids=["cublas", "queue", "triton", "other", "nothing"],
-)
+@pytest.mark.parametrize(("text", "noted"), [
+    (GPU.replace("operation_queue_id", "y"), True),
+    (GPU.replace("__cublas$gemm", "x"), True),
+    (TRITON, True),
+    (TRITON.replace("__triton_gemm", "__custom"), False),
+    (NOTHING, False),
+], ids=["cublas", "queue", "triton", "other", "nothing"])  # fmt: skip
 def test_each_sign_of_a_gpu_is_enough(text, noted):
     assert any("GPU" in note for note in audit(text).notes) == noted
 

@@ -48,17 +48,14 @@ def test_a_baseline_survives_its_file(files):
     assert files[1].read_text() == written
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "is not a baseline of format 1 (JSONDecodeError"),
-        ("{}", "is not a baseline of format 1 (KeyError: 'format')"),
-        ("[]", "is not a baseline of format 1 (TypeError"),
-        ('{"format": 2}', "(ValueError: it is of another format); write it again with --update"),
-        ('{"format": 1, "module": "m"}', "(KeyError: 'transfers')"),
-        ('{"format": 1, "transfers": [{"what": "m", "times": 1}]}', "unexpected keyword argument 'times'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "is not a baseline of format 1 (JSONDecodeError"),
+    ("{}", "is not a baseline of format 1 (KeyError: 'format')"),
+    ("[]", "is not a baseline of format 1 (TypeError"),
+    ('{"format": 2}', "(ValueError: it is of another format); write it again with --update"),
+    ('{"format": 1, "module": "m"}', "(KeyError: 'transfers')"),
+    ('{"format": 1, "transfers": [{"what": "m", "times": 1}]}', "unexpected keyword argument 'times'"),
+])  # fmt: skip
 def test_bad_baselines(files, capsys, text, message):
     files[1].parent.mkdir()
     files[1].write_text(text)

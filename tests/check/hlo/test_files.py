@@ -23,28 +23,24 @@ def lowered() -> jax.stages.Lowered:
     return jax.jit(lambda x: x + 1).lower(1.0)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (lambda: STEP[: len(STEP) // 2], "line 23, column 45: expected an attribute .* got 'lhs', where the text ends"),
-        (lambda: STEP[: STEP.index("  %copy")], "computation 'forward' is not closed: the text is cut short"),
-        (lambda: lowered().as_text(), r"this is a lowered program \(StableHLO\), not a compiled one: call .compile\(\)"),
-        (lambda: lowered().as_text(debug_info=True), r"this is a lowered program \(StableHLO\)"),
-        (lambda: lowered().compiler_ir().operation.get_asm(print_generic_op_form=True), r"lowered program \(StableHLO\)"),
-        (lambda: export(jax.jit(lambda x: x + 1))(1.0).mlir_module_serialized, "StableHLO bytecode.*xla_dump_hlo_as_text"),
-        (
-            lambda: lowered().compiler_ir("hlo").as_serialized_hlo_module_proto(),
-            "this is no text, perhaps a protobuf: write it as text",
-        ),
-        (lambda: gzip.compress(STEP.encode()), "this is a gzip file"),
-        (lambda: b"\x00\x01plain bytes", "this is no text, perhaps a protobuf"),
-        (
-            lambda: STEP + "\n" + STEP.replace("jit_step", "jit_eval"),
-            r"a second HloModule: the text has 2 of them \(jit_step, jit_eval\); split it before each line HloModule",
-        ),
-    ],
-    ids=["truncated", "between lines", "stablehlo", "locations", "generic", "bytecode", "proto", "gzip", "zero", "two"],
-)  # fmt: skip
+@pytest.mark.parametrize(("content", "message"), [
+    (lambda: STEP[: len(STEP) // 2], "line 23, column 45: expected an attribute .* got 'lhs', where the text ends"),
+    (lambda: STEP[: STEP.index("  %copy")], "computation 'forward' is not closed: the text is cut short"),
+    (lambda: lowered().as_text(), r"this is a lowered program \(StableHLO\), not a compiled one: call .compile\(\)"),
+    (lambda: lowered().as_text(debug_info=True), r"this is a lowered program \(StableHLO\)"),
+    (lambda: lowered().compiler_ir().operation.get_asm(print_generic_op_form=True), r"lowered program \(StableHLO\)"),
+    (lambda: export(jax.jit(lambda x: x + 1))(1.0).mlir_module_serialized, "StableHLO bytecode.*xla_dump_hlo_as_text"),
+    (
+        lambda: lowered().compiler_ir("hlo").as_serialized_hlo_module_proto(),
+        "this is no text, perhaps a protobuf: write it as text",
+    ),
+    (lambda: gzip.compress(STEP.encode()), "this is a gzip file"),
+    (lambda: b"\x00\x01plain bytes", "this is no text, perhaps a protobuf"),
+    (
+        lambda: STEP + "\n" + STEP.replace("jit_step", "jit_eval"),
+        r"a second HloModule: the text has 2 of them \(jit_step, jit_eval\); split it before each line HloModule",
+    ),
+], ids=["truncated", "between lines", "stablehlo", "locations", "generic", "bytecode", "proto", "gzip", "zero", "two"])  # fmt: skip
 def test_what_is_no_program(tmp_path, capsys, content, message):
     file, content = tmp_path / "program", content()
     file.write_bytes(content.encode() if isinstance(content, str) else content)

@@ -54,17 +54,14 @@ def meshes(draw):
     return f"mesh[{axes}]{devices} {{{','.join(chosen)}}}"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("{{0,1},{2,3}}", ((0, 1), (2, 3))),
-        ("{{0,1},{2}}", ((0, 1), (2,))),
-        ("[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
-        ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
-        ("mesh['x'=2,'y'=4] {'y':(1)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
-        ("{}", (tuple(range(8)),)),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("{{0,1},{2,3}}", ((0, 1), (2, 3))),
+    ("{{0,1},{2}}", ((0, 1), (2,))),
+    ("[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
+    ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
+    ("mesh['x'=2,'y'=4] {'y':(1)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
+    ("{}", (tuple(range(8)),)),
+])  # fmt: skip
 def test_groups(text, expected):
     assert groups(text) == expected
     assert in_xla(text) in (expected, ())
@@ -106,28 +103,25 @@ AXES = {"replica": 2, "data": 2, "model": 4}
 RINGS = ",".join(f"{{{4 * row + n},{4 * row + (n + 1) % 4}}}" for row in range(4) for n in range(4))
 
 
-@pytest.mark.parametrize(
-    ("attribute", "axes", "name"),
-    [
-        ("replica_groups=[4,4]<=[16]", AXES, "model"),
-        ("replica_groups=[8,2]<=[2,2,4]T(0,2,1)", AXES, "data"),
-        ("replica_groups=[8,2]<=[2,8]T(1,0)", AXES, "replica"),
-        ("replica_groups=[2,8]<=[16]", AXES, "data and model"),
-        ("replica_groups=[4,4]<=[2,2,4]T(2,0,1)", AXES, "replica and data"),
-        ("replica_groups={}", AXES, "replica and data and model"),
-        ("replica_groups=mesh['axis_0'=4,'axis_1'=4] {'axis_1'}", AXES, "model"),
-        ("replica_groups={{3,2,1,0},{4,5,6,7},{8,9,10,11},{12,13,14,15}}", AXES, "model"),
-        ("replica_groups=[8,2]<=[16]", AXES, "groups of 2"),
-        ("replica_groups=[16,1]<=[16]", AXES, "no axis"),
-        (f"source_target_pairs={{{RINGS}}}", AXES, "model"),
-        ("source_target_pairs={{0,8}}", AXES, "replica"),
-        ("source_target_pairs={{0,5}}", AXES, "data and model"),
-        ("source_target_pairs={{0,5}}", None, "pairs"),
-        ("replica_groups=mesh['x'=2,'y'=8] {'y'}", None, "y"),
-        ("replica_groups=mesh['axis_0'=2,'axis_1'=8] {'axis_1'}", None, "groups of 8"),
-        ("dimensions={0}", None, ""),
-    ],
-)
+@pytest.mark.parametrize(("attribute", "axes", "name"), [
+    ("replica_groups=[4,4]<=[16]", AXES, "model"),
+    ("replica_groups=[8,2]<=[2,2,4]T(0,2,1)", AXES, "data"),
+    ("replica_groups=[8,2]<=[2,8]T(1,0)", AXES, "replica"),
+    ("replica_groups=[2,8]<=[16]", AXES, "data and model"),
+    ("replica_groups=[4,4]<=[2,2,4]T(2,0,1)", AXES, "replica and data"),
+    ("replica_groups={}", AXES, "replica and data and model"),
+    ("replica_groups=mesh['axis_0'=4,'axis_1'=4] {'axis_1'}", AXES, "model"),
+    ("replica_groups={{3,2,1,0},{4,5,6,7},{8,9,10,11},{12,13,14,15}}", AXES, "model"),
+    ("replica_groups=[8,2]<=[16]", AXES, "groups of 2"),
+    ("replica_groups=[16,1]<=[16]", AXES, "no axis"),
+    (f"source_target_pairs={{{RINGS}}}", AXES, "model"),
+    ("source_target_pairs={{0,8}}", AXES, "replica"),
+    ("source_target_pairs={{0,5}}", AXES, "data and model"),
+    ("source_target_pairs={{0,5}}", None, "pairs"),
+    ("replica_groups=mesh['x'=2,'y'=8] {'y'}", None, "y"),
+    ("replica_groups=mesh['axis_0'=2,'axis_1'=8] {'axis_1'}", None, "groups of 8"),
+    ("dimensions={0}", None, ""),
+])  # fmt: skip
 def test_names_of_axes(attribute, axes, name):
     program = parse(collective(attribute, devices=16))
     assert AxisNames(program, axes).of(program.entry.root) == name

@@ -67,17 +67,14 @@ def test_a_module():
     assert (main["t"].operands, main["t"].is_root) == (("k", "y"), True)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "x = f32[2]{0} parameter(0)",  # no percent sign
-        "%x = f32[<=4,?] parameter(0)",  # bounded and unbounded dimensions
-        "%x = ((f32[2], ()), token[]) parameter(0)",
-        '%x = f32[] constant("a, (b")',
-        "%x = f32[2]{0:T(1)L(128)S(4)} parameter(0), sharding={devices=[2]<=[2]}",
-        "%x = s4[3]{0:E(4)} parameter(0), origin={{\"a\"}}",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("line", [
+    "x = f32[2]{0} parameter(0)",  # no percent sign
+    "%x = f32[<=4,?] parameter(0)",  # bounded and unbounded dimensions
+    "%x = ((f32[2], ()), token[]) parameter(0)",
+    '%x = f32[] constant("a, (b")',
+    "%x = f32[2]{0:T(1)L(128)S(4)} parameter(0), sharding={devices=[2]<=[2]}",
+    "%x = s4[3]{0:E(4)} parameter(0), origin={{\"a\"}}",
+])  # fmt: skip
 def test_unusual_lines_survive_a_round_trip(line):
     module = parse(f"HloModule m\n\nENTRY %e (p: f32[]) -> f32[] {{\n  ROOT {line}\n}}\n")
     assert parse(format_module(module)) == module
@@ -96,30 +93,27 @@ def test_bits():
     assert {name: element_bits(name) for name in types} == types
 
 
-@pytest.mark.parametrize(
-    ("text", "what", "line", "column"),
-    [
-        ("", "empty", 1, 1),
-        ("hello world", "expected HLO text", 1, 1),
-        ("HloModule m", "no computation", 1, 1),
-        ("HloModule m\n\nwhat is this", "expected a computation", 3, 1),
-        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(0)\n", "not closed: the text is cut short", 3, 1),
-        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] add(b, b)\n}", "operand 'b' of 'a' is not defined", 4, 3),
-        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[ parameter(0)\n}", "expected a shape", 4, 12),
-        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[2]{0:S(1)S(2)} parameter(0)\n}", "one memory space", 4, 12),
-        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[x] parameter(0)\n}", "size of a dimension", 4, 12),
-        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(no)\n}", "needs a number", 4, 28),
-        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] tuple(\n", "not closed", 4, 23),
-        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(0), b={\n}", "'e' is not closed: the text is cut", 3, 1),
-        ("HloModule m\n\nENTRY e {\n  a = f32[] parameter(0)\n  a = f32[] parameter(1)\n}", "twice", 5, 3),
-        ('HloModule m\n\ne {\n  a = f32[] parameter(0)\n}, execution_thread="a"b"c"', "must be a string", 5, 28),
-        ('HloModule m\n\ne {\n  a = f32[] parameter(0), b={"c', "a string is not closed: the text is cut", 4, 30),
-        ("HloModule m\n\nENTRY e {\n}", "empty", 3, 1),
-        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] call(), to_apply=%none\n}", "does not define", 4, 1),
-        ("HloModule m\n\ne {\n  a = f32[] parameter(0)\n}\n\nHloModule n", "second HloModule", 7, 1),
-        ("HloModule m\n\ne {\n  a = f32[] parameter(0)\n}\n\ne {\n  a = f32[] parameter(0)\n}", "defined twice", 9, 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "what", "line", "column"), [
+    ("", "empty", 1, 1),
+    ("hello world", "expected HLO text", 1, 1),
+    ("HloModule m", "no computation", 1, 1),
+    ("HloModule m\n\nwhat is this", "expected a computation", 3, 1),
+    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(0)\n", "not closed: the text is cut short", 3, 1),
+    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] add(b, b)\n}", "operand 'b' of 'a' is not defined", 4, 3),
+    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[ parameter(0)\n}", "expected a shape", 4, 12),
+    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[2]{0:S(1)S(2)} parameter(0)\n}", "one memory space", 4, 12),
+    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[x] parameter(0)\n}", "size of a dimension", 4, 12),
+    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(no)\n}", "needs a number", 4, 28),
+    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] tuple(\n", "not closed", 4, 23),
+    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(0), b={\n}", "'e' is not closed: the text is cut", 3, 1),
+    ("HloModule m\n\nENTRY e {\n  a = f32[] parameter(0)\n  a = f32[] parameter(1)\n}", "twice", 5, 3),
+    ('HloModule m\n\ne {\n  a = f32[] parameter(0)\n}, execution_thread="a"b"c"', "must be a string", 5, 28),
+    ('HloModule m\n\ne {\n  a = f32[] parameter(0), b={"c', "a string is not closed: the text is cut", 4, 30),
+    ("HloModule m\n\nENTRY e {\n}", "empty", 3, 1),
+    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] call(), to_apply=%none\n}", "does not define", 4, 1),
+    ("HloModule m\n\ne {\n  a = f32[] parameter(0)\n}\n\nHloModule n", "second HloModule", 7, 1),
+    ("HloModule m\n\ne {\n  a = f32[] parameter(0)\n}\n\ne {\n  a = f32[] parameter(0)\n}", "defined twice", 9, 2),
+])  # fmt: skip
 def test_bad_text_is_an_error_with_its_position(text, what, line, column):
     with pytest.raises(HloError, match=what) as error:
         parse(text)
@@ -135,14 +129,10 @@ def test_every_truncation_is_a_clean_error_or_a_module():
             assert MODULE[:end].rstrip().endswith("}")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (MODULE.encode(), "must be a str: got bytes"),
-        ("HloModule m\n\nENTRY e {\n  ROOT a = " + "(" * 100_000 + ")" * 100_000, "nested deeper"),
-    ],
-    ids=["bytes", "deep"],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    (MODULE.encode(), "must be a str: got bytes"),
+    ("HloModule m\n\nENTRY e {\n  ROOT a = " + "(" * 100_000 + ")" * 100_000, "nested deeper"),
+], ids=["bytes", "deep"])  # fmt: skip
 def test_not_text_and_tuples_that_would_overflow_the_stack(text, message):
     with pytest.raises(HloError, match=message):
         parse(text)

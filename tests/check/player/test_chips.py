@@ -27,29 +27,23 @@ def test_routes():
     assert chip_grid("v5e:16x16").route((0, 0, 0), (15, 0, 0)) == (("link", (0, 0, 0), (15, 0, 0)),)
 
 
-@pytest.mark.parametrize(
-    ("name", "coords", "message"),
-    [
-        ("v5e:2x4", (), "compiled for 4 devices, but v5e:2x4 has 8"),
-        ("v5e:2x2", ((0, 0), (1, 0)), "each chip of v5e:2x2 1 time"),
-        ("v5e:2x2", ((0, 0), (1, 0), (0, 1), (0, 2)), "each chip of v5e:2x2 1 time"),
-        ("v5e:2x2", ((0, 0), (1, 0), (0, 1), (0, 1)), "each chip of v5e:2x2 1 time"),
-    ],
-)
+@pytest.mark.parametrize(("name", "coords", "message"), [
+    ("v5e:2x4", (), "compiled for 4 devices, but v5e:2x4 has 8"),
+    ("v5e:2x2", ((0, 0), (1, 0)), "each chip of v5e:2x2 1 time"),
+    ("v5e:2x2", ((0, 0), (1, 0), (0, 1), (0, 2)), "each chip of v5e:2x2 1 time"),
+    ("v5e:2x2", ((0, 0), (1, 0), (0, 1), (0, 1)), "each chip of v5e:2x2 1 time"),
+])  # fmt: skip
 def test_meshes_that_do_not_fit(name, coords, message):
     with pytest.raises(MeshMismatchError, match=message):
         coords_of_partitions(chip_grid(name), 4, coords)
 
 
-@pytest.mark.parametrize(
-    ("read", "name", "message"),
-    [
-        (chip_grid, "v5e:2x4*2", r"simulates one slice: got 'v5e:2x4\*2'; compile for 'v5e:2x4'"),
-        (chip_grid, "v5e:2x", "topology must be a chip and its grid"),
-        (chip_grid, "v4:2x2x1", "topology must be a chip and its grid"),
-        (played_chip, "v4:2x2x1", "topology must be of one of v5e.*: got 'v4:2x2x1'"),
-    ],
-)
+@pytest.mark.parametrize(("read", "name", "message"), [
+    (chip_grid, "v5e:2x4*2", r"simulates one slice: got 'v5e:2x4\*2'; compile for 'v5e:2x4'"),
+    (chip_grid, "v5e:2x", "topology must be a chip and its grid"),
+    (chip_grid, "v4:2x2x1", "topology must be a chip and its grid"),
+    (played_chip, "v4:2x2x1", "topology must be of one of v5e.*: got 'v4:2x2x1'"),
+])  # fmt: skip
 def test_what_is_not_a_topology(read, name, message):
     with pytest.raises(PlayerError, match=message):
         read(name)

@@ -40,17 +40,14 @@ def double(path):
     shutil.copy(path, path.with_name(f"1-{TOP}"))
 
 
-@pytest.mark.parametrize(
-    ("name", "damage", "message"),
-    [
-        (KERNEL, cut, r"exchange.1-02-final_bundles.txt was cut short"),
-        (KERNEL, pathlib.Path.unlink, r"no bundles for exchange.1"),
-        ("exchange.1-00-original.txt", pathlib.Path.unlink, r"no \*-original.txt beside it"),
-        ("TLP-hlo.txt", pathlib.Path.unlink, r"lacks \*-TLP-hlo.txt"),
-        (TOP, pathlib.Path.unlink, "final bundles of 0 programs"),
-        (TOP, double, "final bundles of 2 programs"),
-    ],
-)
+@pytest.mark.parametrize(("name", "damage", "message"), [
+    (KERNEL, cut, r"exchange.1-02-final_bundles.txt was cut short"),
+    (KERNEL, pathlib.Path.unlink, r"no bundles for exchange.1"),
+    ("exchange.1-00-original.txt", pathlib.Path.unlink, r"no \*-original.txt beside it"),
+    ("TLP-hlo.txt", pathlib.Path.unlink, r"lacks \*-TLP-hlo.txt"),
+    (TOP, pathlib.Path.unlink, "final bundles of 0 programs"),
+    (TOP, double, "final bundles of 2 programs"),
+])  # fmt: skip
 def test_a_folder_that_does_not_hold_one_whole_program(copy, name, damage, message):
     damage(file(copy, name))
     with pytest.raises(DumpError, match=message):

@@ -76,23 +76,20 @@ def test_the_text_determines_constants_and_what_is_copied_from_them():
     assert {name: integer_elements(instructions, name) for name in elements} == elements
 
 
-@pytest.mark.parametrize(
-    ("text", "elements", "expected"),
-    [
-        ("s32[3]{0:T(128)}", [7, -1, 2], {0: 7, 1: 2**32 - 1, 2: 2}),
-        ("s32[]{:T(128)}", [5], {0: 5}),
-        ("s32[3]{0:T(128)}", [5], {0: 5, 1: 5, 2: 5}),  # repeated
-        ("s32[2,129]{1,0:T(2,128)}", [*[0] * 128, 1, 2, *[0] * 127, 3], {256: 1, 128: 2, 384: 3}),  # two tiles
-        ("s32[2,3]{0,1:T(4,128)}", [1, 2, 3, 4, 0, 0], {0: 1, 1: 4, 128: 2, 256: 3}),  # turned
-        ("s8[10]{0:T(512)(128)(4,1)}", [1, -1, *[0] * 8], {0: 1, 1: 255}),
-        ("s8[4,2]{1,0:T(4,128)(4,1)}", [*range(8)], {0: 0x06040200, 1: 0x07050301}),  # four rows in a word
-        ("u16[2,1]{1,0:T(2,128)(2,1)}", [3, 4], {0: 0x00040003}),  # two rows in a word
-        ("bf16[4]{0:T(512)(128)(2,1)}", [1, 2], None),  # no integers
-        ("s32[4]", [1, 2], None),  # from here on, what lies in another way
-        ("s8[4]{0:T(128)}", [1, 2], None),
-        ("s64[4]{0:T(128)}", [1, 2], None),
-    ],
-)
+@pytest.mark.parametrize(("text", "elements", "expected"), [
+    ("s32[3]{0:T(128)}", [7, -1, 2], {0: 7, 1: 2**32 - 1, 2: 2}),
+    ("s32[]{:T(128)}", [5], {0: 5}),
+    ("s32[3]{0:T(128)}", [5], {0: 5, 1: 5, 2: 5}),  # repeated
+    ("s32[2,129]{1,0:T(2,128)}", [*[0] * 128, 1, 2, *[0] * 127, 3], {256: 1, 128: 2, 384: 3}),  # two tiles
+    ("s32[2,3]{0,1:T(4,128)}", [1, 2, 3, 4, 0, 0], {0: 1, 1: 4, 128: 2, 256: 3}),  # turned
+    ("s8[10]{0:T(512)(128)(4,1)}", [1, -1, *[0] * 8], {0: 1, 1: 255}),
+    ("s8[4,2]{1,0:T(4,128)(4,1)}", [*range(8)], {0: 0x06040200, 1: 0x07050301}),  # four rows in a word
+    ("u16[2,1]{1,0:T(2,128)(2,1)}", [3, 4], {0: 0x00040003}),  # two rows in a word
+    ("bf16[4]{0:T(512)(128)(2,1)}", [1, 2], None),  # no integers
+    ("s32[4]", [1, 2], None),  # from here on, what lies in another way
+    ("s8[4]{0:T(128)}", [1, 2], None),
+    ("s64[4]{0:T(128)}", [1, 2], None),
+])  # fmt: skip
 def test_words_lie_tile_by_tile(text, elements, expected):
     found = words(read_shape(text), elements)
     assert (found and {n: word for n, word in enumerate(found) if word or n in expected}) == expected

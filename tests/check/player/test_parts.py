@@ -22,18 +22,15 @@ def write(folder, bundles, declared=""):
     return read_program("k", bundle_file, original)
 
 
-@pytest.mark.parametrize(
-    ("text", "predicate", "operands", "target"),
-    [
-        ("%s4_s2 = sadd.s32 (!%p1_p0), %s1_s0, [#allocation3 + $0x4]", "!%p1_p0",
-         ("%s1_s0", "[#allocation3 + $0x4]"), -1),
-        ("%7 = sst [smem:[#allocation1_spill]] %s2_s0", "", ("[smem:[#allocation1_spill]]", "%s2_s0"), -1),
-        ("%7 = sst [smem:[#allocation1]] (%p6_p1), %s2_s0", "%p6_p1", ("[smem:[#allocation1]]", "%s2_s0"), -1),
-        ("%38 = sbr.rel (!%p36_p3) target = $region259", "!%p36_p3", (), 259),
-        ("%9 = dma.hbm_to_vmem [thread:$1] (%p1_p0), %s1_s0, 16, %s2_s1, [#allocation4]", "%p1_p0",
-         ("%s1_s0", "16", "%s2_s1", "[#allocation4]"), -1),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "predicate", "operands", "target"), [
+    ("%s4_s2 = sadd.s32 (!%p1_p0), %s1_s0, [#allocation3 + $0x4]", "!%p1_p0",
+     ("%s1_s0", "[#allocation3 + $0x4]"), -1),
+    ("%7 = sst [smem:[#allocation1_spill]] %s2_s0", "", ("[smem:[#allocation1_spill]]", "%s2_s0"), -1),
+    ("%7 = sst [smem:[#allocation1]] (%p6_p1), %s2_s0", "%p6_p1", ("[smem:[#allocation1]]", "%s2_s0"), -1),
+    ("%38 = sbr.rel (!%p36_p3) target = $region259", "!%p36_p3", (), 259),
+    ("%9 = dma.hbm_to_vmem [thread:$1] (%p1_p0), %s1_s0, 16, %s2_s1, [#allocation4]", "%p1_p0",
+     ("%s1_s0", "16", "%s2_s1", "[#allocation4]"), -1),
+])  # fmt: skip
 def test_forms_of_operations(text, predicate, operands, target):
     o = parse_operation(text, "why")
     assert (o.predicate, o.operands, o.target, o.comment) == (predicate, operands, target, "why")
@@ -53,14 +50,11 @@ def test_a_program_with_regions_and_comments_over_several_lines(tmp_path):
     assert program.declarations["allocation0"].size == 8
 
 
-@pytest.mark.parametrize(
-    ("bundles", "message"),
-    [
-        ("", "no bundle"),
-        ("     0   :  { }\n   0x2   :  {}\n", "bundle 0x1 is missing"),
-        ("     0   :  { %1 = shalt.err /* stops", "does not end"),
-    ],
-)
+@pytest.mark.parametrize(("bundles", "message"), [
+    ("", "no bundle"),
+    ("     0   :  { }\n   0x2   :  {}\n", "bundle 0x1 is missing"),
+    ("     0   :  { %1 = shalt.err /* stops", "does not end"),
+])  # fmt: skip
 def test_a_text_that_was_cut(tmp_path, bundles, message):
     with pytest.raises(DumpError, match=message):
         write(tmp_path, bundles)

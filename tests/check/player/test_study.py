@@ -21,16 +21,13 @@ from tests.check.player.programs import SHAPE, assert_times_add_up, sent_bytes, 
 W, O = SHAPE[1] // 2 * SHAPE[2] * 2, SHAPE[0] // 2 * SHAPE[2] * 2  # noqa: E741, bytes of one device's w and o
 
 
-@pytest.mark.parametrize(
-    ("variant", "bytes_sent", "phases"),
-    [
-        ("collectives_and_gemm", None, ("all-gather", "gemm", "psum")),
-        ("series", [W + O] * 4, ("all_gather", "gemm", "all_reduce")),
-        ("fused", [W + O, O, O, W + O], ("fused", "all_reduce")),  # two devices have what the others need
-        ("overlapped", [W + O, O, O, W + O], ("overlapped",)),
-        ("xla", [O, W + O, W + O, O], ("collective-permute",)),  # two permute, two have what they need
-    ],
-)
+@pytest.mark.parametrize(("variant", "bytes_sent", "phases"), [
+    ("collectives_and_gemm", None, ("all-gather", "gemm", "psum")),
+    ("series", [W + O] * 4, ("all_gather", "gemm", "all_reduce")),
+    ("fused", [W + O, O, O, W + O], ("fused", "all_reduce")),  # two devices have what the others need
+    ("overlapped", [W + O, O, O, W + O], ("overlapped",)),
+    ("xla", [O, W + O, W + O, O], ("collective-permute",)),  # two permute, two have what they need
+])  # fmt: skip
 def test_variants_of_the_study(variant, bytes_sent, phases):
     _, result = simulated(variant)
     assert_times_add_up(result)

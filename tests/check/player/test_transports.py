@@ -82,15 +82,11 @@ def waited_for_twice(x):
 SEND, RECEIVE = "output of ppermute_start.1@{0}", "output of ppermute_start.1@{1}"
 
 
-@pytest.mark.parametrize(
-    ("local", "left"),
-    [
-        (permute_with(faulty(wait_send=False)), {SEND}),
-        (permute_with(faulty(wait_recv=False)), {RECEIVE}),
-        (never_waited_for, {SEND, RECEIVE}),
-    ],
-    ids=["no wait for the send", "no wait for the receipt", "no done"],
-)
+@pytest.mark.parametrize(("local", "left"), [
+    (permute_with(faulty(wait_send=False)), {SEND}),
+    (permute_with(faulty(wait_recv=False)), {RECEIVE}),
+    (never_waited_for, {SEND, RECEIVE}),
+], ids=["no wait for the send", "no wait for the receipt", "no done"])  # fmt: skip
 def test_a_missing_wait_leaves_its_semaphore_on_every_device(local, left):
     with pytest.raises(LeftoverSemaphoreError) as caught:
         play_block("v5e:2x2", local)
@@ -122,18 +118,15 @@ TWO_WRITES = (
 )
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind", "message"),
-    [
-        ("no barrier", RaceError, NO_BARRIER),
-        ("wrong barrier", RaceError, NO_BARRIER),
-        ("no wait for the send", LeftoverSemaphoreError, r"scratch argument 0\) has a nonzero value"),
-        ("no wait for the receipt", LeftoverSemaphoreError, r"scratch argument 1\) has a nonzero value"),
-        ("wrong neighbour", RaceError, TWO_WRITES),
-        ("reads early", RaceError, "reads output of exchange.1.* still writes it"),
-        ("too far", OutOfBoundsError, "bounds check stops a transfer"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "kind", "message"), [
+    ("no barrier", RaceError, NO_BARRIER),
+    ("wrong barrier", RaceError, NO_BARRIER),
+    ("no wait for the send", LeftoverSemaphoreError, r"scratch argument 0\) has a nonzero value"),
+    ("no wait for the receipt", LeftoverSemaphoreError, r"scratch argument 1\) has a nonzero value"),
+    ("wrong neighbour", RaceError, TWO_WRITES),
+    ("reads early", RaceError, "reads output of exchange.1.* still writes it"),
+    ("too far", OutOfBoundsError, "bounds check stops a transfer"),
+])  # fmt: skip
 def test_planted_faults(fault, kind, message):
     with pytest.raises(kind, match=message):
         play_exchange(fault)
