@@ -1,5 +1,6 @@
 """The audit of programs that the TPU compiler made: what it is given and told, and what it says of their windows."""
 
+import functools
 import json
 import pathlib
 import re
@@ -9,8 +10,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import flaxasync as fa
 from benchmarks.programs import array
-from flaxasync.check import CODES, HLO_ONLY, audit, compile_for, topology_mesh
+from flaxasync.check import CODES, HLO_ONLY, audit, compile_for, timeline, topology_mesh
 from tests.check import programs
 from tests.check.hlo_texts import LOOP, changed
 
@@ -114,6 +116,40 @@ def test_a_loop_that_copies_what_it_carries():
     codes = audit(programs.async_form("staggered_unroll_1")).codes()
     assert "in-flight-copied" in codes
     assert "loop-copies" not in codes
+
+
+# The package's own rings are safe and overlap. tests/transport/test_compiled.py audits every transport.
+
+OPS = pytest.mark.parametrize("op", [fa.all_gather_matmul, fa.matmul_reduce_scatter], ids=lambda op: op.__name__)
+
+
+@functools.cache
+def ring(op, backend):
+    """Compiles x[4096, 2048] . w[2048, 4096] over eight chips, with rows or products sharded."""
+    rows, columns = P("x", None), P(None, "x")
+    specs, out = ((rows, columns), columns) if op is fa.all_gather_matmul else ((columns, rows), rows)
+    local = functools.partial(op, axis_name="x", backend=backend)
+    program = programs.on_all_devices("v5e:2x4", local, specs, out, (4096, 2048), (2048, 4096), typed=True)
+    return compile_for("v5e:2x4", *program, compiler_options=HLO_ONLY)
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+@OPS
+def test_a_ring_is_safe_and_overlaps(op, backend):
+    report = audit(ring(op, backend))
+    assert report.ok, str(report)
+    moving = [p for p in report.pairs if p.communicates]
+    assert moving
+    assert all(p.spelling == ("kernel" if backend == "pallas" else "first-class") for p in moving)
+    assert sum(p.overlapped for p in moving) >= len(moving) // 2
+
+
+@OPS
+def test_without_a_ring_nothing_overlaps_and_it_takes_longer(op):
+    report = audit(ring(op, "none"))
+    assert not [p for p in report.pairs if p.communicates and p.overlapped]
+    assert "synchronous-collective" in report.codes()
+    assert timeline(ring(op, "xla")).seconds < timeline(ring(op, "none")).seconds
 
 
 PAGE = (pathlib.Path(__file__).parents[3] / "docs" / "check.md").read_text()

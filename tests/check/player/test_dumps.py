@@ -9,7 +9,7 @@ import pytest
 
 from flaxasync.check.player import DumpError, MeshMismatchError, UnknownOperationError, play_dump
 from flaxasync.check.player.__main__ import main
-from tests.check.player.programs import play_exchange
+from tests.check.programs import play_exchange
 
 
 @pytest.fixture(scope="module")

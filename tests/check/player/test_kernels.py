@@ -20,12 +20,15 @@ from flaxasync.transport import direct
 from tests.check.programs import on_all_devices
 
 
-@pytest.mark.parametrize(
-    ("short", "dtype"),
-    [("bf16", "bfloat16"), ("f8e4m3fn", "float8_e4m3fn"), ("s4", "int4"), ("u16", "uint16"), ("pred", "bool")],
-)
-def test_operands_of_every_type(short, dtype):
-    assert kernels._type(f"{short}[8,128]") == jax.ShapeDtypeStruct((8, 128), jnp.dtype(dtype))
+@pytest.fixture(autouse=True)
+def folder_of_times(tmp_path, monkeypatch):
+    monkeypatch.setenv(kernels.VARIABLE, str(tmp_path / "times"))
+
+
+def test_operands_of_every_type():
+    types = {"bf16": "bfloat16", "f8e4m3fn": "float8_e4m3fn", "s4": "int4", "u16": "uint16", "pred": "bool"}
+    for short, dtype in types.items():
+        assert kernels._type(f"{short}[8,128]") == jax.ShapeDtypeStruct((8, 128), jnp.dtype(dtype))
 
 
 MLP = tp_mlp.Shape(batch=2, sequence=2048, model=2048, hidden=8192)
@@ -42,9 +45,8 @@ def layer(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_estimate_with_simulated_kernels_is_close_to_the_simulation_of_the_whole(layer, tmp_path, monkeypatch):
+def test_the_estimate_with_simulated_kernels_is_close_to_the_simulation_of_the_whole(layer, monkeypatch):
     program, folder = layer
-    monkeypatch.setenv(kernels.VARIABLE, str(tmp_path))
     said = []
     estimated = fa.check.timeline(program, kernels="play", say=said.append)
     assert said
@@ -68,9 +70,7 @@ def test_the_estimate_with_simulated_kernels_is_close_to_the_simulation_of_the_w
 
 
 @pytest.mark.slow
-def test_a_kernel_that_cannot_be_simulated_takes_its_estimate_and_is_named(layer, tmp_path, monkeypatch):
-    monkeypatch.setenv(kernels.VARIABLE, str(tmp_path))
-
+def test_a_kernel_that_cannot_be_simulated_takes_its_estimate_and_is_named(layer, monkeypatch):
     def refuse(program, kernel):
         raise RuntimeError("no such chip\nand more")
 
@@ -89,9 +89,8 @@ def compile_shards(topology, local, out_specs, *shapes):
 
 
 @pytest.mark.slow
-def test_a_start_and_its_done_are_simulated_together(tmp_path, monkeypatch):
+def test_a_start_and_its_done_are_simulated_together():
     """The blocks of an all-to-all on a square of four chips: two of them cross each link, and not all on one."""
-    monkeypatch.setenv(kernels.VARIABLE, str(tmp_path))
 
     def exchange(x):
         sent, future = direct.all_to_all("x", 4, 0).start(x)
@@ -108,8 +107,7 @@ def test_a_start_and_its_done_are_simulated_together(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("topology", "note"), [("v5p:2x2x1", "on core 0"), ("tpu7x:2x2x1", "were not simulated")])
-def test_of_two_cores_one_is_simulated_and_of_two_devices_none(tmp_path, monkeypatch, topology, note):
-    monkeypatch.setenv(kernels.VARIABLE, str(tmp_path))
+def test_of_two_cores_one_is_simulated_and_of_two_devices_none(topology, note):
     program = compile_shards(topology, gemm, P(), (1024, 1024), (1024, 1024))
     timeline = fa.check.timeline(program, kernels="play")
     assert [line for line in timeline.notes if note in line]
@@ -144,12 +142,11 @@ def test_a_kernel_reads_its_table(dtype, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("steps", "argument", "known"),
-    [(8, False, True), (16, False, False), (8, True, False)],
-    ids=["in the text", "left out of the text", "an argument"],
-)
-def test_a_kernel_whose_table_is_not_known_is_named(steps, argument, known, tmp_path, monkeypatch):
-    monkeypatch.setenv(kernels.VARIABLE, str(tmp_path))
+@pytest.mark.parametrize(("steps", "argument", "known"), [
+    (8, False, True),
+    (16, False, False),  # the text leaves a longer table out
+    (8, True, False),
+])  # fmt: skip
+def test_a_kernel_whose_table_is_not_known_is_named(steps, argument, known):
     notes = fa.check.timeline(compiled(steps, argument=argument), kernels="play").notes
     assert known != any("with 0 for scalars that the text of the program does not determine" in n for n in notes)

@@ -16,7 +16,7 @@ from benchmarks.player import ROWS, STEP, misses, step_ms, value_ms
 from benchmarks.player_kernels import STUDY, program
 from flaxasync.check import topology_mesh
 from flaxasync.check.player import play, play_dump, played_chip
-from tests.check.player.programs import SHAPE, assert_times_add_up, sent_bytes, simulated
+from tests.check.programs import SHAPE, assert_times_add_up, sent_bytes, simulated
 
 W, O = SHAPE[1] // 2 * SHAPE[2] * 2, SHAPE[0] // 2 * SHAPE[2] * 2  # noqa: E741, bytes of one device's w and o
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from flaxasync import transport
 from flaxasync.check import topology_size
 from flaxasync.check.player import DeadlockError, LeftoverSemaphoreError, OutOfBoundsError, RaceError
-from tests.check.player.programs import assert_times_add_up, play_exchange, play_shards, sent_bytes
+from tests.check.programs import assert_times_add_up, play_exchange, play_shards, sent_bytes
 from tests.transport.forms import FORMS
 from tests.transport.test_jax_scenarios import SCENARIOS
 from tests.transport.test_simulated import faulty, permute_with
@@ -44,7 +44,7 @@ GROUPS = {
 def test_every_form_of_a_transport(topology, group):
     """Blocks are passed on, accumulated, gathered and reduced, in one direction and in both.
 
-    test_layers.py simulates the rings of lax.ppermute.
+    test_collectives.py simulates the rings of lax.ppermute.
     """
     forms = {name: FORMS[name] for name in GROUPS[group]}
     result = play_block(topology, lambda x: jax.tree.leaves([form.run(x, HOPS) for form in forms.values()]))
