@@ -17,10 +17,16 @@ from tests.check import programs
 from tests.check.hlo_texts import LOOP, changed
 
 
-def test_the_chip_comes_with_the_program_or_is_assumed_in_words():
-    assert audit(programs.compiled(programs.psum, "v5p:2x2x2")).chip == "v5p"
-    report = audit(programs.compiled(programs.psum, "v5p:2x2x2").text)
-    assert (report.chip, "say chip=" in str(report)) == ("v5e", True)
+def test_what_a_report_says_of_its_program():
+    """The chip comes with a program of compile_for. For a text it is assumed, in words."""
+    program = programs.compiled(programs.psum, "v5p:2x2x2")
+    assert audit(program).chip == "v5p"
+    assert (audit(program.text).chip, "say chip=" in str(audit(program.text))) == ("v5e", True)
+    assert "not-scheduled" in audit(LOOP.replace(", is_scheduled=true", "")).codes()
+    assert "windows and stalls cannot be told" in CODES["not-scheduled"].meaning
+    on_cpu = audit(programs.on_cpu(programs.ppermute))
+    assert "synchronous-collective" in on_cpu.codes()
+    assert any("no TPU program" in note for note in on_cpu.notes)
 
 
 class Silent:
@@ -38,18 +44,6 @@ def test_what_cannot_be_audited_is_refused_with_what_to_do(program, options, mes
     """tests/check/hlo/test_files.py has texts that are no HLO."""
     with pytest.raises(ValueError, match=message):
         audit(program, **options)
-
-
-def test_an_unscheduled_module_says_what_cannot_be_told():
-    report = audit(LOOP.replace(", is_scheduled=true", ""))
-    assert "not-scheduled" in report.codes()
-    assert "windows and stalls cannot be told" in CODES["not-scheduled"].meaning
-
-
-def test_cpu_programs_are_read_and_said_to_be_no_tpu_programs():
-    report = audit(programs.on_cpu(programs.ppermute))
-    assert "synchronous-collective" in report.codes()
-    assert any("no TPU program" in note for note in report.notes)
 
 
 def test_a_pair_that_nothing_depends_on_is_deleted():

@@ -191,12 +191,14 @@ def test_a_busy_libtpu_says_what_to_do(monkeypatch):
         topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
 
 
-def test_shardings_of_another_mesh_move_to_the_topology():
+def test_shardings_of_another_mesh_move_to_the_topology_and_without_any_it_is_one_chip():
     cpu = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2)
     x = jax.device_put(jnp.ones((8, 128)), NamedSharding(cpu, P("x", "y")))
     program = compile_for("v5e:2x2", lambda x: jnp.sin(x) * 2, x)
     assert parse(program.text).num_partitions == 4
     assert ":T(" in program.text  # a TPU layout
+    unsharded = compile_for("v5e:2x2", lambda x: x @ x, jax.ShapeDtypeStruct((256, 256), jnp.bfloat16))
+    assert parse(unsharded.text).num_partitions == 1
 
 
 def test_the_ambient_mesh_of_the_topology_is_used():
@@ -227,11 +229,6 @@ def test_an_abstract_mesh_goes_where_a_mesh_with_its_axes_goes(place):
 def test_meshes_with_other_axes_do_not_mix(mesh):
     with pytest.raises(ValueError, match=r"must lie on one mesh: got .*'x': 2.*same topology_mesh\('v5e:2x2'"):
         compile_for("v5e:2x2", lambda x, y: x + y, *abstract_and_concrete(mesh, ("a", "b")))
-
-
-def test_without_any_sharding_it_is_one_chip():
-    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
-    assert parse(compile_for("v5e:2x2", lambda x: x @ x, x).text).num_partitions == 1
 
 
 def test_a_mesh_of_another_size(matmul):

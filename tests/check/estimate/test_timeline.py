@@ -256,13 +256,10 @@ PATHS = {
 }
 
 
-def test_operations_are_named_by_their_paths():
+def test_operations_and_layers_are_named_by_their_paths():
     found = {path: (phase_of(f"jit(_train_step)/{path}"), part_of(f"jit(_train_step)/{path}")) for path in PATHS}
     assert found == PATHS
     assert phase_of("") == ""
-
-
-def test_a_layer_is_named_by_its_scopes():
     path = "jit(step)/transpose(jvp(decoder))/while/body/attention/shard_map/all_gather_matmul_dx/ppermute"
     assert layer_of(path) == "transpose(jvp(decoder))/attention/all_gather_matmul_dx"
     assert layer_of("") == ""

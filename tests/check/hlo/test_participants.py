@@ -88,12 +88,9 @@ def test_groups_that_cannot_be_read_are_refused(text):
         replica_groups(Instruction("a", Shape("f32"), "all-reduce", attributes={"replica_groups": text}), 8)
 
 
-def test_the_error_of_a_program_names_the_line():
+def test_pairs_and_the_line_of_an_error():
     with pytest.raises(HloError, match=r"line 11, column 1: replica_groups of 'c'"):
         groups("[3,4]<=[8]")
-
-
-def test_pairs():
     assert permute_pairs(parse(collective("source_target_pairs={{0,1},{1,0}}")).entry.root) == ((0, 1), (1, 0))
     with pytest.raises(HloError, match="source_target_pairs of 'c' cannot be read"):
         parse(collective("source_target_pairs={{0,1},{1}}"))

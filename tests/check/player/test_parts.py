@@ -95,12 +95,9 @@ def test_shifts(a, n):
     assert scalar.signed(evaluate(f"%s1_s0 = sshra.s32 {a}, {n}")) == scalar.signed(a) >> min(n, 31)
 
 
-def test_floats_are_kept_as_bits():
+def test_floats_are_kept_as_bits_and_addresses_are_added():
     assert scalar.as_float(evaluate("%s1_s0 = smul.f32 1.5, -2.0")) == -3.0
     assert scalar.as_float(scalar.as_bits(1e300)) == math.inf
-
-
-def test_addresses_of_operands():
     assert evaluate("%s1_s0 = smov.u32 [#allocation2 + $0x3]", allocation2=100) == 103
     assert evaluate("%s1_s0 = scalar_lea.hbm 5, 4294967295 [#allocation2]", allocation2=100) == 4
 
@@ -147,18 +144,14 @@ def run_network(flows):
 HBM, LINK, OTHER = ("hbm", 0), ("link", 0, 1), ("link", 1, 2)
 
 
-def test_transfers_within_a_chip_go_one_at_a_time():
-    assert run_network([(0, 100, ((HBM, 1.0),)), (0, 100, ((HBM, 2.0),))]) == pytest.approx([10, 30])
-
-
-def test_a_transfer_between_chips_goes_before_those_within_a_chip():
-    assert run_network([(0, 100, ((HBM, 1.0),)), (0, 10, ((LINK, 1.0), (HBM, 1.0)))]) == pytest.approx([11, 10])
-
-
-def test_a_chip_sends_one_transfer_at_a_time_over_a_link_and_chips_share_it():
-    assert run_network([(0, 10, ((LINK, 1.0),)), (0, 10, ((LINK, 1.0),))]) == pytest.approx([10, 20])
-    passing = (0, 10, ((LINK, 1.0), (OTHER, 1.0)))
-    assert run_network([passing, (0, 10, ((OTHER, 1.0),))]) == pytest.approx([20, 20])
+@pytest.mark.parametrize(("flows", "ends"), [
+    ([(0, 100, ((HBM, 1.0),)), (0, 100, ((HBM, 2.0),))], [10, 30]),  # within a chip: one at a time
+    ([(0, 100, ((HBM, 1.0),)), (0, 10, ((LINK, 1.0), (HBM, 1.0)))], [11, 10]),  # between chips: before those within
+    ([(0, 10, ((LINK, 1.0),)), (0, 10, ((LINK, 1.0),))], [10, 20]),  # a chip sends one at a time over a link
+    ([(0, 10, ((LINK, 1.0), (OTHER, 1.0))), (0, 10, ((OTHER, 1.0),))], [20, 20]),  # two chips share a link
+])  # fmt: skip
+def test_what_shares_hbm_and_links(flows, ends):
+    assert run_network(flows) == pytest.approx(ends)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 100)), min_size=1, max_size=8))
