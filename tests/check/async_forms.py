@@ -23,7 +23,6 @@ START = {
 }  # fmt: skip
 DONE = {"compiler_params": pltpu.CompilerParams(has_side_effects=True), "name": "permute_done"}
 
-
 _send, _wait = pallas.permute("x", 1, collective_id=0).start_body, pallas.wait_sent_and_received
 
 

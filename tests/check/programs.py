@@ -130,7 +130,7 @@ def play_exchange(fault="", **options):
 def exchange(x: jax.Array, *, fault: str = "") -> jax.Array:
     """Returns the block of the left neighbour, which arrives in HBM and is copied out, with one rule broken or none."""
 
-    def body(x_ref, o_ref, slot, send_sem, recv_sem, copy_sem):
+    def body(x_ref, o_ref, slot, send_sem, recv_sem):
         here, count = lax.axis_index("x"), lax.axis_size("x")
         right, left = lax.rem(here + 1, count), lax.rem(here + count - 1, count)
         if fault != "no barrier":
@@ -143,9 +143,7 @@ def exchange(x: jax.Array, *, fault: str = "") -> jax.Array:
         send = pltpu.make_async_remote_copy(x_ref, slot, send_sem, recv_sem, device_id={"x": target})
         send.start()
         if fault == "reads early":
-            early = pltpu.make_async_copy(slot, o_ref, copy_sem)
-            early.start()
-            early.wait()
+            pltpu.sync_copy(slot, o_ref)
         if fault != "no wait for the send":
             send.wait_send()
         if fault != "no wait for the receipt":
@@ -153,9 +151,7 @@ def exchange(x: jax.Array, *, fault: str = "") -> jax.Array:
         if fault == "waits twice":
             send.wait_recv()
         rows = pl.ds(pl.multiple_of(here * 8, 8), x.shape[0])  # ends past the buffer on all devices but the first
-        copy = pltpu.make_async_copy(slot, o_ref.at[rows, :] if fault == "too far" else o_ref, copy_sem)
-        copy.start()
-        copy.wait()
+        pltpu.sync_copy(slot, o_ref.at[rows, :] if fault == "too far" else o_ref)
 
     # libtpu puts a barrier of its own before a kernel that has none, unless it is told not to.
     barrier = {"skip_device_barrier": True} if fault == "no barrier" else {"collective_id": 5}
@@ -164,7 +160,7 @@ def exchange(x: jax.Array, *, fault: str = "") -> jax.Array:
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2,
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
         out_specs=[pl.BlockSpec(memory_space=pltpu.HBM)] * 2,
-        scratch_shapes=[pltpu.SemaphoreType.DMA] * 3,
+        scratch_shapes=[pltpu.SemaphoreType.DMA] * 2,
         compiler_params=pltpu.CompilerParams(has_side_effects=True, **barrier),
         name="exchange",
     )(x)[0]

@@ -248,8 +248,8 @@ def test_a_text_without_cycles():
 
 
 PATHS = {
-    "transpose(jvp())/while/body/checkpoint/all_gather_matmul_dx/window/dot": ("backward", "all_gather_matmul_dx"),
-    "transpose(jvp())/checkpoint/rematted_computation/gemm/dot": ("forward again", "gemm"),
+    "transpose(jvp())/while/body/shard_map/all_gather_matmul_dx/window/dot": ("backward", "all_gather_matmul_dx"),
+    "transpose(jvp())/checkpoint/rematted_computation/shard_map/gemm/dot": ("forward again", "gemm"),
     "jvp()/while/body/eval_jaxpr/shard_map/ring_attention/dot_general": ("forward", "ring_attention"),
     "jvp()/shard_map/mul": ("forward", ""),
     "optimizer/mul": ("optimizer", ""),
