@@ -76,7 +76,7 @@ def drawn(monkeypatch):
 
     def record(axes, panel, name):
         found.append(panel)
-        draw(axes, panel, name)
+        return draw(axes, panel, name)
 
     monkeypatch.setattr(picture, "_draw_panel", record)
     return found
