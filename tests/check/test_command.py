@@ -53,7 +53,7 @@ def test_trace_and_picture(dump, tmp_path, capsys):
 
 
 def test_what_cannot_be_read(dump, capsys):
-    """tests/check/hlo/test_files.py has a message for each kind of file."""
+    """tests/check/hlo/test_reader.py has a message for each kind of file."""
     assert main([dump("nonsense")]) == 2
     assert "line 1, column 1: expected HLO text: got 'nonsense'" in capsys.readouterr().err
     assert main(["no/such/file"]) == 2

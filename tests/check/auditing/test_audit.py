@@ -41,7 +41,7 @@ class Silent:
     ("not HLO", {}, "line 1, column 1"),
 ])  # fmt: skip
 def test_what_cannot_be_audited_is_refused_with_what_to_do(program, options, message):
-    """tests/check/hlo/test_files.py has texts that are no HLO."""
+    """tests/check/hlo/test_reader.py has texts that are no HLO."""
     with pytest.raises(ValueError, match=message):
         audit(program, **options)
 
