@@ -76,10 +76,9 @@ def test_a_ring_of_the_dimension_that_is_summed_over_adds_up_partial_sums():
     assert finding_of(summed_over).gain == 0
 
 
-@pytest.mark.parametrize(
-    ("labels", "window", "summed"),
-    [("0bf_io0->0bf", "1", True), ("0fb_io0->0bf", "1", False), ("bf0_io0->bf0", "4096", True), ("", "1", False)],
-)
+@pytest.mark.parametrize(("labels", "window", "summed"), [
+    ("0bf_io0->0bf", "1", True), ("0fb_io0->0bf", "1", False), ("bf0_io0->bf0", "4096", True), ("", "1", False),
+])  # fmt: skip
 def test_partial_sums_of_a_convolution_in_a_fusion(labels, window, summed):
     """XLA for TPU prints a matmul as a convolution in a fusion. The array reaches it through a fusion of a bitcast."""
     fused = f"""%bitcasted (p: bf16[8,1024,4096]) -> bf16[8,1024,4096] {{

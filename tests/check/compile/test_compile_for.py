@@ -121,10 +121,9 @@ def test_after_a_compiler_died_the_next_call_works(matmul):
     assert compile_for("v5e:2x2", *matmul).text
 
 
-@pytest.mark.parametrize(
-    ("sent", "seconds", "message"),
-    [(signal.SIGSTOP, 0.1, r"did not finish in 0\.1 s"), (signal.SIGSEGV, 60, "died of SIGSEGV")],
-)
+@pytest.mark.parametrize(("sent", "seconds", "message"), [
+    (signal.SIGSTOP, 0.1, r"did not finish in 0\.1 s"), (signal.SIGSEGV, 60, "died of SIGSEGV"),
+])  # fmt: skip
 def test_a_hang_or_a_death_while_compiling_is_named(sent, seconds, message):
     with contextlib.closing(CompilerProcess()) as process:
         os.kill(process.process.pid, sent)
@@ -138,10 +137,9 @@ def hops(coords):
     return {sum(abs(a - b) for a, b in zip(p, q, strict=True)) for p, q in zip(coords, following, strict=True)}
 
 
-@pytest.mark.parametrize(
-    ("topology", "shape", "axis"),
-    [("v5e:2x4", (8,), 0), ("v5p:2x2x4", (4, 4), 1), ("tpu7x:2x2x1", (8,), 0), ("v6e:2x4", (2, 4, 1), 1)],
-)
+@pytest.mark.parametrize(("topology", "shape", "axis"), [
+    ("v5e:2x4", (8,), 0), ("v5p:2x2x4", (4, 4), 1), ("tpu7x:2x2x1", (8,), 0), ("v6e:2x4", (2, 4, 1), 1),
+])  # fmt: skip
 def test_neighbours_on_a_ring_are_neighbours_on_the_network(topology, shape, axis):
     mesh = topology_mesh(topology, shape, tuple("xyz"[: len(shape)]))
     rows = np.moveaxis(mesh.devices, axis, -1).reshape(-1, shape[axis])

@@ -48,9 +48,9 @@ def test_a_memory_space_is_recognized_by_its_addresses(before):
         MemoryClaims(addresses).claim(past, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("space", "size"), [("vmem", 8 << 30), ("sflag", 4 << 13), ("smem", 8 << 20), ("hbm", 1 << 37)]
-)
+@pytest.mark.parametrize(("space", "size"), [
+    ("vmem", 8 << 30), ("sflag", 4 << 13), ("smem", 8 << 20), ("hbm", 1 << 37),
+])  # fmt: skip
 def test_a_space_ends_before_the_next_begins(space, size):
     with pytest.raises(PlayerError, match=f"buffers in {space} need addresses up to"):
         Addresses(512).new(space, size, "too large")
