@@ -48,7 +48,7 @@ def test_a_program_of_kernel_pairs(form):
     assert counts_of_jaxlib([program.text]) == [counts(module)]
     assert parse(format_module(module)) == module
     pairs = [op for op in async_operations(module) if op.spelling == "kernel"]
-    assert {(op.name.partition(".")[0], bool(op.dones)) for op in pairs} == {("permute_start", True)}
+    assert {(op.name.partition(".")[0], bool(op.windows)) for op in pairs} == {("permute_start", True)}
 
 
 def spellings(fn, topology) -> set[tuple[str, str]]:
