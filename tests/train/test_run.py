@@ -13,7 +13,7 @@ from flaxasync.check.__main__ import main as check_main
 from flaxasync.check.hlo.reader import parse
 from flaxasync.check.trace.exposed import measure_exposed
 from flaxasync.check.trace.profile import read_profile
-from tests.train.launcher import checkpoints_of, contents, events_of, lines_of
+from tests.train.runs import checkpoints_of, contents, events_of, lines_of
 
 QUIET = ("--eval.every", 0, "--eval.sample_tokens", 0)
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from models.config import check_fits
-from tests.train.launcher import SCRIPT
+from tests.train.runs import SCRIPT
 from train.config import flatten
 from train.config.check import check
 from train.config.command import DEFAULT_PRESET, load_preset, parse

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.lifecycle.faults.workplace import after_checkpoint, after_step, error_of, fault
+from tests.train.lifecycle.conftest import after_checkpoint, after_step, error_of, fault
 
 
 @pytest.fixture
@@ -23,7 +23,6 @@ def disk(place, tmp_path) -> Iterator[Path]:
         pytest.skip("this machine does not let the tests mount a file system")
     place.work = folder / "run"
     yield folder
-    place.kill()
     subprocess.run(["umount", "-l", folder], check=True)
 
 
@@ -107,8 +106,7 @@ def test_file_size_limit(place, expected):
     limit = "import resource as _r\n_r.setrlimit(_r.RLIMIT_FSIZE, (6000, 6000))\n"
     code, _, err = place.run("--checkpoint.retry_seconds", 1, "--compile_cache", "none", code=limit)
     assert code == 74, err
-    place.completes()
-    assert place.losses() == expected
+    place.goes_on(expected)
 
 
 @fault("a workdir that is removed during the run")
