@@ -97,14 +97,11 @@ def test_the_kernels_are_those_predicted_or_only_those_verified(mode, preset, mo
         dry_run_module.dry_run(load_preset(preset("auto")), "v5e:2x4", mode)
 
 
-@pytest.mark.parametrize(
-    ("refusals", "smaller"),
-    [
-        pytest.param(2, {"data.batch_size": 2}, marks=pytest.mark.slow),
-        pytest.param(3, {"data.batch_size": 2, "model.param_dtype": "bfloat16"}, marks=pytest.mark.slow),
-        (4, {"data.batch_size": 2, "model.param_dtype": "bfloat16", "model.layers": 1}),
-    ],
-)
+@pytest.mark.parametrize(("refusals", "smaller"), [
+    pytest.param(2, {"data.batch_size": 2}, marks=pytest.mark.slow),
+    pytest.param(3, {"data.batch_size": 2, "model.param_dtype": "bfloat16"}, marks=pytest.mark.slow),
+    (4, {"data.batch_size": 2, "model.param_dtype": "bfloat16", "model.layers": 1}),
+])  # fmt: skip
 def test_a_smaller_step_is_estimated_if_the_requested_one_does_not_fit(refusals, smaller, dry_run, tmp_path):
     out, states = dry_run(refusals)
     assert "memory     does not fit: 40 GiB per device" in out
@@ -127,29 +124,23 @@ def test_the_batch_is_chosen_by_its_predicted_memory(preset, replace):
         assert dry_run_module._smaller_batches(config, mesh, chip) == [64, 2]
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (check.HbmError("no room", 40 * GIB, 16 * GIB), "not even one layer fits on v5e:2x2"),
-        (RuntimeError("it died"), "the training step could not be compiled for v5e:2x2: it died"),
-    ],
-)
+@pytest.mark.parametrize(("error", "message"), [
+    (check.HbmError("no room", 40 * GIB, 16 * GIB), "not even one layer fits on v5e:2x2"),
+    (RuntimeError("it died"), "the training step could not be compiled for v5e:2x2: it died"),
+])  # fmt: skip
 def test_a_step_that_never_compiles_is_refused(error, message, options, monkeypatch, refuses):
     monkeypatch.setattr(check, "compile_for", mock.Mock(side_effect=error))
     refuses(main, message, *options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--dry-run"], "--dry-run and --topology go together: got only --dry-run"),
-        (["--topology", TOPOLOGY], "--dry-run and --topology go together: got only --topology"),
-        (["--dry-run", "--topology", "v9:2x2"], "topology must be one that libtpu describes"),
-        (["--dry-run", "--topology", "v5e:2x4"], "must multiply to the number of devices: there are 8 v5e:2x4 devices"),
-        (["--dry-run", "--topology", TOPOLOGY, "--data.batch_size", "3"], "data.batch_size must be divisible by"),
-        (["--dry-run", "--topology", TOPOLOGY, "--model.heads", "3"], "width must be an even multiple of heads"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (["--dry-run"], "--dry-run and --topology go together: got only --dry-run"),
+    (["--topology", TOPOLOGY], "--dry-run and --topology go together: got only --topology"),
+    (["--dry-run", "--topology", "v9:2x2"], "topology must be one that libtpu describes"),
+    (["--dry-run", "--topology", "v5e:2x4"], "must multiply to the number of devices: there are 8 v5e:2x4 devices"),
+    (["--dry-run", "--topology", TOPOLOGY, "--data.batch_size", "3"], "data.batch_size must be divisible by"),
+    (["--dry-run", "--topology", TOPOLOGY, "--model.heads", "3"], "width must be an even multiple of heads"),
+])  # fmt: skip
 def test_bad_input_is_one_paragraph_and_exit_code_2(options, message, preset, refuses):
     refuses(main, message, preset("auto"), "--mesh.model", 2, *options)
 

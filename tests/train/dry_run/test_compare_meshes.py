@@ -133,14 +133,11 @@ def test_a_compiler_that_crashes_on_every_mesh_ends_the_comparison_with_code_2(p
     assert [row["source"] for row in rows] == ["predicted"] * 6 + [module.FAILED] * 4
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--dry-run", "--topology", "v5e:2x2*2", "--compare-meshes"], "got --topology v5e:2x2*2; use v5e:2x2"),
-        (["--compare-meshes"], "--compare_meshes belongs to a dry run"),
-        (["--dry-run", "--topology", TOPOLOGY, "--compiled-meshes", "-1"], "--compiled_meshes must be at least 0: got"),
-    ],
-)
+@pytest.mark.parametrize(("options", "says"), [
+    (["--dry-run", "--topology", "v5e:2x2*2", "--compare-meshes"], "got --topology v5e:2x2*2; use v5e:2x2"),
+    (["--compare-meshes"], "--compare_meshes belongs to a dry run"),
+    (["--dry-run", "--topology", TOPOLOGY, "--compiled-meshes", "-1"], "--compiled_meshes must be at least 0: got"),
+])  # fmt: skip
 def test_bad_options_are_refused(options, says, refuses):
     refuses(main, says, "configs/tiny.py", *options)
 

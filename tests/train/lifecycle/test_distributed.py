@@ -114,13 +114,10 @@ def test_the_end_of_one_process_ends_the_others(victim, number, launch):
 
 
 @fault("several processes: bad input in one of them")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--data.path", "nowhere.txt"), "there is no nowhere.txt"),
-        (("--steps", 99), "the command line must be the same in all processes of a run"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (("--data.path", "nowhere.txt"), "there is no nowhere.txt"),
+    (("--steps", 99), "the command line must be the same in all processes of a run"),
+])  # fmt: skip
 def test_bad_input_of_one_process_is_printed_by_it_and_ends_the_other(options, message, launch):
     both = launch(*FOREVER, options_of_second=options)
     codes, printed = end(both)

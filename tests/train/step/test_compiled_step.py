@@ -130,19 +130,11 @@ def check_weights(module, *, forward, backward, gradients):
 
 @pytest.mark.slow
 @pytest.mark.optimized
-@pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4"])
-def test_each_weight_is_gathered_once_forward_and_once_backward_and_each_gradient_scattered_once(topology):
-    module = program(topology, data=1, fsdp=FSDP)
-    everything = KERNELS_OF_A_LAYER + OUTSIDE_OF_LAYERS
-    check_weights(module, forward=everything, backward=KERNELS_OF_A_LAYER, gradients=everything)
-
-
-@pytest.mark.slow
-@pytest.mark.optimized
-def test_weights_that_are_kept_are_not_gathered_again():
-    everything = KERNELS_OF_A_LAYER + OUTSIDE_OF_LAYERS
-    check_weights(program("v5e:2x4", data=1, fsdp=FSDP, remat="none"), forward=everything, backward=0,
-                  gradients=everything)  # fmt: skip
+@pytest.mark.parametrize(("topology", "remat"), [("v5e:2x4", "layer"), ("v6e:2x4", "layer"), ("v5e:2x4", "none")])
+def test_weights_are_gathered_forward_and_to_compute_a_layer_again_and_each_gradient_is_scattered(topology, remat):
+    everything, again = KERNELS_OF_A_LAYER + OUTSIDE_OF_LAYERS, KERNELS_OF_A_LAYER if remat == "layer" else 0
+    module = program(topology, data=1, fsdp=FSDP, remat=remat)
+    check_weights(module, forward=everything, backward=again, gradients=everything)
 
 
 @pytest.mark.slow
