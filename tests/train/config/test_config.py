@@ -95,7 +95,7 @@ def test_a_bad_preset_is_refused(content, message, tmp_path):
     ("--skip.spike_factor", 0.5, "skip.spike_factor must be 0, or above 1: got 0.5"),
     ("--data.separator", 256, "data.separator must be a token below model.vocab_size=256: got 256"),
     ("--resume", "yesterday", "--resume must be latest, none, or the step of a checkpoint: got yesterday"),
-    ("--workdir", "", "workdir must be a folder: got ''"),
+    ("--workdir", "", "workdir must be a folder"),
     ("--workdir", "gs://a/run", "workdir must be a folder of this machine, .*--checkpoint.folder may be gs"),
     ("--checkpoint.folder", "s3://a/run", "checkpoint.folder must be .*, or gs://bucket/folder: got 's3://a/run'"),
     ("--checkpoint.folder", "gs://bucket", "checkpoint.folder must be .*, or gs://bucket/folder: got 'gs://buck"),

@@ -14,7 +14,6 @@ from train.config.command import load_preset
 from train.dry_run import command as dry_run_module
 from train.dry_run.command import topology_devices
 from train.dry_run.mesh_costs import predicted_memory
-from train.dry_run.report import GIB
 from train.lifecycle.errors import InputError
 from train.run import main
 from train.step.mesh import mesh_over
@@ -22,6 +21,7 @@ from train.step.products import model_flops_per_token
 from train.step.trainer import Trainer
 
 TOPOLOGY = "v5e:2x2"
+GIB = 2**30
 
 
 @pytest.fixture(scope="module")

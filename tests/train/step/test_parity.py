@@ -10,9 +10,10 @@ import jax
 import numpy as np
 import pytest
 
+import flaxasync as fa
 from flaxasync.transport import direct
 from tests.simulator.split_pairs import session
-from train.step.mesh import make_mesh, sequence_order, token_spec
+from train.step.mesh import CONTEXT, make_mesh, token_spec
 
 STEPS = 20
 ALONE = (1, 1, 1, 1)  # (data, fsdp, context, model), the reference
@@ -54,7 +55,7 @@ def losses(on, trainer_of):
 
 def batches(config, mesh, start, steps):
     """Yields batches in which each token is half of the one before it, which twenty steps can begin to learn."""
-    order = sequence_order(mesh, config.mesh, config.data.sequence_length)
+    order = fa.sequence_order(config.mesh.context_layout, config.data.sequence_length, mesh.shape.get(CONTEXT, 1))
     sharding = jax.NamedSharding(mesh, token_spec(mesh))
     for step in range(start, start + steps):
         tokens = np.random.default_rng(step).integers(0, 64, (config.data.batch_size, 1))
