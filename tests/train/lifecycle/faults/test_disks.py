@@ -89,7 +89,8 @@ def test_file_size_limit(place, expected):
     limit = "import resource as _r\n_r.setrlimit(_r.RLIMIT_FSIZE, (6000, 6000))\n"
     code, _, err = place.run("--checkpoint.retry_seconds", 1, "--compile_cache", "none", code=limit)
     assert code == 74, err
-    place.goes_on(expected)
+    place.completes()
+    assert place.losses() == expected
 
 
 @fault("a workdir that is removed during the run")
