@@ -193,10 +193,9 @@ def test_the_check_before_a_run_is_rehearsed_and_the_next_run_reads_its_verdicts
     assert capsys.readouterr().out == "", "the next run verifies nothing"
     cases = cases_of(config, {"data": 1, FSDP: 1, CONTEXT: config.mesh.context, "model": config.mesh.model})
     assert first == f"verify     {len(cases)} cases on TPU v5 lite, once; --verify off skips this"
-    found = [line.split()[:3] for line in lines]
-    assert [(op, backend) for _, op, backend in found] == [(case.op, case.backend) for case in cases]
-    assert {verdict for verdict, *_ in found} <= {"PASS", "SLOWER"}
-    timed = [" ms simulated" in line for line in lines]
-    assert any(timed)
-    assert all(has_time or "no time: " in line for has_time, line in zip(timed, lines, strict=True))
+    assert len(lines) == len(cases)
+    assert not any(line.startswith("WRONG") for line in lines)
+    passed = [line for line in lines if line.startswith(("PASS", "SLOWER"))]
+    assert any(" ms simulated" in line for line in passed)
+    assert all(" ms simulated" in line or "no time: " in line for line in passed)
     assert last.startswith("verify     the verdicts are in ")
