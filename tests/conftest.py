@@ -12,7 +12,7 @@ os.environ.update(
     TPU_WORKER_HOSTNAMES="localhost",
     TPU_ACCELERATOR_TYPE="v5litepod-8",
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-    OPENBLAS_NUM_THREADS="1",  # its threads wait by spinning, and tests/train/launcher.py forks, which drops threads
+    OPENBLAS_NUM_THREADS="1",  # its threads wait by spinning
 )
 
 import hypothesis

@@ -28,17 +28,14 @@ def test_the_sizes_multiply_to_the_devices_or_are_refused(data, model, devices):
             infer_sizes({"data": data, "model": model}, devices)
 
 
-@pytest.mark.parametrize(
-    ("data", "model", "message"),
-    [
-        (3, 4, "mesh.data=3 x mesh.model=4 must multiply to the number of devices: there are 8 simulated cpu devices"),
-        (-1, 3, "mesh.data=-1 x mesh.model=3 must multiply"),
-        (-1, 16, "mesh.model=16 .*; change the mesh, or simulate another number with --mesh.platform cpu --mesh.cpu_"),
-        (-1, -1, "only one of them can be inferred"),
-        (0, 8, "mesh.data must be at least 1, or -1 to infer it: got 0"),
-        (8, -2, "mesh.model must be at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("data", "model", "message"), [
+    (3, 4, "mesh.data=3 x mesh.model=4 must multiply to the number of devices: there are 8 simulated cpu devices"),
+    (-1, 3, "mesh.data=-1 x mesh.model=3 must multiply"),
+    (-1, 16, "mesh.model=16 .*; change the mesh, or simulate another number with --mesh.platform cpu --mesh.cpu_"),
+    (-1, -1, "only one of them can be inferred"),
+    (0, 8, "mesh.data must be at least 1, or -1 to infer it: got 0"),
+    (8, -2, "mesh.model must be at least 1"),
+])  # fmt: skip
 def test_a_mesh_that_does_not_match_the_devices_is_refused(data, model, message):
     with pytest.raises(InputError, match=message):
         make_mesh(MeshConfig(data=data, model=model))
