@@ -23,17 +23,9 @@ start, done = functools.partial(fa.ppermute_start, axis_name=AXIS, backend="pall
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """A loop form.
-
-    Attributes:
-      run: (x, hops) -> arrays.
-      pairs: (hops, ring size) -> how many kernel pairs the program has, where the body of a loop counts once.
-      expect: (blocks [R, rows, columns], hops) -> the arrays of all devices; None for a ring collective, whose values
-        `tests/simulator/test_parity.py` compares.
-    """
-
-    run: Callable
-    pairs: Callable[[int, int], int]
+    run: Callable  # (x, hops) -> arrays
+    pairs: Callable[[int, int], int]  # (hops, R) -> kernel pairs of the program, where the body of a loop counts once
+    # (blocks [R, rows, columns], hops) -> the arrays of all devices; tests/simulator/test_parity.py has the collectives
     expect: Callable | None = None
 
 

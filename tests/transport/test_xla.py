@@ -25,14 +25,6 @@ def test_ppermute_brings_the_block_of_the_device_shift_before(shift):
     np.testing.assert_array_equal(y, np.roll(np.arange(4), shift))
 
 
-def test_the_cotangent_travels_back():
-    def f(x, weight):
-        return jax.grad(lambda x: jnp.sum(fa.ppermute(x, "x") * weight))(x)
-
-    weight = jnp.arange(4.0)
-    np.testing.assert_array_equal(on_ring(f, jnp.ones(4), weight), np.roll(np.arange(4.0), -1))
-
-
 def test_a_window_has_gradients_and_sends_what_the_start_was_given():
     def window(x, weight):
         x, future = fa.ppermute_start(x, "x")
