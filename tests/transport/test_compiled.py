@@ -16,8 +16,7 @@ from flaxasync import check, transport
 from flaxasync.mesh import cast_to_varying
 from flaxasync.transport.pallas import FutureChannel
 from tests.check.programs import async_form
-from tests.transport.compiled import DEVICES, compile_form, faults
-from tests.transport.forms import FORMS, done, start
+from tests.transport.forms import DEVICES, FORMS, compile_form, done, faults, start
 
 HOPS = 7
 

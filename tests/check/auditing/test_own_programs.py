@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from flaxasync.check import HLO_ONLY, audit, compile_for, format_module, parse, timeline, topology_mesh
 from tests.check.jaxlib_counts import counts, counts_of_jaxlib
-from tests.transport.compiled import compile_form
-from tests.transport.forms import FORMS
+from tests.transport.forms import FORMS, compile_form
 from tests.transport.test_jax_scenarios import SCENARIOS
 
 OPS = pytest.mark.parametrize("op", [fa.all_gather_matmul, fa.matmul_reduce_scatter], ids=lambda op: op.__name__)
