@@ -45,15 +45,6 @@ def test_a_backend_that_only_other_ops_have_is_an_error_that_says_what_to_use(op
         execution.decide(op, backend, ring=8)
 
 
-def test_a_named_backend_that_cannot_serve_is_never_swapped():
-    def check(backend):
-        raise execution.cannot_serve("all_gather_matmul", backend, "takes squares: got a circle", "use backend='none'")
-
-    message = "^all_gather_matmul with backend='xla' takes squares: got a circle; use backend='none'$"
-    with pytest.raises(NotImplementedError, match=message):
-        execution.decide("all_gather_matmul", "xla", ring=8, check=check)
-
-
 def test_a_kernel_that_cannot_serve_is_not_planned():
     """On TPUs with a data sheet plan chooses, and leaves out kernels that `check` refuses."""
 

@@ -48,20 +48,17 @@ def test_predictions_follow_the_work():
     assert one.reason == "one device has every row: there is nothing to transfer"
 
 
-@pytest.mark.parametrize(
-    ("op", "shapes", "ring", "message"),
-    [
-        ("attention", LLAMA, 8, "plan knows all_gather_matmul, .*, ring_attention: got 'attention'"),
-        ("ring_attention", LLAMA, 0, "ring of 1 device or more: got ring=0"),
-        ("ring_attention", LLAMA, (2, 2), r"ring=\(x, y\) for mesh_matmul, and one number for other ops"),
-        ("all_gather_matmul", [(8, 16), (32, 16)], 4, r"x \[8, 16\] cannot be contracted with w \[32, 16\]"),
-        ("all_gather_matmul", [(0, 16), (16, 16)], 4, r"dimensions of 1 or more: got \[0, 16\]"),
-        ("all_gather_matmul", [(8, 16), (16, 16)], 2.5, "ring of 1 device or more: got ring=2.5"),
-        ("matmul_reduce_scatter", [(9, 16), (16, 16)], 4, r"rows of x \[9, 16\] cannot be shared out equally to 4"),
-        ("mesh_matmul", [(8, 16), (16, 16)], (2, 4), r"x \[8, 16\] cannot be contracted with w \[16, 16\]"),
-        ("ring_attention", [(1, 8, 4, 8), (1, 8, 3, 8)], 4, r"q \[1, 8, 4, 8\] cannot attend to k or v \[1, 8, 3, 8\]"),
-    ],
-)
+@pytest.mark.parametrize(("op", "shapes", "ring", "message"), [
+    ("attention", LLAMA, 8, "plan knows all_gather_matmul, .*, ring_attention: got 'attention'"),
+    ("ring_attention", LLAMA, 0, "ring of 1 device or more: got ring=0"),
+    ("ring_attention", LLAMA, (2, 2), r"ring=\(x, y\) for mesh_matmul, and one number for other ops"),
+    ("all_gather_matmul", [(8, 16), (32, 16)], 4, r"x \[8, 16\] cannot be contracted with w \[32, 16\]"),
+    ("all_gather_matmul", [(0, 16), (16, 16)], 4, r"dimensions of 1 or more: got \[0, 16\]"),
+    ("all_gather_matmul", [(8, 16), (16, 16)], 2.5, "ring of 1 device or more: got ring=2.5"),
+    ("matmul_reduce_scatter", [(9, 16), (16, 16)], 4, r"rows of x \[9, 16\] cannot be shared out equally to 4"),
+    ("mesh_matmul", [(8, 16), (16, 16)], (2, 4), r"x \[8, 16\] cannot be contracted with w \[16, 16\]"),
+    ("ring_attention", [(1, 8, 4, 8), (1, 8, 3, 8)], 4, r"q \[1, 8, 4, 8\] cannot attend to k or v \[1, 8, 3, 8\]"),
+])  # fmt: skip
 def test_what_no_op_takes_is_refused(op, shapes, ring, message):
     with pytest.raises(ValueError, match=message):
         fa.plan(op, *shapes, chip="v5e", ring=ring)
@@ -97,20 +94,17 @@ def test_large_matmuls_are_one_kernel_where_kernels_can_serve(op, shapes):
     assert fa.plan(op, *shapes, chip="v5e", ring=1).reason == "one device has every row: there is nothing to transfer"
 
 
-@pytest.mark.parametrize(
-    ("op", "x", "w", "chip", "ring", "backward", "backend"),
-    [
-        # A ring of two has one hop forward; with gradients XLA hides hops behind the products of other trips.
-        ("all_gather_matmul", (2048, 2048), (2048, 2048), "v5e", 2, False, "fused"),
-        ("all_gather_matmul", (512, 2048), (2048, 2048), "v5e", 2, True, "xla"),
-        ("all_gather_matmul", (512, 4096), (4096, 4096), "v5e", 2, True, "xla"),  # 64 MiB of sums stay on the chip
-        # A kernel alone reads w for each block; with gradients XLA fetches it while another kernel runs.
-        ("matmul_reduce_scatter", (512, 4096), (4096, 4096), "v6e", 4, False, "none"),
-        ("matmul_reduce_scatter", (1024, 4096), (4096, 4096), "v5e", 8, True, "fused"),
-        # A kernel contracts a few rows at a time, and wide matrix units wait for more.
-        ("all_gather_matmul", (128, 8192), (8192, 3584), "v6e", 8, True, "none"),
-    ],
-)
+@pytest.mark.parametrize(("op", "x", "w", "chip", "ring", "backward", "backend"), [
+    # A ring of two has one hop forward; with gradients XLA hides hops behind the products of other trips.
+    ("all_gather_matmul", (2048, 2048), (2048, 2048), "v5e", 2, False, "fused"),
+    ("all_gather_matmul", (512, 2048), (2048, 2048), "v5e", 2, True, "xla"),
+    ("all_gather_matmul", (512, 4096), (4096, 4096), "v5e", 2, True, "xla"),  # 64 MiB of sums stay on the chip
+    # A kernel alone reads w for each block; with gradients XLA fetches it while another kernel runs.
+    ("matmul_reduce_scatter", (512, 4096), (4096, 4096), "v6e", 4, False, "none"),
+    ("matmul_reduce_scatter", (1024, 4096), (4096, 4096), "v5e", 8, True, "fused"),
+    # A kernel contracts a few rows at a time, and wide matrix units wait for more.
+    ("all_gather_matmul", (128, 8192), (8192, 3584), "v6e", 8, True, "none"),
+])  # fmt: skip
 def test_what_plays_fastest_is_chosen(op, x, w, chip, ring, backward, backend):
     """In these cases of benchmarks/plan.py every other backend takes at least 1.08 times as long when played."""
     assert fa.plan(op, x, w, chip=chip, ring=ring, backward=backward).backend == backend
