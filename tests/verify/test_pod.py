@@ -25,9 +25,7 @@ def measurement(seconds, **errors):
 def test_the_outcome_of_a_case_is_that_of_the_slowest_host_with_the_largest_errors():
     found = child.combine([measurement(2.0, y=1e-3, dx=0.0), measurement(1.0, y=0.0, dx=float("inf"))])
     assert found == measurement(2.0, y=1e-3, dx=float("inf"))
-
-
-def test_an_error_on_one_host_is_that_of_all_and_names_its_process():
+    # An error on one host is that of all, and names its process.
     fine, error, lacks = (measurement(1.0, y=0.0), {"error": "no"}, {"unsupported": "needs squares"})
     assert child.combine([fine, lacks, error]) == {"error": "in process 2: no"}
     assert child.combine([fine, lacks]) == {"unsupported": "in process 1: needs squares"}

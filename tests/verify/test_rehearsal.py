@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+from unittest import mock
 
 import pytest
 
@@ -22,19 +23,20 @@ UNKNOWN = "the start of an asynchronous all-gather of XLA reads a table that the
 GROUPS = [*LARGE, ",".join(op for op in BACKENDS if op not in LARGE)]  # each takes half a minute or more
 
 
+# The cache of the user must stay empty.
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
+
 def rehearse(topology, ops, folder, capsys):
     """Rehearses the quick cases of some ops, and checks that each has a verdict, and what it lacks a reason."""
-    file, cache = folder / "verdicts.json", folder / "cache"
-    options = ["--rehearse", topology, "--quick", "--ops", ops, "--json", str(file)]
-    status = main(options)
+    file = folder / "verdicts.json"
+    status = main(["--rehearse", topology, "--quick", "--ops", ops, "--json", str(file)])
     out = capsys.readouterr().out
     assert status == 0, out
     content = json.loads(file.read_text())
+    machine, results = content["machine"], content["results"]
     assert content["rehearsal"] == topology
-    chip = topology.partition(":")[0]
-    assert (content["machine"]["platform"], content["machine"]["chip"]) == ("tpu", chip)
-    assert content["machine"]["devices"] == 8
-    results = content["results"]
+    assert (machine["platform"], machine["chip"], machine["devices"]) == ("tpu", topology.partition(":")[0], 8)
     listed = cases.list_cases("tpu", 8, quick=True, only=ops.split(","), rehearse=True)
     assert [result["case"] for result in results] == [json.loads(case.text) for case in listed]
     for case, result in zip(listed, results, strict=True):
@@ -49,15 +51,8 @@ def rehearse(topology, ops, folder, capsys):
         assert case.op in MODELS or result["planned"] is None
     assert f"A rehearsal for {topology}: times are simulated" in out
     assert "read back, a run would trust " in out
-    assert not cache.exists()
+    assert not (folder / "cache").exists()
     return results
-
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path):
-    """A cache of the user, which must stay empty."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(trust.VARIABLE, raising=False)
 
 
 @pytest.mark.slow
@@ -147,12 +142,8 @@ def test_a_ring_of_some_of_the_devices_is_simulated_beside_its_copies():
 
 
 def test_a_race_in_the_simulator_is_wrong(monkeypatch):
-    case = Case("ppermute", "pallas", (8,), ((128, 512),))
-
-    def play_case(case, topology):
-        raise RaceError("device 1 writes into device 0")
-
-    monkeypatch.setattr(rehearsal, "play_case", play_case)
+    case, error = Case("ppermute", "pallas", (8,), ((128, 512),)), RaceError("device 1 writes into device 0")
+    monkeypatch.setattr(rehearsal, "play_case", mock.Mock(side_effect=error))
     with pytest.raises(RaceError):
         rehearse_case(case, repeats=1, topology="v5e:2x4")
-    assert judge({"error": "RaceError: device 1 writes into device 0"}, case).verdict is Verdict.WRONG
+    assert judge({"error": f"RaceError: {error}"}, case).verdict is Verdict.WRONG
