@@ -230,13 +230,11 @@ def test_a_plan_says_what_it_would_take_and_what_is_trusted():
 
 
 def test_verify_stores_times_of_calls_with_gradients_by_the_clock_of_the_device(v5e):
-    fused = Case(OP, "fused", (8,), tuple(SHAPES))
-    timed = [Result(fused, Verdict.PASS, seconds=9.0, clock="device")]
-    timed.append(dataclasses.replace(timed[0], case=dataclasses.replace(fused, backend="none"), seconds=1.0))
-    others = ({"gradient": False}, {"directions": 1})
-    timed += [dataclasses.replace(timed[0], case=dataclasses.replace(fused, **other), seconds=0.5) for other in others]
-    timed.append(dataclasses.replace(timed[0], seconds=0.5, clock="simulated"))
-    record_verdicts(timed, MACHINE)
+    def timed(seconds, clock="device", backend="fused", **options):
+        return Result(Case(OP, backend, (8,), tuple(SHAPES), **options), Verdict.PASS, seconds=seconds, clock=clock)
+
+    others = timed(0.5, gradient=False), timed(0.5, directions=1), timed(0.5, clock="simulated")
+    record_verdicts([timed(9.0), timed(1.0, backend="none"), *others], MACHINE)
     assert trust.known("v5e").times == {trust.call_key(OP, 8, SHAPES, 2): {"fused": 9.0, "none": 1.0}}
     assert taken() == "none"
 

@@ -21,10 +21,7 @@ TOPOLOGIES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
 LARGE = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "mesh_matmul", "ring_attention")
 UNKNOWN = "the start of an asynchronous all-gather of XLA reads a table that the dump lacks"
 GROUPS = [*LARGE, ",".join(op for op in BACKENDS if op not in LARGE)]  # each takes half a minute or more
-
-
-# The cache of the user must stay empty.
-pytestmark = pytest.mark.usefixtures("empty_cache")
+pytestmark = pytest.mark.usefixtures("empty_cache")  # which must stay empty
 
 
 def rehearse(topology, ops, folder, capsys):
@@ -113,10 +110,14 @@ def test_a_rehearsal_runs_on_four_cpu_devices_alone(other, capsys):
     assert f"--rehearse and {other} exclude each other" in capsys.readouterr().err
 
 
-def test_a_program_that_the_compiler_refuses_is_not_supported_in_its_words():
-    too_large = Case("ppermute", "xla", (8,), ((2**20, 2**14),))  # 32 GiB
-    with pytest.raises(fa.mesh.UnsupportedError, match=r"the TPU compiler refused: .*Ran out of memory on HBM"):
-        rehearse_case(too_large, repeats=1, topology="v5e:2x4")
+@pytest.mark.parametrize(("case", "message"), [
+    (Case("ppermute", "xla", (8,), ((2**20, 2**14),)), "TPU compiler refused: .*Ran out of memory on HBM"),  # 32 GiB
+    (Case("matmul_all_reduce", "pallas", (8,), ((2, 1024, 512), (512, 512)), directions=1),
+     rf"no simulator executes it: {FORGETS}; .*{UNKNOWN}"),
+])  # fmt: skip
+def test_what_can_be_neither_compiled_nor_simulated_is_not_supported(case, message):
+    with pytest.raises(fa.mesh.UnsupportedError, match=message):
+        rehearse_case(case, repeats=1, topology="v5e:2x4")
 
 
 def test_a_program_that_the_simulator_cannot_execute_keeps_its_values_and_has_no_time():
@@ -127,12 +128,6 @@ def test_a_program_that_the_simulator_cannot_execute_keeps_its_values_and_has_no
     assert measured.missing.keys() == {"time"}
     assert UNKNOWN in measured.missing["time"]
     assert measured.errors.keys() == {"y", "dx", "dw"}
-
-
-def test_a_pair_that_no_simulator_can_execute_is_not_supported():
-    case = Case("matmul_all_reduce", "pallas", (8,), ((2, 1024, 512), (512, 512)), directions=1)
-    with pytest.raises(fa.mesh.UnsupportedError, match=rf"no simulator executes it: {FORGETS}; .*{UNKNOWN}"):
-        rehearse_case(case, repeats=1, topology="v5e:2x4")
 
 
 def test_a_ring_of_some_of_the_devices_is_simulated_beside_its_copies():

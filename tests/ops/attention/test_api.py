@@ -207,23 +207,25 @@ def test_an_axis_that_is_not_mapped_is_refused():
         )(jax.device_put(x, P("data", "seq")))  # fmt: skip
 
 
+def norm_of_gradient(attention):
+    """Returns a function of q, k and v whose gradient is a second derivative of attention."""
+
+    def loss(*qkv):
+        return jnp.sum(jnp.sin(attention(*qkv)))
+
+    return lambda *qkv: sum(jnp.sum(g**2) for g in jax.grad(loss, (0, 1, 2))(*qkv))
+
+
 @pytest.mark.parametrize("backend", ["xla", "gather"])
 def test_a_second_derivative_is_refused(backend):
-    x = jnp.ones((1, 8, 1, 4))
+    op, spec = functools.partial(fa.ring_attention, axis_name="seq", backend=backend), P(None, "seq")
     with jax.set_mesh(make_mesh(4)):
-        mapped = jax.shard_map(
-            lambda x: fa.ring_attention(x, x, x, "seq", backend=backend),
-            in_specs=P(None, "seq"), out_specs=P(None, "seq"),
-        )  # fmt: skip
-        x = jax.device_put(x, P(None, "seq"))
-
-        def norm_of_gradient(x):
-            return jnp.sum(jax.grad(lambda x: jnp.sum(mapped(x)))(x) ** 2)
-
-        assert jax.eval_shape(norm_of_gradient, x).shape == ()
-        for gradient in (jax.grad(norm_of_gradient), jax.jit(jax.grad(norm_of_gradient))):
+        norm = norm_of_gradient(jax.shard_map(op, in_specs=spec, out_specs=spec))
+        x = jax.device_put(jnp.ones((1, 8, 1, 4)), spec)
+        assert jax.eval_shape(norm, x, x, x).shape == ()
+        for gradient in (jax.grad(norm), jax.jit(jax.grad(norm))):
             with pytest.raises(NotImplementedError, match="ring_attention has a first derivative only"):
-                gradient(x)
+                gradient(x, x, x)
 
 
 def test_one_device_has_a_second_derivative():
@@ -231,17 +233,9 @@ def test_one_device_has_a_second_derivative():
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 16, 2, 4)).astype(np.float32) for _ in range(3))
     q[:, 0], k[:, 0], k[:, 1] = (20, 0, 0, 0), (-10, 0, 0, 0), (20, 0, 0, 0)
-
-    def gradient_of_the_norm_of_the_gradient(attention):
-        def norm(x):
-            return sum(jnp.sum(g**2) for g in jax.grad(lambda x: jnp.sum(jnp.sin(attention(*x))))(x))
-
-        return [np.asarray(g) for g in jax.jit(jax.grad(norm))((q, k, v))]
-
-    gots = gradient_of_the_norm_of_the_gradient(lambda q, k, v: fa.attention(q, k, v, window=4))
-    wants = gradient_of_the_norm_of_the_gradient(
-        lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(3, 0))
-    )
+    ours = functools.partial(fa.attention, window=4)
+    theirs = functools.partial(jax.nn.dot_product_attention, is_causal=True, local_window_size=(3, 0))
+    gots, wants = (jax.jit(jax.grad(norm_of_gradient(fn), (0, 1, 2)))(q, k, v) for fn in (ours, theirs))
     for got, want in zip(gots, wants, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4 * np.abs(want).max())
 
@@ -251,11 +245,10 @@ def test_a_kernel_without_a_second_derivative_says_so():
     class Mine(Reference):
         name: str = "mine"
 
-    x = jnp.ones((1, 8, 1, 4))
+    def trace(kernel):
+        x = jnp.ones((1, 8, 1, 4))
+        return jax.eval_shape(jax.grad(norm_of_gradient(functools.partial(fa.attention, kernel=kernel))), x, x, x)
 
-    def norm_of_gradient(x, kernel):
-        return jnp.sum(jax.grad(lambda x: jnp.sum(fa.attention(x, x, x, kernel=kernel)))(x) ** 2)
-
-    jax.eval_shape(jax.grad(functools.partial(norm_of_gradient, kernel=Mine())), x)
+    trace(Mine())
     with pytest.raises(NotImplementedError, match=r"its gradient is a kernel, .* kernel='reference' has one"):
-        jax.eval_shape(jax.grad(functools.partial(norm_of_gradient, kernel=Flash(sub_block=8, kv_tile=8, q_tile=8))), x)
+        trace(Flash(sub_block=8, kv_tile=8, q_tile=8))

@@ -42,16 +42,12 @@ def without_residency(monkeypatch):
 
 
 def wanted(activation, x, ws, down):
-    products = tuple(x @ w for w in ws)
-    return activate(activation, products) @ down
+    return activate(activation, tuple(x @ w for w in ws)) @ down
 
 
 def mapped(activation, gathered_bytes):
-    def local(x, ws, down):
-        return parallel_mlp(
-            x, ws, down, "model", activation, backend="fused", precision=None, gathered_bytes=gathered_bytes
-        )
-
+    options = {"backend": "fused", "precision": None, "gathered_bytes": gathered_bytes}
+    local = functools.partial(parallel_mlp, axis_name="model", activation=activation, **options)
     return jax.shard_map(local, in_specs=(ROWS, COLUMNS, DOWN), out_specs=ROWS)
 
 
@@ -87,14 +83,13 @@ def test_values_and_gradients(without_residency, options):
     parity(**options)
 
 
-def traced_kernels(wrap=lambda fn: fn, gathered_bytes=0, **options):
+def traced_kernels(wrap=lambda fn: fn, gathered_bytes=0):
     """Returns the number of each kernel in the traced gradient of a loss."""
     with jax.set_mesh(check.topology_mesh("v5e:2x4", (8,), ("model",))):
         fn = mapped(jax.nn.silu, gathered_bytes)
         loss = wrap(lambda x, ws, down: jnp.sum(jnp.sin(fn(x, ws, down))))
-        abstract = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
-        operands = abstract(2, 128, 128), (abstract(128, 1024),) * 2, abstract(1024, 128)
-        jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*operands)
+        x, w, down = (jax.ShapeDtypeStruct(s, jnp.float32) for s in [(2, 128, 128), (128, 1024), (1024, 128)])
+        jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, (w, w), down)
     names = re.findall(r"name=(\w+)", str(jaxpr))
     return tuple(map(names.count, ("all_gather_matmul", "matmul_reduce_scatter", "gather_weight_gradient")))
 
@@ -111,7 +106,7 @@ def test_a_policy_that_keeps_products_repeats_no_kernel(without_residency, wrap,
 
 
 def test_the_gathered_rows_are_kept_where_they_may_be(without_residency):
-    assert traced_kernels(lambda fn: fn, gathered_bytes=2**30)[2] == 0
+    assert traced_kernels(gathered_bytes=2**30)[2] == 0
 
 
 def test_a_second_derivative_is_refused(without_residency):
