@@ -53,6 +53,13 @@ def watchdog():
 
 
 @pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    """The cache folder of a user who has verified nothing, and has not said what to trust."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("FLAXASYNC_VERIFIED", raising=False)
+
+
+@pytest.fixture
 def quick_compile(request):
     """Compiles with few optimizations, which takes about half the time, for tests that look at values only.
 

@@ -65,15 +65,12 @@ def block(ring: int, batch: int, rows: int, width: int) -> Block:
     return Block(batch, rows // ring, width, out + 2 * 8 * 128 // ring, out)
 
 
-@pytest.mark.parametrize(
-    ("name", "ring", "sizes", "rows_ms", "heads_ms"),
-    [
-        ("v5e", 4, (4, 1024, 2048), 1.1241, 1.1943),
-        ("v5e", 8, (1, 2048, 3072), 0.8341, 1.9925),
-        ("v6e", 4, (4, 2048, 3072), 1.8880, 1.7028),
-        ("v6e", 8, (4, 1024, 2048), 0.5341, 0.6705),
-    ],
-)
+@pytest.mark.parametrize(("name", "ring", "sizes", "rows_ms", "heads_ms"), [
+    ("v5e", 4, (4, 1024, 2048), 1.1241, 1.1943),
+    ("v5e", 8, (1, 2048, 3072), 0.8341, 1.9925),
+    ("v6e", 4, (4, 2048, 3072), 1.8880, 1.7028),
+    ("v6e", 8, (4, 1024, 2048), 0.5341, 0.6705),
+])  # fmt: skip
 def test_the_faster_form_of_played_blocks_is_predicted(name, ring, sizes, rows_ms, heads_ms):
     """Played with backend="fused" and without memory for gathered rows, by benchmarks/plan_layers.py."""
     predicted = times_as_fast(block(ring, *sizes), chip(name), ring, 2)

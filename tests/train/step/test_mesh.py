@@ -1,7 +1,6 @@
 """Tests of train/step/mesh.py: the mesh of devices, and what must divide over it."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,29 +100,3 @@ def test_a_run_and_its_dry_run_have_the_same_mesh(config, replace, monkeypatch):
     mesh = make_mesh(config.mesh)
     assert mesh is mesh_over(topology_devices("v5e:2x4"), config.mesh, "v5e:2x4")
     assert mesh != jax.make_mesh((2, 4), ("data", "model"), devices=devices)
-
-
-@pytest.mark.slow
-@pytest.mark.optimized
-def test_the_order_of_devices_decides_the_time_of_a_tensor_parallel_mlp():
-    """One program, simulated on the order of `fa.make_mesh` and on that of `jax.make_mesh`."""
-
-    def milliseconds(make):
-        mesh = make((2, 4), ("data", "model"), devices=fa.check.topology_devices("v5e:2x4"))
-        rows, columns = jax.P("data", "model", None), jax.P(None, "model")
-
-        def mlp(x, up, down):
-            hidden = fa.all_gather_matmul(x, up, "model", backend="fused")
-            return fa.matmul_reduce_scatter(hidden, down, "model", backend="fused")
-
-        def abstract(shape, spec):
-            return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=jax.NamedSharding(mesh, spec))
-
-        fn = jax.jit(jax.shard_map(mlp, mesh=mesh, in_specs=(rows, columns, jax.P("model", None)), out_specs=rows))
-        x = abstract((8, 2048, 4096), rows)
-        up, down = abstract((4096, 4096), columns), abstract((4096, 4096), jax.P("model", None))
-        with jax.set_mesh(mesh):
-            return fa.check.play(fn, x, up, down, topology="v5e:2x4").seconds * 1e3
-
-    assert milliseconds(fa.make_mesh) < 1.25
-    assert milliseconds(jax.make_mesh) > 2.2
