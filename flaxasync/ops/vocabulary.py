@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from flaxasync.mesh import cast_to_varying, mapped_axis_size
-from flaxasync.ops.accumulation import accumulator_dtype
 from flaxasync.ops.execution import decide
+from flaxasync.ops.matmul.products import accumulator_dtype
 from flaxasync.ring import Index, Ring, ring_gather, ring_reduce
 
 

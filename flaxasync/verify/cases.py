@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from flaxasync.kernels.flash_attention import unsupported as flash_lacks
 from flaxasync.ops import execution, trust
-from flaxasync.ops.costs.all_reduce import steps
+from flaxasync.ops.costs.collective_matmul import exchange_steps
 from flaxasync.ops.costs.cost import Shape
 from flaxasync.verify.platform import DEFECTS
 
@@ -190,9 +190,9 @@ def _few_rows(case: Case, count: int) -> tuple[Shape, ...]:
     """
     x, (k, n) = case.shapes
     rows, row_bytes = 1 if count == 1 else 8, jnp.dtype(case.dtype).itemsize
-    while count == 1 and steps(case.devices, n * row_bytes) == 2 and n > 1:
+    while count == 1 and exchange_steps(case.devices, n * row_bytes) == 2 and n > 1:
         n //= 2
-    while count == 2 and steps(case.devices, rows * n * row_bytes) == 1 and case.devices > 1:
+    while count == 2 and exchange_steps(case.devices, rows * n * row_bytes) == 1 and case.devices > 1:
         rows *= 2
     return (1, rows, x[2]), (k, n)
 

@@ -26,9 +26,9 @@ from jax import Array, lax
 
 from flaxasync.kernels.attention_block import BlockKernel, Carry, Gradients, Product, Scores, Segments
 from flaxasync.mesh import cast_to_varying
-from flaxasync.ops.accumulation import accumulator_dtype
 from flaxasync.ops.attention.blocks import initial_carry, where_needed
 from flaxasync.ops.attention.layouts import Sequence
+from flaxasync.ops.matmul.products import accumulator_dtype
 from flaxasync.ring import Index, Ring, gathered_owner, shifts, split_rows, staggered_loop
 
 

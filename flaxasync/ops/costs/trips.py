@@ -13,7 +13,7 @@ local      a product that needs nothing from other devices; nothing travels
 A product takes time for its FLOPs and for its bytes, and the longer of the two hides most of the other. What does not
 stay in vector memory moves again. "none" (`serial`) takes products and collectives one after the other. "xla" and
 "pallas" (`ring_of_blocks`) take, for each hop, the longer of the hop and of the part of a product that hides it.
-"fused" (`kernels`) takes, for each trip, the longer of all products and all hops, then the end of one block that
+"fused" (`fused`) takes, for each trip, the longer of all products and all hops, then the end of one block that
 nothing hides, and a little for each block. Constants without another source are fitted to played programs
 (benchmarks/plan.py); plays near the best of their case weigh most.
 """
@@ -197,12 +197,7 @@ def ring_of_blocks(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int, 
     return Cost(compute, exposed, steps, held, EACH_BLOCK[backend], 0.0 if pair else ONCE[backend])
 
 
-def kernels_serve(trips: Sequence[Trip]) -> bool:
-    """Says whether the kernels of "fused" can take these blocks."""
-    return not any(trip.kind == "reduce" and trip.m * trip.n > LARGEST_BLOCK for trip in trips)
-
-
-def kernels(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> Cost:
+def fused(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> Cost:
     """Predicts "fused" on a ring of two devices or more; a kernel multiplies on one core of a device."""
     compute, exposed, steps, held, fixed = 0.0, 0.0, 0, 0, 0.0
     slower = V5E_HBM / chip.hbm_bandwidth
