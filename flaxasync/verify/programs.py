@@ -26,8 +26,7 @@ from flaxasync.verify.platform import DEFECTS
 BY_ROWS, BY_COLUMNS = P(None, AXIS, None), P(None, None, AXIS)
 DIRECT = {"all_gather": direct.all_gather, "all_to_all": direct.all_to_all}
 """The start/done pairs in which every device sends to every other one."""
-NAME = "verified"
-"""The name of the jitted function, by which a profile shows its runs."""
+NAME = "verified"  # the name of the jitted function, by which a profile shows its runs
 
 
 def _product(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -11,8 +11,7 @@ from flaxasync.ops.plan import MODELS
 from flaxasync.verify.cases import Case
 from flaxasync.verify.platform import DEFECTS
 
-MARGIN = 1.1
-"""How many times the time of the plain backend a case may take before it is called slower."""
+MARGIN = 1.1  # how many times the time of the plain backend a case may take before it is called slower
 NOISE = 5e-6  # seconds by which two measurements of one short program differ
 
 

@@ -47,8 +47,7 @@ from flaxasync.transport import direct
 from flaxasync.transport.transfers import Transfer, Transfers, meanwhile
 
 IN_FLIGHT = 2  # sequences that are on their way to this device's heads at a time; the links stay busy with two
-WORTH = 1.05
-"""How many times as fast this form must be predicted to be; predictions are no better than that."""
+WORTH = 1.05  # how many times as fast this form must be predicted to be; predictions are no better than that
 ATTENTION_SHARE = 0.4
 """The share of the peak that causal attention reaches forward, played on v6e. On v5e it is more, and hides less."""
 

@@ -30,10 +30,8 @@ from flaxasync.ops.costs.trips import LARGEST_BLOCK, Trip, directions, fused, pr
 KEEPING_GAINS = 0.05
 """The op keeps what it gathers only if that saves this share of its time: predictions are no better than that."""
 
-TABLE = 0.45e-6
-"""The seconds in which XLA's all-reduce fetches the table of its neighbours."""
-LEAST = 16 * 2**10
-"""The bytes to which XLA pads a small array."""
+TABLE = 0.45e-6  # the seconds in which XLA's all-reduce fetches the table of its neighbours
+LEAST = 16 * 2**10  # the bytes to which XLA pads a small array
 CROSSING = {1: 1.63, 2: 1.33}
 """How many times as long an exchange in one or in two steps occupies the links as if its routes shared them evenly,
 fitted to a ring of 8 on a 2x4."""
@@ -41,12 +39,10 @@ PLAYED_RINGS, PLAYED_ROWS, PLAYED_BYTES = (4, 8), 128, 2**18
 """The rings on which the exchange was played, and the most rows and the largest array there."""
 EXCHANGE_GAINS = 0.2
 """The share of XLA's seconds that the exchange has to gain. Predictions overstated the gain by up to 0.17 of them."""
-ONE_STEP_BYTES = 2**19
-"""The largest array, in bytes times R squared, that is exchanged in one step."""
+ONE_STEP_BYTES = 2**19  # the largest array, in bytes times R squared, that is exchanged in one step
 TILE_BYTES = 4 * 2**10
 """The bytes of a hardware tile; an array is padded to a multiple of it, in two steps for each of the devices."""
-LAYOUT = 0.3e-6
-"""The seconds in which XLA puts a result that is no whole rows of tiles into another layout, and back."""
+LAYOUT = 0.3e-6  # the seconds in which XLA puts a result that is no whole rows of tiles into another layout, and back
 
 
 def all_gather_matmul_costs(
