@@ -95,18 +95,11 @@ class Case:
 def list_cases(
     platform: str, devices: int, *, quick: bool, only: Sequence[str] = (), rehearse: bool = False
 ) -> list[Case]:
-    """Returns the cases for the devices of a machine.
+    """Returns the cases for so many devices of a "tpu", "gpu" or "cpu".
 
-    Args:
-      platform: "tpu", "gpu" or "cpu".
-      devices: The number of devices.
-      quick: Whether to verify small shapes, and gradients together with results only; smaller ones in a rehearsal.
-      only: The ops to verify, such as "all_gather_matmul" or "attention/flash" with a backend; all by default. The
-        plain backend of each op is always among the cases, because a backend may be slower than it.
-      rehearse: Whether the cases are compiled and simulated instead of run.
-
-    Raises:
-      ValueError: `only` names an op or a backend that does not exist.
+    Quick cases have small shapes, smaller ones in a rehearsal, and verify gradients together with results only. `only`
+    names ops, such as "all_gather_matmul", or "attention/flash" with a backend; all by default. The plain backend of
+    each op is always among the cases, because a backend may be slower than it. An unknown name raises ValueError.
     """
     for name in only:
         op, _, backend = name.partition("/")
