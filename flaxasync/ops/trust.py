@@ -191,8 +191,7 @@ def record(
 ) -> pathlib.Path | None:
     """Adds verdicts and times, as `read` returns them, replacing earlier ones of the same cases and calls.
 
-    Returns:
-      The file; None where it cannot be written, or `VARIABLE` names a file of another machine. Both are said.
+    Returns the file; None where it cannot be written, or `VARIABLE` names a file of another machine, which is said.
     """
     file = machine.file
     try:

@@ -59,12 +59,7 @@ def rehearse_case(case: Case, *, repeats: int, topology: str) -> Measurement:
 
 
 def play_case(case: Case, topology: str) -> Timing:
-    """Compiles the program of a case in a child process, which opens no TPU, and simulates it.
-
-    Raises:
-      RuntimeError: The compiler refused the program.
-      PlayerError: The program cannot be simulated, or breaks a rule of the machine.
-    """
+    """Compiles the program of a case in a child process, which opens no TPU, and simulates it."""
     mesh = programs.make_mesh(case, check.topology_devices(topology))
     with jax.set_mesh(mesh):
         program = programs.make_program(case)

@@ -35,11 +35,7 @@ class MachineError(RuntimeError):
 
 
 def describe(setup: Setup) -> dict[str, Any]:
-    """Returns what the devices of this machine are.
-
-    Raises:
-      MachineError: The child that opened the devices failed or hung, or other hosts have a part of the devices.
-    """
+    """Returns what the devices of this machine are; raises MachineError if other hosts have a part of them, too."""
     with _Child(setup, []) as child:
         machine = child.receive(setup.start_limit)
         if machine is None:

@@ -113,13 +113,11 @@ def compare_times(results: Sequence[Result], machine: dict[str, Any]) -> list[Re
     found = []
     for result in results:
         base = plain.get(_key(result.case))
-        result = dataclasses.replace(result, plain=base)
-        if machine["platform"] == "tpu":
-            planned = planned_seconds(result.case, machine["chip"])
-            if isinstance(planned, str):
-                result = dataclasses.replace(result, missing=result.missing | {"plan": planned})
-            else:
-                result = dataclasses.replace(result, planned=planned)
+        planned = planned_seconds(result.case, machine["chip"]) if machine["platform"] == "tpu" else None
+        if isinstance(planned, str):
+            result = dataclasses.replace(result, plain=base, missing=result.missing | {"plan": planned})
+        else:
+            result = dataclasses.replace(result, plain=base, planned=planned)
         should_win = result.planned is not None and result.planned[0] < result.planned[1]
         if result.verdict is Verdict.PASS and should_win and base is not None and result.seconds is not None:
             reason = f"takes {result.seconds / base:.2f} times as long as plain XLA"

@@ -222,18 +222,11 @@ def _differentiate_ring(shards: Shards, own: Blocks, dq: Array) -> Gradients:
     def own_first(_: Index, blocks: Blocks, dq: Array) -> tuple[Blocks, tuple[Array, Arrays]]:
         return blocks, shards.differentiate(blocks, first, dq)
 
-    def own_rest(_: Index, __: Arrays, dq: Array) -> tuple[tuple, tuple[Array, Arrays]]:
-        return (), shards.differentiate(own, rest, dq)
-
     def first_arrived(_: Index, blocks: Blocks, dq: Array) -> tuple[Blocks, tuple[Array, Arrays]]:
         return blocks, shards.differentiate(blocks, shards.products(1), dq)
 
     def arrived(hop: Index, blocks: Blocks, dq: Array) -> tuple[Arrays, Array]:
         dq, dkvs = shards.differentiate(blocks, shards.products(2 + hop), dq)
-        return dkvs, dq
-
-    def last_arrived(_: Index, __: Arrays, dq: Array) -> tuple[Arrays, Array]:
-        dq, dkvs = shards.differentiate(blocks, shards.products(hops), dq)
         return dkvs, dq
 
     def add(arrived: Block, dkv: Array) -> Block:
@@ -255,10 +248,11 @@ def _differentiate_ring(shards: Shards, own: Blocks, dq: Array) -> Gradients:
         blocks = tuple(block._replace(dkv=None) for block in travelling)
     # Turn H: the last kv has arrived; its partial sum follows.
     if hops > 1:
-        dkvs, dq = onward(dkvs, dq, last_arrived, hops=1, merge=jnp.add)
+        dkvs, dq = onward(dkvs, dq, lambda _, __, dq: arrived(hops - 2, blocks, dq), hops=1, merge=jnp.add)
     # Turn H+1: the sums return to the owners of their kv.
     back = tuple(-hops * half.shift % size for half in shards.halves)
-    dkvs, (dq, more) = onward(dkvs, dq, own_rest, shifts=back, hops=1)
+    own_rest = functools.partial(shards.differentiate, own, rest)
+    dkvs, (dq, more) = onward(dkvs, dq, lambda _, __, dq: ((), own_rest(dq)), shifts=back, hops=1)
     return dq, shards.join(tuple(a + b + c for a, b, c in zip(own_dkvs, dkvs, more, strict=True)))
 
 
