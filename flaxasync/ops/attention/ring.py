@@ -251,8 +251,9 @@ def _differentiate_ring(shards: Shards, own: Blocks, dq: Array) -> Gradients:
         dkvs, dq = onward(dkvs, dq, lambda _, __, dq: arrived(hops - 2, blocks, dq), hops=1, merge=jnp.add)
     # Turn H+1: the sums return to the owners of their kv.
     back = tuple(-hops * half.shift % size for half in shards.halves)
-    own_rest = functools.partial(shards.differentiate, own, rest)
-    dkvs, (dq, more) = onward(dkvs, dq, lambda _, __, dq: ((), own_rest(dq)), shifts=back, hops=1)
+    dkvs, (dq, more) = onward(
+        dkvs, dq, lambda _, __, dq: ((), shards.differentiate(own, rest, dq)), shifts=back, hops=1
+    )
     return dq, shards.join(tuple(a + b + c for a, b, c in zip(own_dkvs, dkvs, more, strict=True)))
 
 
