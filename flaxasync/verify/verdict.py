@@ -31,16 +31,6 @@ class Verdict(enum.StrEnum):
         return self in (Verdict.WRONG, Verdict.HUNG, Verdict.CRASHED)
 
 
-WITHOUT_MEASUREMENT = {
-    "hung": Verdict.HUNG,
-    "crashed": Verdict.CRASHED,
-    "error": Verdict.CRASHED,
-    "not_run": Verdict.NOT_RUN,
-    "unsupported": Verdict.UNSUPPORTED,
-}
-"""The verdicts of outcomes that have a message and no measurement."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Result:
     """A case with its verdict. These are the fields of the JSON file.
@@ -83,10 +73,11 @@ class Result:
 def judge(outcome: dict[str, Any], case: Case) -> Result:
     """Returns the result of a case from the outcome that `run_cases` returns, without regard to its time."""
     (kind, found), *_ = outcome.items()
-    if kind == "error" and ("RACE" in found or found.startswith("RaceError")):  # in JAX's simulator, and in ours
-        return Result(case, Verdict.WRONG, found)
-    if kind in WITHOUT_MEASUREMENT:
-        return Result(case, WITHOUT_MEASUREMENT[kind], found)
+    if kind == "error":
+        raced = "RACE" in found or found.startswith("RaceError")  # in JAX's simulator, and in ours
+        return Result(case, Verdict.WRONG if raced else Verdict.CRASHED, found)
+    if kind != "measurement":  # the name of a verdict, in lower case
+        return Result(case, Verdict[kind.upper()], found)
     measured = outcome["measurement"]
     tolerance = measured["tolerance"]
     wrong = {name: error for name, error in measured["errors"].items() if not error <= tolerance}
