@@ -111,8 +111,10 @@ def list_cases(
         chosen |= {(op, some) for some in ((backend, PLAIN.get(op, "none")) if backend else BACKENDS[op])}
     on_devices = "cpu" if platform == "cpu" else "full" if not quick else "rehearsed" if rehearse else "quick"
     cases = []
-    for op, backend in ((op, backend) for op, names in BACKENDS.items() for backend in names):
-        if not only or (op, backend) in chosen:
+    for op, names in BACKENDS.items():
+        for backend in names:
+            if only and (op, backend) not in chosen:
+                continue
             simulate = platform != "tpu" and backend not in trust.PLAIN
             cases += _variants(_case(op, backend, devices, "simulated" if simulate else on_devices), quick)
     return cases

@@ -80,11 +80,7 @@ def stored_aside() -> Iterator[None]:
 
 
 def read_back(verdicts: Mapping[str, Mapping[str, str]], chip: str) -> str:
-    """Reads stored verdicts, {name of `trust.key`: {case: verdict}}, as a run on such chips does; says what it trusts.
-
-    Raises:
-      RuntimeError: What is read is not what was stored.
-    """
+    """Reads stored verdicts, {name of `trust.key`: {case: verdict}}, as runs on such chips do; says what is trusted."""
     trusted = []
     with trust.trusting("verified"):
         for name, found in verdicts.items():

@@ -30,8 +30,8 @@ from flaxasync.ops.costs.trips import LARGEST_BLOCK, Trip, directions, fused, pr
 KEEPING_GAINS = 0.05
 """The op keeps what it gathers only if that saves this share of its time: predictions are no better than that."""
 
-TABLE = 0.45e-6  # the seconds in which XLA's all-reduce fetches the table of its neighbours
-LEAST = 16 * 2**10  # the bytes to which XLA pads a small array
+TABLE_SECONDS = 0.45e-6  # the seconds in which XLA's all-reduce fetches the table of its neighbours
+PADDED_BYTES = 16 * 2**10  # the bytes to which XLA pads a small array
 CROSSING = {1: 1.63, 2: 1.33}
 """How many times as long an exchange in one or in two steps occupies the links as if its routes shared them evenly,
 fitted to a ring of 8 on a 2x4."""
@@ -42,7 +42,8 @@ EXCHANGE_GAINS = 0.2
 ONE_STEP_BYTES = 2**19  # the largest array, in bytes times R squared, that is exchanged in one step
 TILE_BYTES = 4 * 2**10
 """The bytes of a hardware tile; an array is padded to a multiple of it, in two steps for each of the devices."""
-LAYOUT = 0.3e-6  # the seconds in which XLA puts a result that is no whole rows of tiles into another layout, and back
+LAYOUT_SECONDS = 0.3e-6
+"""The seconds in which XLA puts a result that is no whole rows of tiles into another layout, and back."""
 
 
 def all_gather_matmul_costs(
@@ -127,9 +128,9 @@ def all_reduce_seconds(chip: Chip, ring: int, size: int) -> float:
     if ring == 1:
         return 0.0
     rate, hops = directions(ring) * chip.link_bandwidth, ring // 2
-    gathered = hops * chip.hop_latency + (ring - 1) * max(size, LEAST) / rate
+    gathered = hops * chip.hop_latency + (ring - 1) * max(size, PADDED_BYTES) / rate
     reduced = 2 * hops * chip.hop_latency + 2 * (ring - 1) / ring * size / rate
-    return TABLE + chip.hop_latency + min(gathered, reduced)
+    return TABLE_SECONDS + chip.hop_latency + min(gathered, reduced)
 
 
 def exchange_steps(ring: int, size: int) -> int:
@@ -144,7 +145,7 @@ def exchange_seconds(chip: Chip, ring: int, rows: int, row_bytes: int) -> float:
     sent = -(-rows * row_bytes // unit) * unit
     blocks = CROSSING[steps] * ring**2 / 8  # on the busiest link
     each = hop_seconds(chip, blocks * sent / (ring if steps == 2 else 1), 1)
-    return chip.hop_latency + steps * each + (LAYOUT if rows % 16 else 0.0)
+    return chip.hop_latency + steps * each + (LAYOUT_SECONDS if rows % 16 else 0.0)
 
 
 def exchange_gains(chip: Chip, ring: int, rows: int, row_bytes: int) -> bool:
