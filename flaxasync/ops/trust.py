@@ -160,7 +160,7 @@ def announce(op: str, wanted: str, taken: str, chip: str, ring: Axes, *, faster:
 
 
 def read(machine: Machine) -> dict[str, dict]:
-    """Returns the stored "verdicts", {name of `key`: {case: verdict}}, and "times", {name of `call_key`: {backend: s}}.
+    """Returns the stored "verdicts", {`key`: {case: verdict}}, and "times", {`call_key`: {backend: seconds}}.
 
     Why a file is not used is said once.
     """

@@ -102,7 +102,7 @@ def list_cases(
     names ops, such as "all_gather_matmul", or "attention/flash" with a backend; all by default. The plain backend of
     each op is always among the cases, because a backend may be slower than it. An unknown name raises ValueError.
     """
-    chosen = set()
+    chosen: set[tuple[str, str]] = set()
     for name in only:
         op, _, backend = name.partition("/")
         if op not in BACKENDS or (backend and backend not in BACKENDS[op]):
