@@ -53,10 +53,8 @@ def has_several_processes() -> bool:
 def exchange(topic: str, text: str, limit: float) -> list[str]:
     """Returns the texts of all processes, in their order; waits for them for `limit` seconds.
 
-    Every process must call this once with the same topic. One that comes after the limit of another raises, too.
-
-    Raises:
-      MeetingError: A process did not come in time, the coordinator failed, or there is none.
+    Every process must call this once with the same topic. If one of them is late, or the coordinator fails or is
+    missing, it raises MeetingError; so does a process that comes after the limit of another.
     """
     from jax._src import distributed
 
