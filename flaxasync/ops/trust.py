@@ -100,10 +100,7 @@ def is_assumed() -> bool:
 
 
 def key(op: str, backend: str, ring: Axes) -> str:
-    """Returns the name of a verdict: op, backend, and the class of the longest axis, "1", "2" or "3+".
-
-    Attention, which has no ring, has no class.
-    """
+    """Returns the name of a verdict: op, backend and, but for attention, the class of the longest axis: 1, 2 or 3+."""
     if op == "attention":
         return f"{op}/{backend}"
     size = ring if isinstance(ring, int) else max(ring)

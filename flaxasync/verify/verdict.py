@@ -33,22 +33,18 @@ class Verdict(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A case with its verdict. These are the fields of the JSON file.
-
-    `errors` are the largest relative deviations of each result. `phases` are the measured seconds of each instruction,
-    where the device's clock was read. `missing` says why there is no planned time ("plan"), no measured time ("time"),
-    or nothing that the values were compared with ("values").
-    """
+    """A case with its verdict. These are the fields of the JSON file."""
 
     case: Case
     verdict: Verdict
     reason: str = ""  # why the verdict is not PASS
-    errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)  # the largest relative deviation of each result
     seconds: float | None = None  # None for a case that was simulated or did not end
     clock: str = ""  # whose seconds they are: "device", "host", or "simulated"
-    phases: dict[str, float] = dataclasses.field(default_factory=dict)
+    phases: dict[str, float] = dataclasses.field(default_factory=dict)  # seconds of each instruction, by that clock
     plain: float | None = None  # the seconds of the plain backend on the same operands
     planned: tuple[float, float] | None = None  # what `flaxasync.plan` predicts for this backend and the plain one
+    # Why there is no planned time ("plan"), measured time ("time"), or reference of the values ("values").
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
