@@ -60,7 +60,7 @@ def test_a_sum_that_is_read_before_it_arrived_is_seen(monkeypatch, steps):
     pytest.param("bfloat16", 2, 40, 384, marks=repeats),  # two steps; columns are padded
 ])  # fmt: skip
 def test_parity_and_gradients(monkeypatch, dtype, batch, rows, n):
-    monkeypatch.setattr("flaxasync.ops.costs.all_reduce.ONE_STEP_BYTES", 2**17)
+    monkeypatch.setattr("flaxasync.ops.costs.collective_matmul.ONE_STEP_BYTES", 2**17)
     sizes = {"batch": batch, "m": rows, "k": 64, "ns": [n]}
     check_parity("matmul_all_reduce", 4, **sizes, dtype=dtype, mode="eager", backend="exchange")
 

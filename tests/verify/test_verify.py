@@ -14,7 +14,7 @@ import pytest
 
 import flaxasync as fa
 from flaxasync.ops import trust
-from flaxasync.ops.costs.all_reduce import steps
+from flaxasync.ops.costs.collective_matmul import exchange_steps
 from flaxasync.verify import __main__ as verify_command
 from flaxasync.verify import cases, child, measure, programs, supervisor
 from flaxasync.verify.__main__ import describe_in_words, main, record_verdicts
@@ -60,7 +60,7 @@ def test_the_exchange_is_verified_in_one_step_and_in_two(platform, devices, quic
     for case in found:
         (batch, rows, _), (_, columns) = case.shapes
         itemsize = jnp.dtype(case.dtype).itemsize
-        forms.add((steps(case.devices, batch * rows * columns * itemsize), case.gradient))
+        forms.add((exchange_steps(case.devices, batch * rows * columns * itemsize), case.gradient))
     assert forms == {(count, gradient) for count in (1, 2) for gradient in ((True,) if quick else (True, False))}
 
 
