@@ -21,7 +21,6 @@ from train.step.products import model_flops_per_token
 from train.step.trainer import Trainer
 
 TOPOLOGY = "v5e:2x2"
-GIB = 2**30
 
 
 @pytest.fixture(scope="module")
