@@ -32,8 +32,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from flaxasync.mesh import cast_to_varying
-from flaxasync.ops.accumulation import accumulator_dtype
-from flaxasync.ops.matmul.products import dot, weight_gradient
+from flaxasync.ops.matmul.products import accumulator_dtype, dot, weight_gradient
 from flaxasync.ops.vocabulary import LossOptions, cross_entropy
 
 

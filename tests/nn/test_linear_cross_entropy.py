@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import ROWS, TOKENS, make_fsdp_mesh, put
+from tests.nn.conftest import ROWS, TOKENS, make_fsdp_mesh, make_mesh
 
 FEATURES, BATCH = 8, 4
 SMALL = 28  # rows: several blocks, of which the last is not full
@@ -74,13 +74,13 @@ def column(kernel, **options):
     layer = nnx.eval_shape(lambda: fa.nn.ColumnParallelLinear(
         *kernel.shape, use_bias=False, pad=True, dtype=kernel.dtype, rngs=nnx.Rngs(0), **options
     ))  # fmt: skip
-    layer.kernel.set_value(put(np.float32(kernel), layer.kernel.get_value()))
+    layer.kernel.set_value(jax.device_put(np.float32(kernel), layer.stored[0]))
     return layer
 
 
 def embedding(kernel, **options):
     layer = nnx.eval_shape(lambda: fa.nn.VocabParallelEmbed(*kernel.T.shape, rngs=nnx.Rngs(0), **options))
-    layer.embedding.set_value(put(kernel.T, layer.embedding.get_value()))
+    layer.embedding.set_value(jax.device_put(kernel.T, layer.stored[0]))
     return layer
 
 
@@ -94,16 +94,16 @@ def embedding(kernel, **options):
     ((2, 4), AxisType.Explicit, 25, column, {"label_smoothing": 0.1}),
     ((2, 4), AxisType.Explicit, 24, lambda kernel: jax.device_put(kernel, P(None, "model")), {}),
 ])  # fmt: skip
-def test_loss_and_gradients_are_those_of_whole_logits(mesh_of, mesh, axis_type, entries, output_of, options):
-    check(mesh_of(*mesh, axis_type), output_of, arrays(24, entries), **options)
+def test_loss_and_gradients_are_those_of_whole_logits(mesh, axis_type, entries, output_of, options):
+    check(make_mesh(*mesh, axis_type), output_of, arrays(24, entries), **options)
 
 
-def test_rows_that_are_not_split(mesh_of):
-    check(mesh_of(2, 4), column, arrays(7, 24), x_spec=TOKENS)
+def test_rows_that_are_not_split():
+    check(make_mesh(2, 4), column, arrays(7, 24), x_spec=TOKENS)
 
 
-def test_bfloat16(mesh_of):
-    check(mesh_of(2, 4), column, arrays(24, 24, jnp.bfloat16), tolerance=2e-2, block_rows=SMALL)
+def test_bfloat16():
+    check(make_mesh(2, 4), column, arrays(24, 24, jnp.bfloat16), tolerance=2e-2, block_rows=SMALL)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
@@ -120,9 +120,9 @@ def test_fully_sharded(axis_type):
         check(mesh, output_of, arrays(24, 24), x_spec=spec)
 
 
-def test_weights_that_are_all_zero_give_no_loss(mesh_of):
+def test_weights_that_are_all_zero_give_no_loss():
     x, kernel, targets, _ = arrays(8, 16)
-    with jax.set_mesh(mesh_of(2, 4)):
+    with jax.set_mesh(make_mesh(2, 4)):
         x, targets = jax.device_put(x, ROWS), jax.device_put(targets, TOKENS)
         loss = jax.jit(
             lambda x, kernel, targets: fa.nn.linear_cross_entropy(x, kernel, targets, weights=jnp.zeros_like(targets))
@@ -138,10 +138,10 @@ def test_weights_that_are_all_zero_give_no_loss(mesh_of):
     ({"axis_name": "tensor"}, ValueError, "tensor"),
     ({"use_bias": True}, NotImplementedError, "the layer has a bias: leave it out"),
 ])  # fmt: skip
-def test_errors(mesh_of, change, error, message):
+def test_errors(change, error, message):
     x, kernel, targets, weights = arrays(8, 16)
     given = {"targets": targets, "weights": weights} | change
-    with jax.set_mesh(mesh_of(2, 4)):
+    with jax.set_mesh(make_mesh(2, 4)):
         output = jax.device_put(kernel, P(None, "model"))
         if given.pop("use_bias", False):
             output = fa.nn.ColumnParallelLinear(FEATURES, 16, rngs=nnx.Rngs(0))
