@@ -211,9 +211,9 @@ def test_inputs_that_do_not_fit(shape, spec, ids, message):
     (SELF, CONTEXT | {"logit_softcap": 30.0}, 24, TENSOR, {}, NotImplementedError,
      "over a split sequence lacks logit_softcap"),
     (SELF, CONTEXT, 24, TENSOR, {"mask": np.ones((1, 1, 24, 24), bool)}, NotImplementedError,
-     "over a split sequence lacks a mask: use causal"),
+     "over a split sequence lacks a mask: leave context_axis"),
     (fa.nn.ParallelAttention, CONTEXT | {"causal": True}, 24, TENSOR, {"inputs_k": np.ones((2, 8, 16), np.float32)},
-     NotImplementedError, "over a split sequence lacks inputs_k: use causal, window"),
+     NotImplementedError, "over a split sequence lacks inputs_k: leave context_axis"),
 ])  # fmt: skip
 def test_what_a_split_sequence_lacks(cls, options, rows, spec, inputs, error, message):
     def call(x):

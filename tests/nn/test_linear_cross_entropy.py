@@ -120,6 +120,63 @@ def test_fully_sharded(axis_type):
         check(mesh, output_of, arrays(24, 24), x_spec=spec)
 
 
+@pytest.mark.parametrize("vocabulary", [24, 25])  # 25 entries are padded, and lie on the devices by features
+def test_inside_shard_map_the_mean_is_that_of_all_devices(vocabulary):
+    """Where nothing weighs rows, and every mesh axis is mapped, as in a scan that prefetches."""
+    x, kernel, targets, _ = arrays(8, vocabulary)
+    targets = np.abs(targets) % vocabulary
+    want = reference(x, kernel, targets, np.ones_like(targets, np.float32))
+    with jax.set_mesh(make_mesh(2, 4)):
+        layer = column(kernel)
+        graph, state = nnx.split(layer)
+
+        def loss(x, state, targets):
+            return fa.nn.linear_cross_entropy(x, nnx.merge(graph, state), targets)
+
+        specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, state)
+        mapped = jax.shard_map(loss, in_specs=(ROWS, specs, TOKENS), out_specs=P())
+        run = jax.jit(jax.value_and_grad(mapped, argnums=(0, 1)))
+        value, (dx, dstate) = run(jax.device_put(x, ROWS), state, jax.device_put(targets, TOKENS))
+    for got, wanted in zip((value, dx, jax.tree.leaves(dstate)[0]), want, strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-6)
+
+
+def test_a_kernel_inside_shard_map_is_this_devices_columns():
+    x, kernel, targets, _ = arrays(8, 24)
+    targets = np.abs(targets) % 24
+    with jax.set_mesh(make_mesh(2, 4)):
+        mapped = jax.shard_map(
+            fa.nn.linear_cross_entropy, in_specs=(ROWS, P(None, "model"), TOKENS), out_specs=P()
+        )  # fmt: skip
+        given = jax.device_put(x, ROWS), jax.device_put(kernel, P(None, "model")), jax.device_put(targets, TOKENS)
+        value = jax.jit(mapped)(*given)
+    np.testing.assert_allclose(value, reference(x, kernel, targets, np.ones((BATCH, 8), np.float32))[0], rtol=1e-6)
+
+
+def test_float64_and_no_rows_at_all():
+    x, kernel, targets, weights = arrays(8, 24, "float64")
+    with jax.enable_x64(True), jax.set_mesh(make_mesh(2, 4)):
+        placed = [jax.device_put(one, spec) for one, spec in (
+            (x, ROWS), (kernel, P(None, "model")), (np.abs(targets) % 24, TOKENS), (weights, TOKENS)
+        )]  # fmt: skip
+        loss, gradient = jax.jit(jax.value_and_grad(lambda x, kernel, targets, weights: fa.nn.linear_cross_entropy(
+            x, kernel, targets, weights=weights, block_rows=SMALL
+        )))(*placed)  # fmt: skip
+        assert loss.dtype == gradient.dtype == jnp.float64
+        nothing = fa.nn.linear_cross_entropy(placed[0][:, :0], placed[1], placed[2][:, :0])
+    assert float(nothing) == 0.0
+
+
+def test_weights_have_no_gradient():
+    x, kernel, targets, weights = arrays(8, 24)
+    with jax.set_mesh(make_mesh(2, 4)):
+        placed = jax.device_put(x, ROWS), jax.device_put(kernel, P(None, "model")), jax.device_put(targets, TOKENS)
+        gradient = jax.jit(jax.grad(lambda weights: fa.nn.linear_cross_entropy(*placed, weights=weights, ignore=-100)))(
+            jax.device_put(weights, TOKENS)
+        )
+    np.testing.assert_array_equal(gradient, 0)
+
+
 def test_weights_that_are_all_zero_give_no_loss():
     x, kernel, targets, _ = arrays(8, 16)
     with jax.set_mesh(make_mesh(2, 4)):
@@ -136,15 +193,16 @@ def test_weights_that_are_all_zero_give_no_loss():
     ({"weights": np.zeros((BATCH, 4), np.float32)}, ValueError, "one element of weights a row of x: got [4, 4]"),
     ({"block_rows": 0}, ValueError, "block_rows to be 1 or more: got 0"),
     ({"axis_name": "tensor"}, ValueError, "tensor"),
-    ({"use_bias": True}, NotImplementedError, "the layer has a bias: leave it out"),
+    ({"layer": fa.nn.ColumnParallelLinear}, NotImplementedError, "the layer has a bias: leave it out"),
+    ({"layer": fa.nn.RowParallelLinear}, NotImplementedError, "or a kernel: got RowParallelLinear"),
 ])  # fmt: skip
 def test_errors(change, error, message):
     x, kernel, targets, weights = arrays(8, 16)
     given = {"targets": targets, "weights": weights} | change
     with jax.set_mesh(make_mesh(2, 4)):
         output = jax.device_put(kernel, P(None, "model"))
-        if given.pop("use_bias", False):
-            output = fa.nn.ColumnParallelLinear(FEATURES, 16, rngs=nnx.Rngs(0))
+        if layer := given.pop("layer", None):
+            output = layer(FEATURES, 16, rngs=nnx.Rngs(0))
         given |= {name: jax.device_put(given[name], TOKENS) for name in ("targets", "weights")}
         x = jax.device_put(x, ROWS)
         with pytest.raises(error, match=re.escape(message)):
