@@ -42,7 +42,7 @@ def lookup_reduce_scatter(
     ```
 
     Only one device adds something other than zeros to a row, so the sum is exact in any dtype. An id outside 0 .. V-1
-    gives a row of zeros. Saved for the backward pass are ids and table, as they were given. The backends are "none" (one
+    gives a row of zeros. Saved for the backward pass are ids and table as they were given. The backends are "none" (one
     reduce-scatter), and "xla" (the default), "pallas" and "stateful", the rings of `flaxasync.all_gather_matmul`.
     """
     size = mapped_axis_size("lookup_reduce_scatter", axis_name)
