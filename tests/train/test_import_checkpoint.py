@@ -10,6 +10,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
@@ -258,3 +259,17 @@ def test_from_transformers_and_back(tmp_path, text, capsys):
     with torch.no_grad():
         likely = model.generate(tokens, max_new_tokens=24, do_sample=False, pad_token_id=0)[0]
     assert tokenizer.decode(likely, skip_special_tokens=True).rstrip() == shown.rstrip()
+
+    config = load_config(workdir)
+    mesh = make_training_mesh(config.mesh)
+    length = tokens.shape[1]
+    padded = np.pad(tokens.numpy().astype(np.int32), ((0, 1), (0, 16 - length)))  # it is causal: this changes nothing
+    with jax.set_mesh(mesh):
+        trainer = Trainer(config, mesh)
+        params, path, _ = load_parameters(workdir, config, trainer)
+        logits = jax.jit(lambda params, tokens: trainer.model(params)(tokens))(
+            params, jax.device_put(padded, jax.P("data"))
+        )
+    assert path.name == "20"
+    with torch.no_grad():
+        np.testing.assert_allclose(np.asarray(logits)[:1, :length], model(tokens).logits.numpy(), atol=1e-4)

@@ -51,10 +51,12 @@ def assert_equal(state, other):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, other))
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (4, 2)])
-def test_a_state_is_restored_bit_by_bit_onto_any_mesh(shape, config, identity, trainer, trainer_of, folder):
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2, "model": 4}, {"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2}]
+)
+def test_a_state_is_restored_bit_by_bit_onto_any_mesh(sizes, config, identity, trainer, trainer_of, folder):
     expected = jax.tree.map(np.asarray, trainer.init().params)
-    other = make_mesh(MeshConfig(data=shape[0], model=shape[1]))
+    other = make_mesh(MeshConfig(**sizes))
     with jax.set_mesh(other), Checkpoints(folder, keep=3) as checkpoints:
         abstract = trainer_of(config, other).abstract_state()
         state, record, _ = checkpoints.restore(10, abstract, identity)
@@ -108,6 +110,10 @@ def test_a_write_that_fails_while_orbax_still_writes_is_a_write_error(folder, mo
         failure = checkpoints._failure(OSError(errno.EFBIG, "File too large"))
         monkeypatch.undo()
     assert isinstance(failure, StorageError)
+
+
+def test_a_long_word_in_the_message_of_an_error_is_cut():
+    assert checkpoint._shorten("no " + 300 * "x") == "no " + 197 * "x" + "..."
 
 
 def test_what_orbax_says_of_files_that_disappeared_is_a_write_error_and_other_errors_are_not(folder):

@@ -80,7 +80,7 @@ def test_a_changed_record_is_damaged(change, record):
 
 
 def test_a_record_of_another_format_is_refused():
-    with pytest.raises(InputError, match="version 1 of the format, and this code reads 2"):
+    with pytest.raises(InputError, match="version 1 of the format, and this code reads 2; continue it with the code"):
         Record.from_json({"data": {}})
 
 

@@ -142,7 +142,9 @@ def test_bad_options_are_refused(options, says, refuses):
     refuses(main, says, "configs/tiny.py", *options)
 
 
-@pytest.mark.parametrize(("preset", "chip", "chips"), [("llama_8b", "v5e", 16), ("llama_70b", "v5p", 8)])
+@pytest.mark.parametrize(("preset", "chip", "chips"), [
+    ("llama_8b", "v5e", 16), ("llama_70b", "v5p", 8), ("llama_70b", "v5p", 64)
+])  # fmt: skip
 def test_the_table_of_the_document_is_what_the_command_makes(preset, chip, chips):
     document = (pathlib.Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
     rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in document.splitlines()]

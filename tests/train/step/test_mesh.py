@@ -56,14 +56,14 @@ def test_another_platform_than_the_one_asked_for_is_refused():
     [
         ({"data": 2, "model": 4}, 5, 1, "2: got 5; use 4 or 6"),
         ({"data": 2, "fsdp": 2, "model": 2}, 6, 1, "4: got 6; use 4 or 8"),
-        ({"data": 2, "model": 4}, 10, 4, "8: got 10; use 8 or 16"),
-        ({"data": 2, "fsdp": 2, "model": 2}, 8, 4, "16: got 8; use 16"),
+        ({"data": 2, "model": 4}, 10, 4, "8: got 10; use 8 or 16, or fewer data.microbatches"),
+        ({"data": 2, "fsdp": 2, "model": 2}, 8, 4, "16: got 8; use 16, or fewer data.microbatches"),
     ],
 )
 def test_a_batch_that_does_not_divide_over_the_mesh_is_refused(sizes, batch, parts, message, config, replace):
     changed = replace(config, data={"batch_size": batch, "microbatches": parts})
     with pytest.raises(
-        InputError, match=f"data.batch_size must be divisible by mesh.data x mesh.fsdp x data.microbatches = {message}"
+        InputError, match=f"data.batch_size must be divisible by mesh.data x mesh.fsdp x data.microbatches = {message}$"
     ):
         check_fits_mesh(changed, sizes)
     check_fits_mesh(replace(changed, data={"batch_size": 16}), sizes)
