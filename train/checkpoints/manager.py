@@ -11,7 +11,6 @@ import json
 import logging
 import re
 import sys
-import textwrap
 import warnings
 from typing import Any, Self
 
@@ -242,7 +241,8 @@ def _parts_of(state: TrainState) -> dict[str, Any]:
 
 
 def _shorten(error: object) -> str:
-    return textwrap.shorten(str(error), 200, placeholder="...")
+    text = " ".join(str(error).split())
+    return f"{text[:200]}..." if len(text) > 200 else text
 
 
 def _is_io_error(error: BaseException | None) -> bool:

@@ -54,7 +54,10 @@ class Record(RunIdentity):
         """Reads what `to_json` returned, or raises a DamagedError if it is not what was saved."""
         found = fields.get("version", 1)
         if found != VERSION:
-            raise InputError(f"the checkpoint has version {found} of the format, and this code reads {VERSION}")
+            raise InputError(
+                f"the checkpoint has version {found} of the format, and this code reads {VERSION}; continue it with "
+                "the code that wrote it"
+            )
         rest = {name: value for name, value in fields.items() if name != "checksum"}
         if fields.get("checksum") != _checksum(rest):
             raise DamagedError("the record is not what was saved")

@@ -43,6 +43,8 @@ class Tokenizer:
         try:
             content = path.read_bytes()
             inner = tokenizers.Tokenizer.from_str(content.decode())
+        except OSError as error:
+            raise InputError(f"{field} must be a file of a tokenizer: {path}: {error.strerror}") from error
         except Exception as error:  # the package raises Exception itself
             raise InputError(f"{field} must be a file of a tokenizer: {path} cannot be read: {error}") from error
         largest = max(inner.get_vocab(with_added_tokens=True).values(), default=0)

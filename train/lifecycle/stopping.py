@@ -105,7 +105,8 @@ class Watchdog:
             faulthandler.dump_traceback(file, all_threads=True)
         print(
             f"error: the run made no progress for {self._seconds:.0f} s after {self._last}, so the process ends; its "
-            f"stacks are in {self._stacks}. Started again, it continues from the newest checkpoint.",
+            f"stacks are in {self._stacks}. Started again, it continues from the newest checkpoint; "
+            "report.hang_seconds sets the time.",
             file=sys.stderr,
             flush=True,
         )

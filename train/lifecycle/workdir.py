@@ -91,7 +91,10 @@ def _lock(lock: IO[str], folder: Path) -> None:
             if time.monotonic() > until:
                 lock.seek(0)
                 holder = lock.read().strip() or "unknown"
-                raise InputError(f"workdir {folder} is in use by another run ({holder}); choose another") from error
+                raise InputError(
+                    f"workdir {folder} is in use by another run ({holder}): wait for it to end, or choose another "
+                    "--workdir"
+                ) from error
             time.sleep(0.05)
         except OSError as error:
             raise InputError(

@@ -98,6 +98,7 @@ def check_fits_mesh(config: Config, shape: Mapping[str, int]) -> None:
         raise InputError(
             f"data.batch_size must be divisible by mesh.data x mesh.fsdp x data.microbatches = {unit}: got {batch}; "
             f"use {f'{lower} or ' if lower else ''}{lower + unit}"
+            f"{', or fewer data.microbatches' if config.data.microbatches > 1 else ''}"
         )
 
 

@@ -33,7 +33,9 @@ def test_without_progress_the_process_ends_with_the_code_for_start_again(tmp_pat
         assert ended.wait(10)
     assert code == [75]
     assert "test_without_progress" in (tmp_path / "stacks.txt").read_text()
-    assert "the run made no progress for 0 s after step 7" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "the run made no progress for 0 s after step 7" in said
+    assert "report.hang_seconds sets the time" in said
 
 
 @pytest.mark.parametrize("seconds", [0.5, 0], ids=["with progress", "waiting for ever"])

@@ -42,7 +42,8 @@ def test_a_run_from_before_an_option_existed_has_its_default(work, config, repla
 
 
 def test_two_runs_do_not_share_a_folder(work):
-    with pytest.raises(InputError, match=r"is in use by another run \(process \d+ on "), open_workdir(work.root):
+    says = r"is in use by another run \(process \d+ on .*\): wait for it to end, or choose another --workdir"
+    with pytest.raises(InputError, match=says), open_workdir(work.root):
         pass
 
 

@@ -72,16 +72,13 @@ def test_the_last_line_of_a_step_counts(path):
     assert read_metrics(path) == [{"step": 1, "loss": 1}, {"step": 2, "loss": 3}]
 
 
-@pytest.mark.parametrize(
-    ("content", "kept"),
-    [
-        (b"", 0),
-        (b'{"event": "', 0),
-        (b'{"event": "a"}\n', 1),
-        (b'{"event": "a"}\n{"event": "b"}\n{"eve', 2),
-        (b'{"event": "a"}\n' + b"x" * 9999, 1),
-    ],
-)
+@pytest.mark.parametrize(("content", "kept"), [
+    (b"", 0),
+    (b'{"event": "', 0),
+    (b'{"event": "a"}\n', 1),
+    (b'{"event": "a"}\n{"event": "b"}\n{"eve', 2),
+    (b'{"event": "a"}\n' + b"x" * 9999, 1),
+])  # fmt: skip
 def test_an_incomplete_event_is_removed_before_another_one_is_appended(content, kept, path):
     path.write_bytes(content)
     events = Events(path)

@@ -182,21 +182,20 @@ def rehearse(config, capsys):
     """Rehearses the check before a run on eight v5e, and shows that the next run need not verify; returns its lines."""
     with stored_aside():
         verify_first(config, "auto", setup=Setup(rehearse="v5e:2x4", repeats=1))
-        out = capsys.readouterr().out
+        first, *lines, last = capsys.readouterr().out.splitlines()
         verify_first(config, "auto", setup=Setup(rehearse="v5e:2x4", repeats=1))
-    assert capsys.readouterr().out == "", "a second run verifies nothing"
-    return out.splitlines()
+    assert capsys.readouterr().out == "", "the next run verifies nothing"
+    assert first == f"verify     {len(lines)} cases on TPU v5 lite, once; --verify off skips this"
+    assert last.startswith("verify     the verdicts are in ")
+    return lines
 
 
 @pytest.mark.slow
 def test_the_check_before_a_run_is_rehearsed_and_the_next_run_reads_its_verdicts(config, replace, capsys):
     config = replace(config, mesh={"data": 8, "model": 1}, data={"sequence_length": 128, "batch_size": 8})
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, width=256, heads=2, kv_heads=1))
-    first, *lines, last = rehearse(config, capsys)
-    assert first == "verify     2 cases on TPU v5 lite, once; --verify off skips this"
+    lines = rehearse(replace(config, model={"width": 256, "heads": 2, "kv_heads": 1}), capsys)
     assert [line.split()[:3] for line in lines] == [["PASS", "attention", "reference"], ["PASS", "attention", "flash"]]
     assert all(" ms simulated" in line for line in lines)
-    assert last.startswith("verify     the verdicts are in ")
 
 
 @pytest.mark.slow
@@ -207,8 +206,10 @@ def test_the_check_before_a_run_of_each_preset(name, replace, capsys):
     model, share = config.model, {"llama_8b": 4, "llama_70b": 8}.get(name, 1)
     sizes = {field: getattr(model, field) // share for field in ("width", "heads", "kv_heads", "mlp_width")}
     config = replace(config, model=sizes)
-    first, *lines, last = rehearse(config, capsys)
+    lines = rehearse(config, capsys)
     cases = cases_of(config, {"data": 1, FSDP: 1, CONTEXT: config.mesh.context, "model": config.mesh.model})
-    assert first == f"verify     {len(cases)} cases on TPU v5 lite, once; --verify off skips this"
     assert len(lines) == len(cases)
-    assert last.startswith("verify     the verdicts are in ")
+    assert not any(line.startswith(("WRONG", "HUNG", "CRASHED")) for line in lines)
+    passed = [line for line in lines if line.startswith(("PASS", "SLOWER"))]
+    assert any(" ms simulated" in line for line in passed)
+    assert all(" ms simulated" in line or "no time: " in line for line in passed)
