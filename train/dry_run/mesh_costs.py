@@ -33,9 +33,9 @@ from train.step.products import local_heads, model_flops_per_token, parameters_o
 # How many times a device moves values through HBM. The backward pass of a layer moves twice what its forward pass does.
 ROWS_MOVED = 8  # its rows of the residual stream, for norms, rotary positions and residuals, in a layer; fitted
 HIDDEN_MOVED = 2  # the hidden features of the MLP, in a layer; fitted
-LOGITS_MOVED = 4  # float32 logits, for the loss; assumed
-BYTES_OF_A_LOGIT = 8  # of a micro-batch: in bfloat16 forward, with its gradient, and once in float32; assumed
-WORKING_ROWS = 3  # how often one layer's activations are in memory while it is computed backward; assumed
+LOGITS_MOVED = 4  # float32 logits: XLA writes those of a block once and reads them three times, on v6e
+LOSS_ROWS = 3072  # the most rows of a block of `fa.nn.linear_cross_entropy`, by its default
+SCORES_HELD = 3  # how often all scores of one layer's attention are in memory, if the layer computes them; assumed
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -121,9 +121,16 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
     gradients          like the parameters; with micro-batches a float32 sum beside them
     kept               for each layer what `model.remat` keeps, with none and cheap its gathered kernels too, but for a
                        scan that prefetches; and with all but layer the rows that `model.gathered_mib` lets it keep
-    working            the larger of two sums: the activations of one layer and the whole kernels of two, with remat
-                       layer the kept rows as well; the logits and the whole kernel of the output projection
+    working            what the largest of three phases has beside the above. Layers: the activations of one layer, with
+                       the rows that a product gathers, and with remat layer the kept rows; the whole kernels of two
+                       layers; the gradient of the output projection. Loss: the whole kernel and gradient of the output
+                       projection, and the logits of one block of rows, before there are gradients of the parameters.
+                       Embedding: that gradient and two buffers for the embedding's, when no rows are kept any more.
+                       The first two also have the layers' parameters in model.dtype, if they are stored in another
     ```
+
+    The gradient of the output projection is whole and in float32 until XLA reduce-scatters it, after the backward pass.
+    Where the embedding needs the most, the compiler was seen to count 8 % more: so large buffers leave gaps.
 
     Remat dots keeps the results of matmuls that the gradient needs: all but that of the down projection, which is only
     added, unless a norm follows it. Remat cheap keeps the statistics of attention as well, and its result twice: for
@@ -144,8 +151,9 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
     q_width, kv_width = model.head_features * model.heads, model.head_features * model.kv_heads
     products = rows / ring * (q_width + 2 * kv_width + 2 * model.mlp_width) * computed + (1 + model.post_norms) * stream
     everything = products + (5 - model.post_norms) * stream + rows / ring * (q_width + 2 * model.mlp_width) * computed
+    scores = 0.0
     if model.attention_softcap is not None or model.alternating_window is not None:
-        everything += 4 * rows * config.data.sequence_length * -(-model.heads // ring)
+        scores = 4 * rows * config.data.sequence_length * -(-model.heads // ring)
     whole = 0.0 if fsdp == 1 else kernels / ring * computed
     # A scan that prefetches also has the gradients of two layers, and those that arrive or were cast; and, meanwhile,
     # keeps the weights of the last layer.
@@ -157,20 +165,26 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
         "layer": stream,
         "dots": stream + products,
         "cheap": stream + products + attention + kernels_kept,
-        "none": everything + kernels_kept,
+        "none": everything + scores + kernels_kept,
     }[model.remat]
     gathered = _gathered_bytes(config, mesh, chip)
     kept += gathered if model.remat != "layer" else 0
     again = gathered if model.remat == "layer" else 0
-    logits = rows * -(-model.vocab_size // ring) * BYTES_OF_A_LOGIT
-    output = 0.0 if fsdp == 1 else model.vocab_size * model.width / ring * computed
+    cast = model.layers * kernels / (fsdp * ring) * computed if stored != computed else 0.0
+    vocabulary = -(-model.vocab_size // ring)
+    output = vocabulary * model.width * computed if fsdp > 1 or stored != computed else 0.0
     beside = output if arriving else 0.0  # a scan that prefetches gathers it while the layers run
+    output_gradient = 4 * vocabulary * model.width
+    block = rows / max(-(-rows // LOSS_ROWS), 1)
+    loss = output + output_gradient + 4 * block * vocabulary + 2 * stream - share * stored
+    layer = everything + SCORES_HELD * scores + (rows * model.width * computed if ring > 1 else 0)
+    layer += 2 * whole + again + arriving + beside + output_gradient
     sizes = {
         "parameters": share * state,
         "optimizer state": share * (first_moment + state + 4 * bool(optimizer.ema_decay)),
         "gradients": share * (stored * (1 + optimizer.master_copies) + 4 * (parts > 1)),
         "kept": model.layers * kept,
-        "working": max(WORKING_ROWS * everything + 2 * whole + again + arriving + beside, logits + output + last),
+        "working": max(cast + layer, cast + loss + last, 3 * output_gradient - model.layers * kept),
     }
     return {name: round(size) for name, size in sizes.items()}
 
