@@ -121,23 +121,20 @@ CASES = (
     Case("v5e:4x4", AUTOMATIC, (1, 16, 1), flags="asynchronous"),
 )
 FEW = 4  # layers of the steps that are compiled with one set of flags each; their vocabulary has 8192 tokens
-SHARDED = (  # topology, mesh and overlap of these steps
-    ("v5e:2x4", (1, 8, 1), "xla"), ("v5e:2x4", (1, 2, 4), "prefetch_pallas"),
-    ("v6e:2x4", (1, 8, 1), "xla"), ("v6e:2x4", (1, 8, 1), "prefetch_pallas"),
-    ("v6e:2x4", (1, 2, 4), "prefetch_pallas"), ("v6e:2x4", (2, 1, 4), "xla"),
-    ("v5p:2x2x2", (1, 8, 1), "xla"), ("v5p:2x2x2", (1, 8, 1), "prefetch_pallas"),
+FEW_STEPS = tuple(
+    Case(topology, OURS, mesh, overlap=overlap, layers=FEW)
+    for topology, mesh, overlap in (
+        ("v5e:2x4", (1, 8, 1), "xla"), ("v5e:2x4", (1, 2, 4), "prefetch_pallas"),
+        ("v6e:2x4", (1, 8, 1), "xla"), ("v6e:2x4", (1, 8, 1), "prefetch_pallas"),
+        ("v6e:2x4", (1, 2, 4), "prefetch_pallas"), ("v6e:2x4", (2, 1, 4), "xla"),
+        ("v5p:2x2x2", (1, 8, 1), "xla"), ("v5p:2x2x2", (1, 8, 1), "prefetch_pallas"),
+    )
 )  # fmt: skip
-
-
-def flag_case(topology: str, mesh: tuple[int, int, int], overlap: Any, flags: str) -> Case:
-    return Case(topology, OURS, mesh, flags=flags, overlap=overlap, layers=FEW)
-
-
 FLAG_CASES = tuple(
-    flag_case(*step, flags)
-    for step in SHARDED
+    dataclasses.replace(case, flags=flags)
+    for case in FEW_STEPS
     for flags in ("", *TRIED)
-    if (step[0], flags) != ("v6e:2x4", "asynchronous")
+    if (case.topology, flags) != ("v6e:2x4", "asynchronous")  # which libtpu refuses
 )
 
 
@@ -242,12 +239,11 @@ def row(case: Case, found: dict[str, Any]) -> tuple[str, ...]:
     return (*named, gib(found["memory"]), time_text(found["seconds"]), f"{found['mfu']:.1%}", exposed, longest)
 
 
-def flag_row(step: Any, seconds: dict[Case, float]) -> tuple[str, ...]:
+def flag_row(case: Case, seconds: dict[Case, float]) -> tuple[str, ...]:
     """Returns the time of a step without flags, and by how much each set of flags changes that."""
-    plain = seconds[flag_case(*step, "")]
-    times = [seconds.get(flag_case(*step, flags)) for flags in TRIED]
-    changes = ["-" if time is None else f"{time / plain - 1:+.1%}" for time in times]
-    return (step[0], "x".join(map(str, step[1])), step[2], time_text(plain), *changes)
+    times = [seconds.get(dataclasses.replace(case, flags=flags)) for flags in TRIED]
+    changes = ["-" if time is None else f"{time / seconds[case] - 1:+.1%}" for time in times]
+    return (case.topology, "x".join(map(str, case.mesh)), case.overlap, time_text(seconds[case]), *changes)
 
 
 def flags_of(case: Case) -> Mapping[str, str]:
@@ -272,9 +268,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="only steps whose file has a name with this text")
     parser.add_argument("--limit", type=int, default=len(CASES), metavar="N", help="compile N steps at most")
     parser.add_argument("--kernels", choices=("play", "estimate"), default="play", help="how kernels are timed")
-    parser.add_argument(
-        "--flags", action="store_true", help="the table of flags, with kernels as they estimate themselves"
-    )
+    parser.add_argument("--flags", action="store_true", help="the table of flags; kernels are estimated")
     chosen = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     rows, seconds = [], {}
@@ -290,7 +284,7 @@ def main() -> None:
         rows.append(row(case, found))
         print(*rows[-1], flush=True)
     if chosen.flags:
-        rows = [flag_row(step, seconds) for step in SHARDED if flag_case(*step, "") in seconds]
+        rows = [flag_row(case, seconds) for case in FEW_STEPS if case in seconds]
     table = print_table(FLAG_HEADER if chosen.flags else HEADER, rows)
     write_between_markers(chosen.write, "flags" if chosen.flags else "whole step", table)
 

@@ -124,8 +124,11 @@ def describe(config: Config, chip: str | None, flags: Mapping[str, str]) -> str:
         return f"flags      none are added, by --xla.flags{there}"
     if chip is None:
         return f"flags      none: nothing here tells the kind of chip; --xla.flags name=value sets some{there}"
-    where = "here" if config.mesh.model == 1 else "where mesh.model is not 1"
-    return f"flags      none (auto, {chip}): none is predicted to help {where}{there}"
+    if config.mesh.model != 1:
+        return f"flags      none (auto, {chip}): none is predicted to help where mesh.model is not 1{there}"
+    if chip in WHOLE_LAYERS:  # and the variable has them
+        return f"flags      none are added (auto, {chip}){there}"
+    return f"flags      none (auto, {chip}): none is predicted to help{there}"
 
 
 def refusal(flags: Mapping[str, str], chip: str | None) -> str:

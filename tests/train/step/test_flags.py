@@ -64,7 +64,7 @@ def test_the_flags_of_the_chip_are_set_and_named(on):
     [
         ("v6e", "none", 1, "flags      none are added, by --xla.flags"),
         ("v6e", "auto", 4, "flags      none (auto, v6e): none is predicted to help where mesh.model is not 1"),
-        ("tpu7x", "auto", 1, "flags      none (auto, tpu7x): none is predicted to help here"),
+        ("tpu7x", "auto", 1, "flags      none (auto, tpu7x): none is predicted to help"),
         (None, "auto", 1, "flags      none: nothing here tells the kind of chip; --xla.flags name=value sets some"),
     ],
 )
@@ -82,7 +82,9 @@ def test_flags_by_hand_replace_those_of_the_chip(on):
 @pytest.mark.parametrize("flags", ["auto", f"{SCOPED}=65536"])
 def test_what_the_variable_has_wins_and_stays(flags, on, monkeypatch):
     monkeypatch.setenv(VARIABLE, f"--{SCOPED}=32768 --xla_c")
-    assert set_flags(on("v6e", flags)).endswith(f"; {VARIABLE} has {SCOPED}=32768 xla_c=true")
+    line = set_flags(on("v6e", flags))
+    assert line.startswith("flags      none are added")
+    assert line.endswith(f"; {VARIABLE} has {SCOPED}=32768 xla_c=true")
     assert in_effect() == {SCOPED: "32768", "xla_c": "true"}
     set_flags(on("v6e", "xla_b=1"))
     assert os.environ[VARIABLE] == f"--xla_b=1 --{SCOPED}=32768 --xla_c"
