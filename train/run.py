@@ -15,6 +15,8 @@ from typing import NoReturn
 from train.config.command import Command, as_json, parse
 from train.lifecycle.errors import COMPLETE, exit_code
 from train.lifecycle.stopping import StopRequest
+from train.metrics.output import print_line, say
+from train.step.flags import set_flags
 
 _exit_code = functools.partial(
     exit_code,
@@ -43,8 +45,11 @@ def _run(arguments: Sequence[str]) -> int:
 
         return dry_run(command.config, command.topology, command.trust, command.kernels)
     # Several processes share the chips, so none can verify alone what it would use: they agree on what is stored.
+    flags = set_flags(command.config)
     if command.config.mesh.distributed:
-        _train_with_others(command)
+        _train_with_others(command, flags)
+    if flags:
+        print_line(flags)
     if command.config.mesh.platform in ("auto", "tpu"):  # the import takes time that other platforms need not spend
         from train.step.verify import verify_first
 
@@ -59,7 +64,7 @@ def _train(command: Command) -> int:
         return train(command, stop)
 
 
-def _train_with_others(command: Command) -> NoReturn:
+def _train_with_others(command: Command, flags: str) -> NoReturn:
     """Trains as one of several processes; an error ends this process without waiting for the others, as JAX would."""
 
     def join_and_train() -> int:
@@ -67,6 +72,8 @@ def _train_with_others(command: Command) -> NoReturn:
         from train.step.mesh import configure_jax
 
         configure_jax(command.config.mesh)
+        if flags:
+            say(flags)
         return _train(command)
 
     code = 1

@@ -18,6 +18,7 @@ from train.config import Config, MeshConfig
 from train.config.command import load_config, parse_as
 from train.data.tokenizer import Tokenizer, decode_bytes, is_file
 from train.lifecycle.errors import InputError, exit_code
+from train.step.flags import set_flags
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +87,9 @@ def _sample(command: Command, config: Config) -> None:
             f"the prompt must have 1 token or more, and fit --cache with --max_tokens: got {prompt.size} tokens and "
             f"max_tokens={command.max_tokens} in a cache of {length}; shorten it, or raise --cache"
         )
+
+    if flags := set_flags(config):  # those of the run, with which its kernels were verified
+        print(f"# {flags}", file=sys.stderr)
 
     import jax
 

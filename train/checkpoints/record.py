@@ -6,6 +6,8 @@ A run that would continue with other data or with another architecture than thos
 import dataclasses
 import hashlib
 import json
+import types
+from collections.abc import Mapping
 from typing import Any, Self
 
 import jax
@@ -31,6 +33,8 @@ class RunIdentity:
     stream: dict[str, Any]  # what determines the stream of sequences: fields of `Config`, and weights of the sources
     corpus: dict[str, dict[str, Any]]  # each data source by its name, see `train.data.corpus.identify`
     architecture: dict[str, Any]  # see `architecture`
+    # Flags of the compiler, by name. A run may continue with others, which it says, as they can change how it rounds.
+    flags: dict[str, str] = dataclasses.field(default_factory=dict, kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +90,13 @@ def _sums_of_bits(leaves: tuple[jax.Array, ...]) -> list[jax.Array]:
     return [jnp.sum(each.astype(jnp.uint32), dtype=jnp.uint32) for each in bits]
 
 
-def identify_run(config: Config, corpus: dict[str, dict[str, Any]]) -> RunIdentity:
+def identify_run(
+    config: Config, corpus: dict[str, dict[str, Any]], flags: Mapping[str, str] = types.MappingProxyType({})
+) -> RunIdentity:
     stream = {name: value for name, value in flat_fields(config).items() if name in _STREAM}
     if config.data.sources:
         stream["weights"] = {name: weight for name, _, weight in config.data.sources}
-    return RunIdentity(stream, corpus, architecture(config))
+    return RunIdentity(stream, corpus, architecture(config), flags=dict(flags))
 
 
 def check_identity(record: Record, identity: RunIdentity, *, where: str, accept_change: bool) -> list[str]:

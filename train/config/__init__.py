@@ -164,6 +164,15 @@ class ProfileConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class XlaConfig:
+    """How the TPU compiler is told to compile the run."""
+
+    flags: str = "auto"
+    """Flags of libtpu, as "name=value name=value", that are set before JAX starts; auto takes those that are predicted
+    to help on the chip, and none sets none. Flags in LIBTPU_INIT_ARGS stay as they are."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """One training run."""
 
@@ -188,6 +197,7 @@ class Config:
     eval: EvalConfig = EvalConfig()
     report: ReportConfig = ReportConfig()
     profile: ProfileConfig = ProfileConfig()
+    xla: XlaConfig = XlaConfig()
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import math
+import re
 
 from train.config import Config, flatten
 from train.lifecycle.errors import InputError
@@ -56,6 +57,8 @@ def check(config: Config) -> None:
     are_tokens = all(0 <= token < vocabulary for token in config.eval.stop_tokens)
     leaves_a_prompt = config.eval.sample_tokens < length
     is_local = config.workdir and "://" not in config.workdir
+    flags = config.xla.flags
+    are_flags = flags in ("auto", "none") or re.fullmatch(r"\s*((--)?\w+=\S+(\s+|$))+", flags)
     no_copies = f"False where model.param_dtype={model.param_dtype}, which needs no copies in float32"
     for name, holds, needed in (
         ("workdir", is_local, "a folder of this machine, and only --checkpoint.folder may be gs://bucket/folder"),
@@ -68,6 +71,7 @@ def check(config: Config) -> None:
         ("data.separator", ends_documents, f"a token below model.vocab_size={vocabulary}"),
         ("eval.stop_tokens", are_tokens, f"tokens below model.vocab_size={vocabulary}"),
         ("eval.sample_tokens", leaves_a_prompt, f"below data.sequence_length={length}, to leave a prompt"),
+        ("xla.flags", are_flags, 'auto, none, or flags of libtpu as "name=value name=value"'),
     ):
         _require(holds, name, values[name], needed)
     _check_locations(config)

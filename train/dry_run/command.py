@@ -26,6 +26,7 @@ from train.config import Config
 from train.dry_run.mesh_costs import predicted_memory
 from train.lifecycle.errors import InputError, as_input_errors
 from train.metrics.output import say
+from train.step.flags import flags_of, in_effect, require_known
 from train.step.mesh import batch_shards, check_fits_mesh, mesh_over
 from train.step.products import FORMULA, model_flops_per_token
 from train.step.trainer import Trainer, TrainState, backend_limits_are_input_errors
@@ -46,8 +47,11 @@ def dry_run(config: Config, topology: str, trust: Mode = "predicted", kernels: K
     check_fits_mesh(config, mesh.shape)
     taken = {"predicted": "those predicted to be fastest", "verified": "only those that are verified for this chip"}
     say(f"kernels    {taken[trust]} (--trust {trust})")
-    with jax.set_mesh(mesh), trusting(trust), backend_limits_are_input_errors(config):
-        report = _compile_what_fits(config, topology, mesh, kernels)
+    require_known(config, topology.partition(":")[0])
+    with flags_of(config, topology.partition(":")[0]) as flags, jax.set_mesh(mesh), trusting(trust):
+        say(flags)
+        with backend_limits_are_input_errors(config):
+            report = _compile_what_fits(config, topology, mesh, kernels)
     folder = Path(config.workdir) / "dry_run"
     folder.mkdir(parents=True, exist_ok=True)
     text = report.render()
@@ -102,6 +106,7 @@ class DryRun:
     program: check.CompiledProgram
     audit: check.Audit
     timeline: check.Timeline
+    flags: dict[str, str]  # of libtpu, with which the program was compiled
 
     def figures(self) -> dict[str, Any]:
         """Returns the figures of report.json; all sizes are in bytes per device."""
@@ -114,6 +119,7 @@ class DryRun:
         return {
             "topology": self.topology,
             "mesh": self.mesh,
+            "flags": self.flags,
             "fits": not self.smaller,
             "bytes_needed": self.needed,
             "bytes_available": round(chip.hbm_bytes),
@@ -210,7 +216,8 @@ def _compile_what_fits(config: Config, topology: str, mesh: jax.sharding.Mesh, k
         audit = check.audit(program)
         played: Literal["play"] | None = "play" if kernels == "play" else None
         timeline = check.timeline(program, kernels=played, say=lambda line: say(f"simulating {line}"))
-        return DryRun(config, tried, smaller, needed, topology, dict(mesh.shape), state, program, audit, timeline)
+        shape, flags = dict(mesh.shape), in_effect()
+        return DryRun(config, tried, smaller, needed, topology, shape, state, program, audit, timeline, flags)
     raise InputError(f"not even one layer fits on {topology}: {refused[-1]}; use a larger topology, or a smaller model")
 
 

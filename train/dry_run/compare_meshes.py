@@ -26,6 +26,7 @@ from train.dry_run.command import compile_step, gib, replace_options, time_text,
 from train.dry_run.mesh_costs import Prediction, predict
 from train.lifecycle.errors import InputError
 from train.metrics.output import say
+from train.step.flags import flags_of, require_known
 from train.step.mesh import check_fits_mesh, mesh_over, mesh_shape
 from train.step.products import model_flops_per_token
 from train.step.trainer import backend_limits_are_input_errors
@@ -76,6 +77,8 @@ def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) ->
             f"got --topology {topology}; use {topology.partition('*')[0]}, or a dry run of one mesh"
         )
     devices, chip = len(topology_devices(topology)), check.CHIPS[topology.partition(":")[0]]
+    if compiled:
+        require_known(config, chip.name)
     ranked = rank(config, chip, devices, remats=get_args(Remat.__value__))
     fitting = sum(one.fits for one in ranked)
     say(f"meshes     {len(ranked)} of {topology} divide the model and the batch; {fitting} are predicted to fit")
@@ -135,8 +138,10 @@ def compiled_row(config: Config, topology: str, prediction: Prediction, trust: M
     config = _changed(config, sizes, remat)
     try:
         mesh = mesh_over(check.topology_devices(topology), config.mesh, topology)
-        with jax.set_mesh(mesh), trusting(trust), backend_limits_are_input_errors(config):
-            _, program = compile_step(config, topology, mesh, compiler_options=check.HLO_ONLY)
+        with flags_of(config, topology.partition(":")[0]) as flags, jax.set_mesh(mesh), trusting(trust):
+            say(flags)
+            with backend_limits_are_input_errors(config):
+                _, program = compile_step(config, topology, mesh, compiler_options=check.HLO_ONLY)
     except check.HbmError as error:
         say(f"           does not fit: it needs {gib(error.needed)}")
         return Row(sizes, remat, error.needed, False, None, None, None, "memory", COMPILED)

@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import hashlib
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,10 @@ def agree_on_kernels() -> None:
         return
     evidence = trust.known(mesh.chip_name())
     if evidence.rule == "stored" and trust.PASSED not in evidence.verdicts.values():
+        flags = os.environ.get("LIBTPU_INIT_ARGS", "").strip()  # a part of what a verdict depends on
+        command = f"LIBTPU_INIT_ARGS='{flags}' {trust.COMMAND}" if flags else trust.COMMAND
         say(
-            f"verify     no kernel has passed in every process; `{trust.COMMAND} --distributed`, started on every host "
+            f"verify     no kernel has passed in every process; `{command} --distributed`, started on every host "
             "before the run, verifies them"
         )
 

@@ -13,7 +13,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from train.checkpoints.manager import Checkpoints, load_parameters, unused_path
-from train.checkpoints.record import check_identity, flat_fields, identify_run
+from train.checkpoints.record import check_identity, differences, flat_fields, identify_run
 from train.checkpoints.saver import Saver
 from train.config import Config, ProfileConfig
 from train.config.command import Command
@@ -27,6 +27,7 @@ from train.metrics.lines import Events, provenance
 from train.metrics.output import say, write_atomically
 from train.metrics.recorder import Recorder
 from train.metrics.sinks import open_recorder
+from train.step import flags
 from train.step.evaluation import Evaluation, generate, render
 from train.step.mesh import check_fits_mesh, configure_jax, make_mesh
 from train.step.trainer import Trainer, TrainState, backend_limits_are_input_errors
@@ -58,7 +59,7 @@ class Run:
         self.evaluation = Evaluation(self.validation, config, mesh)
         self.batches = TrainingBatches(self.training, config, mesh)
         corpus = {name: identify(source, config.data.tokenizer, work.hashes) for name, source in self.corpora.items()}
-        self.identity = identify_run(config, corpus)
+        self.identity = identify_run(config, corpus, flags.in_effect(mesh.devices.flat[0].platform))
         kept, folder = config.checkpoint, config.checkpoint.folder or work.checkpoints
         self.checkpoints = Checkpoints(folder, keep=kept.keep, permanent_every=kept.permanent_every)
 
@@ -68,7 +69,8 @@ class Run:
         with self.checkpoints, contextlib.ExitStack() as stack:
             start = self.checkpoints.choose(self.command.resume_step)
             corpus = self.identity.corpus
-            require_same({"command line": flat_fields(config), "newest checkpoint": start, "data": corpus})
+            same = {"command line": flat_fields(config), "newest checkpoint": start, "data": corpus}
+            require_same(same | {"set of libtpu's flags": self.identity.flags})
             with backend_limits_are_input_errors(config):
                 trainer = Trainer(config, self.mesh)
             has_sample = work.sample.exists() or not config.eval.sample_tokens
@@ -87,7 +89,8 @@ class Run:
             events = Events(work.events if jax.process_index() == 0 else None)
             stack.callback(events.close)
             devices = [self.mesh.size, self.mesh.devices.flat[0].device_kind]
-            facts = {"mesh": dict(self.mesh.shape), "parameters": parameters, "changes": changes + accepted}
+            facts = {"mesh": dict(self.mesh.shape), "parameters": parameters, "flags": self.identity.flags}
+            facts |= {"changes": changes + accepted}
             events.add("start", step=start, steps=config.steps, devices=devices, **facts, **provenance())
             if start < config.steps:
                 state, step = self._train(trainer, events, state, start, tokens)
@@ -115,7 +118,7 @@ class Run:
     def _first_state(self, trainer: Trainer, start: int) -> tuple[TrainState | None, int, list[str]]:
         """Restores the checkpoint of step `start`, or takes the parameters of another run.
 
-        Returns the state, or None if it is to be drawn; the tokens that it has consumed; and the accepted changes.
+        Returns the state, or None if it is to be drawn; the tokens that it has consumed; and the changes since then.
         """
         config = self.config
         if start:
@@ -125,7 +128,10 @@ class Run:
             say(f"resumed    {self.checkpoints.path(start)}")
             for change in accepted:
                 say(f"accepted   {change}")
-            return trainer.complete(state), record.tokens, accepted
+            other_flags = differences(record.flags, self.identity.flags)
+            for change in other_flags:
+                say(f"changed    {change}, so that sums may be rounded otherwise")
+            return trainer.complete(state), record.tokens, accepted + other_flags
         if config.init_from is not None:
             params, path, _ = load_parameters(config.init_from, config, trainer)
             say(f"parameters from {path}")

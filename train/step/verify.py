@@ -5,8 +5,6 @@ device, or for its rank. Verdicts are stored, and a run whose cases all have one
 take kernels that fail; a backend that was named and fails ends the run.
 """
 
-import glob
-import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -24,6 +22,7 @@ from flaxasync.verify.verdict import Verdict
 from train.config import Config
 from train.lifecycle.errors import InputError
 from train.metrics.output import print_line
+from train.step.flags import may_have_tpus
 from train.step.mesh import CONTEXT, axis_sizes, batch_shards, infer_sizes
 from train.step.products import local_heads, products_of_a_layer
 
@@ -97,15 +96,6 @@ def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
     if flash_lacks(jnp.dtype(dtype), head, rows, rows) is None:  # a refusal is no verdict, and would be asked again
         cases += [Case("attention", kernel, (1,), (q, k), dtype) for kernel in ("reference", "flash")]
     return cases
-
-
-def may_have_tpus(config: Config) -> bool:
-    """Says whether the run may be on TPUs, without opening them: by its configuration, and by the files of chips."""
-    if config.mesh.platform != "auto":
-        return config.mesh.platform == "tpu"
-    if os.environ.get("JAX_PLATFORMS", "tpu").partition(",")[0] != "tpu" or importlib.util.find_spec("libtpu") is None:
-        return False
-    return bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
 
 
 def _have_verdicts(cases: list[Case], enough: Sequence[str]) -> bool:

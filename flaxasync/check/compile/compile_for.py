@@ -1,6 +1,7 @@
 """`compile_for`, which compiles a function for a TPU topology on a machine without a TPU.
 
-The caller's process traces and lowers the function, and a child process compiles it. libtpu can end the process in
+The caller's process traces and lowers the function, and a child process compiles it, with the flags that the variable
+LIBTPU_INIT_ARGS has then. libtpu can end the process in
 which it compiles: with a segmentation fault on some kernels, and with an arithmetic fault on some names. The child
 stays for the next call. A new one is started if it has died. Calls that ask for dumps have a child of their own,
 because libtpu reads the flags for dumps only when it is loaded. The program is that of jax.jit on the topology.
@@ -30,6 +31,7 @@ from flaxasync.check.compile import worker
 from flaxasync.check.compile.program import CompiledProgram, hbm_error, listeners
 from flaxasync.check.compile.topologies import ENVIRONMENT, busy_message, place_arguments, topology_devices
 
+FLAGS = "LIBTPU_INIT_ARGS"  # the environment variable of libtpu's flags
 COMPILE_SECONDS = 600  # an 8B training step takes a minute to compile, so ten minutes mean that the compiler hangs
 
 # Compiler options for callers that read the HLO only: loops in the code of fusions are not unrolled. 55 small programs
@@ -111,11 +113,12 @@ class CompilerProcess:
 
     def __init__(self, *, dumps: bool = False):
         environment = ENVIRONMENT | os.environ | {"JAX_PLATFORMS": "cpu"}
+        self.flags = environment.get(FLAGS, "")  # which libtpu reads when it is loaded
         self._dumps = tempfile.TemporaryDirectory(prefix="flaxasync-") if dumps else None
         if self._dumps is not None:
             flags = f"--xla_jf_dump_to={self._dumps.name} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=true"
             flags += f" --xla_jf_dump_llo_pass_label_regex={_DUMP_PASSES}"
-            environment["LIBTPU_INIT_ARGS"] = f"{environment.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
+            environment[FLAGS] = f"{self.flags} {flags}".strip()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115, it is closed with the process
         self.process = subprocess.Popen(
             [sys.executable, worker.__file__],
@@ -175,8 +178,9 @@ _shared: dict[bool, CompilerProcess] = {}  # by whether it dumps
 
 
 def shared_process(*, dumps: bool = False) -> CompilerProcess:
-    """Returns the process that dumps, or the one that does not. Starts it if there is none."""
-    if dumps in _shared and _shared[dumps].process.poll() is not None:
+    """Returns the process that dumps, or the one that does not. Starts it if there is none with the present flags."""
+    there = _shared.get(dumps)
+    if there is not None and (there.process.poll() is not None or there.flags != os.environ.get(FLAGS, "")):
         _shared.pop(dumps).close()
     if dumps not in _shared:
         _shared[dumps] = CompilerProcess(dumps=dumps)

@@ -121,6 +121,20 @@ def test_after_a_compiler_died_the_next_call_works(matmul):
     assert compile_for("v5e:2x2", *matmul).text
 
 
+def test_a_process_with_other_flags_takes_the_place_of_the_shared_one(monkeypatch):
+    """libtpu reads its flags once, so a program must not be compiled by a process that has those of before."""
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    before = shared_process()
+    assert shared_process() is before
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=32768")
+    other = shared_process()
+    assert other is not before
+    assert before.process.poll() is not None
+    assert other.flags == "--xla_tpu_scoped_vmem_limit_kib=32768"
+    monkeypatch.undo()
+    assert shared_process() is not other
+
+
 @pytest.mark.parametrize(("sent", "seconds", "message"), [
     (signal.SIGSTOP, 0.1, r"did not finish in 0\.1 s"), (signal.SIGSEGV, 60, "died of SIGSEGV"),
 ])  # fmt: skip

@@ -19,9 +19,11 @@ from models.config import TransformerConfig
 from tests.verify.test_what_follows import follow, machine_of
 from train.lifecycle.errors import InputError
 from train.lifecycle.preparation import agree_on_kernels
+from train.step import flags as flags_module
 from train.step import verify as verify_module
+from train.step.flags import may_have_tpus
 from train.step.mesh import CONTEXT, FSDP, infer_sizes
-from train.step.verify import cases_of, may_have_tpus, verify_first
+from train.step.verify import cases_of, verify_first
 
 PRESETS = ("tiny", "gpt2_124m", "llama_8b", "llama_70b", "long_context")
 MACHINE = {"platform": "tpu", "chip": "v5e", "kind": "TPU v5 lite", "devices": 8}
@@ -159,9 +161,9 @@ def test_devices_that_cannot_be_opened_end_the_run(config, ran, monkeypatch):
 def test_chips_are_looked_for_without_opening_them(config, replace, monkeypatch):
     auto = replace(config, mesh={"platform": "auto"})
     monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
-    monkeypatch.setattr(verify_module.glob, "glob", lambda pattern: ["/dev/accel0"] if "accel" in pattern else [])
+    monkeypatch.setattr(flags_module.glob, "glob", lambda pattern: ["/dev/accel0"] if "accel" in pattern else [])
     assert may_have_tpus(auto)
-    monkeypatch.setattr(verify_module.glob, "glob", lambda pattern: [])
+    monkeypatch.setattr(flags_module.glob, "glob", lambda pattern: [])
     assert not may_have_tpus(auto)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert not may_have_tpus(auto)

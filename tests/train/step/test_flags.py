@@ -1,0 +1,218 @@
+"""Tests of train/step/flags.py: which flags of libtpu a run has, what is said of them, and what libtpu refuses."""
+
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import flaxasync as fa
+from flaxasync import check
+from flaxasync.hardware import CHIPS
+from flaxasync.ops import trust
+from train.checkpoints.record import identify_run
+from train.config.command import parse as parse_command
+from train.dry_run import command as dry_run_module
+from train.lifecycle.errors import InputError
+from train.run import main
+from train.step import flags as module
+from train.step.flags import (
+    SCOPED,
+    VARIABLE,
+    WHOLE_LAYERS,
+    chip_of_machine,
+    flags_of,
+    in_effect,
+    refusal,
+    set_flags,
+    wanted,
+)
+
+SET = f"--{SCOPED}=98304"
+FUSION = "xla_tpu_enable_async_collective_fusion"
+
+
+@pytest.fixture(autouse=True)
+def no_flags(monkeypatch):
+    """Starts each test without flags, and takes away those that it sets."""
+    monkeypatch.setenv(VARIABLE, "")
+
+
+@pytest.fixture
+def on(config, replace, monkeypatch):
+    """A function (chip, flags, model axis) -> the configuration of a run on a machine with such chips."""
+
+    def on(chip, flags="auto", model=1, refused=""):
+        monkeypatch.setattr(module, "chip_of_machine", lambda: chip)
+        monkeypatch.setattr(module, "refusal", lambda flags, chip: refused)
+        return replace(config, mesh={"platform": "tpu", "data": 8, "model": model}, xla={"flags": flags})
+
+    return on
+
+
+def test_the_flags_of_the_chip_are_set_and_named(on):
+    line = set_flags(on("v6e"))
+    assert os.environ[VARIABLE] == SET
+    assert line == f"flags      {SCOPED}=98304 (auto, v6e); --xla.flags none turns them off"
+    assert in_effect() == {SCOPED: "98304"}
+    assert in_effect("cpu") == {}
+
+
+@pytest.mark.parametrize(
+    ("chip", "flags", "model", "line"),
+    [
+        ("v6e", "none", 1, "flags      none are added, by --xla.flags"),
+        ("v6e", "auto", 4, "flags      none (auto, v6e): none is predicted to help where mesh.model is not 1"),
+        ("tpu7x", "auto", 1, "flags      none (auto, tpu7x): none is predicted to help"),
+        (None, "auto", 1, "flags      none: nothing here tells the kind of chip; --xla.flags name=value sets some"),
+    ],
+)
+def test_where_nothing_is_known_to_help_no_flag_is_set_and_the_line_says_why(chip, flags, model, line, on):
+    assert set_flags(on(chip, flags, model)) == line
+    assert os.environ[VARIABLE] == ""
+
+
+def test_flags_by_hand_replace_those_of_the_chip(on):
+    line = set_flags(on("v6e", f"{SCOPED}=65536 --xla_b=true"))
+    assert os.environ[VARIABLE] == f"--{SCOPED}=65536 --xla_b=true"
+    assert line == f"flags      {SCOPED}=65536 xla_b=true (as given); --xla.flags none turns them off"
+
+
+@pytest.mark.parametrize("flags", ["auto", f"{SCOPED}=65536"])
+def test_what_the_variable_has_wins_and_stays(flags, on, monkeypatch):
+    monkeypatch.setenv(VARIABLE, f"--{SCOPED}=32768 --xla_c")
+    line = set_flags(on("v6e", flags))
+    assert line.startswith("flags      none are added")
+    assert line.endswith(f"; {VARIABLE} has {SCOPED}=32768 xla_c=true")
+    assert in_effect() == {SCOPED: "32768", "xla_c": "true"}
+    set_flags(on("v6e", "xla_b=1"))
+    assert os.environ[VARIABLE] == f"--xla_b=1 --{SCOPED}=32768 --xla_c"
+
+
+def test_verdicts_of_a_run_count_in_a_dry_run_whenever_jax_adds_its_own_flag(on, monkeypatch):
+    """JAX appends it when it is imported: after a run has set its flags, and before a dry run sets them."""
+    own = " --xla_tpu_use_enhanced_launch_barrier=true"
+    for there in ("", "--xla_c=1"):
+        for model in (1, 4):
+            monkeypatch.setenv(VARIABLE, there)
+            set_flags(on("v6e", model=model))
+            of_run = os.environ[VARIABLE] + own
+            monkeypatch.setenv(VARIABLE, there + own)
+            with flags_of(on("v6e", model=model), "v6e"):
+                assert trust.Machine.here("v6e").libtpu_options == of_run
+
+
+def test_a_run_that_is_not_on_tpus_sets_none_and_says_nothing(on, replace):
+    config = on("v6e", f"{SCOPED}=65536")
+    assert set_flags(replace(config, mesh={"platform": "cpu"})) == ""
+    assert os.environ[VARIABLE] == ""
+
+
+def test_flags_that_libtpu_refuses_end_the_run_if_they_were_given_by_hand(on):
+    assert set_flags(on("v6e", refused="libtpu refuses it")) == "flags      none: libtpu refuses it"
+    assert os.environ[VARIABLE] == ""
+    with pytest.raises(InputError, match=r"libtpu refuses it; correct --xla.flags, or use --xla.flags auto or none"):
+        set_flags(on("v6e", "xla_b=1", refused="libtpu refuses it"))
+    assert os.environ[VARIABLE] == ""
+
+
+@pytest.mark.parametrize("flags", ["on", "xla_b", "xla_b=1 xla_c", "", "auto xla_b=1", "--xla b=1"])
+def test_flags_of_another_form_are_refused_before_jax_is_imported(flags, refuses):
+    says = f"""xla.flags must be auto, none, or flags of libtpu as "name=value name=value": got {flags!r}"""
+    refuses(main, says, "configs/tiny.py", f"--xla.flags={flags}")
+
+
+def test_the_command_line_takes_flags_in_quotes():
+    assert parse_command(["--xla.flags", "xla_a=1 --xla_b=true"]).config.xla.flags == "xla_a=1 --xla_b=true"
+
+
+def test_a_dry_run_compiles_with_the_flags_that_the_run_would_have(on, monkeypatch, capsys):
+    seen = []
+
+    def stop(*arguments):
+        seen.append(os.environ[VARIABLE])
+        raise InputError("stopped")
+
+    monkeypatch.setattr(dry_run_module, "_compile_what_fits", stop)
+    for model in (1, 2):
+        with pytest.raises(InputError, match="stopped"):
+            dry_run_module.dry_run(on(None, model=model), "v6e:2x4" if model == 1 else "v6e:4x4")
+    assert seen == [SET, ""]
+    assert f"flags      {SCOPED}=98304 (auto, v6e)" in capsys.readouterr().out
+    assert os.environ[VARIABLE] == ""
+    with flags_of(on(None), "v5p"):
+        assert in_effect() == WHOLE_LAYERS["v5p"]
+
+
+def test_the_chip_is_known_by_its_pci_device_and_else_by_the_type_of_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_PCI", tmp_path)
+    monkeypatch.delenv("TPU_ACCELERATOR_TYPE")
+    for slot, (vendor, device) in enumerate([("0x8086", "0x006f"), ("0x1ae0", "0x0001"), ("0x1ae0", "0x0062")]):
+        assert chip_of_machine() is None
+        (tmp_path / str(slot)).mkdir()
+        (tmp_path / str(slot) / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / str(slot) / "device").write_text(f"{device}\n")
+    assert chip_of_machine() == "v5p"
+    monkeypatch.setattr(module, "_PCI", tmp_path / "none")
+    for kind, chip in [("v6e-8", "v6e"), ("v5litepod-16", "v5e"), ("v5p-8", "v5p"), ("v4-8", None)]:
+        monkeypatch.setenv("TPU_ACCELERATOR_TYPE", kind)
+        assert chip_of_machine() == chip
+
+
+def test_a_checkpoint_records_the_flags_and_a_resume_says_which_are_others(run, monkeypatch, config):
+    assert identify_run(config, {}, {"xla_a": "1"}).flags == {"xla_a": "1"}
+    quiet = ("--eval.every", 0, "--eval.sample_tokens", 0)
+    monkeypatch.setattr("train.step.flags.in_effect", lambda platform: {"xla_a": "1"})
+    assert "xla_a" not in run("--steps", 1, *quiet)[1]
+    assert "xla_a" not in run("--steps", 2, *quiet)[1], "the same flags are no change"
+    monkeypatch.setattr("train.step.flags.in_effect", lambda platform: {"xla_a": "2", "xla_b": "3"})
+    code, out, _ = run("--steps", 3, *quiet)
+    assert code == 0
+    assert "changed    xla_a was 1 and is 2, so that sums may be rounded otherwise" in out
+    assert "changed    xla_b was absent and is 3, so that sums may be rounded otherwise" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chip", "flags", "says"),
+    [
+        ("v6e", {SCOPED: "98304", "xla_nonsense": "1"}, "libtpu refuses xla_nonsense=1: "),
+        ("v6e", {SCOPED: "lots"}, f"libtpu refuses {SCOPED}=lots: "),
+    ],
+)
+def test_libtpu_refuses_a_flag_by_name_and_value(chip, flags, says):
+    assert refusal(flags, chip).startswith(says)
+
+
+@pytest.mark.slow
+def test_libtpu_refuses_a_flag_that_it_takes_on_other_chips():
+    flags = dict.fromkeys((FUSION, f"{FUSION}_fuse_all_gather"), "true")
+    assert re.search(f"^libtpu refuses {FUSION}.*=true: .*other than TPU v5e", refusal(flags, "v6e"))
+    assert refusal(flags, "v5e") == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_libtpu_takes_what_auto_chooses(chip, replace, config):
+    flags = wanted(replace(config, mesh={"model": 1}), chip)
+    assert refusal(flags, chip) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "chip"), [("v5e:2x2", "v5e"), ("v6e:2x2", "v6e"), ("v5p:2x2x1", "v5p")])
+def test_kernels_have_their_own_limit_of_vector_memory_and_compile_beside_that_of_xla(topology, chip):
+    """Both ask for more than the 16 MiB of XLA's default: a fused product, and attention with its gradients."""
+    mesh = check.topology_mesh(topology, (4,), ("model",))
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 2048, 4096), (4096, 4096)))
+    q = jax.ShapeDtypeStruct((1, 4096, 8, 128), jnp.bfloat16)
+
+    def step(x, w, q):
+        y = fa.all_gather_matmul(x, w, "model", backend="fused")
+        return y, jax.grad(lambda q: fa.attention(q, q, q, kernel="flash").sum())(q)
+
+    specs = (jax.P(None, "model"), jax.P(None, "model"), jax.P())
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(jax.P(None, None, "model"), jax.P())))
+    with jax.set_mesh(mesh):
+        text = check.compile_for(topology, step, x, w, q, compiler_options=WHOLE_LAYERS[chip]).as_text()
+    assert text.count("tpu_custom_call") >= 3
