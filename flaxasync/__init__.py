@@ -9,6 +9,7 @@ Layers, as `nnx.Module`s on global arrays and the ambient mesh:
   nn.ParallelAttention       The same for other inputs of keys and values: the parallel nnx.MultiHeadAttention.
   nn.RingSelfAttention       Self-attention over a split sequence; keys and values travel around a ring.
   nn.VocabParallelEmbed      Embedding with a split vocabulary.
+  nn.linear_cross_entropy    Loss of an output layer whose logits are never in memory at once.
   nn.softmax_cross_entropy   Loss of logits that stay split over the vocabulary.
   nn.rotary_embedding        Rotary position embedding of queries or keys.
   nn.RopeScaling             Scaling of its frequencies for longer sequences.

@@ -12,7 +12,7 @@ os.environ.update(
     TPU_WORKER_HOSTNAMES="localhost",
     TPU_ACCELERATOR_TYPE="v5litepod-8",
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-    OPENBLAS_NUM_THREADS="1",  # its threads wait by spinning, and tests/train/launcher.py forks, which drops threads
+    OPENBLAS_NUM_THREADS="1",  # its threads wait by spinning
 )
 
 import hypothesis
@@ -50,6 +50,13 @@ def watchdog():
     faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    """The cache folder of a user who has verified nothing, and has not said what to trust."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("FLAXASYNC_VERIFIED", raising=False)
 
 
 @pytest.fixture

@@ -1,20 +1,25 @@
 """The loss of a vocabulary-parallel output layer, whose logits are never in memory at once."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array, lax
+from jax.sharding import AxisType
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from flaxasync.mesh import mesh_axis_size
+from flaxasync.mesh import cast_to_varying, mesh_axis_size
 from flaxasync.nn.embed import VocabParallelEmbed
-from flaxasync.nn.linear import ColumnParallelLinear, check_no_adapter, with_dtype
+from flaxasync.nn.linear import ColumnParallelLinear, with_dtype
 from flaxasync.nn.options import Settings
-from flaxasync.nn.placement import place, place_tokens
+from flaxasync.nn.placement import axis_types, place, place_tokens
 from flaxasync.nn.shards import Call, Linear, Part
 from flaxasync.nn.uneven_shares import Shares
 from flaxasync.ops.linear_cross_entropy import BlockLoss
 from flaxasync.ops.linear_cross_entropy import linear_cross_entropy as sum_of_losses
+from flaxasync.ops.matmul.products import accumulator_dtype
 from flaxasync.ops.vocabulary import LossOptions
 
 _NAME = "linear_cross_entropy"
@@ -47,7 +52,8 @@ def linear_cross_entropy(
     Args:
       x: [..., s, D], sharded by rows over the axis, or the same on all of its devices.
       output: What makes the logits: a `ColumnParallelLinear` without a bias, a `VocabParallelEmbed`, whose `attend`
-        makes them, or a kernel [D, V], which the axis splits by columns, and which is cast to the dtype of x.
+        makes them, or a kernel [D, V], which the axis splits by columns, and which is cast to the dtype of x. Inside
+        `jax.shard_map` it is this device's columns. The layer's `precision` counts, its `backend` does not.
       targets: [..., s], 0 .. V-1, the same on all devices of the axis.
       weights: [..., s], of the rows in the mean, not differentiated; None for ones. If they are all 0, so is the loss.
       axis_name: The mesh axis that splits the vocabulary; that of `output` where this is a layer.
@@ -55,25 +61,25 @@ def linear_cross_entropy(
       label_smoothing: The share of the target distribution that is spread over all entries equally.
       z_loss: The factor of log(sum(exp(logits)))**2, which is added; 0 for none.
       logit_softcap: Logits l become c * tanh(l / c) with this c; None for as they are.
-      block_rows: The most rows of a block, all batches and all devices of the axis together. Each block moves the
-        gradient of the kernel through memory: with the default, XLA's products on v6e still hide that.
+      block_rows: The most rows of a block, of all sequences and all devices of the axis together, but at least one of
+        each. Each block moves the gradient of the kernel through memory: with the default, XLA's products on v6e still
+        hide that.
 
     Returns:
       A scalar, the same on all devices; float32, or float64 for float64 operands.
 
     Raises:
-      NotImplementedError: The layer has a bias, a `dot_general` of its own, or an adapter.
+      NotImplementedError: The layer has a bias or a `dot_general` of its own, or is another one, such as an adapter.
       ValueError: No mesh is set, it lacks the axis, the shapes do not match, targets are not integers, or block_rows
         is not positive.
     """
-    linear, part, settings = _parameters(output, axis_name, x.dtype)
-    features = linear[0].shape[1 - part.dim]
+    linear, part, settings, features = _parameters(output, axis_name, x.dtype)
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(f"{_NAME} needs targets of an integer dtype: got {targets.dtype}; cast them")
     if block_rows < 1:
         raise ValueError(f"{_NAME} needs block_rows to be 1 or more: got {block_rows}")
     placement = place(_NAME, x, settings.axis_name, settings.in_spec, "rows", features)
-    place_tokens(_NAME, targets, settings.axis_name, placement.token_spec())
+    place_tokens(_NAME, targets, settings.axis_name, None)
     rows = x.shape[-2] * (placement.size if placement.manual and placement.rows_sharded else 1)
     for name, array in (("targets", targets), ("weights", targets if weights is None else weights)):
         if array.shape != (*x.shape[:-2], rows):
@@ -81,14 +87,16 @@ def linear_cross_entropy(
                 f"{_NAME} needs one element of {name} a row of x: got {list(array.shape)} for x {list(x.shape)}; "
                 f"needed {[*x.shape[:-2], rows]}"
             )
-    weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
+    weights = jnp.ones(targets.shape, jnp.float32) if weights is None else lax.stop_gradient(weights)
     if ignore is not None:
-        weights = jnp.where(targets == ignore, 0, weights)
+        weights = jnp.where(targets == ignore, jnp.zeros((), weights.dtype), weights)
     shares = part.shares
     assert shares is not None
     options = LossOptions(ignore, label_smoothing, z_loss, None if shares.whole else shares.size)
     call = Call(with_dtype(settings, x, linear[0]), (part,), placement.rows_sharded)
-    loss = BlockLoss(settings.axis_name, placement.rows_sharded, options, logit_softcap, block_rows)
+    loss = BlockLoss(
+        settings.axis_name, placement.rows_sharded, options, logit_softcap, block_rows, settings.precision
+    )  # fmt: skip
     tokens = placement.token_spec()
     in_specs = (placement.in_spec, call.specs[0], tokens, tokens)
     return placement.bind(_mean, (call, loss), (x, linear, targets, weights), in_specs, jax.P())()
@@ -97,22 +105,22 @@ def linear_cross_entropy(
 def _mean(static: tuple[Call, BlockLoss], x: Array, linear: Linear, targets: Array, weights: Array) -> Array:
     call, loss = static
     ((kernel, _),) = call.take(x, (linear,))
-    dtype = call.settings.dtype
-    kernel = kernel.T if call.parts[0].dim == 0 else kernel
-    total = sum_of_losses(loss, x.astype(dtype), kernel, targets, weights)
-    weight = jnp.sum(weights)
-    total, weight = (lax.psum(one, tuple(sorted(jax.typeof(one).mat.varying))) for one in (total, weight))
+    x = x.astype(call.settings.dtype)
+    weights = weights.astype(accumulator_dtype(x))
+    total = sum_of_losses(loss, x, kernel.T if call.parts[0].dim == 0 else kernel, targets, weights)
+    axes = jax.typeof(total).mat.varying | jax.typeof(weights).mat.varying
+    total, weight = (lax.psum(cast_to_varying(one, axes), tuple(sorted(axes))) for one in (total, jnp.sum(weights)))
     return total / jnp.where(weight == 0, 1, weight)
 
 
 def _parameters(
     output: ColumnParallelLinear | VocabParallelEmbed | Array, axis_name: str, dtype: DTypeLike
-) -> tuple[Linear, Part, Settings]:
-    """Returns the kernel, how it is stored, and the settings of what makes logits."""
+) -> tuple[Linear, Part, Settings, int]:
+    """Returns the kernel, how it is stored, the settings of what makes logits, and the features of its input."""
     if isinstance(output, VocabParallelEmbed):
-        return (output.parameters()[0], None), Part(output.stored[0], None, output.shares, dim=0), output.settings
+        settings = dataclasses.replace(output.settings, in_spec=None)  # it is that of ids
+        return (output.parameters()[0], None), Part(output.stored[0], None, output.shares, 0), settings, output.features
     if isinstance(output, ColumnParallelLinear):
-        check_no_adapter(_NAME, output)
         kernel, bias = output.parameters()
         if bias is not None or output.dot_general is not lax.dot_general:
             what = "a dot_general of its own" if bias is None else "a bias"
@@ -120,10 +128,14 @@ def _parameters(
                 f"{_NAME} multiplies with the kernel alone, and the layer has {what}: leave it out, or use "
                 "softmax_cross_entropy(output(x), targets)"
             )
-        return (kernel, None), output.part, output.settings
-    shares = Shares.equal(output.shape[1], mesh_axis_size(_NAME, axis_name))
-    return (
-        (output, None),
-        Part(shares.spec(axis_name, output.shape, 1), None, shares),
-        Settings(axis_name=axis_name, dtype=dtype),
-    )
+        return (kernel, None), output.part, output.settings, output.in_features
+    if isinstance(output, nnx.Module):
+        raise NotImplementedError(
+            f"{_NAME} takes a ColumnParallelLinear, a VocabParallelEmbed or a kernel: got {type(output).__name__}; use "
+            "softmax_cross_entropy(output(x), targets)"
+        )
+    size = mesh_axis_size(_NAME, axis_name)
+    is_local = axis_types()[axis_name] == AxisType.Manual
+    shares = Shares.equal(output.shape[1] * (size if is_local else 1), size)
+    part = Part(shares.spec(axis_name, output.shape, 1), None, shares)
+    return (output, None), part, Settings(axis_name=axis_name, dtype=dtype), output.shape[0]

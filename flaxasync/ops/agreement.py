@@ -24,14 +24,12 @@ class NoCoordinatorError(MeetingError):
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What one process knows about the kernels of a chip, or what all processes agree on.
-
-    `verdicts` are "PASS", or the verdict of a case that failed, under the names of `flaxasync.ops.trust.key`. `times`
-    are the measured seconds of each backend, for each call under a name of `trust.call_key`.
-    """
+    """What one process knows about the kernels of a chip, or what all processes agree on."""
 
     rule: Literal["all", "none", "stored"]  # which kernels are trusted: stored ones are those with the verdict "PASS"
+    # By the names of `flaxasync.ops.trust.key`: "PASS", or the verdict of a case that failed.
     verdicts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # By the names of `flaxasync.ops.trust.call_key`: the measured seconds of each backend.
     times: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     def verdict(self, name: str) -> str | None:
@@ -53,10 +51,8 @@ def has_several_processes() -> bool:
 def exchange(topic: str, text: str, limit: float) -> list[str]:
     """Returns the texts of all processes, in their order; waits for them for `limit` seconds.
 
-    Every process must call this once with the same topic. One that comes after the limit of another raises, too.
-
-    Raises:
-      MeetingError: A process did not come in time, the coordinator failed, or there is none.
+    Every process must call this once with the same topic. If one of them is late, or the coordinator fails or is
+    missing, it raises MeetingError; so does a process that comes after the limit of another.
     """
     from jax._src import distributed
 

@@ -32,8 +32,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from flaxasync.mesh import cast_to_varying
-from flaxasync.ops.accumulation import accumulator_dtype
-from flaxasync.ops.matmul.products import dot, weight_gradient
+from flaxasync.ops.matmul.products import accumulator_dtype, dot, weight_gradient
 from flaxasync.ops.vocabulary import LossOptions, cross_entropy
 
 
@@ -46,6 +45,7 @@ class BlockLoss:
     options: LossOptions
     softcap: float | None  # logits l become c * tanh(l / c)
     block_rows: int  # of all batches, and of all devices that share the logits, in one block, at most
+    precision: lax.PrecisionLike = None
 
 
 def linear_cross_entropy(
@@ -72,7 +72,7 @@ def _sum(loss: BlockLoss, x: Array, kernel: Array, targets: Array, weights: Arra
 
     def add(total: Array, block: tuple[Array, Array, Array]) -> tuple[Array, None]:
         index, targets, weights = block
-        return total + _weighted(loss, dot(blocks.rows(x, index), cast), targets, weights), None
+        return total + _weighted(loss, dot(blocks.rows(x, index), cast, loss.precision), targets, weights), None
 
     with jax.named_scope("linear_cross_entropy"):
         x = blocks.pad(x, -2)
@@ -87,13 +87,14 @@ def _sum_fwd(
     def add(sums: tuple[Array, Array, Array], block: tuple[Array, Array, Array]) -> tuple[tuple, None]:
         (total, dx, dkernel), (index, targets, weights) = sums, block
         rows = blocks.rows(x, index)
-        one, pull = jax.vjp(lambda scores: _weighted(loss, scores, targets, weights), dot(rows, cast))
+        scores = dot(rows, cast, loss.precision)
+        one, pull = jax.vjp(lambda scores: _weighted(loss, scores, targets, weights), scores)
         dscores = pull(jnp.ones_like(one))[0].astype(x.dtype)
-        drows = dot(dscores, cast, transposed=True).astype(x.dtype)
+        drows = dot(dscores, cast, loss.precision, transposed=True).astype(x.dtype)
         if loss.rows_sharded:
             drows = lax.psum_scatter(drows, loss.axis_name, scatter_dimension=drows.ndim - 2, tiled=True)
         dx = lax.dynamic_update_slice_in_dim(dx, drows, index * blocks.length, dx.ndim - 2)
-        return (total + one, dx, dkernel + weight_gradient(rows, dscores)), None
+        return (total + one, dx, dkernel + weight_gradient(rows, dscores, loss.precision)), None
 
     with jax.named_scope("linear_cross_entropy"):
         x = blocks.pad(x, -2)
@@ -129,7 +130,7 @@ class _Blocks:
     def of(cls, loss: BlockLoss, x: Array) -> "_Blocks":
         devices = lax.axis_size(loss.axis_name) if loss.rows_sharded else 1
         rows, together = x.shape[-2], math.prod(x.shape[:-2]) * devices
-        fewest = min(-(-rows * together // loss.block_rows), rows)
+        fewest = max(1, min(-(-rows * together // loss.block_rows), rows))
         count = next((count for count in range(fewest, 2 * fewest) if rows % count == 0), fewest)
         return cls(loss, count, -(-rows // count))
 
@@ -150,9 +151,9 @@ class _Blocks:
 
         def split(leaf: Array) -> Array:
             devices = lax.axis_size(self.loss.axis_name) if self.loss.rows_sharded else 1
-            leaf = self.pad(leaf.reshape(*leaf.shape[:-1], devices, -1), -1)
+            leaf = self.pad(leaf.reshape(*leaf.shape[:-1], devices, leaf.shape[-1] // devices), -1)
             leaf = jnp.moveaxis(leaf.reshape(*leaf.shape[:-1], self.count, self.length), -2, 0)
-            return leaf.reshape(*leaf.shape[:-2], -1)
+            return leaf.reshape(*leaf.shape[:-2], devices * self.length)
 
         return jnp.arange(self.count, dtype=jnp.int32), *map(split, leaves)
 

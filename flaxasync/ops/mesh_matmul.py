@@ -129,22 +129,6 @@ class _Call:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mesh_matmul(call: _Call, lhs: Array, rhs: Array) -> Array:
-    return _forward(call, lhs, rhs)
-
-
-def _mesh_matmul_fwd(call: _Call, lhs: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _mesh_matmul(call, lhs, rhs), (lhs, rhs)
-
-
-def _mesh_matmul_bwd(call: _Call, saved: tuple[Array, Array], do: Array) -> tuple[Array, Array]:
-    _, pull = jax.vjp(functools.partial(_none, call), *saved)
-    return pull(do)
-
-
-_mesh_matmul.defvjp(_mesh_matmul_fwd, _mesh_matmul_bwd)
-
-
-def _forward(call: _Call, lhs: Array, rhs: Array) -> Array:
     """Runs the backend of the call."""
     (x, y), (rows, columns), whole = call.sizes, call.axis_names, call.backend == "overlapped"
     if call.backend == "none":
@@ -159,6 +143,18 @@ def _forward(call: _Call, lhs: Array, rhs: Array) -> Array:
         gathered = rhs if x == 1 else all_gather(rhs, rows, directions=call.directions)
         product = _gemm(call, lhs, gathered)
     return lax.psum(product, columns) if y == 1 else all_reduce(product, columns, directions=call.directions)
+
+
+def _mesh_matmul_fwd(call: _Call, lhs: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _mesh_matmul(call, lhs, rhs), (lhs, rhs)
+
+
+def _mesh_matmul_bwd(call: _Call, saved: tuple[Array, Array], do: Array) -> tuple[Array, Array]:
+    _, pull = jax.vjp(functools.partial(_none, call), *saved)
+    return pull(do)
+
+
+_mesh_matmul.defvjp(_mesh_matmul_fwd, _mesh_matmul_bwd)
 
 
 def _none(call: _Call, lhs: Array, rhs: Array) -> Array:

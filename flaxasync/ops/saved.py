@@ -12,14 +12,10 @@ import jax
 
 from flaxasync.mesh import UnsupportedError
 
-PRODUCT = "flaxasync_product"
-"""The result of a collective matmul: y of `all_gather_matmul`, `matmul_reduce_scatter` and `matmul_all_reduce`."""
-GATHERED = "flaxasync_gathered"
-"""The all_gather(x) that `all_gather_matmul` keeps for its weight gradient, where `gathered_bytes` allows it."""
-ATTENTION = "flaxasync_attention"
-"""The result of attention, and the log-sum-exp of each row, from which its gradient computes the weights again."""
-PARAMETER = "flaxasync_parameter"
-"""A parameter of a fully sharded layer, as it was gathered for the layer."""
+PRODUCT = "flaxasync_product"  # the result of a collective matmul
+GATHERED = "flaxasync_gathered"  # the all_gather(x) that `all_gather_matmul` keeps for its weight gradient
+ATTENTION = "flaxasync_attention"  # the result of attention, and the log-sum-exp of each row
+PARAMETER = "flaxasync_parameter"  # a parameter of a fully sharded layer, as it was gathered for the layer
 
 _matmuls = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,

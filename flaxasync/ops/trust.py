@@ -21,7 +21,6 @@ import json
 import logging
 import os
 import pathlib
-import re
 import sys
 import tempfile
 import threading
@@ -36,8 +35,7 @@ from flaxasync.ops.agreement import PASSED, Evidence
 
 FORMAT = 3  # of the file
 VARIABLE = "FLAXASYNC_VERIFIED"
-PLAIN = frozenset(("none", "xla", "reference"))
-"""Backends that are made of XLA's own operations."""
+PLAIN = frozenset(("none", "xla", "reference"))  # backends that are made of XLA's own operations
 SOURCES = ("kernels/**/*.py", "ops/**/*.py", "transport/**/*.py", "ring.py")
 COMMAND = "python -m flaxasync.verify"
 LIMIT = 300  # seconds to wait for the other processes, as long as `jax.distributed.initialize` waits for them
@@ -47,23 +45,21 @@ Mode = Literal["predicted", "verified"]
 _mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("flaxasync_trust", default=None)
 _agreed: dict[str, Evidence] = {}  # of chips, where several processes share them
 _agreeing = threading.Lock()
+_NOTHING: dict[str, dict] = {"verdicts": {}, "times": {}}
 _log = logging.getLogger("flaxasync")
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a verdict depends on: the chip, versions ("none" for what is not installed as a package) and options.
-
-    `libtpu_options` is the variable LIBTPU_INIT_ARGS; `sources` is a digest of the sources on which kernels depend.
-    """
+    """What a verdict depends on: the chip, versions ("none" for what is not installed as a package) and options."""
 
     chip: str
     libtpu: str
     jax: str
     jaxlib: str
     flaxasync: str
-    libtpu_options: str
-    sources: str
+    libtpu_options: str  # the variable LIBTPU_INIT_ARGS
+    sources: str  # a digest of the sources on which kernels depend
 
     @staticmethod
     def here(chip: str) -> "Machine":
@@ -77,10 +73,9 @@ class Machine:
         """Where the verdicts are stored; `VARIABLE` may name another file."""
         if named := _named_file():
             return named
-        rest = hashlib.sha256(repr((self.jaxlib, self.libtpu_options, self.sources)).encode()).hexdigest()[:8]
-        text = f"verified-{self.chip}-libtpu-{self.libtpu}-jax-{self.jax}-flaxasync-{self.flaxasync}-{rest}.json"
         base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-        return pathlib.Path(base) / "flaxasync" / re.sub(r"[^\w.+-]", "_", text)
+        digest = hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()[:16]
+        return pathlib.Path(base) / "flaxasync" / f"verified-{digest}.json"
 
     def __str__(self) -> str:
         return f"{self.chip} with libtpu {self.libtpu}, jax {self.jax} and flaxasync {self.flaxasync}"
@@ -105,10 +100,7 @@ def is_assumed() -> bool:
 
 
 def key(op: str, backend: str, ring: Axes) -> str:
-    """Returns the name of a verdict: op, backend, and the class of the longest axis, "1", "2" or "3+".
-
-    Attention, which has no ring, has no class.
-    """
+    """Returns the name of a verdict: op, backend and, but for attention, the class of the longest axis: 1, 2 or 3+."""
     if op == "attention":
         return f"{op}/{backend}"
     size = ring if isinstance(ring, int) else max(ring)
@@ -164,22 +156,43 @@ def announce(op: str, wanted: str, taken: str, chip: str, ring: Axes, *, faster:
     )
 
 
-def read(machine: Machine) -> dict[str, dict[str, str]]:
-    """Returns the stored verdicts, {name: {case: verdict}} with the names of `key`."""
-    return _read(machine)["verdicts"]
+def read(machine: Machine) -> dict[str, dict]:
+    """Returns the stored "verdicts", {`key`: {case: verdict}}, and "times", {`call_key`: {backend: seconds}}.
+
+    Why a file is not used is said once.
+    """
+    file = machine.file
+    try:
+        content: Any = json.loads(file.read_text())
+    except FileNotFoundError:
+        if _named_file():
+            say_once(f"{VARIABLE} names {file}, which does not exist: no kernel is trusted")
+        return _NOTHING
+    except (OSError, json.JSONDecodeError) as error:
+        why = str(error)
+    else:
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            why = f"they are not in format {FORMAT} of this version"
+        elif content.get("machine") != dataclasses.asdict(machine):
+            why = f"they are of another machine or version, not of {machine}"
+        elif not all(_is_table(content.get(kind)) for kind in _NOTHING):
+            why = "the file is damaged"
+        else:
+            return content
+    say_once(f"the verdicts in {file} are not used, and no kernel is trusted: {why}")
+    return _NOTHING
 
 
 def record(
     machine: Machine, verdicts: Mapping[str, Mapping[str, str]], times: Mapping[str, Mapping[str, float]] = {}
 ) -> pathlib.Path | None:
-    """Adds verdicts, as `read` returns them, and times, replacing earlier ones of the same cases and calls.
+    """Adds verdicts and times, as `read` returns them, replacing earlier ones of the same cases and calls.
 
-    Returns:
-      The file; None where it cannot be written, or `VARIABLE` names a file of another machine. Both are said.
+    Returns the file; None where it cannot be written, or `VARIABLE` names a file of another machine, which is said.
     """
     file = machine.file
     try:
-        stored = _read(machine) if file.exists() else _NOTHING
+        stored = read(machine) if file.exists() else _NOTHING
         if _named_file() and file.exists() and stored is _NOTHING:
             say_once(f"{VARIABLE} names {file}, which is not replaced, and no verdicts are stored")
             return None
@@ -230,9 +243,8 @@ def _agree(chip: str) -> tuple[Evidence, str]:
     own = _known_here(chip)
     settings = {VARIABLE: os.environ.get(VARIABLE) or "not set"} | dataclasses.asdict(Machine.here(chip))
     try:
-        texts = agreement.exchange(
-            f"kernels of {chip}", json.dumps(dataclasses.asdict(own) | {"settings": settings}), LIMIT
-        )
+        said = json.dumps(dataclasses.asdict(own) | {"settings": settings})
+        texts = agreement.exchange(f"kernels of {chip}", said, LIMIT)
     except agreement.MeetingError as error:
         # What another process set is not known. Without a coordinator the variable is the only way to trust a kernel.
         follows = isinstance(error, agreement.NoCoordinatorError) and own.rule != "stored"
@@ -264,36 +276,9 @@ def _known_here(chip: str) -> Evidence:
     machine = Machine.here(chip)
     if not override and machine.libtpu == "none":
         return Evidence("stored")  # the library of the chip has no version that would tell its verdicts from another's
-    stored = _read(machine)
+    stored = read(machine)
     failed = {name: [text for text in found.values() if text != PASSED] for name, found in stored["verdicts"].items()}
     return Evidence("stored", {name: texts[0] if texts else PASSED for name, texts in failed.items()}, stored["times"])
-
-
-_NOTHING: dict[str, dict] = {"verdicts": {}, "times": {}}
-
-
-def _read(machine: Machine) -> dict[str, dict]:
-    """Returns the stored "verdicts" and "times"; says once why a file is not used."""
-    file = machine.file
-    try:
-        content: Any = json.loads(file.read_text())
-    except FileNotFoundError:
-        if _named_file():
-            say_once(f"{VARIABLE} names {file}, which does not exist: no kernel is trusted")
-        return _NOTHING
-    except (OSError, json.JSONDecodeError) as error:
-        say_once(f"the verdicts in {file} cannot be read, and no kernel is trusted: {error}")
-        return _NOTHING
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        why = f"they are not in format {FORMAT} of this version"
-    elif content.get("machine") != dataclasses.asdict(machine):
-        why = f"they are of another machine or version, not of {machine}"
-    elif not all(_is_table(content.get(kind)) for kind in _NOTHING):
-        why = "the file is damaged"
-    else:
-        return content
-    say_once(f"the verdicts in {file} are not used, and no kernel is trusted: {why}")
-    return _NOTHING
 
 
 def _is_table(part: Any) -> bool:

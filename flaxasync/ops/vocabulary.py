@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from flaxasync.mesh import cast_to_varying, mapped_axis_size
-from flaxasync.ops.accumulation import accumulator_dtype
 from flaxasync.ops.execution import decide
+from flaxasync.ops.matmul.products import accumulator_dtype
 from flaxasync.ring import Index, Ring, ring_gather, ring_reduce
 
 
@@ -42,12 +42,8 @@ def lookup_reduce_scatter(
     ```
 
     Only one device adds something other than zeros to a row, so the sum is exact in any dtype. An id outside 0 .. V-1
-    gives a row of zeros. Saved for the backward pass are ids and table, as they were given. The backend is "none" (one
-    reduce-scatter), "xla" (the default), "pallas" or "stateful" (rings, as in `flaxasync.all_gather_matmul`).
-
-    Raises:
-      ValueError: No `shard_map` maps `axis_name`; the backend is unknown.
-      NotImplementedError: The op lacks the backend, or the backend cannot run here.
+    gives a row of zeros. Saved for the backward pass are ids and table as they were given. The backends are "none" (one
+    reduce-scatter), and "xla" (the default), "pallas" and "stateful", the rings of `flaxasync.all_gather_matmul`.
     """
     size = mapped_axis_size("lookup_reduce_scatter", axis_name)
     ring = decide("lookup_reduce_scatter", backend, ring=size).ring(axis_name)
@@ -115,14 +111,7 @@ def cross_entropy(
 
     It is computed in float32, or in float64 where the logits are float64. Saved for the backward pass are the logits as
     they were given, and one number a row.
-
-    Raises:
-      ValueError: The shapes of logits and targets do not match.
     """
-    if logits.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"cross_entropy needs one target a row: got logits {list(logits.shape)} and targets {list(targets.shape)}"
-        )
     axes = jax.typeof(logits).mat.varying
     return _cross_entropy(axis_name, options, logits, cast_to_varying(targets, axes - {axis_name}))
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from flaxasync.kernels.flash_attention import unsupported as flash_lacks
 from flaxasync.ops import execution, trust
-from flaxasync.ops.costs.all_reduce import steps
+from flaxasync.ops.costs.collective_matmul import exchange_steps
 from flaxasync.ops.costs.cost import Shape
 from flaxasync.verify.platform import DEFECTS
 
@@ -39,6 +39,7 @@ SIZES = {  # rows, features, head size and heads
     "quick": (512, 1024, 128, 8),
     "full": (1024, 4096, 128, 16),
 }
+SMALL = ("cpu", "simulated")  # sizes of CPU devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,37 +96,27 @@ class Case:
 def list_cases(
     platform: str, devices: int, *, quick: bool, only: Sequence[str] = (), rehearse: bool = False
 ) -> list[Case]:
-    """Returns the cases for the devices of a machine.
+    """Returns the cases for so many devices of a "tpu", "gpu" or "cpu".
 
-    Args:
-      platform: "tpu", "gpu" or "cpu".
-      devices: The number of devices.
-      quick: Whether to verify small shapes, and gradients together with results only; smaller ones in a rehearsal.
-      only: The ops to verify, such as "all_gather_matmul" or "attention/flash" with a backend; all by default. The
-        plain backend of each op is always among the cases, because a backend may be slower than it.
-      rehearse: Whether the cases are compiled and simulated instead of run.
-
-    Raises:
-      ValueError: `only` names an op or a backend that does not exist.
+    Quick cases have small shapes, smaller ones in a rehearsal, and verify gradients together with results only. `only`
+    names ops, such as "all_gather_matmul", or "attention/flash" with a backend; all by default. The plain backend of
+    each op is always among the cases, because a backend may be slower than it. An unknown name raises ValueError.
     """
+    chosen: set[tuple[str, str]] = set()
     for name in only:
         op, _, backend = name.partition("/")
         if op not in BACKENDS or (backend and backend not in BACKENDS[op]):
             known = "; ".join(f"{op}: {', '.join(names)}" for op, names in BACKENDS.items())
             raise ValueError(f"--ops got {name!r}: it must be OP or OP/BACKEND of {known}")
+        chosen |= {(op, some) for some in ((backend, PLAIN.get(op, "none")) if backend else BACKENDS[op])}
+    on_devices = "cpu" if platform == "cpu" else "full" if not quick else "rehearsed" if rehearse else "quick"
     cases = []
     for op, names in BACKENDS.items():
-        some = any(name.startswith(f"{op}/") for name in only)
         for backend in names:
-            beside = some and backend == PLAIN.get(op, "none")
-            if only and not beside and op not in only and f"{op}/{backend}" not in only:
+            if only and (op, backend) not in chosen:
                 continue
             simulate = platform != "tpu" and backend not in trust.PLAIN
-            size = "rehearsed" if quick and rehearse else "quick" if quick else "full"
-            size = "simulated" if simulate else "cpu" if platform == "cpu" else size
-            dtype = "float32" if platform == "cpu" else "bfloat16"
-            case = _case(op, backend, devices, size, dtype, simulate)
-            cases += _variants(case, quick)
+            cases += _variants(_case(op, backend, devices, "simulated" if simulate else on_devices), quick)
     return cases
 
 
@@ -134,9 +125,8 @@ def stand_in(case: Case) -> Case:
 
     It is the same op, backend and directions with small shapes on up to four CPU devices, where kernels are simulated.
     """
-    simulate = case.backend not in trust.PLAIN
-    devices = min(case.devices, 4)
-    small = _case(case.op, case.backend, devices, "simulated" if simulate else "cpu", "float32", simulate, pairs=False)
+    devices, size = min(case.devices, 4), "cpu" if case.backend in trust.PLAIN else "simulated"
+    small = _case(case.op, case.backend, devices, size, pairs=False)
     small = dataclasses.replace(small, directions=case.directions if devices > 2 else None, gradient=case.gradient)
     if case.backend == "exchange":
         small = dataclasses.replace(small, shapes=_few_rows(small, 1 if case.shapes[0][1] == 1 else 2))
@@ -156,8 +146,9 @@ def unsupported(case: Case, platform: str, *, quick: bool) -> str | None:
     return "needs several devices" if case.devices == 1 and case.op != "platform" else None
 
 
-def _case(op: str, backend: str, devices: int, size: str, dtype: str, simulate: bool, *, pairs: bool = True) -> Case:
-    """Returns a case; a ring that is simulated is a pair, unless `pairs` is False."""
+def _case(op: str, backend: str, devices: int, size: str, *, pairs: bool = True) -> Case:
+    """Returns a case of a size; a ring that is simulated is a pair, unless `pairs` is False."""
+    simulate, dtype = size == "simulated", "float32" if size in SMALL else "bfloat16"
     if op == "platform":
         return Case(op, backend, (1,), (DEFECTS[backend].shape,), "float32", gradient=False, simulate=simulate)
     mesh: tuple[int, ...] = (min(devices, 2) if simulate and pairs else devices,)
@@ -190,9 +181,9 @@ def _few_rows(case: Case, count: int) -> tuple[Shape, ...]:
     """
     x, (k, n) = case.shapes
     rows, row_bytes = 1 if count == 1 else 8, jnp.dtype(case.dtype).itemsize
-    while count == 1 and steps(case.devices, n * row_bytes) == 2 and n > 1:
+    while count == 1 and exchange_steps(case.devices, n * row_bytes) == 2 and n > 1:
         n //= 2
-    while count == 2 and steps(case.devices, rows * n * row_bytes) == 1 and case.devices > 1:
+    while count == 2 and exchange_steps(case.devices, rows * n * row_bytes) == 1 and case.devices > 1:
         rows *= 2
     return (1, rows, x[2]), (k, n)
 
@@ -200,7 +191,7 @@ def _few_rows(case: Case, count: int) -> tuple[Shape, ...]:
 def _shapes(op: str, size: str, mesh: tuple[int, ...]) -> tuple[Shape, ...]:
     """Returns the shapes on one device; every size is a multiple of what the kernels of the op need."""
     rows, wide, head, heads = SIZES[size]
-    ring, small = math.prod(mesh), size in ("cpu", "simulated")
+    ring, small = math.prod(mesh), size in SMALL
     batch, sequence = (1, 256) if size == "simulated" else (2, rows)
     if op == "mesh_matmul":
         x, y = mesh

@@ -29,8 +29,7 @@ from flaxasync.ops import trust
 from flaxasync.ops.agreement import exchange
 from flaxasync.verify.cases import Case
 
-START_LIMIT = 300
-"""Seconds for a child to open the devices."""
+START_LIMIT = 300  # seconds for a child to open the devices
 PORT = 8476  # of the coordinator where nothing names one, as for JAX
 SILENT = 30  # seconds without a sign of life after which a child is taken for dead
 OUTCOME_LIMIT = 24 * 3600  # seconds: the parent ends a child that waits, after a time limit of its own

@@ -59,11 +59,7 @@ class Measurement:
 
 
 def run_case(case: Case, *, repeats: int) -> Measurement:
-    """Runs a case on several random inputs, compares each result with the reference, and times it.
-
-    Raises:
-      UnsupportedError: The op cannot serve the case here.
-    """
+    """Runs a case on several random inputs, compares each result with the reference, and times it."""
     if jax.process_count() > 1 and (case.simulate or case.devices != jax.device_count()):
         raise UnsupportedError("several hosts verify what runs on all of their devices, and simulate nothing")
     mesh, program = programs.make_mesh(case), programs.make_program(case)

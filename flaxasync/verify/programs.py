@@ -24,10 +24,7 @@ from flaxasync.verify.cases import AXIS, MESH_AXES, Case
 from flaxasync.verify.platform import DEFECTS
 
 BY_ROWS, BY_COLUMNS = P(None, AXIS, None), P(None, None, AXIS)
-DIRECT = {"all_gather": direct.all_gather, "all_to_all": direct.all_to_all}
-"""The start/done pairs in which every device sends to every other one."""
-NAME = "verified"
-"""The name of the jitted function, by which a profile shows its runs."""
+NAME = "verified"  # the name of the jitted function, by which a profile shows its runs
 
 
 def _product(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -163,9 +160,9 @@ def random_arguments(case: Case, mesh: Mesh, seed: int) -> tuple[tuple[jax.Array
 
 def _op(case: Case) -> Callable:
     """Returns the op of a case on the arrays of one device."""
-    backend = case.backend
-    if case.op in DIRECT and backend == "pallas":
-        return functools.partial(_direct, DIRECT[case.op])
+    backend, pairs = case.backend, {"all_gather": direct.all_gather, "all_to_all": direct.all_to_all}
+    if case.op in pairs and backend == "pallas":
+        return functools.partial(_direct, pairs[case.op])
     others: dict[str, Callable] = {
         "attention": lambda q, k, v: fa.attention(q, k, v, kernel=backend),
         "mesh_matmul": lambda lhs, rhs: fa.mesh_matmul(lhs, rhs, MESH_AXES, backend=backend),

@@ -59,12 +59,7 @@ def rehearse_case(case: Case, *, repeats: int, topology: str) -> Measurement:
 
 
 def play_case(case: Case, topology: str) -> Timing:
-    """Compiles the program of a case in a child process, which opens no TPU, and simulates it.
-
-    Raises:
-      RuntimeError: The compiler refused the program.
-      PlayerError: The program cannot be simulated, or breaks a rule of the machine.
-    """
+    """Compiles the program of a case in a child process, which opens no TPU, and simulates it."""
     mesh = programs.make_mesh(case, check.topology_devices(topology))
     with jax.set_mesh(mesh):
         program = programs.make_program(case)
@@ -85,11 +80,7 @@ def stored_aside() -> Iterator[None]:
 
 
 def read_back(verdicts: Mapping[str, Mapping[str, str]], chip: str) -> str:
-    """Reads stored verdicts, {name of `trust.key`: {case: verdict}}, as a run on such chips does; says what it trusts.
-
-    Raises:
-      RuntimeError: What is read is not what was stored.
-    """
+    """Reads stored verdicts, {name of `trust.key`: {case: verdict}}, as runs on such chips do; says what is trusted."""
     trusted = []
     with trust.trusting("verified"):
         for name, found in verdicts.items():

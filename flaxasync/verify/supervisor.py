@@ -21,8 +21,7 @@ from typing import Any
 from flaxasync.verify.cases import Case
 from flaxasync.verify.child import Request, Setup
 
-END_LIMIT = 60
-"""Seconds for a child that has sent everything, or was killed, to end and to release the devices."""
+END_LIMIT = 60  # seconds for a child that has sent everything, or was killed, to end and to release the devices
 ON_EVERY_HOST = (
     "start the same command with --distributed on every host, or set TPU_PROCESS_BOUNDS=1,1,1 and "
     "TPU_CHIPS_PER_PROCESS_BOUNDS to this host's chips"
@@ -36,11 +35,7 @@ class MachineError(RuntimeError):
 
 
 def describe(setup: Setup) -> dict[str, Any]:
-    """Returns what the devices of this machine are.
-
-    Raises:
-      MachineError: The child that opened the devices failed or hung, or other hosts have a part of the devices.
-    """
+    """Returns what the devices of this machine are; raises MachineError if other hosts have a part of them, too."""
     with _Child(setup, []) as child:
         machine = child.receive(setup.start_limit)
         if machine is None:

@@ -11,8 +11,7 @@ from flaxasync.ops.plan import MODELS
 from flaxasync.verify.cases import Case
 from flaxasync.verify.platform import DEFECTS
 
-MARGIN = 1.1
-"""How many times the time of the plain backend a case may take before it is called slower."""
+MARGIN = 1.1  # how many times the time of the plain backend a case may take before it is called slower
 NOISE = 5e-6  # seconds by which two measurements of one short program differ
 
 
@@ -32,34 +31,20 @@ class Verdict(enum.StrEnum):
         return self in (Verdict.WRONG, Verdict.HUNG, Verdict.CRASHED)
 
 
-WITHOUT_MEASUREMENT = {
-    "hung": Verdict.HUNG,
-    "crashed": Verdict.CRASHED,
-    "error": Verdict.CRASHED,
-    "not_run": Verdict.NOT_RUN,
-    "unsupported": Verdict.UNSUPPORTED,
-}
-"""The verdicts of outcomes that have a message and no measurement."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A case with its verdict. These are the fields of the JSON file.
-
-    `errors` are the largest relative deviations of each result. `phases` are the measured seconds of each instruction,
-    where the device's clock was read. `missing` says why there is no planned time ("plan"), no measured time ("time"),
-    or nothing that the values were compared with ("values").
-    """
+    """A case with its verdict. These are the fields of the JSON file."""
 
     case: Case
     verdict: Verdict
     reason: str = ""  # why the verdict is not PASS
-    errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)  # the largest relative deviation of each result
     seconds: float | None = None  # None for a case that was simulated or did not end
     clock: str = ""  # whose seconds they are: "device", "host", or "simulated"
-    phases: dict[str, float] = dataclasses.field(default_factory=dict)
+    phases: dict[str, float] = dataclasses.field(default_factory=dict)  # seconds of each instruction, by that clock
     plain: float | None = None  # the seconds of the plain backend on the same operands
     planned: tuple[float, float] | None = None  # what `flaxasync.plan` predicts for this backend and the plain one
+    # Why there is no planned time ("plan"), measured time ("time"), or reference of the values ("values").
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -84,10 +69,11 @@ class Result:
 def judge(outcome: dict[str, Any], case: Case) -> Result:
     """Returns the result of a case from the outcome that `run_cases` returns, without regard to its time."""
     (kind, found), *_ = outcome.items()
-    if kind == "error" and ("RACE" in found or found.startswith("RaceError")):  # in JAX's simulator, and in ours
-        return Result(case, Verdict.WRONG, found)
-    if kind in WITHOUT_MEASUREMENT:
-        return Result(case, WITHOUT_MEASUREMENT[kind], found)
+    if kind == "error":
+        raced = "RACE" in found or found.startswith("RaceError")  # in JAX's simulator, and in ours
+        return Result(case, Verdict.WRONG if raced else Verdict.CRASHED, found)
+    if kind != "measurement":  # the name of a verdict, in lower case
+        return Result(case, Verdict[kind.upper()], found)
     measured = outcome["measurement"]
     tolerance = measured["tolerance"]
     wrong = {name: error for name, error in measured["errors"].items() if not error <= tolerance}
@@ -114,13 +100,11 @@ def compare_times(results: Sequence[Result], machine: dict[str, Any]) -> list[Re
     found = []
     for result in results:
         base = plain.get(_key(result.case))
-        result = dataclasses.replace(result, plain=base)
-        if machine["platform"] == "tpu":
-            planned = planned_seconds(result.case, machine["chip"])
-            if isinstance(planned, str):
-                result = dataclasses.replace(result, missing=result.missing | {"plan": planned})
-            else:
-                result = dataclasses.replace(result, planned=planned)
+        planned = planned_seconds(result.case, machine["chip"]) if machine["platform"] == "tpu" else None
+        if isinstance(planned, str):
+            result = dataclasses.replace(result, plain=base, missing=result.missing | {"plan": planned})
+        else:
+            result = dataclasses.replace(result, plain=base, planned=planned)
         should_win = result.planned is not None and result.planned[0] < result.planned[1]
         if result.verdict is Verdict.PASS and should_win and base is not None and result.seconds is not None:
             reason = f"takes {result.seconds / base:.2f} times as long as plain XLA"

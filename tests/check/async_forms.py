@@ -1,7 +1,8 @@
 """Ring permutes as start/done kernel pairs, in correct forms and in each wrong form, for the tests of the audit.
 
-Each form is a function of one local shard, for a ring on the mesh axis "x". The kernels are written here again, apart
-from the package's own transports, so that the tests of the audit do not depend on what they help to prove.
+Each form is a function of one local shard, for a ring on the mesh axis "x". The calls of kernels are written here
+again, apart from the package's own transports, so that the tests of the audit do not depend on what they help to prove.
+Only the bodies of the kernels, which the audit does not see, are those of the package.
 """
 
 import functools
@@ -12,61 +13,36 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flaxasync.transport import pallas
+
 HOPS = 8
 SEMAPHORES = (pltpu.SemaphoreType.DMA(()), pltpu.SemaphoreType.DMA(()))  # sent, received
-SEMAPHORE = pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
+SPECS = (pl.BlockSpec(memory_space=pltpu.SEMAPHORE),) * 2
 START = {
     "compiler_params": pltpu.CompilerParams(collective_id=0, has_side_effects=True), "name": "permute_start",
 }  # fmt: skip
 DONE = {"compiler_params": pltpu.CompilerParams(has_side_effects=True), "name": "permute_done"}
 
-
-def _send(x_ref, y_ref, send_sem, recv_sem):
-    size, me = lax.axis_size("x"), lax.axis_index("x")
-    left, right = lax.rem(me - 1 + size, size), lax.rem(me + 1, size)
-    barrier = pltpu.get_barrier_semaphore()
-    pl.semaphore_signal(barrier, device_id={"x": left})
-    pl.semaphore_wait(barrier, 1)
-    pltpu.make_async_remote_copy(x_ref, y_ref, send_sem, recv_sem, device_id={"x": right}).start()
+_send, _wait = pallas.permute("x", 1, collective_id=0).start_body, pallas.wait_sent_and_received
 
 
-def _wait(x_ref, y_ref, send_sem, recv_sem):
-    pltpu.make_async_copy(x_ref, x_ref, send_sem).wait()
-    pltpu.make_async_copy(y_ref, y_ref, recv_sem).wait()
-
-
-def _space(memory):
-    return pl.BlockSpec(memory_space=pltpu.HBM if memory == "hbm" else pl.ANY)
-
-
-def _out(x, memory="hbm"):
-    return pltpu.HBM(x.shape, x.dtype) if memory == "hbm" else jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def start(x, memory="hbm"):
+def start(x, memory=pltpu.HBM):
     """Starts a permute of a value. Returns two semaphores (sent, received), the source, and the buffer in flight."""
-    space = _space(memory)
+    space, out = pl.BlockSpec(memory_space=memory), memory(x.shape, x.dtype)
     return pl.pallas_call(
         lambda x, ss, rs, _, y: _send(x, y, ss, rs),
-        out_shape=(*SEMAPHORES, _out(x, memory), _out(x, memory)),
-        in_specs=[space],
-        out_specs=(SEMAPHORE, SEMAPHORE, space, space),
-        input_output_aliases={0: 2},
-        **START,
-    )(x)
+        out_shape=(*SEMAPHORES, out, out), in_specs=[space], out_specs=(*SPECS, space, space),
+        input_output_aliases={0: 2}, **START,
+    )(x)  # fmt: skip
 
 
-def done(future, memory="hbm"):
+def done(future, memory=pltpu.HBM):
     ss, rs, x, y = future
-    space = _space(memory)
+    space, out = pl.BlockSpec(memory_space=memory), memory(y.shape, y.dtype)
     return pl.pallas_call(
         lambda x, y, ss, rs, _: _wait(x, y, ss, rs),
-        out_shape=_out(y, memory),
-        in_specs=[space, space, SEMAPHORE, SEMAPHORE],
-        out_specs=space,
-        input_output_aliases={1: 0},
-        **DONE,
-    )(x, y, ss, rs)
+        out_shape=out, in_specs=[space, space, *SPECS], out_specs=space, input_output_aliases={1: 0}, **DONE,
+    )(x, y, ss, rs)  # fmt: skip
 
 
 def start_stateful(x_ref, y_ref):
@@ -75,12 +51,11 @@ def start_stateful(x_ref, y_ref):
     A pallas_call cannot close over Refs that are held to HBM, so small buffers go to vector memory.
     """
     kernel = functools.partial(_send, x_ref, y_ref)
-    return pl.pallas_call(kernel, out_shape=SEMAPHORES, out_specs=(SEMAPHORE, SEMAPHORE), **START)()
+    return pl.pallas_call(kernel, out_shape=SEMAPHORES, out_specs=SPECS, **START)()
 
 
 def done_stateful(ss, rs, x_ref, y_ref):
-    kernel = functools.partial(_wait, x_ref, y_ref)
-    pl.pallas_call(kernel, out_shape=(), in_specs=[SEMAPHORE, SEMAPHORE], **DONE)(ss, rs)
+    pl.pallas_call(functools.partial(_wait, x_ref, y_ref), out_shape=(), in_specs=SPECS, **DONE)(ss, rs)
 
 
 def to_hbm(x):
@@ -126,15 +101,11 @@ def two_slots(x):
     """One Ref with two slots, the slot chosen by a prefetched scalar."""
     slots = jax.new_ref(jnp.stack([x, jnp.zeros_like(x)]))
 
-    def call(do, i, operands, out_shape, kind):
-        spec = pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1, in_specs=[SEMAPHORE] * len(operands), out_specs=(SEMAPHORE,) * len(out_shape)
-        )
+    def call(do, i, operands, results, kind):
+        in_specs, out_specs = SPECS[: len(operands)], SPECS[: len(results)]
+        grid = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, in_specs=in_specs, out_specs=out_specs)
         return pl.pallas_call(
-            lambda i, ss, rs: do(slots.at[i[0]], slots.at[1 - i[0]], ss, rs),
-            grid_spec=spec,
-            out_shape=out_shape,
-            **kind,
+            lambda i, ss, rs: do(slots.at[i[0]], slots.at[1 - i[0]], ss, rs), grid_spec=grid, out_shape=results, **kind
         )(i[None], *operands)
 
     def step(i, sems):
@@ -153,7 +124,7 @@ staggered_unroll_1 = functools.partial(value, unroll=1)
 
 def any_outputs(x):
     """Outputs in pl.ANY: the compiler puts buffers that another chip writes into vector memory."""
-    return done(lax.fori_loop(0, HOPS, lambda _, f: start(done(f, "any"), "any"), start(x, "any"), unroll=2), "any")
+    return done(lax.fori_loop(0, HOPS, lambda _, f: start(done(f, pl.ANY), pl.ANY), start(x, pl.ANY), unroll=2), pl.ANY)
 
 
 def unthreaded(x):
@@ -177,15 +148,14 @@ def read_in_flight(x):
 
 def freed_in_flight(x):
     """The source is not aliased through the start, so it is freed while it is still being sent."""
-    x, space = to_hbm(x * 2), _space("hbm")
-    specs = (SEMAPHORE, SEMAPHORE, space)
+    x, space, out = to_hbm(x * 2), pl.BlockSpec(memory_space=pltpu.HBM), pltpu.HBM(x.shape, x.dtype)
     ss, rs, y = pl.pallas_call(
         lambda x, ss, rs, y: _send(x, y, ss, rs),
-        out_shape=(*SEMAPHORES, _out(x)), in_specs=[space], out_specs=specs, **START,
+        out_shape=(*SEMAPHORES, out), in_specs=[space], out_specs=(*SPECS, space), **START,
     )(x)  # fmt: skip
     y = pl.pallas_call(
         lambda ss, rs, y, _: _wait(y, y, ss, rs),
-        out_shape=_out(y), in_specs=specs, out_specs=space, input_output_aliases={2: 0}, **DONE,
+        out_shape=out, in_specs=(*SPECS, space), out_specs=space, input_output_aliases={2: 0}, **DONE,
     )(ss, rs, y)  # fmt: skip
     return y + 1
 

@@ -1,5 +1,7 @@
 """Small HLO programs as text, with the examples of XLA's "Async HLO Instructions" proposal as complete modules."""
 
+# ruff: noqa: E501, because an instruction of HLO text is one line
+
 ADD = """%add (a: f32[], b: f32[]) -> f32[] {
   %a = f32[] parameter(0)
   %b = f32[] parameter(1)
@@ -125,28 +127,76 @@ _KERNEL = 'custom_call_target="tpu_custom_call", output_to_operand_aliasing'
 _BLOCK = "f32[4096]{0:T(1024)}"
 _PAIR = f"(s32[]{{:S(2)}}, {_BLOCK}, {_BLOCK})"
 
+
+def _sent(n: int, source: str) -> tuple[str, ...]:
+    """Returns the start of a kernel pair that sends a buffer: semaphore %s, the source %x, and the destination %y."""
+    return (
+        f"%st{n} = {_PAIR} custom-call({source}), {_KERNEL}={{{{1}}: (0, {{}})}}",
+        f"%s{n} = s32[]{{:S(2)}} get-tuple-element(%st{n}), index=0",
+        f"%x{n} = {_BLOCK} get-tuple-element(%st{n}), index=1",
+        f"%y{n} = {_BLOCK} get-tuple-element(%st{n}), index=2",
+    )
+
+
 # A kernel pair that sends one buffer, with work between its start and its done.
 KERNELS = module(
-    f"%z = {_BLOCK} negate(%operand0)",
-    f"%st = {_PAIR} custom-call(%z), {_KERNEL}={{{{1}}: (0, {{}})}}",
-    "%s = s32[]{:S(2)} get-tuple-element(%st), index=0",
-    f"%x2 = {_BLOCK} get-tuple-element(%st), index=1",
-    f"%y = {_BLOCK} get-tuple-element(%st), index=2",
-    f"%w = {_BLOCK} negate(%x2)",
-    f"ROOT %d = {_BLOCK} custom-call(%x2, %y, %s), {_KERNEL}={{{{}}: (1, {{}})}}",
+    f"%z = {_BLOCK} negate(%operand0)", *_sent(1, "%z"),
+    f"%w = {_BLOCK} negate(%x1)",
+    f"ROOT %d = {_BLOCK} custom-call(%x1, %y1, %s1), {_KERNEL}={{{{}}: (1, {{}})}}",
     inputs=(_BLOCK,),
-)
-
-# Two kernel pairs that send the same buffer at the same time.
-TWO_SENDS = changed(
-    KERNELS,
-    (f"%w = {_BLOCK} negate(%x2)",
-     f"%st2 = {_PAIR} custom-call(%x2), {_KERNEL}={{{{1}}: (0, {{}})}}, second={{}}\n"
-     "  %s2 = s32[]{:S(2)} get-tuple-element(%st2), index=0\n"
-     f"  %x3 = {_BLOCK} get-tuple-element(%st2), index=1\n"
-     f"  %y2 = {_BLOCK} get-tuple-element(%st2), index=2\n"
-     f"  %w = {_BLOCK} negate(%x3)\n"
-     f"  %d2 = ({_BLOCK}, {_BLOCK}) custom-call(%x3, %y2, %s2), {_KERNEL}={{{{0}}: (0, {{}}), {{1}}: (1, {{}})}}\n"
-     f"  %x4 = {_BLOCK} get-tuple-element(%d2), index=0"),
-    ("custom-call(%x2, %y, %s)", "custom-call(%x4, %y, %s)"),
 )  # fmt: skip
+# Two kernel pairs that send the same buffer at the same time.
+TWO_SENDS = module(
+    f"%z = {_BLOCK} negate(%operand0)", *_sent(1, "%z"), *_sent(2, "%x1"),
+    f"%w = {_BLOCK} negate(%x2)",
+    f"%d2 = ({_BLOCK}, {_BLOCK}) custom-call(%x2, %y2, %s2), {_KERNEL}={{{{0}}: (0, {{}}), {{1}}: (1, {{}})}}",
+    f"%x3 = {_BLOCK} get-tuple-element(%d2), index=0",
+    f"ROOT %d = {_BLOCK} custom-call(%x3, %y1, %s1), {_KERNEL}={{{{}}: (1, {{}})}}",
+    inputs=(_BLOCK,),
+)  # fmt: skip
+
+# A small training step for eight devices, with a loop. AXES are those of its mesh.
+STEP = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%add (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[] parameter(0)
+  %b = bf16[] parameter(1)
+  ROOT %s = bf16[] add(%a, %b)
+}
+
+%more (p: (s32[], bf16[1024,1024])) -> pred[] {
+  %p = (s32[], bf16[1024,1024]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %n = s32[] constant(4)
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+%forward (p: (s32[], bf16[1024,1024])) -> (s32[], bf16[1024,1024]) {
+  %p = (s32[], bf16[1024,1024]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %x = bf16[1024,1024]{1,0} get-tuple-element(%p), index=1
+  %start = (bf16[1024,1024]{1,0}, bf16[1024,1024]{1,0}, u32[], u32[]) collective-permute-start(%x), \
+source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}, metadata={op_name="jit(step)/jvp()/while/body/permute" \
+source_file="/home/me/model.py" source_line=20}
+  %work = bf16[1024,1024]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}, \
+backend_config={"window_config":{"estimated_cycles":"400000"}}
+  %done = bf16[1024,1024]{1,0} collective-permute-done(%start)
+  %sum = bf16[1024,1024]{1,0} add(%work, %done)
+  %copy = bf16[1024,1024]{1,0} copy(%sum), metadata={op_name="jit(step)/jvp()/while/body/copy" \
+source_file="/home/me/model.py" source_line=22}
+  ROOT %t = (s32[], bf16[1024,1024]{1,0}) tuple(%next, %copy)
+}
+
+ENTRY %main (x: bf16[1024,1024]) -> bf16[1024,1024] {
+  %x = bf16[1024,1024]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %t = (s32[], bf16[1024,1024]{1,0}) tuple(%zero, %x)
+  %w = (s32[], bf16[1024,1024]{1,0}) while(%t), condition=%more, body=%forward, metadata={op_name="jit(step)/jvp()/while"}
+  %y = bf16[1024,1024]{1,0} get-tuple-element(%w), index=1
+  ROOT %r = bf16[1024,1024]{1,0} all-reduce(%y), replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%add, \
+metadata={op_name="jit(step)/transpose(jvp())/dot_general" source_file="/home/me/model.py" source_line=30}
+}
+"""
+AXES = {"data": 2, "model": 4}

@@ -22,7 +22,6 @@ for text in json.load(sys.stdin):
         print("refused", str(error)[:200].replace("\\n", " "), flush=True)
 """
 
-
 type Counts = tuple[str, ...]  # computations, instructions, and every set of groups that a collective has
 
 
@@ -53,13 +52,9 @@ def counts(module: HloModule) -> Counts:
     bound = sum(len(op.start.operands) + sum(len(update.operands) - 1 for update in op.updates) for op in sugared)
     collectives = [i for c in module.computations.values() for i in c.instructions if "replica_groups" in i.attributes]
     groups = [_lists(i.attributes["replica_groups"] != "{}" and replica_groups(i, 1)) for i in collectives]
-    instructions = instruction_count(module) + len(sugared) + bound
+    instructions = sum(len(c.instructions) for c in module.computations.values()) + len(sugared) + bound
     return str(len(module.computations) + len(sugared)), str(instructions), *sorted({*groups})
 
 
 def _lists(groups: tuple[tuple[int, ...], ...] | bool) -> str:
     return "{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in groups or ()) + "}"
-
-
-def instruction_count(module: HloModule) -> int:
-    return sum(len(computation.instructions) for computation in module.computations.values())

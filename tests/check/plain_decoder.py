@@ -1,12 +1,9 @@
 """A decoder in plain JAX as large code bases write it: no layer of this package, and XLA chooses every collective.
 
 It is a Llama-style decoder with rotary positions, grouped key-value heads, a gated MLP and untied embeddings. Its
-layers are stacked and scanned, each under `jax.checkpoint`, and its training step returns the loss and the updated
-parameters. Parameters are float32 and are cast to bfloat16 where they are used.
-
-The mesh has the axes "fsdp" and "tensor". Each kernel is sharded over both: its model dimension over "fsdp", and its
-heads, hidden width or vocabulary over "tensor". The batch is sharded over "fsdp". The residual stream is sharded over
-"tensor", along its features.
+layers are stacked and scanned, each under `jax.checkpoint`. Parameters are float32 and are cast to bfloat16 where they
+are used. Each kernel is sharded over both axes of the mesh: its model dimension over "fsdp", and its heads, hidden
+width or vocabulary over "tensor".
 
 Shape suffixes: B batch, L length, D model width, H heads, K key-value heads, A head size, F hidden width, V vocabulary,
 N layers.
@@ -23,6 +20,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.programs import array
+
 type Parameters = Mapping[str, Any]
 
 RESIDUAL = P("fsdp", None, "tensor")  # of the residual stream [B, L, D]
@@ -30,8 +29,6 @@ RESIDUAL = P("fsdp", None, "tensor")  # of the residual stream [B, L, D]
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """The sizes of the decoder."""
-
     layers: int = 4
     width: int = 4096
     heads: int = 32
@@ -64,12 +61,9 @@ class Decoder:
 
     def arguments(self, mesh: Mesh) -> tuple[dict[str, jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
         """Returns the types of the parameters and of the tokens [B, L + 1]."""
-
-        def array(shape, dtype, spec):
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-
-        parameters = {name: array(shape, jnp.float32, spec) for name, (shape, spec) in self.parameter_shapes().items()}
-        return parameters, array((self.batch, self.length + 1), jnp.int32, P("fsdp", None))
+        shapes = self.parameter_shapes().items()
+        parameters = {name: array(shape, mesh, spec, jnp.float32) for name, (shape, spec) in shapes}
+        return parameters, array((self.batch, self.length + 1), mesh, P("fsdp", None), jnp.int32)
 
 
 def training_step(decoder: Decoder, mesh: Mesh) -> Callable[[Parameters, jax.Array], tuple[jax.Array, Parameters]]:
@@ -86,8 +80,7 @@ def training_step(decoder: Decoder, mesh: Mesh) -> Callable[[Parameters, jax.Arr
 def loss(decoder: Decoder, parameters: Parameters, tokens_BL: jax.Array) -> jax.Array:
     """Returns the mean cross-entropy of the next token, in nats."""
     inputs_BL, targets_BL = tokens_BL[:, :-1], tokens_BL[:, 1:]
-    x_BLD = parameters["embedding"].astype(jnp.bfloat16)[inputs_BL]
-    x_BLD = lax.with_sharding_constraint(x_BLD, RESIDUAL)
+    x_BLD = lax.with_sharding_constraint(parameters["embedding"].astype(jnp.bfloat16)[inputs_BL], RESIDUAL)
     names = ("attention_scale", "query", "key", "value", "out", "mlp_scale", "gate", "up", "down")
 
     @jax.checkpoint

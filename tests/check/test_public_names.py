@@ -1,8 +1,4 @@
-"""The public names of flaxasync.check: documented, typed, and imported when they are used; the order of its folders.
-
-Each folder imports only itself and what stands before it. tests/test_layering.py asserts that no two files import each
-other.
-"""
+"""The public names of flaxasync.check: documented, typed, and imported when they are used; the order of its folders."""
 
 import ast
 import pathlib
@@ -13,17 +9,8 @@ import sys
 import pytest
 
 from flaxasync import check
+from tests.check.hlo_texts import STEP
 from tests.test_layering import imported, modules
-
-ROOT = pathlib.Path(check.__file__).parents[2]
-# `import flaxasync` may import JAX. This package is tested alone, under a parent that imports nothing.
-ALONE = f"""
-import sys, types
-parent = types.ModuleType("flaxasync")
-parent.__path__ = [{str(ROOT / "flaxasync")!r}]
-sys.modules["flaxasync"] = parent
-from flaxasync import check
-"""
 
 
 @pytest.mark.parametrize("name", check.__all__)
@@ -45,20 +32,38 @@ def test_the_table_agrees_with_the_imports_for_type_checkers():
     assert typed == check._HOME_OF
 
 
-def test_reading_a_text_imports_neither_jax_nor_matplotlib():
-    program = f"""{ALONE}
-text = "HloModule m, is_scheduled=true\\n\\nENTRY e {{\\n  ROOT a = f32[8] parameter(0)\\n}}"
-module = check.parse(text)
-assert check.audit(text).ok and check.audit(module).ok
-print(check.format_module(module), check.timeline(text, "v5e"))
+ALONE = """
+import sys
+for layer in ("ops", "nn", "kernels", "transport", "verify", "mesh"):
+    sys.modules[f"flaxasync.{layer}"] = None  # an import of it raises ModuleNotFoundError
+import flaxasync as fa
+text = sys.stdin.read()
+module = fa.check.parse(text)
+report, timeline = fa.check.audit(module), fa.check.timeline(text, "v5e")
+summary = fa.check.summarize(text, axes={"data": 2, "model": 4})
+assert fa.check.compare(summary, summary).ok
+print(report.module, len(report.pairs), timeline.seconds > 0, fa.check.parse(fa.check.format_module(module)) == module)
 import flaxasync.check.player, flaxasync.check.render, flaxasync.check.__main__
-print(sorted({{"jax", "numpy", "matplotlib"}} & sys.modules.keys()))
+print({"jax", "numpy", "matplotlib"} & sys.modules.keys())
+for name in fa.check.__all__:
+    getattr(fa.check, name)
+loaded = {name for name, module in sys.modules.items() if module is not None}
+print(sorted(name for name in loaded if name.startswith("flaxasync.") and ".check" not in name))
+try:
+    fa.nn.ParallelMLP
+except ImportError:
+    print("no layers")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout.endswith("[]\n"), done.stdout + done.stderr
 
 
-# "" are the commands, and the files beside the folders.
+def test_reading_a_text_needs_no_layer_and_imports_neither_jax_nor_matplotlib():
+    done = subprocess.run([sys.executable, "-c", ALONE], input=STEP, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        "jit_step 1 True True", "set()", "['flaxasync.device_order', 'flaxasync.hardware']", "no layers",
+    ], done.stderr  # fmt: skip
+
+
+# A folder imports only itself and what stands before it. "" are the commands, and the files beside the folders.
 ORDER = ("hlo", "estimate", "auditing", "compile", "dispatch", "trace", "player", "gate", "capturing", "")
 
 
@@ -76,8 +81,6 @@ def test_folders_import_downwards():
     files = {name: path for name, path in modules().items() if path.name != "__init__.py"}
     checked = {name: path for name, path in files.items() if name.startswith("flaxasync.check.")}
     assert upward({name: imported(path, modules()) & checked.keys() for name, path in checked.items()}) == []
-
-
-def test_a_planted_import_upwards_is_found():
+    # Negative test: a planted import upwards is found.
     name, target = "flaxasync.check.hlo.reader", "flaxasync.check.auditing.audit"
     assert upward({name: {target}}) == [(name, target)]

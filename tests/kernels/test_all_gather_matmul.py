@@ -25,10 +25,6 @@ from tests.kernels.conftest import as_float32, assert_close, draw
 from tests.kernels.conftest import run as simulate
 
 
-def case(**options):
-    return options
-
-
 def run(size, batch, m, k, widths, *, mode="on_wait", dtype="float32", epilogue=None, operands=0, **options):
     """Compares y and the gathered x with an unsharded product; m and widths are those of one device."""
     transposed, keep = options.get("transposed", False), options.get("keep_gathered", False)
@@ -50,42 +46,62 @@ def run(size, batch, m, k, widths, *, mode="on_wait", dtype="float32", epilogue=
         np.testing.assert_array_equal(gathered, np.tile(x, (1, size, 1)))
 
 
-@pytest.fixture
-def stream(monkeypatch):
-    monkeypatch.setattr(resident, "plan", lambda *args: None)
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    """An epilogue that tells all products and operands apart."""
+
+    results: int
+
+    def __call__(self, products, operands):
+        total = sum((i + 1) * value for i, value in enumerate((*products, *operands)))
+        return tuple(total * (i + 1) - products[0] for i in range(self.results))
 
 
-@pytest.mark.parametrize("options", [
-    pytest.param(case(size=2, batch=1, m=16, k=256, widths=[384], directions=1, tiles=Tiles(8, 128, 256)),
-                 marks=pytest.mark.slow),
-    pytest.param(case(size=3, batch=2, m=16, k=256, widths=[384, 128], tiles=Tiles(16, 128, 256), mode="eager"),
-                 marks=pytest.mark.slow),
-    case(size=2, batch=4, m=16, k=256, widths=[384, 128], transposed=True, dtype="bfloat16", keep_gathered=True,
-         tiles=Tiles(32, 128, 256), mode="eager"),
-])  # fmt: skip
-def test_values_where_x_streams(stream, options):
-    run(**options)
+STREAMS = resident, "plan", lambda *args: None
+FORMS = {  # what is replaced, so that the plan for small operands has this form
+    "as planned": [],
+    "x stays": [(resident, "OUT_SLOTS", 1)],  # results wait until others have left their slots
+    "x streams": [STREAMS],
+    "w comes again": [STREAMS, (MatmulTiles, "keeping_w", lambda self, used_bytes, dtype: (self, used_bytes))],
+    "in chunks": [STREAMS, (stream_form, "CHUNK_ROWS", 8)],
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [
-    case(size=3, batch=2, m=16, k=256, widths=[384, 128], tiles=Tiles(16, 128, 256), mode="eager"),
-    case(size=2, batch=4, m=16, k=256, widths=[384], transposed=True, dtype="bfloat16", keep_gathered=True,
+def case(form, *, slow=True, batch=2, k=256, **options):
+    return pytest.param(form, {"batch": batch, "k": k} | options, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize(("form", "options"), [
+    case("x streams", size=2, batch=1, m=16, widths=[384], directions=1, tiles=Tiles(8, 128, 256)),
+    case("x streams", size=3, m=16, widths=[384, 128], tiles=Tiles(16, 128, 256), mode="eager"),
+    case("x streams", size=2, batch=4, m=16, widths=[384, 128], transposed=True, dtype="bfloat16", keep_gathered=True,
+         tiles=Tiles(32, 128, 256), mode="eager", slow=False),
+    case("w comes again", size=3, m=16, widths=[384, 128], tiles=Tiles(16, 128, 256), mode="eager"),
+    case("w comes again", size=2, batch=4, m=16, widths=[384], transposed=True, dtype="bfloat16", keep_gathered=True,
          tiles=Tiles(32, 128, 256)),
+    case("in chunks", size=2, m=32, widths=[256], keep_gathered=True, tiles=Tiles(16, 128, 256), slow=False),
+    case("in chunks", size=3, batch=1, m=64, widths=[384, 128], tiles=Tiles(16, 128, 256), mode="eager"),
+    case("in chunks", size=4, batch=8, m=16, widths=[256], dtype="bfloat16", keep_gathered=True,
+         transposed=True, mode="eager"),
+    case("x stays", size=2, batch=1, m=256, widths=[640], directions=1, tiles=Tiles(512, 128, 256), slow=False),
+    case("x stays", size=3, m=16, widths=[384, 128], mode="eager"),
+    case("x stays", size=2, batch=4, m=16, widths=[384], transposed=True, dtype="bfloat16", keep_gathered=True,
+         tiles=Tiles(64, 128, 128), mode="eager"),
+    case("x stays", size=3, batch=1, m=512, k=128, widths=[512], keep_gathered=True, tiles=Tiles(256, 128, 256),
+         mode="eager"),  # half-blocks in chunks
+    case("as planned", size=2, m=16, widths=[256] * 2, operands=1, epilogue=Mix(3), tiles=Tiles(32, 128, 128),
+         slow=False),
+    case("as planned", size=3, m=16, k=384, widths=[384] * 2, operands=2, epilogue=Mix(2), tiles=Tiles(16, 128, 256),
+         mode="eager"),  # a partial tile of columns
+    case("as planned", size=2, m=32, widths=[256], operands=2, epilogue=Mix(3), transposed=True, dtype="bfloat16",
+         tiles=Tiles(32, 256, 128), mode="eager"),
+    case("as planned", size=4, m=16, widths=[384], operands=2, epilogue=Mix(1), transposed=True,
+         tiles=Tiles(8, 128, 256)),
+    case("as planned", size=4, m=16, k=128, widths=[256] * 2, epilogue=Mix(1), mode="eager"),
 ])  # fmt: skip
-def test_values_where_w_comes_again(stream, w_comes_again, options):
-    run(**options)
-
-
-@pytest.mark.parametrize("options", [
-    case(size=2, batch=2, m=32, k=256, widths=[256], keep_gathered=True, tiles=Tiles(16, 128, 256)),
-    pytest.param(case(size=3, batch=1, m=64, k=256, widths=[384, 128], tiles=Tiles(16, 128, 256), mode="eager"),
-                 marks=pytest.mark.slow),
-    pytest.param(case(size=4, batch=8, m=16, k=256, widths=[256], dtype="bfloat16", keep_gathered=True,
-                      transposed=True, mode="eager"), marks=pytest.mark.slow),
-])  # fmt: skip
-def test_values_where_half_blocks_travel_in_chunks(monkeypatch, stream, options):
-    monkeypatch.setattr(stream_form, "CHUNK_ROWS", 8)
+def test_values(monkeypatch, form, options):
+    for replaced in FORMS[form]:
+        monkeypatch.setattr(*replaced)
     run(**options)
 
 
@@ -101,44 +117,6 @@ def test_chunks_are_for_links_that_bind_and_a_w_that_stays():
         assert plan.work.layout.chunks == chunks
 
 
-@pytest.mark.parametrize("options", [
-    case(size=2, batch=1, m=256, k=256, widths=[640], directions=1, tiles=Tiles(512, 128, 256)),  # a partial tile of w
-    pytest.param(case(size=3, batch=2, m=16, k=256, widths=[384, 128], mode="eager"), marks=pytest.mark.slow),
-    pytest.param(case(size=2, batch=4, m=16, k=256, widths=[384], transposed=True, dtype="bfloat16", keep_gathered=True,
-                      tiles=Tiles(64, 128, 128), mode="eager"), marks=pytest.mark.slow),
-    pytest.param(case(size=3, batch=1, m=512, k=128, widths=[512], keep_gathered=True, tiles=Tiles(256, 128, 256),
-                      mode="eager"), marks=pytest.mark.slow),  # half-blocks in chunks
-])  # fmt: skip
-def test_values_where_x_stays_in_vector_memory(monkeypatch, options):
-    monkeypatch.setattr(resident, "OUT_SLOTS", 1)  # results wait until others have left their slots
-    run(**options)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mix:
-    """An epilogue that tells all products and operands apart."""
-
-    results: int
-
-    def __call__(self, products, operands):
-        total = sum((i + 1) * value for i, value in enumerate((*products, *operands)))
-        return tuple(total * (i + 1) - products[0] for i in range(self.results))
-
-
-@pytest.mark.parametrize("options", [
-    case(size=2, m=16, k=256, widths=[256] * 2, operands=1, epilogue=Mix(3), tiles=Tiles(32, 128, 128)),
-    pytest.param(case(size=3, m=16, k=384, widths=[384] * 2, operands=2, epilogue=Mix(2), tiles=Tiles(16, 128, 256),
-                      mode="eager"), marks=pytest.mark.slow),  # a partial tile of columns
-    pytest.param(case(size=2, m=32, k=256, widths=[256], operands=2, epilogue=Mix(3), transposed=True,
-                      dtype="bfloat16", tiles=Tiles(32, 256, 128), mode="eager"), marks=pytest.mark.slow),
-    pytest.param(case(size=4, m=16, k=256, widths=[384], operands=2, epilogue=Mix(1), transposed=True,
-                      tiles=Tiles(8, 128, 256)), marks=pytest.mark.slow),
-    pytest.param(case(size=4, m=16, k=128, widths=[256] * 2, epilogue=Mix(1), mode="eager"), marks=pytest.mark.slow),
-])  # fmt: skip
-def test_values_of_an_epilogue(options):
-    run(batch=2, **options)
-
-
 def test_an_operand_that_is_not_waited_for_is_seen(monkeypatch):
     """A negative test: an epilogue sees tiles of its operands that have not arrived."""
     wait = MatmulTiles.wait_result
@@ -148,8 +126,9 @@ def test_an_operand_that_is_not_waited_for_is_seen(monkeypatch):
         run(2, 2, 16, 256, [128], operands=1, epilogue=Mix(1))
 
 
-def test_rows_that_are_not_waited_for_are_seen(monkeypatch, stream):
+def test_rows_that_are_not_waited_for_are_seen(monkeypatch):
     """A negative test: what has not arrived is multiplied."""
+    monkeypatch.setattr(*STREAMS)
     monkeypatch.setattr(Gather, "receive", lambda self, arrival: None)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         run(2, 1, 16, 256, [256], directions=1)
@@ -218,13 +197,14 @@ def test_w_is_never_in_vector_memory_as_a_whole():
 
 def test_a_barrier_that_tells_the_wrong_neighbour_is_seen(monkeypatch):
     """The player follows who has heard of whom; without the fault nothing is wrong."""
-    small = (2, 64, 512, 512, False)
-    fn, *arguments = program("fused", "v5e:2x2", small, directions=1)
-    result = fa.check.play(fn, *arguments, topology="v5e:2x2")
-    assert not result.notes
-    jax.clear_caches()  # the kernel's trace, too
+
+    def play():
+        jax.clear_caches()  # the kernel's trace, too
+        fn, *arguments = program("fused", "v5e:2x2", (2, 64, 512, 512, False), directions=1)
+        return fa.check.play(fn, *arguments, topology="v5e:2x2")
+
+    assert not play().notes
     monkeypatch.setattr(Ring, "sender", Ring.receiver)
-    fn, *arguments = program("fused", "v5e:2x2", small, directions=1)
     with pytest.raises(RaceError, match="a barrier with the receiver is missing"):
-        fa.check.play(fn, *arguments, topology="v5e:2x2")
+        play()
     jax.clear_caches()

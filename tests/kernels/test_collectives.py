@@ -1,4 +1,4 @@
-"""all_gather and all_reduce alone, in the race-detecting simulator."""
+"""The kernels of the serial mesh matmul, gemm, all_gather and all_reduce, in the race-detecting simulator."""
 
 import functools
 
@@ -10,9 +10,8 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from flaxasync.kernels.collectives import all_gather, all_reduce
 from flaxasync.kernels.engine.operands import Tiles
-from flaxasync.kernels.engine.tiling import Tiling
-from flaxasync.kernels.gemm import gemm
-from tests.kernels.conftest import arranged, as_float32, assert_close, draw
+from flaxasync.kernels.gemm import gemm, step
+from tests.kernels.conftest import arranged, as_float32, assert_close, draw, simulated
 from tests.kernels.conftest import run as simulate
 
 KERNELS = {"all_gather": all_gather, "all_reduce": all_reduce}
@@ -32,36 +31,54 @@ def run(name, size, *, mode="on_wait", directions=1, dtype="float32", blocks=4, 
     return got, whole.sum(1).reshape(-1, columns)
 
 
-@pytest.mark.parametrize(("name", "size", "directions", "mode"), [
-    pytest.param(name, *ring, marks=[] if ring[0] == 4 else pytest.mark.slow)
-    for name in KERNELS for ring in [(2, 1, "eager"), (3, 2, "on_wait"), (4, 2, "eager")]
+BOTH_WAYS = {"size": 4, "directions": 2, "mode": "eager"}
+HALF_OF_THE_AXES = {"size": 2, "data": 2, "mode": "eager", "dtype": "bfloat16"}
+PARTIAL = {
+    "blocks": 5,
+    "columns": 640,
+}  # tiles have 16 of 40 rows and 256 of 640 columns
+
+
+@pytest.mark.parametrize(("name", "options"), [
+    *((name, options) for name in KERNELS for options in (BOTH_WAYS, HALF_OF_THE_AXES)),
+    ("all_reduce", {"size": 3, "directions": 2, "mode": "eager"} | PARTIAL),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        *((name, {"size": 2, "mode": "eager"}) for name in KERNELS),
+        *((name, {"size": 3, "directions": 2}) for name in KERNELS),
+        ("all_reduce", {"size": 2} | PARTIAL),
+    ]),
 ])  # fmt: skip
-def test_values(name, size, directions, mode):
-    o, want = run(name, size, mode=mode, directions=directions)
-    assert_close(o, want)
+def test_values(name, options):
+    assert_close(*run(name, **options), options.get("dtype", "float32"))
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_bfloat16_on_one_of_two_axes(name):
-    o, want = run(name, 2, mode="eager", dtype="bfloat16", columns=512, data=2)
-    assert_close(o, want, "bfloat16")
+def check_gemm(shape, tiles, dtype):
+    m, k, n = shape
+    x, w = draw((m, k), dtype), draw((k, n), dtype, 1)
+    with simulated((1,), ("x",)):
+        o = as_float32(jax.jit(functools.partial(gemm, tiles=tiles))(x, w))
+    assert_close(o, as_float32(x) @ as_float32(w), dtype)
 
 
-@pytest.mark.parametrize(
-    ("size", "directions", "mode"), [pytest.param(2, 1, "on_wait", marks=pytest.mark.slow), (3, 2, "eager")]
-)
-def test_partial_tiles(size, directions, mode):
-    """Of 16 rows, where there are 40, and of 256 columns, where there are 640: the last ones hang over both edges."""
-    o, want = run("all_reduce", size, mode=mode, directions=directions, blocks=5, columns=640)
-    assert_close(o, want)
-
-
-@pytest.mark.parametrize(("side", "most", "unit", "tile"), [
-    (4096, 1024, 8, 1024), (2560, 1024, 8, 640), (1536, 1024, 128, 768),  # they divide
-    (5504, 1024, 128, 512), (1072, 1024, 16, 544), (384, 1024, 256, 256), (40, 16, 8, 16),
+@pytest.mark.parametrize(("shape", "tiles", "dtype"), [
+    ((64, 256, 128), Tiles(32, 128, 128), "float32"),
+    ((80, 640, 384), Tiles(32, 256, 256), "float32"),  # no side divides
+    ((48, 384, 256), Tiles(32, 256, 128), "bfloat16"),
 ])  # fmt: skip
-def test_sides_of_tiles(side, most, unit, tile):
-    assert Tiling.overhanging(side, most, unit).size == tile
+def test_values_of_gemm(shape, tiles, dtype):
+    check_gemm(shape, tiles, dtype)
+
+
+def test_a_missing_mask_is_seen(monkeypatch):
+    """Negative test of the partial tiles: beyond k the simulator's memory is NaN."""
+    monkeypatch.setattr("flaxasync.kernels.gemm.step", lambda *args, depth: step(*args, depth=512))
+    with pytest.raises(AssertionError, match="nan location mismatch"):
+        check_gemm((32, 384, 128), Tiles(32, 256, 128), "float32")
+
+
+def test_tiles_of_no_size_are_refused():
+    with pytest.raises(ValueError, match="positive sides: got m=0"):
+        Tiles(0, 128, 128)
 
 
 def test_a_sum_that_is_read_before_it_arrived_is_seen(monkeypatch):

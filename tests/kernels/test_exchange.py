@@ -13,7 +13,7 @@ from flaxasync.kernels import exchange as module
 from flaxasync.kernels.exchange import exchange
 from tests.kernels.conftest import arranged, as_float32, assert_close, draw, simulated
 from tests.kernels.conftest import run as simulate
-from tests.ops.matmul.test_fused import parity
+from tests.ops.matmul.conftest import check_parity
 
 repeats = pytest.mark.slow
 
@@ -30,21 +30,20 @@ def run(size, steps, *, rows=8, columns=512, dtype="float32", mode="on_wait", da
     return got.reshape(data * size, rows, columns), np.repeat(as_float32(x).sum(1), size, axis=0)
 
 
-@pytest.mark.parametrize(("size", "steps", "mode"), [
-    (4, 1, "eager"), (4, 2, "on_wait"), pytest.param(4, 2, "eager", marks=repeats),
-    pytest.param(3, 1, "on_wait", marks=repeats), pytest.param(2, 2, "eager", marks=repeats),
+ONE_OF_TWO_AXES = {"rows": 16, "dtype": "bfloat16", "mode": "eager", "data": 2}
+
+
+@pytest.mark.parametrize(("size", "steps", "options"), [
+    (4, 1, {"mode": "eager"}), (4, 2, {}), *(pytest.param(*case, marks=repeats) for case in [
+        (4, 2, {"mode": "eager"}), (3, 1, {}), (2, 2, {"mode": "eager"}), (2, 1, ONE_OF_TWO_AXES),
+        (2, 2, ONE_OF_TWO_AXES),
+    ]),
 ])  # fmt: skip
-def test_all_devices_have_the_same_sum(size, steps, mode):
-    got, want = run(size, steps, mode=mode)
-    assert_close(got, want)
-    assert all(np.array_equal(got[0], other) for other in got[1:]), "to the last bit"
-
-
-@repeats
-@pytest.mark.parametrize("steps", [1, 2])
-def test_bfloat16_on_one_of_two_axes(steps):
-    got, want = run(2, steps, rows=16, dtype="bfloat16", mode="eager", data=2)
-    assert_close(got, want, "bfloat16")
+def test_all_devices_have_the_same_sum(size, steps, options):
+    got, want = run(size, steps, **options)
+    assert_close(got, want, options.get("dtype", "float32"))
+    each = got.reshape(-1, size, *got.shape[1:])  # the devices of each sum
+    assert (each == each[:, :1]).all(), "to the last bit"
 
 
 @pytest.mark.parametrize("steps", [1, pytest.param(2, marks=repeats)])
@@ -61,8 +60,9 @@ def test_a_sum_that_is_read_before_it_arrived_is_seen(monkeypatch, steps):
     pytest.param("bfloat16", 2, 40, 384, marks=repeats),  # two steps; columns are padded
 ])  # fmt: skip
 def test_parity_and_gradients(monkeypatch, dtype, batch, rows, n):
-    monkeypatch.setattr("flaxasync.ops.costs.all_reduce.ONE_STEP_BYTES", 2**17)
-    parity("matmul_all_reduce", 4, batch=batch, m=rows, k=64, n=n, dtype=dtype, mode="eager", backend="exchange")
+    monkeypatch.setattr("flaxasync.ops.costs.collective_matmul.ONE_STEP_BYTES", 2**17)
+    sizes = {"batch": batch, "m": rows, "k": 64, "ns": [n]}
+    check_parity("matmul_all_reduce", 4, **sizes, dtype=dtype, mode="eager", backend="exchange")
 
 
 @pytest.mark.parametrize(("size", "dtype", "rows", "message"), [

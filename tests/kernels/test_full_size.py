@@ -61,20 +61,19 @@ def test_the_program_is_the_kernel_alone(name, topology):
         assert opcodes["copy"] + opcodes["custom-call-start"] == 2  # a tpu7x transposes on its SparseCore
 
 
-@pytest.mark.parametrize(("call", "shapes"), [
-    (gemm, [(8192, 8192), (8192, 8192)]),
-    (lambda x, w, **tiles: all_gather_matmul(x, (w,), "ring", **tiles), [(8, 4096, 8192), (8192, 8192)]),
-    (lambda x, w, **tiles: matmul_reduce_scatter((x,), (w,), "ring", **tiles), [(1, 16384, 4096), (4096, 8192)]),
-    (lambda x, dy, **tiles: gather_weight_gradient(x, (dy,), "ring", **tiles), [(1, 4096, 4096), (1, 8192, 8192)]),
-    (functools.partial(all_reduce, axis_name="ring"), [(8192, 8192)]),
-])  # fmt: skip
-def test_tiles_that_exceed_vector_memory_are_refused_with_their_sizes(call, shapes):
-    message = r"take \d{3,4}\.\d MiB with all buffers, and a v5e has 120 MiB to give; the largest of this form are m="
-    with pytest.raises(ValueError, match=message):
-        traced(functools.partial(call, tiles=Tiles(8192, 8192, 8192)), *shapes)
+TOO_LARGE = Tiles(8192, 8192, 8192)
+TAKES = r"take \d{3,4}\.\d MiB with all buffers, and a v5e has 120 MiB to give; the largest of this form are m="
 
 
 @pytest.mark.parametrize(("error", "message", "call", "shapes"), [
+    (ValueError, TAKES, functools.partial(gemm, tiles=TOO_LARGE), [(8192, 8192), (8192, 8192)]),
+    (ValueError, TAKES, lambda x, w: all_gather_matmul(x, (w,), "ring", tiles=TOO_LARGE),
+     [(8, 4096, 8192), (8192, 8192)]),
+    (ValueError, TAKES, lambda x, w: matmul_reduce_scatter((x,), (w,), "ring", tiles=TOO_LARGE),
+     [(1, 16384, 4096), (4096, 8192)]),
+    (ValueError, TAKES, lambda x, dy: gather_weight_gradient(x, (dy,), "ring", tiles=TOO_LARGE),
+     [(1, 4096, 4096), (1, 8192, 8192)]),
+    (ValueError, TAKES, functools.partial(all_reduce, axis_name="ring", tiles=TOO_LARGE), [(8192, 8192)]),
     (NotImplementedError, "a TPU has 400 for them: 8192 rows and n=4096 .* are 1024 tiles",
      lambda x, w: matmul_reduce_scatter((x,), (w,), "ring", tiles=Tiles(256, 128, 128)),
      [(1, 16384, 128), (128, 4096)]),
@@ -83,13 +82,9 @@ def test_tiles_that_exceed_vector_memory_are_refused_with_their_sizes(call, shap
     (ValueError, "half of the columns of a tile each way: got 128, needed a multiple of 256; use directions=1",
      functools.partial(all_reduce, axis_name="ring", directions=2), [(32, 128)]),
 ])  # fmt: skip
-def test_what_cannot_travel_is_refused_with_its_sizes(error, message, call, shapes):
-    with pytest.raises(error, match=message):
-        traced(call, *shapes)
-
-
-def traced(call, *shapes):
-    """Traces a kernel on two simulated devices that hold float32 operands of these shapes each."""
-    with simulated((2,), ("ring",)):
+def test_what_cannot_be_served_is_refused_with_its_sizes(error, message, call, shapes):
+    with simulated((2,), ("ring",)):  # each device has float32 operands of these shapes
         fn = jax.shard_map(call, in_specs=P(), out_specs=P("ring"), check_vma=False)
-        jax.eval_shape(fn, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+        operands = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        with pytest.raises(error, match=message):
+            jax.eval_shape(fn, *operands)

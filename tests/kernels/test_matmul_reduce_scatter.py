@@ -35,25 +35,31 @@ def run(
     return got, sum(x @ w for x, w in zip(as_float32(xs), as_float32(ws), strict=True))
 
 
-@pytest.mark.parametrize(("size", "options"), [
-    pytest.param(2, {"directions": 1}, marks=pytest.mark.slow),  # the neighbour is one and the same; see partial tiles
-    (3, {"directions": 2, "batch": 2, "ks": (256, 128), "dtype": "bfloat16", "mode": "eager"}),
-    # All of the contraction at once.
-    pytest.param(4, {"directions": 2, "batch": 4, "m": 8, "n": 384, "tiles": None}, marks=pytest.mark.slow),
-    pytest.param(4, {"m": 64, "ks": (384,), "transposed": True, "mode": "eager"}, marks=pytest.mark.slow),
-    (2, {"directions": 2, "m": 8, "n": 128, "mode": "eager"}),  # one tile: nothing can be fetched ahead of its sum
+# The last tile of every side is partial; what lies beyond it in vector memory is not a number at first.
+RAGGED = {"ks": (640,), "n": 640, "tiles": Tiles(32, 384, 384)}  # 384 + 256
+W_COMES_AGAIN = MatmulTiles, "keeping_w", lambda self, used_bytes, dtype: (self, used_bytes)
+SMALL_PARTS = tiling, "SUB_BLOCK", 16
+
+
+@pytest.mark.parametrize(("size", "replaced", "options"), [
+    (3, None, {"directions": 2, "batch": 2, "ks": (256, 128), "dtype": "bfloat16", "mode": "eager"}),
+    (2, None, {"directions": 2, "m": 8, "n": 128, "mode": "eager"}),  # nothing can be fetched ahead of its sum
+    (3, None, RAGGED | {"batch": 3, "m": 16, "ks": (640, 384), "n": 256, "dtype": "bfloat16"}),  # batches 2 + 1
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        (2, None, {"directions": 1}),  # the neighbour is one and the same
+        (4, None, {"directions": 2, "batch": 4, "m": 8, "n": 384, "tiles": None}),  # all of the contraction at once
+        (4, None, {"m": 64, "ks": (384,), "transposed": True, "mode": "eager"}),
+        (3, W_COMES_AGAIN, {"batch": 2, "ks": (256, 128), "dtype": "bfloat16", "mode": "eager"}),
+        (4, W_COMES_AGAIN, {"m": 64, "ks": (384,), "transposed": True}),
+        (2, None, RAGGED | {"directions": 1, "m": 40, "mode": "eager"}),  # rows 24 + 16
+        # Rows in three parts of 16, of which the last is half full.
+        (4, SMALL_PARTS, RAGGED | {"m": 40, "tiles": Tiles(64, 384, 384), "transposed": True, "mode": "eager"}),
+    ]),
 ])  # fmt: skip
-def test_values(size, options):
+def test_values(monkeypatch, size, replaced, options):
+    if replaced:
+        monkeypatch.setattr(*replaced)
     assert_close(*run(size, **options), options.get("dtype", "float32"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [
-    {"size": 3, "batch": 2, "ks": (256, 128), "dtype": "bfloat16", "mode": "eager"},
-    {"size": 4, "m": 64, "ks": (384,), "transposed": True},
-])  # fmt: skip
-def test_values_where_w_comes_again(w_comes_again, options):
-    assert_close(*run(**options), options.get("dtype", "float32"))
 
 
 def test_w_stays_where_it_fits():
@@ -63,21 +69,6 @@ def test_w_stays_where_it_fits():
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(4, 4096, 8192), (8192, 8192)])
     schedule, _ = reduce_scatter_form._plan((x,), (w,), False, None, 8, 2)
     assert schedule.tiles.w_slots == 2
-
-
-RAGGED = {"ks": (640,), "n": 640, "tiles": Tiles(32, 384, 384)}  # 384 + 256
-
-
-@pytest.mark.parametrize(("size", "part", "options"), [
-    pytest.param(2, 512, {"directions": 1, "m": 40, "mode": "eager"}, marks=pytest.mark.slow),  # rows 24 + 16
-    (3, 512, {"batch": 3, "m": 16, "ks": (640, 384), "n": 256, "dtype": "bfloat16"}),  # batches 2 + 1; two pairs
-    pytest.param(4, 16, {"m": 40, "tiles": Tiles(64, 384, 384), "transposed": True, "mode": "eager"},
-                 marks=pytest.mark.slow),  # rows in three parts of 16, of which the last is half full
-])  # fmt: skip
-def test_partial_tiles(monkeypatch, size, part, options):
-    """The last tile of every side is partial; what lies beyond it in vector memory is not a number at first."""
-    monkeypatch.setattr(tiling, "SUB_BLOCK", part)
-    assert_close(*run(size, **RAGGED | options), options.get("dtype", "float32"))
 
 
 def test_a_product_of_a_whole_tile_is_seen(monkeypatch):

@@ -29,31 +29,27 @@ def run(size, *, batch=1, m=128, k=256, ns=(128,), dtype="float32", mode="on_wai
     return np.concatenate(dws, 1), np.concatenate(want, 1)
 
 
-@pytest.mark.parametrize(("size", "options"), [
-    pytest.param(2, {"directions": 1, "k": 384, "mode": "eager"}, marks=pytest.mark.slow),
-    (3, {"directions": 2, "batch": 4, "m": 64, "ns": (256, 128)}),
-    pytest.param(4, {"directions": 2, "m": 256, "mode": "eager"}, marks=pytest.mark.slow),
-    # Receive buffers are written again from the third chunk on.
-    pytest.param(3, {"directions": 2, "m": 256, "k": 512, "mode": "eager"}, marks=pytest.mark.slow),
-    pytest.param(4, {"directions": 1, "k": 512, "mode": "eager"}, marks=pytest.mark.slow),
-    pytest.param(2, {"dtype": "bfloat16", "batch": 2, "m": 64}, marks=pytest.mark.slow),
-])  # fmt: skip
-def test_values(size, options):
-    assert_close(*run(size, **options), options.get("dtype", "float32"))
-
-
+# The last tile of every side is partial; what lies beyond it in vector memory is not a number at first.
 RAGGED = {"m": 640, "k": 640, "ns": (640,), "tiles": Tiles(384, 384, 384)}  # 384 + 256
 
 
 @pytest.mark.parametrize(("size", "options"), [
-    pytest.param(2, {"directions": 1, "mode": "eager"}, marks=pytest.mark.slow),
-    (3, {"batch": 5, "m": 128, "k": 128, "ns": (640, 128), "dtype": "bfloat16"}),  # batches 3 + 2
-    pytest.param(4, {"batch": 10, "m": 64, "k": 128, "mode": "eager"}, marks=pytest.mark.slow),  # in pairs of batches
-    pytest.param(2, {"batch": 2}, marks=pytest.mark.slow),  # a partial tile in the middle of a block
+    (3, {"directions": 2, "batch": 4, "m": 64, "ns": (256, 128)}),
+    (3, RAGGED | {"batch": 5, "m": 128, "k": 128, "ns": (640, 128), "dtype": "bfloat16"}),  # batches 3 + 2
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        (2, {"directions": 1, "k": 384, "mode": "eager"}),
+        (4, {"directions": 2, "m": 256, "mode": "eager"}),
+        # Receive buffers are written again from the third chunk on.
+        (3, {"directions": 2, "m": 256, "k": 512, "mode": "eager"}),
+        (4, {"directions": 1, "k": 512, "mode": "eager"}),
+        (2, {"dtype": "bfloat16", "batch": 2, "m": 64}),
+        (2, RAGGED | {"directions": 1, "mode": "eager"}),
+        (4, RAGGED | {"batch": 10, "m": 64, "k": 128, "mode": "eager"}),  # in pairs of batches
+        (2, RAGGED | {"batch": 2}),  # a partial tile in the middle of a block
+    ]),
 ])  # fmt: skip
-def test_partial_tiles(size, options):
-    """The last tile of every side is partial; what lies beyond it in vector memory is not a number at first."""
-    assert_close(*run(size, **RAGGED | options), options.get("dtype", "float32"))
+def test_values(size, options):
+    assert_close(*run(size, **options), options.get("dtype", "float32"))
 
 
 def test_a_product_of_a_whole_tile_is_seen(monkeypatch):

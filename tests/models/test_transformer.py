@@ -22,6 +22,17 @@ from tests.nn.conftest import drawn, make_mesh
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 CONFIG = TransformerConfig(vocab_size=32, layers=2, width=16, heads=4, kv_heads=4, mlp_width=24)
+# Four devices share two key-value heads, and do not divide the vocabulary.
+BASE = TransformerConfig(vocab_size=30, layers=3, width=16, heads=4, kv_heads=2, mlp_width=24)
+LLAMA_AND_QWEN = dataclasses.replace(
+    BASE, head_dim=8, tie_embeddings=True, qk_norm=True, attention_bias=True, mlp_bias=True, rope_factor=8.0,
+    rope_original_length=16,
+)  # fmt: skip
+GEMMA = dataclasses.replace(
+    BASE, head_dim=8, activation="gelu", norm_plus_one=True, post_norms=True, scale_embeddings=True,
+    attention_scale=0.7, attention_softcap=0.5, logit_softcap=1.5, alternating_window=3,
+)  # fmt: skip
+UNTIED, TIED = {"tie_embeddings": False}, {"tie_embeddings": True}
 TOKENS = np.random.default_rng(0).integers(0, 30, (4, 8)).astype(np.int32)
 TARGETS = np.roll(TOKENS, -1, axis=1)
 
@@ -43,57 +54,78 @@ def parameter_shapes(config, mesh):
 
 
 @functools.cache  # compiling takes nearly all of the time, and most tests compare with CONFIG's
-def loss_and_gradients(config, axis_type):
+def loss_and_gradients(config, axis_type=AxisType.Explicit):
+    """Returns the loss, the gradients and the parameters of a model on eight devices, and its logits."""
     with jax.set_mesh(make_mesh(axis_type=axis_type)):
-        params, loss = split(config, backend="xla")
-        value, grads = jax.jit(jax.value_and_grad(loss))(params, *place(P("data", None)))
-    return float(value), jax.tree.map(np.asarray, nnx.to_pure_dict(grads)), nnx.to_pure_dict(params)
+        model = drawn(lambda: Transformer(config, backend="xla", rngs=nnx.Rngs(0)))
+        both = nnx.value_and_grad(lambda model, *batch: (model.loss(*batch), model(batch[0])), has_aux=True)
+        (loss, logits), grads = nnx.jit(both)(model, *place(P("data", None)))
+        params = nnx.to_pure_dict(nnx.state(model))
+    return float(loss), jax.tree.map(np.asarray, nnx.to_pure_dict(grads)), params, np.asarray(logits)
 
 
 def plain_loss(params, config):
-    log_probabilities = jax.nn.log_softmax(plain_logits(params, config, TOKENS, jnp))
-    return -jnp.mean(jnp.take_along_axis(log_probabilities, TARGETS[..., None], -1))
+    logits = plain_logits(params, config, TOKENS, jnp)
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), TARGETS[..., None], -1)), logits
 
 
 def assert_gradients_close(got, want, tolerance=2e-5):
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=tolerance * max(np.abs(w).max(), 1e-2)), got, want)
 
 
-@pytest.mark.parametrize(
-    ("axis_type", "tie_embeddings"),
-    [pytest.param(AxisType.Explicit, False, marks=pytest.mark.slow), (AxisType.Auto, True)],
-)
-def test_loss_and_gradients_are_those_of_the_plain_decoder(axis_type, tie_embeddings):
-    check_against_the_plain_decoder(dataclasses.replace(CONFIG, tie_embeddings=tie_embeddings), axis_type)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("axis_type", "tie_embeddings"), [(AxisType.Explicit, False), (AxisType.Auto, True)])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (2, 1), (6, 6)])
-def test_sizes_that_the_axis_does_not_divide(axis_type, tie_embeddings, heads, kv_heads):
-    """Their parameters, and so their checkpoints, have the shapes of the model on one device."""
-    config = dataclasses.replace(
-        CONFIG, vocab_size=30, width=24, heads=heads, kv_heads=kv_heads, tie_embeddings=tie_embeddings
-    )
+@pytest.mark.parametrize(("config", "changes", "axis_type"), [
+    (CONFIG, TIED, AxisType.Auto),
+    (LLAMA_AND_QWEN, {}, AxisType.Explicit),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        (CONFIG, UNTIED, AxisType.Explicit),
+        (GEMMA, {}, AxisType.Explicit),
+        *((CONFIG, {"vocab_size": 30, "width": 24, "heads": heads, "kv_heads": kv_heads} | tied, axis_type)
+          for heads, kv_heads in ((6, 2), (2, 1), (6, 6))
+          for tied, axis_type in ((UNTIED, AxisType.Explicit), (TIED, AxisType.Auto))),
+    ]),
+])  # fmt: skip
+def test_a_model_computes_what_the_plain_decoder_does(config, changes, axis_type):
+    """Its parameters, and so its checkpoints, have the shapes of the model on one device, also where none divides."""
+    config = dataclasses.replace(config, **changes)
     check_fits(config, sequence_length=8, mesh_shape={"data": 2, "model": 4})
-    check_against_the_plain_decoder(config, axis_type, tolerance=1e-5)
     assert parameter_shapes(config, make_mesh()) == parameter_shapes(config, make_mesh(1, 1))
-
-
-def check_against_the_plain_decoder(config, axis_type, tolerance=2e-5):
-    loss, grads, params = loss_and_gradients(config, axis_type)
-    params = jax.tree.map(np.asarray, params)
-    fn = jax.jit(jax.value_and_grad(functools.partial(plain_loss, config=config)))
-    want, want_grads = fn(params)
+    loss, grads, params, logits = loss_and_gradients(config, axis_type)
+    plain = jax.jit(jax.value_and_grad(functools.partial(plain_loss, config=config), has_aux=True))
+    (want, want_logits), want_grads = plain(jax.tree.map(np.asarray, params))
     np.testing.assert_allclose(loss, want, rtol=1e-5)
-    assert_gradients_close(grads, want_grads, tolerance)
+    np.testing.assert_allclose(logits[..., : config.vocab_size], want_logits, atol=2e-5)
+    assert logits.shape == (4, 8, 32)
+    assert (logits[..., config.vocab_size :] == np.finfo(np.float32).min).all()
+    assert_gradients_close(grads, want_grads)
+
+
+@pytest.mark.parametrize("config", [LLAMA_AND_QWEN, GEMMA], ids=["llama and qwen", "gemma"])
+def test_every_option_changes_the_logits(config):
+    """Negative test: the comparison above would notice an option that the model ignores."""
+    untied = dataclasses.replace(config, tie_embeddings=False)
+    with jax.set_mesh(make_mesh(1, 1)):
+        params = nnx.to_pure_dict(nnx.state(drawn(lambda: Transformer(untied, rngs=nnx.Rngs(0)))))
+    params = jax.tree.map(np.asarray, params)
+    attention, mlp = params["layers"]["attention"], params["layers"]["mlp"]
+    for part, names, biased in (
+        (attention, ("query", "key", "value", "out"), config.attention_bias),
+        (mlp, ("up", "gate", "down"), config.mlp_bias),
+    ):
+        assert all(("bias" in part[name]) == biased for name in names)
+    want = plain_logits(params, config, TOKENS)
+    for field in dataclasses.fields(config):
+        default = getattr(BASE, field.name)
+        seen_above = ("attention_bias", "mlp_bias", "head_dim", "rope_original_length")
+        if getattr(config, field.name) != default and field.name not in seen_above:
+            changed = plain_logits(params, dataclasses.replace(config, **{field.name: default}), TOKENS)
+            assert np.abs(changed - want).max() > 1e-3, field.name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["cheap", "dots", "layer"])
 def test_remat_changes_nothing_but_memory(remat):
-    loss, grads, _ = loss_and_gradients(dataclasses.replace(CONFIG, remat=remat), AxisType.Explicit)
-    want, want_grads, _ = loss_and_gradients(CONFIG, AxisType.Explicit)
+    loss, grads, *_ = loss_and_gradients(dataclasses.replace(CONFIG, remat=remat))
+    want, want_grads, *_ = loss_and_gradients(CONFIG)
     np.testing.assert_allclose(loss, want, rtol=1e-6)
     assert_gradients_close(grads, want_grads)
 
@@ -129,7 +161,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
         batch = place(P("data", None))
         value, grads = float(jax.jit(loss)(params, *batch)), jax.eval_shape(jax.grad(loss), params, *batch)
     whole = jax.tree.map(np.asarray, nnx.to_pure_dict(params))
-    want = float(jax.jit(functools.partial(plain_loss, config=CONFIG))(whole))
+    want = float(jax.jit(functools.partial(plain_loss, config=CONFIG))(whole)[0])
     assert {leaf.dtype for leaf in jax.tree.leaves((params, grads))} == {jnp.dtype("float32")}
     assert value != want
     np.testing.assert_allclose(value, want, rtol=2e-2)
@@ -170,7 +202,7 @@ def test_with_a_context_axis_loss_and_gradients_are_the_same():
     with jax.set_mesh(mesh):
         params, loss = split(CONFIG, context_axis="context")
         value, grads = jax.jit(jax.value_and_grad(loss))(params, *place(P("data", "context"), order))
-    want, want_grads, _ = loss_and_gradients(CONFIG, AxisType.Explicit)
+    want, want_grads, *_ = loss_and_gradients(CONFIG)
     np.testing.assert_allclose(value, want, rtol=1e-5)
     assert_gradients_close(jax.tree.map(np.asarray, nnx.to_pure_dict(grads)), want_grads)
 
@@ -208,57 +240,3 @@ def test_a_scanned_model_compiles_for_tpus(remat):
         program = check.compile_for("v5e:2x4", jax.jit(loss), params, tokens, compiler_options=check.HLO_ONLY)
     assert KERNELS["stateful"] in program.as_text()
     assert check.audit(program).ok
-
-
-BASE = TransformerConfig(vocab_size=30, layers=3, width=16, heads=4, kv_heads=2, mlp_width=24)
-LLAMA_AND_QWEN = dataclasses.replace(
-    BASE, head_dim=8, tie_embeddings=True, qk_norm=True, attention_bias=True, mlp_bias=True, rope_factor=8.0,
-    rope_original_length=16,
-)  # fmt: skip
-GEMMA = dataclasses.replace(
-    BASE, head_dim=8, activation="gelu", norm_plus_one=True, post_norms=True, scale_embeddings=True,
-    attention_scale=0.7, attention_softcap=0.5, logit_softcap=1.5, alternating_window=3,
-)  # fmt: skip
-
-
-def plain_params(model):
-    return jax.tree.map(lambda x: np.asarray(x, np.float64), nnx.to_pure_dict(nnx.state(model)))
-
-
-@pytest.mark.parametrize(
-    "config",
-    [pytest.param(LLAMA_AND_QWEN, id="llama and qwen"), pytest.param(GEMMA, id="gemma", marks=pytest.mark.slow)],
-)
-def test_logits_are_those_of_the_plain_decoder(config):
-    """Four devices share two key-value heads, and do not divide the vocabulary."""
-    with jax.set_mesh(make_mesh()):
-        model = drawn(lambda: Transformer(config, rngs=nnx.Rngs(0)))
-        logits = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, jax.device_put(TOKENS, P("data"))))
-        loss = nnx.jit(lambda model, tokens: model.loss(tokens, tokens))(model, jax.device_put(TOKENS, P("data")))
-    want = plain_logits(plain_params(model), config, TOKENS)
-    assert logits.shape == (4, 8, 32)
-    np.testing.assert_allclose(logits[..., :30], want, atol=2e-5)
-    assert (logits[..., 30:] == np.finfo(np.float32).min).all()
-    log_sum = np.log(np.exp(want).sum(-1))
-    np.testing.assert_allclose(loss, (log_sum - np.take_along_axis(want, TOKENS[..., None], -1)[..., 0]).mean(), 1e-5)
-
-
-@pytest.mark.parametrize("config", [LLAMA_AND_QWEN, GEMMA], ids=["llama and qwen", "gemma"])
-def test_every_option_changes_the_logits(config):
-    """Negative test: the comparison above would notice an option that the model ignores."""
-    untied = dataclasses.replace(config, tie_embeddings=False)
-    with jax.set_mesh(make_mesh(1, 1)):
-        params = plain_params(drawn(lambda: Transformer(untied, rngs=nnx.Rngs(0))))
-    want = plain_logits(params, config, TOKENS)
-    for field in dataclasses.fields(config):
-        default = getattr(BASE, field.name)
-        if getattr(config, field.name) == default or field.name in ("head_dim", "rope_original_length"):
-            continue
-        if field.name in ("attention_bias", "mlp_bias"):
-            part = params["layers"]["attention" if field.name == "attention_bias" else "mlp"]
-            assert all(
-                "bias" in part[name] for name in ("up", "gate", "down", "query", "key", "value", "out") if name in part
-            )
-            continue
-        changed = plain_logits(params, dataclasses.replace(config, **{field.name: default}), TOKENS)
-        assert np.abs(changed - want).max() > 1e-3, field.name

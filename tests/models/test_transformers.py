@@ -10,14 +10,13 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from models.config import TransformerConfig
 from models.hugging_face import export_parameters, import_parameters, load_config
 from models.transformer import Transformer
 from tests.models.test_hugging_face import abstract
-from tests.nn.conftest import make_mesh
+from tests.nn.conftest import make_fsdp_mesh, make_mesh
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick_compile")]
 
@@ -68,12 +67,6 @@ def logits_there(model):
         return model(torch.from_numpy(TOKENS).long()).logits.numpy()
 
 
-def make_fsdp_mesh(data, fsdp, model):
-    sizes = data, fsdp, model
-    devices = jax.devices()[: data * fsdp * model]
-    return jax.make_mesh(sizes, ("data", "fsdp", "model"), (AxisType.Explicit,) * 3, devices=devices)
-
-
 def options_of(mesh):
     return {"fsdp_axis": "fsdp"} if "fsdp" in mesh.shape else {}
 
@@ -93,9 +86,15 @@ MESHES = {
     "1 x 1": make_mesh(1, 1),
     "1 x 8": make_mesh(1, 8),
     "2 x 4": make_mesh(2, 4),
-    "fsdp 2 x 4": make_fsdp_mesh(1, 2, 4),
-    "fsdp 2 x 2": make_fsdp_mesh(1, 2, 2),
+    "fsdp 2 x 4": make_fsdp_mesh(1, 2, 1, 4),
+    "fsdp 2 x 2": make_fsdp_mesh(1, 2, 1, 2),
 }
+
+
+def imported(folder, mesh):
+    family, fields = load_config(folder)
+    config = TransformerConfig(**fields)
+    return config, import_parameters(folder, family, abstract(config, mesh, **options_of(mesh)))
 
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
@@ -105,9 +104,7 @@ def test_the_logits_of_an_imported_model_are_the_same(checkpoint, mesh):
     On a mesh with an fsdp axis the parameters are stored sharded over it, too.
     """
     folder, want = checkpoint
-    family, fields = load_config(folder)
-    config = TransformerConfig(**fields)
-    params = import_parameters(folder, family, abstract(config, mesh, **options_of(mesh)))
+    config, params = imported(folder, mesh)
     kernel = params["layers"]["mlp"]["up"]["kernel"].sharding.spec
     assert ("fsdp" in jax.tree.leaves(tuple(kernel))) == ("fsdp" in mesh.shape)
     got = logits_here(config, params)
@@ -119,9 +116,7 @@ def test_transformers_loads_what_is_exported(checkpoint, tmp_path):
     import transformers
 
     folder, want = checkpoint
-    family, fields = load_config(folder)
-    config = TransformerConfig(**fields)
-    params = import_parameters(folder, family, abstract(config, make_mesh(2, 4)))
+    config, params = imported(folder, make_mesh(2, 4))
     written = export_parameters(tmp_path, config, params, length=64, shard_bytes=30_000)
     (tmp_path / "config.json").write_text(json.dumps(written))
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -129,4 +124,4 @@ def test_transformers_loads_what_is_exported(checkpoint, tmp_path):
     )
     assert not any(report.values()), report
     np.testing.assert_allclose(logits_there(model.eval()), want, atol=1e-5)
-    assert load_config(tmp_path)[1] == fields
+    assert load_config(tmp_path) == load_config(folder)

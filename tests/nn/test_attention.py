@@ -1,5 +1,7 @@
 """Attention layers against four nnx.Linear and a softmax that is written out, on several meshes and in both layouts."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import ROWS, SAME, assert_close, assert_parameters_close, drawn, gradients, ones, permutes
+from tests.nn.conftest import ROWS, SAME, check_parity, drawn, make_mesh, ones, permutes, saved
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -74,103 +76,70 @@ def pair(heads, kv_heads, *, head_dim=4, causal=True, rope_theta=100.0, use_bias
     pytest.param(4, 4, {"rope_theta": None}, {"size": 4}, marks=slow),
     (4, 4, {}, {"size": 4, "dtype": "bfloat16"}), (4, 4, {}, {"size": 4, "x_spec": SAME, "y_spec": SAME}),
 ])  # fmt: skip
-def test_parity(parity, heads, kv_heads, form, input_form):
+def test_parity(heads, kv_heads, form, input_form):
     rows = 7 if "x_spec" in input_form else 3 * input_form["size"]
-    parity(*pair(heads, kv_heads, **form), (4, rows, 8), **input_form)
+    check_parity(*pair(heads, kv_heads, **form), (4, rows, 8), **input_form)
 
 
-def make_mesh(data, context, model, axis_type=AxisType.Explicit):
+def context_mesh(data, context, model, axis_type=AxisType.Explicit):
     devices = jax.devices()[: data * context * model]
     return jax.make_mesh((data, context, model), ("data", "context", "model"), (axis_type,) * 3, devices=devices)
 
 
 def check_split(make, mesh, x_spec, *, layout, window=None, segments=False, use_bias=False):
-    """Compares y, dx and every parameter's gradient for a random dy, where rows are laid out in an order."""
+    """Compares a layer whose rows are laid out in an order."""
     form = {"causal": True, "rope_theta": 10_000.0, "use_bias": use_bias, "window": window}
     plain = drawn(lambda: PlainAttention(FEATURES, HEADS, KV_HEADS, FEATURES // HEADS, **form, rngs=nnx.Rngs(0)))
-    rng = np.random.default_rng(0)
-    x, dy = (rng.standard_normal((2, LENGTH, FEATURES)).astype(np.float32) for _ in range(2))
-    ids = np.sort(rng.integers(0, 3, (2, LENGTH)), axis=1).astype(np.int32) if segments else None
-    want_params, want_dx, want_y = gradients(plain, x, dy, ids)
-    order = fa.sequence_order(layout, LENGTH, mesh.shape["context"])
-    with jax.set_mesh(mesh):
-        layer = nnx.eval_shape(lambda: make(
-            FEATURES, HEADS, kv_heads=KV_HEADS, window=window, use_bias=use_bias, rngs=nnx.Rngs(0)
-        ))  # fmt: skip
-        fa.nn.load(layer, plain)
-        ids = None if ids is None else jax.device_put(ids[:, order], P("data", "context"))
-        params, dx, y = gradients(layer, *(jax.device_put(v[:, order], x_spec) for v in (x, dy)), ids)
-    assert_close(y, np.asarray(want_y)[:, order], "float32", "y")
-    assert_close(dx, np.asarray(want_dx)[:, order], "float32", "dx")
-    assert_parameters_close(params, want_params, "float32")
+    ids = np.sort(np.random.default_rng(0).integers(0, 3, (2, LENGTH), np.int32), axis=1)
+    options = {"kv_heads": KV_HEADS, "window": window, "use_bias": use_bias}
+    check_parity(
+        lambda dtype: make(FEATURES, HEADS, dtype=dtype, **options, rngs=nnx.Rngs(0)), plain, (2, LENGTH, FEATURES),
+        *([ids] if segments else []), mesh=mesh, x_spec=x_spec, y_spec=x_spec,
+        order=fa.sequence_order(layout, LENGTH, mesh.shape["context"]),
+    )  # fmt: skip
 
 
-def ring(**told):
-    return lambda *sizes, **options: fa.nn.RingSelfAttention(*sizes, **options, **told)
+RING, SELF, CONTEXT = fa.nn.RingSelfAttention, fa.nn.ParallelSelfAttention, {"context_axis": "context"}
+CONTIGUOUS, ZIGZAG = CONTEXT | {"context_layout": "contiguous"}, CONTEXT | {"context_layout": "zigzag"}
 
 
-@pytest.mark.parametrize(("told", "sizes", "axis_type", "form"), [
-    ({"layout": "zigzag", "in_spec": ALONE}, (2, 2, 1), AxisType.Auto, {"layout": "zigzag", "use_bias": True}),
-    ({}, (1, 3, 1), AxisType.Explicit, {"layout": "contiguous", "window": 7, "segments": True}),
+@pytest.mark.parametrize(("cls", "told", "x_spec", "sizes", "axis_type", "form"), [
+    (RING, {"layout": "zigzag", "in_spec": ALONE}, ALONE, (2, 2, 1), AxisType.Auto,
+     {"layout": "zigzag", "use_bias": True}),
+    (RING, {}, ALONE, (1, 3, 1), AxisType.Explicit, {"layout": "contiguous", "window": 7, "segments": True}),
+    (SELF, ZIGZAG, TENSOR, (2, 2, 2), AxisType.Auto, {"layout": "zigzag"}),
+    pytest.param(SELF, ZIGZAG, TENSOR, (1, 3, 2), AxisType.Explicit,
+                 {"layout": "zigzag", "segments": True, "window": 9}, marks=slow),
+    pytest.param(SELF, CONTIGUOUS, TENSOR, (1, 4, 2), AxisType.Explicit,
+                 {"layout": "contiguous", "use_bias": True}, marks=slow),
+    pytest.param(SELF, ZIGZAG, TENSOR, (2, 1, 2), AxisType.Explicit, {"layout": "zigzag"}, marks=slow),
+    (SELF, {}, ROWS, (2, 1, 2), AxisType.Explicit, {"layout": "contiguous", "window": 5, "segments": True}),
 ])  # fmt: skip
-def test_ring_alone(told, sizes, axis_type, form):
-    check_split(ring(**told), make_mesh(*sizes, axis_type), ALONE, **form)
+def test_a_sequence_that_is_split_or_has_segments(cls, told, x_spec, sizes, axis_type, form):
+    check_split(functools.partial(cls, **told), context_mesh(*sizes, axis_type), x_spec, **form)
 
 
 def test_a_wrong_layout_gives_other_numbers():
     """Negative test: the rows are in another order than the layer was told."""
     with pytest.raises(AssertionError, match="relative error"):
-        check_split(ring(layout="contiguous"), make_mesh(2, 2, 1), ALONE, layout="zigzag")
-
-
-@pytest.mark.parametrize(("sizes", "axis_type", "form"), [
-    ((2, 2, 2), AxisType.Auto, {"layout": "zigzag"}),
-    pytest.param((1, 3, 2), AxisType.Explicit, {"layout": "zigzag", "segments": True, "window": 9}, marks=slow),
-    pytest.param((1, 4, 2), AxisType.Explicit, {"layout": "contiguous", "use_bias": True}, marks=slow),
-    pytest.param((2, 1, 2), AxisType.Explicit, {"layout": "zigzag"}, marks=slow),
-])  # fmt: skip
-def test_context_and_tensor_axis(sizes, axis_type, form):
-    def make(*sizes, **options):
-        return fa.nn.ParallelSelfAttention(*sizes, context_axis="context", context_layout=form["layout"], **options)
-
-    check_split(make, make_mesh(*sizes, axis_type), TENSOR, **form)
-
-
-def test_a_whole_sequence_with_a_window_and_segments():
-    check_split(fa.nn.ParallelSelfAttention, make_mesh(2, 1, 2), ROWS, layout="contiguous", window=5, segments=True)
+        check_split(functools.partial(RING, layout="contiguous"), context_mesh(2, 2, 1), ALONE, layout="zigzag")
 
 
 @pytest.mark.optimized
-def test_a_ring_whose_result_is_saved_is_not_run_again(mesh_of):
+def test_a_ring_whose_result_is_saved_is_not_run_again():
     """The backward pass computes the heads again, not the projection: R - 1 permutes each for x, y, dy and dx."""
-    with jax.set_mesh(mesh_of(1, 4)):
+    with jax.set_mesh(make_mesh(1, 4)):
         attention = drawn(lambda: fa.nn.ParallelSelfAttention(8, 4, backend="xla", rngs=nnx.Rngs(0)))
         assert permutes(attention, ones((2, 8, 8), ROWS)) == 4 * 3  # XLA merges the trips of x into one
 
 
-def test_no_position_sees_a_later_one(mesh_of):
-    """The gradient of row 3 with respect to the input is zero from row 4 on."""
-    with jax.set_mesh(mesh_of(1, 4)):
-        layer = drawn(lambda: fa.nn.ParallelSelfAttention(8, 4, rngs=nnx.Rngs(0)))
-        graph, state = nnx.split(layer)
-        x = np.random.default_rng(0).standard_normal((1, 8, 8)).astype(np.float32)
-        row = (np.arange(8) == 3).astype(np.float32)[:, None]
-        dx = jax.jit(jax.grad(lambda x: jnp.sum(nnx.merge(graph, state)(x) * row)))(jax.device_put(x, ROWS))
-    seen = np.abs(np.asarray(dx)).sum(axis=(0, 2))
-    assert (seen[:4] > 0).all()
-    assert (seen[4:] == 0).all()
-
-
-def test_no_pair_of_rows_is_saved(mesh_of):
+def test_no_pair_of_rows_is_saved():
     """Scores, weights and masks, which are rows x rows for each head, are computed again. Nothing is saved twice."""
     rows, width = 64, 8
-    with jax.set_mesh(mesh_of(1, 2)):
+    with jax.set_mesh(make_mesh(1, 2)):
         attention = drawn(lambda: fa.nn.ParallelSelfAttention(width, 4, rope_theta=None, rngs=nnx.Rngs(0)))
-        graph, state = nnx.split(attention)
-        x = ones((1, rows, width), P("data", "model", None))
-        vjp = jax.eval_shape(lambda state, x: jax.vjp(lambda *a: nnx.merge(graph, a[0])(a[1]), state, x)[1], state, x)
-    saved = sum(leaf.size for leaf in jax.tree.leaves(vjp) if rows in leaf.shape)
-    assert saved == 5 * rows * width + 4 * rows  # x, q, k, v, the output of the heads; log-sum-exps
+        sizes = [leaf.size for leaf in saved(attention, ones((1, rows, width), ROWS)) if rows in leaf.shape]
+    assert sum(sizes) == 5 * rows * width + 4 * rows  # x, q, k, v, the output of the heads; log-sum-exps
 
 
 @pytest.mark.parametrize("form", ["tiles", "ring", "dense"])
@@ -188,14 +157,14 @@ def test_precision_reaches_every_product(form):
     assert program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == products
 
 
-def test_float64_is_computed_in_float64(mesh_of):
+def test_float64_is_computed_in_float64():
     """Rotary positions too: an error in float32 would be 1e-7."""
     form = {"causal": True, "rope_theta": 100.0, "use_bias": False, "window": None, "param_dtype": jnp.float64}
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         plain = drawn(lambda: PlainAttention(16, 4, 4, 4, **form, rngs=nnx.Rngs(0)))
         x = np.random.default_rng(0).standard_normal((2, 8, 16))
         want = plain(x)
-        with jax.set_mesh(mesh_of(1, 4)):
+        with jax.set_mesh(make_mesh(1, 4)):
             layer = nnx.eval_shape(lambda: fa.nn.ParallelSelfAttention(16, 4, **form, rngs=nnx.Rngs(0)))
             fa.nn.load(layer, plain)
             y = layer(jax.device_put(x, ROWS))
@@ -216,8 +185,8 @@ def test_float64_is_computed_in_float64(mesh_of):
     ({"heads": 4, "context_axis": "context"}, "works on the mesh axis 'context', and the mesh has 'data', 'model'"),
     ({"heads": 4, "context_axis": "data", "context_layout": "striped"}, "layout='striped': it must be one of"),
 ])  # fmt: skip
-def test_heads_that_do_not_fit(mesh_of, options, message):
-    with jax.set_mesh(mesh_of(1, 4)), pytest.raises(ValueError, match=message):
+def test_heads_that_do_not_fit(options, message):
+    with jax.set_mesh(make_mesh(1, 4)), pytest.raises(ValueError, match=message):
         fa.nn.ParallelSelfAttention(16, options.pop("heads"), **options, rngs=nnx.Rngs(0))
 
 
@@ -227,25 +196,31 @@ def test_heads_that_do_not_fit(mesh_of, options, message):
     ((2, 8, 8), ROWS, np.ones((2, 4), np.int32), r"one segment id a row, \[2, 8\]: got \[2, 4\]"),
     ((2, 8, 8), ROWS, np.ones((2, 8), np.float32), "needs segment ids of an integer dtype: got float32"),
 ])  # fmt: skip
-def test_inputs_that_do_not_fit(mesh_of, shape, spec, ids, message):
-    with jax.set_mesh(mesh_of(2, 4)):
+def test_inputs_that_do_not_fit(shape, spec, ids, message):
+    with jax.set_mesh(make_mesh(2, 4)):
         layer = drawn(lambda: fa.nn.ParallelSelfAttention(8, 4, rngs=nnx.Rngs(0)))
         with pytest.raises(ValueError, match=message):
             layer(ones(shape, spec), ids)
 
 
-def test_rows_that_are_not_split_as_they_have_to_be():
-    with jax.set_mesh(make_mesh(2, 4, 1)):
-        layer = drawn(lambda: fa.nn.RingSelfAttention(FEATURES, HEADS, rngs=nnx.Rngs(0), layout="zigzag"))
-        with pytest.raises(ValueError, match="needs its input's rows sharded over 'context' alone"):
-            layer(ones((2, 24, FEATURES), P("data", None, None)))
-        with pytest.raises(ValueError, match="got 20 rows, needed a multiple of 8; pad the sequence to 24"):
-            layer(ones((2, 20, FEATURES), ALONE))
-        both = drawn(lambda: fa.nn.ParallelSelfAttention(FEATURES, HEADS, context_axis="context", rngs=nnx.Rngs(0)))
-        with pytest.raises(ValueError, match=r"with context_axis='context' needs its input's rows sharded over"):
-            both(ones((2, 24, FEATURES), ROWS))
-        with pytest.raises(ValueError, match="works on the mesh axis 'seq', and the mesh has 'data', 'context'"):
-            fa.nn.RingSelfAttention(FEATURES, HEADS, axis_name="seq", rngs=nnx.Rngs(0))
+@pytest.mark.parametrize(("cls", "options", "rows", "spec", "inputs", "error", "message"), [
+    (RING, {"axis_name": "seq"}, 24, ALONE, {}, ValueError, "works on the mesh axis 'seq', and the mesh has"),
+    (RING, {}, 24, P("data", None, None), {}, ValueError, "needs its input's rows sharded over 'context' alone"),
+    (RING, {"layout": "zigzag"}, 20, ALONE, {}, ValueError, "20 rows, needed a multiple of 8; pad the sequence to 24"),
+    (SELF, CONTEXT, 24, ROWS, {}, ValueError, r"with context_axis='context' needs its input's rows sharded over"),
+    (SELF, CONTEXT | {"logit_softcap": 30.0}, 24, TENSOR, {}, NotImplementedError,
+     "over a split sequence lacks logit_softcap"),
+    (SELF, CONTEXT, 24, TENSOR, {"mask": np.ones((1, 1, 24, 24), bool)}, NotImplementedError,
+     "over a split sequence lacks a mask: leave context_axis"),
+    (fa.nn.ParallelAttention, CONTEXT | {"causal": True}, 24, TENSOR, {"inputs_k": np.ones((2, 8, 16), np.float32)},
+     NotImplementedError, "over a split sequence lacks inputs_k: leave context_axis"),
+])  # fmt: skip
+def test_what_a_split_sequence_lacks(cls, options, rows, spec, inputs, error, message):
+    def call(x):
+        return cls(FEATURES, HEADS, **options, rngs=nnx.Rngs(0))(x, **inputs)
+
+    with jax.set_mesh(context_mesh(2, 4, 1)), pytest.raises(error, match=message):
+        nnx.eval_shape(call, ones((2, rows, FEATURES), spec))
 
 
 @pytest.mark.parametrize(("options", "backend"), [
@@ -253,17 +228,75 @@ def test_rows_that_are_not_split_as_they_have_to_be():
     ({"backend": "none", "context_backend": "xla"}, "xla"), ({}, None),
 ])  # fmt: skip
 def test_keys_and_values_travel_as_the_layers_backend_says(options, backend):
-    with jax.set_mesh(make_mesh(1, 2, 2)):
+    with jax.set_mesh(context_mesh(1, 2, 2)):
         layer = nnx.eval_shape(
             lambda: fa.nn.ParallelSelfAttention(FEATURES, HEADS, context_axis="context", **options, rngs=nnx.Rngs(0))
         )
     assert layer.attention.context_backend == backend
 
 
-def test_eval_mode_drops_nothing(mesh_of):
-    with jax.set_mesh(mesh_of(1, 4)):
+def test_eval_mode_drops_nothing():
+    with jax.set_mesh(make_mesh(1, 4)):
         layer = fa.nn.ParallelSelfAttention(8, 4, dropout_rate=0.5, rngs=nnx.Rngs(0, dropout=1))
         x = ones((1, 8, 8), ROWS)
         assert not np.array_equal(layer(x), layer(x))
         layer.eval()
         np.testing.assert_array_equal(layer(x), layer(x))
+
+
+# ---- the key-value cache --------------------------------------------------------------------------------------------
+
+X = np.random.default_rng(0).standard_normal((2, 6, 16)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("axis_type", "prompt"), [pytest.param(AxisType.Auto, 4, marks=pytest.mark.slow), (AxisType.Explicit, 3)]
+)
+def test_rows_are_decoded_as_by_the_plain_layer(axis_type, prompt):
+    """A prompt at once and then single rows, where the plain layer takes one row at a time."""
+    plain = drawn(lambda: nnx.MultiHeadAttention(4, 16, num_kv_heads=2, decode=True, rngs=nnx.Rngs(0)))
+    plain.init_cache(X.shape)
+    step = nnx.jit(lambda layer, row: layer(row))
+    want = np.concatenate([step(plain, X[:, i : i + 1]) for i in range(6)], axis=1)
+    with jax.set_mesh(make_mesh(1, 4, axis_type)):
+        layer = nnx.eval_shape(lambda: fa.nn.ParallelAttention(16, 4, kv_heads=2, rngs=nnx.Rngs(0)))
+        fa.nn.load(layer, nnx.state(plain, nnx.Param))
+        layer.init_cache(X.shape)
+        step = nnx.jit(lambda layer, rows: layer(rows, decode=True))
+        got = [step(layer, X[:, :prompt]), *(step(layer, X[:, i : i + 1]) for i in range(prompt, 6))]
+        assert layer.cache_index[...] == 6
+    np.testing.assert_allclose(np.concatenate(got, axis=1), want, atol=1e-5)
+
+
+def test_each_sequence_has_a_mask_of_its_own():
+    allowed = np.random.default_rng(1).random((2, 1, 6, 6)) < 0.5
+    allowed |= np.eye(6, dtype=bool)
+    with jax.set_mesh(make_mesh(2, 2)):
+        layer = drawn(lambda: fa.nn.ParallelAttention(16, 4, rngs=nnx.Rngs(0)))
+        x = jax.device_put(X, jax.P("data"))
+        want = layer(x, mask=allowed, is_causal=True)
+        with pytest.raises(ValueError, match="call init_cache first"):
+            layer(x, mask=allowed, decode=True)
+        layer.init_cache(X.shape)
+        with pytest.raises(ValueError, match=r"needs a mask that broadcasts to .* \[2, 1, 6, 6\]: got \[3, 1, 6, 6\]"):
+            layer(x, mask=np.ones((3, 1, 6, 6), bool), decode=True)
+        got = layer(x, mask=allowed, decode=True)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_what_a_cache_lacks_is_refused():
+    with jax.set_mesh(make_mesh(1, 4)):
+        layer, function = (drawn(lambda options=options: fa.nn.ParallelAttention(16, 4, rngs=nnx.Rngs(0), **options))
+                           for options in ({}, {"attention_fn": nnx.dot_product_attention}))  # fmt: skip
+        layer.init_cache(X.shape)
+        function.init_cache(X.shape)
+        with pytest.raises(NotImplementedError, match="ParallelAttention with decode=True lacks inputs_k"):
+            layer(X, X, decode=True)
+        with pytest.raises(NotImplementedError, match="lacks a cache with an attention_fn"):
+            function(X, decode=True)
+        with pytest.raises(ValueError, match="2 sequences of 6 rows, of which 0 are taken: got 1 sequences and 6"):
+            layer(X[:1], decode=True)
+        layer.cache_index[...] = jnp.int32(4)
+        message = "of 6 rows, of which 4 are taken: got 2 sequences and 3 new rows; make a larger one"
+        with pytest.raises(ValueError, match=message):
+            layer(X[:, :3], decode=True)

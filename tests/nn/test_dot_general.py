@@ -11,8 +11,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import ROWS, assert_close, check_replaced, drawn, ones, permutes
-from tests.nn.test_linear import FORMS, column, linear
+from tests.nn.conftest import ROWS, assert_close, check_parity, check_replaced, drawn, make_mesh, ones, permutes
+from tests.nn.test_linear import FORMS, column, linear, mlp_pair
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -45,18 +45,22 @@ def differentiable(x, w, dimension_numbers, **options):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_function_multiplies_and_its_rule_differentiates(parity, form):
+def test_the_function_multiplies_and_its_rule_differentiates(form):
     make, options, x_spec, y_spec = FORMS[form]
     layer, plain = make(4, dot_general=with_a_rule, **options), linear(4, dot_general=with_a_rule)
-    parity(layer, plain, (2, 8, 16), size=4, data=2, x_spec=x_spec, y_spec=y_spec)
+    check_parity(layer, plain, (2, 8, 16), size=4, data=2, x_spec=x_spec, y_spec=y_spec)
 
 
-def test_replaced_layers_keep_their_functions(mesh_of):
+def test_the_function_multiplies_in_an_mlp():
+    check_parity(*mlp_pair(4, dot_general=differentiable), (2, 8, 8), size=4, data=2)
+
+
+def test_replaced_layers_keep_their_functions():
     class Model(nnx.Module):
         def __init__(self):
             rngs, given = nnx.Rngs(0), {"qkv_dot_general": differentiable, "out_dot_general": differentiable}
-            self.attention = nnx.MultiHeadAttention(4, 8, decode=False, rngs=rngs, **given)
-            self.up = nnx.Linear(8, 16, dot_general=differentiable, preferred_element_type=jnp.float32, rngs=rngs)
+            self.attention = nnx.MultiHeadAttention(4, 16, decode=False, rngs=rngs, **given)
+            self.up = nnx.Linear(16, 32, dot_general=differentiable, preferred_element_type=jnp.float32, rngs=rngs)
 
         def __call__(self, x):
             return self.up(self.attention(x))
@@ -66,11 +70,11 @@ def test_replaced_layers_keep_their_functions(mesh_of):
         assert model.attention.query.dot_general is model.up.dot_general is differentiable
         return model
 
-    check_replaced(drawn(Model), mesh_of(2, 4), replace, features=8)
+    check_replaced(drawn(Model), make_mesh(2, 4), replace)
 
 
-def test_functions_that_a_layer_cannot_use(mesh_of):
-    with jax.set_mesh(mesh_of(2, 4)):
+def test_functions_that_a_layer_cannot_use():
+    with jax.set_mesh(make_mesh(2, 4)):
         for make in (fa.nn.RowParallelLinear, fa.nn.ParallelMLP, fa.nn.ParallelAttention):
             message = f"{make.__name__} with a dot_general of its own lacks backend='xla', .* use backend='none' or N"
             with pytest.raises(NotImplementedError, match=message):
@@ -119,9 +123,9 @@ class Frozen(Unhashable):
     (Unhashable, "a dot_general of type Unhashable, which is not hashable: .* a dataclass with frozen=True"),
     (lambda: fa.nn.parallel_dot_general("row", layout="replicated"), "parallel_dot_general as dot_general, and"),
 ])  # fmt: skip
-def test_functions_with_state_or_collectives(mesh_of, make, message):
+def test_functions_with_state_or_collectives(make, message):
     """They would be left out of the model, or do the collectives of a layer twice."""
-    with jax.set_mesh(mesh_of(2, 4)):
+    with jax.set_mesh(make_mesh(2, 4)):
         with pytest.raises(ValueError, match=f"RowParallelLinear got {message}"):
             fa.nn.RowParallelLinear(8, 8, layout="replicated", dot_general=make(), rngs=nnx.Rngs(0))
         model = nnx.Dict(x=nnx.Linear(8, 8, dot_general=make(), rngs=nnx.Rngs(0)))
@@ -130,8 +134,8 @@ def test_functions_with_state_or_collectives(mesh_of, make, message):
         assert type(model.x) is nnx.Linear
 
 
-def test_a_frozen_dataclass_and_none(mesh_of):
-    with jax.set_mesh(mesh_of(2, 4)):
+def test_a_frozen_dataclass_and_none():
+    with jax.set_mesh(make_mesh(2, 4)):
         layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 8, dot_general=Frozen(), rngs=nnx.Rngs(0)))
         assert layer(ones((2, 8, 8), ROWS)).shape == (2, 8, 8)
         layer = fa.nn.ParallelAttention(8, 4, dot_general=None, rngs=nnx.Rngs(0))
@@ -144,13 +148,13 @@ def in_float32(x, w, dimension_numbers, **options):
 
 @pytest.mark.parametrize("given", [{"preferred_element_type": jnp.float32}, {"dot_general": in_float32}])
 @pytest.mark.parametrize("form", FORMS)
-def test_products_that_are_wider_than_the_computation(mesh_of, form, given):
+def test_products_that_are_wider_than_the_computation(form, given):
     """They are not rounded to the dtype of the computation on the way, as those of nnx.Linear are not."""
     make, options, x_spec, _ = FORMS[form]
     common = {"use_bias": False} | given
     x = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(jnp.bfloat16)
     want = linear(4, dtype=jnp.bfloat16, **common)(x)
-    with jax.set_mesh(mesh_of(2, 4)):
+    with jax.set_mesh(make_mesh(2, 4)):
         layer = drawn(lambda: make(4, **common, **options)(jnp.bfloat16))
         x = jax.device_put(x, x_spec)
         y = layer(x)
@@ -168,26 +172,26 @@ def test_products_that_are_wider_than_the_computation(mesh_of, form, given):
     ({"preferred_element_type": jnp.bfloat16}, True), ({"dot_general": lax.dot_general}, True),
     ({"dot_general": differentiable}, False),
 ])  # fmt: skip
-def test_only_a_function_of_the_callers_costs_the_ring(mesh_of, options, overlaps):
-    with jax.set_mesh(mesh_of(2, 4)):
+def test_only_a_function_of_the_callers_costs_the_ring(options, overlaps):
+    with jax.set_mesh(make_mesh(2, 4)):
         layer, x = drawn(lambda: column(4, **options)(None)), ones((2, 8, 16), ROWS)
         assert (permutes(layer, x) > 0) == overlaps
         assert layer(x).dtype == options.get("preferred_element_type", jnp.float32)
 
 
-def test_a_low_rank_product_is_not_that_function(mesh_of):
+def test_a_low_rank_product_is_not_that_function():
     """The factors are multiplied as `nnx.LoRA` does it; the product of the layer is the caller's."""
     base = linear(4, dot_general=differentiable)
     plain = drawn(lambda: nnx.LoRA(16, 2, 24, base_module=base, rngs=nnx.Rngs(1)))
     x = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
-    with jax.set_mesh(mesh_of(2, 4)):
+    with jax.set_mesh(make_mesh(2, 4)):
         layer = drawn(lambda: fa.nn.ParallelLoRA(column(4, dot_general=differentiable)(None), 2, rngs=nnx.Rngs(1)))
         fa.nn.load(layer, plain)
         assert_close(layer(jax.device_put(x, ROWS)), plain(x), "float32", "y")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_promotion_in_an_embedding(mesh_of, dtype):
+def test_promotion_in_an_embedding(dtype):
     """A function that turns everything into one dtype decides for look-ups and logits alike, as in nnx.Embed."""
 
     def promote(arrays, *, dtype=None, inexact=True):
@@ -197,7 +201,7 @@ def test_promotion_in_an_embedding(mesh_of, dtype):
     metadata = {"embedding_metadata": {"decay": 0.1}, "promote_dtype": promote}
     ids, x = np.arange(8, dtype=np.int32)[None], np.ones((1, 8, 8), np.float32)
     plain = drawn(lambda: nnx.Embed(8, 8, rngs=nnx.Rngs(0), **metadata))
-    with jax.set_mesh(mesh_of(1, 4)):
+    with jax.set_mesh(make_mesh(1, 4)):
         layer = drawn(lambda: fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0), **metadata))
         y, logits = layer(ids), layer.attend(jax.device_put(x, P(None, "model")))
         assert layer.embedding.get_metadata()["decay"] == 0.1

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 import flaxasync as fa
 from flaxasync import mesh as ambient_mesh
-from tests.nn.conftest import COLUMNS, ROWS, TOKENS, drawn, ones
+from tests.nn.conftest import COLUMNS, ROWS, TOKENS, drawn, make_mesh, ones
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -56,8 +56,8 @@ def example(kind, batch=4):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_a_second_call_compiles_nothing(mesh_of, compilations, kind):
-    with jax.set_mesh(mesh_of(2, 4)):
+def test_a_second_call_compiles_nothing(compilations, kind):
+    with jax.set_mesh(make_mesh(2, 4)):
         layer, x = example(kind)
         layer(x)
         assert compilations() > 0
@@ -67,8 +67,8 @@ def test_a_second_call_compiles_nothing(mesh_of, compilations, kind):
         assert compilations() == 0
 
 
-def test_a_second_gradient_compiles_nothing(mesh_of, compilations):
-    with jax.set_mesh(mesh_of(2, 4)):
+def test_a_second_gradient_compiles_nothing(compilations):
+    with jax.set_mesh(make_mesh(2, 4)):
         layer, x = example("mlp")
         for _ in range(2):
             compilations()
@@ -76,18 +76,8 @@ def test_a_second_gradient_compiles_nothing(mesh_of, compilations):
         assert compilations() == 0
 
 
-def test_another_shape_or_layer_is_compiled_anew(mesh_of, compilations):
-    """Negative test: the count notices a program that has to be compiled."""
-    with jax.set_mesh(mesh_of(2, 4)):
-        for kind, batch in [("column", 6), ("column", 2), ("row", 6)]:
-            layer, x = example(kind, batch)
-            compilations()
-            layer(x)
-            assert compilations() > 0
-
-
-def test_forward_mode_is_refused_by_its_reason(mesh_of):
-    with jax.set_mesh(mesh_of(2, 4)):
+def test_forward_mode_is_refused_by_its_reason():
+    with jax.set_mesh(make_mesh(2, 4)):
         layer, x = example("column")
         with pytest.raises(TypeError, match="can't apply forward-mode autodiff \\(jvp\\) to a custom_vjp function"):
             jax.jvp(layer, (x,), (x,))
@@ -96,9 +86,9 @@ def test_forward_mode_is_refused_by_its_reason(mesh_of):
 @pytest.mark.parametrize(
     "kind", [kind if kind in ("mlp", "column") else pytest.param(kind, marks=pytest.mark.slow) for kind in LAYERS]
 )
-def test_vmap_over_a_sharded_batch(mesh_of, kind):
+def test_vmap_over_a_sharded_batch(kind):
     """The values and gradients are those of a call on the whole batch."""
-    with jax.set_mesh(mesh_of(2, 4)):
+    with jax.set_mesh(make_mesh(2, 4)):
         layer, x = example(kind)
         graph, state = nnx.split(layer)
         weights = jnp.arange(4.0)[:, None, None] + 1
@@ -115,9 +105,11 @@ def test_vmap_over_a_sharded_batch(mesh_of, kind):
 
 
 @pytest.mark.parametrize("kind", ["mlp", "embed", pytest.param("attention", marks=pytest.mark.slow)])
-def test_a_table_of_a_layer_leaves_its_class_as_it_was(mesh_of, kind):
-    with jax.set_mesh(mesh_of(2, 4)):
+def test_a_layer_is_displayed_and_a_table_leaves_its_class_as_it_was(capsys, kind):
+    with jax.set_mesh(make_mesh(2, 4)):
         layer, x = example(kind)
+        nnx.display(layer)
+        assert type(layer).__name__ in capsys.readouterr().out
         before = {name: getattr(type(layer), name) for name in dir(type(layer))}
         table = nnx.tabulate(layer, x, console_kwargs={"width": 160})
         after = {name: getattr(type(layer), name) for name in before}
@@ -126,14 +118,8 @@ def test_a_table_of_a_layer_leaves_its_class_as_it_was(mesh_of, kind):
     assert type(layer).__name__ in table
 
 
-def test_a_layer_is_displayed(mesh_of, capsys):
-    with jax.set_mesh(mesh_of(2, 4)):
-        nnx.display(drawn(LAYERS["mlp"][0]))
-    assert "ColumnParallelLinear" in capsys.readouterr().out
-
-
-def test_the_attributes_of_nnx_linear_and_embed_are_there(mesh_of):
-    with jax.set_mesh(mesh_of(2, 4)):
+def test_the_attributes_of_nnx_linear_and_embed_are_there():
+    with jax.set_mesh(make_mesh(2, 4)):
         pairs = [
             (fa.nn.ColumnParallelLinear, nnx.Linear, (8, 12)),
             (fa.nn.RowParallelLinear, nnx.Linear, (8, 12)),
@@ -162,11 +148,11 @@ def stop(*_, **__):
 @pytest.mark.parametrize(("backend", "operation", "most"), [
     ("xla", (lax, "ppermute"), 9), ("fused", (pl, "pallas_call"), 7),
 ])  # fmt: skip
-def test_from_a_layer_to_its_operation(mesh_of, monkeypatch, backend, operation, most):
+def test_from_a_layer_to_its_operation(monkeypatch, backend, operation, most):
     monkeypatch.setattr(*operation, stop)
     monkeypatch.setattr(ambient_mesh, "platform", lambda: "tpu")
     options = {"dtype": jnp.bfloat16, "backend": backend}
-    with jax.set_mesh(mesh_of(2, 4)):
+    with jax.set_mesh(make_mesh(2, 4)):
         layer = nnx.eval_shape(lambda: fa.nn.ColumnParallelLinear(1024, 2048, rngs=nnx.Rngs(0), **options))
         graph, state = nnx.split(layer)
         sharding = jax.NamedSharding(jax.sharding.get_mesh(), ROWS)

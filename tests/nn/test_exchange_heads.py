@@ -14,7 +14,7 @@ from flaxasync.ops import trust
 from flaxasync.ops.attention import exchanged
 from flaxasync.transport import direct
 from flaxasync.transport.transfers import Transfer, Transfers
-from tests.nn.conftest import ROWS, SAME, assert_close, assert_parameters_close, drawn, gradients, ones
+from tests.nn.conftest import ROWS, SAME, assert_alike, check_parity, drawn, gradients, make_mesh, ones
 from tests.nn.test_attention import pair
 from tests.simulator.split_pairs import session
 
@@ -30,9 +30,9 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
     (4, 4, {"gathered_bytes": 2**20}, {"size": 4, "dtype": "bfloat16"}),
     pytest.param(16, 8, {"rope_theta": None, "backend": "xla"}, {"size": 8}, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_parity(parity, heads, kv_heads, options, form):
+def test_parity(heads, kv_heads, options, form):
     make, plain = pair(heads, kv_heads, exchange_heads=True, **options)
-    parity(make, plain, (2, 3 * form["size"] if heads != 6 else 12, 8), **form)
+    check_parity(make, plain, (2, 3 * form["size"] if heads != 6 else 12, 8), **form)
 
 
 def layers(exchange, *, features=8, **options):
@@ -47,17 +47,9 @@ def layers(exchange, *, features=8, **options):
     return make(False), make(exchange)
 
 
-def assert_alike(got, want):
-    params, dx, y = got
-    want_params, want_dx, want_y = want
-    assert_close(y, want_y, "float32", "y")
-    assert_close(dx, want_dx, "float32", "dx")
-    assert_parameters_close(params, want_params, "float32")
-
-
-def test_segments_and_the_norms_of_heads_are_those_of_rows_that_travel(mesh_of):
+def test_segments_and_the_norms_of_heads_are_those_of_rows_that_travel():
     rng = np.random.default_rng(0)
-    with jax.set_mesh(mesh_of(1, 4)):
+    with jax.set_mesh(make_mesh(1, 4)):
         x, dy = (jax.device_put(rng.standard_normal((2, 8, 8)).astype(np.float32), ROWS) for _ in range(2))
         ids = jax.device_put(np.repeat([[3, 5], [1, 7]], 4, axis=1).astype(np.int32), P("data", None))
         rows, heads = layers(True, backend="none")
@@ -65,11 +57,11 @@ def test_segments_and_the_norms_of_heads_are_those_of_rows_that_travel(mesh_of):
 
 
 @pytest.mark.slow
-def test_direct_copies_in_the_simulator(mesh_of):
+def test_direct_copies_in_the_simulator():
     """Four devices with race detection: three sequences, of which two are on their way at a time."""
     rng = np.random.default_rng(0)
     direct.all_to_all.cache_clear()
-    with jax.set_mesh(mesh_of(1, 4)):
+    with jax.set_mesh(make_mesh(1, 4)):
         x, dy = (jax.device_put(rng.standard_normal((3, 512, 8)).astype(np.float32), ROWS) for _ in range(2))
         rows, heads = layers(True, gathered_bytes=2**20)
         want = jax.block_until_ready(gradients(rows, x, dy))
@@ -80,13 +72,13 @@ def test_direct_copies_in_the_simulator(mesh_of):
     assert_alike(got, want)
 
 
-def test_an_empty_batch_gives_an_empty_result(mesh_of):
-    with jax.set_mesh(mesh_of(1, 4)):
+def test_an_empty_batch_gives_an_empty_result():
+    with jax.set_mesh(make_mesh(1, 4)):
         _, heads = layers(True)
         assert heads(ones((0, 8, 8), ROWS)).shape == (0, 8, 8)
 
 
-def test_a_second_derivative_through_direct_copies_is_refused_by_name(mesh_of):
+def test_a_second_derivative_through_direct_copies_is_refused_by_name():
     mesh = fa.check.topology_mesh("v6e:2x2", (1, 4), ("data", "model"))
     with jax.set_mesh(mesh):
         layer = nnx.eval_shape(lambda: fa.nn.ParallelSelfAttention(
@@ -102,11 +94,11 @@ def test_a_second_derivative_through_direct_copies_is_refused_by_name(mesh_of):
             jax.eval_shape(jax.grad(lambda x, state: slope(x, state).astype("float32").sum()), x, state)
 
 
-def test_a_result_that_is_used_before_it_has_arrived_is_caught(mesh_of, monkeypatch):
+def test_a_result_that_is_used_before_it_has_arrived_is_caught(monkeypatch):
     """The negative test of the simulator's run: nothing waits for what this device's heads receive."""
     monkeypatch.setattr(exchanged.ExchangedAttention, "exchange", forgetful(exchanged.ExchangedAttention.exchange))
     direct.all_to_all.cache_clear()
-    with jax.set_mesh(mesh_of(1, 4)):
+    with jax.set_mesh(make_mesh(1, 4)):
         _, heads = layers(True)
         x = ones((1, 512, 8), ROWS)
         with session(mode="eager", delayed={1: 0.2}) as report:
@@ -129,8 +121,8 @@ def forgetful(exchange):
     (ROWS, {}, {"bias": np.zeros((1, 1, 8, 8), np.float32)}, "bias"),
     (ROWS, {"preferred_element_type": "float32", "dtype": "bfloat16"}, {}, "a wider preferred_element_type"),
 ])  # fmt: skip
-def test_what_this_form_lacks_is_refused_by_name_or_left_to_rows(mesh_of, x_spec, options, more, lacking):
-    with jax.set_mesh(mesh_of(1, 4)):
+def test_what_this_form_lacks_is_refused_by_name_or_left_to_rows(x_spec, options, more, lacking):
+    with jax.set_mesh(make_mesh(1, 4)):
         x = ones((2, 8, 8), x_spec)
 
         def make(exchange):

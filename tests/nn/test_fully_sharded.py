@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import drawn, make_fsdp_mesh
+from tests.nn.conftest import assert_alike, drawn, gradients, make_fsdp_mesh
 
 BATCH = ("data", "fsdp")
 ROWS, COLUMNS = P(BATCH, "model", None), P(BATCH, None, "model")
@@ -20,6 +20,7 @@ CONTEXT_ROWS, RING_ROWS = P(BATCH, ("context", "model"), None), P(BATCH, "contex
 # A layer, how its input is sharded, and the features of its output.
 LAYERS = {
     "column": (functools.partial(fa.nn.ColumnParallelLinear, 16, 32), ROWS, 32),
+    "column_uneven": (functools.partial(fa.nn.ColumnParallelLinear, 16, 34), ROWS, 34),  # its bias is stored whole
     "column_pad": (functools.partial(fa.nn.ColumnParallelLinear, 16, 31, pad=True, use_bias=False), ROWS, 31),
     "row": (functools.partial(fa.nn.RowParallelLinear, 16, 32), COLUMNS, 32),
     "mlp": (functools.partial(fa.nn.ParallelMLP, 16, 32, use_bias=True), ROWS, 16),
@@ -29,26 +30,16 @@ LAYERS = {
     "context": (functools.partial(fa.nn.ParallelSelfAttention, 16, 4, context_axis="context"), CONTEXT_ROWS, 16),
     "ring": (functools.partial(fa.nn.RingSelfAttention, 16, 4, use_bias=True), RING_ROWS, 16),
 }  # fmt: skip
-FAST = ("mlp", "attention")  # the layers whose tests are not marked slow, because they have all kinds of parameters
-EMBEDDINGS = {  # entries, layout; 31 entries are padded
-    "embed": (32, "sequence"), "embed_pad": (31, "sequence"), "embed_replicated": (32, "replicated"),
-}  # fmt: skip
+UNEVEN = ("row", "column_uneven")  # layers whose bias is not split over fsdp
+FAST = (
+    "mlp",
+    "attention",
+    "column_uneven",
+)  # whose tests are quick; they have all kinds of parameters
 
 
 def parameters(module):
     return {".".join(path): variable for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param))}
-
-
-@functools.partial(nnx.jit, static_argnames="apply")
-def gradients(layer, x, dy, apply):
-    """Returns the gradient of the parameters, or those of the parameters and of x, and y."""
-
-    def loss(layer, x):
-        y = apply(layer, x)
-        return jnp.sum(y * jnp.pad(dy, ((0, 0), (0, 0), (0, y.shape[-1] - dy.shape[-1])))), y
-
-    argnums = 0 if jnp.issubdtype(x.dtype, jnp.integer) else (0, 1)
-    return nnx.grad(loss, argnums=argnums, has_aux=True)(layer, x)
 
 
 def first(layer, x):
@@ -57,41 +48,32 @@ def first(layer, x):
     return sum(y) if isinstance(y, tuple) else y
 
 
-def look_up_and_attend(layer, ids):
-    return layer.attend(layer(ids))
-
-
 def run(make, x, dy, *, sizes, spec_x=None, axis_type=AxisType.Explicit, apply=first, **options):
-    """Returns the layer, the gradients of its parameters, that of x, and the output, on a mesh of these sizes."""
+    """Returns the layer, and the gradients of its parameters and of x, and y without padding, on such a mesh."""
     with jax.set_mesh(make_fsdp_mesh(*sizes, axis_type=axis_type)):
-        layer = drawn(lambda: make(rngs=nnx.Rngs(0), **options))
-        grads, y = gradients(layer, jax.device_put(x, spec_x or P(BATCH, None)), dy, apply=apply)
-        grads, dx = grads if isinstance(grads, tuple) else (grads, None)
-        return layer, parameters(grads), dx, y
+        layer, x = drawn(lambda: make(rngs=nnx.Rngs(0), **options)), jax.device_put(x, spec_x or P(BATCH, None))
+        padding = nnx.eval_shape(apply, layer, x).shape[-1] - dy.shape[-1]
+        params, dx, y = gradients(layer, x, np.pad(dy, ((0, 0), (0, 0), (0, padding))), apply=apply)
+        return layer, (params, dx, np.asarray(y)[..., : dy.shape[-1]])
 
 
-def compare(make, x, dy, *, sizes, spec_x=None, apply=first, axis_type=AxisType.Explicit, **options):
-    """Compares a layer on one device with a fully sharded one. Float32: only the order of additions differs."""
-    form = {"spec_x": spec_x, "apply": apply, "axis_type": axis_type}
-    _, want, want_dx, want_y = run(make, x, dy, sizes=(1, 1, 1, 1), **form)
-    layer, got, dx, y = run(make, x, dy, sizes=sizes, **form, **(options or {"fsdp_axis": "fsdp"}))
-    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
-    close(np.asarray(y)[..., : dy.shape[-1]], np.asarray(want_y)[..., : dy.shape[-1]])
-    if dx is not None:
-        close(np.asarray(dx), np.asarray(want_dx))
-    for path, gradient in want.items():
-        close(np.asarray(got[path][...]), np.asarray(gradient[...]), err_msg=path)
-        assert got[path][...].sharding == parameters(layer)[path][...].sharding
+def compare(make, x, dy, *, sizes, stored=None, **form):
+    """Compares a layer on one device with one that has the options `stored`, and returns the latter."""
+    _, want = run(make, x, dy, sizes=(1, 1, 1, 1), **form)
+    layer, got = run(make, x, dy, sizes=sizes, **form, **(stored or {"fsdp_axis": "fsdp"}))
+    assert_alike(got, want)
+    for path, variable in parameters(layer).items():
+        assert parameters(got[0])[path][...].sharding == variable[...].sharding
     return layer
 
 
-def data(features, *, rows=8):
+def data(features):
     rng = np.random.default_rng(1)
-    return (rng.standard_normal((4, rows, n)).astype(np.float32) for n in (16, features))
+    return [rng.standard_normal((4, 8, n)).astype(np.float32) for n in (16, features)]
 
 
 @pytest.mark.parametrize(("name", "axis_type"), [
-    ("mlp", AxisType.Explicit), ("attention", AxisType.Explicit),
+    *((name, AxisType.Explicit) for name in FAST),
     pytest.param("mlp", AxisType.Auto, marks=pytest.mark.slow),
     *(pytest.param(name, AxisType.Explicit, marks=pytest.mark.slow) for name in LAYERS if name not in FAST),
     pytest.param("attention", AxisType.Auto, marks=pytest.mark.slow),
@@ -102,17 +84,15 @@ def test_a_layer_computes_the_same_however_its_parameters_are_stored(name, axis_
     layer = compare(make, *data(features), sizes=sizes, spec_x=spec_x, axis_type=axis_type)
     for path, variable in parameters(layer).items():
         parameter = variable[...]
-        whole = name == "ring" or path in ("down.bias", "out.bias") or (name, path) == ("row", "bias")
+        whole = name == "ring" or path in ("down.bias", "out.bias") or (path == "bias" and name in UNEVEN)
         assert np.prod(parameter.sharding.shard_shape(parameter.shape)) == parameter.size // (2 if whole else 4), path
 
 
-@pytest.mark.parametrize("name", EMBEDDINGS)
-def test_an_embedding_computes_the_same_however_it_is_stored(name):
-    entries, layout = EMBEDDINGS[name]
-    ids = np.random.default_rng(2).integers(0, entries, (4, 8)).astype(np.int32)
-    dy = next(data(entries))[..., :1].repeat(entries, -1) * np.linspace(-1, 1, entries, dtype=np.float32)
+@pytest.mark.parametrize(("entries", "layout"), [(32, "sequence"), (31, "sequence"), (32, "replicated")])
+def test_an_embedding_computes_the_same_however_it_is_stored(entries, layout):
+    ids = np.random.default_rng(2).integers(0, entries, (4, 8), np.int32)
     make = functools.partial(fa.nn.VocabParallelEmbed, entries, 16, layout=layout)
-    layer = compare(make, ids, dy, sizes=(2, 2, 1, 2), apply=look_up_and_attend)
+    layer = compare(make, ids, data(entries)[1], sizes=(2, 2, 1, 2), apply=lambda layer, x: layer.attend(layer(x)))
     table = layer.embedding[...]
     assert np.prod(table.sharding.shard_shape(table.shape)) == table.size // 4
 
@@ -162,43 +142,34 @@ def collectives(layer, x, wrap=lambda apply: apply):
     return found
 
 
-@pytest.mark.parametrize("annotate", ["metadata", "initializer"])
-def test_annotations_of_the_user_are_honoured_and_swapped_for_the_kernels_of_the_other_kind(annotate):
+@pytest.mark.parametrize("options", [
+    {"kernel_metadata": {"out_sharding": ("fsdp", "model"), "mine": 1}},
+    {"kernel_init": nnx.with_partitioning(nnx.initializers.lecun_normal(), ("fsdp", "model"))},
+], ids=["metadata", "initializer"])  # fmt: skip
+def test_annotations_of_the_user_are_honoured_and_swapped_for_the_kernels_of_the_other_kind(options):
     """An axis that the user names beside that of the layer stores the kernel, also where the layer has several."""
     make, spec_x, features = LAYERS["mlp"]
-    spec = ("fsdp", "model")
-    options = {
-        "metadata": {"kernel_metadata": {"out_sharding": spec, "mine": 1}},
-        "initializer": {"kernel_init": nnx.with_partitioning(nnx.initializers.lecun_normal(), spec)},
-    }[annotate]
-    layer = compare(make, *data(features), sizes=(2, 2, 1, 2), spec_x=spec_x, **options)
+    layer = compare(make, *data(features), sizes=(2, 2, 1, 2), spec_x=spec_x, stored=options)
     specs = {path: variable[...].sharding.spec for path, variable in parameters(layer).items()}
     assert specs["up.kernel"] == specs["gate.kernel"] == P("fsdp", "model")
     assert specs["down.kernel"] == P("model", "fsdp")
-    assert annotate == "initializer" or layer.down.kernel.get_metadata()["mine"] == 1
+    assert "kernel_init" in options or layer.down.kernel.get_metadata()["mine"] == 1
 
 
-def test_a_layer_inside_shard_map_gathers_what_the_map_splits():
+def test_what_the_map_splits_is_gathered_and_a_parameter_that_lost_its_sharding_is_refused_and_loaded_again():
     make, spec_x, features = LAYERS["mlp"]
     x, _ = data(features)
     with jax.set_mesh(make_fsdp_mesh(2, 2, 1, 2)):
-        layer = make(rngs=nnx.Rngs(0), fsdp_axis="fsdp")
-        x = jax.device_put(x, spec_x)
+        layer, x = make(rngs=nnx.Rngs(0), fsdp_axis="fsdp"), jax.device_put(x, spec_x)
         graph, state = nnx.split(layer)
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
         inside = jax.shard_map(lambda s, x: nnx.merge(graph, s)(x), in_specs=(specs, spec_x), out_specs=spec_x)
         np.testing.assert_allclose(jax.jit(inside)(state, x), layer(x), rtol=1e-5)
 
-
-def test_a_parameter_that_lost_its_sharding_is_refused_and_loaded_again():
-    make, spec_x, features = LAYERS["mlp"]
-    x, _ = data(features)
-    with jax.set_mesh(make_fsdp_mesh(2, 2, 1, 2)):
-        layer = make(rngs=nnx.Rngs(0), fsdp_axis="fsdp")
         kernel = layer.up.kernel[...]
         layer.up.kernel.set_value(jax.device_put(kernel, P(None, "model")))  # as the layer needs it, and not stored
         with pytest.raises(ValueError, match=r"the kernel \[16, 32\] must be sharded .*'fsdp', 'model'"):
-            layer(jax.device_put(x, spec_x))
+            layer(x)
         fa.nn.load(layer, {path: np.asarray(variable[...]) for path, variable in parameters(layer).items()})
         assert layer.up.kernel[...].sharding.spec == P("fsdp", "model")
 
@@ -245,10 +216,3 @@ def test_a_checkpointed_layer_gathers_its_parameters_again_unless_the_policy_kee
             for wrap in (lambda apply: apply, functools.partial(jax.checkpoint, policy=policy))
         ]
     assert counts == [3, gathers]
-
-
-def test_a_bias_that_the_axis_does_not_divide_is_stored_whole_over_it():
-    make, (x, dy) = functools.partial(fa.nn.ColumnParallelLinear, 16, 34), data(34)
-    layer = compare(make, x, dy, sizes=(2, 2, 1, 2), spec_x=ROWS)
-    assert layer.kernel[...].sharding.spec == P("fsdp", "model")
-    assert layer.bias[...].sharding.spec == P("model")

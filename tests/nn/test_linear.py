@@ -1,4 +1,4 @@
-"""Column- and row-parallel layers against nnx.Linear: values, gradients, transforms, meshes, errors."""
+"""Column- and row-parallel layers, and the MLP of three of them, against nnx.Linear."""
 
 import dataclasses
 import inspect
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from flaxasync.nn.options import Settings
 from tests.grids import sparse
-from tests.nn.conftest import COLUMNS, ROWS, SAME, drawn, ones
+from tests.nn.conftest import COLUMNS, ROWS, SAME, check_parity, compiled, drawn, make_mesh, ones, permutes, saved
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -40,46 +40,35 @@ FORMS = {
 }
 
 
-# The rows of each device, on rings of each size: one row is not halved, and odd blocks are halved unevenly.
-RINGS = [(1, 3), (2, 1), (3, 2), (5, 3), (8, 5)]
+# Rings of each size, the rows of each device, and options of the layer and of the comparison. One row is not halved,
+# and odd blocks are halved unevenly.
+NARROW = {"use_bias": False}, {"dtype": "bfloat16"}
+MESHES = [
+    (1, 3, {}, {}), (2, 1, *NARROW), (3, 2, {}, {}), (5, 3, *NARROW), (8, 5, {}, {}),
+    (4, 3, {}, {"data": 2, "axis_type": AxisType.Auto}), (4, 3, {"backend": "none"}, {"data": 2}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "ring"), sparse(FORMS, RINGS, keep=lambda form, ring: (form + ring) % 2 == 0))
-def test_parity_on_every_ring(parity, form, ring):
-    """Every second ring computes in bfloat16, without biases and on one sequence."""
-    (size, rows), narrow = ring, RINGS.index(ring) % 2 == 1
+@pytest.mark.parametrize(("form", "on"), sparse(FORMS, MESHES, keep=lambda form, mesh: (form + mesh) % 2 == 0))
+def test_parity(form, on):
     make, options, x_spec, y_spec = FORMS[form]
-    layer = make(size, backend="xla", use_bias=not narrow, **options)
-    x_shape, dtype = (1 if narrow else 3, rows * size, 4 * size), "bfloat16" if narrow else "float32"
-    parity(layer, linear(size, use_bias=not narrow), x_shape, size=size, dtype=dtype, x_spec=x_spec, y_spec=y_spec)
-
-
-@pytest.mark.parametrize(
-    ("form", "axis"),
-    sparse(
-        FORMS,
-        [(AxisType.Explicit, "none"), (AxisType.Auto, "xla")],
-        keep=lambda form, axis: (form // 2 + form + axis) % 2 == 0,
-    ),
-)
-def test_parity_on_a_sub_axis(parity, form, axis):
-    axis_type, backend = axis
-    make, options, x_spec, y_spec = FORMS[form]
-    if form == "column, rows the same" and axis_type == AxisType.Auto:
+    size, rows, common, more = on
+    common = {"backend": "xla", "use_bias": True} | common
+    if form == "column, rows the same" and "axis_type" in more:
         options = {"in_spec": SAME}
-    layer = make(4, backend=backend, **options)
-    parity(layer, linear(4), (4, 12, 16), size=4, data=2, axis_type=axis_type, x_spec=x_spec, y_spec=y_spec)
+    plain, x_shape = linear(size, use_bias=common["use_bias"]), (4, rows * size, 4 * size)
+    check_parity(make(size, **common, **options), plain, x_shape, size=size, x_spec=x_spec, y_spec=y_spec, **more)
 
 
-def test_rows_need_not_divide_where_they_are_not_sharded_and_two_dimensions_are_enough(parity):
-    parity(row(4, layout="replicated"), linear(4), (2, 7, 16), size=4, x_spec=COLUMNS, y_spec=SAME)
-    parity(column(4), linear(4), (12, 16), size=4, x_spec=P("model", None), y_spec=P(None, "model"))
+def test_rows_need_not_divide_where_they_are_not_sharded_and_two_dimensions_are_enough():
+    check_parity(row(4, layout="replicated"), linear(4), (2, 7, 16), size=4, x_spec=COLUMNS, y_spec=SAME)
+    check_parity(column(4), linear(4), (12, 16), size=4, x_spec=P("model", None), y_spec=P(None, "model"))
 
 
-def test_rows_may_be_sharded_over_another_axis_too(mesh_of):
+def test_rows_may_be_sharded_over_another_axis_too():
     """Rows over (data, model): the ring gathers over model, and rows stay sharded over data."""
     x = np.arange(16 * 8, dtype=np.float32).reshape(16, 8)
-    with jax.set_mesh(mesh_of(2, 4)):
+    with jax.set_mesh(make_mesh(2, 4)):
         layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, use_bias=False, rngs=nnx.Rngs(0)))
         y = nnx.jit(lambda layer, x: layer(x))(layer, jax.device_put(x, P(("data", "model"), None)))
         assert jax.typeof(y).sharding.spec == P("data", "model")
@@ -87,30 +76,24 @@ def test_rows_may_be_sharded_over_another_axis_too(mesh_of):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
-def test_parameters_are_sharded_and_their_metadata_says_so(mesh_of, axis_type):
-    with jax.set_mesh(mesh_of(2, 4, axis_type)):
-        up = fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0))
-        down = fa.nn.RowParallelLinear(12, 8, rngs=nnx.Rngs(0))
-    assert up.kernel[...].sharding.spec == P(None, "model")
-    assert up.bias[...].sharding.spec == P("model")
-    assert down.kernel[...].sharding.spec == P("model", None)
-    assert up.kernel.get_metadata()["out_sharding"] == (None, "model")
-    assert up.kernel[...].addressable_shards[0].data.shape == (8, 3)
-
-
-def test_the_same_seed_gives_the_parameters_of_nnx_linear_and_eval_shape_keeps_their_sharding(mesh_of):
+def test_parameters_are_those_of_nnx_linear_and_sharded_as_their_metadata_says(axis_type):
     def make():
         return fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(3))
 
-    with jax.set_mesh(mesh_of(2, 4)):
-        np.testing.assert_array_equal(make().kernel[...], nnx.Linear(8, 12, rngs=nnx.Rngs(3)).kernel[...])
-        assert nnx.eval_shape(make).kernel.get_value().sharding.spec == P(None, "model")
+    with jax.set_mesh(make_mesh(2, 4, axis_type)):
+        up, down, abstract = make(), fa.nn.RowParallelLinear(12, 8, rngs=nnx.Rngs(0)), nnx.eval_shape(make)
+    np.testing.assert_array_equal(up.kernel[...], nnx.Linear(8, 12, rngs=nnx.Rngs(3)).kernel[...])
+    assert up.kernel.get_metadata()["out_sharding"] == (None, "model")
+    assert up.kernel[...].sharding.spec == abstract.kernel.get_value().sharding.spec == P(None, "model")
+    assert up.kernel[...].addressable_shards[0].data.shape == (8, 3)
+    assert up.bias[...].sharding.spec == P("model")
+    assert down.kernel[...].sharding.spec == P("model", None)
 
 
-def test_inside_a_shard_map_of_the_caller(mesh_of):
+def test_inside_a_shard_map_of_the_caller():
     """If the axis is mapped already, input and parameters are local shards; types say how the input is sharded."""
     x = np.random.default_rng(0).standard_normal((2, 8, 8)).astype(np.float32)
-    with jax.set_mesh(mesh_of(2, 4)):
+    with jax.set_mesh(make_mesh(2, 4)):
         layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, use_bias=False, rngs=nnx.Rngs(0)))
         graph, state = nnx.split(layer)
         apply, form = lambda state, x: nnx.merge(graph, state)(x), {"in_specs": (P(None, "model"), ROWS)}
@@ -122,21 +105,72 @@ def test_inside_a_shard_map_of_the_caller(mesh_of):
 
 
 @pytest.mark.optimized
-def test_a_weight_gradient_is_summed_over_data_once(mesh_of):
+def test_a_weight_gradient_is_summed_over_data_once():
     """The kernel's gradient has one all-reduce over data, and the ring has none."""
-    with jax.set_mesh(mesh_of(2, 4)):
+    with jax.set_mesh(make_mesh(2, 4)):
         layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, use_bias=False, backend="xla", rngs=nnx.Rngs(0)))
-        graph, state = nnx.split(layer)
-        x = ones((2, 8, 8), ROWS)
-        dy = ones((2, 8, 12), COLUMNS)
-
-        def dkernel(state, x, dy):
-            return jax.vjp(lambda state: nnx.merge(graph, state)(x), state)[1](dy)
-
-        text = jax.jit(dkernel).lower(state, x, dy).compile().as_text()
+        gradient = nnx.grad(lambda layer, x, dy: jnp.sum(layer(x) * dy))
+        text = compiled(gradient, layer, ones((2, 8, 8), ROWS), ones((2, 8, 12), COLUMNS))
     assert text.count(" all-reduce(") == 1
     assert text.count(" all-gather(") == 0
     assert text.count(" collective-permute(") == 3
+
+
+class PlainMLP(nnx.Module):
+    """The same MLP of plain layers, with the same names."""
+
+    def __init__(self, features, hidden, *, gated=True, **options):
+        self.up = nnx.Linear(features, hidden, **options)
+        self.gate = nnx.Linear(features, hidden, **options) if gated else None
+        self.down = nnx.Linear(hidden, features, **options)
+
+    def __call__(self, x):
+        if self.gate is None:
+            return self.down(jax.nn.silu(self.up(x)))
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+def mlp_pair(size, *, backend=None, **options):
+    options = {"use_bias": False} | options
+
+    def make(dtype):
+        return fa.nn.ParallelMLP(8, 6 * size, dtype=dtype, backend=backend, rngs=nnx.Rngs(0), **options)
+
+    return make, drawn(lambda: PlainMLP(8, 6 * size, rngs=nnx.Rngs(0), **options))
+
+
+@pytest.mark.parametrize(("options", "rows", "form"), [
+    *(({"gated": gated, "use_bias": not gated}, 3 * size, {"size": size})
+      for size, gated in [(1, True), (2, False), (3, True), (5, False), (8, True)]),
+    *(({"use_bias": True, "backend": backend}, 8, {"size": 4, "data": 2, "axis_type": axis_type, "dtype": dtype})
+      for axis_type, backend, dtype in [
+          (AxisType.Explicit, "xla", "float32"), (AxisType.Explicit, "none", "bfloat16"),
+          (AxisType.Auto, "xla", "bfloat16"), (AxisType.Auto, "none", "float32")]),
+    ({"use_bias": True}, 7, {"size": 4, "x_spec": SAME, "y_spec": SAME}),
+])  # fmt: skip
+def test_parity_of_an_mlp(options, rows, form):
+    check_parity(*mlp_pair(form["size"], **options), (2, rows, 8), **form)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_only_products_of_the_hidden_features_are_saved(gated):
+    """The products of gate and up are saved; the activation and its parts are not."""
+    with jax.set_mesh(make_mesh(1, 4)):
+        mlp = drawn(lambda: fa.nn.ParallelMLP(8, 24, gated=gated, rngs=nnx.Rngs(0)))
+        sizes = [leaf.size for leaf in saved(mlp, ones((3, 8, 8), ROWS))]
+    assert sizes.count(3 * 8 * 24) == (2 if gated else 1)
+    assert max(sizes) == 3 * 8 * 24
+
+
+@pytest.mark.optimized
+def test_gate_and_up_share_one_trip_and_no_ring_is_run_again():
+    """R - 1 permutes each for x and y, and for dy and dx: the backward pass computes h again, not y."""
+    with jax.set_mesh(make_mesh(1, 4)):
+        x = ones((2, 8, 8), ROWS)
+        for gated in (True, False):
+            mlp = drawn(lambda gated=gated: fa.nn.ParallelMLP(8, 16, gated=gated, backend="xla", rngs=nnx.Rngs(0)))
+            assert compiled(lambda mlp, x: mlp(x), mlp, x).count(" collective-permute(") == 2 * 3
+            assert not gated or permutes(mlp, x) == 4 * 3  # XLA merges the trips of x
 
 
 COLUMN, ROW = fa.nn.ColumnParallelLinear, fa.nn.RowParallelLinear
@@ -148,8 +182,8 @@ COLUMN, ROW = fa.nn.ColumnParallelLinear, fa.nn.RowParallelLinear
     (lambda: ROW(6, 6, rngs=nnx.Rngs(0)), "in_features=6 on 4 devices; use 4 or 8, or a smaller axis"),
     (lambda: ROW(8, 12, layout="rows", rngs=nnx.Rngs(0)), "it must be 'sequence' or 'replicated'"),
 ])  # fmt: skip
-def test_layers_that_cannot_be_built(mesh_of, make, error):
-    with jax.set_mesh(mesh_of(1, 4)), pytest.raises(ValueError, match=error):
+def test_layers_that_cannot_be_built(make, error):
+    with jax.set_mesh(make_mesh(1, 4)), pytest.raises(ValueError, match=error):
         make()
 
 
@@ -165,18 +199,18 @@ def test_layers_that_cannot_be_built(mesh_of, make, error):
     (ROW, {}, (4, 4, 8), SAME, "whose features"),
     (COLUMN, {"in_spec": SAME}, (4, 4, 8), ROWS, "leave in_spec out under Explicit axes"),
 ])  # fmt: skip
-def test_inputs_that_a_layer_does_not_take(mesh_of, cls, options, shape, spec, error):
-    with jax.set_mesh(mesh_of(1, 4)):
+def test_inputs_that_a_layer_does_not_take(cls, options, shape, spec, error):
+    with jax.set_mesh(make_mesh(1, 4)):
         layer = drawn(lambda: cls(8, 12, rngs=nnx.Rngs(0), **options))
         with pytest.raises(ValueError, match=error):
             layer(ones(shape, spec))
 
 
-def test_a_mesh_is_needed(mesh_of):
+def test_a_mesh_is_needed():
     for make in (COLUMN, fa.nn.VocabParallelEmbed):
         with pytest.raises(ValueError, match=f"{make.__name__} needs a mesh with the axis 'model', and none is set"):
             make(8, 12, rngs=nnx.Rngs(0))
-    with jax.set_mesh(mesh_of(1, 4)):
+    with jax.set_mesh(make_mesh(1, 4)):
         layer = drawn(lambda: ROW(12, 8, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="RowParallelLinear needs a mesh with the axis 'model'"):
         layer(np.ones((2, 4, 12), np.float32))
@@ -198,16 +232,16 @@ def test_the_keywords_are_those_of_nnx_with_its_defaults_and_every_option_has_a_
     fa.nn.ColumnParallelLinear, fa.nn.RowParallelLinear, fa.nn.ParallelMLP, fa.nn.ParallelSelfAttention,
     fa.nn.RingSelfAttention, fa.nn.VocabParallelEmbed,
 ])  # fmt: skip
-def test_an_unknown_keyword_is_named(mesh_of, make):
+def test_an_unknown_keyword_is_named(make):
     message = rf"^{make.__name__} got an unexpected keyword argument 'use_biases'; .* axis_name, fsdp_axis, dtype, "
-    with jax.set_mesh(mesh_of(1, 4)), pytest.raises(TypeError, match=message):
+    with jax.set_mesh(make_mesh(1, 4)), pytest.raises(TypeError, match=message):
         make(8, 8, use_biases=True, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 16), pytest.param((2, 0, 16), marks=pytest.mark.slow)])
-def test_an_input_without_elements(mesh_of, shape):
+def test_an_input_without_elements(shape):
     """A last batch may be empty. Gradients are zeros, and no collective is run: without elements it never ends."""
-    with jax.set_mesh(mesh_of(2, 4)):
+    with jax.set_mesh(make_mesh(2, 4)):
         x, ids = ones(shape, ROWS), jax.device_put(np.ones(shape[:2], np.int32), P("data", None))
         embed = drawn(lambda: fa.nn.VocabParallelEmbed(16, 16, rngs=nnx.Rngs(0)))
         for make in (

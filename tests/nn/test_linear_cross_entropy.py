@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import ROWS, TOKENS, make_fsdp_mesh, put
+from tests.nn.conftest import ROWS, TOKENS, make_fsdp_mesh, make_mesh
 
 FEATURES, BATCH = 8, 4
 SMALL = 28  # rows: several blocks, of which the last is not full
@@ -74,13 +74,13 @@ def column(kernel, **options):
     layer = nnx.eval_shape(lambda: fa.nn.ColumnParallelLinear(
         *kernel.shape, use_bias=False, pad=True, dtype=kernel.dtype, rngs=nnx.Rngs(0), **options
     ))  # fmt: skip
-    layer.kernel.set_value(put(np.float32(kernel), layer.kernel.get_value()))
+    layer.kernel.set_value(jax.device_put(np.float32(kernel), layer.stored[0]))
     return layer
 
 
 def embedding(kernel, **options):
     layer = nnx.eval_shape(lambda: fa.nn.VocabParallelEmbed(*kernel.T.shape, rngs=nnx.Rngs(0), **options))
-    layer.embedding.set_value(put(kernel.T, layer.embedding.get_value()))
+    layer.embedding.set_value(jax.device_put(kernel.T, layer.stored[0]))
     return layer
 
 
@@ -94,16 +94,16 @@ def embedding(kernel, **options):
     ((2, 4), AxisType.Explicit, 25, column, {"label_smoothing": 0.1}),
     ((2, 4), AxisType.Explicit, 24, lambda kernel: jax.device_put(kernel, P(None, "model")), {}),
 ])  # fmt: skip
-def test_loss_and_gradients_are_those_of_whole_logits(mesh_of, mesh, axis_type, entries, output_of, options):
-    check(mesh_of(*mesh, axis_type), output_of, arrays(24, entries), **options)
+def test_loss_and_gradients_are_those_of_whole_logits(mesh, axis_type, entries, output_of, options):
+    check(make_mesh(*mesh, axis_type), output_of, arrays(24, entries), **options)
 
 
-def test_rows_that_are_not_split(mesh_of):
-    check(mesh_of(2, 4), column, arrays(7, 24), x_spec=TOKENS)
+def test_rows_that_are_not_split():
+    check(make_mesh(2, 4), column, arrays(7, 24), x_spec=TOKENS)
 
 
-def test_bfloat16(mesh_of):
-    check(mesh_of(2, 4), column, arrays(24, 24, jnp.bfloat16), tolerance=2e-2, block_rows=SMALL)
+def test_bfloat16():
+    check(make_mesh(2, 4), column, arrays(24, 24, jnp.bfloat16), tolerance=2e-2, block_rows=SMALL)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
@@ -120,9 +120,66 @@ def test_fully_sharded(axis_type):
         check(mesh, output_of, arrays(24, 24), x_spec=spec)
 
 
-def test_weights_that_are_all_zero_give_no_loss(mesh_of):
+@pytest.mark.parametrize("vocabulary", [24, 25])  # 25 entries are padded, and lie on the devices by features
+def test_inside_shard_map_the_mean_is_that_of_all_devices(vocabulary):
+    """Where nothing weighs rows, and every mesh axis is mapped, as in a scan that prefetches."""
+    x, kernel, targets, _ = arrays(8, vocabulary)
+    targets = np.abs(targets) % vocabulary
+    want = reference(x, kernel, targets, np.ones_like(targets, np.float32))
+    with jax.set_mesh(make_mesh(2, 4)):
+        layer = column(kernel)
+        graph, state = nnx.split(layer)
+
+        def loss(x, state, targets):
+            return fa.nn.linear_cross_entropy(x, nnx.merge(graph, state), targets)
+
+        specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, state)
+        mapped = jax.shard_map(loss, in_specs=(ROWS, specs, TOKENS), out_specs=P())
+        run = jax.jit(jax.value_and_grad(mapped, argnums=(0, 1)))
+        value, (dx, dstate) = run(jax.device_put(x, ROWS), state, jax.device_put(targets, TOKENS))
+    for got, wanted in zip((value, dx, jax.tree.leaves(dstate)[0]), want, strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-6)
+
+
+def test_a_kernel_inside_shard_map_is_this_devices_columns():
+    x, kernel, targets, _ = arrays(8, 24)
+    targets = np.abs(targets) % 24
+    with jax.set_mesh(make_mesh(2, 4)):
+        mapped = jax.shard_map(
+            fa.nn.linear_cross_entropy, in_specs=(ROWS, P(None, "model"), TOKENS), out_specs=P()
+        )  # fmt: skip
+        given = jax.device_put(x, ROWS), jax.device_put(kernel, P(None, "model")), jax.device_put(targets, TOKENS)
+        value = jax.jit(mapped)(*given)
+    np.testing.assert_allclose(value, reference(x, kernel, targets, np.ones((BATCH, 8), np.float32))[0], rtol=1e-6)
+
+
+def test_float64_and_no_rows_at_all():
+    x, kernel, targets, weights = arrays(8, 24, "float64")
+    with jax.enable_x64(True), jax.set_mesh(make_mesh(2, 4)):
+        placed = [jax.device_put(one, spec) for one, spec in (
+            (x, ROWS), (kernel, P(None, "model")), (np.abs(targets) % 24, TOKENS), (weights, TOKENS)
+        )]  # fmt: skip
+        loss, gradient = jax.jit(jax.value_and_grad(lambda x, kernel, targets, weights: fa.nn.linear_cross_entropy(
+            x, kernel, targets, weights=weights, block_rows=SMALL
+        )))(*placed)  # fmt: skip
+        assert loss.dtype == gradient.dtype == jnp.float64
+        nothing = fa.nn.linear_cross_entropy(placed[0][:, :0], placed[1], placed[2][:, :0])
+    assert float(nothing) == 0.0
+
+
+def test_weights_have_no_gradient():
+    x, kernel, targets, weights = arrays(8, 24)
+    with jax.set_mesh(make_mesh(2, 4)):
+        placed = jax.device_put(x, ROWS), jax.device_put(kernel, P(None, "model")), jax.device_put(targets, TOKENS)
+        gradient = jax.jit(jax.grad(lambda weights: fa.nn.linear_cross_entropy(*placed, weights=weights, ignore=-100)))(
+            jax.device_put(weights, TOKENS)
+        )
+    np.testing.assert_array_equal(gradient, 0)
+
+
+def test_weights_that_are_all_zero_give_no_loss():
     x, kernel, targets, _ = arrays(8, 16)
-    with jax.set_mesh(mesh_of(2, 4)):
+    with jax.set_mesh(make_mesh(2, 4)):
         x, targets = jax.device_put(x, ROWS), jax.device_put(targets, TOKENS)
         loss = jax.jit(
             lambda x, kernel, targets: fa.nn.linear_cross_entropy(x, kernel, targets, weights=jnp.zeros_like(targets))
@@ -136,15 +193,16 @@ def test_weights_that_are_all_zero_give_no_loss(mesh_of):
     ({"weights": np.zeros((BATCH, 4), np.float32)}, ValueError, "one element of weights a row of x: got [4, 4]"),
     ({"block_rows": 0}, ValueError, "block_rows to be 1 or more: got 0"),
     ({"axis_name": "tensor"}, ValueError, "tensor"),
-    ({"use_bias": True}, NotImplementedError, "the layer has a bias: leave it out"),
+    ({"layer": fa.nn.ColumnParallelLinear}, NotImplementedError, "the layer has a bias: leave it out"),
+    ({"layer": fa.nn.RowParallelLinear}, NotImplementedError, "or a kernel: got RowParallelLinear"),
 ])  # fmt: skip
-def test_errors(mesh_of, change, error, message):
+def test_errors(change, error, message):
     x, kernel, targets, weights = arrays(8, 16)
     given = {"targets": targets, "weights": weights} | change
-    with jax.set_mesh(mesh_of(2, 4)):
+    with jax.set_mesh(make_mesh(2, 4)):
         output = jax.device_put(kernel, P(None, "model"))
-        if given.pop("use_bias", False):
-            output = fa.nn.ColumnParallelLinear(FEATURES, 16, rngs=nnx.Rngs(0))
+        if layer := given.pop("layer", None):
+            output = layer(FEATURES, 16, rngs=nnx.Rngs(0))
         given |= {name: jax.device_put(given[name], TOKENS) for name in ("targets", "weights")}
         x = jax.device_put(x, ROWS)
         with pytest.raises(error, match=re.escape(message)):

@@ -9,23 +9,19 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import COLUMNS, ROWS, SAME, assert_close, check_replaced, drawn, ones, stack
+from tests.nn.conftest import COLUMNS, ROWS, SAME, Block, assert_close, check_replaced, drawn, make_mesh, ones, stack
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 RULES = {"layers.attention": "attention", "layers.up": "column", "layers.down": "row"}
 
 
-class Block(nnx.Module):
+class AdaptedBlock(Block):
     def __init__(self, rngs):
-        self.norm = nnx.LayerNorm(32, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(4, 32, decode=False, normalize_qk=True, rngs=rngs)
-        self.up = nnx.LoRA(32, 2, 16, base_module=nnx.Linear(32, 16, rngs=rngs), rngs=rngs)
-        self.down = nnx.Linear(16, 32, use_bias=False, rngs=rngs)
-
-    def __call__(self, x):
-        x = x + self.attention(self.norm(x))
-        return x + self.down(nnx.gelu(self.up(x)))
+        super().__init__(rngs)
+        self.attention = nnx.MultiHeadAttention(4, 16, decode=False, normalize_qk=True, rngs=rngs)
+        self.up = nnx.LoRA(16, 2, 32, base_module=self.up, rngs=rngs)
+        self.down = nnx.Linear(32, 16, use_bias=False, rngs=rngs)
 
 
 class Scanned(nnx.Module):
@@ -33,7 +29,7 @@ class Scanned(nnx.Module):
 
     def __init__(self, metadata, out_axes=0):
         self.metadata = metadata
-        self.layers = stack(Block, transform_metadata=metadata, out_axes=out_axes)
+        self.layers = stack(AdaptedBlock, transform_metadata=metadata, out_axes=out_axes)
 
     def __call__(self, x):
         options = {"in_axes": (0, nnx.Carry), "out_axes": nnx.Carry, "transform_metadata": self.metadata}
@@ -45,57 +41,41 @@ class Scanned(nnx.Module):
     (AxisType.Explicit, {nnx.PARTITION_NAME: None}), (AxisType.Explicit, {}),
     (AxisType.Auto, {nnx.PARTITION_NAME: None}),
 ])  # fmt: skip
-def test_a_scanned_model_computes_what_it_did(mesh_of, axis_type, metadata):
+def test_a_scanned_model_computes_what_it_did(axis_type, metadata):
     def replace(model):
         done = fa.nn.parallelize(model, RULES, verbose=False)
         assert [found.after for found in done] == ["ParallelAttention", "RowParallelLinear", "ParallelLoRA"]
-        assert model.layers.down.kernel.shape == (3, 16, 32)
+        assert model.layers.down.kernel.shape == (3, 32, 16)
         assert model.layers.down.kernel[...].sharding.spec == P(None, "model", None)
         assert model.layers.down.kernel.get_metadata()["out_sharding"] == (None, "model", None)
         return model
 
-    got = check_replaced(drawn(lambda: Scanned(metadata)), mesh_of(2, 4, axis_type), replace, features=32)
+    got = check_replaced(drawn(lambda: Scanned(metadata)), make_mesh(2, 4, axis_type), replace)
     if axis_type == AxisType.Explicit:
         assert jax.typeof(got["layers"]["down"]["kernel"][...]).sharding.spec == P(None, "model", None)
 
 
-def test_an_abstract_stack_is_loaded_afterwards(mesh_of):
-    plain = drawn(lambda: Scanned({}))
-    with jax.set_mesh(mesh_of(2, 4)):
-        model = nnx.eval_shape(lambda: Scanned({}))
-        fa.nn.parallelize(model, RULES, verbose=False)
-        assert isinstance(model.layers.down.kernel.get_value(), jax.ShapeDtypeStruct)
-        loaded = fa.nn.load(model, plain)
-    assert loaded.reshaped["layers.attention.query.kernel"] == ((3, 32, 4, 8), (3, 32, 32))
-    assert model.layers.attention.query.kernel[...].sharding.spec == P(None, None, "model")
-    np.testing.assert_array_equal(model.layers.down.kernel[...], plain.layers.down.kernel[...])
-
-
-def test_a_stack_is_called_in_a_scan(mesh_of):
-    with jax.set_mesh(mesh_of(2, 4)):
+def test_a_stack_is_called_in_a_scan():
+    with jax.set_mesh(make_mesh(2, 4)):
         model = nnx.eval_shape(lambda: Scanned({}))
         fa.nn.parallelize(model, RULES | {"layers.up": "row"}, verbose=False)
         model = drawn(lambda: model)
-        layers, message = model.layers, r"\[3, \d+, \d+\] has 3 dimensions, .* this is a stack of layers, as"
-        for layer, features, spec in (
-            (layers.down, 16, COLUMNS),
-            (layers.attention, 32, ROWS),
-            (layers.up, 32, COLUMNS),
-        ):
+        message = r"\[3, \d+, \d+\] has 3 dimensions, .* this is a stack of layers, as"
+        for name, features, spec in (("down", 32, COLUMNS), ("attention", 16, ROWS), ("up", 16, COLUMNS)):
             with pytest.raises(ValueError, match=message):
-                layer(ones((2, 8, features), spec))
+                getattr(model.layers, name)(ones((2, 8, features), spec))
 
 
-def test_a_stack_along_another_dimension_is_refused(mesh_of):
-    with jax.set_mesh(mesh_of(2, 4)):
+def test_a_stack_along_another_dimension_is_refused():
+    with jax.set_mesh(make_mesh(2, 4)):
         model = nnx.eval_shape(lambda: Scanned({}, out_axes=1))
-        message = r"its kernel is \[16, 3, 32\], .* make a stack of layers with out_axes=0 of nnx.vmap"
+        message = r"its kernel is \[32, 3, 16\], .* make a stack of layers with out_axes=0 of nnx.vmap"
         with pytest.raises(ValueError, match=message):
             fa.nn.parallelize(model, {"layers.down": "row"})
 
 
-def test_what_low_rank_adaptation_lacks(mesh_of):
-    with jax.set_mesh(mesh_of(2, 4)):
+def test_what_low_rank_adaptation_lacks():
+    with jax.set_mesh(make_mesh(2, 4)):
         x = jax.device_put(np.ones((2, 8, 16), np.float32), ROWS)
         for layer, name in [
             (drawn(lambda: fa.nn.ParallelAttention(16, 4, rngs=nnx.Rngs(0))), "query"),
@@ -127,7 +107,7 @@ class Adapted(nnx.Module):
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("base", ["plain", "parallel"])
-def test_parallelize_turns_nnx_lora_into_parallel_lora(mesh_of, axis_type, base):
+def test_parallelize_turns_nnx_lora_into_parallel_lora(axis_type, base):
     """Around a plain layer, and around one that was replaced before it was adapted."""
 
     def replace(model):
@@ -140,12 +120,12 @@ def test_parallelize_turns_nnx_lora_into_parallel_lora(mesh_of, axis_type, base)
         assert [found.after for found in done] == ["ParallelLoRA"] * 2
         return model
 
-    got = check_replaced(drawn(Adapted), mesh_of(2, 4, axis_type), replace, wrt=nnx.LoRAParam)
+    got = check_replaced(drawn(Adapted), make_mesh(2, 4, axis_type), replace, wrt=nnx.LoRAParam)
     assert {path[-1] for path, _ in nnx.to_flat_state(got)} == {"lora_a", "lora_b"}
 
 
 @pytest.mark.parametrize(("cls", "spec"), [(fa.nn.RowParallelLinear, COLUMNS), (fa.nn.ColumnParallelLinear, SAME)])
-def test_nnx_lora_itself(mesh_of, cls, spec):
+def test_nnx_lora_itself(cls, spec):
     """It works around layers whose output may be added to one that is sharded as the input's rows are."""
 
     def replace(plain):
@@ -155,12 +135,12 @@ def test_nnx_lora_itself(mesh_of, cls, spec):
         return layer
 
     plain = drawn(lambda: lora(nnx.Linear(16, 16, rngs=nnx.Rngs(0))))
-    check_replaced(plain, mesh_of(2, 4), replace, spec=spec, wrt=nnx.LoRAParam)
+    check_replaced(plain, make_mesh(2, 4), replace, spec=spec, wrt=nnx.LoRAParam)
 
 
-def test_nnx_lora_around_a_column_parallel_layer_is_an_error_of_jax(mesh_of):
+def test_nnx_lora_around_a_column_parallel_layer_is_an_error_of_jax():
     """One addend is sharded by rows, and the other by features: docs/your_model.md names the remedy."""
-    with jax.set_mesh(mesh_of(2, 4)):
+    with jax.set_mesh(make_mesh(2, 4)):
         base = drawn(lambda: fa.nn.ColumnParallelLinear(16, 16, rngs=nnx.Rngs(0)))
         layer = nnx.LoRA(16, 2, 16, base_module=base, rngs=nnx.Rngs(0))
         with pytest.raises(Exception, match=r"add operation .* illegally sharded result"):
@@ -183,7 +163,7 @@ class Shared(nnx.Module):
 
 
 @pytest.mark.parametrize("rules", [{"b": "column", "c": "column"}, {"a": "column", "b": "column", "c": "column"}])
-def test_a_shared_layer_stays_shared(mesh_of, rules):
+def test_a_shared_layer_stays_shared(rules):
     def replace(model):
         done = fa.nn.parallelize(model, rules, verbose=False)
         assert type(model.a) is fa.nn.ColumnParallelLinear
@@ -191,7 +171,7 @@ def test_a_shared_layer_stays_shared(mesh_of, rules):
         assert sorted(found.path for found in done) == ["a", "b", "c"]
         return model
 
-    check_replaced(drawn(Shared), mesh_of(2, 4), replace)
+    check_replaced(drawn(Shared), make_mesh(2, 4), replace)
 
 
 class Odd(nnx.Module):
@@ -211,18 +191,18 @@ class Odd(nnx.Module):
     (lambda: lora(nnx.Linear(16, 16, rngs=nnx.Rngs(0))), {"base_module": "row"},
      "base_module, because .* it is at the root of the model, which must be in a module such as an nnx.Dict: give"),
 ])  # fmt: skip
-def test_adaptations_that_cannot_be_replaced(mesh_of, make, rules, message):
-    with jax.set_mesh(mesh_of(2, 4)):
+def test_adaptations_that_cannot_be_replaced(make, rules, message):
+    with jax.set_mesh(make_mesh(2, 4)):
         model = nnx.eval_shape(make)
         with pytest.raises(ValueError, match=f"cannot replace .*{message}"):
             fa.nn.parallelize(model, rules)
         assert not any(isinstance(module, fa.nn.ColumnParallelLinear) for _, module in nnx.iter_modules(model))
 
 
-def test_a_parallel_layer_that_is_adapted_stays_as_it_is(mesh_of):
+def test_a_parallel_layer_that_is_adapted_stays_as_it_is():
     """Its axis, its layout and its in_spec are kept, or the rule is refused."""
     x = np.random.default_rng(0).standard_normal((2, 7, 16)).astype(np.float32)
-    with jax.set_mesh(mesh_of(2, 4, AxisType.Auto)):
+    with jax.set_mesh(make_mesh(2, 4, AxisType.Auto)):
         column = drawn(
             lambda: lora(fa.nn.ColumnParallelLinear(16, 16, in_spec=P("data", None, None), rngs=nnx.Rngs(0)))
         )
@@ -245,14 +225,14 @@ def test_a_parallel_layer_that_is_adapted_stays_as_it_is(mesh_of):
 
 
 @pytest.mark.parametrize("rule", ["column", "row"])
-def test_factors_that_are_wider_than_the_layer(mesh_of, rule):
+def test_factors_that_are_wider_than_the_layer(rule):
     """Everything is then computed in float32, as in nnx.LoRA."""
     x = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(jnp.bfloat16)
     model = nnx.Dict(x=drawn(lambda: lora(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))))
     base = model.x.base_module
     for parameter in (base.kernel, base.bias):
         parameter.set_value(parameter[...].astype(jnp.bfloat16))
-    with jax.numpy_dtype_promotion("standard"), jax.set_mesh(mesh_of(2, 4)):
+    with jax.numpy_dtype_promotion("standard"), jax.set_mesh(make_mesh(2, 4)):
         want = model.x(x)
         fa.nn.parallelize(model, {"x": rule}, verbose=False)
         x = jax.device_put(x, ROWS if rule == "column" else COLUMNS)

@@ -11,10 +11,11 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import flaxasync as fa
-from tests.nn.conftest import ROWS, assert_close, drawn, make_mesh
+from tests.nn.conftest import ROWS, Block, assert_close, drawn, make_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 AXES = [AxisType.Explicit, AxisType.Auto]
+X = np.random.default_rng(0).standard_normal((8, 16, 16)).astype(np.float32)
 
 
 def varied(key, shape, dtype):
@@ -22,16 +23,8 @@ def varied(key, shape, dtype):
     return jnp.sin(jnp.arange(math.prod(shape), dtype=dtype)).reshape(shape) / np.sqrt(shape[0], dtype=dtype)
 
 
-class Block(nnx.Module):
-    def __init__(self, rngs):
-        self.norm = nnx.LayerNorm(16, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(8, 16, decode=False, kernel_init=varied, rngs=rngs)
-        self.up = nnx.Linear(16, 32, kernel_init=varied, rngs=rngs)
-        self.down = nnx.Linear(32, 16, kernel_init=varied, rngs=rngs)
-
-    def __call__(self, x):
-        x = x + self.attention(self.norm(x))
-        return x + self.down(nnx.gelu(self.up(x)))
+def make_block(rngs):
+    return Block(rngs, kernel_init=varied)
 
 
 class Model(nnx.Module):
@@ -39,8 +32,8 @@ class Model(nnx.Module):
 
     def __init__(self):
         rngs = nnx.Rngs(0)
-        self.blocks = nnx.split_rngs(splits=2)(nnx.vmap(Block, in_axes=0, out_axes=0))(rngs)
-        self.last = Block(rngs)
+        self.blocks = nnx.split_rngs(splits=2)(nnx.vmap(make_block, in_axes=0, out_axes=0))(rngs)
+        self.last = make_block(rngs)
         self.kept = nnx.Linear(16, 16, kernel_init=varied, kernel_metadata={"out_sharding": (None, "model")}, rngs=rngs)
 
     def __call__(self, x):
@@ -74,16 +67,11 @@ def assert_sharded_as_annotated(model, mesh):
 
 
 @pytest.fixture(scope="module")
-def x():
-    return np.random.default_rng(0).standard_normal((8, 16, 16)).astype(np.float32)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory, x):
+def saved(tmp_path_factory):
     """Returns the checkpoint of a parallel model, its values, and the output of the plain model on one device."""
     with jax.set_mesh(make_mesh(1, 1)):
         plain = drawn(Model)
-        y = np.asarray(nnx.jit(lambda model, x: model(x))(plain, x))
+        y = np.asarray(nnx.jit(lambda model, x: model(x))(plain, X))
     with jax.set_mesh(make_mesh(2, 4)):
         model = nnx.eval_shape(make)
         fa.nn.load(model, plain)
@@ -95,7 +83,7 @@ def saved(tmp_path_factory, x):
 
 @pytest.mark.parametrize("axis_type", AXES)
 @pytest.mark.parametrize("shape", [(1, 8), (4, 2), (8, 1)])
-def test_a_checkpoint_is_restored_to_another_mesh(saved, x, shape, axis_type):
+def test_a_checkpoint_is_restored_to_another_mesh(saved, shape, axis_type):
     path, want, want_y = saved
     mesh = make_mesh(*shape, axis_type)
     graph, state = nnx.get_abstract_model(make, mesh)
@@ -107,7 +95,7 @@ def test_a_checkpoint_is_restored_to_another_mesh(saved, x, shape, axis_type):
     for name in want:
         np.testing.assert_array_equal(got[name], want[name], strict=True)
     with jax.set_mesh(mesh):
-        y = nnx.jit(lambda model, x: model(x))(model, jax.device_put(x, ROWS))
+        y = nnx.jit(lambda model, x: model(x))(model, jax.device_put(X, ROWS))
     assert_close(y, want_y, "float32", "y")
 
 

@@ -8,11 +8,19 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from flaxasync.nn.uneven_shares import Shares, head_shares
-from tests.nn.conftest import ROWS, TOKENS, assert_close, assert_model_close, assert_parameters_close, drawn, ones
+from tests.nn.conftest import (
+    ROWS,
+    TOKENS,
+    assert_close,
+    assert_model_close,
+    assert_parameters_close,
+    drawn,
+    make_mesh,
+    ones,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -45,7 +53,7 @@ def test_a_share_that_is_no_padding_needs_no_transfer():
     pytest.param(6, 2, {"mask": "batch", "cross": True}, marks=pytest.mark.slow),
     pytest.param(4, 4, {"bias": True, "cross": True, "normalize_qk": True}, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_attention_is_that_of_nnx(mesh_of, heads, kv_heads, form, axis_type):
+def test_attention_is_that_of_nnx(heads, kv_heads, form, axis_type):
     """Outputs, and gradients of all parameters in their dense shapes, of `nnx.MultiHeadAttention`."""
     rng, cross = np.random.default_rng(0), "cross" in form
     normalize = form.get("normalize_qk", False)
@@ -66,7 +74,7 @@ def test_attention_is_that_of_nnx(mesh_of, heads, kv_heads, form, axis_type):
         plain.attention_fn = lambda *args, **kwargs: nnx.dot_product_attention(*args, **kwargs, bias=biases["bias"])
     step = {"argnums": (0, 1, 2), "has_aux": True}  # the gradients of parameters and of both inputs
     (_, want_y), (want, *want_dx) = nnx.jit(nnx.value_and_grad(loss, **step))(plain, x, other)
-    with jax.set_mesh(mesh_of(2, 4, axis_type)):
+    with jax.set_mesh(make_mesh(2, 4, axis_type)):
         layer = drawn(lambda: fa.nn.ParallelAttention(
             24, num_heads=heads, kv_heads=kv_heads, head_dim=4, normalize_qk=normalize, rngs=nnx.Rngs(0)
         ))  # fmt: skip
@@ -84,7 +92,7 @@ def test_attention_is_that_of_nnx(mesh_of, heads, kv_heads, form, axis_type):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
-def test_a_vocabulary_of_50257_tied_to_its_output(mesh_of, axis_type):
+def test_a_vocabulary_of_50257_tied_to_its_output(axis_type):
     vocab, rng = 50257, np.random.default_rng(0)
     plain = drawn(lambda: nnx.Embed(vocab, 8, rngs=nnx.Rngs(0)))
     ids, targets = (rng.integers(vocab - 40, vocab, (2, 8)).astype(np.int32) for _ in range(2))
@@ -101,7 +109,7 @@ def test_a_vocabulary_of_50257_tied_to_its_output(mesh_of, axis_type):
         return jnp.mean(fa.nn.softmax_cross_entropy(logits, targets, label_smoothing=0.1, vocab_size=vocab))
 
     want_loss, want = nnx.jit(nnx.value_and_grad(reference))(plain)
-    with jax.set_mesh(mesh_of(2, 4, axis_type)):
+    with jax.set_mesh(make_mesh(2, 4, axis_type)):
         layer = drawn(lambda: fa.nn.VocabParallelEmbed(vocab, 8, rngs=nnx.Rngs(0)))
         fa.nn.load(layer, plain)
         assert layer.embedding.shape == (vocab, 8)
@@ -112,9 +120,9 @@ def test_a_vocabulary_of_50257_tied_to_its_output(mesh_of, axis_type):
     assert_parameters_close(got, want, "float32")
 
 
-def test_an_output_over_a_padded_vocabulary(mesh_of):
+def test_an_output_over_a_padded_vocabulary():
     plain, x = drawn(lambda: nnx.Linear(8, 13, rngs=nnx.Rngs(0))), np.ones((2, 8, 8), np.float32)
-    with jax.set_mesh(mesh_of(2, 4)):
+    with jax.set_mesh(make_mesh(2, 4)):
         layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 13, pad=True, rngs=nnx.Rngs(0)))
         fa.nn.load(layer, plain)
         y = layer(jax.device_put(x, ROWS))
@@ -125,7 +133,7 @@ def test_an_output_over_a_padded_vocabulary(mesh_of):
 
 
 @pytest.mark.slow
-def test_options_that_need_all_scores(mesh_of):
+def test_options_that_need_all_scores():
     """Scale, soft cap and an attention function, against the formula; dropout keeps the mean and follows its key."""
     q, k, v = (np.random.default_rng(i).standard_normal((2, 8, 16)).astype(np.float32) for i in range(3))
     identity = np.eye(16, dtype=np.float32)
@@ -140,53 +148,31 @@ def test_options_that_need_all_scores(mesh_of):
         scores = cap * np.tanh(np.einsum("bshd,bthd->bhst", *heads[:2]) * scale / cap)
         return np.einsum("bhst,bthd->bshd", jax.nn.softmax(scores), heads[2]).reshape(2, 8, 16)
 
-    with jax.set_mesh(mesh_of(2, 4)):
+    with jax.set_mesh(make_mesh(2, 4)):
         inputs = [jax.device_put(x, ROWS) for x in (q, k, v)]
-        capped = layer(softmax_scale=0.3, logit_softcap=2.0)(*inputs)
-        plain = layer()(*inputs)
-        function = layer(attention_fn=nnx.dot_product_attention)(*inputs)
-        made = layer(dropout_rate=0.5)
-        drops = [np.asarray(made(*inputs, rngs=nnx.Rngs(dropout=seed))) for seed in (0, 0, 1)]
-        kept = made(*inputs, deterministic=True)
-        run = jax.jit(lambda seed: made(*inputs, rngs=nnx.Rngs(dropout=jax.random.key(seed))))
+        plain, causal = layer()(*inputs), layer(causal=True)(*inputs)
+        np.testing.assert_allclose(plain, formula(0.5, 1e6), atol=1e-4)
+        np.testing.assert_allclose(layer(softmax_scale=0.3, logit_softcap=2.0)(*inputs), formula(0.3, 2.0), atol=1e-5)
+        np.testing.assert_allclose(layer(attention_fn=nnx.dot_product_attention)(*inputs), plain, atol=1e-5)
+        np.testing.assert_array_equal(layer()(*inputs, is_causal=True), causal)
+        assert not np.allclose(causal, plain)
+
+        dropping = layer(dropout_rate=0.5)
+        np.testing.assert_allclose(dropping(*inputs, deterministic=True), plain, atol=1e-5)
+        run = jax.jit(lambda seed: dropping(*inputs, rngs=nnx.Rngs(dropout=jax.random.key(seed))))
         many = np.stack([run(seed) for seed in range(256)])
-        for option in ({"dropout_rate": 0.5}, {"logit_softcap": 2.0}):
-            with pytest.raises(ValueError, match=f"takes no {next(iter(option))}: apply it inside attention_fn"):
-                fa.nn.ParallelAttention(
-                    16, 4, attention_fn=nnx.dot_product_attention, rngs=nnx.Rngs(0, dropout=0), **option
-                )
-        causal = layer()(*inputs, is_causal=True)
-        built_causal = layer(causal=True)(*inputs)
+        np.testing.assert_array_equal(many[0], run(0))
+        assert not np.allclose(many[0], many[1])
+        error, deviation = many.mean(0) - plain, many.std(0) / np.sqrt(len(many))  # the deviation of the mean
+        assert (np.abs(error) <= 5 * deviation + 1e-5).all()
+
+        for name in ("dropout_rate", "logit_softcap"):
+            with pytest.raises(ValueError, match=f"takes no {name}: apply it inside attention_fn"):
+                layer(attention_fn=nnx.dot_product_attention, **{name: 0.5})
         with pytest.raises(NotImplementedError, match="ParallelAttention lacks sow_weights of nnx"):
-            made(*inputs, sow_weights=True)
+            dropping(*inputs, sow_weights=True)
         with pytest.raises(ValueError, match=r"needs a mask that broadcasts to \[b, heads, s, t\] = \[2, 4, 8, 8\]"):
-            made(*inputs, mask=np.ones((2, 1, 8, 9), bool))
-    np.testing.assert_allclose(capped, formula(0.3, 2.0), atol=1e-5)
-    np.testing.assert_allclose(plain, formula(0.5, 1e6), atol=1e-4)
-    np.testing.assert_allclose(function, plain, atol=1e-5)
-    np.testing.assert_allclose(kept, plain, atol=1e-5)
-    np.testing.assert_array_equal(causal, built_causal)
-    assert not np.allclose(causal, plain)
-    np.testing.assert_array_equal(drops[0], drops[1])
-    assert not np.allclose(drops[0], drops[2])
-    error, deviation = many.mean(0) - plain, many.std(0) / np.sqrt(len(many))  # the deviation of the mean
-    assert (np.abs(error) <= 5 * deviation + 1e-5).all()
-    with jax.set_mesh(jax.make_mesh((2, 4), ("context", "model"))):
-        with pytest.raises(NotImplementedError, match="over a split sequence lacks logit_softcap"):
-            fa.nn.ParallelSelfAttention(16, 4, context_axis="context", logit_softcap=30.0, rngs=nnx.Rngs(0))
-        ring = drawn(lambda: fa.nn.ParallelSelfAttention(16, 4, context_axis="context", rngs=nnx.Rngs(0)))
-        with pytest.raises(NotImplementedError, match="over a split sequence lacks a mask: use causal"):
-            ring(jax.device_put(q, P(None, ("context", "model"), None)), mask=np.ones((1, 1, 8, 8), bool))
-
-
-def test_a_split_sequence_takes_no_other_keys():
-    with jax.set_mesh(jax.make_mesh((2, 4), ("context", "model"))):
-        layer = drawn(lambda: fa.nn.ParallelAttention(
-            16, 4, causal=True, context_axis="context", rngs=nnx.Rngs(0)
-        ))  # fmt: skip
-        x, keys = np.ones((2, 16, 16), np.float32), np.ones((2, 8, 16), np.float32)
-        with pytest.raises(NotImplementedError, match="over a split sequence lacks inputs_k: use causal, window"):
-            layer(jax.device_put(x, P(None, ("context", "model"), None)), jax.device_put(keys, P(None, "model", None)))
+            dropping(*inputs, mask=np.ones((2, 1, 8, 9), bool))
 
 
 PADDED = 20  # a class token and 16 patches, padded for four devices
@@ -198,9 +184,9 @@ def first_row(y):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
-def test_one_row_moves_and_its_value_and_gradient_are_exact(mesh_of, axis_type):
+def test_one_row_moves_and_its_value_and_gradient_are_exact(axis_type):
     x = np.random.default_rng(0).standard_normal((2, PADDED, 16)).astype(np.float32)
-    with jax.set_mesh(mesh_of(2, 4, axis_type)):
+    with jax.set_mesh(make_mesh(2, 4, axis_type)):
         run = jax.jit(jax.value_and_grad(lambda y: jnp.sin(first_row(y)).sum())).lower(ones(x.shape, ROWS)).compile()
         value, dx = run(jax.device_put(x, ROWS))
     moved = re.findall(r" = (\S+?)\{\S* (all-[a-z]+|reduce-scatter|collective-permute)\(", run.as_text())
@@ -210,7 +196,7 @@ def test_one_row_moves_and_its_value_and_gradient_are_exact(mesh_of, axis_type):
     assert not np.asarray(dx)[:, 1:].any()
 
 
-def test_an_index_is_refused_by_jax(mesh_of):
+def test_an_index_is_refused_by_jax():
     """The negative test: when JAX takes it, the passage in docs/your_model.md is to go."""
-    with jax.set_mesh(mesh_of(2, 4)), pytest.raises(Exception, match="slicing on sharded dims"):
+    with jax.set_mesh(make_mesh(2, 4)), pytest.raises(Exception, match="slicing on sharded dims"):
         jax.jit(lambda y: y[:, 0])(ones((2, PADDED, 16), ROWS))

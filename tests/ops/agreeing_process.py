@@ -1,7 +1,7 @@
 """One of two processes that ask which kernels to trust on a described pod; prints what it takes and what it logs.
 
-The environment variable VERDICT is the verdict to store first, if any, LATE the seconds to come late, and SHORT whether
-the processes wait for 2 seconds only.
+The environment variable VERDICT is the verdict to store first, LATE the seconds to come late, if any, and LIMIT the
+seconds for which the processes wait for each other.
 """
 
 import json
@@ -25,11 +25,9 @@ def main():
     said = []
     logging.getLogger("flaxasync").addHandler(logging.Handler())
     logging.getLogger("flaxasync").handlers[0].emit = lambda record: said.append(record.getMessage())
-    if os.environ["VERDICT"]:
-        assert trust.record(trust.Machine.here("v5e"), {f"{OP}/fused/3+": {"a case": os.environ["VERDICT"]}})
-    if late := os.environ.get("LATE"):
-        time.sleep(float(late))
-    trust.LIMIT = 2 if os.environ["SHORT"] else 60
+    assert trust.record(trust.Machine.here("v5e"), {f"{OP}/fused/3+": {"a case": os.environ["VERDICT"]}})
+    time.sleep(float(os.environ.get("LATE", "0")))
+    trust.LIMIT = int(os.environ["LIMIT"])
     with jax.set_mesh(fa.check.topology_mesh("v5e:4x4", (16,), ("model",))), trust.trusting("verified"):
         taken = [execution.decide(OP, None, shapes=[(ROWS, WIDTH), (WIDTH, WIDTH)], ring=16).backend for _ in range(2)]
     print(json.dumps([taken, said]))

@@ -25,21 +25,18 @@ def said(verdicts=PASSED, variable="not set", **machine):
     return {"rule": "stored", "verdicts": dict(verdicts), "times": {}, "settings": settings}
 
 
-@pytest.mark.parametrize(
-    ("second", "agreed", "reason"),
-    [
-        (said(), Evidence("stored", PASSED), ""),
-        (
-            said(verdicts={FUSED: "WRONG"}),
-            Evidence("stored", {FUSED: "WRONG"}),
-            f"trust only kernels that passed in all of them: {FUSED} is PASS in process 0 and WRONG in process 1",
-        ),
-        (said(verdicts={}), Evidence("stored"), f"{FUSED} is PASS in process 0 and missing in process 1"),
-        (said(libtpu="2"), Evidence("none"), "libtpu is '1' in process 0 and '2' in process 1; it must be the same"),
-        (said(variable="a"), Evidence("none"), "FLAXASYNC_VERIFIED is 'not set' in process 0 and 'a' in process 1"),
-        (said(later="field"), Evidence("none"), "later is None in process 0 and 'field' in process 1"),
-    ],
-)
+@pytest.mark.parametrize(("second", "agreed", "reason"), [
+    (said(), Evidence("stored", PASSED), ""),
+    (
+        said(verdicts={FUSED: "WRONG"}),
+        Evidence("stored", {FUSED: "WRONG"}),
+        f"trust only kernels that passed in all of them: {FUSED} is PASS in process 0 and WRONG in process 1",
+    ),
+    (said(verdicts={}), Evidence("stored"), f"{FUSED} is PASS in process 0 and missing in process 1"),
+    (said(libtpu="2"), Evidence("none"), "libtpu is '1' in process 0 and '2' in process 1; it must be the same"),
+    (said(variable="a"), Evidence("none"), "FLAXASYNC_VERIFIED is 'not set' in process 0 and 'a' in process 1"),
+    (said(later="field"), Evidence("none"), "later is None in process 0 and 'field' in process 1"),
+])  # fmt: skip
 def test_kernels_are_trusted_that_all_processes_trust(second, agreed, reason):
     found, why = combine([said(), second])
     assert (found, reason in why, bool(why)) == (agreed, True, bool(reason))
@@ -66,56 +63,27 @@ def test_a_message_names_a_few_of_many_differences():
     assert reason.endswith(" and 6 more")
 
 
-@pytest.fixture
-def two(tmp_path):
-    """A function that runs two processes of four devices; returns what each took, and what each logged.
-
-    Each process has a cache folder of its own with a file of one verdict, or none for None, and its own variables.
-    """
-
-    def run(verdicts, variables=({}, {})):
-        processes, short = [], "yes" if any("LATE" in own for own in variables) else ""
-        for rank, (verdict, own, joining) in enumerate(zip(verdicts, variables, environments(2), strict=True)):
-            cache = {"XDG_CACHE_HOME": str(tmp_path / str(rank)), "VERDICT": verdict or "", "SHORT": short}
-            environment = {name: text for name, text in os.environ.items() if name != trust.VARIABLE}
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            command = [sys.executable, str(PROCESS)]
-            processes.append(subprocess.Popen(command, **pipes, env=environment | joining | cache | own))
-        printed = [process.communicate(timeout=120) for process in processes]
-        assert [process.returncode for process in processes] == [0, 0], printed
-        return [json.loads(out) for out, _ in printed]
-
-    return run
-
-
 @pytest.mark.slow
-def test_two_processes_that_have_the_same_file_take_the_kernel_on_a_described_pod(two):
-    for taken, said in two(("PASS", "PASS")):
-        assert taken == ["fused", "fused"]
-        assert said == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("verdicts", "variables", "reason"),
-    [
-        (("PASS", "WRONG"), ({}, {}), f"{FUSED} is PASS in process 0 and WRONG in process 1"),
-        ((None, "PASS"), ({}, {}), f"{FUSED} is missing in process 0 and PASS in process 1"),
-        (
-            ("PASS", "PASS"),
-            ({}, {"LIBTPU_INIT_ARGS": "--xla_tpu_enable_async_collective_fusion=true"}),
-            "the processes differ, and none of them trusts a kernel: libtpu_options is '' in process 0 and '--xla_tpu_",
-        ),
-        (
-            ("PASS", "PASS"),
-            ({}, {"FLAXASYNC_VERIFIED": "all"}),
-            "FLAXASYNC_VERIFIED is 'not set' in process 0 and 'all' in process 1",
-        ),
-        (("PASS", "PASS"), ({}, {"LATE": "4"}), "and no kernel is trusted: not all of them came within 2 s"),
-    ],
-    ids=["another verdict", "no file", "other options", "another variable", "late"],
-)
-def test_two_processes_that_differ_take_plain_xla_in_both_and_say_why_in_one_line(two, verdicts, variables, reason):
-    for taken, said in two(verdicts, variables):
-        assert taken == ["none", "none"]
-        assert [reason in line for line in said].count(True) == 1
+@pytest.mark.parametrize(("verdict", "variables", "reason"), [
+    ("PASS", {}, ""),
+    ("WRONG", {}, f"{FUSED} is PASS in process 0 and WRONG in process 1"),
+    ("PASS", {"LIBTPU_INIT_ARGS": "--xla_tpu_enable_async_collective_fusion=true"},
+     "the processes differ, and none of them trusts a kernel: libtpu_options is '' in process 0 and '--xla_tpu_"),
+    ("PASS", {"FLAXASYNC_VERIFIED": "all"}, "FLAXASYNC_VERIFIED is 'not set' in process 0 and 'all' in process 1"),
+    ("PASS", {"LATE": "4", "LIMIT": "2"}, "and no kernel is trusted: not all of them came within 2 s"),
+], ids=["the same", "another verdict", "other options", "another variable", "late"])  # fmt: skip
+def test_two_processes_take_the_kernel_that_both_trust_or_plain_xla_and_say_why(verdict, variables, reason, tmp_path):
+    """Each has four devices, a cache folder of its own with a verdict, and its own variables; the pod is described."""
+    processes = []
+    own = {"VERDICT": "PASS"}, {"VERDICT": verdict} | variables
+    for rank, (mine, joining) in enumerate(zip(own, environments(2), strict=True)):
+        known = {"XDG_CACHE_HOME": str(tmp_path / str(rank)), "LIMIT": variables.get("LIMIT", "60")}
+        environment = {name: text for name, text in os.environ.items() if name != trust.VARIABLE}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, str(PROCESS)]
+        processes.append(subprocess.Popen(command, **pipes, env=environment | joining | known | mine))
+    printed = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    for taken, said in (json.loads(out) for out, _ in printed):
+        assert taken == ["none" if reason else "fused"] * 2
+        assert sum(reason in line for line in said) == bool(reason)  # "" is in every line, and there is none

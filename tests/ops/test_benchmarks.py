@@ -35,7 +35,7 @@ def test_the_command_fails_if_a_planned_form_is_slower(planned, monkeypatch, cap
         return {"planned": [planned if batch == 4 else 1e-6] * 3, "all-reduce": [1e-6] * 3}
 
     monkeypatch.setattr(few_rows, "layer_times", layer_times)
-    monkeypatch.setattr(few_rows, "played", lambda topology, program, latencies, cache: [1e-6])
+    monkeypatch.setattr(few_rows, "played", lambda *arguments: [1e-6])
     monkeypatch.setattr(sys, "argv", ["few_rows.py"])
     if planned < 1e-6:
         few_rows.main()
@@ -87,17 +87,12 @@ def test_a_row_counts_two_causal_products_forward_and_five_backward():
     assert cells[-1] == "20.000"
 
 
-@pytest.mark.parametrize(
-    ("name", "passes"),
-    [
-        ("flash_attention.2", "forward"),
-        ("flash_attention_backward.1", "backward"),
-        ("splash_mqa_fwd_residuals.1", "forward"),
-        ("splash_mqa_dkv_no_residuals.1", "backward"),
-        ("splash_mqa_dq_no_residuals.1", "backward"),
-        ("multiply_reduce_fusion", "neither"),
-    ],
-)
-def test_kernels_are_found_by_their_names(name, passes):
-    assert bool(attention_kernel.FORWARD.match(name)) == (passes == "forward")
-    assert bool(attention_kernel.BACKWARD.match(name)) == (passes == "backward")
+@pytest.mark.parametrize(("passes", "names"), [
+    ("forward", ["flash_attention.2", "splash_mqa_fwd_residuals.1"]),
+    ("backward", ["flash_attention_backward.1", "splash_mqa_dkv_no_residuals.1", "splash_mqa_dq_no_residuals.1"]),
+    ("neither", ["multiply_reduce_fusion"]),
+])  # fmt: skip
+def test_kernels_are_found_by_their_names(passes, names):
+    for name in names:
+        assert bool(attention_kernel.FORWARD.match(name)) == (passes == "forward")
+        assert bool(attention_kernel.BACKWARD.match(name)) == (passes == "backward")

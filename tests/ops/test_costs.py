@@ -4,20 +4,20 @@ import pytest
 
 import flaxasync as fa
 from flaxasync.hardware import chip
-from flaxasync.ops.costs import all_reduce
-from flaxasync.ops.costs.exchanged import WORTH, Block, times_as_fast
+from flaxasync.ops.attention.exchanged import WORTH, Sizes, times_as_fast
+from flaxasync.ops.costs import collective_matmul
 
 
 @pytest.mark.parametrize("name", ["v5e", "v6e"])
 def test_no_prediction_is_below_what_the_links_carry(name):
     """If all devices of an even ring send a block to all others, R * R / 8 blocks cross each link each way."""
     spec, row_bytes = chip(name), 8192
-    for ring in all_reduce.PLAYED_RINGS:
+    for ring in collective_matmul.PLAYED_RINGS:
         for rows in (1, 16, 1024, 8192):
             size = rows * row_bytes
-            sent = size if all_reduce.steps(ring, size) == 1 else 2 * size / ring
+            sent = size if collective_matmul.exchange_steps(ring, size) == 1 else 2 * size / ring
             least = ring**2 / 8 * sent / spec.link_bandwidth
-            assert all_reduce.exchange_seconds(spec, ring, rows, row_bytes) >= least, (ring, rows)
+            assert collective_matmul.exchange_seconds(spec, ring, rows, row_bytes) >= least, (ring, rows)
 
 
 def chosen(topology, ring, rows, columns=4096, k=512, **options):
@@ -51,29 +51,26 @@ def test_the_exchange_is_not_chosen_on_rings_where_it_was_not_played(ring):
 
 
 def test_nothing_larger_than_what_was_played_is_exchanged(monkeypatch):
-    monkeypatch.setattr(all_reduce, "GAINS", -100.0)
+    monkeypatch.setattr(collective_matmul, "EXCHANGE_GAINS", -100.0)
     spec = chip("v5e")
-    assert all_reduce.gains(spec, 8, all_reduce.PLAYED_ROWS, 128)
-    assert not all_reduce.gains(spec, 8, all_reduce.PLAYED_ROWS + 1, 128)
-    assert all_reduce.gains(spec, 8, 32, 8192)
-    assert not all_reduce.gains(spec, 8, 33, 8192)
+    assert collective_matmul.exchange_gains(spec, 8, collective_matmul.PLAYED_ROWS, 128)
+    assert not collective_matmul.exchange_gains(spec, 8, collective_matmul.PLAYED_ROWS + 1, 128)
+    assert collective_matmul.exchange_gains(spec, 8, 32, 8192)
+    assert not collective_matmul.exchange_gains(spec, 8, 33, 8192)
 
 
-def block(ring: int, batch: int, rows: int, width: int) -> Block:
+def block(ring: int, batch: int, rows: int, width: int) -> Sizes:
     """Returns the block of benchmarks/plan_layers.py with all of its rows and features."""
     out = width // ring
-    return Block(batch, rows // ring, width, out + 2 * 8 * 128 // ring, out)
+    return Sizes(batch, rows // ring, width, out + 2 * 8 * 128 // ring, out)
 
 
-@pytest.mark.parametrize(
-    ("name", "ring", "sizes", "rows_ms", "heads_ms"),
-    [
-        ("v5e", 4, (4, 1024, 2048), 1.1241, 1.1943),
-        ("v5e", 8, (1, 2048, 3072), 0.8341, 1.9925),
-        ("v6e", 4, (4, 2048, 3072), 1.8880, 1.7028),
-        ("v6e", 8, (4, 1024, 2048), 0.5341, 0.6705),
-    ],
-)
+@pytest.mark.parametrize(("name", "ring", "sizes", "rows_ms", "heads_ms"), [
+    ("v5e", 4, (4, 1024, 2048), 1.1241, 1.1943),
+    ("v5e", 8, (1, 2048, 3072), 0.8341, 1.9925),
+    ("v6e", 4, (4, 2048, 3072), 1.8880, 1.7028),
+    ("v6e", 8, (4, 1024, 2048), 0.5341, 0.6705),
+])  # fmt: skip
 def test_the_faster_form_of_played_blocks_is_predicted(name, ring, sizes, rows_ms, heads_ms):
     """Played with backend="fused" and without memory for gathered rows, by benchmarks/plan_layers.py."""
     predicted = times_as_fast(block(ring, *sizes), chip(name), ring, 2)

@@ -5,7 +5,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding
@@ -20,7 +19,8 @@ from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.mesh_matmul import overlapped, schedule, weights
 from flaxasync.kernels.mesh_matmul.weights import WeightBlocks
 from flaxasync.ops.execution import OPS
-from tests.kernels.conftest import simulated
+from tests.kernels.conftest import as_float32, draw, simulated
+from tests.ops.matmul.conftest import assert_close
 
 SPECS = P("x", "y"), P("x", None)
 TILES = Tiles(16, 128, 128)
@@ -30,8 +30,7 @@ EIGHT = {shape: {"m": 192, "k": 1536 if 3 in shape else 1024} for shape in [(2, 
 
 
 def operands(dtype="float32", m=64, k=512, n=256):
-    shapes = [(m, k), (k, n), (m, n)]
-    return [np.asarray(np.random.default_rng(i).standard_normal(s), jnp.dtype(dtype)) for i, s in enumerate(shapes)]
+    return [draw(shape, dtype, i) for i, shape in enumerate([(m, k), (k, n), (m, n)])]
 
 
 def sharded(**options):
@@ -43,17 +42,11 @@ def on_mesh(mesh, lhs, rhs):
     return tuple(jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((lhs, rhs), SPECS, strict=True))
 
 
-def close(got, want, dtype="float32"):
-    want = np.asarray(want, np.float32)
-    tolerance = 1e-5 if dtype == "float32" else 2e-2  # float32: order of additions; bfloat16: sums travel rounded
-    np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=tolerance, atol=tolerance * np.abs(want).max())
-
-
 def parity(shape, mode="on_wait", dtype="float32", m=64, k=512, n=256, **options):
     lhs, rhs, _ = operands(dtype, m, k, n)
     with simulated(shape, ("x", "y"), mode) as mesh:
         got = jax.jit(sharded(**options))(*on_mesh(mesh, lhs, rhs))
-        close(got, lhs.astype(np.float32) @ rhs.astype(np.float32), dtype)
+        assert_close(as_float32(got), as_float32(lhs) @ as_float32(rhs), dtype, "o")
 
 
 @pytest.mark.parametrize(("backend", "shape", "mode", "options"), [
@@ -83,30 +76,30 @@ def test_kernels_on_any_mesh(backend, shape, mode, options):
     parity(shape, mode, backend=backend, **options)
 
 
+def check_gradients(mesh, fn, **sizes):
+    lhs, rhs, do = operands(**sizes)
+
+    def run(lhs, rhs, do):
+        o, pull = jax.vjp(fn, lhs, rhs)
+        return o, *pull(do)
+
+    gots = jax.jit(run)(*on_mesh(mesh, lhs, rhs), jax.device_put(do, NamedSharding(mesh, P("x", None))))
+    for name, got, want in zip(("o", "dlhs", "drhs"), gots, (lhs @ rhs, do @ rhs.T, lhs.T @ do), strict=True):
+        assert_close(as_float32(got), want, "float32", name)
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2), (1, 4), (4, 1), (2, 4)])
 def test_values_and_gradients_on_any_device(shape):
-    lhs, rhs, do = operands(m=16, k=32, n=8)
     mesh = jax.make_mesh(shape, ("x", "y"), devices=jax.devices()[: shape[0] * shape[1]])
     with jax.set_mesh(mesh):
         fn = jax.shard_map(fa.mesh_matmul, in_specs=SPECS, out_specs=P("x", None), check_vma=shape != (2, 4))
-        o, pull = jax.vjp(jax.jit(fn), *on_mesh(mesh, lhs, rhs))
-        dlhs, drhs = jax.jit(pull)(jax.device_put(do, P("x", None)))
-    close(o, lhs @ rhs)
-    close(dlhs, do @ rhs.T)
-    close(drhs, lhs.T @ do)
+        check_gradients(mesh, fn, m=16, k=32, n=8)
 
 
 @pytest.mark.parametrize("shape", [(2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in [(1, 4), (4, 1)])])
 def test_values_and_gradients_of_a_kernel(shape):
-    lhs, rhs, do = operands()
     with simulated(shape, ("x", "y")) as mesh:
-        fn = sharded(backend="overlapped")
-        o, grads = jax.jit(lambda do, *given: (lambda o, pull: (o, pull(do)))(*jax.vjp(fn, *given)))(
-            jax.device_put(do, NamedSharding(mesh, P("x", None))), *on_mesh(mesh, lhs, rhs)
-        )
-        close(o, lhs @ rhs)
-        close(grads[0], do @ rhs.T)
-        close(grads[1], lhs.T @ do)
+        check_gradients(mesh, sharded(backend="overlapped"))
 
 
 def test_a_wrong_slot_of_w_is_seen(monkeypatch):
@@ -184,13 +177,9 @@ def test_a_call_that_names_no_backend_does_what_is_planned():
 
 def test_kernels_need_tpus():
     mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
-    with (
-        jax.set_mesh(mesh),
-        pytest.raises(
-            NotImplementedError, match="made of TPU kernels, and this mesh is of cpu devices; use backend='none'"
-        ),
-    ):
-        jax.jit(sharded(backend="overlapped")).trace(*on_mesh(mesh, *operands()[:2]))
+    message = "made of TPU kernels, and this mesh is of cpu devices; use backend='none'"
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(sharded(backend="overlapped"), *on_mesh(mesh, *operands()[:2]))
 
 
 @pytest.mark.slow

@@ -23,13 +23,11 @@ MACHINE = {"platform": "tpu", "chip": "v5e", "kind": "TPU v5 lite"}
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """An empty cache folder of a user, whose calls trust only what was verified, as on a machine with a TPU."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(trust.VARIABLE, raising=False)
+def only_verified(empty_cache):
+    """Calls trust only what was verified, as on a machine with a TPU."""
     trust.say_once.cache_clear()
     with trust.trusting("verified"):
-        yield tmp_path
+        yield
 
 
 @pytest.fixture
@@ -54,21 +52,14 @@ def test_an_unverified_kernel_is_not_taken_and_one_line_says_what_verifying_it_w
     assert "`python -m flaxasync.verify` verifies it; naming it, or FLAXASYNC_VERIFIED=all, takes it" in line
 
 
-def test_a_verified_kernel_is_taken_and_a_named_one_always(v5e, caplog):
-    store(v5e)
-    assert taken() == "fused"
-    store(v5e, "WRONG")
-    assert taken("fused") == "fused"
-    assert taken("pallas") == "pallas"
-    assert not caplog.records
-
-
 @pytest.mark.parametrize("verdict", ["WRONG", "HUNG", "CRASHED", "SLOWER"])
-def test_a_kernel_that_failed_one_case_is_not_taken(v5e, verdict, caplog):
+def test_a_kernel_that_failed_one_case_is_not_taken_unless_it_is_named(v5e, verdict, caplog):
     store(v5e)
+    assert (taken(), caplog.records) == ("fused", [])
     store(v5e, verdict, case="another case")
     assert taken() == "none"
     assert f"'fused', which was {verdict} on v5e" in caplog.text
+    assert (taken("fused"), taken("pallas")) == ("fused", "pallas")
     store(v5e, case="another case")  # it passes later
     assert taken() == "fused"
 
@@ -107,15 +98,12 @@ def test_without_a_version_of_libtpu_nothing_is_trusted(v5e, monkeypatch):
     assert taken() == "fused"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "Expecting property name"),
-        ("[]", "they are not in format 3 of this version"),
-        ('{"format": 1}', "they are not in format 3 of this version"),
-        (None, "the file is damaged"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("{", "Expecting property name"),
+    ("[]", "they are not in format 3 of this version"),
+    ('{"format": 1}', "they are not in format 3 of this version"),
+    (None, "the file is damaged"),
+])  # fmt: skip
 def test_a_damaged_file_is_not_trusted_and_said_once(v5e, text, message, caplog):
     v5e.file.parent.mkdir(parents=True)
     whole = {"format": 3, "machine": vars(v5e), "verdicts": {f"{OP}/fused/3+": "PASS"}, "times": {}}
@@ -162,17 +150,16 @@ def test_a_folder_that_cannot_be_written_is_said(v5e, monkeypatch, caplog):
 
 
 def test_where_no_tpu_is_attached_calls_take_what_is_predicted(v5e, monkeypatch):
-    token = trust._mode.set(None)
-    assert jax.default_backend() != "tpu"
-    assert taken() == "fused"
-    monkeypatch.setenv(trust.VARIABLE, "none")
-    assert taken() == "none"
-    monkeypatch.delenv(trust.VARIABLE)
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert taken() == "none"
+    with trust.trusting(None):
+        assert jax.default_backend() != "tpu"
+        assert taken() == "fused"
+        monkeypatch.setenv(trust.VARIABLE, "none")
+        assert taken() == "none"
+        monkeypatch.delenv(trust.VARIABLE)
+        monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+        assert taken() == "none"
     with trust.trusting("predicted"):
         assert taken() == "fused"
-    trust._mode.reset(token)
 
 
 def test_several_processes_without_a_coordinator_trust_nothing_unless_they_are_told_to(v5e, monkeypatch, caplog):
@@ -211,10 +198,9 @@ def test_several_processes_exchange_nothing_about_chips_that_are_not_attached(v5
         assert trust.known("v5e").verdict(f"{OP}/fused/3+") == "PASS"
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind="TPU v5 lite")])
-    token = trust._mode.set(None)
-    assert (trust.known("v6e").verdicts, agreeing) == ({}, [])
-    assert (trust.known("v5e").verdict(f"{OP}/fused/3+"), agreeing) == ("PASS", ["kernels of v5e"])
-    trust._mode.reset(token)
+    with trust.trusting(None):
+        assert (trust.known("v6e").verdicts, agreeing) == ({}, [])
+        assert (trust.known("v5e").verdict(f"{OP}/fused/3+"), agreeing) == ("PASS", ["kernels of v5e"])
 
 
 def test_the_flash_kernel_needs_its_verdict_too(v5e, caplog):
@@ -244,29 +230,24 @@ def test_a_plan_says_what_it_would_take_and_what_is_trusted():
 
 
 def test_verify_stores_times_of_calls_with_gradients_by_the_clock_of_the_device(v5e):
-    fused = Case(OP, "fused", (8,), tuple(SHAPES))
-    timed = [Result(fused, Verdict.PASS, seconds=9.0, clock="device")]
-    timed.append(dataclasses.replace(timed[0], case=dataclasses.replace(fused, backend="none"), seconds=1.0))
-    others = ({"gradient": False}, {"directions": 1})
-    timed += [dataclasses.replace(timed[0], case=dataclasses.replace(fused, **other), seconds=0.5) for other in others]
-    timed.append(dataclasses.replace(timed[0], seconds=0.5, clock="simulated"))
-    record_verdicts(timed, MACHINE)
+    def timed(seconds, clock="device", backend="fused", **options):
+        return Result(Case(OP, backend, (8,), tuple(SHAPES), **options), Verdict.PASS, seconds=seconds, clock=clock)
+
+    others = timed(0.5, gradient=False), timed(0.5, directions=1), timed(0.5, clock="simulated")
+    record_verdicts([timed(9.0), timed(1.0, backend="none"), *others], MACHINE)
     assert trust.known("v5e").times == {trust.call_key(OP, 8, SHAPES, 2): {"fused": 9.0, "none": 1.0}}
     assert taken() == "none"
 
 
-@pytest.mark.parametrize(
-    ("op", "mesh", "trusted"),
-    [
-        (OP, (1,), {1: False, 2: False, 8: False}),  # a kernel that sent nothing
-        (OP, (2,), {1: False, 2: True, 8: False}),  # both neighbours are one device
-        (OP, (3,), {1: False, 2: False, 8: True}),
-        ("mesh_matmul", (1, 1), {(1, 1): False, (2, 2): False, (2, 4): False}),
-        ("mesh_matmul", (2, 2), {(1, 1): False, (2, 2): True, (2, 4): False}),
-        ("mesh_matmul", (2, 4), {(1, 1): False, (2, 2): False, (2, 4): True}),
-        ("attention", (1,), {1: True}),
-    ],
-)
+@pytest.mark.parametrize(("op", "mesh", "trusted"), [
+    (OP, (1,), {1: False, 2: False, 8: False}),  # a kernel that sent nothing
+    (OP, (2,), {1: False, 2: True, 8: False}),  # both neighbours are one device
+    (OP, (3,), {1: False, 2: False, 8: True}),
+    ("mesh_matmul", (1, 1), {(1, 1): False, (2, 2): False, (2, 4): False}),
+    ("mesh_matmul", (2, 2), {(1, 1): False, (2, 2): True, (2, 4): False}),
+    ("mesh_matmul", (2, 4), {(1, 1): False, (2, 2): False, (2, 4): True}),
+    ("attention", (1,), {1: True}),
+])  # fmt: skip
 def test_a_verdict_counts_for_rings_that_are_like_the_one_it_was_found_on(v5e, op, mesh, trusted):
     result = Result(Case(op, "fused", mesh, tuple(SHAPES)), Verdict.PASS)
     assert record_verdicts([result], MACHINE | {"platform": "cpu"}) is None
@@ -275,14 +256,11 @@ def test_a_verdict_counts_for_rings_that_are_like_the_one_it_was_found_on(v5e, o
     assert {ring: trust.is_trusted(op, "fused", "v5e", ring) for ring in trusted} == trusted
 
 
-@pytest.mark.parametrize(
-    ("verdict", "rows", "stored"),
-    [
-        (Verdict.WRONG, 512, "WRONG"),
-        (Verdict.SLOWER, 512, "PASS"),  # by its transfers
-        (Verdict.WRONG, 96, None),  # the kernel takes no such blocks
-    ],
-)
+@pytest.mark.parametrize(("verdict", "rows", "stored"), [
+    (Verdict.WRONG, 512, "WRONG"),
+    (Verdict.SLOWER, 512, "PASS"),  # by its transfers
+    (Verdict.WRONG, 96, None),  # the kernel takes no such blocks
+])  # fmt: skip
 def test_ring_attention_is_a_verdict_about_the_flash_kernel_where_it_used_that(v5e, verdict, rows, stored):
     shape = (2, rows, 8, 128)
     record_verdicts([Result(Case("ring_attention", "xla", (8,), (shape, shape)), verdict)], MACHINE)

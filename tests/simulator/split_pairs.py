@@ -76,21 +76,21 @@ def session(*, mode, delayed=None):
     """
     global _session
     report = Report()
+    _session = _Session(report, delayed or {})
     params = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True, on_race="warn")
-    replaced = stock.interpret_pallas_call, stock.dma_start
     jax.clear_caches()
     stock.reset_tpu_interpret_mode_state()
-    _session = _Session(report, delayed or {})
-    stock.interpret_pallas_call, stock.dma_start = _interpret_pair, functools.partial(_dma_start, replaced[1])
     # A kernel has no effects on a TPU, but here it has callbacks. jax.checkpoint must accept both.
-    allowed = effects.remat_allowed_effects._effect_types
-    added = {callback.IOEffect, callback.OrderedIOEffect} - allowed
-    allowed |= added
+    allowed = effects.remat_allowed_effects
+    accepted = allowed._effect_types | {callback.IOEffect, callback.OrderedIOEffect}
     try:
         with (
+            mock.patch.object(stock, "interpret_pallas_call", _interpret_pair),
+            mock.patch.object(stock, "dma_start", functools.partial(_dma_start, stock.dma_start)),
+            mock.patch.object(allowed, "_effect_types", accepted),
+            mock.patch.object(ambient_mesh, "platform", return_value="tpu"),
             pltpu.force_tpu_interpret_mode(params),
             quick_callbacks(),
-            mock.patch.object(ambient_mesh, "platform", return_value="tpu"),
         ):
             yield report
             jax.effects_barrier()
@@ -99,13 +99,12 @@ def session(*, mode, delayed=None):
             report.races = bool(stock.races.races_found)
             devices = range(memory.num_devices)
             report.leftover_semaphores = sum(len(memory.get_sempahores_with_nonzero_count(d)) for d in devices)
-            report.pending_dmas = len(_pending(memory))
+            dmas = [task.__self__ for sem in memory.sem.values() for queue in sem.tasks for task in queue]
+            report.pending_dmas = len({id(dma) for dma in dmas if dma.state is not stock.DmaState.COMPLETED})
     except BaseException:
         dispatch.runtime_tokens.clear()
         raise
     finally:
-        stock.interpret_pallas_call, stock.dma_start = replaced
-        allowed -= added
         _session = None
         stock.reset_tpu_interpret_mode_state()
         jax.clear_caches()
@@ -133,11 +132,6 @@ def _call_with_numpy(*args, callback, **_):
     return jax.tree.map(np.asarray, callback(*map(np.array, args)))
 
 
-def _pending(memory) -> set[int]:
-    tasks = [f for s in list(memory.sem.values()) for queue in s.tasks for f in queue]
-    return {id(f.__self__) for f in tasks if f.__self__.state is not stock.DmaState.COMPLETED}
-
-
 def _identity(name, abstract_eval):
     primitive = jax_core.Primitive(name)
     primitive.def_abstract_eval(abstract_eval)
@@ -155,123 +149,124 @@ def _is_semaphore(aval) -> bool:
     return jnp.issubdtype(aval.dtype, pallas_core.semaphore_dtype)
 
 
-@config._check_vma(False)  # JAX traces kernels without it too
-def _interpret_pair(
-    *args, jaxpr, input_output_aliases, grid_mapping, mesh, compiler_params, interpret_params, **_unused
-):
-    """Replaces `interpret_pallas_call`: runs one kernel, whose memory and semaphores outlive it."""
-    assert not grid_mapping.grid, "the simulator of pairs runs kernels without a grid"
-    assert mesh is None
-    count, inputs = grid_mapping.num_index_operands, grid_mapping.num_inputs
-    aliases = {output: i - count for i, output in input_output_aliases}
-    out_avals = [mapping.array_aval for mapping in grid_mapping.block_mappings_output]
-    args = [_number_of.bind(a) if _is_semaphore(jax.typeof(a)) else _anywhere.bind(a) for a in args]
-    scalars, arrays = args[:count], args[count:]
-    given = [v.aval for v in jaxpr.invars[count : count + inputs]]
-    axis_sizes = jax_core.get_axis_env().axis_sizes
-    axis_indices = {name: lax.axis_index(name) for name in axis_sizes}
-    device = stock.interpret_utils.device_coords_to_logical_id(tuple(axis_indices.values()), axis_sizes, axis_indices)
-    params = compiler_params.replace(collective_id=_barrier_id(jaxpr, compiler_params.collective_id))
-    spaces = [
-        stock._forward_any_to_hbm(mapping.transformed_block_aval.memory_space)
-        for mapping in grid_mapping.block_mappings
-    ]
-
-    # One callback before the kernel and one after it do what JAX does in one callback for each buffer, which took most
-    # of the time.
-    token = jnp.array(stock.TOP_LEVEL_TOKEN_VALUE, jnp.int32)
-    plan = _Plan(spaces, given, out_avals, aliases, int(np.prod(list(axis_sizes.values()))), interpret_params)
-    waits = [a.astype(jnp.int16) for a, aval in zip(arrays, given, strict=True) if _is_semaphore(aval)]
-    number = jax.ShapeDtypeStruct((), jnp.int16)
-    numbers = [jax.ShapeDtypeStruct(a.shape, jnp.int16) if _is_semaphore(a) else number for a in out_avals]
-    token, scalar_ids, array_ids, output_ids = callback.io_callback(
-        functools.partial(_enter, plan),
-        (stock.TOKEN_SHAPE_DTYPE, [number] * count, [number] * sum(not _is_semaphore(a) for a in given), numbers),
-        token, device, scalars, [] if waits else arrays, waits, ordered=True,
-    )  # fmt: skip
-    left = iter(array_ids)
-    input_ids = [
-        a.astype(jnp.int16) if _is_semaphore(aval) else next(left) for a, aval in zip(arrays, given, strict=True)
-    ]
-
-    context = stock.InterpretContext(
-        grid_mapping=grid_mapping, mesh=None, axis_sizes=axis_sizes, axis_indices=axis_indices, device_id=device,
-        local_core_id=jnp.int32(0), mosaic_params=params, interpret_params=interpret_params, grid_point=(),
-    )  # fmt: skip
-    with pallas_core.grid_env(()):
-        token, _ = stock._interpret_jaxpr(jaxpr, *scalar_ids, *input_ids, *output_ids, ctx=context, token=token)
-
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in out_avals if not _is_semaphore(a)]
-    _, results = callback.io_callback(
-        functools.partial(_leave, plan), (stock.TOKEN_SHAPE_DTYPE, shapes),
-        token, device, array_ids, output_ids, waits, ordered=True,
-    )  # fmt: skip
-    left = iter(results)
-    return [
-        _semaphore.bind(n.astype(jnp.int32), dtype=aval.dtype) if _is_semaphore(aval) else next(left)
-        for n, aval in zip(output_ids, out_avals, strict=True)
-    ]
-
-
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What a kernel takes and returns: semaphores, and arrays in memory."""
+class _Kernel:
+    """What a kernel takes and returns. Arrays, scalars and semaphores have numbers, which the interpreter calls ids."""
 
+    inputs: list  # avals: of scalars, arrays and semaphores
+    outputs: list  # avals: of semaphores and arrays
     spaces: list  # of inputs, then of outputs
-    inputs: list  # avals, like the outputs
-    outputs: list
     aliases: dict[int, int]  # output -> input
     devices: int
     params: pltpu.InterpretParams
 
     @property
     def starts(self) -> bool:
-        return any(_is_semaphore(aval) for aval in self.outputs)
+        return any(map(_is_semaphore, self.outputs))
+
+    @property
+    def waits(self) -> bool:
+        return any(map(_is_semaphore, self.inputs))
+
+    def buffers(self, ids) -> list[int]:
+        """Returns the numbers of the arrays that it takes, and then of those that it makes."""
+        found = zip(ids, [*self.inputs, *self.outputs], self.spaces, strict=True)
+        return list(dict.fromkeys(int(n) for n, aval, s in found if s != pltpu.SMEM and not _is_semaphore(aval)))
 
 
-def _enter(plan, token, device, scalars, values, waits):
-    """Allocates memory for the kernel; returns the numbers of the scalars, the inputs and the outputs."""
-    stock._initialize_shared_memory(token, device, plan.devices, 1, interpret_params=plan.params)
-    if plan.starts:
+@config._check_vma(False)  # JAX traces kernels without it too
+def _interpret_pair(
+    *args, jaxpr, input_output_aliases, grid_mapping, mesh, compiler_params, interpret_params, **_unused
+):
+    """Replaces `interpret_pallas_call`: runs one kernel, whose memory and semaphores outlive it.
+
+    One callback before the kernel and one after it do what JAX does in one callback for each buffer, which took most of
+    the time.
+    """
+    assert not grid_mapping.grid, "the simulator of pairs runs kernels without a grid"
+    assert mesh is None
+    axis_sizes = jax_core.get_axis_env().axis_sizes
+    axis_indices = {name: lax.axis_index(name) for name in axis_sizes}
+    device = stock.interpret_utils.device_coords_to_logical_id(tuple(axis_indices.values()), axis_sizes, axis_indices)
+    params = compiler_params.replace(collective_id=_barrier_id(jaxpr, compiler_params.collective_id))
+    spaces = [stock._forward_any_to_hbm(m.transformed_block_aval.memory_space) for m in grid_mapping.block_mappings]
+    kernel = _Kernel(
+        inputs=list(map(jax.typeof, args)),
+        outputs=[mapping.array_aval for mapping in grid_mapping.block_mappings_output],
+        spaces=[pltpu.SMEM] * grid_mapping.num_index_operands + spaces,
+        aliases={output: i for i, output in input_output_aliases},
+        devices=int(np.prod(list(axis_sizes.values()))),
+        params=interpret_params,
+    )
+    args = [_number_of.bind(a) if _is_semaphore(jax.typeof(a)) else _anywhere.bind(a) for a in args]
+    if kernel.waits:  # the arrays are in flight: they keep their memory, and have no value
+        args = [a.astype(jnp.int16) for a, aval in zip(args, kernel.inputs, strict=True) if _is_semaphore(aval)]
+
+    token = jnp.array(stock.TOP_LEVEL_TOKEN_VALUE, jnp.int32)
+    numbers = [jax.ShapeDtypeStruct((), jnp.int16)] * len(kernel.spaces)
+    token, ids = callback.io_callback(
+        functools.partial(_enter, kernel), (stock.TOKEN_SHAPE_DTYPE, numbers), token, device, args, ordered=True
+    )
+    context = stock.InterpretContext(
+        grid_mapping=grid_mapping, mesh=None, axis_sizes=axis_sizes, axis_indices=axis_indices, device_id=device,
+        local_core_id=jnp.int32(0), mosaic_params=params, interpret_params=interpret_params, grid_point=(),
+    )  # fmt: skip
+    with pallas_core.grid_env(()):
+        token, _ = stock._interpret_jaxpr(jaxpr, *ids, ctx=context, token=token)
+    shapes = [jax.ShapeDtypeStruct(a.shape, jnp.int32 if _is_semaphore(a) else a.dtype) for a in kernel.outputs]
+    _, results = callback.io_callback(
+        functools.partial(_leave, kernel), (stock.TOKEN_SHAPE_DTYPE, shapes), token, device, ids, ordered=True
+    )
+    return [
+        _semaphore.bind(result, dtype=aval.dtype) if _is_semaphore(aval) else result
+        for result, aval in zip(results, kernel.outputs, strict=True)
+    ]
+
+
+def _enter(kernel, token, device, args):
+    """Allocates memory for the kernel; returns the numbers of its inputs and of its outputs."""
+    stock._initialize_shared_memory(token, device, kernel.devices, 1, interpret_params=kernel.params)
+    if kernel.starts:
         time.sleep(_session.delayed.get(int(device), 0))
 
     def allocate(space, value):
         return stock._allocate_buffer(token, device, None, stock.TPU_MEMORY_SPACE_IDXS[space], value)[1]
 
-    scalar_ids = [allocate(pltpu.SMEM, value) for value in scalars]
-    arrays = [i for i, aval in enumerate(plan.inputs) if not _is_semaphore(aval)]
-    if waits:  # the buffers of the transfer that the first semaphore counts are in flight, and keep their memory
+    count = len(kernel.inputs)
+    if kernel.waits:  # for the transfer that the first semaphore counts
         with _session.lock:
-            held = _session.held[int(device), int(waits[0])]
-        array_ids = [np.int16(n) for n in held[: len(arrays)]]
+            held = _session.held[int(device), int(args[0])]
+        ids = [*map(np.int16, held[: count - len(args)]), *args]
     else:
-        array_ids = [allocate(plan.spaces[i], value) for i, value in zip(arrays, values, strict=True)]
-    by_input, output_ids = dict(zip(arrays, array_ids, strict=True)), []
-    for i, (aval, space) in enumerate(zip(plan.outputs, plan.spaces[len(plan.inputs) :], strict=True)):
-        if i in plan.aliases:
-            output_ids.append(by_input[plan.aliases[i]])
+        ids = [allocate(space, value) for space, value in zip(kernel.spaces[:count], args, strict=True)]
+    for i, (aval, space) in enumerate(zip(kernel.outputs, kernel.spaces[count:], strict=True)):
+        if i in kernel.aliases:
+            ids.append(ids[kernel.aliases[i]])
         elif _is_semaphore(aval):
-            output_ids.append(stock._allocate_semaphores(token, device, None, aval.shape)[1])
+            ids.append(stock._allocate_semaphores(token, device, None, aval.shape)[1])
         else:
-            output_ids.append(allocate(space, np.full(aval.shape, _nothing(aval.dtype), aval.dtype)))
-    return token, scalar_ids, array_ids, output_ids
+            ids.append(allocate(space, np.full(aval.shape, _nothing(aval.dtype), aval.dtype)))
+    return token, ids
 
 
-def _leave(plan, token, device, array_ids, output_ids, waits):
+def _leave(kernel, token, device, ids):
     """Records what is in flight from now on, or no longer; returns the outputs of the kernel."""
-    outputs = list(zip(output_ids, plan.outputs, plan.spaces[len(plan.inputs) :], strict=True))
-    held = [*array_ids, *(n for i, (n, aval, _) in enumerate(outputs)
-                          if not _is_semaphore(aval) and i not in plan.aliases)]  # fmt: skip
+    count, device, buffers = len(kernel.inputs), int(device), kernel.buffers(ids)
+    results = []
     with _session.lock:
-        for number in (n for n, aval, _ in outputs if _is_semaphore(aval)):
-            _session.held[int(device), int(number)] = [int(b) for b in held]
-        for buffer in held if waits and not plan.starts else ():
-            _session.written.pop((int(device), int(buffer)), None)
-    return token, [
-        _read(token, device, n, space=stock.TPU_MEMORY_SPACE_IDXS[space], blank=plan.starts)
-        for n, aval, space in outputs
-        if not _is_semaphore(aval)
-    ]
+        for number, aval in zip(ids[count:], kernel.outputs, strict=True):
+            if _is_semaphore(aval):
+                _session.held[device, int(number)] = buffers
+        if kernel.waits:
+            for buffer in buffers:
+                _session.written.pop((device, buffer), None)
+    for number, aval, space in zip(ids[count:], kernel.outputs, kernel.spaces[count:], strict=True):
+        if _is_semaphore(aval):
+            results.append(number.astype(np.int32))
+        else:
+            space_id = stock.TPU_MEMORY_SPACE_IDXS[space]
+            results.append(_read(token, device, int(number), space=space_id, blank=kernel.starts))
+    return token, results
 
 
 def _barrier_id(jaxpr, collective_id):
@@ -309,7 +304,6 @@ def _dma_start(start, token, device, core, source_space, source, source_transfor
 
 def _read(token, device, buffer, *, space, blank):
     """Returns an output of a kernel; during a transfer, with NaN (or the largest integer) where the transfer writes."""
-    device, buffer = int(device), int(buffer)
     if not blank:
         return stock.get(token, device, 0, space, buffer, ())[1]
     memory = stock._get_shared_memory()

@@ -10,7 +10,6 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from models.config import TransformerConfig
-from tests.train.launcher import Launcher, Run
 from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
 from train.run import main
 from train.step.mesh import make_mesh
@@ -165,30 +164,6 @@ def refuses(capsys):
         assert says in err
 
     return refuses
-
-
-@pytest.fixture(scope="session")
-def launcher():
-    """The process that forks runs; it imports their modules while the first test that needs it is still running."""
-    launcher = Launcher(os.environ)
-    yield launcher
-    launcher.close()
-
-
-@pytest.fixture
-def start(preset, compile_little, launcher):
-    """A function that starts train/run.py on the minuscule run in a process that is forked after all imports."""
-    runs = []
-
-    def launch(*options: object, **environment: str) -> Run:
-        environment = os.environ | compile_little | environment
-        runs.append(launcher.start([str(preset()), *map(str, options)], environment=environment))
-        return runs[-1]
-
-    yield launch
-    for run in runs:
-        run.kill()
-        run.communicate()
 
 
 def replace(config: Config, **sections: dict) -> Config:

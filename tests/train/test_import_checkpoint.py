@@ -1,12 +1,10 @@
-"""Tests of train/import_checkpoint.py and train/export_checkpoint.py, without training in between.
-
-tests/train/test_whole_way.py trains, and compares with `transformers`.
-"""
+"""Tests of train/import_checkpoint.py and train/export_checkpoint.py, at last with `transformers` at both ends."""
 
 import dataclasses
 import json
 import logging
 import os
+import re
 import resource
 import sys
 
@@ -18,6 +16,7 @@ from safetensors.numpy import load_file
 from tests.models.test_hugging_face import BASE, export, random_parameters
 from tests.nn.conftest import make_mesh
 from tests.train.data.test_tokenizer import train_tokenizer
+from tests.train.runs import lines_of
 from train import export_checkpoint, import_checkpoint, run, sample
 from train.checkpoints.manager import Checkpoints, load_parameters
 from train.checkpoints.record import RunIdentity, architecture
@@ -146,17 +145,14 @@ def save_with_running_mean(workdir):
         checkpoints.wait()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "mamba"}, "model_type 'mamba', which is not supported"),
-        ({"vocab_size": 200}, "FOLDER/tokenizer.json must match the vocabulary"),
-        ({"hidden_size": 24}, "and must be [300, 24]"),
-        ({"eos_token_id": "</s>"}, "must be a token or a list of tokens: got '</s>'"),
-        ({"eos_token_id": 300}, "data.separator must be a token below model.vocab_size=300: got 300"),
-        ({"intermediate_size": 26}, "got mlp_width=26 on 4 devices"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"model_type": "mamba"}, "model_type 'mamba', which is not supported"),
+    ({"vocab_size": 200}, "FOLDER/tokenizer.json must match the vocabulary"),
+    ({"hidden_size": 24}, "and must be [300, 24]"),
+    ({"eos_token_id": "</s>"}, "must be a token or a list of tokens: got '</s>'"),
+    ({"eos_token_id": 300}, "data.separator must be a token below model.vocab_size=300: got 300"),
+    ({"intermediate_size": 26}, "got mlp_width=26 on 4 devices"),
+])  # fmt: skip
 def test_a_folder_that_cannot_be_imported_is_refused(folder, tmp_path, changes, message, refuses):
     change_config(folder, **changes)
     refuses(import_checkpoint.main, message, folder, "--workdir", tmp_path / "run", *MESH)
@@ -218,3 +214,47 @@ def test_reading_a_checkpoint_says_nothing(folder, tmp_path, caplog):
     with Checkpoints(tmp_path / "run" / "imported", read_only=True):
         pass
     assert not caplog.records
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_from_transformers_and_back(tmp_path, text, capsys):
+    """A checkpoint of `transformers` is imported, trained on, sampled, exported, and loaded there again."""
+    import torch
+    import transformers
+
+    folder, workdir, out = tmp_path / "llama", tmp_path / "run", tmp_path / "out"
+    config = transformers.LlamaConfig(
+        vocab_size=304, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, bos_token_id=0, eos_token_id=1, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    train_tokenizer(folder / "tokenizer.json", text)
+
+    assert run_import(folder, workdir) == 0
+    options = [
+        "--data.path", text, "--data.sequence_length", 16, "--data.batch_size", 8, "--steps", 20, "--eval.every", 20,
+        "--optimizer.warmup_steps", 2, "--optimizer.learning_rate", 3e-3, "--eval.sample_tokens", 8,
+        "--report.every", 1,
+    ]  # fmt: skip
+    assert run.main([str(workdir / "preset.py"), *map(str, options)]) == 0
+    losses = [line["loss"] for line in lines_of(workdir)]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 0.5, "it learns"
+    assert "\u2502" in (workdir / "sample.txt").read_text()
+
+    capsys.readouterr()
+    assert sample.main([str(workdir), "--prompt", "the quick", "--temperature", "0", "--max_tokens", "24"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("the quick")
+    assert sample.main([str(workdir), "--prompt", "the", "--batch", "2", "--top_p", "0.9", "--max_tokens", "20"]) == 0
+    assert re.match(r"--- 1\nthe(.|\n)*\n--- 2\nthe", capsys.readouterr().out)
+
+    assert export_checkpoint.main([str(workdir), str(out), *MESH]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(out / "tokenizer.json"))
+    tokens = tokenizer("the quick", return_tensors="pt").input_ids
+    assert model.config.eos_token_id == 1
+    with torch.no_grad():
+        likely = model.generate(tokens, max_new_tokens=24, do_sample=False, pad_token_id=0)[0]
+    assert tokenizer.decode(likely, skip_special_tokens=True).rstrip() == shown.rstrip()

@@ -13,7 +13,7 @@ from flaxasync.check.__main__ import main as check_main
 from flaxasync.check.hlo.reader import parse
 from flaxasync.check.trace.exposed import measure_exposed
 from flaxasync.check.trace.profile import read_profile
-from tests.train.launcher import checkpoints_of, contents, events_of, lines_of
+from tests.train.runs import checkpoints_of, contents, events_of, lines_of
 
 QUIET = ("--eval.every", 0, "--eval.sample_tokens", 0)
 
@@ -129,21 +129,17 @@ def test_permanent_checkpoints_stay_beside_the_newest_ones(trained):
     assert checkpoints_of(work) == {"5", "10", "12", "14"}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--steps", 0), "steps must be at least 1"),
-        (
-            ("--model.mlp_width", 130),
-            "mlp_width must be divisible by the 'model' axis: got .*mlp_width=130 on 4 devices",
-        ),
-        (("--mesh.model", 3), "must multiply to the number of devices: there are 8"),
-        (("--model.vocab_size", 64), "token ids must be below model.vocab_size=64"),
-        (("--resume", 5), "--resume must be a step that is in .*: got 5, there are none"),
-        (("--backend", "pallas"), "backend=pallas cannot serve this run: "),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (("--steps", 0), "steps must be at least 1"),
+    (
+        ("--model.mlp_width", 130),
+        "mlp_width must be divisible by the 'model' axis: got .*mlp_width=130 on 4 devices",
+    ),
+    (("--mesh.model", 3), "must multiply to the number of devices: there are 8"),
+    (("--model.vocab_size", 64), "token ids must be below model.vocab_size=64"),
+    (("--resume", 5), "--resume must be a step that is in .*: got 5, there are none"),
+    (("--backend", "pallas"), "backend=pallas cannot serve this run: "),
+], ids=lambda value: value[0] if isinstance(value, tuple) else "")  # fmt: skip
 def test_bad_input_is_one_paragraph_and_exit_code_2(options, message, run, tmp_path):
     code, _, err = run(*options)
     assert code == 2

@@ -67,20 +67,17 @@ def workdir(tmp_path, config):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "give the text to continue, with --prompt or with --prompt_file"),
-        (["--prompt", "a", "--prompt_file", "b"], "give the text to continue"),
-        (["--prompt_file", "/none"], "--prompt_file must be text in UTF-8"),
-        (["--prompt", ""], "got 0 tokens"),
-        (["--prompt", "abc", "--max_tokens", "8", "--cache", "10"], "got 3 tokens and max_tokens=8 in a cache of 10"),
-        (["--prompt", "a", "--top_p", "0"], "--top_p must be above 0 and at most 1: got 0.0"),
-        (["--prompt", "a", "--temperature", "-1"], "--temperature must be at least 0"),
-        (["--prompt", "a", "--batch", "0"], "--batch must be at least 1"),
-        (["--prompt", "a"], "must be the workdir of a run"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ([], "give the text to continue, with --prompt or with --prompt_file"),
+    (["--prompt", "a", "--prompt_file", "b"], "give the text to continue"),
+    (["--prompt_file", "/none"], "--prompt_file must be text in UTF-8"),
+    (["--prompt", ""], "got 0 tokens"),
+    (["--prompt", "abc", "--max_tokens", "8", "--cache", "10"], "got 3 tokens and max_tokens=8 in a cache of 10"),
+    (["--prompt", "a", "--top_p", "0"], "--top_p must be above 0 and at most 1: got 0.0"),
+    (["--prompt", "a", "--temperature", "-1"], "--temperature must be at least 0"),
+    (["--prompt", "a", "--batch", "0"], "--batch must be at least 1"),
+    (["--prompt", "a"], "must be the workdir of a run"),
+])  # fmt: skip
 def test_a_bad_command_line_is_refused(workdir, options, message, refuses):
     refuses(main, message, workdir, *options)
 

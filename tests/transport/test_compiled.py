@@ -16,32 +16,23 @@ from flaxasync import check, transport
 from flaxasync.mesh import cast_to_varying
 from flaxasync.transport.pallas import FutureChannel
 from tests.check.programs import async_form
-from tests.grids import sparse
-from tests.transport.compiled import DEVICES, compile_form, faults
-from tests.transport.forms import FORMS, done, start
+from tests.transport.forms import DEVICES, FORMS, compile_form, done, faults, start
 
 HOPS = 7
-CASES = sparse(FORMS, DEVICES, keep=lambda i, k: (k - i) % 5 < 2)
 
 
-def rows_of(name, topology):
-    """Returns the rows of a block of 2 MiB or of 32 MiB; each form has both of them in `make test`."""
-    return (1024, 16384)[(list(DEVICES).index(topology) - list(FORMS).index(name)) % 5 % 2]
+CASES = []
+for (i, name), (k, topology) in itertools.product(enumerate(FORMS), enumerate(DEVICES)):
+    # In `make test` each form and each topology has blocks of 2 MiB, at distance 0, and of 32 MiB, at distance 1.
+    distance = (k - i) % len(DEVICES)
+    marks = [] if distance < 2 else pytest.mark.slow
+    CASES.append(pytest.param(name, topology, (1024, 16384)[distance % 2], marks=marks))
 
 
-@pytest.mark.parametrize(("name", "topology"), CASES)
-def test_every_form(name, topology):
-    form, rows = FORMS[name], rows_of(name, topology)
-    program = compile_form(lambda x: tuple(form.run(x, HOPS)), topology, rows=rows)
-    assert faults(program, pairs=form.pairs(HOPS, DEVICES[topology])) == set()
-
-
-def test_every_form_and_every_topology_has_both_sizes_of_blocks():
-    """This holds for what `make test` runs alone, and so for all cases too."""
-    kept = [case.values for case in CASES if not case.marks]
-    for n, names in enumerate((FORMS, DEVICES)):
-        covered = {(case[n], rows_of(*case)) for case in kept}
-        assert covered == set(itertools.product(names, (1024, 16384)))
+@pytest.mark.parametrize(("name", "topology", "rows"), CASES)
+def test_every_form(name, topology, rows):
+    program = compile_form(lambda x: tuple(FORMS[name].run(x, HOPS)), topology, rows=rows)
+    assert faults(program, pairs=FORMS[name].pairs(HOPS, DEVICES[topology])) == set()
 
 
 @pytest.mark.slow
@@ -70,10 +61,7 @@ def test_an_even_number_of_hops_and_auto_axes(name, hops, axis_type):
     assert faults(program, pairs=FORMS[name].pairs(hops, 4)) == set()
 
 
-@pytest.mark.parametrize(
-    ("backend", "axis_type"),
-    sparse(["pallas", "stateful"], [AxisType.Explicit, AxisType.Auto], keep=lambda backend, axes: backend == axes),
-)
+@pytest.mark.parametrize(("backend", "axis_type"), [("pallas", AxisType.Explicit), ("stateful", AxisType.Auto)])
 def test_on_one_axis_of_two(backend, axis_type):
     """A ring finds its neighbours on a mesh of two axes too."""
     mesh = check.topology_mesh("v5e:2x4", (2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
@@ -124,26 +112,19 @@ def ours(x_ref, y_ref):
     transport.ppermute_done_stateful(*transport.ppermute_start_stateful(x_ref, y_ref, "x"), x_ref, y_ref)
 
 
-def unused_loop(x):
-    x_ref, y_ref = jax.new_ref(x), jax.new_ref(jnp.zeros_like(x))
+def test_our_stateful_pair_is_kept_where_nobody_needs_it():
+    def once_and_in_a_loop(x):
+        def there_and_back(_, carry):
+            ours(x_ref, y_ref)
+            ours(y_ref, x_ref)
+            return carry
 
-    def there_and_back(_, carry):
-        ours(x_ref, y_ref)
-        ours(y_ref, x_ref)
-        return carry
+        ours(jax.new_ref(x), jax.new_ref(jnp.zeros_like(x)))
+        x_ref, y_ref = jax.new_ref(x), jax.new_ref(jnp.zeros_like(x))
+        lax.fori_loop(0, 4, there_and_back, 0)
+        return x + 1
 
-    lax.fori_loop(0, 4, there_and_back, 0)
-    return x + 1
-
-
-def unused_once(x):
-    ours(jax.new_ref(x), jax.new_ref(jnp.zeros_like(x)))
-    return x + 1
-
-
-@pytest.mark.parametrize(("form", "pairs"), [(unused_loop, 2), (unused_once, 1)])
-def test_our_stateful_pair_is_kept_where_nobody_needs_it(form, pairs):
-    assert not {"deleted", "copied", "vmem", "unsafe"} & faults(compile_form(form), pairs=pairs)
+    assert not {"deleted", "copied", "vmem", "unsafe"} & faults(compile_form(once_and_in_a_loop), pairs=1 + 2)
 
 
 def test_windows_that_are_not_tied_are_moved_out():

@@ -5,21 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec as P
 
 from flaxasync.transport import direct, while_travelling
-from tests.simulator.split_pairs import session
+from tests.transport.test_simulated import on_ring
 
 SIZE = 4
-
-
-def on_devices(fn, xs, *, mode="eager", delayed=None):
-    """Runs `fn` on each device's array of `xs` [4, ...]; returns the results of all devices, and a report."""
-    mesh = jax.make_mesh((SIZE,), ("x",), devices=jax.devices()[:SIZE])
-    with jax.set_mesh(mesh), session(mode=mode, delayed=delayed) as report:
-        run = jax.jit(jax.shard_map(lambda x: fn(x[0])[None], in_specs=P("x"), out_specs=P("x")))
-        got = np.asarray(run(jax.device_put(xs, P("x"))))
-    return got, report
 
 
 def transfer(pair, x):
@@ -27,10 +17,6 @@ def transfer(pair, x):
     x, future = pair.start(x)
     x, total = while_travelling(x, jnp.sum, x)
     return pair.done(x, future) + (total - total).astype(x.dtype)
-
-
-def integers(*shape, dtype=np.float32):
-    return np.random.default_rng(0).integers(-8, 8, (SIZE, *shape)).astype(dtype)
 
 
 def gathered(xs, dim):
@@ -49,15 +35,15 @@ def exchanged(xs, dim):
     (direct.all_to_all, exchanged, (8, 1024), 1, "eager", {2: 0.05}),
 ])  # fmt: skip
 def test_what_arrives(kind, expect, shape, dim, mode, delayed):
-    xs, pair = integers(*shape), kind("x", SIZE, dim)
-    got, report = on_devices(lambda x: transfer(pair, x), xs, mode=mode, delayed=delayed)
+    pair = kind("x", SIZE, dim)
+    xs, got, report = on_ring(lambda x: transfer(pair, x), shape=shape, mode=mode, delayed=delayed)
     np.testing.assert_array_equal(got, np.stack(expect(xs, dim)))
     assert report.problems() == set()
 
 
 def test_several_at_once_and_one_after_the_other():
     """Every start uses the same barrier, and one device enters each of them late."""
-    xs, gather = integers(16, 128), direct.all_gather("x", SIZE, 0)
+    gather = direct.all_gather("x", SIZE, 0)
 
     def run(x):
         started = [gather.start(x + i) for i in range(3)]
@@ -65,7 +51,7 @@ def test_several_at_once_and_one_after_the_other():
             x = x + gather.done(x_i, future)[:16]
         return transfer(gather, x)
 
-    got, report = on_devices(run, xs, delayed={0: 0.05})
+    xs, got, report = on_ring(run, delayed={0: 0.05})
     want = np.concatenate([x + 3 * xs[0] + 3 for x in xs])
     np.testing.assert_array_equal(got, np.broadcast_to(want, (SIZE, *want.shape)))
     assert report.problems() == set()
@@ -76,7 +62,7 @@ def test_a_start_without_a_barrier_is_caught(monkeypatch):
     monkeypatch.setattr(direct.pl, "semaphore_signal", lambda *_, **__: None)
     direct.all_gather.cache_clear()
     gather = direct.all_gather("x", SIZE, 0)
-    _, report = on_devices(lambda x: transfer(gather, x), integers(16, 128), delayed={1: 0.2})
+    _, _, report = on_ring(lambda x: transfer(gather, x), delayed={1: 0.2})
     direct.all_gather.cache_clear()
     assert "early_writes" in report.problems()
 
@@ -92,7 +78,7 @@ def test_a_done_that_does_not_wait_is_caught(monkeypatch, forgotten, problem):
 
     monkeypatch.setattr(direct, "_wait_for_all", wait)
     gather = direct.all_gather("x", SIZE, 0)
-    _, report = on_devices(lambda x: transfer(gather, x), integers(16, 128), delayed={1: 0.2})
+    _, _, report = on_ring(lambda x: transfer(gather, x), delayed={1: 0.2})
     assert problem in report.problems()
 
 

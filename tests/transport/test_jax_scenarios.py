@@ -15,8 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync import check
 from flaxasync.transport import Pair, copy_done, copy_start, pair, slice_done, slice_start
-from tests.transport.compiled import compile_form, kernels
-from tests.transport.forms import done, start
+from tests.transport.forms import compile_form, done, kernels, start
 from tests.transport.test_simulated import on_ring
 
 

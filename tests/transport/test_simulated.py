@@ -16,21 +16,21 @@ from tests.simulator.split_pairs import session
 from tests.transport.forms import FORMS
 
 MODES = ["eager", "on_wait"]
-ROWS, COLUMNS = 16, 128
+COLUMNS = 128
 
 
-def on_ring(fn, size=4, *, mode="eager", delayed=None, rows=ROWS):
+def on_ring(fn, size=4, *, shape=(16, COLUMNS), mode="eager", delayed=None):
     """Runs `fn` on each device's block of small integers; returns the blocks, all results, and a report."""
-    blocks = np.random.default_rng(0).integers(-8, 8, (size, rows, COLUMNS)).astype(np.float32)
+    blocks = np.random.default_rng(0).integers(-8, 8, (size, *shape)).astype(np.float32)
+
     mesh = jax.make_mesh((size,), ("x",), devices=jax.devices()[:size])
 
     def every(x):
-        return jax.tree.map(lambda y: y[None], fn(x))
+        return jax.tree.map(lambda y: y[None], fn(x[0]))
 
     with jax.set_mesh(mesh), session(mode=mode, delayed=delayed) as report:
-        x = jax.device_put(blocks.reshape(-1, COLUMNS), P("x"))
-        results = jax.jit(jax.shard_map(every, in_specs=P("x"), out_specs=P("x")))(x)
-        results = jax.tree.map(np.asarray, results)
+        run = jax.jit(jax.shard_map(every, in_specs=P("x"), out_specs=P("x")))
+        results = jax.tree.map(np.asarray, run(jax.device_put(blocks, P("x"))))
     return blocks, results, report
 
 
@@ -67,13 +67,8 @@ def batch(x):
 def through_scan_and_cond(x):
     x, future = fa.ppermute_start(x, "x", backend="pallas")
     (x, future), _ = lax.scan(lambda carry, _: (carry, None), (x, future), length=3)
-    return lax.cond(
-        lax.axis_index("x") >= 0,
-        lambda x, future: fa.ppermute_done(x, future),
-        lambda x, future: fa.ppermute_done(x, future) + 1,
-        x,
-        future,
-    )
+    right = lax.axis_index("x") >= 0
+    return lax.cond(right, lambda: fa.ppermute_done(x, future), lambda: fa.ppermute_done(x, future) + 1)
 
 
 @pytest.mark.parametrize(("fn", "shift"), [

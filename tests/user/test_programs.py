@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compile")]
 
 GPT = {"embed": "embed", "blocks.*.attention": "attention", "blocks.*.mlp.wi": "column", "blocks.*.mlp.wo": "row"}
 TOKENS = P("data", None)
+IDS = np.random.default_rng(0).integers(0, 61, (4, 8)).astype(np.int32)
 
 
 @pytest.fixture(autouse=True)
@@ -25,22 +26,14 @@ def mesh():
         yield
 
 
-def pair(make, rules):
+def pair():
     """Returns a plain model and its parallel copy."""
     with jax.set_mesh(make_mesh(1, 1)):
-        plain = drawn(make)
-    model = drawn(make)
-    fa.nn.parallelize(model, rules, verbose=False)
+        plain = drawn(gpt)
+    model = drawn(gpt)
+    fa.nn.parallelize(model, GPT, verbose=False)
     fa.nn.load(model, plain)
     return plain, model
-
-
-def draw(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def tokens(*shape, vocab=61, seed=0):
-    return np.random.default_rng(seed).integers(0, vocab, shape).astype(np.int32)
 
 
 def gpt():
@@ -71,31 +64,29 @@ def train(model, loss, ids, wrt=nnx.Param):
 
 def test_a_tied_gpt_is_trained_by_an_nnx_optimizer():
     """Losses of four steps with weight decay: padding of the vocabulary takes no part."""
-    plain, model = pair(gpt, GPT)
-    ids = tokens(4, 8)
+    plain, model = pair()
     with jax.set_mesh(make_mesh(1, 1)):
-        want = train(plain, plain_loss, ids)
-    np.testing.assert_allclose(train(model, parallel_loss, jax.device_put(ids, TOKENS)), want, rtol=1e-4)
+        want = train(plain, plain_loss, IDS)
+    np.testing.assert_allclose(train(model, parallel_loss, jax.device_put(IDS, TOKENS)), want, rtol=1e-4)
     assert model.embed.embedding.shape == (61, 16)
 
 
 def test_low_rank_factors_are_trained_alone():
-    _, model = pair(gpt, GPT)
+    _, model = pair()
     for block in model.blocks:
         block.mlp.wi = fa.nn.ParallelLoRA(block.mlp.wi, 2, rngs=nnx.Rngs(0))
         block.mlp.wo = fa.nn.ParallelLoRA(block.mlp.wo, 2, rngs=nnx.Rngs(1))
     before = np.asarray(model.blocks[0].mlp.wi.base_module.kernel[...])
-    losses = train(model, parallel_loss, jax.device_put(tokens(4, 8), TOKENS), wrt=nnx.LoRAParam)
+    losses = train(model, parallel_loss, jax.device_put(IDS, TOKENS), wrt=nnx.LoRAParam)
     assert losses[-1] < losses[0]
     np.testing.assert_array_equal(model.blocks[0].mlp.wi.base_module.kernel[...], before)
 
 
 def test_a_model_and_its_gradient_are_exported(tmp_path):
     """They are written to a file, read, and called."""
-    plain, model = pair(gpt, GPT)
-    ids = tokens(4, 8)
+    plain, model = pair()
     graph, state = nnx.split(model)
-    (leaves, tree), placed = jax.tree.flatten(state), jax.device_put(ids, TOKENS)
+    (leaves, tree), placed = jax.tree.flatten(state), jax.device_put(IDS, TOKENS)
 
     def call(leaves, ids):
         return nnx.merge(graph, tree.unflatten(leaves))(ids)
@@ -104,7 +95,7 @@ def test_a_model_and_its_gradient_are_exported(tmp_path):
         return jax.tree.leaves(nnx.grad(parallel_loss)(nnx.merge(graph, tree.unflatten(leaves)), ids))
 
     with jax.set_mesh(make_mesh(1, 1)):
-        want, want_grads = plain(ids), nnx.grad(plain_loss)(plain, ids)
+        want, want_grads = plain(IDS), nnx.grad(plain_loss)(plain, IDS)
     results = []
     for fn in (call, gradient):
         exported = jax.export.export(jax.jit(fn))(leaves, placed)
@@ -117,7 +108,7 @@ def test_a_model_and_its_gradient_are_exported(tmp_path):
 
 def test_checkpoints_go_both_ways(tmp_path):
     """orbax saves the dense shapes, restores them into the parallel model, and the other way around."""
-    plain, model = pair(gpt, GPT)
+    plain, model = pair()
     other = drawn(gpt, seed=5)
     fa.nn.parallelize(other, GPT, verbose=False)
     with ocp.StandardCheckpointer() as checkpointer:

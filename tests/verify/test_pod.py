@@ -25,42 +25,32 @@ def measurement(seconds, **errors):
 def test_the_outcome_of_a_case_is_that_of_the_slowest_host_with_the_largest_errors():
     found = child.combine([measurement(2.0, y=1e-3, dx=0.0), measurement(1.0, y=0.0, dx=float("inf"))])
     assert found == measurement(2.0, y=1e-3, dx=float("inf"))
-
-
-def test_an_error_on_one_host_is_that_of_all_and_names_its_process():
+    # An error on one host is that of all, and names its process.
     fine, error, lacks = (measurement(1.0, y=0.0), {"error": "no"}, {"unsupported": "needs squares"})
     assert child.combine([fine, lacks, error]) == {"error": "in process 2: no"}
     assert child.combine([fine, lacks]) == {"unsupported": "in process 1: needs squares"}
     assert child.combine([lacks, lacks]) == lacks
 
 
-@pytest.fixture
-def hosts(tmp_path):
-    """A function that verifies two devices of each of two processes; returns their statuses, texts and verdicts."""
-
-    def run(*ops, faulty_rank=""):
-        options = ["--distributed", "--platform", "cpu", "--cpu-devices", "2", "--quick", "--limit", "10"]
-        processes = []
-        for rank, joining in enumerate(environments(2)):
-            own = ["--ops", ops[rank % len(ops)], "--json", str(tmp_path / f"{rank}.json")]
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", HOST, *options, *own], stdout=subprocess.PIPE, text=True,
-                    env=os.environ | joining | {"FAULTY_RANK": faulty_rank},
-                )
-            )  # fmt: skip
-        texts = [process.communicate(timeout=300)[0] for process in processes]
-        results = [json.loads((tmp_path / f"{rank}.json").read_text())["results"] for rank in range(2)]
-        verdicts = [[(r["case"]["op"], r["case"]["backend"], r["verdict"]) for r in found] for found in results]
-        return [process.returncode for process in processes], texts, verdicts
-
-    return run
+def verify_on_two_hosts(folder, *ops, faulty_rank):
+    """Verifies two devices of each of two processes; returns their statuses, texts and verdicts."""
+    options = ["--distributed", "--platform", "cpu", "--cpu-devices", "2", "--quick", "--limit", "10"]
+    processes = []
+    for rank, joining in enumerate(environments(2)):
+        own = ["--ops", ops[rank % len(ops)], "--json", str(folder / f"{rank}.json")]
+        command = [sys.executable, "-c", HOST, *options, *own]
+        environment = os.environ | joining | {"FAULTY_RANK": faulty_rank}
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
+    texts = [process.communicate(timeout=300)[0] for process in processes]
+    results = [json.loads((folder / f"{rank}.json").read_text())["results"] for rank in range(2)]
+    verdicts = [[(r["case"]["op"], r["case"]["backend"], r["verdict"]) for r in found] for found in results]
+    return [process.returncode for process in processes], texts, verdicts
 
 
 @pytest.mark.slow
-def test_hosts_verify_rings_that_cross_them_and_go_on_together_after_one_of_them_hangs(hosts):
+def test_hosts_verify_rings_that_cross_them_and_go_on_together_after_one_of_them_hangs(tmp_path):
     ops = "all_gather_matmul/xla,matmul_reduce_scatter/xla,ppermute/xla"
-    codes, texts, (first, second) = hosts(ops, faulty_rank="1")
+    codes, texts, (first, second) = verify_on_two_hosts(tmp_path, ops, faulty_rank="1")
     assert codes == [1, 1]
     assert all(text.startswith("4 x cpu (cpu)") for text in texts)
     assert first == second == [
@@ -75,8 +65,8 @@ def test_hosts_verify_rings_that_cross_them_and_go_on_together_after_one_of_them
 
 
 @pytest.mark.slow
-def test_hosts_that_got_different_commands_run_nothing(hosts):
-    codes, texts, verdicts = hosts("ppermute/xla", "all_gather/xla", faulty_rank="none")
+def test_hosts_that_got_different_commands_run_nothing(tmp_path):
+    codes, texts, verdicts = verify_on_two_hosts(tmp_path, "ppermute/xla", "all_gather/xla", faulty_rank="none")
     assert codes == [2, 2]
     assert verdicts == [[("ppermute", "xla", "NOT RUN")], [("all_gather", "xla", "NOT RUN")]]
     message = "the hosts have different cases to run: start the same command on every host"

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+from unittest import mock
 
 import pytest
 
@@ -20,21 +21,19 @@ TOPOLOGIES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
 LARGE = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "mesh_matmul", "ring_attention")
 UNKNOWN = "the start of an asynchronous all-gather of XLA reads a table that the dump lacks"
 GROUPS = [*LARGE, ",".join(op for op in BACKENDS if op not in LARGE)]  # each takes half a minute or more
+pytestmark = pytest.mark.usefixtures("empty_cache")  # which must stay empty
 
 
 def rehearse(topology, ops, folder, capsys):
     """Rehearses the quick cases of some ops, and checks that each has a verdict, and what it lacks a reason."""
-    file, cache = folder / "verdicts.json", folder / "cache"
-    options = ["--rehearse", topology, "--quick", "--ops", ops, "--json", str(file)]
-    status = main(options)
+    file = folder / "verdicts.json"
+    status = main(["--rehearse", topology, "--quick", "--ops", ops, "--json", str(file)])
     out = capsys.readouterr().out
     assert status == 0, out
     content = json.loads(file.read_text())
+    machine, results = content["machine"], content["results"]
     assert content["rehearsal"] == topology
-    chip = topology.partition(":")[0]
-    assert (content["machine"]["platform"], content["machine"]["chip"]) == ("tpu", chip)
-    assert content["machine"]["devices"] == 8
-    results = content["results"]
+    assert (machine["platform"], machine["chip"], machine["devices"]) == ("tpu", topology.partition(":")[0], 8)
     listed = cases.list_cases("tpu", 8, quick=True, only=ops.split(","), rehearse=True)
     assert [result["case"] for result in results] == [json.loads(case.text) for case in listed]
     for case, result in zip(listed, results, strict=True):
@@ -49,15 +48,8 @@ def rehearse(topology, ops, folder, capsys):
         assert case.op in MODELS or result["planned"] is None
     assert f"A rehearsal for {topology}: times are simulated" in out
     assert "read back, a run would trust " in out
-    assert not cache.exists()
+    assert not (folder / "cache").exists()
     return results
-
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path):
-    """A cache of the user, which must stay empty."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(trust.VARIABLE, raising=False)
 
 
 @pytest.mark.slow
@@ -81,7 +73,7 @@ def test_verdicts_of_a_rehearsal_are_not_stored_where_runs_find_them():
     machine = {"platform": "tpu", "chip": "v5e", "rehearsal": "v5e:2x4"}
     with rehearsal.stored_aside():
         file = record_verdicts([result], machine)
-        assert trust.read(trust.Machine.here("v5e"))
+        assert trust.read(trust.Machine.here("v5e"))["verdicts"]
     assert not file.exists()
     assert not pathlib.Path(os.environ["XDG_CACHE_HOME"]).exists()
 
@@ -118,10 +110,14 @@ def test_a_rehearsal_runs_on_four_cpu_devices_alone(other, capsys):
     assert f"--rehearse and {other} exclude each other" in capsys.readouterr().err
 
 
-def test_a_program_that_the_compiler_refuses_is_not_supported_in_its_words():
-    too_large = Case("ppermute", "xla", (8,), ((2**20, 2**14),))  # 32 GiB
-    with pytest.raises(fa.mesh.UnsupportedError, match=r"the TPU compiler refused: .*Ran out of memory on HBM"):
-        rehearse_case(too_large, repeats=1, topology="v5e:2x4")
+@pytest.mark.parametrize(("case", "message"), [
+    (Case("ppermute", "xla", (8,), ((2**20, 2**14),)), "TPU compiler refused: .*Ran out of memory on HBM"),  # 32 GiB
+    (Case("matmul_all_reduce", "pallas", (8,), ((2, 1024, 512), (512, 512)), directions=1),
+     rf"no simulator executes it: {FORGETS}; .*{UNKNOWN}"),
+])  # fmt: skip
+def test_what_can_be_neither_compiled_nor_simulated_is_not_supported(case, message):
+    with pytest.raises(fa.mesh.UnsupportedError, match=message):
+        rehearse_case(case, repeats=1, topology="v5e:2x4")
 
 
 def test_a_program_that_the_simulator_cannot_execute_keeps_its_values_and_has_no_time():
@@ -134,12 +130,6 @@ def test_a_program_that_the_simulator_cannot_execute_keeps_its_values_and_has_no
     assert measured.errors.keys() == {"y", "dx", "dw"}
 
 
-def test_a_pair_that_no_simulator_can_execute_is_not_supported():
-    case = Case("matmul_all_reduce", "pallas", (8,), ((2, 1024, 512), (512, 512)), directions=1)
-    with pytest.raises(fa.mesh.UnsupportedError, match=rf"no simulator executes it: {FORGETS}; .*{UNKNOWN}"):
-        rehearse_case(case, repeats=1, topology="v5e:2x4")
-
-
 def test_a_ring_of_some_of_the_devices_is_simulated_beside_its_copies():
     measured = rehearse_case(Case("ppermute", "pallas", (2,), ((128, 512),)), repeats=1, topology="v5e:2x4")
     assert 0 < measured.timing.seconds < 1e-3
@@ -147,12 +137,8 @@ def test_a_ring_of_some_of_the_devices_is_simulated_beside_its_copies():
 
 
 def test_a_race_in_the_simulator_is_wrong(monkeypatch):
-    case = Case("ppermute", "pallas", (8,), ((128, 512),))
-
-    def play_case(case, topology):
-        raise RaceError("device 1 writes into device 0")
-
-    monkeypatch.setattr(rehearsal, "play_case", play_case)
+    case, error = Case("ppermute", "pallas", (8,), ((128, 512),)), RaceError("device 1 writes into device 0")
+    monkeypatch.setattr(rehearsal, "play_case", mock.Mock(side_effect=error))
     with pytest.raises(RaceError):
         rehearse_case(case, repeats=1, topology="v5e:2x4")
-    assert judge({"error": "RaceError: device 1 writes into device 0"}, case).verdict is Verdict.WRONG
+    assert judge({"error": f"RaceError: {error}"}, case).verdict is Verdict.WRONG

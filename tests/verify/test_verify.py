@@ -14,7 +14,7 @@ import pytest
 
 import flaxasync as fa
 from flaxasync.ops import trust
-from flaxasync.ops.costs.all_reduce import steps
+from flaxasync.ops.costs.collective_matmul import exchange_steps
 from flaxasync.verify import __main__ as verify_command
 from flaxasync.verify import cases, child, measure, programs, supervisor
 from flaxasync.verify.__main__ import describe_in_words, main, record_verdicts
@@ -41,12 +41,10 @@ def test_a_tpu_runs_everything_and_a_gpu_what_is_no_tpu_kernel():
 
 
 def test_the_plain_backend_is_measured_beside_every_backend_that_is_chosen():
-    only = ["matmul_reduce_scatter/fused", "attention/flash", "ppermute/pallas"]
-    listed = {(case.op, case.backend) for case in cases.list_cases("tpu", 8, quick=True, only=only)}
-    assert listed == {
-        ("matmul_reduce_scatter", "none"), ("matmul_reduce_scatter", "fused"), ("attention", "reference"),
-        ("attention", "flash"), ("ppermute", "xla"), ("ppermute", "pallas"),
-    }  # fmt: skip
+    plain = {"matmul_reduce_scatter/fused": "none", "attention/flash": "reference", "ppermute/pallas": "xla"}
+    listed = cases.list_cases("tpu", 8, quick=True, only=list(plain))
+    beside = {f"{name.partition('/')[0]}/{backend}" for name, backend in plain.items()}
+    assert {f"{case.op}/{case.backend}" for case in listed} == {*plain} | beside
 
 
 def test_a_full_run_verifies_each_direction_with_and_without_gradients():
@@ -62,20 +60,14 @@ def test_the_exchange_is_verified_in_one_step_and_in_two(platform, devices, quic
     for case in found:
         (batch, rows, _), (_, columns) = case.shapes
         itemsize = jnp.dtype(case.dtype).itemsize
-        forms.add((steps(case.devices, batch * rows * columns * itemsize), case.gradient))
+        forms.add((exchange_steps(case.devices, batch * rows * columns * itemsize), case.gradient))
     assert forms == {(count, gradient) for count in (1, 2) for gradient in ((True,) if quick else (True, False))}
 
 
-def shapes_of_interest():
-    """Both directions have the same shapes, and so do the rings of one op."""
-    return [
-        pytest.param(case, marks=pytest.mark.slow if case.backend in cases.PAIRS else [], id=case.label)
-        for case in every_case("tpu", 8)
-        if case.directions != 1
-    ]
-
-
-@pytest.mark.parametrize("case", shapes_of_interest())
+@pytest.mark.parametrize("case", [
+    pytest.param(case, marks=pytest.mark.slow if case.backend in cases.PAIRS else [], id=case.label)
+    for case in every_case("tpu", 8) if case.directions != 1  # both numbers of directions have the same shapes
+])  # fmt: skip
 def test_the_shapes_of_every_case_fit_its_op(case):
     """The program is traced for described TPUs: kernels check their operands while they are traced."""
     mesh = programs.make_mesh(case, fa.check.topology_devices("v5e:2x4"))
@@ -98,20 +90,19 @@ def test_inputs_are_random_and_differ_from_seed_to_seed():
 
 def test_a_program_runs_several_times_without_a_wait_and_each_result_is_compared(monkeypatch):
     case = next(c for c in every_case("cpu", 4) if (c.op, c.backend) == ("ppermute", "xla"))
-    make_program, runs, results = programs.make_program, [], []
+    make_program, compare, compared, runs = programs.make_program, measure.compare_results, [], []
 
     def make(case, *, reference=False):
         program = make_program(case, reference=reference)
 
         def counted(*arguments):
-            runs.append(len(results))
+            runs.append(len(compared))
             result = program(*arguments)
             return result | {"y": result["y"] + 1.0} if len(runs) == 5 else result
 
         return program if reference else counted
 
-    compare = measure.compare_results
-    monkeypatch.setattr(measure, "compare_results", lambda got, wanted: results.append(got) or compare(got, wanted))
+    monkeypatch.setattr(measure, "compare_results", lambda *both: compared.append(both) or compare(*both))
     monkeypatch.setattr(programs, "make_program", make)
     monkeypatch.setattr(measure, "time_program", lambda run, name: None)
     measurement = measure.run_case(case, repeats=2)
@@ -128,15 +119,13 @@ def test_a_result_that_is_not_finite_is_infinitely_wrong():
 @pytest.mark.slow
 def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_path):
     file = tmp_path / "verdicts.json"
-    ops = "all_gather_matmul/xla,matmul_reduce_scatter/xla,matmul_all_reduce/xla"
-    ops += ",ring_attention/xla,ppermute/xla,platform"
+    faulty = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "ring_attention"
+    ops = ",".join([*(f"{op}/xla" for op in faulty), "ppermute/xla", "platform"])
     options = ["--quick", "--cpu-devices", "2", "--ops", ops, "--limit", "10", "--json", str(file)]
     assert main(options, serve=faulty_child.serve) == 1
     found = {(r["case"]["op"], r["case"]["backend"]): r for r in json.loads(file.read_text())["results"]}
-    verdicts = {name: result["verdict"] for name, result in found.items()}
-    assert [verdicts.pop((op, "none")) for op in ("all_gather_matmul", "ring_attention")] == ["PASS", "PASS"]
-    assert [verdicts.pop((op, "none")) for op in ("matmul_reduce_scatter", "matmul_all_reduce")] == ["PASS", "PASS"]
-    assert verdicts == {
+    assert {name: result["verdict"] for name, result in found.items()} == {
+        **{(op, "none"): "PASS" for op in faulty},
         ("all_gather_matmul", "xla"): "WRONG",
         ("matmul_reduce_scatter", "xla"): "HUNG",
         ("matmul_all_reduce", "xla"): "CRASHED",
@@ -177,9 +166,7 @@ def test_chips_that_cannot_be_opened_after_a_hang_are_tried_again_and_the_rest_h
         assert "1 cases have no verdict: the chips could not be" in summarize([first, second], MACHINE)
 
 
-def test_verdicts_are_stored_while_other_cases_still_run(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(trust.VARIABLE, raising=False)
+def test_verdicts_are_stored_while_other_cases_still_run(monkeypatch, empty_cache):
     plain, fused = timed("none", None).case, timed("fused", None).case
     measured = {"errors": {"y": 0.0}, "tolerance": 1e-2}
     found = []
@@ -205,22 +192,14 @@ def test_cases_that_were_not_run_are_not_stored_and_end_with_status_2(monkeypatc
     assert main([]) == 2
 
 
-@pytest.mark.parametrize(
-    ("serve", "message"),
-    [
-        (
-            faulty_child.be_of_two_hosts,
-            "these are the chips of 2 hosts: start the same command with --distributed on every host, or set "
-            "TPU_PROCESS_BOUNDS=1,1,1 and TPU_CHIPS_PER_PROCESS_BOUNDS to this host's chips",
-        ),
-        (
-            faulty_child.sleep,
-            "it did not answer in time; on a pod, start the same command with --distributed on every host",
-        ),
-    ],
-)
-def test_the_chips_of_several_hosts_need_a_command_on_each(serve, message, monkeypatch, capsys):
-    monkeypatch.setattr(child, "START_LIMIT", 0.1 if serve is faulty_child.sleep else 60)
+@pytest.mark.parametrize(("serve", "limit", "message"), [
+    (faulty_child.be_of_two_hosts, 60, "these are the chips of 2 hosts: start the same command with --distributed on "
+     "every host, or set TPU_PROCESS_BOUNDS=1,1,1 and TPU_CHIPS_PER_PROCESS_BOUNDS to this host's chips"),
+    (faulty_child.sleep, 0.1, "it did not answer in time; on a pod, start the same command with --distributed on every "
+     "host"),
+])  # fmt: skip
+def test_the_chips_of_several_hosts_need_a_command_on_each(serve, limit, message, monkeypatch, capsys):
+    monkeypatch.setattr(child, "START_LIMIT", limit)
     assert main([], serve=serve) == 2
     assert message in capsys.readouterr().err
 
@@ -252,18 +231,14 @@ def test_a_quick_run_passes_on_this_machine(tmp_path, capsys):
     assert sum(r["case"]["simulate"] and r["verdict"] == "PASS" for r in results) == 13
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--json /dev/null/verdicts.json", "error: --json cannot be written: "),
-        ("--quick --platform gpu", "error: the devices could not be opened: ended with code 1; its last words:"),
-        ("--ops matmul", "error: --ops got 'matmul': it must be OP or OP/BACKEND of all_gather_matmul: none, xla,"),
-        ("--ops attention/fused", "error: --ops got 'attention/fused': it must be OP or OP/BACKEND of all_gather_mat"),
-        ("--rehearse v5e:3x5", "error: topology must be one that libtpu describes, like 'v5e:2x4': got 'v5e:3x5'"),
-        ("--rehearse v4:2x2x1", "error: topology must be one that libtpu describes, like 'v5e:2x4': got 'v4:2x2x1'"),
-        ("--distributed --platform cpu", "--distributed is for a TPU pod, SLURM or Open MPI, which JAX did not find: "),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ("--json /dev/null/verdicts.json", "error: --json cannot be written: "),
+    ("--quick --platform gpu", "error: the devices could not be opened: ended with code 1; its last words:"),
+    ("--ops matmul", "error: --ops got 'matmul': it must be OP or OP/BACKEND of all_gather_matmul: none, xla,"),
+    ("--ops attention/fused", "error: --ops got 'attention/fused': it must be OP or OP/BACKEND of all_gather_mat"),
+    ("--rehearse v5e:3x5", "error: topology must be one that libtpu describes, like 'v5e:2x4': got 'v5e:3x5'"),
+    ("--distributed --platform cpu", "--distributed is for a TPU pod, SLURM or Open MPI, which JAX did not find: "),
+])  # fmt: skip
 def test_what_cannot_be_verified_is_said_before_anything_runs(options, message, capsys):
     assert main(options.split()) == 2
     assert message in capsys.readouterr().err
@@ -312,9 +287,8 @@ def test_a_deviation_within_the_tolerance_passes_and_one_above_is_wrong():
 
 
 def test_the_description_of_a_chip_that_is_not_in_the_table_says_what_is_unknown():
-    machine = {"platform": "tpu", "kind": "TPU v9", "chip": None, "devices": 8, "ring": "ring: closed", "versions": {}}
-    text = describe_in_words(machine)
-    assert "'TPU v9' is not in the table of chips" in text
+    machine = MACHINE | {"kind": "TPU v9", "chip": None, "ring": "ring: closed", "versions": {}}
+    assert "'TPU v9' is not in the table of chips" in describe_in_words(machine)
 
 
 def test_device_time_is_read_from_a_profile(monkeypatch):

@@ -173,11 +173,12 @@ def attend_cached(layer: AttentionLayer, x: Array, inputs: Inputs[Array]) -> Arr
     if layer.attention.attention_fn is not None or placement.manual:
         raise NotImplementedError(f"{name} lacks a cache with an attention_fn, and inside shard_map: leave decode out")
     batch, length = keys[...].shape[:2]
-    taken = 0 if isinstance(index[...], jax.core.Tracer) else int(index[...])
-    if x.shape[0] != batch or taken + x.shape[1] > length:
+    taken = None if isinstance(index[...], jax.core.Tracer) else int(index[...])
+    if x.shape[0] != batch or (taken or 0) + x.shape[1] > length:
+        of_which = "" if taken is None else f", of which {taken} are taken"
         raise ValueError(
-            f"{name} has a cache for {batch} sequences of {length} rows, of which {taken} are taken: got {x.shape[0]} "
-            f"sequences and {x.shape[1]} new rows; make a larger one with init_cache"
+            f"{name} has a cache for {batch} sequences of {length} rows{of_which}: got {x.shape[0]} sequences "
+            f"and {x.shape[1]} new rows; make a larger one with init_cache"
         )
     mask = scores_array(name, "mask", inputs.mask, (batch, 1, x.shape[1], length))
     call, linears, norms = make_call(layer, x, placement, placement)

@@ -17,8 +17,7 @@ from flaxasync.nn.attention.heads import HeadAttention, Inputs, Norms
 from flaxasync.nn.attention.rotary import RotaryTables
 from flaxasync.nn.shards import Linear
 from flaxasync.ops import trust
-from flaxasync.ops.attention.exchanged import ExchangedAttention, exchanged_attention
-from flaxasync.ops.costs.exchanged import WORTH, Block, times_as_fast
+from flaxasync.ops.attention.exchanged import WORTH, ExchangedAttention, Sizes, exchanged_attention, times_as_fast
 from flaxasync.ops.matmul.api import executor_for_weights
 from flaxasync.ops.matmul.products import row_major
 from flaxasync.transport.direct import LANES, in_whole_tiles
@@ -95,15 +94,15 @@ def choose(call: Call, x: Array, weights: Weights, inputs: Inputs[Array]) -> For
     batch, rows, features = x.shape
     dtype, (out, _) = jnp.dtype(settings.dtype), weights.out
     heads = sum(kernel.shape[1] for kernel, _ in weights[:3])
-    block = Block(batch, rows, features, heads, out.shape[0])
-    copied = all(in_whole_tiles(jax.ShapeDtypeStruct((n, rows), dtype), 0) for n in (block.inputs, block.out))
+    sizes = Sizes(batch, rows, features, heads, out.shape[0])
+    copied = all(in_whole_tiles(jax.ShapeDtypeStruct((n, rows), dtype), 0) for n in (sizes.inputs, sizes.out))
     direct = mesh.platform() == "tpu" and copied and rows % LANES == 0 and settings.backend not in trust.PLAIN
     if wanted:
         return "direct" if direct else "xla"
     chip = mesh.chip()
     if chip is None or not direct:
         return None
-    faster = times_as_fast(block, chip, size, dtype.itemsize, settings.gathered_bytes)
+    faster = times_as_fast(sizes, chip, size, dtype.itemsize, settings.gathered_bytes)
     if faster < WORTH:
         return None
     if not trust.is_trusted("all_to_all", "pallas", chip.name, size):

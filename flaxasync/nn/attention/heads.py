@@ -13,10 +13,10 @@ from flaxasync.kernels.attention_block import Mask
 from flaxasync.mesh import cast_to_varying, mesh_axis_size
 from flaxasync.nn.attention.rotary import RopeScaling, RotaryTables, rotary_tables, rotate
 from flaxasync.nn.options import LinearOptions
-from flaxasync.ops.accumulation import accumulator_dtype
 from flaxasync.ops.attention.api import attention, ring_attention
 from flaxasync.ops.attention.dense import dense_attention, positional_mask
 from flaxasync.ops.attention.layouts import AttentionLayout, check_sequence_layout, positions
+from flaxasync.ops.matmul.products import accumulator_dtype
 
 
 class Inputs[T](NamedTuple):

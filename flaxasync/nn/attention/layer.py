@@ -246,6 +246,6 @@ def _check_split_sequence(
     for name, given in (("inputs_k", inputs.inputs_k), ("a mask", inputs.mask), ("a bias", inputs.bias)):
         if given is not None:
             raise NotImplementedError(
-                f"{layer} over a split sequence lacks {name}: use causal, window and segment_ids, or leave "
-                "context_axis out"
+                f"{layer} over a split sequence lacks {name}: leave context_axis out; causal, window and segment_ids "
+                "say without it what attends to what"
             )

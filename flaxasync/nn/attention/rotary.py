@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from flaxasync.ops.accumulation import accumulator_dtype
+from flaxasync.ops.matmul.products import accumulator_dtype
 
 
 @dataclasses.dataclass(frozen=True)

@@ -181,11 +181,13 @@ def _choose_kernel(op: str, kernel: str | BlockKernel | None, q: Array, q_rows: 
                 "shard_map: XLA cannot partition a Pallas kernel; leave axis_names out of jax.shard_map, or use "
                 "kernel='reference'"
             )
-    serves = lacking is None and mesh.platform() == "tpu" and mesh.all_axes_mapped()
-    if kernel is None and serves and not trust.is_trusted("attention", "flash", mesh.chip_name(), 1):
-        trust.announce("attention", "flash", "reference", mesh.chip_name(), 1)
-        serves = False
-    return Flash() if kernel == "flash" or (kernel is None and serves) else Reference()
+        return Flash()
+    if kernel == "reference" or lacking is not None or mesh.platform() != "tpu" or not mesh.all_axes_mapped():
+        return Reference()
+    if trust.is_trusted("attention", "flash", mesh.chip_name(), 1):
+        return Flash()
+    trust.announce("attention", "flash", "reference", mesh.chip_name(), 1)
+    return Reference()
 
 
 def _check_operands(op: str, q: Array, k: Array, v: Array, segment_ids: Array | None, window: int | None) -> None:

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from flaxasync.kernels.attention_block import LOG2_E, LOWEST, Carry, Gradients, Product, Scores, Segments
 from flaxasync.mesh import cast_to_varying
-from flaxasync.ops.accumulation import accumulator_dtype
+from flaxasync.ops.matmul.products import accumulator_dtype
 from flaxasync.ring import Index
 
 

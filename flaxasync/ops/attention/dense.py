@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from flaxasync.kernels.attention_block import Mask
-from flaxasync.ops.accumulation import accumulator_dtype
+from flaxasync.ops.matmul.products import accumulator_dtype
 
 
 def dense_attention(

@@ -2,7 +2,7 @@
 
 Every device projects its own rows, with the weights of all devices, which travel behind the products. An all-to-all
 turns its rows of all heads into all rows of its heads, and a second one turns the result back. Where the rows of all
-devices are more than the features of the weights, less travels in this form.
+devices are more than the features of the weights, less travels in this form. `times_as_fast` predicts what that gains.
 
 ```
 x       [r, k]       for each sequence, this device's rows                          (R devices on the axis)
@@ -37,13 +37,19 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from flaxasync.hardware import Chip
+from flaxasync.ops.costs.cost import hbm, hop_seconds
 from flaxasync.ops.matmul.products import Arrays, dot, row_major, weight_gradient
 from flaxasync.ops.matmul.vjp import Executor
+from flaxasync.ops.plan import plan
 from flaxasync.ops.saved import GATHERED, PRODUCT, first_only
 from flaxasync.transport import direct
 from flaxasync.transport.transfers import Transfer, Transfers, meanwhile
 
 IN_FLIGHT = 2  # sequences that are on their way to this device's heads at a time; the links stay busy with two
+WORTH = 1.05  # how many times as fast this form must be predicted to be; predictions are no better than that
+ATTENTION_SHARE = 0.4
+"""The share of the peak that causal attention reaches forward, played on v6e. On v5e it is more, and hides less."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,3 +188,62 @@ def _transposed_product(executor: Executor, w: Array, zs: Arrays) -> Arrays:
 def _blocks_as_rows(transfers: Transfers) -> Array:
     (y,) = transfers.done()
     return y.reshape(-1, y.shape[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of an attention block on one device."""
+
+    batch: int  # sequences
+    rows: int  # this device's rows of each
+    features: int  # of input and output
+    inputs: int  # the features of the queries, keys and values of this device's heads
+    out: int  # the features of the queries of this device's heads
+
+
+def times_as_fast(sizes: Sizes, chip: Chip, ring: int, itemsize: int, gathered_bytes: int = 0) -> float:
+    """Predicts the time with travelling rows divided by that with travelling heads, gradients included.
+
+    Rows that travel are an all_gather_matmul and a matmul_reduce_scatter, and weights that travel two
+    all_gather_matmuls. Both forms compute the same attention. On top of the weights come the exchanges that nothing
+    hides, and transposes: products have features as rows, and attention has positions as rows. Either form may keep
+    `gathered_bytes` of what it gathers: rows, or the weights of the inputs.
+    """
+    b, r, k = sizes.batch, sizes.rows, sizes.features
+    options: Any = {"chip": chip, "ring": ring, "itemsize": itemsize}
+    rows = [
+        plan("all_gather_matmul", (b, r, k), (k, sizes.inputs), gathered_bytes=gathered_bytes, **options),
+        plan("matmul_reduce_scatter", (b, ring * r, sizes.out), (sizes.out, k), **options),
+    ]
+    weights = [
+        plan("all_gather_matmul", (sizes.inputs, k), (k, b * r), gathered_bytes=gathered_bytes, **options),
+        plan("all_gather_matmul", (sizes.out, k), (k, b * r), **options),
+    ]
+    travelling_rows, travelling_weights = (sum(p.seconds[p.backend] for p in plans) for plans in (rows, weights))
+    attended = ring * b * r * (sizes.inputs + sizes.out)
+    transposed = 2 * 2 * (attended + sizes.inputs * k + b * r * k) * itemsize  # bytes, with those of the gradients
+    keep = ring * sizes.inputs * k * itemsize <= gathered_bytes
+    exposed = _exposed_seconds(sizes, chip, ring, itemsize, keep)
+    return travelling_rows / (travelling_weights + exposed + transposed / hbm(chip))
+
+
+def _exposed_seconds(sizes: Sizes, chip: Chip, ring: int, itemsize: int, keep: bool) -> float:
+    """Returns the seconds in which the exchanges have nothing beside them, forward and backward."""
+
+    def one_sequence(features: int) -> float:  # over the middle of a ring go ring**2 / 4 blocks each way, on two links
+        return hop_seconds(chip, ring**2 / 4 * features * sizes.rows * itemsize, 2)
+
+    batch, inputs, out = sizes.batch, sizes.inputs, sizes.out
+    first, last = one_sequence(inputs), one_sequence(out)
+    middle = (batch - 1) * (first + last)
+    attention = 2 * 2 * batch * out * (ring * sizes.rows) ** 2 / 2 / (ATTENTION_SHARE * chip.flops)
+    products = 2 * batch * ring * sizes.rows * sizes.features / chip.flops  # for each of the features of a weight
+    hidden = {
+        "projection": (first, products * inputs / batch if batch > 1 else 0.0),
+        "heads of the output": (last, 0.0),
+        "dout": (last, products * out),
+        "dx": (first, products * inputs * (batch - 1) / batch if keep else 0.0),
+        "attention": (middle, attention),
+        "gradient of attention": (middle, 2 * attention),
+    }
+    return sum(max(0.0, exchange - beside) for exchange, beside in hidden.values())

@@ -26,9 +26,9 @@ from jax import Array, lax
 
 from flaxasync.kernels.attention_block import BlockKernel, Carry, Gradients, Product, Scores, Segments
 from flaxasync.mesh import cast_to_varying
-from flaxasync.ops.accumulation import accumulator_dtype
 from flaxasync.ops.attention.blocks import initial_carry, where_needed
 from flaxasync.ops.attention.layouts import Sequence
+from flaxasync.ops.matmul.products import Arrays, accumulator_dtype
 from flaxasync.ring import Index, Ring, gathered_owner, shifts, split_rows, staggered_loop
 
 
@@ -59,7 +59,6 @@ class Block(NamedTuple):
 
 
 type Blocks = tuple[Block, ...]
-type Arrays = tuple[Array, ...]
 type Products = list[Product]  # with one half-block
 
 
@@ -117,17 +116,12 @@ class Shards:
         chunked = [half.reshape(*half.shape[:-2], chunks, -1, half.shape[-1]) for half in halves]
         return lax.concatenate(chunked, chunked[0].ndim - 2).reshape(self.kv.shape)
 
-    def own_products(self) -> list[Products]:
-        """Returns the products with each half-block of this device."""
-        products = self.call.sequence.products
-        return [products(self.index, self.index, own=True, offset=half.first, count=half.rows) for half in self.halves]
-
     def products(self, hop: Index) -> list[Products]:
-        """Returns the products with each half-block that this device holds after `hop` hops, one or more."""
-        found, sequence = [], self.call.sequence
+        """Returns the products with each half-block that this device holds after `hop` hops: its own if `hop` is 0."""
+        found, sequence, own = [], self.call.sequence, isinstance(hop, int) and hop == 0
         for half in self.halves:
-            owner = gathered_owner(self.index, hop, size=sequence.size, shift=half.shift)
-            found.append(sequence.products(self.index, owner, own=False, offset=half.first, count=half.rows))
+            owner = self.index if own else gathered_owner(self.index, hop, size=sequence.size, shift=half.shift)
+            found.append(sequence.products(self.index, owner, own=own, offset=half.first, count=half.rows))
         return found
 
     def attend(self, blocks: Blocks, products: Iterable[Products], carry: Carry) -> Carry:
@@ -164,7 +158,7 @@ def attend(shards: Shards) -> Carry:
     """Returns the softmax carry of this device's queries over all keys and values that they attend to."""
 
     def own(_: Index, blocks: Blocks, carry: Carry) -> tuple[Blocks, Carry]:
-        return blocks, shards.attend(blocks, shards.own_products(), carry)
+        return blocks, shards.attend(blocks, shards.products(0), carry)
 
     def arrived(hop: Index, blocks: Blocks, carry: Carry) -> tuple[Blocks, Carry]:
         return blocks, shards.attend(blocks, shards.products(1 + hop), carry)
@@ -186,7 +180,7 @@ def differentiate(shards: Shards) -> Gradients:
     """Returns dq, and dkv summed over all devices."""
     blocks, dq = shards.blocks(), initial_carry(shards.q)[0]
     if shards.call.ring is None:
-        dq, (dkv,) = shards.differentiate(blocks, shards.own_products(), dq)
+        dq, (dkv,) = shards.differentiate(blocks, shards.products(0), dq)
         return dq, dkv
     if shards.ring.transport is None:
         return _differentiate_gathered(shards, blocks, dq)
@@ -204,7 +198,7 @@ def _differentiate_gathered(shards: Shards, own: Blocks, dq: Array) -> Gradients
     gathered = lax.all_gather(own, axis_name)
     dkvs = lax.empty((shards.call.sequence.size, *shards.kv.shape), accumulator_dtype(shards.q))
     dkvs = cast_to_varying(dkvs, jax.typeof(shards.kv).mat.varying)
-    dq, (dkv,) = shards.differentiate(own, shards.own_products(), dq)
+    dq, (dkv,) = shards.differentiate(own, shards.products(0), dq)
     dq, dkvs = _for_each_other(shards, gathered, other, (dq, put(dkvs, dkv, shards.index)))
     return dq, lax.psum_scatter(dkvs, axis_name)
 
@@ -223,23 +217,16 @@ def _for_each_other[T](shards: Shards, gathered: Blocks, use: Callable[[Index, B
 
 def _differentiate_ring(shards: Shards, own: Blocks, dq: Array) -> Gradients:
     onward, size, hops = _loop(shards), shards.call.sequence.size, shards.call.sequence.hops
-    first, rest = zip(*map(_split, shards.own_products()), strict=True)
+    first, rest = zip(*map(_split, shards.products(0)), strict=True)
 
     def own_first(_: Index, blocks: Blocks, dq: Array) -> tuple[Blocks, tuple[Array, Arrays]]:
         return blocks, shards.differentiate(blocks, first, dq)
-
-    def own_rest(_: Index, __: Arrays, dq: Array) -> tuple[tuple, tuple[Array, Arrays]]:
-        return (), shards.differentiate(own, rest, dq)
 
     def first_arrived(_: Index, blocks: Blocks, dq: Array) -> tuple[Blocks, tuple[Array, Arrays]]:
         return blocks, shards.differentiate(blocks, shards.products(1), dq)
 
     def arrived(hop: Index, blocks: Blocks, dq: Array) -> tuple[Arrays, Array]:
         dq, dkvs = shards.differentiate(blocks, shards.products(2 + hop), dq)
-        return dkvs, dq
-
-    def last_arrived(_: Index, __: Arrays, dq: Array) -> tuple[Arrays, Array]:
-        dq, dkvs = shards.differentiate(blocks, shards.products(hops), dq)
         return dkvs, dq
 
     def add(arrived: Block, dkv: Array) -> Block:
@@ -261,10 +248,12 @@ def _differentiate_ring(shards: Shards, own: Blocks, dq: Array) -> Gradients:
         blocks = tuple(block._replace(dkv=None) for block in travelling)
     # Turn H: the last kv has arrived; its partial sum follows.
     if hops > 1:
-        dkvs, dq = onward(dkvs, dq, last_arrived, hops=1, merge=jnp.add)
+        dkvs, dq = onward(dkvs, dq, lambda _, __, dq: arrived(hops - 2, blocks, dq), hops=1, merge=jnp.add)
     # Turn H+1: the sums return to the owners of their kv.
     back = tuple(-hops * half.shift % size for half in shards.halves)
-    dkvs, (dq, more) = onward(dkvs, dq, own_rest, shifts=back, hops=1)
+    dkvs, (dq, more) = onward(
+        dkvs, dq, lambda _, __, dq: ((), shards.differentiate(own, rest, dq)), shifts=back, hops=1
+    )
     return dq, shards.join(tuple(a + b + c for a, b, c in zip(own_dkvs, dkvs, more, strict=True)))
 
 

@@ -1,6 +1,20 @@
 """The costs of the collective matmuls, whose gradients are further `trips` around the ring.
 
 Sums over other mesh axes, such as those of gradients over the data axis, are not counted: every backend has them.
+
+The sum over all devices in `matmul_all_reduce` takes one of these forms. All of them begin with a signal to another
+device.
+
+```
+XLA, gathered    R / 2 hops of the whole arrays, both ways around the ring; each device adds all of them
+XLA, reduced     2 (R / 2) hops of shares: reduced, then gathered; XLA takes it where there are more bytes
+one step         "exchange": every device sends all of its array to all others
+two steps        "exchange": every device sends a share to each other one, and then its sum to all
+```
+
+The constants of these sums are those of played programs (benchmarks/few_rows.py). There a transfer to another chip
+takes 1 us however many links it crosses. On a v5e:4x4 with a ring of 16 the exchange took up to one and a half times as
+long as XLA's sum.
 """
 
 import dataclasses
@@ -9,13 +23,27 @@ import numbers
 from typing import Any
 
 from flaxasync.hardware import Chip
-from flaxasync.ops.costs import all_reduce
+from flaxasync.kernels.exchange import vmem_bytes
 from flaxasync.ops.costs.cost import Cost, Shape, hop_seconds
-from flaxasync.ops.costs.trips import Trip, directions, kernels_serve, ring_of_blocks, serial
-from flaxasync.ops.costs.trips import kernels as fused
+from flaxasync.ops.costs.trips import LARGEST_BLOCK, Trip, directions, fused, product, ring_of_blocks, serial
 
 KEEPING_GAINS = 0.05
 """The op keeps what it gathers only if that saves this share of its time: predictions are no better than that."""
+
+TABLE_SECONDS = 0.45e-6  # the seconds in which XLA's all-reduce fetches the table of its neighbours
+PADDED_BYTES = 16 * 2**10  # the bytes to which XLA pads a small array
+CROSSING = {1: 1.63, 2: 1.33}
+"""How many times as long an exchange in one or in two steps occupies the links as if its routes shared them evenly,
+fitted to a ring of 8 on a 2x4."""
+PLAYED_RINGS, PLAYED_ROWS, PLAYED_BYTES = (4, 8), 128, 2**18
+"""The rings on which the exchange was played, and the most rows and the largest array there."""
+EXCHANGE_GAINS = 0.2
+"""The share of XLA's seconds that the exchange has to gain. Predictions overstated the gain by up to 0.17 of them."""
+ONE_STEP_BYTES = 2**19  # the largest array, in bytes times R squared, that is exchanged in one step
+TILE_BYTES = 4 * 2**10
+"""The bytes of a hardware tile; an array is padded to a multiple of it, in two steps for each of the devices."""
+LAYOUT_SECONDS = 0.3e-6
+"""The seconds in which XLA puts a result that is no whole rows of tiles into another layout, and back."""
 
 
 def all_gather_matmul_costs(
@@ -78,26 +106,60 @@ def matmul_all_reduce_costs(
     """Returns the cost of each backend for x [..., m, k] and w [k, n] of one device.
 
     A ring scatters the sums, and one collective operation gathers them. The gradients are local products. "exchange" is
-    there only where it was played and is predicted to gain; see `all_reduce.gains`.
+    there only where it was played and is predicted to gain; see `exchange_gains`.
     """
     rows, (k, n) = math.prod(x[:-1]), w
-    share = -(-rows // ring)
+    share, size = -(-rows // ring), rows * n * itemsize
     local = [Trip("local", 0, rows, n, k), Trip("local", 0, k, rows, n)] if backward else []
     gather = (ring - 1) * hop_seconds(chip, share * n * itemsize, directions(ring))
     rings = _costs(chip, ring, [Trip("reduce", share * n * itemsize, share, k, n), *local], itemsize, kernels)
     costs = {name: dataclasses.replace(cost, exposed=cost.exposed + gather) for name, cost in rings.items()}
-    one_product = all_reduce.exchange(chip, ring, rows, k, n, itemsize, local)
-    exposed = all_reduce.all_reduce_seconds(chip, ring, rows * n * itemsize)
-    costs["none"] = dataclasses.replace(one_product, exposed=exposed, held=rows * n * itemsize)
-    if exchange and all_reduce.gains(chip, ring, rows, n * itemsize) and one_product.held < chip.vmem_bytes:
-        costs["exchange"] = one_product
+    products = [Trip("local", 0, rows, k, n), *local]
+    compute = sum(product(chip, trip, 1, itemsize, "none") for trip in products)
+    costs["none"] = Cost(compute, all_reduce_seconds(chip, ring, size), len(products), size, 0.0)
+    held = vmem_bytes(ring, size, exchange_steps(ring, size))
+    if exchange and exchange_gains(chip, ring, rows, n * itemsize) and held < chip.vmem_bytes:
+        costs["exchange"] = Cost(compute, exchange_seconds(chip, ring, rows, n * itemsize), len(products), held, 0.0)
     return costs
+
+
+def all_reduce_seconds(chip: Chip, ring: int, size: int) -> float:
+    """Returns the seconds of XLA's all-reduce of arrays of `size` bytes."""
+    if ring == 1:
+        return 0.0
+    rate, hops = directions(ring) * chip.link_bandwidth, ring // 2
+    gathered = hops * chip.hop_latency + (ring - 1) * max(size, PADDED_BYTES) / rate
+    reduced = 2 * hops * chip.hop_latency + 2 * (ring - 1) / ring * size / rate
+    return TABLE_SECONDS + chip.hop_latency + min(gathered, reduced)
+
+
+def exchange_steps(ring: int, size: int) -> int:
+    """Returns the steps in which an array of `size` bytes is exchanged."""
+    return 1 if size * ring**2 <= ONE_STEP_BYTES else 2
+
+
+def exchange_seconds(chip: Chip, ring: int, rows: int, row_bytes: int) -> float:
+    """Returns the seconds of the exchange kernel for `rows` rows."""
+    steps = exchange_steps(ring, rows * row_bytes)
+    unit = TILE_BYTES * (ring if steps == 2 else 1)
+    sent = -(-rows * row_bytes // unit) * unit
+    blocks = CROSSING[steps] * ring**2 / 8  # on the busiest link
+    each = hop_seconds(chip, blocks * sent / (ring if steps == 2 else 1), 1)
+    return chip.hop_latency + steps * each + (LAYOUT_SECONDS if rows % 16 else 0.0)
+
+
+def exchange_gains(chip: Chip, ring: int, rows: int, row_bytes: int) -> bool:
+    """Says whether the exchange of `rows` rows was played, and is clearly faster than XLA's sum, as predicted."""
+    if ring not in PLAYED_RINGS or rows > PLAYED_ROWS or rows * row_bytes > PLAYED_BYTES:
+        return False
+    most = (1 - EXCHANGE_GAINS) * all_reduce_seconds(chip, ring, rows * row_bytes)
+    return exchange_seconds(chip, ring, rows, row_bytes) <= most
 
 
 def _costs(chip: Chip, ring: int, trips: list[Trip], itemsize: int, kernels: bool) -> dict[str, Cost]:
     costs = {"none": serial(chip, ring, trips, itemsize)}
     if ring > 1:
         costs |= {backend: ring_of_blocks(chip, ring, trips, itemsize, backend) for backend in ("xla", "pallas")}
-        if kernels and kernels_serve(trips):
+        if kernels and not any(trip.kind == "reduce" and trip.m * trip.n > LARGEST_BLOCK for trip in trips):
             costs["fused"] = fused(chip, ring, trips, itemsize)
     return costs

@@ -13,7 +13,7 @@ local      a product that needs nothing from other devices; nothing travels
 A product takes time for its FLOPs and for its bytes, and the longer of the two hides most of the other. What does not
 stay in vector memory moves again. "none" (`serial`) takes products and collectives one after the other. "xla" and
 "pallas" (`ring_of_blocks`) take, for each hop, the longer of the hop and of the part of a product that hides it.
-"fused" (`kernels`) takes, for each trip, the longer of all products and all hops, then the end of one block that
+"fused" (`fused`) takes, for each trip, the longer of all products and all hops, then the end of one block that
 nothing hides, and a little for each block. Constants without another source are fitted to played programs
 (benchmarks/plan.py); plays near the best of their case weigh most.
 """
@@ -31,8 +31,7 @@ OVERLAP_EXPONENT = 2.76
 """How far FLOPs and bytes of a product hide each other: p of (a**p + b**p)**(1/p), where 1 adds them up."""
 RESIDENT = 0.5
 """The share of vector memory into which XLA copies an operand at once. The largest w played, 0.44 of it, was copied."""
-WIDE = ("v6e", "tpu7x")
-"""Chips whose matrix units are 256 x 256; those of the others are 128 x 128."""
+WIDE = ("v6e", "tpu7x")  # chips whose matrix units are 256 x 256; those of the others are 128 x 128
 
 REDUCE_SCATTER_TRAFFIC = 1.5
 """How many blocks a reduce-scatter moves in HBM for each block that it reduces; `fa.check.play` assumes the same."""
@@ -40,21 +39,16 @@ ALL_REDUCED = 11.5e-6
 """If a device's share of a block takes this many seconds on a link, XLA reduces all sums to all devices and takes a
 part. That doubles the transfers: always on rings of four, on rings of eight in some layouts."""
 
-ONCE = {"xla": 9.3e-6, "pallas": 6.8e-6}
-"""The seconds that a ring takes once beside products and hops."""
-EACH_BLOCK = {"xla": 0.5e-6, "pallas": 1.2e-6}
-"""The seconds that it takes for each block beside them."""
-WEIGHT_READS = 0.65
-"""How many times a block's product reads w: some of w stays in vector memory, or comes during a hop."""
-SUM_TRAFFIC = 0.88
-"""How many blocks the addition of an arrived partial sum moves in HBM, for each hop."""
+ONCE = {"xla": 9.3e-6, "pallas": 6.8e-6}  # the seconds that a ring takes once beside products and hops
+EACH_BLOCK = {"xla": 0.5e-6, "pallas": 1.2e-6}  # the seconds that it takes for each block beside them
+WEIGHT_READS = 0.65  # how many times a block's product reads w: some of w stays in vector memory, or comes during a hop
+SUM_TRAFFIC = 0.88  # how many blocks the addition of an arrived partial sum moves in HBM, for each hop
 ACCUMULATOR_TRAFFIC = 1.33
 """How many times the float32 accumulator of dw moves in HBM for each product, where it leaves vector memory."""
 RESIDENT_TOGETHER = 0.35
 """If accumulators of dw, x and dy together need less than this share of vector memory, the accumulators stay there. In
 plays of gradients on rings of four and eight, those that need up to 0.31 stayed, and those from 0.37 on left."""
-HIDING_SHARE = 0.55
-"""The share of a block's product that hides a hop: half of the product runs beside each half-block."""
+HIDING_SHARE = 0.55  # the share of a block's product that hides a hop: half of the product runs beside each half-block
 LOOPLESS = 4
 """The largest ring that is written out without a loop. There XLA sees that a block makes the same hops again for dw."""
 HIDING_SHARE_OF_PAIR = 0.79
@@ -197,12 +191,7 @@ def ring_of_blocks(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int, 
     return Cost(compute, exposed, steps, held, EACH_BLOCK[backend], 0.0 if pair else ONCE[backend])
 
 
-def kernels_serve(trips: Sequence[Trip]) -> bool:
-    """Says whether the kernels of "fused" can take these blocks."""
-    return not any(trip.kind == "reduce" and trip.m * trip.n > LARGEST_BLOCK for trip in trips)
-
-
-def kernels(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> Cost:
+def fused(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> Cost:
     """Predicts "fused" on a ring of two devices or more; a kernel multiplies on one core of a device."""
     compute, exposed, steps, held, fixed = 0.0, 0.0, 0, 0, 0.0
     slower = V5E_HBM / chip.hbm_bandwidth

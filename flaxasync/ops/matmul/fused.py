@@ -29,10 +29,7 @@ class FusedExecutor:
 
     axis_name: str
     directions: int
-
-    @property
-    def precision(self) -> None:  # the matrix unit's default, the only one that the kernels have
-        return None
+    precision: None = None  # the matrix unit's default, the only one that the kernels have
 
     def gather(
         self, x: Array, ws: Arrays, *, transposed: bool = False, keep: bool = False,

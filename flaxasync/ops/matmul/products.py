@@ -7,9 +7,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from flaxasync.ops.accumulation import accumulator_dtype
-
 type Arrays = tuple[Array, ...]
+
+
+def accumulator_dtype(x: Array) -> jnp.dtype:
+    """Returns the dtype for sums of many products of `x`: float32, or float64 where `x` is float64."""
+    return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
 
 def dot(x: Array, w: Array, precision: lax.PrecisionLike = None, *, transposed: bool = False) -> Array:

@@ -19,12 +19,11 @@ from flaxasync.kernels.engine.call import available
 from flaxasync.kernels.engine.operands import DTYPES, LANES, sublanes
 from flaxasync.kernels.exchange import exchange, vmem_bytes
 from flaxasync.mesh import cast_to_varying
-from flaxasync.ops.accumulation import accumulator_dtype
-from flaxasync.ops.costs.all_reduce import steps
+from flaxasync.ops.costs.collective_matmul import exchange_steps
 from flaxasync.ops.costs.cost import Shape
 from flaxasync.ops.execution import cannot_serve
 from flaxasync.ops.matmul import products
-from flaxasync.ops.matmul.products import Arrays
+from flaxasync.ops.matmul.products import Arrays, accumulator_dtype
 from flaxasync.ring import Index, Ring, ring_gather, ring_reduce
 
 
@@ -108,7 +107,7 @@ def check_exchange(
     if travels.name not in DTYPES:
         raise cannot_serve(op, "exchange", f"has kernels for {' and '.join(DTYPES)}: got {travels.name}", instead)
     nbytes = math.prod(x[:-1]) * w[1] * travels.itemsize
-    need = vmem_bytes(size, nbytes, steps(size, nbytes))
+    need = vmem_bytes(size, nbytes, exchange_steps(size, nbytes))
     if need > available():
         limit = f"has all sums in vector memory, {available() / 2**20:.0f} MiB: got {need / 2**20:.0f} MiB"
         raise cannot_serve(op, "exchange", limit, f"give it fewer rows, or {instead}")
@@ -122,7 +121,7 @@ def _exchange_all(x: Array, axis_name: str, size: int) -> Array:
     """
     if not x.size:
         return lax.psum(x, axis_name)  # nothing is sent; the result's type does not vary over the axis
-    count, (height, width) = steps(size, x.size * x.dtype.itemsize), _layout(x.shape, x.dtype)
+    count, (height, width) = exchange_steps(size, x.size * x.dtype.itemsize), _layout(x.shape, x.dtype)
     unit = LANES * (size if count == 2 else 1)
     padded = -(-width // unit) * unit
     if height * width == x.size:

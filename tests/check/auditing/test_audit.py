@@ -1,5 +1,6 @@
 """The audit of programs that the TPU compiler made: what it is given and told, and what it says of their windows."""
 
+import functools
 import json
 import pathlib
 import re
@@ -7,45 +8,42 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from flaxasync.check import CODES, HloError, audit
+import flaxasync as fa
+from benchmarks.programs import array
+from flaxasync.check import CODES, HLO_ONLY, audit, compile_for, timeline, topology_mesh
 from tests.check import programs
-from tests.check.hlo_texts import LOOP
+from tests.check.hlo_texts import LOOP, changed
 
 
-def test_the_chip_comes_with_the_program_or_is_assumed_in_words():
-    assert audit(programs.compiled(programs.psum, "v5p:2x2x2")).chip == "v5p"
-    report = audit(programs.compiled(programs.psum, "v5p:2x2x2").text)
-    assert (report.chip, "say chip=" in str(report)) == ("v5e", True)
-    with pytest.raises(ValueError, match="chip must be one of v5e, v6e, v5p, tpu7x: got 'v9'"):
-        audit(LOOP, chip="v9")
-
-
-def test_what_cannot_be_audited_is_refused_with_what_to_do():
-    class Silent:
-        def as_text(self):
-            raise NotImplementedError("no text")
-
-    with pytest.raises(ValueError, match="xla_dump_to"):
-        audit(Silent())
-    with pytest.raises(ValueError, match="expected a compiled program or HLO text: got int"):
-        audit(3)
-    with pytest.raises(ValueError, match="lowered program"):
-        audit(jax.jit(jnp.sin).lower(1.0).as_text())
-    with pytest.raises(HloError, match="line 1, column 1"):
-        audit("not HLO")
-
-
-def test_an_unscheduled_module_says_what_cannot_be_told():
-    report = audit(LOOP.replace(", is_scheduled=true", ""))
-    assert "not-scheduled" in report.codes()
+def test_what_a_report_says_of_its_program():
+    """The chip comes with a program of compile_for. For a text it is assumed, in words."""
+    program = programs.compiled(programs.psum, "v5p:2x2x2")
+    assert audit(program).chip == "v5p"
+    assert (audit(program.text).chip, "say chip=" in str(audit(program.text))) == ("v5e", True)
+    assert "not-scheduled" in audit(LOOP.replace(", is_scheduled=true", "")).codes()
     assert "windows and stalls cannot be told" in CODES["not-scheduled"].meaning
+    on_cpu = audit(programs.on_cpu(programs.ppermute))
+    assert "synchronous-collective" in on_cpu.codes()
+    assert any("no TPU program" in note for note in on_cpu.notes)
 
 
-def test_cpu_programs_are_read_and_said_to_be_no_tpu_programs():
-    report = audit(programs.on_cpu(programs.ppermute))
-    assert "synchronous-collective" in report.codes()
-    assert any("no TPU program" in note for note in report.notes)
+class Silent:
+    def as_text(self):
+        raise NotImplementedError("no text")
+
+
+@pytest.mark.parametrize(("program", "options", "message"), [
+    (LOOP, {"chip": "v9"}, "chip must be one of v5e, v6e, v5p, tpu7x: got 'v9'"),
+    (Silent(), {}, "xla_dump_to"),
+    (3, {}, "expected a compiled program or HLO text: got int"),
+    ("not HLO", {}, "line 1, column 1"),
+])  # fmt: skip
+def test_what_cannot_be_audited_is_refused_with_what_to_do(program, options, message):
+    """tests/check/hlo/test_reader.py has texts that are no HLO."""
+    with pytest.raises(ValueError, match=message):
+        audit(program, **options)
 
 
 def test_a_pair_that_nothing_depends_on_is_deleted():
@@ -56,13 +54,9 @@ def test_a_pair_that_nothing_depends_on_is_deleted():
     assert "expected 1 of 'permute_start', the program has 0" in str(report)
 
 
-def test_a_finding_names_the_python_line():
-    (finding, *_) = audit(programs.async_form("staggered_unroll_1")).findings
-    assert "async_forms.py:" in finding.source
-
-
-def test_json_has_all_of_it():
+def test_a_finding_names_the_python_line_and_json_has_all_of_it():
     report = audit(programs.async_form("staggered_unroll_1"))
+    assert "async_forms.py:" in report.findings[0].source
     data = json.loads(report.to_json())
     assert data["ok"] is False
     assert {f["code"] for f in data["findings"]} == report.codes()
@@ -71,8 +65,6 @@ def test_json_has_all_of_it():
 
 
 # What runs inside the windows, and what the chip waits for.
-
-COPYING_LOOP = LOOP.replace("%c = f32[65536]{0} negate(%g)", "%c = f32[65536]{0} copy(%g)")
 
 
 def test_work_in_the_window_is_counted():
@@ -89,7 +81,12 @@ def test_work_in_the_window_is_counted():
 
 @pytest.mark.slow
 def test_windowed_einsum_overlaps_two_permutes_in_each_step():
-    report = audit(programs.windowed_einsum())
+    """XLA gathers one operand of this matmul in a loop of its own."""
+    mesh = topology_mesh("v5e:2x4", (8,), ("model",))
+    x, w = array((16384, 8192), mesh, P("model", None)), array((8192, 28672), mesh, P(None, "model"))
+    report = audit(
+        compile_for("v5e:2x4", jax.jit(jnp.matmul, out_shardings=w.sharding), x, w, compiler_options=HLO_ONLY)
+    )
     body = [p for p in report.pairs if "body" in p.computation and p.kind == "collective-permute"]
     assert len(body) == 4  # the loop is unrolled by two
     assert all(p.overlapped and p.exposed == 0 for p in body), str(report)
@@ -106,16 +103,47 @@ def test_the_2x2_matmul_exposes_its_permute_and_its_all_reduce():
 
 
 def test_a_loop_that_copies_what_it_carries():
+    """A copy of a buffer in flight is one, too, and is reported as the graver fault alone."""
     assert "loop-copies" not in audit(LOOP).codes()
-    (copies,) = [f for f in audit(COPYING_LOOP).findings if f.code == "loop-copies"]
+    (copies,) = [f for f in audit(changed(LOOP, ("negate(%g)", "copy(%g)"))).findings if f.code == "loop-copies"]
     assert copies.count == 4  # the counter is 0, 3, 6, 9
-
-
-def test_a_copy_in_flight_is_reported_once():
-    """It is also a copy of what a loop carries, which is the lesser fault."""
     codes = audit(programs.async_form("staggered_unroll_1")).codes()
     assert "in-flight-copied" in codes
     assert "loop-copies" not in codes
+
+
+# The package's own rings are safe and overlap. tests/transport/test_compiled.py audits every transport.
+
+OPS = pytest.mark.parametrize("op", [fa.all_gather_matmul, fa.matmul_reduce_scatter], ids=lambda op: op.__name__)
+
+
+@functools.cache
+def ring(op, backend):
+    """Compiles x[4096, 2048] . w[2048, 4096] over eight chips, with rows or products sharded."""
+    rows, columns = P("x", None), P(None, "x")
+    specs, out = ((rows, columns), columns) if op is fa.all_gather_matmul else ((columns, rows), rows)
+    local = functools.partial(op, axis_name="x", backend=backend)
+    program = programs.on_all_devices("v5e:2x4", local, specs, out, (4096, 2048), (2048, 4096), typed=True)
+    return compile_for("v5e:2x4", *program, compiler_options=HLO_ONLY)
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+@OPS
+def test_a_ring_is_safe_and_overlaps(op, backend):
+    report = audit(ring(op, backend))
+    assert report.ok, str(report)
+    moving = [p for p in report.pairs if p.communicates]
+    assert moving
+    assert all(p.spelling == ("kernel" if backend == "pallas" else "first-class") for p in moving)
+    assert sum(p.overlapped for p in moving) >= len(moving) // 2
+
+
+@OPS
+def test_without_a_ring_nothing_overlaps_and_it_takes_longer(op):
+    report = audit(ring(op, "none"))
+    assert not [p for p in report.pairs if p.communicates and p.overlapped]
+    assert "synchronous-collective" in report.codes()
+    assert timeline(ring(op, "xla")).seconds < timeline(ring(op, "none")).seconds
 
 
 PAGE = (pathlib.Path(__file__).parents[3] / "docs" / "check.md").read_text()
@@ -137,9 +165,3 @@ def test_example(code, text):
         assert code in report.codes(), str(report)
         severity = next(f.severity for f in report.findings if f.code == code)
         assert text.startswith(str(severity))
-
-
-def test_the_page_has_its_pictures():
-    pictures = re.findall(r"!\[[^\]]+\]\((img/[^)]+)\)", PAGE)
-    assert pictures
-    assert all((pathlib.Path(__file__).parents[3] / "docs" / name).exists() for name in pictures)

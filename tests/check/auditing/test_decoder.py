@@ -1,8 +1,8 @@
 """The audit of a decoder in plain JAX, tensor-parallel and fully sharded, compiled for v5e:4x4.
 
 The decoder asks for the products of two projections in float32 and rounds them after their sum over the devices, as
-many do. That is the worst finding, and a test mends it. The expected figures are computed by hand from the sizes of the
-decoder and the data sheet of the chip. A program takes one to two minutes to compile on two idle cores.
+many do. That is the worst finding, and a test mends it. The expected figures are computed by hand. A program takes one
+to two minutes to compile on two idle cores.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import pytest
 from flaxasync.check import HLO_ONLY, CompiledProgram, Finding, audit, compile_for, parse, timeline, topology_mesh
 from flaxasync.check.hlo.participants import replica_groups
 from flaxasync.hardware import chip
+from tests.check.auditing.test_advice import in_memory, on_links
 from tests.check.plain_decoder import Decoder, training_step
 
 pytestmark = pytest.mark.slow
@@ -21,11 +22,6 @@ pytestmark = pytest.mark.slow
 CHIP, RING, LAYERS, MIB = chip("v5e"), 4, 4, 2**20
 WRITTEN = Decoder(float32_sums=True)
 NARROWER = Decoder(width=2048, hidden=8192, heads=16, kv_heads=4, float32_sums=True)
-
-
-def around_the_ring(size: int) -> float:
-    """Returns the seconds in which a ring of four gathers or reduce-scatters `size` bytes, in both directions."""
-    return 3 / 4 * size / (2 * CHIP.link_bandwidth) + 2 * CHIP.hop_latency
 
 
 @functools.cache
@@ -67,19 +63,17 @@ def test_the_estimate_and_the_three_worst_findings(before_and_after):
     assert all("plain_decoder.py" in found.source for found in (wide, recomputed, permute))
     assert wide.source == recomputed.source == permute.source
 
-    # In each layer, these take half as long: the sums of the output projection in the forward pass and again in the
-    # backward pass (128 MiB each), the sums of both weight gradients (56 and 16 MiB), and the exposed permute. Memory
-    # traffic, and permutes that are mostly hidden, gain the rest.
+    # In each layer, these take half as long: the sums of the output projection, forward and again (128 MiB each), those
+    # of both weight gradients (56 and 16 MiB), and the exposed permute. Traffic and hidden permutes gain the rest.
     assert wide.code == "wide-transfer"
-    links = LAYERS * (around_the_ring((2 * 128 + 56 + 16) * MIB) + 32 * MIB / CHIP.link_bandwidth) / 2
+    links = LAYERS * (on_links((2 * 128 + 56 + 16) * MIB) + 32 * MIB / CHIP.link_bandwidth) / 2
     assert links < wide.gain < 1.3 * links
 
     # The gain of saving it is the time of the sum, less writing and reading a block of 32 MiB twice.
     assert recomputed.code == "synchronous-collective"
     assert "128 MiB" in recomputed.message
     assert "save_only_these_names" in recomputed.remedy
-    traffic = 4 * 32 * MIB / (CHIP.hbm_bandwidth * CHIP.hbm_efficiency)
-    assert recomputed.gain == pytest.approx(LAYERS * (around_the_ring(128 * MIB) - traffic), rel=0.02)
+    assert recomputed.gain == pytest.approx(LAYERS * (on_links(128 * MIB) - in_memory(4 * 32 * MIB)), rel=0.02)
     module = parse(written.as_text())
     instruction = module.computations[recomputed.computation].by_name[recomputed.instruction]
     (groups,) = (replica_groups(i, 16) for i in module.instructions_in(instruction) if i.opcode == "all-reduce")

@@ -4,6 +4,7 @@ import pytest
 
 from flaxasync.check import audit
 from flaxasync.hardware import chip
+from tests.check.auditing.test_advice import in_memory, on_links
 from tests.check.hlo_texts import WIDE_SUM, changed
 
 PRODUCT, SCATTER, ROOT = (
@@ -17,21 +18,15 @@ def found(*changes):
     return [f for f in report.findings if f.code == "wide-transfer"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "written"),
-    [
-        ([], 32 * 2**20),
-        ([(PRODUCT, '%y = f32[2048,4096]{1,0} custom-call(%operand0), custom_call_target="tpu_custom_call"')], 2**25),
-        ([(PRODUCT, "%y = f32[2048,4096]{1,0} parameter(2)")], 0),
-    ],
-    ids=["dot", "kernel", "argument"],
-)
+@pytest.mark.parametrize(("changes", "written"), [
+    ([], 32 * 2**20),
+    ([(PRODUCT, '%y = f32[2048,4096]{1,0} custom-call(%operand0), custom_call_target="tpu_custom_call"')], 2**25),
+    ([(PRODUCT, "%y = f32[2048,4096]{1,0} parameter(2)")], 0),
+], ids=["dot", "kernel", "argument"])  # fmt: skip
 def test_the_gain_is_half_of_the_transfer_and_of_the_traffic(changes, written):
-    v5e = chip("v5e")
     (finding,) = found(*changes)
-    links = 3 / 4 * 32 * 2**20 / (2 * v5e.link_bandwidth)  # of the 32 MiB in float32, both directions of the ring
-    memory = (written + 8 * 2**20) / (v5e.hbm_bandwidth * v5e.hbm_efficiency)  # the fusion that rounds reads 8 MiB
-    assert finding.gain == pytest.approx((links + memory) / 2, rel=0.01)
+    traffic = in_memory(written + 8 * 2**20)  # the fusion that rounds reads 8 MiB
+    assert finding.gain == pytest.approx((on_links(32 * 2**20) + traffic) / 2, rel=0.01)
     assert finding.instruction == "r"
     assert "f32 that is rounded to bf16" in finding.message
     assert "preferred_element_type" in finding.remedy

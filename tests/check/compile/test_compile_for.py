@@ -1,4 +1,7 @@
-"""Compiling for a topology that is not there: the program is the one that JAX makes, or the refusal says why not."""
+"""Compiling for a topology that is not there: the program is the one that JAX makes, or the refusal says why not.
+
+The mesh of a topology has neighbours that are one link apart, and arguments on other meshes move to it.
+"""
 
 import contextlib
 import os
@@ -6,15 +9,29 @@ import signal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import io_callback
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.check import CHIPS, HbmError, audit, compile_for, parse, topology_mesh
+from benchmarks.programs import array
+from flaxasync.check import CHIPS, HbmError, audit, compile_for, parse, topology_mesh, topology_size
 from flaxasync.check.compile.compile_for import CompilerProcess, shared_process
 from flaxasync.check.compile.program import hbm_error
 from flaxasync.check.hlo.origins import callback_name, is_host_callback
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
+
+
+@pytest.fixture(scope="module")
+def matmul(mesh):
+    """A jitted matmul and its two arguments."""
+    x, w = array((1024, 1024), mesh, P("x", "y")), array((1024, 512), mesh, P("x", None))
+    return jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, P("x", None))), x, w
 
 
 def test_it_is_the_program_that_jax_compiles(matmul):
@@ -27,10 +44,10 @@ def test_it_is_the_program_that_jax_compiles(matmul):
     assert (program.chip, program.topology) == ("v5e", "v5e:2x2")
 
 
-def test_several_slices():
+def test_a_program_of_several_slices():
     """The sum over "data" leaves its slice as a send of the partial sum of one device; the other stays within it."""
     mesh = topology_mesh("v5e:2x2*2", (2, 4), ("data", "model"))
-    x = jax.ShapeDtypeStruct((8192, 512), jnp.float32, sharding=NamedSharding(mesh, P("data", "model")))
+    x = array((8192, 512), mesh, P("data", "model"), jnp.float32)
     total = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(mesh, P("model")))
     program = compile_for("v5e:2x2*2", total, x)
     assert (program.chip, program.topology) == ("v5e", "v5e:2x2*2")
@@ -47,7 +64,7 @@ def test_bytes_by_kind(mesh, matmul):
     assert kinds["arguments"] == 2 * (512 * 512 + 512 * 512)  # of one device's shards in bfloat16
     assert kinds["outputs"] == 2 * 512 * 512
     assert kinds["total"] == sum(kinds.values()) - kinds["total"]
-    x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, P("x", "y")))
+    x = array((1024, 1024), mesh, P("x", "y"))
     donated = compile_for("v5e:2x2", jax.jit(lambda x: x + 1, donate_argnums=0), x).bytes_by_kind
     assert (donated["arguments"], donated["outputs"]) == (2 * 512 * 512, 0)
 
@@ -93,12 +110,8 @@ def test_host_callbacks_compile(mesh):
         jax.debug.print("{}", x.sum())
         return io_callback(lambda y: y, jax.ShapeDtypeStruct((), jnp.float32), x.sum(), ordered=True)
 
-    x = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=NamedSharding(mesh, P("x", "y")))
-    program = compile_for("v5e:2x2", fn, x)
-    (computation,) = (c for c in parse(program.text).computations.values() if c.is_entry)
-    assert {callback_name(i) for i in computation.instructions if is_host_callback(i)} == {
-        "jax.debug.print", "io_callback"
-    }  # fmt: skip
+    entry = parse(compile_for("v5e:2x2", fn, array((8, 128), mesh, P("x", "y"), jnp.float32)).text).entry
+    assert {callback_name(i) for i in entry.instructions if is_host_callback(i)} == {"jax.debug.print", "io_callback"}
 
 
 def test_after_a_compiler_died_the_next_call_works(matmul):
@@ -108,12 +121,114 @@ def test_after_a_compiler_died_the_next_call_works(matmul):
     assert compile_for("v5e:2x2", *matmul).text
 
 
-@pytest.mark.parametrize(
-    ("sent", "seconds", "message"),
-    [(signal.SIGSTOP, 0.1, r"did not finish in 0\.1 s"), (signal.SIGSEGV, 60, "died of SIGSEGV")],
-)
+@pytest.mark.parametrize(("sent", "seconds", "message"), [
+    (signal.SIGSTOP, 0.1, r"did not finish in 0\.1 s"), (signal.SIGSEGV, 60, "died of SIGSEGV"),
+])  # fmt: skip
 def test_a_hang_or_a_death_while_compiling_is_named(sent, seconds, message):
     with contextlib.closing(CompilerProcess()) as process:
         os.kill(process.process.pid, sent)
         with pytest.raises(RuntimeError, match=message):
             process.compile({}, seconds)
+
+
+def hops(coords):
+    """Returns the numbers of links between neighbours on a ring. Two cores of one chip are no link apart."""
+    following = [*coords[1:], coords[0]]
+    return {sum(abs(a - b) for a, b in zip(p, q, strict=True)) for p, q in zip(coords, following, strict=True)}
+
+
+@pytest.mark.parametrize(("topology", "shape", "axis"), [
+    ("v5e:2x4", (8,), 0), ("v5p:2x2x4", (4, 4), 1), ("tpu7x:2x2x1", (8,), 0), ("v6e:2x4", (2, 4, 1), 1),
+])  # fmt: skip
+def test_neighbours_on_a_ring_are_neighbours_on_the_network(topology, shape, axis):
+    mesh = topology_mesh(topology, shape, tuple("xyz"[: len(shape)]))
+    rows = np.moveaxis(mesh.devices, axis, -1).reshape(-1, shape[axis])
+    for row in rows:
+        assert hops([device.coords for device in row]) <= {0, 1}
+    assert len({device.id for device in mesh.devices.flat}) == mesh.devices.size
+
+
+def test_a_mesh_of_several_slices():
+    """The first axis that can be divided among the slices goes across them, and the rings of the last one do not."""
+    assert topology_size("v5e:2x2*2") == 8
+    mesh = topology_mesh("v5e:2x2*2", (1, 2, 4), ("stage", "data", "model"))
+    assert [{d.slice_index for d in row} for row in mesh.devices.reshape(2, 4)] == [{0}, {1}]
+    for row in mesh.devices.reshape(2, 4):
+        assert hops([device.coords for device in row]) == {1}
+
+
+@pytest.mark.parametrize("name", ["v5e:2x2*0", "v5e:16x16*99", "v9:2x2", "v5e:0x2", "v5e:3x3", "v5e:9999x9999", 5])
+def test_an_unknown_topology_lists_those_that_exist(name):
+    with pytest.raises(ValueError, match=r"v5e: 1x1, 2x2, 2x4.*tpu7x: 1x1x1"):
+        topology_mesh(name, (2, 2), ("x", "y"))
+
+
+@pytest.mark.parametrize(("topology", "shape", "axes", "message"), [
+    ("v5e:2x4", (2, 2), ("x", "y"), r"must multiply to the 8 devices of v5e:2x4: got \(2, 2\), which is 4"),
+    ("tpu7x:2x2x1", (2, 2), ("x", "y"), "the 8 devices of tpu7x:2x2x1"),
+    ("v5e:2x2", (2, 2), ("x",), "one name per axis"),
+    ("v5e:2x2*2", (8,), ("model",), r"must be divisible by the 2 slices: got \{'model': 8\}"),
+])  # fmt: skip
+def test_axes_that_do_not_fit(topology, shape, axes, message):
+    with pytest.raises(ValueError, match=message):
+        topology_mesh(topology, shape, axes)
+
+
+def test_no_libtpu(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"libtpu, no TPU.*'tpu' or 'dev' extra"):
+        topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
+
+
+def test_a_busy_libtpu_says_what_to_do(monkeypatch):
+    def busy(*_, **__):
+        raise jax.errors.JaxRuntimeError("ABORTED: The TPU is already in use by process with pid 7")
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", busy)
+    with pytest.raises(RuntimeError, match="ALLOW_MULTIPLE_LIBTPU_LOAD=1"):
+        topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
+
+
+def test_shardings_of_another_mesh_move_to_the_topology_and_without_any_it_is_one_chip():
+    cpu = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2)
+    x = jax.device_put(jnp.ones((8, 128)), NamedSharding(cpu, P("x", "y")))
+    program = compile_for("v5e:2x2", lambda x: jnp.sin(x) * 2, x)
+    assert parse(program.text).num_partitions == 4
+    assert ":T(" in program.text  # a TPU layout
+    unsharded = compile_for("v5e:2x2", lambda x: x @ x, jax.ShapeDtypeStruct((256, 256), jnp.bfloat16))
+    assert parse(unsharded.text).num_partitions == 1
+
+
+def test_the_ambient_mesh_of_the_topology_is_used():
+    def fn(x):
+        return jax.shard_map(lambda x: jax.lax.psum(x, "x"), in_specs=P("x"), out_specs=P())(x)
+
+    mesh = topology_mesh("v5e:2x2", (4,), ("x",))
+    with jax.set_mesh(mesh):
+        assert "all-reduce" in compile_for("v5e:2x2", fn, array((4096, 128), mesh, P("x"), jnp.float32)).text
+
+
+def abstract_and_concrete(mesh, axes):
+    """Returns x on an abstract mesh, as `nnx.eval_shape` leaves it, and y on a mesh of devices."""
+    abstract = jax.sharding.AbstractMesh((2, 2), axes, axis_types=(AxisType.Explicit,) * 2)
+    return array((8, 128), abstract, P(*axes)), array((8, 128), mesh, P("x", "y"))
+
+
+@pytest.mark.parametrize("place", ["topology", "CPU"])
+def test_an_abstract_mesh_goes_where_a_mesh_with_its_axes_goes(place):
+    explicit = (AxisType.Explicit,) * 2
+    mesh = topology_mesh("v5e:2x2", (2, 2), ("x", "y"), axis_types=explicit)
+    if place == "CPU":
+        mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4], axis_types=explicit)
+    program = compile_for("v5e:2x2", lambda x, y: x + y, *abstract_and_concrete(mesh, ("x", "y")))
+    assert parse(program.text).num_partitions == 4
+
+
+def test_meshes_with_other_axes_do_not_mix(mesh):
+    with pytest.raises(ValueError, match=r"must lie on one mesh: got .*'x': 2.*same topology_mesh\('v5e:2x2'"):
+        compile_for("v5e:2x2", lambda x, y: x + y, *abstract_and_concrete(mesh, ("a", "b")))
+
+
+def test_a_mesh_of_another_size(matmul):
+    with pytest.raises(ValueError, match="the mesh must have the 8 devices of v5e:2x4"):
+        compile_for("v5e:2x4", *matmul)

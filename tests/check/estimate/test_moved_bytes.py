@@ -45,19 +45,16 @@ def text(layers=4, space="", also=(), load=()):
 NEGATED = "%old = bf16[4,64,128]{2,1,0} negate(%NAME)"
 
 
-@pytest.mark.parametrize(
-    ("options", "name", "in_hbm", "in_vmem"),
-    [
-        ({}, "stored", 2, 0),
-        ({}, "loaded", 2, 0),
-        ({"space": ":S(1)"}, "stored", 1, 1),
-        ({"space": ":S(1)"}, "loaded", 1, 1),
-        # An array that is read later is not updated in place: XLA copies it, so that all of it is read and written.
-        ({"also": [NEGATED.replace("NAME", "operand0")]}, "stored", 2 * 4 + 1, 0),
-        # An array that is also read whole counts as a whole.
-        ({"load": [NEGATED.replace("NAME", "a")]}, "loaded", 4 + 1, 0),
-    ],
-)
+@pytest.mark.parametrize(("options", "name", "in_hbm", "in_vmem"), [
+    ({}, "stored", 2, 0),
+    ({}, "loaded", 2, 0),
+    ({"space": ":S(1)"}, "stored", 1, 1),
+    ({"space": ":S(1)"}, "loaded", 1, 1),
+    # An array that is read later is not updated in place: XLA copies it, so that all of it is read and written.
+    ({"also": [NEGATED.replace("NAME", "operand0")]}, "stored", 2 * 4 + 1, 0),
+    # An array that is also read whole counts as a whole.
+    ({"load": [NEGATED.replace("NAME", "a")]}, "loaded", 4 + 1, 0),
+])  # fmt: skip
 def test_one_layer_counts_and_not_the_array_of_all_layers_each_in_its_own_memory(options, name, in_hbm, in_vmem):
     program = parse(text(**options))
     found = moved_bytes(program, program.entry, program.entry.by_name[name])

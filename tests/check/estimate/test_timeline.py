@@ -6,12 +6,12 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flaxasync.check import CHIPS, HLO_ONLY, audit, compile_for, timeline, topology_mesh
 from flaxasync.check.estimate.costs import collective_seconds
+from flaxasync.check.estimate.phases import layer_of, part_of, phase_of
 from tests.check import programs
 from tests.check.hlo_texts import LOOP, changed, module
 
@@ -27,13 +27,13 @@ def program(*lines, partitions=4):
     return module(*lines, inputs=(SHAPE, SHAPE), partitions=partitions)
 
 
-def work(name, cycles, operand="operand0", root=""):
+def work(name, cycles, operand="operand0"):
     config = f'backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}'
-    return f"{root}%{name} = {SHAPE} convolution(%{operand}, %operand1), dim_labels=b_i->b, {config}"
+    return f"%{name} = {SHAPE} convolution(%{operand}, %operand1), dim_labels=b_i->b, {config}"
 
 
-def permute(name, pairs=PERMUTE, operand="operand0"):
-    return f"%{name} = {PAIR} collective-permute-start(%{operand}), {pairs}"
+def permute(name, pairs=PERMUTE):
+    return f"%{name} = {PAIR} collective-permute-start(%operand0), {pairs}"
 
 
 def test_the_published_time():
@@ -78,8 +78,7 @@ def test_synchronous_collectives_hold_everyone():
 
 def test_a_loop_is_its_body_times_its_trips():
     body = work("c", 15_000, "g").replace("%operand1", "%g").replace(SHAPE, "f32[65536]{0}")
-    assert "convolution" in body
-    text = LOOP.replace("%c = f32[65536]{0} negate(%g)", body)
+    text = changed(LOOP, ("%c = f32[65536]{0} negate(%g)", body))
     t = timeline(text, "v5e")
     assert t.compute == pytest.approx(4 * 1e-5, rel=0.01)  # the counter goes 0, 3, 6, 9
     many = timeline(text.replace("constant(12)", "constant(3000)"), "v5e")
@@ -136,26 +135,24 @@ def test_kernels_take_the_time_that_is_given():
     assert not given.notes[1:]
 
 
-def test_other_chips():
-    for topology, chip in (("v6e:2x4", "v6e"), ("v5p:2x2x2", "v5p"), ("tpu7x:2x2x1", "tpu7x")):
-        t = timeline(programs.compiled(programs.scan_of_collectives, topology))
-        assert (t.chip, t.seconds > 0) == (chip, True)
-        assert f"none measured on {chip}" in str(t)
+@pytest.mark.parametrize(("text", "options", "message"), [
+    (LOOP, {}, "chip must be given"),
+    (LOOP, {"chip": "v4"}, "chip must be one of"),
+    (LOOP.replace(", is_scheduled=true", ""), {"chip": "v5e"}, "not scheduled.*compile it first"),
+    (LOOP, {"chip": "v5e", "copies": "guess"}, "copies must be"),
+    (LOOP, {"chip": "v5e", "kernels": "play"}, r"needs a program of flaxasync\.check\.compile_for: got str"),
+    (LOOP, {"chip": "v5e", "kernels": "played"}, "kernels must be 'play', or seconds by name: got 'played'"),
+])  # fmt: skip
+def test_bad_input(text, options, message):
+    with pytest.raises(ValueError, match=message):
+        timeline(text, **options)
 
 
-def test_bad_input():
-    for text, options, message in (
-        (LOOP, {}, "chip must be given"),
-        (LOOP, {"chip": "v4"}, "chip must be one of"),
-        (LOOP.replace(", is_scheduled=true", ""), {"chip": "v5e"}, "not scheduled.*compile it first"),
-        (LOOP, {"chip": "v5e", "copies": "guess"}, "copies must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            timeline(text, **options)
-
-
-def test_slices_of_a_core_do_not_overlap():
-    t = timeline(programs.compiled(programs.scan_of_collectives, "v5e:2x4"))
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4", "v5p:2x2x2", "tpu7x:2x2x1"])
+def test_slices_of_a_core_do_not_overlap(topology):
+    t = timeline(programs.compiled(programs.scan_of_collectives, topology))
+    assert t.chip == topology.partition(":")[0]
+    assert (f"none measured on {t.chip}" in str(t)) == (t.chip != "v5e")
     core = sorted((s for s in t.slices if s.lane == "core"), key=lambda s: s.start)
     assert all(a.end <= b.start + 1e-12 for a, b in itertools.pairwise(core))
     assert core[-1].end == pytest.approx(t.seconds)
@@ -163,11 +160,7 @@ def test_slices_of_a_core_do_not_overlap():
 
 def test_a_collective_within_a_fusion_is_seen():
     """XLA writes a reduce-scatter as a fusion of an all-reduce and a slice."""
-
-    def reduce_scatter(x, w):
-        return lax.psum_scatter(jnp.tanh(x @ w), "x", tiled=True)
-
-    t = timeline(programs.compiled(reduce_scatter, "v5e:2x4", 1024))
+    t = timeline(programs.compiled(programs.reduce_scatter, "v5e:2x4", 1024))
     assert t.exposed > 0.5 * 1024 * 1024 * 2 * 7 / 8 / 90e9
 
 
@@ -191,26 +184,22 @@ def test_the_seconds_of_a_collective():
 
 
 # As XLA prints programs for GPUs: a matmul of cuBLAS in a command buffer, beside an all-gather on a stream of its own.
-GPU = """HloModule jit_step, is_scheduled=true, num_partitions=4
-
-%command_buffer (a: bf16[4096,4096], b: bf16[4096,4096]) -> bf16[4096,4096] {
+BUFFER = """%command_buffer (a: bf16[4096,4096], b: bf16[4096,4096]) -> bf16[4096,4096] {
   %a = bf16[4096,4096]{1,0} parameter(0)
   %b = bf16[4096,4096]{1,0} parameter(1)
   %gemm = (bf16[4096,4096]{1,0}, s8[4194304]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", \
 backend_config={"operation_queue_id":"0","force_earliest_schedule":false,"gemm_backend_config":{"alpha_real":1}}
   ROOT %product = bf16[4096,4096]{1,0} get-tuple-element(%gemm), index=0
 }
-
-ENTRY %main (x: bf16[1024,4096], w: bf16[4096,4096]) -> (bf16[4096,4096], bf16[4096,4096]) {
-  %x = bf16[1024,4096]{1,0} parameter(0)
-  %w = bf16[4096,4096]{1,0} parameter(1)
-  %start = (bf16[1024,4096]{1,0}, bf16[4096,4096]{1,0}) all-gather-start(%x), replica_groups=[1,4]<=[4], \
-dimensions={0}, backend_config={"operation_queue_id":"0","collective_backend_config":{"is_sync":false}}
-  %call = bf16[4096,4096]{1,0} call(%w, %w), to_apply=%command_buffer
-  %done = bf16[4096,4096]{1,0} all-gather-done(%start)
-  ROOT %t = (bf16[4096,4096]{1,0}, bf16[4096,4096]{1,0}) tuple(%done, %call)
-}
-""".replace("\\\n", "")
+"""
+GPU = module(
+    "%start = (bf16[1024,4096]{1,0}, bf16[4096,4096]{1,0}) all-gather-start(%operand0), replica_groups=[1,4]<=[4], "
+    'dimensions={0}, backend_config={"operation_queue_id":"0","collective_backend_config":{"is_sync":false}}',
+    "%call = bf16[4096,4096]{1,0} call(%operand1, %operand1), to_apply=%command_buffer",
+    "%done = bf16[4096,4096]{1,0} all-gather-done(%start)",
+    "ROOT %t = (bf16[4096,4096]{1,0}, bf16[4096,4096]{1,0}) tuple(%done, %call)",
+    wrapped=BUFFER, inputs=("bf16[1024,4096]{1,0}", "bf16[4096,4096]{1,0}"), partitions=4,
+)  # fmt: skip
 
 
 def test_a_program_for_gpus():
@@ -233,25 +222,20 @@ NOTHING = GPU.replace("__cublas$gemm", "x").replace("operation_queue_id", "y")
 TRITON = NOTHING.replace('"gemm_backend_config":{"alpha_real":1}', '"fusion_backend_config":{"kind":"__triton_gemm"}')
 
 
-@pytest.mark.parametrize(
-    ("text", "noted"),
-    [
-        (GPU.replace("operation_queue_id", "y"), True),
-        (GPU.replace("__cublas$gemm", "x"), True),
-        (TRITON, True),
-        (TRITON.replace("__triton_gemm", "__custom"), False),
-        (NOTHING, False),
-    ],
-    ids=["cublas", "queue", "triton", "other", "nothing"],
-)
+@pytest.mark.parametrize(("text", "noted"), [
+    (GPU.replace("operation_queue_id", "y"), True),
+    (GPU.replace("__cublas$gemm", "x"), True),
+    (TRITON, True),
+    (TRITON.replace("__triton_gemm", "__custom"), False),
+    (NOTHING, False),
+], ids=["cublas", "queue", "triton", "other", "nothing"])  # fmt: skip
 def test_each_sign_of_a_gpu_is_enough(text, noted):
     assert any("GPU" in note for note in audit(text).notes) == noted
 
 
 def test_memory_of_the_host():
     mesh = topology_mesh("v5e:2x2", (4,), ("data",))
-    on_host = NamedSharding(mesh, P("data"), memory_kind="pinned_host")
-    on_device = NamedSharding(mesh, P("data"))
+    on_device, on_host = (NamedSharding(mesh, P("data"), memory_kind=kind) for kind in ("device", "pinned_host"))
     x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=on_host)
     fn = jax.jit(lambda x: jnp.sin(jax.device_put(x, on_device)), out_shardings=on_device)
     report = audit(compile_for("v5e:2x2", fn, x, compiler_options=HLO_ONLY))
@@ -261,3 +245,21 @@ def test_memory_of_the_host():
 
 def test_a_text_without_cycles():
     assert any("no cycle estimates" in note for note in audit(module("ROOT %a = f32[64] negate(%operand0)")).notes)
+
+
+PATHS = {
+    "transpose(jvp())/while/body/shard_map/all_gather_matmul_dx/window/dot": ("backward", "all_gather_matmul_dx"),
+    "transpose(jvp())/checkpoint/rematted_computation/shard_map/gemm/dot": ("forward again", "gemm"),
+    "jvp()/while/body/eval_jaxpr/shard_map/ring_attention/dot_general": ("forward", "ring_attention"),
+    "jvp()/shard_map/mul": ("forward", ""),
+    "optimizer/mul": ("optimizer", ""),
+}
+
+
+def test_operations_and_layers_are_named_by_their_paths():
+    found = {path: (phase_of(f"jit(_train_step)/{path}"), part_of(f"jit(_train_step)/{path}")) for path in PATHS}
+    assert found == PATHS
+    assert phase_of("") == ""
+    path = "jit(step)/transpose(jvp(decoder))/while/body/attention/shard_map/all_gather_matmul_dx/ppermute"
+    assert layer_of(path) == "transpose(jvp(decoder))/attention/all_gather_matmul_dx"
+    assert layer_of("") == ""

@@ -1,7 +1,7 @@
-"""A training step of plain Flax NNX, which uses nothing of flaxasync, and one planted regression of each kind.
+"""A training step in plain JAX, which uses nothing of flaxasync, and one planted regression of each kind.
 
 The layers are scanned. Their kernels are sharded over both axes of a 2 x 4 mesh, so each layer gathers them over "data"
-(fully sharded) and sums its result over "model" (tensor parallel). Each regression is one line of `Block`, which ends
+(fully sharded) and sums its result over "model" (tensor parallel). Each regression is one line of `block`, which ends
 with a comment that has its name; `line_of` finds the line.
 """
 
@@ -10,101 +10,69 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.programs import array
 from flaxasync.check import HLO_ONLY, CompiledProgram, compile_for, topology_mesh
 
 LAYERS, ROWS, WIDTH, HIDDEN = 4, 2048, 1024, 4096
 TOPOLOGY = "v5e:2x4"
 
 
-def linear(inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(inputs, outputs, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=rngs)
-
-
-class Block(nnx.Module):
+def block(plant, carry, kernels):
     """A residual MLP with a gate."""
-
-    def __init__(self, plant: str, rngs: nnx.Rngs):
-        self.plant = plant
-        self.up = linear(WIDTH, HIDDEN, rngs)
-        self.gate = linear(WIDTH, HIDDEN, rngs)
-        self.down = linear(HIDDEN, WIDTH, rngs)
-
-    def __call__(self, carry):
-        x, before = carry
-        if self.plant == "gather":
-            rows = P("data", None)
-            hidden = lax.with_sharding_constraint(nnx.gelu(self.gate(x)) * self.up(x), rows)  # planted: gather
-        else:
-            hidden = nnx.gelu(self.gate(x)) * self.up(x)
-        kernel = self.down.kernel[...]
-        if self.plant == "callback":
-            jax.debug.print("{}", hidden[0, 0])  # planted: callback
-        if self.plant == "overlap":
-            hidden, kernel = lax.optimization_barrier((hidden, kernel))  # planted: overlap
-        if self.plant == "dtype":
-            out = jnp.dot(hidden, kernel, preferred_element_type=jnp.float32).astype(x.dtype)  # planted: dtype
-        else:
-            out = jnp.dot(hidden, kernel)
-        if self.plant == "copy":
-            return x + out + before, x  # planted: copy
-        return x + out, before
+    x, before = carry
+    up, gate, down = kernels["up"], kernels["gate"], kernels["down"]
+    if plant == "gather":
+        rows = P("data", None)
+        hidden = lax.with_sharding_constraint(jax.nn.gelu(x @ gate) * (x @ up), rows)  # planted: gather
+    else:
+        hidden = jax.nn.gelu(x @ gate) * (x @ up)
+    if plant == "callback":
+        jax.debug.print("{}", hidden[0, 0])  # planted: callback
+    if plant == "overlap":
+        hidden, down = lax.optimization_barrier((hidden, down))  # planted: overlap
+    if plant == "dtype":
+        out = jnp.dot(hidden, down, preferred_element_type=jnp.float32).astype(x.dtype)  # planted: dtype
+    else:
+        out = jnp.dot(hidden, down)
+    if plant == "copy":
+        return (x + out + before, x), None  # planted: copy
+    return (x + out, before), None
 
 
-class Renamed(nnx.Module):
+def renamed(state, weights):
     """The same with other names of variables and parameters, and with independent operations in another order."""
-
-    def __init__(self, plant: str, rngs: nnx.Rngs):
-        self.narrow = linear(HIDDEN, WIDTH, rngs)
-        self.side = linear(WIDTH, HIDDEN, rngs)
-        self.wide = linear(WIDTH, HIDDEN, rngs)
-
-    def __call__(self, state):
-        rows, unused = state
-        weights = self.narrow.kernel[...]
-        product = self.wide(rows)
-        activation = nnx.gelu(self.side(rows))
-        inner = product * activation
-        return jnp.dot(inner, weights) + rows, unused
+    rows, unused = state
+    narrow, product = weights["narrow"], rows @ weights["wide"]
+    activation = jax.nn.gelu(rows @ weights["side"])
+    return (jnp.dot(product * activation, narrow) + rows, unused), None
 
 
-class Model(nnx.Module):
-    def __init__(self, plant: str, rngs: nnx.Rngs):
-        block = Renamed if plant == "renamed" else Block
-        self.blocks = nnx.vmap(functools.partial(block, plant))(rngs.split(LAYERS))
+def step(layer, kernels, x, y):
+    def loss(kernels):
+        (out, _), _ = lax.scan(layer, (x, jnp.zeros_like(x)), kernels)
+        return jnp.mean((out - y).astype(jnp.float32) ** 2)
 
-    def __call__(self, x):
-        layers = nnx.scan(lambda carry, block: block(carry), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        return layers((x, jnp.zeros_like(x)), self.blocks)[0]
-
-
-def step(graph, state, x, y):
-    def loss(state):
-        return jnp.mean((nnx.merge(graph, state)(x) - y).astype(jnp.float32) ** 2)
-
-    value, gradient = jax.value_and_grad(loss)(state)
-    return jax.tree.map(lambda p, g: (p - 0.01 * g).astype(p.dtype), state, gradient), value
+    value, gradient = jax.value_and_grad(loss)(kernels)
+    return jax.tree.map(lambda p, g: (p - 0.01 * g).astype(p.dtype), kernels, gradient), value
 
 
-def compiled(plant: str = "", fn=step) -> CompiledProgram:
+def compiled(plant: str = "") -> CompiledProgram:
     """Returns the step, compiled for a TPU, with one of the regressions if it is named."""
     mesh = topology_mesh(TOPOLOGY, (2, 4), ("data", "model"))
-    graph, state = nnx.split(nnx.eval_shape(lambda: Model(plant, nnx.Rngs(0))))
-
-    def placed(leaf):
-        spec = P(None, "model", "data") if leaf.shape[1] == HIDDEN else P(None, "data", "model")
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-    state = jax.tree.map(placed, state)
-    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, P("data", None)))
-    step_of_graph = functools.partial(fn, graph)
-    step_of_graph.__name__ = "step"
+    wide = array((LAYERS, WIDTH, HIDDEN), mesh, P(None, "data", "model"))
+    narrow = array((LAYERS, HIDDEN, WIDTH), mesh, P(None, "model", "data"))
+    x = array((ROWS, WIDTH), mesh, P("data", None))
+    if plant == "renamed":
+        layer, kernels = renamed, {"wide": wide, "side": wide, "narrow": narrow}
+    else:
+        layer, kernels = functools.partial(block, plant), {"up": wide, "gate": wide, "down": narrow}
+    fn = functools.partial(step, layer)
+    fn.__name__ = "step"
     with jax.set_mesh(mesh):
-        return compile_for(TOPOLOGY, jax.jit(step_of_graph, donate_argnums=0), state, x, x, compiler_options=HLO_ONLY)
+        return compile_for(TOPOLOGY, jax.jit(fn, donate_argnums=0), kernels, x, x, compiler_options=HLO_ONLY)
 
 
 def line_of(plant: str) -> str:

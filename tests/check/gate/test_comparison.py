@@ -9,8 +9,7 @@ import pytest
 
 from flaxasync.check import Tolerances, compare, summarize
 from flaxasync.check.gate.summary import Count, Row, Summary
-from tests.check.gate.step_text import AXES, STEP
-from tests.check.hlo_texts import changed
+from tests.check.hlo_texts import AXES, STEP, changed
 
 BASELINE = summarize(STEP, axes=AXES)
 REDUCED = "  ROOT %r = bf16[1024,1024]{1,0} all-reduce(%y)"
@@ -41,31 +40,27 @@ def test_the_rows_of_the_step():
     assert 0 < BASELINE.exposed < 1
 
 
-@pytest.mark.parametrize(
-    ("text", "kind", "words", "line"),
-    [
-        (changed(STEP, (REDUCED, GATHER + REDUCED)), "extra transfer", "1 more all-gather of 8 MiB over model in the forward", 42),
-        (changed(STEP, (WORK, ""), (START, WORK + START)), "lost overlap", "collective-permute of 2 MiB over model in the f", 20),
-        (
-            changed(STEP, (REDUCED, "  %wide = f32[1024,1024]{1,0} convert(%y)\n" + REDUCED.replace("bf16", "f32").replace("%y", "%wide"))),
-            "wider dtype", "1 all-reduce of 4 MiB over data in the backward pass is f32 on the wire, bf16 in the base", 30,
-        ),
-        (
-            changed(STEP, ("  ROOT %t = (s32[], bf16[1024,1024]{1,0}) tuple(%next, %copy)",
-                     "  %copy.2 = bf16[1024,1024]{1,0} copy(%copy), metadata={source_file=\"/home/me/model.py\" source_line=43}\n"
-                     "  ROOT %t = (s32[], bf16[1024,1024]{1,0}) tuple(%next, %copy.2)")),
-            "extra copy in a loop", "1 more copy of 2 MiB in the forward loop", 43,
-        ),
-        (changed(STEP, (REDUCED, CALLBACK + REDUCED)), "extra host callback", "1 more jax.debug.callback", 41),
-        (changed(STEP, ("constant(4)", "constant(8)")), "runs", "permute of 2 MiB over model in the forward loop: 8 runs in a step, 4 in the baseline", 20),
-        (
-            changed(STEP, (REDUCED, "  %two = bf16[2048,1024]{1,0} concatenate(%y, %y), dimensions={0}\n"
-                     + REDUCED.replace("[1024", "[2048").replace("%y", "%two"))),
-            "larger transfer", "1 all-reduce of 4 MiB over data in the backward pass, 2 MiB in the baseline", 30,
-        ),
-    ],
-    ids=["gather", "overlap", "dtype", "copy", "callback", "runs", "larger"],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "kind", "words", "line"), [
+    (changed(STEP, (REDUCED, GATHER + REDUCED)), "extra transfer", "1 more all-gather of 8 MiB over model in the forward", 42),
+    (changed(STEP, (WORK, ""), (START, WORK + START)), "lost overlap", "collective-permute of 2 MiB over model in the f", 20),
+    (
+        changed(STEP, (REDUCED, "  %wide = f32[1024,1024]{1,0} convert(%y)\n" + REDUCED.replace("bf16", "f32").replace("%y", "%wide"))),
+        "wider dtype", "1 all-reduce of 4 MiB over data in the backward pass is f32 on the wire, bf16 in the base", 30,
+    ),
+    (
+        changed(STEP, ("  ROOT %t = (s32[], bf16[1024,1024]{1,0}) tuple(%next, %copy)",
+                 "  %copy.2 = bf16[1024,1024]{1,0} copy(%copy), metadata={source_file=\"/home/me/model.py\" source_line=43}\n"
+                 "  ROOT %t = (s32[], bf16[1024,1024]{1,0}) tuple(%next, %copy.2)")),
+        "extra copy in a loop", "1 more copy of 2 MiB in the forward loop", 43,
+    ),
+    (changed(STEP, (REDUCED, CALLBACK + REDUCED)), "extra host callback", "1 more jax.debug.callback", 41),
+    (changed(STEP, ("constant(4)", "constant(8)")), "runs", "permute of 2 MiB over model in the forward loop: 8 runs in a step, 4 in the baseline", 20),
+    (
+        changed(STEP, (REDUCED, "  %two = bf16[2048,1024]{1,0} concatenate(%y, %y), dimensions={0}\n"
+                 + REDUCED.replace("[1024", "[2048").replace("%y", "%two"))),
+        "larger transfer", "1 all-reduce of 4 MiB over data in the backward pass, 2 MiB in the baseline", 30,
+    ),
+], ids=["gather", "overlap", "dtype", "copy", "callback", "runs", "larger"])  # fmt: skip
 def test_a_regression_is_named_with_its_line(text, kind, words, line):
     found = [c for c in changes_of(text) if c.kind == kind and words in c.text]
     assert len(found) == 1, changes_of(text)
@@ -146,16 +141,13 @@ def test_a_row_whose_number_fell_is_compared():
     assert "1 copy of 1 MiB in the forward loop: 16 runs in a step, 8 in the baseline" in copies[0].text
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "named"),
-    [
-        ({"a.py:10": 1, "a.py:20": 1, "a.py:30": 1}, {"a.py:11": 1, "a.py:21": 1, "a.py:31": 1, "a.py:40": 1}, "40"),
-        ({"a.py:10": 1, "a.py:20": 1, "a.py:30": 1}, {"a.py:10": 1, "a.py:15": 1, "a.py:24": 1, "a.py:34": 1}, "15"),
-        ({"a.py:20": 1}, {"a.py:20": 1, "a.py:42": 1}, "42"),
-        ({"a.py:20": 2}, {"a.py:22": 3}, "22"),
-        ({"b.py:20": 1}, {"b.py:21": 1, "a.py:20": 1}, "20"),
-    ],
-)
+@pytest.mark.parametrize(("before", "after", "named"), [
+    ({"a.py:10": 1, "a.py:20": 1, "a.py:30": 1}, {"a.py:11": 1, "a.py:21": 1, "a.py:31": 1, "a.py:40": 1}, "40"),
+    ({"a.py:10": 1, "a.py:20": 1, "a.py:30": 1}, {"a.py:10": 1, "a.py:15": 1, "a.py:24": 1, "a.py:34": 1}, "15"),
+    ({"a.py:20": 1}, {"a.py:20": 1, "a.py:42": 1}, "42"),
+    ({"a.py:20": 2}, {"a.py:22": 3}, "22"),
+    ({"b.py:20": 1}, {"b.py:21": 1, "a.py:20": 1}, "20"),
+])  # fmt: skip
 def test_the_new_line_is_named_though_an_edit_moved_the_others(before, after, named):
     old, new = sum(before.values()), sum(after.values())
     (change,) = compare(
@@ -173,18 +165,15 @@ def test_temporary_memory():
     assert compare(after, before).ok
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "words"),
-    [
-        (STEP.replace("jit_step", "jit_other"), {"axes": AXES}, "its module is jit_step.* is jit_other"),
-        (STEP, {"axes": AXES, "chip": "v6e"}, "another program: its chip is v5e"),
-        (STEP, {"axes": {"data": 4, "model": 2}}, "another program: its mesh is {'data': 2, 'model': 4}"),
-        (STEP.replace("num_partitions=8", "num_partitions=16"), {}, "its number of devices is 8.*--update"),
-        (STEP, {"axes": {"x": 3}}, "axes must multiply to the 8 devices of jit_step: got x=3"),
-        (STEP.replace("is_scheduled=true, ", ""), {}, "is not scheduled"),
-        ("", {}, "the text is empty"),
-    ],
-)
+@pytest.mark.parametrize(("text", "options", "words"), [
+    (STEP.replace("jit_step", "jit_other"), {"axes": AXES}, "its module is jit_step.* is jit_other"),
+    (STEP, {"axes": AXES, "chip": "v6e"}, "another program: its chip is v5e"),
+    (STEP, {"axes": {"data": 4, "model": 2}}, "another program: its mesh is {'data': 2, 'model': 4}"),
+    (STEP.replace("num_partitions=8", "num_partitions=16"), {}, "its number of devices is 8.*--update"),
+    (STEP, {"axes": {"x": 3}}, "axes must multiply to the 8 devices of jit_step: got x=3"),
+    (STEP.replace("is_scheduled=true, ", ""), {}, "is not scheduled"),
+    ("", {}, "the text is empty"),
+])  # fmt: skip
 def test_programs_that_cannot_be_compared(text, options, words):
     with pytest.raises(ValueError, match=words):
         compare(BASELINE, summarize(text, **options))

@@ -1,4 +1,4 @@
-"""The gate on a training step of plain NNX, compiled for a TPU: planted regressions, and changes that do not matter."""
+"""The gate on a training step of plain JAX, compiled for a TPU: planted regressions, and changes that do not matter."""
 
 import functools
 
@@ -26,16 +26,13 @@ def test_recompiling_renaming_and_reordering_change_nothing():
     assert compare(summary(), summary("renamed")).changes == ()
 
 
-@pytest.mark.parametrize(
-    ("plant", "kind", "words"),
-    [
-        ("overlap", "lost overlap", "3 all-gathers of 2 MiB over data in the forward loop"),
-        ("gather", "extra transfer", "1 more all-gather of 8 MiB over model in the forward loop"),
-        ("copy", "extra copy in a loop", "copies of 2 MiB in the forward loop"),
-        ("dtype", "wider dtype", "over data in the backward loop is f32 on the wire, bf16 in the baseline"),
-        ("callback", "extra host callback", "1 more jax.debug.print in the forward loop"),
-    ],
-)
+@pytest.mark.parametrize(("plant", "kind", "words"), [
+    ("overlap", "lost overlap", "3 all-gathers of 2 MiB over data in the forward loop"),
+    ("gather", "extra transfer", "1 more all-gather of 8 MiB over model in the forward loop"),
+    ("copy", "extra copy in a loop", "copies of 2 MiB in the forward loop"),
+    ("dtype", "wider dtype", "over data in the backward loop is f32 on the wire, bf16 in the baseline"),
+    ("callback", "extra host callback", "1 more jax.debug.print in the forward loop"),
+])  # fmt: skip
 def test_a_planted_regression_is_named_with_its_line(plant, kind, words):
     comparison = compare(summary(), summary(plant))
     found = [c for c in comparison.changes if c.kind == kind and words in c.text and c.worse]

@@ -1,59 +1,63 @@
-"""The fixture `check_overlap`, in a run of pytest of its own, as a project that uses it would run it."""
+"""The fixture `check_overlap`, in a run of pytest of its own, as a project uses it and as docs/gate.md shows it."""
 
 import pathlib
+import re
 import sys
 import tomllib
 
 import pytest
 
 from flaxasync.check.gate import pytest_plugin
-from tests.check.gate.step_text import STEP
-from tests.check.hlo_texts import changed
+from tests.check.hlo_texts import STEP, changed
 
 ROOT = pathlib.Path(__file__).parents[3]
 TEST = """
 def test_step(check_overlap):
-    check_overlap(open({text!r}).read(), axes={{"data": 2, "model": 4}}, exposed=0.05)
+    check_overlap(open("step.txt").read(), axes={"data": 2, "model": 4}, exposed=0.05)
 """
 
 
 @pytest.fixture
-def run(capsys, monkeypatch):
+def run(tmp_path, capsys, monkeypatch):
+    """Runs pytest in this process and in a folder, because a process of its own takes seconds to start."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # looking for other plugins takes longer than the test
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
 
-    def run(folder, *options):
-        """Runs pytest in this process, because a process of its own takes seconds to start."""
-        status = pytest.main([str(folder), "-q", "-W", "ignore", "-p", pytest_plugin.__name__,
+    def run(file, content, *options):
+        (tmp_path / file).write_text(content)
+        status = pytest.main([file, "-q", "-W", "ignore", "-p", pytest_plugin.__name__,
                               "-p", "no:cacheprovider", "-p", "no:faulthandler", *options])  # fmt: skip
-        sys.modules.pop("test_mine", None)
+        sys.modules.pop(file.removesuffix(".py"), None)
         return status, capsys.readouterr().out
 
     return run
 
 
 def test_the_fixture(tmp_path, run):
-    text, baseline = tmp_path / "step.txt", tmp_path / "overlap" / "test_mine" / "test_step.json"
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    (tmp_path / "test_mine.py").write_text(TEST.format(text=str(text)))
+    baseline = tmp_path / "overlap" / "test_mine" / "test_step.json"
+
+    def on(program, *options):
+        (tmp_path / "step.txt").write_text(program)
+        return run("test_mine.py", TEST, *options)
 
     def fails(program, message):
-        text.write_text(program)
-        status, output = run(tmp_path)
+        status, output = on(program)
         assert status == 1
         assert message in output
 
     fails(STEP, f"there is no baseline {baseline}: pytest --update-overlap writes it")
-    assert run(tmp_path, "--update-overlap")[0] == 0
+    assert on(STEP, "--update-overlap")[0] == 0
     assert baseline.exists()
-    assert run(tmp_path)[0] == 0
+    assert on(STEP)[0] == 0
     longer = changed(STEP, ("constant(4)", "constant(8)"))
     fails(longer, "worse: runs: 1 collective-permute of 2 MiB over model in the forward loop: 8 runs in a step")
     fails(changed(STEP, ("jit_step", "jit_other")), "the baseline is of another program")
 
 
 CLASSES = """
-AXES = {{"data": 2, "model": 4}}
-STEP = open({text!r}).read()
+AXES = {"data": 2, "model": 4}
+STEP = open("step.txt").read()
 
 class TestFirst:
     def test_step(self, check_overlap):
@@ -79,23 +83,43 @@ def test_names_(check_overlap):
 
 
 def test_each_program_has_a_baseline_of_its_own(tmp_path, run):
-    text, file = tmp_path / "step.txt", tmp_path / "test_mine.py"
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    text.write_text(STEP)
-    file.write_text(CLASSES.format(text=str(text)))
-    assert run(tmp_path, "--update-overlap")[0] == 0
+    (tmp_path / "step.txt").write_text(STEP)
+    assert run("test_mine.py", CLASSES, "--update-overlap")[0] == 0
     names = {"TestFirst-test_step", "TestSecond-test_step", "test_names-one", "test_names-two"}
     assert {f.stem for f in (tmp_path / "overlap" / "test_mine").iterdir()} == names
-    text.write_text(changed(STEP, ("copy(%sum)", "negate(%sum)")))
-    status, output = run(tmp_path, "-rP")
+    (tmp_path / "step.txt").write_text(changed(STEP, ("copy(%sum)", "negate(%sum)")))
+    status, output = run("test_mine.py", CLASSES, "-rP")
     assert status == 0
     assert "better: removed copy in a loop: 1 fewer copy of 2 MiB in the forward loop" in output
-    file.write_text(CLASSES.format(text=str(text)) + TWICE)
-    status, output = run(tmp_path, "--update-overlap")
+    status, output = run("test_mine.py", CLASSES + TWICE, "--update-overlap")
     assert status == 1
     assert "test_twice.json is the baseline of another program already, which test_mine.py::test_twice checks" in output
     assert "test_names_-a_b.json is the baseline of another program already" in output
     assert "2 failed, 3 passed" in output
+
+
+PAGE = (ROOT / "docs" / "gate.md").read_text()
+PYTHON = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.slow
+def test_the_worked_example_of_the_page(tmp_path, run):
+    """It passes, and fails on the regression with the message on the page."""
+    test, regression = PYTHON[:2]
+    output = re.search(r"```\n(jit_mlp on .*?)```", PAGE, re.DOTALL)[1]
+    assert run("test_mlp.py", test, "--update-overlap")[0] == 0
+    assert (tmp_path / "overlap" / "test_mlp" / "test_mlp.json").exists()
+    assert run("test_mlp.py", test)[0] == 0
+    before = re.search(r"def mlp\(.*?\n\n", test, re.DOTALL)[0]
+    status, printed = run("test_mlp.py", test.replace(before, regression + "\n"))
+    assert status == 1
+    for line in output.splitlines():
+        assert line in printed
+
+
+def test_the_example_of_capture_runs(capsys):
+    exec(compile(PYTHON[2], "docs/gate.md", "exec"), {})
+    assert "jit__lambda" in capsys.readouterr().out
 
 
 def test_pytest_finds_the_plugin_where_flaxasync_is_installed():

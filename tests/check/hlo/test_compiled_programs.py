@@ -13,8 +13,6 @@ TOPOLOGIES = [
     pytest.param("v5p:2x2x2", marks=SLOW),
     "tpu7x:2x2x1",  # with operations of the SparseCore
 ]
-
-
 ALL = (*programs.COLLECTIVES, programs.host)
 
 
@@ -41,6 +39,16 @@ def test_a_program_survives_a_round_trip_and_keeps_the_rules(fn, topology):
     assert module.is_scheduled
     assert parse(format_module(module)) == module
     assert check_async_rules(module) == ()
+
+
+@pytest.mark.parametrize("form", ["value", "stateful", "two_slots"])
+def test_a_program_of_kernel_pairs(form):
+    program = programs.async_form(form)
+    module = parse(program.text)
+    assert counts_of_jaxlib([program.text]) == [counts(module)]
+    assert parse(format_module(module)) == module
+    pairs = [op for op in async_operations(module) if op.spelling == "kernel"]
+    assert {(op.name.partition(".")[0], bool(op.windows)) for op in pairs} == {("permute_start", True)}
 
 
 def spellings(fn, topology) -> set[tuple[str, str]]:

@@ -12,23 +12,21 @@ from flaxasync.check import HloError, Instruction, Shape, parse
 from flaxasync.check.hlo.participants import AxisNames, permute_pairs, replica_groups
 from tests.check.hlo_texts import ADD, module
 
-ALL_REDUCE = "ROOT %a = f32[8]{0} all-reduce(%operand0), replica_groups=GROUPS, channel_id=1, \
-use_global_device_ids=true, to_apply=%add"
-PROGRAM = module(ALL_REDUCE, wrapped=ADD, inputs=("f32[8]{0}",), partitions=8)
-
 
 def collective(attribute, devices=8):
-    """Returns a module whose root is a collective with an attribute."""
-    return parse(module(f"ROOT %c = f32[64] all-to-all(%operand0), {attribute}", partitions=devices))
+    """Returns the text of a module whose root is a collective with an attribute."""
+    more = "channel_id=1, use_global_device_ids=true, to_apply=%add"
+    return module(f"ROOT %c = f32[64] all-reduce(%operand0), {attribute}, {more}", wrapped=ADD, partitions=devices)
 
 
 def groups(text):
-    return replica_groups(parse(PROGRAM.replace("GROUPS", text)).entry.root, 8)
+    return replica_groups(parse(collective(f"replica_groups={text}")).entry.root, 8)
 
 
 def in_xla(text):
     """Returns the groups as XLA's own parser reads them, from its text for fingerprints, which lists all devices."""
-    printed = hlo.hlo_module_from_text(PROGRAM.replace("GROUPS", text)).to_string(hlo.HloPrintOptions.fingerprint())
+    read = hlo.hlo_module_from_text(collective(f"replica_groups={text}"))
+    printed = read.to_string(hlo.HloPrintOptions.fingerprint())
     lists = re.search(r"all-reduce.*replica_groups=\{(.*?)\}, use", printed)[1]
     return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", lists))
 
@@ -56,22 +54,14 @@ def meshes(draw):
     return f"mesh[{axes}]{devices} {{{','.join(chosen)}}}"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("{{0,1},{2,3}}", ((0, 1), (2, 3))),
-        ("{{0,1},{2}}", ((0, 1), (2,))),
-        ("[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
-        ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
-        ("mesh['x'=2,'y'=4] {'x'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
-        ("mesh['x'=2,'y'=4] {'y','x'}", ((0, 4, 1, 5, 2, 6, 3, 7),)),
-        ("mesh['x'=2,'y'=2] {}", ((0,), (1,), (2,), (3,))),
-        ("mesh['x'=2,'y'=4] {'y':(1)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
-        ("mesh['x'=2,'y'=4], device_ids=(0,4,1,5,2,6,3,7) {'y'}", ((0, 4, 1, 5), (2, 6, 3, 7))),
-        ("mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}", ((0, 2, 4, 6), (1, 3, 5, 7))),
-        ("{}", (tuple(range(8)),)),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("{{0,1},{2,3}}", ((0, 1), (2, 3))),
+    ("{{0,1},{2}}", ((0, 1), (2,))),
+    ("[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
+    ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
+    ("mesh['x'=2,'y'=4] {'y':(1)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
+    ("{}", (tuple(range(8)),)),
+])  # fmt: skip
 def test_groups(text, expected):
     assert groups(text) == expected
     assert in_xla(text) in (expected, ())
@@ -98,43 +88,37 @@ def test_groups_that_cannot_be_read_are_refused(text):
         replica_groups(Instruction("a", Shape("f32"), "all-reduce", attributes={"replica_groups": text}), 8)
 
 
-def test_the_error_of_a_program_names_the_line():
-    with pytest.raises(HloError, match=r"line 11, column 1: replica_groups of 'a'"):
+def test_pairs_and_the_line_of_an_error():
+    with pytest.raises(HloError, match=r"line 11, column 1: replica_groups of 'c'"):
         groups("[3,4]<=[8]")
-
-
-def test_pairs():
-    assert permute_pairs(collective("source_target_pairs={{0,1},{1,0}}").entry.root) == ((0, 1), (1, 0))
+    assert permute_pairs(parse(collective("source_target_pairs={{0,1},{1,0}}")).entry.root) == ((0, 1), (1, 0))
     with pytest.raises(HloError, match="source_target_pairs of 'c' cannot be read"):
-        collective("source_target_pairs={{0,1},{1}}")
+        parse(collective("source_target_pairs={{0,1},{1}}"))
 
 
 AXES = {"replica": 2, "data": 2, "model": 4}
 RINGS = ",".join(f"{{{4 * row + n},{4 * row + (n + 1) % 4}}}" for row in range(4) for n in range(4))
 
 
-@pytest.mark.parametrize(
-    ("attribute", "axes", "name"),
-    [
-        ("replica_groups=[4,4]<=[16]", AXES, "model"),
-        ("replica_groups=[8,2]<=[2,2,4]T(0,2,1)", AXES, "data"),
-        ("replica_groups=[8,2]<=[2,8]T(1,0)", AXES, "replica"),
-        ("replica_groups=[2,8]<=[16]", AXES, "data and model"),
-        ("replica_groups=[4,4]<=[2,2,4]T(2,0,1)", AXES, "replica and data"),
-        ("replica_groups={}", AXES, "replica and data and model"),
-        ("replica_groups=mesh['axis_0'=4,'axis_1'=4] {'axis_1'}", AXES, "model"),
-        ("replica_groups={{3,2,1,0},{4,5,6,7},{8,9,10,11},{12,13,14,15}}", AXES, "model"),
-        ("replica_groups=[8,2]<=[16]", AXES, "groups of 2"),
-        ("replica_groups=[16,1]<=[16]", AXES, "no axis"),
-        (f"source_target_pairs={{{RINGS}}}", AXES, "model"),
-        ("source_target_pairs={{0,8}}", AXES, "replica"),
-        ("source_target_pairs={{0,5}}", AXES, "data and model"),
-        ("source_target_pairs={{0,5}}", None, "pairs"),
-        ("replica_groups=mesh['x'=2,'y'=8] {'y'}", None, "y"),
-        ("replica_groups=mesh['axis_0'=2,'axis_1'=8] {'axis_1'}", None, "groups of 8"),
-        ("dimensions={0}", None, ""),
-    ],
-)
+@pytest.mark.parametrize(("attribute", "axes", "name"), [
+    ("replica_groups=[4,4]<=[16]", AXES, "model"),
+    ("replica_groups=[8,2]<=[2,2,4]T(0,2,1)", AXES, "data"),
+    ("replica_groups=[8,2]<=[2,8]T(1,0)", AXES, "replica"),
+    ("replica_groups=[2,8]<=[16]", AXES, "data and model"),
+    ("replica_groups=[4,4]<=[2,2,4]T(2,0,1)", AXES, "replica and data"),
+    ("replica_groups={}", AXES, "replica and data and model"),
+    ("replica_groups=mesh['axis_0'=4,'axis_1'=4] {'axis_1'}", AXES, "model"),
+    ("replica_groups={{3,2,1,0},{4,5,6,7},{8,9,10,11},{12,13,14,15}}", AXES, "model"),
+    ("replica_groups=[8,2]<=[16]", AXES, "groups of 2"),
+    ("replica_groups=[16,1]<=[16]", AXES, "no axis"),
+    (f"source_target_pairs={{{RINGS}}}", AXES, "model"),
+    ("source_target_pairs={{0,8}}", AXES, "replica"),
+    ("source_target_pairs={{0,5}}", AXES, "data and model"),
+    ("source_target_pairs={{0,5}}", None, "pairs"),
+    ("replica_groups=mesh['x'=2,'y'=8] {'y'}", None, "y"),
+    ("replica_groups=mesh['axis_0'=2,'axis_1'=8] {'axis_1'}", None, "groups of 8"),
+    ("dimensions={0}", None, ""),
+])  # fmt: skip
 def test_names_of_axes(attribute, axes, name):
-    program = collective(attribute, devices=16)
+    program = parse(collective(attribute, devices=16))
     assert AxisNames(program, axes).of(program.entry.root) == name

@@ -1,13 +1,26 @@
-"""The reader: what it makes of each construct of HLO text, and what it says of a text that is not HLO."""
+"""The reader: what it makes of each construct of HLO text, what it says of other texts and files, and large files."""
+
+# ruff: noqa: E501, because one file with its message is one line
 
 import contextlib
+import cProfile
+import gzip
+import re
+import resource
+import subprocess
 import sys
 
+import jax
 import pytest
+from jax.export import export
 
-from flaxasync.check import HloError, format_module, parse
+from benchmarks.timeline import study
+from flaxasync.check import HLO_ONLY, HloError, compile_for, format_module, parse
+from flaxasync.check.__main__ import main
+from flaxasync.check.hlo.load import read_module
 from flaxasync.check.hlo.module import Alias
 from flaxasync.check.hlo.shapes import Layout, element_bits
+from tests.check.hlo_texts import STEP
 
 MODULE = """HloModule jit_f, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias) }, num_partitions=4
 
@@ -67,17 +80,14 @@ def test_a_module():
     assert (main["t"].operands, main["t"].is_root) == (("k", "y"), True)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "x = f32[2]{0} parameter(0)",  # no percent sign
-        "%x = f32[<=4,?] parameter(0)",  # bounded and unbounded dimensions
-        "%x = ((f32[2], ()), token[]) parameter(0)",
-        '%x = f32[] constant("a, (b")',
-        "%x = f32[2]{0:T(1)L(128)S(4)} parameter(0), sharding={devices=[2]<=[2]}",
-        "%x = s4[3]{0:E(4)} parameter(0), origin={{\"a\"}}",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("line", [
+    "x = f32[2]{0} parameter(0)",  # no percent sign
+    "%x = f32[<=4,?] parameter(0)",  # bounded and unbounded dimensions
+    "%x = ((f32[2], ()), token[]) parameter(0)",
+    '%x = f32[] constant("a, (b")',
+    "%x = f32[2]{0:T(1)L(128)S(4)} parameter(0), sharding={devices=[2]<=[2]}",
+    "%x = s4[3]{0:E(4)} parameter(0), origin={{\"a\"}}",
+])  # fmt: skip
 def test_unusual_lines_survive_a_round_trip(line):
     module = parse(f"HloModule m\n\nENTRY %e (p: f32[]) -> f32[] {{\n  ROOT {line}\n}}\n")
     assert parse(format_module(module)) == module
@@ -96,30 +106,27 @@ def test_bits():
     assert {name: element_bits(name) for name in types} == types
 
 
-@pytest.mark.parametrize(
-    ("text", "what", "line", "column"),
-    [
-        ("", "empty", 1, 1),
-        ("hello world", "expected HLO text", 1, 1),
-        ("HloModule m", "no computation", 1, 1),
-        ("HloModule m\n\nwhat is this", "expected a computation", 3, 1),
-        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(0)\n", "not closed: the text is cut short", 3, 1),
-        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] add(b, b)\n}", "operand 'b' of 'a' is not defined", 4, 3),
-        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[ parameter(0)\n}", "expected a shape", 4, 12),
-        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[2]{0:S(1)S(2)} parameter(0)\n}", "one memory space", 4, 12),
-        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[x] parameter(0)\n}", "size of a dimension", 4, 12),
-        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(no)\n}", "needs a number", 4, 28),
-        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] tuple(\n", "not closed", 4, 23),
-        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(0), b={\n}", "'e' is not closed: the text is cut", 3, 1),
-        ("HloModule m\n\nENTRY e {\n  a = f32[] parameter(0)\n  a = f32[] parameter(1)\n}", "twice", 5, 3),
-        ('HloModule m\n\ne {\n  a = f32[] parameter(0)\n}, execution_thread="a"b"c"', "must be a string", 5, 28),
-        ('HloModule m\n\ne {\n  a = f32[] parameter(0), b={"c', "a string is not closed: the text is cut", 4, 30),
-        ("HloModule m\n\nENTRY e {\n}", "empty", 3, 1),
-        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] call(), to_apply=%none\n}", "does not define", 4, 1),
-        ("HloModule m\n\ne {\n  a = f32[] parameter(0)\n}\n\nHloModule n", "second HloModule", 7, 1),
-        ("HloModule m\n\ne {\n  a = f32[] parameter(0)\n}\n\ne {\n  a = f32[] parameter(0)\n}", "defined twice", 9, 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "what", "line", "column"), [
+    ("", "empty", 1, 1),
+    ("hello world", "expected HLO text", 1, 1),
+    ("HloModule m", "no computation", 1, 1),
+    ("HloModule m\n\nwhat is this", "expected a computation", 3, 1),
+    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(0)\n", "not closed: the text is cut short", 3, 1),
+    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] add(b, b)\n}", "operand 'b' of 'a' is not defined", 4, 3),
+    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[ parameter(0)\n}", "expected a shape", 4, 12),
+    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[2]{0:S(1)S(2)} parameter(0)\n}", "one memory space", 4, 12),
+    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[x] parameter(0)\n}", "size of a dimension", 4, 12),
+    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(no)\n}", "needs a number", 4, 28),
+    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] tuple(\n", "not closed", 4, 23),
+    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(0), b={\n}", "'e' is not closed: the text is cut", 3, 1),
+    ("HloModule m\n\nENTRY e {\n  a = f32[] parameter(0)\n  a = f32[] parameter(1)\n}", "twice", 5, 3),
+    ('HloModule m\n\ne {\n  a = f32[] parameter(0)\n}, execution_thread="a"b"c"', "must be a string", 5, 28),
+    ('HloModule m\n\ne {\n  a = f32[] parameter(0), b={"c', "a string is not closed: the text is cut", 4, 30),
+    ("HloModule m\n\nENTRY e {\n}", "empty", 3, 1),
+    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] call(), to_apply=%none\n}", "does not define", 4, 1),
+    ("HloModule m\n\ne {\n  a = f32[] parameter(0)\n}\n\nHloModule n", "second HloModule", 7, 1),
+    ("HloModule m\n\ne {\n  a = f32[] parameter(0)\n}\n\ne {\n  a = f32[] parameter(0)\n}", "defined twice", 9, 2),
+])  # fmt: skip
 def test_bad_text_is_an_error_with_its_position(text, what, line, column):
     with pytest.raises(HloError, match=what) as error:
         parse(text)
@@ -135,39 +142,111 @@ def test_every_truncation_is_a_clean_error_or_a_module():
             assert MODULE[:end].rstrip().endswith("}")
 
 
-def test_not_text():
-    with pytest.raises(HloError, match="must be a str: got bytes"):
-        parse(MODULE.encode())
+@pytest.mark.parametrize(("text", "message"), [
+    (MODULE.encode(), "must be a str: got bytes"),
+    ("HloModule m\n\nENTRY e {\n  ROOT a = " + "(" * 100_000 + ")" * 100_000, "nested deeper"),
+], ids=["bytes", "deep"])  # fmt: skip
+def test_not_text_and_tuples_that_would_overflow_the_stack(text, message):
+    with pytest.raises(HloError, match=message):
+        parse(text)
 
 
-def test_deep_tuples_do_not_overflow_the_stack():
-    shape = "(" * 100_000 + ")" * 100_000
-    with pytest.raises(HloError, match="nested deeper"):
-        parse(f"HloModule m\n\nENTRY e {{\n  ROOT a = {shape} parameter(0)\n}}")
-
-
-def long_text(count):
+def calls(count):
+    """Returns how many functions are called while a text with `count` similar lines is read."""
     shape, config = "bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)}", '{"window_config":{"estimated_cycles":"10856"}}'
-    lines = [f"  %copy.{n} = {shape} copy(%p), backend_config={config}" for n in range(count)]
-    return "HloModule m\n\nENTRY e {\n  %p = bf16[1024,1024] parameter(0)\n" + "\n".join(lines) + "\n}\n"
+    lines = [f"  %copy.{n} = {shape} copy(%p), backend_config={config}\n" for n in range(count)]
+    text = f"HloModule m\n\nENTRY e {{\n  %p = bf16[1024,1024] parameter(0)\n{''.join(lines)}}}\n"
+    profile = cProfile.Profile()
+    profile.runcall(parse, text)
+    return sum(entry.callcount for entry in profile.getstats())
 
 
 def test_calls_grow_with_the_number_of_lines():
     """Reading takes time in proportion to the length of a text. This counts work and does not measure time."""
+    assert calls(2000) < 2.1 * calls(1000)
 
-    def calls(text):
-        count = 0
 
-        def profile(frame, event, argument):
-            nonlocal count
-            count += event in ("call", "c_call")
+# Files that are not the text of one compiled program, and files that are large.
 
-        sys.setprofile(profile)
-        try:
-            parse(text)
-        finally:
-            sys.setprofile(None)
-        return count
 
-    once, twice = calls(long_text(1000)), calls(long_text(2000))
-    assert twice < 2.1 * once
+def lowered() -> jax.stages.Lowered:
+    return jax.jit(lambda x: x + 1).lower(1.0)
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (lambda: STEP[: len(STEP) // 2], "line 23, column 45: expected an attribute .* got 'lhs', where the text ends"),
+    (lambda: STEP[: STEP.index("  %copy")], "computation 'forward' is not closed: the text is cut short"),
+    (lambda: lowered().as_text(), r"this is a lowered program \(StableHLO\), not a compiled one: call .compile\(\)"),
+    (lambda: lowered().as_text(debug_info=True), r"this is a lowered program \(StableHLO\)"),
+    (lambda: lowered().compiler_ir().operation.get_asm(print_generic_op_form=True), r"lowered program \(StableHLO\)"),
+    (lambda: export(jax.jit(lambda x: x + 1))(1.0).mlir_module_serialized, "StableHLO bytecode.*xla_dump_hlo_as_text"),
+    (
+        lambda: lowered().compiler_ir("hlo").as_serialized_hlo_module_proto(),
+        "this is no text, perhaps a protobuf: write it as text",
+    ),
+    (lambda: gzip.compress(STEP.encode()), "this is a gzip file"),
+    (lambda: b"\x00\x01plain bytes", "this is no text, perhaps a protobuf"),
+    (
+        lambda: STEP + "\n" + STEP.replace("jit_step", "jit_eval"),
+        r"a second HloModule: the text has 2 of them \(jit_step, jit_eval\); split it before each line HloModule",
+    ),
+], ids=["truncated", "between lines", "stablehlo", "locations", "generic", "bytecode", "proto", "gzip", "zero", "two"])  # fmt: skip
+def test_what_is_no_program(tmp_path, capsys, content, message):
+    file, content = tmp_path / "program", content()
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(HloError, match=message):
+        read_module(file)
+    assert main([str(file)]) == 2
+    assert capsys.readouterr().err.startswith(f"{file}: ")
+
+
+# VmHWM is the most memory that this program had resident; `ru_maxrss` would begin with that of the test process.
+MEASURE = """
+import sys
+from flaxasync.check import audit
+from flaxasync.check.hlo.load import read_module
+def peak():
+    (line,) = (line for line in open("/proc/self/status") if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+before = peak()
+audit(read_module(sys.argv[1]))
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_a_large_file_takes_a_small_multiple_of_its_size(tmp_path):
+    """In a process of its own, whose memory is measured: the text, its instructions, and what the audit adds."""
+    file = tmp_path / "large.txt"
+    file.write_text(repeated(STEP, 30 << 20))
+    done = subprocess.run([sys.executable, "-c", MEASURE, str(file)], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 8 * file.stat().st_size
+
+
+@pytest.mark.slow
+def test_the_table_of_ten_megabytes_takes_less_than_two_seconds(tmp_path):
+    """Of processor time, because other work on the machine lengthens the elapsed time. The least of three runs."""
+    fn, arguments = study()
+    program = compile_for("v5e:2x2", fn, *arguments, compiler_options=HLO_ONLY)
+    file = tmp_path / "ten.txt"
+    file.write_text(repeated(program.text, 10_000_000))
+    assert file.stat().st_size > 9_500_000
+    command, seconds = [sys.executable, "-m", "flaxasync.check", str(file), "--chip", "v5e"], []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(seconds) < 2
+
+
+def repeated(text: str, size: int) -> str:
+    """Returns a module of about `size` bytes that calls copies of a program one after the other, with its arguments."""
+    entry = parse(text).entry
+    head, body = re.split(r"\n\n(?=%)", text.replace("ENTRY ", ""), maxsplit=1)
+    copies = range(size // len(body))
+    parts = [re.sub(r"%([\w.\-]+)", rf"%\1__{n}", body) for n in copies]
+    lines = [f"  %p{number} = {i.shape} parameter({number})" for number, i in entry.parameters.items()]
+    operands = ", ".join(f"%p{number}" for number in entry.parameters)
+    lines += [f"  %call{n} = {entry.root.shape} call({operands}), to_apply=%{entry.name}__{n}" for n in copies]
+    return "\n\n".join([head, *parts, "\n".join(["ENTRY %all {", *lines, "}\n"])])

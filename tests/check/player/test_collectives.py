@@ -1,6 +1,7 @@
-"""XLA's own loops and collectives: which of them run from their bundles, which are modelled, and which are refused."""
+"""XLA's own loops, collectives and fusions: which run from their bundles, which are modelled, and which are refused."""
 
 import ast
+import functools
 import json
 
 import jax
@@ -10,15 +11,18 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.check import topology_mesh
+from benchmarks import tp_mlp
+from benchmarks.player_layers import estimated
+from benchmarks.programs import SYNCHRONOUS, array, play_program
+from flaxasync.check import topology_devices, topology_mesh, topology_size
 from flaxasync.check.auditing.advice import OFFLOAD_FLAGS
 from flaxasync.check.player import PlayerError, UnknownOperationError, collectives, play, played_chip, transfers
-from tests.check.player.programs import assert_times_add_up, play_shards, sent_bytes
+from tests.check.programs import assert_times_add_up, play_shards, sent_bytes
 
 
-@pytest.mark.parametrize(("topology", "size"), [("v5e:2x2", 4), ("v6e:2x4", 8), ("v5p:2x2x1", 4), ("tpu7x:2x2x1", 8)])
-def test_a_while_loop_of_permutes(topology, size):
-    iterations = 5
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x4", "v5p:2x2x1", "tpu7x:2x2x1"])
+def test_a_while_loop_of_permutes(topology):
+    size, iterations = topology_size(topology), 5
 
     def local(x, w):
         def step(x, _):
@@ -50,7 +54,7 @@ def test_collectives_without_tables_run_from_their_bundles_and_others_are_marked
 @pytest.mark.parametrize(("topology", "rows"), [("v5e:2x2", 1), pytest.param("v6e:2x4", 64, marks=pytest.mark.slow)])
 def test_an_all_reduce_of_few_rows_runs_from_its_bundles(topology, rows):
     """Its table of ring neighbours is reconstructed. The bundles themselves halt if the ring does not close."""
-    size = {"v5e:2x2": 4, "v6e:2x4": 8}[topology]
+    size = topology_size(topology)
     result = play_shards(topology, lambda x: lax.psum(x, "x"), (P("x", None),), P(), (rows * size, 4096))
     assert_times_add_up(result)
     phase = result.slowest.phase("psum")
@@ -84,9 +88,6 @@ def gather_beside_a_matmul(options):
     return play_shards("v5e:2x2", local, (rows, columns, rows), (rows, columns), *shapes, compiler_options=options)
 
 
-SYNCHRONOUS = {"xla_tpu_enable_async_collective_fusion": "false"}
-
-
 def test_an_asynchronous_collective_is_refused_with_the_option_that_makes_it_synchronous():
     with pytest.raises(UnknownOperationError, match="asynchronous all-gather of XLA reads a table") as refused:
         gather_beside_a_matmul(None)
@@ -101,9 +102,7 @@ def test_the_option_makes_it_synchronous():
 
 def test_the_refusal_of_a_sparse_core_names_the_options_with_which_it_can_be_simulated():
     def gather(options):
-        def local(x):
-            return lax.all_gather(x, "x", tiled=True)
-
+        local = functools.partial(lax.all_gather, axis_name="x", tiled=True)
         return play_shards("tpu7x:2x2x1", local, (P("x"),), P(), (8192, 1024), compiler_options=options)
 
     with pytest.raises(UnknownOperationError, match="drives a SparseCore, which the player does not model") as refused:
@@ -114,12 +113,10 @@ def test_the_refusal_of_a_sparse_core_names_the_options_with_which_it_can_be_sim
 
 
 def test_xlas_windowed_einsum_on_v6e():
-    mesh = topology_mesh("v6e:2x4", (8,), ("x",))
-    rows, columns, features, hidden = P("x", None), P(None, "x"), 256, 512
-    arguments = [
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for shape, spec in (((16384, features), rows), ((features, hidden), columns), ((hidden, features), rows))
-    ]
+    mesh, rows = topology_mesh("v6e:2x4", (8,), ("x",)), P("x", None)
+    arguments = (
+        array((16384, 256), mesh, rows), array((256, 512), mesh, P(None, "x")), array((512, 256), mesh, rows),
+    )  # fmt: skip
     fn = jax.jit(lambda x, a, b: jax.nn.relu(x @ a) @ b, out_shardings=NamedSharding(mesh, rows))
     result = play(fn, *arguments, topology="v6e:2x4")
     assert_times_add_up(result)
@@ -129,3 +126,42 @@ def test_xlas_windowed_einsum_on_v6e():
     assert all(p.runs > 1 for p in permutes)
     assert min(sent_bytes(result)) == max(sent_bytes(result)) > 0
     assert not any("ring model" in note for note in result.notes)
+
+
+def play_mlp(topology, backend, shape):
+    mesh = tp_mlp.ring(topology_devices(topology), backend)
+    with jax.set_mesh(mesh):
+        fn, arguments = tp_mlp.program(backend, shape, mesh, backward=False)
+        return play_program(topology, fn, *arguments)
+
+
+@pytest.mark.parametrize("topology", [pytest.param("v5e:2x2", marks=pytest.mark.slow), "v5e:2x4"])
+@pytest.mark.parametrize("backend", [pytest.param("none", marks=pytest.mark.slow), "xla", "pallas"])
+def test_an_mlp_runs_to_the_end(topology, backend):
+    shape = tp_mlp.Shape(batch=2, sequence=1024, model=512, hidden=1024)
+    result, _ = play_mlp(topology, backend, shape)
+    assert_times_add_up(result)
+    moved = sum(size for kind, size in result.bytes.items() if "remote" in kind or "ring model" in kind)
+    # Each shard of the activations visits every other device, once on the way in and once on the way out.
+    assert moved == 2 * (topology_size(topology) - 1) * shape.batch * shape.sequence * shape.model * 2
+    analytic = [p.name for p in result.slowest.phases if p.analytic]
+    assert len(analytic) == (2 if backend == "none" else 0)
+    assert all(any(name in note for note in result.notes) for name in analytic)
+
+
+@pytest.mark.slow
+def test_large_matmuls_of_a_layer_agree_with_the_compilers_estimate():
+    """estimated_cycles is up to 9 % above the measured time of a large matmul fusion."""
+    shape = tp_mlp.Shape(batch=2, sequence=2048, model=2048, hidden=8192)
+    up, down = (e for e in estimated(*play_mlp("v5e:2x2", "none", shape)) if e.kind == "matmul")
+    assert 0.9 < up.ratio < 1.02
+    assert 0.9 < down.ratio < 1.02
+
+
+def test_passes_over_hbm_take_half_of_the_compilers_estimates():
+    """estimated_cycles is up to twice the measured time of a plain copy or pass."""
+    mesh = topology_mesh("v5e:1x1", (1,), ("x",))
+    fn = jax.jit(lambda x: jnp.tanh(x) + 1)
+    (found,) = estimated(*play_program("v5e:1x1", fn, array((4096, 4096), mesh, P())))
+    assert found.kind == "passes"
+    assert 0.45 < found.ratio < 0.55

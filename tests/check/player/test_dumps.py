@@ -2,13 +2,14 @@
 
 import json
 import pathlib
+import re
 import shutil
 
 import pytest
 
 from flaxasync.check.player import DumpError, MeshMismatchError, UnknownOperationError, play_dump
 from flaxasync.check.player.__main__ import main
-from tests.check.player.programs import play_exchange
+from tests.check.programs import play_exchange
 
 
 @pytest.fixture(scope="module")
@@ -32,24 +33,21 @@ KERNEL, TOP = "exchange.1-02-final_bundles.txt", "TLP-02-final_bundles.txt"
 
 
 def cut(path):
-    path.write_text(path.read_text()[: path.read_text().rindex("\n   0x")])
+    path.write_text(path.read_text().rpartition("\n   0x")[0])
 
 
 def double(path):
     shutil.copy(path, path.with_name(f"1-{TOP}"))
 
 
-@pytest.mark.parametrize(
-    ("name", "damage", "message"),
-    [
-        (KERNEL, cut, r"exchange.1-02-final_bundles.txt was cut short"),
-        (KERNEL, pathlib.Path.unlink, r"no bundles for exchange.1"),
-        ("exchange.1-00-original.txt", pathlib.Path.unlink, r"no \*-original.txt beside it"),
-        ("TLP-hlo.txt", pathlib.Path.unlink, r"lacks \*-TLP-hlo.txt"),
-        (TOP, pathlib.Path.unlink, "final bundles of 0 programs"),
-        (TOP, double, "final bundles of 2 programs"),
-    ],
-)
+@pytest.mark.parametrize(("name", "damage", "message"), [
+    (KERNEL, cut, r"exchange.1-02-final_bundles.txt was cut short"),
+    (KERNEL, pathlib.Path.unlink, r"no bundles for exchange.1"),
+    ("exchange.1-00-original.txt", pathlib.Path.unlink, r"no \*-original.txt beside it"),
+    ("TLP-hlo.txt", pathlib.Path.unlink, r"lacks \*-TLP-hlo.txt"),
+    (TOP, pathlib.Path.unlink, "final bundles of 0 programs"),
+    (TOP, double, "final bundles of 2 programs"),
+])  # fmt: skip
 def test_a_folder_that_does_not_hold_one_whole_program(copy, name, damage, message):
     damage(file(copy, name))
     with pytest.raises(DumpError, match=message):
@@ -105,7 +103,5 @@ def test_the_command(dumps, tmp_path, capsys):
     assert all(path.stat().st_size > 0 for path in files.values())
     assert main([str(dumps), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["topology"] == "v5e:2x2"
-    assert main([str(dumps), "--topology", "v5e:4x4"]) == 1
-    assert "MeshMismatchError: " in capsys.readouterr().err
-    with pytest.raises(MeshMismatchError, match="was compiled for v5e:2x2, not for v5e:2x4"):
-        play_dump(dumps, topology="v5e:2x4")
+    assert main([str(dumps), "--topology", "v5e:2x4"]) == 1
+    assert re.search("MeshMismatchError: .* was compiled for v5e:2x2, not for v5e:2x4", capsys.readouterr().err)

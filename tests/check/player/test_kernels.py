@@ -1,58 +1,52 @@
 """Kernels of a compiled program, each simulated once: `fa.check.timeline(program, kernels="play")`."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
+from benchmarks import tp_mlp
 from flaxasync.check.player import kernels
 from flaxasync.check.player.play import play_dump
 from flaxasync.kernels.gemm import gemm
 from flaxasync.transport import direct
+from tests.check.programs import on_all_devices
 
 
-def test_only_a_program_that_names_its_chips_can_have_its_kernels_simulated():
-    with pytest.raises(ValueError, match=r"needs a program of flaxasync\.check\.compile_for: got str"):
-        fa.check.timeline("HloModule m", "v5e", kernels="play")
-    with pytest.raises(ValueError, match="kernels must be 'play', or seconds by name: got 'played'"):
-        fa.check.timeline("HloModule m", "v5e", kernels="played")
+@pytest.fixture(autouse=True)
+def folder_of_times(tmp_path, monkeypatch):
+    monkeypatch.setenv(kernels.VARIABLE, str(tmp_path / "times"))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int4", "uint16", "bool"])
-def test_operands_of_every_type(dtype):
-    short = {"bfloat16": "bf16", "float8_e4m3fn": "f8e4m3fn", "int4": "s4", "uint16": "u16", "bool": "pred"}[dtype]
-    assert kernels._type(f"{short}[8,128]") == jax.ShapeDtypeStruct((8, 128), jnp.dtype(dtype))
+def test_operands_of_every_type():
+    types = {"bf16": "bfloat16", "f8e4m3fn": "float8_e4m3fn", "s4": "int4", "u16": "uint16", "pred": "bool"}
+    for short, dtype in types.items():
+        assert kernels._type(f"{short}[8,128]") == jax.ShapeDtypeStruct((8, 128), jnp.dtype(dtype))
+
+
+MLP = tp_mlp.Shape(batch=2, sequence=2048, model=2048, hidden=8192)
 
 
 @pytest.fixture(scope="module")
 def layer(tmp_path_factory):
     """An MLP, forward and backward, on four chips: the compiled program, and the folder of its dumps."""
-    topology, folder = "v5e:2x2", tmp_path_factory.mktemp("dumps")
-    mesh = fa.check.topology_mesh(topology, (1, 4), ("data", "model"))
+    folder = tmp_path_factory.mktemp("dumps")
+    mesh = tp_mlp.ring(fa.check.topology_devices("v5e:2x2"), "fused")
     with jax.set_mesh(mesh):
-        options = {"dtype": "bfloat16", "param_dtype": "bfloat16", "use_bias": False, "backend": "fused"}
-        graph, state = nnx.split(nnx.eval_shape(lambda: fa.nn.ParallelMLP(2048, 8192, rngs=nnx.Rngs(0), **options)))
-        x = jax.ShapeDtypeStruct((2, 2048, 2048), jnp.bfloat16, sharding=NamedSharding(mesh, P("data", "model", None)))
-
-        def both(state, x, dy):
-            y, backward = jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)
-            return y, *backward(dy)
-
-        return fa.check.compile_for(topology, jax.jit(both), state, x, x, keep_dumps=folder), folder
+        fn, arguments = tp_mlp.program("fused", MLP, mesh, backward=True)
+        return fa.check.compile_for("v5e:2x2", fn, *arguments, keep_dumps=folder), folder
 
 
 @pytest.mark.slow
-def test_the_estimate_with_simulated_kernels_is_close_to_the_simulation_of_the_whole(layer, tmp_path, monkeypatch):
+def test_the_estimate_with_simulated_kernels_is_close_to_the_simulation_of_the_whole(layer, monkeypatch):
     program, folder = layer
-    monkeypatch.setenv(kernels.VARIABLE, str(tmp_path))
     said = []
     estimated = fa.check.timeline(program, kernels="play", say=said.append)
     assert said
@@ -64,7 +58,7 @@ def test_the_estimate_with_simulated_kernels_is_close_to_the_simulation_of_the_w
     assert "played" in str(estimated)
     # At the data sheet's peak, with transfers for nothing, the kernels take less.
     assert fa.check.timeline(program).seconds < 0.95 * estimated.seconds
-    products = 3 * 3 * 2 * (2 * 2048) * 2048 * 8192 / 4  # three kernels, forward and twice backward
+    products = MLP.ideal_ms("v5e:2x2", backward=True) * 1e-3 * fa.check.CHIPS["v5e"].flops
     assert estimated.flops == pytest.approx(products, rel=1e-3)
 
     said.clear()
@@ -76,9 +70,7 @@ def test_the_estimate_with_simulated_kernels_is_close_to_the_simulation_of_the_w
 
 
 @pytest.mark.slow
-def test_a_kernel_that_cannot_be_simulated_takes_its_estimate_and_is_named(layer, tmp_path, monkeypatch):
-    monkeypatch.setenv(kernels.VARIABLE, str(tmp_path))
-
+def test_a_kernel_that_cannot_be_simulated_takes_its_estimate_and_is_named(layer, monkeypatch):
     def refuse(program, kernel):
         raise RuntimeError("no such chip\nand more")
 
@@ -92,24 +84,20 @@ def test_a_kernel_that_cannot_be_simulated_takes_its_estimate_and_is_named(layer
 
 def compile_shards(topology, local, out_specs, *shapes):
     """Compiles a function of arrays that every device of a topology has."""
-    mesh = fa.check.topology_mesh(topology, (fa.check.topology_size(topology),), ("model",))
-    arguments = [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, P())) for s in shapes]
-    with jax.set_mesh(mesh):
-        mapped = jax.jit(jax.shard_map(local, in_specs=P(), out_specs=out_specs, check_vma=False))
-        return fa.check.compile_for(topology, mapped, *arguments)
+    program = on_all_devices(topology, local, (P(),) * len(shapes), out_specs, *shapes)
+    return fa.check.compile_for(topology, *program)
 
 
 @pytest.mark.slow
-def test_a_start_and_its_done_are_simulated_together(tmp_path, monkeypatch):
+def test_a_start_and_its_done_are_simulated_together():
     """The blocks of an all-to-all on a square of four chips: two of them cross each link, and not all on one."""
-    monkeypatch.setenv(kernels.VARIABLE, str(tmp_path))
 
     def exchange(x):
-        sent, future = direct.all_to_all("model", 4, 0).start(x)
-        y = direct.all_to_all("model", 4, 0).done(sent, future)
+        sent, future = direct.all_to_all("x", 4, 0).start(x)
+        y = direct.all_to_all("x", 4, 0).done(sent, future)
         return y[:1, :1, :1]
 
-    program = compile_shards("v5e:2x2", exchange, P("model"), (4096, 1024))
+    program = compile_shards("v5e:2x2", exchange, P("x"), (4096, 1024))
     block, link = 1024 * 1024 * 2, fa.check.CHIPS["v5e"].link_bandwidth
     timeline = fa.check.timeline(program, kernels="play")
     assert not [note for note in timeline.notes if "was not simulated" in note]
@@ -119,8 +107,7 @@ def test_a_start_and_its_done_are_simulated_together(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("topology", "note"), [("v5p:2x2x1", "on core 0"), ("tpu7x:2x2x1", "were not simulated")])
-def test_of_two_cores_one_is_simulated_and_of_two_devices_none(tmp_path, monkeypatch, topology, note):
-    monkeypatch.setenv(kernels.VARIABLE, str(tmp_path))
+def test_of_two_cores_one_is_simulated_and_of_two_devices_none(topology, note):
     program = compile_shards(topology, gemm, P(), (1024, 1024), (1024, 1024))
     timeline = fa.check.timeline(program, kernels="play")
     assert [line for line in timeline.notes if note in line]
@@ -140,9 +127,8 @@ def compiled(steps, folder=False, dtype=jnp.int32, *, argument=False):
     call = pl.pallas_call(body, jax.ShapeDtypeStruct((512, 512), jnp.float32), grid_spec=grid)
     table = (np.arange(steps) < 2).astype(dtype)
     x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
-    if argument:
-        return fa.check.compile_for("v5e:1x1", call, jax.ShapeDtypeStruct((steps,), dtype), x, x, keep_dumps=folder)
-    return fa.check.compile_for("v5e:1x1", lambda x, y: call(table, x, y), x, x, keep_dumps=folder)
+    fn, *tables = (call, jax.ShapeDtypeStruct((steps,), dtype)) if argument else (functools.partial(call, table),)
+    return fa.check.compile_for("v5e:1x1", fn, *tables, x, x, keep_dumps=folder)
 
 
 @pytest.mark.slow
@@ -156,14 +142,11 @@ def test_a_kernel_reads_its_table(dtype, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("steps", "argument", "known"),
-    [(8, False, True), (16, False, False), (8, True, False)],
-    ids=["in the text", "left out of the text", "an argument"],
-)
-def test_a_kernel_whose_table_is_not_known_is_named(steps, argument, known, tmp_path, monkeypatch):
-    monkeypatch.setenv(kernels.VARIABLE, str(tmp_path))
-    timeline = fa.check.timeline(compiled(steps, argument=argument), kernels="play")
-    assert known != any(
-        "with 0 for scalars that the text of the program does not determine" in n for n in timeline.notes
-    )
+@pytest.mark.parametrize(("steps", "argument", "known"), [
+    (8, False, True),
+    (16, False, False),  # the text leaves a longer table out
+    (8, True, False),
+])  # fmt: skip
+def test_a_kernel_whose_table_is_not_known_is_named(steps, argument, known):
+    notes = fa.check.timeline(compiled(steps, argument=argument), kernels="play").notes
+    assert known != any("with 0 for scalars that the text of the program does not determine" in n for n in notes)

@@ -12,19 +12,16 @@ from flaxasync.check.player.memory import Addresses, integer_elements, padded_by
 from flaxasync.check.player.transfers import MemoryClaims, read_transfer
 
 
-@pytest.mark.parametrize(
-    ("shape", "size"),
-    [
+def test_bytes_of_shapes():
+    for shape, size in (
         ("bf16[8192,8192]{1,0:T(8,128)(2,1)}", 8192 * 8192 * 2),
         ("bf16[3,5]{1,0:T(8,128)(2,1)}", 8 * 128 * 2),
         ("f32[3,5]{0,1:T(8,128)}", 8 * 128 * 4),
         ("s32[8]{0:T(128)}", 512),
         ("(f32[2]{0}, pred[3]{0})", 11),
         ("u32[]{:S(2)}", 4),
-    ],
-)
-def test_bytes_of_shapes(shape, size):
-    assert padded_bytes(read_shape(shape)) == size
+    ):
+        assert padded_bytes(read_shape(shape)) == size
 
 
 def test_buffers_do_not_share_addresses():
@@ -51,9 +48,9 @@ def test_a_memory_space_is_recognized_by_its_addresses(before):
         MemoryClaims(addresses).claim(past, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("space", "size"), [("vmem", 8 << 30), ("sflag", 4 << 13), ("smem", 8 << 20), ("hbm", 1 << 37)]
-)
+@pytest.mark.parametrize(("space", "size"), [
+    ("vmem", 8 << 30), ("sflag", 4 << 13), ("smem", 8 << 20), ("hbm", 1 << 37),
+])  # fmt: skip
 def test_a_space_ends_before_the_next_begins(space, size):
     with pytest.raises(PlayerError, match=f"buffers in {space} need addresses up to"):
         Addresses(512).new(space, size, "too large")
@@ -73,31 +70,26 @@ ENTRY main {
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "elements"),
-    [("same", [4, 1, -3, 0]), ("moved", [0]), ("long", None), ("a", None), ("n", None), ("absent", None)],
-)
-def test_the_text_determines_constants_and_what_is_copied_from_them(name, elements):
-    assert integer_elements(parse(TEXT).entry.by_name, name) == elements
+def test_the_text_determines_constants_and_what_is_copied_from_them():
+    elements = {"same": [4, 1, -3, 0], "moved": [0], "long": None, "a": None, "n": None, "absent": None}
+    instructions = parse(TEXT).entry.by_name
+    assert {name: integer_elements(instructions, name) for name in elements} == elements
 
 
-@pytest.mark.parametrize(
-    ("text", "elements", "expected"),
-    [
-        ("s32[3]{0:T(128)}", [7, -1, 2], {0: 7, 1: 2**32 - 1, 2: 2}),
-        ("s32[]{:T(128)}", [5], {0: 5}),
-        ("s32[3]{0:T(128)}", [5], {0: 5, 1: 5, 2: 5}),  # repeated
-        ("s32[2,129]{1,0:T(2,128)}", [*[0] * 128, 1, 2, *[0] * 127, 3], {256: 1, 128: 2, 384: 3}),  # two tiles
-        ("s32[2,3]{0,1:T(4,128)}", [1, 2, 3, 4, 0, 0], {0: 1, 1: 4, 128: 2, 256: 3}),  # turned
-        ("s8[10]{0:T(512)(128)(4,1)}", [1, -1, *[0] * 8], {0: 1, 1: 255}),
-        ("s8[4,2]{1,0:T(4,128)(4,1)}", [*range(8)], {0: 0x06040200, 1: 0x07050301}),  # four rows in a word
-        ("u16[2,1]{1,0:T(2,128)(2,1)}", [3, 4], {0: 0x00040003}),  # two rows in a word
-        ("bf16[4]{0:T(512)(128)(2,1)}", [1, 2], None),  # no integers
-        ("s32[4]", [1, 2], None),  # from here on, what lies in another way
-        ("s8[4]{0:T(128)}", [1, 2], None),
-        ("s64[4]{0:T(128)}", [1, 2], None),
-    ],
-)
+@pytest.mark.parametrize(("text", "elements", "expected"), [
+    ("s32[3]{0:T(128)}", [7, -1, 2], {0: 7, 1: 2**32 - 1, 2: 2}),
+    ("s32[]{:T(128)}", [5], {0: 5}),
+    ("s32[3]{0:T(128)}", [5], {0: 5, 1: 5, 2: 5}),  # repeated
+    ("s32[2,129]{1,0:T(2,128)}", [*[0] * 128, 1, 2, *[0] * 127, 3], {256: 1, 128: 2, 384: 3}),  # two tiles
+    ("s32[2,3]{0,1:T(4,128)}", [1, 2, 3, 4, 0, 0], {0: 1, 1: 4, 128: 2, 256: 3}),  # turned
+    ("s8[10]{0:T(512)(128)(4,1)}", [1, -1, *[0] * 8], {0: 1, 1: 255}),
+    ("s8[4,2]{1,0:T(4,128)(4,1)}", [*range(8)], {0: 0x06040200, 1: 0x07050301}),  # four rows in a word
+    ("u16[2,1]{1,0:T(2,128)(2,1)}", [3, 4], {0: 0x00040003}),  # two rows in a word
+    ("bf16[4]{0:T(512)(128)(2,1)}", [1, 2], None),  # no integers
+    ("s32[4]", [1, 2], None),  # from here on, what lies in another way
+    ("s8[4]{0:T(128)}", [1, 2], None),
+    ("s64[4]{0:T(128)}", [1, 2], None),
+])  # fmt: skip
 def test_words_lie_tile_by_tile(text, elements, expected):
     found = words(read_shape(text), elements)
     assert (found and {n: word for n, word in enumerate(found) if word or n in expected}) == expected

@@ -1,5 +1,9 @@
-"""The variants of the published 2x2 study: small, and one of them at full size against its published times."""
+"""The variants of the published 2x2 study: small, and one of them at full size against its published times.
 
+The small ones also show what `play` and `play_dump` return.
+"""
+
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -11,22 +15,19 @@ import pytest
 from benchmarks.player import ROWS, STEP, misses, step_ms, value_ms
 from benchmarks.player_kernels import STUDY, program
 from flaxasync.check import topology_mesh
-from flaxasync.check.player import play, played_chip
-from tests.check.player.programs import SHAPE, assert_times_add_up, sent_bytes, simulated
+from flaxasync.check.player import play, play_dump, played_chip
+from tests.check.programs import SHAPE, assert_times_add_up, sent_bytes, simulated
 
 W, O = SHAPE[1] // 2 * SHAPE[2] * 2, SHAPE[0] // 2 * SHAPE[2] * 2  # noqa: E741, bytes of one device's w and o
 
 
-@pytest.mark.parametrize(
-    ("variant", "bytes_sent", "phases"),
-    [
-        ("collectives_and_gemm", None, ("all-gather", "gemm", "psum")),
-        ("series", [W + O] * 4, ("all_gather", "gemm", "all_reduce")),
-        ("fused", [W + O, O, O, W + O], ("fused", "all_reduce")),  # two devices have what the others need
-        ("overlapped", [W + O, O, O, W + O], ("overlapped",)),
-        ("xla", [O, W + O, W + O, O], ("collective-permute",)),  # two permute, two have what they need
-    ],
-)
+@pytest.mark.parametrize(("variant", "bytes_sent", "phases"), [
+    ("collectives_and_gemm", None, ("all-gather", "gemm", "psum")),
+    ("series", [W + O] * 4, ("all_gather", "gemm", "all_reduce")),
+    ("fused", [W + O, O, O, W + O], ("fused", "all_reduce")),  # two devices have what the others need
+    ("overlapped", [W + O, O, O, W + O], ("overlapped",)),
+    ("xla", [O, W + O, W + O, O], ("collective-permute",)),  # two permute, two have what they need
+])  # fmt: skip
 def test_variants_of_the_study(variant, bytes_sent, phases):
     _, result = simulated(variant)
     assert_times_add_up(result)
@@ -44,6 +45,33 @@ def test_the_overlapped_kernel_waits_less_for_others_than_the_fused_one():
     series, fused, overlapped = (simulated(variant)[1] for variant in ("series", "fused", "overlapped"))
     assert overlapped.exposed < 0.6 * fused.exposed
     assert overlapped.seconds < fused.seconds < series.seconds * 1.1
+
+
+def test_a_simulation_is_the_same_every_time():
+    folder, result = simulated("fused")
+    again, third = play_dump(folder), play_dump(folder)
+    assert result.to_json() == again.to_json() == third.to_json()
+    assert again.slices == third.slices
+
+
+def test_measured_gives_an_error_and_constants_can_be_replaced():
+    folder, result = simulated("series")
+    assert play_dump(folder, measured=result.seconds / 1.1).error == pytest.approx(0.1)
+    slow = dataclasses.replace(played_chip("v5e"), link_efficiency=0.5)
+    assert play_dump(folder, chip=slow).exposed > 1.7 * result.exposed
+
+
+def test_json_table_and_timeline():
+    _, result = simulated("fused")
+    content = json.loads(result.to_json())
+    assert content["seconds"] == result.seconds
+    assert len(content["devices"]) == 4
+    for text in (result.slowest.phase("fused").name, "basis:", "known error:", "device 3", "bytes of all devices"):
+        assert text in str(result)
+    with pytest.raises(KeyError, match=r"no phase begins with 'nothing': .*fused"):
+        result.slowest.phase("nothing")
+    timeline = result.timeline()
+    assert (timeline.seconds, timeline.exposed) == (result.seconds, pytest.approx(result.exposed))
 
 
 @pytest.fixture(scope="module")

@@ -119,18 +119,15 @@ def test_the_command_prints_the_measured_and_the_estimated_times(profile, tmp_pa
     assert json.loads(capsys.readouterr().out)[0]["exposed"] == pytest.approx(500e-6)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "must be an xplane file, or a folder that jax.profiler.trace wrote: it has none"),
-        (b"no profile", "is not an xplane file"),
-        (
-            xplane({"python": [("main", 0, 1)]}, "/host:CPU"),
-            "has no planes of devices and no instructions of XLA programs: it has the planes /host:CPU; run the",
-        ),
-        (xplane(EVENTS), "the profile has no program 'jit_nothing': it has jit_other, jit_step"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    (None, "must be an xplane file, or a folder that jax.profiler.trace wrote: it has none"),
+    (b"no profile", "is not an xplane file"),
+    (
+        xplane({"python": [("main", 0, 1)]}, "/host:CPU"),
+        "has no planes of devices and no instructions of XLA programs: it has the planes /host:CPU; run the",
+    ),
+    (xplane(EVENTS), "the profile has no program 'jit_nothing': it has jit_other, jit_step"),
+])  # fmt: skip
 def test_what_cannot_be_read_is_an_error_that_says_why(content, message, tmp_path, capsys):
     if content is not None:
         (tmp_path / "a.xplane.pb").write_bytes(content)

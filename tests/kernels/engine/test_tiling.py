@@ -78,3 +78,11 @@ def test_overhanging_tiles_cost_no_more_than_dividing_ones(units, most):
 def test_tiles_divide_where_that_costs_little(size):
     assert Tiling.of((size,), 1024).size == largest_divisor(size, 1024, LANES)
     assert RowTiling.of(1, size, 1024, 16).rows.size == largest_divisor(size, 1024, 16)
+
+
+@pytest.mark.parametrize(("side", "most", "unit", "tile"), [
+    (4096, 1024, 8, 1024), (2560, 1024, 8, 640), (1536, 1024, 128, 768),  # they divide
+    (5504, 1024, 128, 512), (1072, 1024, 16, 544), (384, 1024, 256, 256), (40, 16, 8, 16),
+])  # fmt: skip
+def test_sides_of_tiles(side, most, unit, tile):
+    assert Tiling.overhanging(side, most, unit).size == tile

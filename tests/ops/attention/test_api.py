@@ -92,35 +92,30 @@ def parity(
         assert error <= TOLERANCE[dtype], f"{name}: relative error {error:.2e}"
 
 
-slow = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        # Rings of 3 and 8 have two directions, and 8 is the first size with a loop.
-        {"size": 1, "layout": "zigzag"},
-        {"size": 2},
-        {"size": 3, "layout": "zigzag", "directions": 2},
-        {"size": 8, "directions": 2},
-        pytest.param({"size": 8, "layout": "zigzag", "directions": 2, "segments": True}, marks=slow),
-        {"causal": False, "heads": 8},
-        {"window": 5, "layout": "zigzag", "heads": 8, "kv_heads": 1},
-        pytest.param({"window": 1}, marks=slow),
-        pytest.param({"window": 6, "causal": False, "layout": "zigzag"}, marks=slow),
-        {"segments": True, "window": 6, "causal": False, "directions": 2, "data": 2, "check_vma": False},
-        {"rows": 512, "layout": "zigzag", "size": 2, "kernel": Reference(tile=64)},
-        {"data": 2, "axis_type": AxisType.Auto, "size": 3},
-        {"backend": "gather", "layout": "zigzag", "segments": True, "window": 6},
-        pytest.param({"backend": "gather", "causal": False}, marks=slow),
-        # The rows of one device, in `attention`.
-        {"size": 1, "axis_name": None, "rows": 12, "heads": 8, "segments": True, "window": 3, "causal": False},
-        {"size": 1, "axis_name": None, "rows": 256, "window": 100, "kernel": Reference(tile=64), "data": 2},
-        {"size": 3, "rows": 16, "head_dim": 16, "heads": 4, "layout": "zigzag", "dtype": "bfloat16"},
-        pytest.param({"size": 3, "rows": 16, "head_dim": 16, "dtype": "bfloat16", "backend": "gather"}, marks=slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("form", [
+    # Rings of 3 and 8 have two directions, and 8 is the first size with a loop.
+    {"size": 1, "layout": "zigzag"},
+    {"size": 2},
+    {"size": 3, "layout": "zigzag", "directions": 2},
+    {"size": 8, "directions": 2},
+    {"causal": False, "heads": 8},
+    {"window": 5, "layout": "zigzag", "heads": 8, "kv_heads": 1},
+    {"segments": True, "window": 6, "causal": False, "directions": 2, "data": 2, "check_vma": False},
+    {"rows": 512, "layout": "zigzag", "size": 2, "kernel": Reference(tile=64)},
+    {"data": 2, "axis_type": AxisType.Auto, "size": 3},
+    {"backend": "gather", "layout": "zigzag", "segments": True, "window": 6},
+    {"size": 3, "rows": 16, "head_dim": 16, "heads": 4, "layout": "zigzag", "dtype": "bfloat16"},
+    # The rows of one device, in `attention`.
+    {"size": 1, "axis_name": None, "rows": 12, "heads": 8, "segments": True, "window": 3, "causal": False},
+    {"size": 1, "axis_name": None, "rows": 256, "window": 100, "kernel": Reference(tile=64), "data": 2},
+    *(pytest.param(form, marks=pytest.mark.slow) for form in [
+        {"size": 8, "layout": "zigzag", "directions": 2, "segments": True},
+        {"window": 1},
+        {"window": 6, "causal": False, "layout": "zigzag"},
+        {"backend": "gather", "causal": False},
+        {"size": 3, "rows": 16, "head_dim": 16, "dtype": "bfloat16", "backend": "gather"},
+    ]),
+], ids=str)  # fmt: skip
 def test_every_form(form):
     parity(**({"size": 4} | form))
 
@@ -166,54 +161,41 @@ def test_products_are_counted_on_the_devices(directions):
     assert len(set(contiguous)) > 1
 
 
-def shards(q_shape=(1, 4, 4, 8), k_shape=None, dtype=jnp.float32, size=4, v_shape=None, ids=None, **options):
-    """Calls the op on local shards of given shapes."""
-    q, k = jnp.ones(q_shape, dtype), jnp.ones(k_shape or q_shape, dtype)
-    v = jnp.ones(v_shape or k.shape, dtype)
-    with jax.set_mesh(make_mesh(size)):
-        fn = jax.shard_map(
-            lambda: fa.ring_attention(q, k, v, options.pop("axis_name", "seq"), segment_ids=ids, **options),
-            in_specs=(), out_specs=P(None, "seq"),
-        )  # fmt: skip
-        return jax.eval_shape(fn)
+NOT_HERE = {"error": NotImplementedError}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"axis_name": "context"}, "needs the mesh axis 'context' inside jax.shard_map"),
-        ({"q_shape": (4, 4, 8)}, r"needs q of \[batch, rows, heads, head size\]: got \[4, 4, 8\]"),
-        ({"k_shape": (1, 6, 4, 8)}, r"one share of rows .* q \[1, 4, 4, 8\] and k \[1, 6, 4, 8\]; lay both out alike"),
-        ({"v_shape": (1, 4, 4, 4)}, "sends k and v as one block of one shape"),
-        ({"k_shape": (1, 4, 3, 8)}, "got 4 heads and 3 key-value heads; use a multiple"),
-        ({"q_shape": (1, 5, 4, 8), "layout": "zigzag"}, "got 5 rows a device, needed an even number; pad the sequence"),
-        ({"layout": "striped"}, "layout='striped': it must be one of 'contiguous', 'zigzag'"),
-        ({"window": 0}, "window to be 1 or more rows, or None: got 0"),
-        ({"directions": 3}, "directions to be 1, 2 or None: got 3"),
-        ({"unroll": 0}, "unroll to be 1 or more: got 0"),
-        ({"backend": "ring"}, "backend='ring': it must be one of none, xla, pallas, stateful, or None to choose"),
-        ({"kernel": "splash"}, "kernel='splash': it must be one of reference, flash"),
-        ({"dtype": jnp.int32}, "float64, float32, bfloat16 or float16: got int32"),
-        ({"ids": jnp.ones((1, 6), jnp.int32)}, r"one segment id a row, \[1, 4\]: got \[1, 6\]"),
-        ({"ids": jnp.ones((1, 4))}, "segment ids of an integer dtype: got float32"),
-    ],
-)
-def test_bad_input_is_refused_with_its_numbers(options, message):
-    with pytest.raises(ValueError, match=message):
-        shards(**options)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"axis_name": "context"}, "needs the mesh axis 'context' inside jax.shard_map"),
+    ({"q_shape": (4, 4, 8)}, r"needs q of \[batch, rows, heads, head size\]: got \[4, 4, 8\]"),
+    ({"k_shape": (1, 6, 4, 8)}, r"one share of rows .* q \[1, 4, 4, 8\] and k \[1, 6, 4, 8\]; lay both out alike"),
+    ({"v_shape": (1, 4, 4, 4)}, "sends k and v as one block of one shape"),
+    ({"k_shape": (1, 4, 3, 8)}, "got 4 heads and 3 key-value heads; use a multiple"),
+    ({"q_shape": (1, 5, 4, 8), "layout": "zigzag"}, "got 5 rows a device, needed an even number; pad the sequence"),
+    ({"layout": "striped"}, "layout='striped': it must be one of 'contiguous', 'zigzag'"),
+    ({"window": 0}, "window to be 1 or more rows, or None: got 0"),
+    ({"directions": 3}, "directions to be 1, 2 or None: got 3"),
+    ({"unroll": 0}, "unroll to be 1 or more: got 0"),
+    ({"backend": "ring"}, "backend='ring': it must be one of none, xla, pallas, stateful, or None to choose"),
+    ({"kernel": "splash"}, "kernel='splash': it must be one of reference, flash"),
+    ({"dtype": jnp.int32}, "float64, float32, bfloat16 or float16: got int32"),
+    ({"ids": jnp.ones((1, 6), jnp.int32)}, r"one segment id a row, \[1, 4\]: got \[1, 6\]"),
+    ({"ids": jnp.ones((1, 4))}, "segment ids of an integer dtype: got float32"),
+    ({"backend": "pallas", **NOT_HERE}, "ring_attention with backend='pallas' is made of TPU.* use backend='xla'"),
+    ({"backend": "fused", **NOT_HERE}, "ring_attention has no 'fused' backend: it has none, xla, .* use backend='xla'"),
+    ({"kernel": "flash", **NOT_HERE}, "ring_attention with kernel='flash' is made of TPU.* use kernel='reference'"),
+])  # fmt: skip
+def test_what_cannot_be_served_is_refused(options, message):
+    def refuse(
+        error=ValueError, q_shape=(1, 4, 4, 8), k_shape=None, v_shape=None, dtype=jnp.float32, ids=None,
+        axis_name="seq", **options,
+    ):  # fmt: skip
+        k_shape = k_shape or q_shape
+        q, k, v = (jnp.ones(shape, dtype) for shape in (q_shape, k_shape, v_shape or k_shape))
+        op = functools.partial(fa.ring_attention, q, k, v, axis_name, segment_ids=ids, **options)
+        with jax.set_mesh(make_mesh(4)), pytest.raises(error, match=message):
+            jax.eval_shape(jax.shard_map(op, in_specs=(), out_specs=P(None, "seq")))
 
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"backend": "pallas"}, "ring_attention with backend='pallas' is made of TPU kernels.* use backend='xla'"),
-        ({"backend": "fused"}, "ring_attention has no 'fused' backend: it has none, xla, .* use backend='xla', which"),
-        ({"kernel": "flash"}, "ring_attention with kernel='flash' is made of TPU kernels.* use kernel='reference'"),
-    ],
-)
-def test_kernels_for_other_devices_are_refused(options, message):
-    with pytest.raises(NotImplementedError, match=message):
-        shards(**options)
+    refuse(**options)
 
 
 def test_an_axis_that_is_not_mapped_is_refused():
@@ -225,23 +207,25 @@ def test_an_axis_that_is_not_mapped_is_refused():
         )(jax.device_put(x, P("data", "seq")))  # fmt: skip
 
 
+def norm_of_gradient(attention):
+    """Returns a function of q, k and v whose gradient is a second derivative of attention."""
+
+    def loss(*qkv):
+        return jnp.sum(jnp.sin(attention(*qkv)))
+
+    return lambda *qkv: sum(jnp.sum(g**2) for g in jax.grad(loss, (0, 1, 2))(*qkv))
+
+
 @pytest.mark.parametrize("backend", ["xla", "gather"])
 def test_a_second_derivative_is_refused(backend):
-    x = jnp.ones((1, 8, 1, 4))
+    op, spec = functools.partial(fa.ring_attention, axis_name="seq", backend=backend), P(None, "seq")
     with jax.set_mesh(make_mesh(4)):
-        mapped = jax.shard_map(
-            lambda x: fa.ring_attention(x, x, x, "seq", backend=backend),
-            in_specs=P(None, "seq"), out_specs=P(None, "seq"),
-        )  # fmt: skip
-        x = jax.device_put(x, P(None, "seq"))
-
-        def norm_of_gradient(x):
-            return jnp.sum(jax.grad(lambda x: jnp.sum(mapped(x)))(x) ** 2)
-
-        assert jax.eval_shape(norm_of_gradient, x).shape == ()
-        for gradient in (jax.grad(norm_of_gradient), jax.jit(jax.grad(norm_of_gradient))):
+        norm = norm_of_gradient(jax.shard_map(op, in_specs=spec, out_specs=spec))
+        x = jax.device_put(jnp.ones((1, 8, 1, 4)), spec)
+        assert jax.eval_shape(norm, x, x, x).shape == ()
+        for gradient in (jax.grad(norm), jax.jit(jax.grad(norm))):
             with pytest.raises(NotImplementedError, match="ring_attention has a first derivative only"):
-                gradient(x)
+                gradient(x, x, x)
 
 
 def test_one_device_has_a_second_derivative():
@@ -249,17 +233,9 @@ def test_one_device_has_a_second_derivative():
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 16, 2, 4)).astype(np.float32) for _ in range(3))
     q[:, 0], k[:, 0], k[:, 1] = (20, 0, 0, 0), (-10, 0, 0, 0), (20, 0, 0, 0)
-
-    def gradient_of_the_norm_of_the_gradient(attention):
-        def norm(x):
-            return sum(jnp.sum(g**2) for g in jax.grad(lambda x: jnp.sum(jnp.sin(attention(*x))))(x))
-
-        return [np.asarray(g) for g in jax.jit(jax.grad(norm))((q, k, v))]
-
-    gots = gradient_of_the_norm_of_the_gradient(lambda q, k, v: fa.attention(q, k, v, window=4))
-    wants = gradient_of_the_norm_of_the_gradient(
-        lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(3, 0))
-    )
+    ours = functools.partial(fa.attention, window=4)
+    theirs = functools.partial(jax.nn.dot_product_attention, is_causal=True, local_window_size=(3, 0))
+    gots, wants = (jax.jit(jax.grad(norm_of_gradient(fn), (0, 1, 2)))(q, k, v) for fn in (ours, theirs))
     for got, want in zip(gots, wants, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4 * np.abs(want).max())
 
@@ -269,11 +245,10 @@ def test_a_kernel_without_a_second_derivative_says_so():
     class Mine(Reference):
         name: str = "mine"
 
-    x = jnp.ones((1, 8, 1, 4))
+    def trace(kernel):
+        x = jnp.ones((1, 8, 1, 4))
+        return jax.eval_shape(jax.grad(norm_of_gradient(functools.partial(fa.attention, kernel=kernel))), x, x, x)
 
-    def norm_of_gradient(x, kernel):
-        return jnp.sum(jax.grad(lambda x: jnp.sum(fa.attention(x, x, x, kernel=kernel)))(x) ** 2)
-
-    jax.eval_shape(jax.grad(functools.partial(norm_of_gradient, kernel=Mine())), x)
+    trace(Mine())
     with pytest.raises(NotImplementedError, match=r"its gradient is a kernel, .* kernel='reference' has one"):
-        jax.eval_shape(jax.grad(functools.partial(norm_of_gradient, kernel=Flash(sub_block=8, kv_tile=8, q_tile=8))), x)
+        trace(Flash(sub_block=8, kv_tile=8, q_tile=8))

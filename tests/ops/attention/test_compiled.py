@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
+from tests.kernels.conftest import arranged
 
 
 @functools.cache
@@ -18,11 +18,7 @@ def program(topology, size, rows, backend, *, kernel=None, backward=True, layout
     """Compiles attention of 8 heads and 2 key-value heads, with `rows` rows on each device."""
     mesh = fa.check.topology_mesh(topology, (size,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     spec = P(None, "x")
-
-    def struct(heads):
-        shape = (1, rows * size, heads, head_dim)
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-
+    arguments = arranged(mesh, [(1, rows * size, heads, head_dim) for heads in (8, 2, 2, 8)], [spec] * 4)
     attention = functools.partial(fa.ring_attention, axis_name="x", layout=layout, backend=backend, kernel=kernel)
 
     def both(q, k, v, do):
@@ -30,7 +26,6 @@ def program(topology, size, rows, backend, *, kernel=None, backward=True, layout
         return (o, vjp(do)) if backward else o
 
     with jax.set_mesh(mesh):
-        arguments = struct(8), struct(2), struct(2), struct(8)
         return fa.check.compile_for(topology, jax.jit(both), *arguments, compiler_options=fa.check.HLO_ONLY)
 
 
@@ -83,7 +78,7 @@ def test_a_layer_with_whole_sequences_keeps_its_scores_in_vmem(mapped):
         shardings = nnx.get_named_sharding(state, mesh)
         state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
         x_spec = P("data", "model") if "data" in mapped else P(None, "model")
-        x = jax.ShapeDtypeStruct((4, rows, 256), jnp.bfloat16, sharding=NamedSharding(mesh, P("data", "model")))
+        (x,) = arranged(mesh, [(4, rows, 256)], [P("data", "model")])
 
         def apply(state, x):
             return nnx.merge(graph, state)(x)

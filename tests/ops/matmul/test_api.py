@@ -1,4 +1,4 @@
-"""Every op on every backend against one unsharded float32 reference: y, dx, dw; then composition and bad input."""
+"""Every op on every backend against unsharded products in float32; composition; what is refused; fused kernels."""
 
 import functools
 
@@ -13,62 +13,19 @@ from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from tests.grids import sparse
+from tests.kernels.conftest import as_float32, draw, simulated
+from tests.ops.matmul.conftest import SPECS, assert_close, check_parity
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-# In float32 sums of up to R * k terms are added in another order; bfloat16 keeps 8 bits, and partial sums travel in it.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-BACKENDS = ["xla", "none"]
-
-
-def assert_close(got, want, dtype, name):
-    got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
-    error = np.abs(got - want).max() / max(np.abs(want).max(), 1e-6)
-    assert error <= TOLERANCE[dtype], f"{name}: relative error {error:.2e}"
-
-
-def specs(op):
-    """Returns the specs of x, w and y: the batch is sharded over data, rows or columns over model."""
-    by_rows, by_columns = P("data", "model", None), P("data", None, "model")
-    return {
-        "all_gather_matmul": (by_rows, P(None, "model"), by_columns),
-        "matmul_reduce_scatter": (by_columns, P("model", None), by_rows),
-        "matmul_all_reduce": (by_columns, P("model", None), P("data", None, None)),
-    }[op]
-
-
-def parity(op, size, *, rows, batch=2, dtype="float32", data=1, axis_type=AxisType.Explicit, check_vma=True, **options):
-    """Compares y, dx and dw of an op on a (data, model) mesh with those of one device in float32."""
-    mesh = jax.make_mesh((data, size), ("data", "model"), (axis_type,) * 2, devices=jax.devices()[: data * size])
-    x_spec, w_spec, y_spec = specs(op)
-    k, n = 6 * size, 4 * size
-    m = rows if op == "matmul_all_reduce" else rows * size
-    rng = np.random.default_rng(rows + 10 * size)
-    # The dtype represents the values exactly, so the comparison measures the op and not the rounding of its input.
-    x, w, dy = (
-        np.asarray(rng.standard_normal(shape), jnp.dtype(dtype))
-        for shape in [(batch * data, m, k), (k, n), (batch * data, m, n)]
-    )
-    fn = functools.partial(getattr(fa, op), axis_name="model", **options)
-
-    @jax.jit
-    def sharded(x, w, dy):
-        # dy is given as an argument, so a wrong sum over a replicated axis cannot cancel out.
-        y, vjp = jax.vjp(jax.shard_map(fn, in_specs=(x_spec, w_spec), out_specs=y_spec, check_vma=check_vma), x, w)
-        return y, *vjp(dy)
-
-    with jax.set_mesh(mesh):
-        got = sharded(*(jax.device_put(v, s) for v, s in zip((x, w, dy), (x_spec, w_spec, y_spec), strict=True)))
-    x32, w32, dy32 = (np.asarray(v, np.float32) for v in (x, w, dy))
-    want = (x32 @ w32, dy32 @ w32.T, np.einsum("bmk,bmn->kn", x32, dy32))
-    for name, g, r in zip(("y", "dx", "dw"), got, want, strict=True):
-        assert g.dtype == jnp.dtype(dtype)
-        assert_close(g, r, dtype, name)
-
-
-OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+OPS, BACKENDS = list(SPECS), ["xla", "none"]
 SIZES = [1, 2, 3, 5, 8]
-AXIS_TYPES = [AxisType.Explicit, AxisType.Auto]
+MESH_FORMS = [{}, {"axis_type": AxisType.Auto}, {"check_vma": False}]
+
+
+def parity(op, size, *, rows, **options):
+    """Compares an op with `rows` rows on each device, and with few features."""
+    check_parity(op, size, m=rows if op == "matmul_all_reduce" else rows * size, k=6 * size, ns=[4 * size], **options)
 
 
 @pytest.mark.parametrize(
@@ -84,26 +41,31 @@ def test_one_collective_matches_the_reference(op, size):
 
 
 @pytest.mark.parametrize(
-    ("op", "backend", "axis_type"), sparse(OPS, BACKENDS, AXIS_TYPES, keep=lambda *numbers: sum(numbers) % 2 == 0)
+    ("op", "backend", "form"), sparse(OPS, BACKENDS, MESH_FORMS, keep=lambda *numbers: sum(numbers) % 2 == 0)
 )
-def test_on_a_sub_axis_the_weight_gradient_is_summed_over_the_rest_once(op, backend, axis_type):
-    parity(op, 4, rows=2, data=2, axis_type=axis_type, backend=backend)
+def test_on_a_sub_axis_the_weight_gradient_is_summed_over_the_rest_once(op, backend, form):
+    parity(op, 4, rows=2, data=2, backend=backend, **form)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_without_vma_checks(op):
-    parity(op, 4, rows=2, data=2, check_vma=False, backend="xla")
+def on_ring(fn, in_specs, out_specs, size=4):
+    """Returns the function that maps `fn` over a ring of devices and applies a jitted transformation to it."""
+
+    def run(transform, *arrays):
+        with jax.set_mesh(jax.make_mesh((size,), ("model",), devices=jax.devices()[:size])):
+            placed = [jax.device_put(array, spec) for array, spec in zip(arrays, in_specs, strict=True)]
+            return transform(jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs))(*placed)
+
+    return run
 
 
 @pytest.mark.parametrize(("batch", "k"), [(0, 8), (2, 0)])
 def test_a_ring_sums_what_has_no_elements(batch, k):
     """No batch, and nothing to contract; four devices cannot share out the three rows, so the batches are merged."""
-    mesh = jax.make_mesh((4,), ("model",), (AxisType.Explicit,), devices=jax.devices()[:4])
-    fn = functools.partial(fa.matmul_all_reduce, axis_name="model", backend="xla")
-    with jax.set_mesh(mesh):
-        # The operands are cut inside: XLA cannot compile a shard_map without elements in any argument.
-        local = jax.shard_map(lambda x, w: fn(x[..., :k], w[:k]), in_specs=(P(), P()), out_specs=P())
-        y = jax.jit(local)(jnp.ones((batch, 3, 8)), jnp.ones((8, 4)))
+
+    def local(x, w):  # cuts the operands: XLA cannot compile a shard_map without elements in any argument
+        return fa.matmul_all_reduce(x[..., :k], w[:k], "model", backend="xla")
+
+    y = on_ring(local, (P(), P()), P())(jax.jit, np.ones((batch, 3, 8)), np.ones((8, 4)))
     np.testing.assert_array_equal(y, np.zeros((batch, 3, 4)))
 
 
@@ -122,38 +84,24 @@ def test_any_ring_any_rows_any_dtype(op, backend, size, rows, batch, dtype, dire
     parity(op, size, rows=rows, batch=batch, dtype=dtype, backend=backend, directions=directions, unroll=unroll)
 
 
-def on_ring(fn, in_specs, out_specs, size=4):
-    """Returns the function that maps `fn` over a ring of devices and applies a jitted transformation to it."""
-
-    def run(transform, *arrays):
-        with jax.set_mesh(jax.make_mesh((size,), ("model",), devices=jax.devices()[:size])):
-            placed = [jax.device_put(array, spec) for array, spec in zip(arrays, in_specs, strict=True)]
-            return transform(jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs))(*placed)
-
-    return run
-
-
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
 def test_partial_sums_travel_in_reduce_dtype(op):
     """With reduce_dtype=float32 the bfloat16 result is rounded once: within half a unit in the last place, 2**-9."""
     size = 8
-    x = np.asarray(np.random.default_rng(0).standard_normal((8, 64 * size)), jnp.bfloat16)
-    w = np.asarray(np.random.default_rng(1).standard_normal((64 * size, 16)), jnp.bfloat16)
-    want = np.asarray(x, np.float32) @ np.asarray(w, np.float32)
+    x, w = draw((8, 64 * size), "bfloat16"), draw((64 * size, 16), "bfloat16", 1)
+    want = as_float32(x) @ as_float32(w)
     errors = {}
     for dtype in (None, jnp.float32):
         fn = functools.partial(getattr(fa, op), axis_name="model", reduce_dtype=dtype)
         out = P("model", None) if op == "matmul_reduce_scatter" else P()
         y = on_ring(fn, (P(None, "model"), P("model", None)), out, size)(jax.jit, x, w)
-        errors[dtype] = np.abs(np.asarray(y, np.float32) - want) / np.maximum(np.abs(want), 1.0)
+        errors[dtype] = np.abs(as_float32(y) - want) / np.maximum(np.abs(want), 1.0)
     assert errors[jnp.float32].max() <= 2**-8
     assert errors[None].mean() > 1.5 * errors[jnp.float32].mean()
 
 
 def dense_pair():
-    rng = np.random.default_rng(3)
-    shapes = [(2, 8, 12), (12, 16), (12, 16), (16, 12)]
-    return [np.asarray(rng.standard_normal(shape), np.float32) for shape in shapes]
+    return [draw(shape, seed=i) for i, shape in enumerate([(2, 8, 12), (12, 16), (12, 16), (16, 12)])]
 
 
 MLP_SPECS = (P(None, "model", None), P(None, "model"), P(None, "model"), P("model", None))
@@ -206,7 +154,7 @@ def test_a_shared_trip_sends_x_once():
 
 
 def test_under_scan_over_layers():
-    x, w = dense_pair()[0], np.random.default_rng(5).standard_normal((3, 12, 12)).astype(np.float32) / 4
+    x, w = dense_pair()[0], draw((3, 12, 12)) / 4
 
     def layers(x, ws):
         def layer(x, w):
@@ -231,7 +179,7 @@ def test_under_scan_over_layers():
 def test_under_vmap(op):
     x, w, _ = dense_pair()[:3]
     xs, ws = np.stack([x, 2 * x, -x]), np.stack([w, w + 1, 3 * w])
-    x_spec, w_spec, y_spec = (P(None, *(None if a == "data" else a for a in s)) for s in specs(op))
+    x_spec, w_spec, y_spec = (P(None, *(None if a == "data" else a for a in s)) for s in SPECS[op])
     fn = jax.vmap(functools.partial(getattr(fa, op), axis_name="model"))
     y = on_ring(fn, (x_spec, w_spec), y_spec)(jax.jit, xs, ws)
     assert_close(y, np.einsum("vbmk,vkn->vbmn", xs, ws), "float32", "y")
@@ -241,11 +189,8 @@ X, W = np.ones((4, 8), np.float32), np.ones((8, 4), np.float32)
 
 
 def refused(error, message, x=X, w=W, op="all_gather_matmul", axis_name="model", **options):
-    with (
-        jax.set_mesh(jax.make_mesh((4,), ("model",), devices=jax.devices()[:4])),
-        pytest.raises(error, match=message),
-    ):
-        jax.shard_map(lambda: getattr(fa, op)(x, w, axis_name, **options), in_specs=(), out_specs=P())()
+    with pytest.raises(error, match=message):
+        on_ring(lambda: getattr(fa, op)(x, w, axis_name, **options), (), P())(lambda fn: fn)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -279,14 +224,47 @@ def test_a_backend_that_cannot_serve_is_not_swapped(backend):
 
 
 def test_an_axis_that_shard_map_leaves_unmapped_is_named():
-    with (
-        jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"))),
-        pytest.raises(ValueError, match="every axis that shards its operands to be mapped"),
-    ):
-        jax.shard_map(
-            lambda x, w: fa.all_gather_matmul(x, w, "model"),
-            in_specs=(P(None, "model"), P(None, "model")), out_specs=P(None, None, "model"), axis_names={"model"},
-        )(
-            jax.device_put(jnp.ones((2, 8, 8)), P("data", "model", None)),
-            jax.device_put(jnp.ones((8, 4)), P(None, "model")),
-        )  # fmt: skip
+    fn, spec = functools.partial(fa.all_gather_matmul, axis_name="model"), P(None, "model")
+    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"))):
+        mapped = jax.shard_map(fn, in_specs=(spec, spec), out_specs=P(None, None, "model"), axis_names={"model"})
+        x, w = jax.device_put(jnp.ones((2, 8, 8)), P("data", "model")), jax.device_put(jnp.ones((8, 4)), spec)
+        with pytest.raises(ValueError, match="every axis that shards its operands to be mapped"):
+            mapped(x, w)
+
+
+@pytest.mark.parametrize(("op", "size", "options"), [
+    ("matmul_reduce_scatter", 3, {"batch": 3, "m": 3 * 10, "k": 3 * 50, "ns": [100], "mode": "eager"}),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("all_gather_matmul", 2, {"ns": [512] * 2}),
+        ("matmul_all_reduce", 3, {"m": 20, "k": 3 * 128, "mode": "eager"}),
+        ("all_gather_matmul", 4, {"dtype": "bfloat16", "ns": [512], "batch": 4}),
+        ("matmul_reduce_scatter", 4, {"dtype": "bfloat16", "k": 512}),
+        ("all_gather_matmul", 3, {"batch": 1, "m": 3 * 10, "k": 100, "ns": [3 * 70], "mode": "eager",
+                                  "check_vma": False}),
+        ("matmul_reduce_scatter", 2, {"ns": [256] * 2, "check_vma": False}),
+        ("matmul_all_reduce", 2, {"check_vma": False}),
+    ]),
+])  # fmt: skip
+def test_fused_kernels_in_the_simulator(op, size, options):
+    check_parity(op, size, backend="fused", **{"m": 16 * size, "k": 256, "ns": [256], "mode": "on_wait"} | options)
+
+
+@pytest.mark.parametrize(("message", "options"), [
+    ("got an axis 'model' of size 1; use backend='none'", {"size": 1}),
+    (r"got x \[1, 0, 128\] and w \[128, 128\]; use backend='none'", {"x": (1, 0, 128)}),
+    (r"got x \[0, 32, 128\] and w \[128, 128\]; use backend='none'", {"x": (0, 32, 128)}),
+    ("float32 and bfloat16: got float16; cast the operands, or use backend='xla'", {"dtype": jnp.float16}),
+    ("default precision: got precision=highest; leave it out, or use backend='xla'", {"precision": "highest"}),
+    ("operands' dtype, float32: got reduce_dtype=bfloat16; leave it out", {"reduce_dtype": jnp.bfloat16}),
+    ("does not reach: got unroll=4; leave it out", {"unroll": 4}),
+])  # fmt: skip
+@pytest.mark.parametrize("op", OPS)
+def test_a_call_that_fused_kernels_cannot_serve_is_refused_with_an_alternative(op, message, options):
+    def trace(size=2, dtype=jnp.float32, x=(1, 32, 128), **options):
+        local = functools.partial(getattr(fa, op), axis_name="model", backend="fused", **options)
+        with simulated((size,), ("model",)):
+            fn = jax.shard_map(local, in_specs=P(), out_specs=P(), check_vma=False)
+            jax.eval_shape(fn, jax.ShapeDtypeStruct(x, dtype), jax.ShapeDtypeStruct((128, 128), dtype))
+
+    with pytest.raises(NotImplementedError, match=f"^{op} with backend='fused' .*{message}"):
+        trace(**options)

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from flaxasync import check
+from tests.kernels.conftest import arranged
 
 TOPOLOGY, R = "v5e:2x4", 8
 B, S, D, F = 2, 4096, 2048, 8192  # large enough that the compiler neither fuses the ring away nor unrolls it
@@ -19,12 +20,8 @@ COPIES = {"copy", "copy-start", "broadcast", "concatenate", "pad", "dynamic-upda
 
 def compiled(fn, shapes, in_specs, out_specs):
     mesh = check.topology_mesh(TOPOLOGY, (R,), ("model",))
-    args = [
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=jax.NamedSharding(mesh, spec))
-        for shape, spec in zip(shapes, in_specs, strict=True)
-    ]
     mapped = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
-    return check.compile_for(TOPOLOGY, mapped, *args, compiler_options=check.HLO_ONLY)
+    return check.compile_for(TOPOLOGY, mapped, *arranged(mesh, shapes, in_specs), compiler_options=check.HLO_ONLY)
 
 
 def instructions_that_make_outputs(program):

@@ -1,4 +1,4 @@
-"""all_gather_matmul that keeps what it gathers for dw: the same gradients, one trip less, only within its memory."""
+"""What the backward pass keeps: rows that all_gather_matmul gathered, in limited memory, and what a policy asks for."""
 
 import functools
 
@@ -13,72 +13,79 @@ import flaxasync as fa
 from flaxasync import hardware
 from flaxasync.ops import execution
 from flaxasync.ops.matmul.products import weight_gradient, weight_gradients
+from tests.kernels.conftest import draw
+from tests.ops.matmul.conftest import check_parity
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-SIZE, BATCH, ROWS, K = 4, 2, 3, 48
+SIZE, BATCH, ROWS, K, N = 4, 2, 3, 48, 6  # rows, and columns of w or features of x, are those of one device
 NARROW, WIDE = (8, 4, 4), (40, 40)  # columns of each w on one device; narrow ones share one product for dw
 KEPT = BATCH * SIZE * ROWS * K * 4  # bytes of the gathered x in float32
 X, W, Y = P(None, "model", None), P(None, "model"), P(None, None, "model")
+OPS = {  # op -> the shapes of x and w, their specs, and the spec of y
+    fa.all_gather_matmul: ((SIZE * ROWS, K), (K, SIZE * N), X, W, Y),
+    fa.matmul_reduce_scatter: ((SIZE * ROWS, SIZE * K), (SIZE * K, N), Y, P("model", None), X),
+    fa.matmul_all_reduce: ((ROWS, SIZE * K), (SIZE * K, N), Y, P("model", None), P()),
+}
+JAX_POLICY = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
-@functools.cache
-def operands(widths):
-    """Returns x, the ws, and a dy for each of them."""
-    rng = np.random.default_rng(7)
-    make = lambda *shape: np.asarray(rng.standard_normal(shape), np.float32)  # noqa: E731
-    ws, dys = ([make(*first, SIZE * n) for n in widths] for first in ((K,), (BATCH, SIZE * ROWS)))
-    return make(BATCH, SIZE * ROWS, K), tuple(ws), tuple(dys)
-
-
-def program(**options):
-    """Returns the jitted function of x, ws and dys that returns ys, dx and dws."""
-
-    def run(x, ws, dys):
-        fn = jax.shard_map(lambda x, ws: fa.all_gather_matmul(x, ws, "model", **options), in_specs=(X, W), out_specs=Y)
-        ys, pull = jax.vjp(fn, x, ws)
-        return ys, *pull(dys)
-
-    return jax.jit(run)
-
-
-def placed(widths):
-    x, ws, dys = operands(widths)
-    put = lambda values, spec: tuple(jax.device_put(v, spec) for v in values)  # noqa: E731
-    return jax.device_put(x, X), put(ws, W), put(dys, Y)
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def ring():
     with jax.set_mesh(jax.make_mesh((SIZE,), ("model",), devices=jax.devices()[:SIZE])):
         yield
 
 
-@pytest.mark.usefixtures("ring")
+def mapped(op, **options):
+    """Returns an op on global arrays, and operands x and w."""
+    x_shape, w_shape, x_spec, w_spec, y_spec = OPS[op]
+    fn = jax.shard_map(functools.partial(op, axis_name="model", **options), in_specs=(x_spec, w_spec), out_specs=y_spec)
+    return fn, jax.device_put(draw((BATCH, *x_shape)), x_spec), jax.device_put(draw(w_shape, seed=1), w_spec)
+
+
+def loss_of(op, wrap, **options):
+    """Returns a loss, which is a function of x and w, and the operands x and w."""
+    fn, x, w = mapped(op, **options)
+    return wrap(lambda x, w: jnp.sum(jnp.sin(fn(x, w)) ** 2)), x, w
+
+
+def traced(op, wrap=lambda loss: loss, **options):
+    """Returns the text of the traced gradient."""
+    loss, x, w = loss_of(op, wrap, **options)
+    return str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w))
+
+
+def with_policy(policy):
+    return functools.partial(jax.checkpoint, policy=policy)
+
+
+def counts(op, wrap=lambda loss: loss, **options):
+    """Returns the numbers of matmuls and of transfers in the traced gradient, of which "none" has one for each trip."""
+    text = traced(op, wrap, backend="none", **options)
+    return text.count(" dot_general["), sum(map(text.count, (" all_gather[", " reduce_scatter[", " psum_invariant[")))
+
+
+def sizes_of_saved(fn, x, w):
+    """Returns the sizes of the arrays, of all devices together, that a function keeps for its gradient."""
+    saved = jax.tree.leaves(jax.eval_shape(lambda x, w: jax.vjp(fn, x, w)[1], x, w))
+    return sorted(leaf.size for leaf in saved if leaf.size > 1)
+
+
 @pytest.mark.parametrize(("backend", "widths"), [("xla", NARROW), ("none", WIDE)])
 def test_values_and_gradients(backend, widths):
-    x, ws, dys = operands(widths)
-    ys, dx, dws = program(backend=backend, gathered_bytes=KEPT)(*placed(widths))
-    wanted = [x @ w for w in ws], [sum(dy @ w.T for dy, w in zip(dys, ws, strict=True))]
-    wanted = *wanted, [np.einsum("bmk,bmn->kn", x, dy) for dy in dys]
-    for name, got, want in zip(("y", "dx", "dw"), (ys, [dx], dws), wanted, strict=True):
-        for a, b in zip(got, want, strict=True):  # sums of up to 48 terms of float32 in another order
-            assert np.abs(np.asarray(a) - b).max() <= 1e-5 * np.abs(b).max(), name
+    ns, options = [SIZE * n for n in widths], {"backend": backend, "gathered_bytes": KEPT}
+    check_parity("all_gather_matmul", SIZE, batch=BATCH, m=SIZE * ROWS, k=K, ns=ns, **options)
 
 
-@pytest.mark.usefixtures("ring")
 def test_x_makes_one_trip_less_where_memory_suffices():
     """A byte less than the gathered x takes, and x travels three times again: as itself twice, and dx once.
 
     This is the traced program. What XLA merges is counted by `test_what_xla_merges`.
     """
-
-    def permutes(gathered_bytes):
-        traced = jax.make_jaxpr(program(backend="xla", gathered_bytes=gathered_bytes))(*placed(NARROW))
-        return str(traced).count("ppermute")
-
-    assert permutes(0) == permutes(KEPT - 1)
-    assert 3 * permutes(KEPT) == 2 * permutes(KEPT - 1)
+    limits = 0, KEPT - 1, KEPT
+    permutes = [traced(fa.all_gather_matmul, backend="xla", gathered_bytes=n).count("ppermute") for n in limits]
+    assert permutes[0] == permutes[1]
+    assert 3 * permutes[2] == 2 * permutes[1]
 
 
 @pytest.mark.slow
@@ -104,49 +111,50 @@ def test_what_xla_merges(form, trips):
             return jnp.sum((layer(x, w) if form == "alone" else jax.lax.scan(layer, x, jnp.stack([w, w])))[0])
 
         with jax.set_mesh(jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])):
-            x, (w, *_), _ = placed(NARROW)
+            x, w = jax.device_put(draw((BATCH, SIZE * ROWS, K)), X), jax.device_put(draw((K, SIZE * N)), W)
             text = jax.jit(jax.grad(loss, (0, 1))).lower(x, w).compile().as_text()
         counted.append(text.count(" collective-permute("))  # one a trip
     assert tuple(counted) == trips
 
 
-@pytest.mark.usefixtures("ring")
-def test_what_is_saved():
-    """What the backward pass keeps is w, and the gathered x or else x: only shards that the op was given."""
-    x, (w, *_), _ = placed(NARROW)
-    for limit, rows in ((KEPT, SIZE * ROWS), (0, ROWS)):
-        fn = functools.partial(fa.all_gather_matmul, axis_name="model", gathered_bytes=limit)
-        mapped = jax.shard_map(fn, in_specs=(X, W), out_specs=Y)
-        saved = jax.tree.leaves(jax.jit(lambda *xs, mapped=mapped: jax.vjp(mapped, *xs)[1])(x, w))
-        sizes = sorted(leaf.addressable_shards[0].data.size for leaf in saved if leaf.size > 1)
-        assert sizes == sorted([BATCH * rows * K, w.size // SIZE])
+@pytest.mark.parametrize(("limit", "trips"), [(0, 3), (KEPT, 2)])
+def test_what_is_saved(limit, trips):
+    """The op keeps w, and the gathered x or else x. fa.save_matmuls keeps the product, too, and repeats no trip.
+
+    x travels for y and, unless its gathered rows are kept, for dw; the sums of dx make the other trip.
+    """
+    op, options = fa.all_gather_matmul, {"gathered_bytes": limit}
+    x, w, y = BATCH * SIZE * ROWS * K, K * SIZE * N, BATCH * SIZE * ROWS * SIZE * N
+    rows = SIZE * x if limit else x  # every device has all rows
+    assert sizes_of_saved(*mapped(op, **options)) == sorted([rows, w])
+    assert sizes_of_saved(*loss_of(op, with_policy(fa.save_matmuls), **options)) == sorted([rows, w, y])
+    assert counts(op, with_policy(fa.save_matmuls), **options)[1] == trips
+    # Negative test: the policy of JAX keeps the operands alone.
+    assert sizes_of_saved(*loss_of(op, with_policy(JAX_POLICY), **options)) == sorted([x, w])
+    assert counts(op, with_policy(JAX_POLICY), **options)[1] == trips + 1
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ring")
 def test_second_derivatives():
     """The gradient of a function of dx and dw is that of the op which keeps nothing."""
-    x, ws, _ = placed(NARROW)
+    results = []
+    for limit in (KEPT, 0):
+        fn, x, w = mapped(fa.all_gather_matmul, gathered_bytes=limit)
 
-    def penalty(x, w, gathered_bytes):
-        def loss(x, w):
-            fn = functools.partial(fa.all_gather_matmul, axis_name="model", gathered_bytes=gathered_bytes)
-            return jnp.sum(jax.shard_map(fn, in_specs=(X, W), out_specs=Y)(x, w) ** 3)
+        def penalty(x, w, fn=fn):
+            return sum(jnp.sum(g**2) for g in jax.grad(lambda x, w: jnp.sum(fn(x, w) ** 3), (0, 1))(x, w))
 
-        return sum(jnp.sum(g**2) for g in jax.grad(loss, (0, 1))(x, w))
-
-    kept, sent = (jax.jit(jax.grad(functools.partial(penalty, gathered_bytes=n), (0, 1)))(x, ws[0]) for n in (KEPT, 0))
-    for a, b in zip(kept, sent, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(b).max()))
+        results.append(jax.jit(jax.grad(penalty, (0, 1)))(x, w))
+    for kept, sent in zip(*results, strict=True):
+        np.testing.assert_allclose(kept, sent, rtol=1e-4, atol=1e-5 * float(jnp.abs(sent).max()))
 
 
-@pytest.mark.usefixtures("ring")
 @pytest.mark.parametrize("limit", [-1, None, "1GiB", float("nan"), 1e9])
 def test_memory_that_is_no_number_of_bytes_is_refused(limit):
     """The op, `plan` and the layers say the same, and a layer says it when it is built."""
     message = f"{{}} needs gathered_bytes to be an integer of 0 or more: got {limit!r}; use"
     with pytest.raises(ValueError, match=message.format("all_gather_matmul")):
-        program(gathered_bytes=limit).trace(*placed(NARROW))
+        traced(fa.all_gather_matmul, gathered_bytes=limit)
     with pytest.raises(ValueError, match=message.format("all_gather_matmul")):
         fa.plan(fa.all_gather_matmul, *QKV, chip="v5e", ring=8, gathered_bytes=limit)
     with pytest.raises(ValueError, match=message.format("ParallelMLP")):
@@ -155,8 +163,7 @@ def test_memory_that_is_no_number_of_bytes_is_refused(limit):
 
 @pytest.mark.parametrize(("widths", "products"), [(NARROW, 1), (WIDE, 2)])
 def test_narrow_gradients_share_one_product(widths, products):
-    x, _, dys = operands(widths)
-    dys = tuple(dy[..., :n] for dy, n in zip(dys, widths, strict=True))
+    x, dys = draw((BATCH, SIZE * ROWS, K)), tuple(draw((BATCH, SIZE * ROWS, n), seed=n) for n in widths)
     text = str(jax.make_jaxpr(weight_gradients)(x, dys))
     assert text.count("dot_general") == products
     for got, dy in zip(weight_gradients(x, dys), dys, strict=True):
@@ -211,5 +218,39 @@ def test_layers_have_the_option(layer):
         x = jax.device_put(jnp.ones((1, 8, 8)), X)
         return str(jax.make_jaxpr(jax.grad(loss))(state, x)).count("ppermute")
 
-    with jax.set_mesh(jax.make_mesh((SIZE,), ("model",), devices=jax.devices()[:SIZE])):
-        assert permutes(8 * 8 * 4) < permutes(0)
+    assert permutes(8 * 8 * 4) < permutes(0)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+def test_neither_products_nor_transfers_are_repeated(op):
+    plain = counts(op)
+    assert counts(op, with_policy(fa.save_matmuls)) == plain
+    assert counts(op, with_policy(jax.checkpoint_policies.nothing_saveable)) == (plain[0] + 1, plain[1] + 1)
+
+
+def test_policies_that_do_not_ask_for_the_names_are_as_without_them():
+    op = fa.all_gather_matmul
+    repeated = counts(op, with_policy(None))
+    assert counts(op, with_policy(JAX_POLICY)) == repeated
+    assert counts(op, with_policy(jax.checkpoint_policies.save_only_these_names("another"))) == repeated
+
+
+def test_matmuls_that_are_none_of_ours_are_kept_as_by_the_policy_of_jax():
+    x = jnp.ones((4, 4))
+
+    def matmuls(policy):
+        loss = jax.checkpoint(lambda x: jnp.sum(jnp.sin(jnp.sin(x @ x) @ x)), policy=policy)
+        return str(jax.make_jaxpr(jax.grad(loss))(x)).count("dot_general")
+
+    assert matmuls(fa.save_matmuls) == matmuls(JAX_POLICY) < matmuls(None)
+
+
+@pytest.mark.parametrize("backend", ["xla", "none"])
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+def test_gradients_are_those_of_the_loss_without_a_checkpoint(op, backend):
+    gradients = []
+    for wrap in (lambda loss: loss, with_policy(fa.save_matmuls)):
+        loss, x, w = loss_of(op, wrap, backend=backend)
+        gradients.append(jax.jit(jax.grad(loss, (0, 1)))(x, w))
+    for name, want, got in zip(("dx", "dw"), *gradients, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6, err_msg=name)

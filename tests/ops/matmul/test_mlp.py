@@ -15,10 +15,9 @@ import flaxasync as fa
 from flaxasync import check
 from flaxasync.ops.matmul import fused
 from flaxasync.ops.matmul.mlp import FUSED, Activate, ActivateGradient, activate, parallel_mlp
-from tests.kernels.conftest import simulated
+from tests.kernels.conftest import as_float32, draw, simulated
 
 ROWS, COLUMNS, DOWN = P(None, "model", None), P(None, "model"), P("model", None)
-OPTIONS = {"backend": "fused", "precision": None, "gathered_bytes": 0}
 
 
 @pytest.mark.parametrize("columns", [1, 2])
@@ -43,34 +42,28 @@ def without_residency(monkeypatch):
 
 
 def wanted(activation, x, ws, down):
-    products = tuple(x @ w for w in ws)
-    return activate(activation, products) @ down
+    return activate(activation, tuple(x @ w for w in ws)) @ down
 
 
-def local(activation, x, ws, down, **options):
-    return parallel_mlp(x, ws, down, "model", activation, **OPTIONS | options)
+def mapped(activation, gathered_bytes):
+    options = {"backend": "fused", "precision": None, "gathered_bytes": gathered_bytes}
+    local = functools.partial(parallel_mlp, axis_name="model", activation=activation, **options)
+    return jax.shard_map(local, in_specs=(ROWS, COLUMNS, DOWN), out_specs=ROWS)
 
 
 def parity(size, *, columns=2, activation=jax.nn.silu, m=16, d=128, f=128, dtype="float32", gathered_bytes=0,
            mode="on_wait"):  # fmt: skip
-    rng = np.random.default_rng(size)
-    draw = lambda *shape: (rng.standard_normal(shape) / 8).astype(jnp.dtype(dtype))  # noqa: E731
-    x, dy = draw(2, size * m, d), draw(2, size * m, d)
-    ws, down = tuple(draw(d, size * f) for _ in range(columns)), draw(size * f, d)
+    shapes = (2, size * m, d), (2, size * m, d), (size * f, d), *[(d, size * f)] * columns
+    x, dy, down, *ws = ((draw(shape, seed=i) / 8).astype(jnp.dtype(dtype)) for i, shape in enumerate(shapes))
+
+    def run(x, ws, down, dy):
+        y, pull = jax.vjp(mapped(activation, gathered_bytes), x, tuple(ws), down)
+        return y, *pull(dy)
+
     with simulated((size,), ("model",), mode) as mesh:
-        place = lambda value, spec: jax.device_put(value, NamedSharding(mesh, spec))  # noqa: E731
-        fn = jax.shard_map(
-            functools.partial(local, activation, gathered_bytes=gathered_bytes), in_specs=(ROWS, COLUMNS, DOWN),
-            out_specs=ROWS,
-        )  # fmt: skip
-
-        def run(x, ws, down, dy):
-            y, pull = jax.vjp(fn, x, ws, down)
-            return y, *pull(dy)
-
-        operands = place(x, ROWS), tuple(place(w, COLUMNS) for w in ws), place(down, DOWN), place(dy, ROWS)
-        got = jax.tree.map(lambda value: np.asarray(value, np.float32), jax.jit(run)(*operands))
-    x, ws, down, dy = jax.tree.map(lambda value: value.astype(np.float32), (x, ws, down, dy))
+        operands = zip((x, ws, down, dy), (ROWS, COLUMNS, DOWN, ROWS), strict=True)
+        got = as_float32(jax.jit(run)(*(jax.device_put(value, NamedSharding(mesh, spec)) for value, spec in operands)))
+    x, ws, down, dy = as_float32((x, tuple(ws), down, dy))
     y, pull = jax.vjp(functools.partial(wanted, activation), x, ws, down)
     tolerance = 1e-5 if dtype == "float32" else 3e-2  # order of additions; bfloat16 products, and sums that travel
     for name, ours, theirs in zip(("y", "dx", "dws", "d_down"), got, (y, *pull(dy)), strict=True):
@@ -90,17 +83,13 @@ def test_values_and_gradients(without_residency, options):
     parity(**options)
 
 
-def traced_kernels(wrap=lambda fn: fn, gathered_bytes=0, **options):
+def traced_kernels(wrap=lambda fn: fn, gathered_bytes=0):
     """Returns the number of each kernel in the traced gradient of a loss."""
     with jax.set_mesh(check.topology_mesh("v5e:2x4", (8,), ("model",))):
-        fn = jax.shard_map(
-            functools.partial(local, jax.nn.silu, gathered_bytes=gathered_bytes), in_specs=(ROWS, COLUMNS, DOWN),
-            out_specs=ROWS,
-        )  # fmt: skip
+        fn = mapped(jax.nn.silu, gathered_bytes)
         loss = wrap(lambda x, ws, down: jnp.sum(jnp.sin(fn(x, ws, down))))
-        abstract = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
-        operands = abstract(2, 128, 128), (abstract(128, 1024),) * 2, abstract(1024, 128)
-        jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*operands)
+        x, w, down = (jax.ShapeDtypeStruct(s, jnp.float32) for s in [(2, 128, 128), (128, 1024), (1024, 128)])
+        jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, (w, w), down)
     names = re.findall(r"name=(\w+)", str(jaxpr))
     return tuple(map(names.count, ("all_gather_matmul", "matmul_reduce_scatter", "gather_weight_gradient")))
 
@@ -117,7 +106,7 @@ def test_a_policy_that_keeps_products_repeats_no_kernel(without_residency, wrap,
 
 
 def test_the_gathered_rows_are_kept_where_they_may_be(without_residency):
-    assert traced_kernels(lambda fn: fn, gathered_bytes=2**30)[2] == 0
+    assert traced_kernels(gathered_bytes=2**30)[2] == 0
 
 
 def test_a_second_derivative_is_refused(without_residency):

@@ -41,16 +41,12 @@ def record(config, cache):
     )
 
 
-@pytest.mark.parametrize(
-    ("tokens", "tokenizer", "said"),
-    [
-        (TOKENS[::-1], None, ["content_hash"]),
-        (np.where(np.arange(TOKENS.size) == 77_777, 0, TOKENS), None, ["content_hash"]),
-        (TOKENS[:50_000], None, ["tokens was 100000 and is 50000", "content_hash"]),
-        (TOKENS, "gpt2", ["tokenizer was bytes and is gpt2"]),
-    ],
-    ids=["reversed", "one token", "half", "another tokenizer"],
-)
+@pytest.mark.parametrize(("tokens", "tokenizer", "said"), [
+    (TOKENS[::-1], None, ["content_hash"]),
+    (np.where(np.arange(TOKENS.size) == 77_777, 0, TOKENS), None, ["content_hash"]),
+    (TOKENS[:50_000], None, ["tokens was 100000 and is 50000", "content_hash"]),
+    (TOKENS, "gpt2", ["tokenizer was bytes and is gpt2"]),
+], ids=["reversed", "one token", "half", "another tokenizer"])  # fmt: skip
 def test_other_data_are_refused_unless_they_are_accepted(tokens, tokenizer, said, config, record, cache):
     other = identify_run(config, {"data": identify(corpus(tokens), tokenizer, cache)})
     with pytest.raises(InputError, match=r"the data are not those of here: .*--data.accept_change True"):

@@ -46,12 +46,17 @@ def take(batches, count):
     return [np.asarray(tokens) for tokens, _ in (next(batches) for _ in range(count))]
 
 
-def test_targets_are_the_next_tokens_and_sharded_over_data(config, mesh, windows):
+@pytest.mark.parametrize(("context", "spec"), [(1, jax.P("data", None)), (4, jax.P("data", "context"))])
+def test_targets_are_the_next_tokens_sharded_and_in_the_order_of_the_mesh(context, spec, config, windows, replace):
+    config = replace(config, mesh={"data": 2, "context": context, "model": 4 // context})
+    mesh = make_mesh(config.mesh)
     tokens, targets = next(training(windows, config, mesh))
-    np.testing.assert_array_equal(np.asarray(tokens)[:, 1:], np.asarray(targets)[:, :-1])
+    back = np.argsort(fa.sequence_order("zigzag", 16, context))
+    np.testing.assert_array_equal(np.asarray(tokens)[:, back][:, 1:], np.asarray(targets)[:, back][:, :-1])
+    assert np.array_equal(back, np.arange(16)) == (context == 1)
     assert tokens.shape == (4, 16)
     assert tokens.dtype == targets.dtype == np.int32
-    assert tokens.sharding.spec == jax.P("data", None)
+    assert tokens.sharding.spec == spec
 
 
 def test_the_seed_alone_determines_the_order(config, mesh, windows):
@@ -148,14 +153,3 @@ def test_several_sources_are_mixed_by_their_weights(config, mesh, replace):
 def test_segment_ids_count_the_documents_that_have_ended():
     tokens = np.array([[5, 0, 6, 7, 0, 0, 8], [5, 5, 5, 5, 5, 5, 5]])
     np.testing.assert_array_equal(segment_ids(tokens, 0), [[0, 0, 1, 1, 1, 2, 3], [0] * 7])
-
-
-def test_a_batch_is_laid_out_in_the_order_of_a_mesh_that_splits_sequences(config, replace):
-    config = replace(config, mesh={"data": 2, "context": 4, "model": 1})
-    mesh = make_mesh(config.mesh)
-    training, _ = split(open_corpora(config.data, vocab_size=128), config)
-    tokens, targets = next(TrainingBatches(training, config, mesh))
-    assert tokens.sharding.spec == jax.P("data", "context")
-    back = np.argsort(fa.sequence_order("zigzag", 16, 4))
-    np.testing.assert_array_equal(np.asarray(tokens)[:, back][:, 1:], np.asarray(targets)[:, back][:, :-1])
-    assert not np.array_equal(back, np.arange(16))

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import sys
+from unittest import mock
 
 import pytest
 
@@ -76,41 +77,24 @@ def test_without_compiling_the_table_has_predictions_only(preset, tmp_path, caps
     assert f"best       {sizes} --model.remat {rows[0]['remat']}, by figures that are predicted" in out
 
 
-@pytest.fixture
-def compare(preset, tmp_path, monkeypatch):
-    """A function (outcomes of compilations, meshes to compile) -> the rows of the table and the meshes that were tried.
+def test_refused_and_crashed_meshes_are_replaced_and_stand_below_those_that_compiled(
+    preset, tmp_path, capsys, monkeypatch
+):
+    crash, unserved = RuntimeError("the compiler crashed"), NotImplementedError("no such kernel")
+    outcomes = [check.HbmError("no room", 40 << 30, 16 << 30), crash, unserved, 3.0, 2.0]  # errors, or seconds
+    real, tried = module.compiled_row, []
 
-    An outcome is an error that the compiler raises, or the seconds of a step that fits.
-    """
+    def compile_one(config, topology, prediction, trust):
+        outcome = outcomes[len(tried)]
+        tried.append(meshes([prediction])[0])
+        if isinstance(outcome, Exception):
+            monkeypatch.setattr(check, "compile_for", mock.Mock(side_effect=outcome))
+            return real(config, topology, prediction, trust)
+        return dataclasses.replace(module.row_of(prediction), seconds=outcome, source=module.COMPILED)
 
-    def compare(outcomes, compiled):
-        outcomes, real, tried = list(outcomes), module.compiled_row, []
-
-        def compile_one(config, topology, prediction, trust):
-            tried.append(meshes([prediction])[0])
-            if isinstance(outcome := outcomes.pop(0), Exception):
-                monkeypatch.setattr(check, "compile_for", lambda *args, **options: raise_(outcome))
-                return real(config, topology, prediction, trust)
-            return dataclasses.replace(module.row_of(prediction), seconds=outcome, source=module.COMPILED)
-
-        monkeypatch.setattr(module, "compiled_row", compile_one)
-        assert main(options(preset, "--compiled-meshes", str(compiled))) == 0
-        return json.loads((tmp_path / "run" / "dry_run" / "meshes.json").read_text()), tried
-
-    return compare
-
-
-def raise_(error):
-    raise error
-
-
-NO_ROOM = check.HbmError("no room", 40 << 30, 16 << 30)
-CRASH = RuntimeError("the compiler crashed")
-UNSERVED = NotImplementedError("no such kernel")
-
-
-def test_refused_and_crashed_meshes_are_replaced_and_stand_below_those_that_compiled(compare, capsys):
-    rows, tried = compare([NO_ROOM, CRASH, UNSERVED, 3.0, 2.0], 2)
+    monkeypatch.setattr(module, "compiled_row", compile_one)
+    assert main(options(preset, "--compiled-meshes", "2")) == 0
+    rows = json.loads((tmp_path / "run" / "dry_run" / "meshes.json").read_text())
     assert len(set(tried)) == 5
     out = capsys.readouterr().out
     assert "not compiled: backend=auto cannot serve this run: no such kernel" in out
@@ -142,21 +126,18 @@ def test_meshes_that_are_predicted_not_to_fit_replace_none(config, monkeypatch, 
 
 
 def test_a_compiler_that_crashes_on_every_mesh_ends_the_comparison_with_code_2(preset, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(check, "compile_for", lambda *args, **options: raise_(CRASH))
+    monkeypatch.setattr(check, "compile_for", mock.Mock(side_effect=RuntimeError("the compiler crashed")))
     assert main(options(preset, "--compiled-meshes", "1")) == 2
     assert "no step could be compiled for v5e:2x2, on 4 meshes" in capsys.readouterr().err
     rows = json.loads((tmp_path / "run" / "dry_run" / "meshes.json").read_text())
     assert [row["source"] for row in rows] == ["predicted"] * 6 + [module.FAILED] * 4
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--dry-run", "--topology", "v5e:2x2*2", "--compare-meshes"], "got --topology v5e:2x2*2; use v5e:2x2"),
-        (["--compare-meshes"], "--compare_meshes belongs to a dry run"),
-        (["--dry-run", "--topology", TOPOLOGY, "--compiled-meshes", "-1"], "--compiled_meshes must be at least 0: got"),
-    ],
-)
+@pytest.mark.parametrize(("options", "says"), [
+    (["--dry-run", "--topology", "v5e:2x2*2", "--compare-meshes"], "got --topology v5e:2x2*2; use v5e:2x2"),
+    (["--compare-meshes"], "--compare_meshes belongs to a dry run"),
+    (["--dry-run", "--topology", TOPOLOGY, "--compiled-meshes", "-1"], "--compiled_meshes must be at least 0: got"),
+])  # fmt: skip
 def test_bad_options_are_refused(options, says, refuses):
     refuses(main, says, "configs/tiny.py", *options)
 

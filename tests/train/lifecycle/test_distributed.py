@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,8 +15,8 @@ import numpy as np
 import pytest
 
 from tests.processes import environments
-from tests.train.launcher import SCRIPT, checkpoints_of, lines_of
-from tests.train.lifecycle.faults.workplace import after_step, fault
+from tests.train.lifecycle.conftest import after_step, fault
+from tests.train.runs import SCRIPT, checkpoints_of, lines_of
 from train.lifecycle.workdir import open_workdir
 from train.run import main
 
@@ -45,6 +46,7 @@ def losses_of(workdir: Path) -> list[float]:
 
 
 def end(processes) -> tuple[list[int], list[tuple[str, str]]]:
+    """Returns the exit codes, and what each process has printed since it was last read, to stdout and to stderr."""
     printed = [process.communicate(timeout=120) for process in processes]
     return [process.returncode for process in processes], printed
 
@@ -84,8 +86,14 @@ def test_a_signal_stops_all_after_the_same_step_which_they_save(to, number, code
 
 @fault("several processes: Ctrl-C before they have joined")
 def test_ctrl_c_ends_a_process_that_waits_for_another(start):
-    process = start(*TOGETHER, *FOREVER, **environments(2)[0])
-    time.sleep(5)
+    variables = environments(2)[0]
+    process = start(*TOGETHER, *FOREVER, **variables)
+    host, port = variables["JAX_COORDINATOR_ADDRESS"].split(":")
+    with socket.socket() as waits:
+        while waits.connect_ex((host, int(port))):  # the first process listens, and waits for the second one
+            assert process.poll() is None
+            time.sleep(0.1)
+    time.sleep(1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out, err) == (-signal.SIGINT, "", "")
@@ -106,13 +114,10 @@ def test_the_end_of_one_process_ends_the_others(victim, number, launch):
 
 
 @fault("several processes: bad input in one of them")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--data.path", "nowhere.txt"), "there is no nowhere.txt"),
-        (("--steps", 99), "the command line must be the same in all processes of a run"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (("--data.path", "nowhere.txt"), "there is no nowhere.txt"),
+    (("--steps", 99), "the command line must be the same in all processes of a run"),
+])  # fmt: skip
 def test_bad_input_of_one_process_is_printed_by_it_and_ends_the_other(options, message, launch):
     both = launch(*FOREVER, options_of_second=options)
     codes, printed = end(both)

@@ -18,16 +18,13 @@ def run(error):
     return exit_code(action, outcome="Nothing was done", memory_advice="Do less")
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
-        (InputError("a must be b"), 2, "error: a must be b"),
-        (MemoryError("7 bytes"), 4, "the host has too little memory (7 bytes). Nothing was done. Do less"),
-        (RuntimeError("RESOURCE_EXHAUSTED: x\nmore"), 4, "a device has too little memory (RESOURCE_EXHAUSTED: x). No"),
-        (OSError(errno.ENOSPC, "full", "f"), 74, "error: f could not be written or read: full. Nothing was done"),
-        (KeyboardInterrupt(), 130, "error: interrupted. Nothing was done"),
-    ],
-)
+@pytest.mark.parametrize(("error", "code", "message"), [
+    (InputError("a must be b"), 2, "error: a must be b"),
+    (MemoryError("7 bytes"), 4, "the host has too little memory (7 bytes). Nothing was done. Do less"),
+    (RuntimeError("RESOURCE_EXHAUSTED: x\nmore"), 4, "a device has too little memory (RESOURCE_EXHAUSTED: x). No"),
+    (OSError(errno.ENOSPC, "full", "f"), 74, "error: f could not be written or read: full. Nothing was done"),
+    (KeyboardInterrupt(), 130, "error: interrupted. Nothing was done"),
+])  # fmt: skip
 def test_an_error_that_a_person_can_act_on_is_one_line(error, code, message, capsys):
     assert run(error) == code
     assert message in capsys.readouterr().err

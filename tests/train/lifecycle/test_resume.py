@@ -4,27 +4,38 @@
 between and inside steps, and while a checkpoint is being written. The same command is then started again.
 """
 
-import os
 import random
-import subprocess
-import sys
+import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from tests.train.launcher import SCRIPT, Run, checkpoints_of, lines_of
-from tests.train.lifecycle.faults.workplace import fault
+from tests.train.lifecycle.conftest import fault
+from tests.train.runs import checkpoints_of, lines_of
 
 STEPS = 60
 SEED = 20  # determines the moments
+MOMENTS = [  # what is awaited, and the longest time after it (seconds)
+    ("start", 3), ("start", 9), ("step", 0.05), ("saving", 0.01), ("saved", 0.02), ("start", 9), ("saving", 0.03),
+    ("saved", 0.1), ("saving", 0.1), ("step", 0.3),
+]  # fmt: skip
 
 
-def newest(workdir: Path) -> int:
-    return max((int(name) for name in checkpoints_of(workdir) if name.isdigit()), default=0)
+def progress_of(workdir: Path) -> tuple[int, int, set[str]]:
+    """Returns the number of lines of metrics, the newest checkpoint, and the checkpoints that are being written."""
+    names, path = checkpoints_of(workdir), workdir / "metrics.jsonl"
+    lines = path.read_bytes().count(b"\n") if path.exists() else 0
+    newest = max((int(name) for name in names if name.isdigit()), default=0)
+    return lines, newest, {name for name in names if "tmp" in name}
+
+
+def reached(awaited: str, workdir: Path, before: tuple[int, int, set[str]]) -> bool:
+    lines, newest, writing = progress_of(workdir)
+    now = {"start": True, "step": lines > before[0], "saved": newest > before[1], "saving": bool(writing - before[2])}
+    return now[awaited]
 
 
 def state_of(workdir: Path) -> dict:
@@ -32,82 +43,30 @@ def state_of(workdir: Path) -> dict:
         return manager.restore(STEPS, args=ocp.args.Composite(state=ocp.args.StandardRestore()))["state"]
 
 
-def later(begins: Callable[[], bool], seconds: float) -> Callable[[], bool]:
-    """Returns a function that is true from `seconds` after the first call at which `begins()` is true."""
-    began: list[float] = []
-
-    def moment() -> bool:
-        if not began and begins():
-            began.append(time.monotonic())
-        return bool(began) and time.monotonic() >= began[0] + seconds
-
-    return moment
-
-
-def started() -> bool:
-    return True
-
-
-def when_done(workdir: Path, steps: int) -> Callable[[], bool]:
-    """Returns whether this start has done so many steps more than the file has lines now."""
-    wanted = len(lines_of(workdir)) + steps
-    path = workdir / "metrics.jsonl"
-    return lambda: path.exists() and path.read_bytes().count(b"\n") >= wanted
-
-
-def when_saved(workdir: Path) -> Callable[[], bool]:
-    before = newest(workdir)
-    return lambda: newest(workdir) > before
-
-
-def while_saving(workdir: Path) -> Callable[[], bool]:
-    before = checkpoints_of(workdir)
-    return lambda: any("tmp" in name for name in checkpoints_of(workdir) - before)
-
-
-def kill_at(process: Run, moment: Callable[[], bool]) -> None:
-    """Kills the process when `moment` is true; the process must not end before that."""
-    while not moment():
-        assert process.poll() is None, f"the process ended before it was killed: {process.communicate()}"
-        time.sleep(0.001)
-    process.kill()
-    process.communicate()
-
-
 @fault("kill -9 while it starts", "kill -9 between two checkpoints", "kill -9 during the write of a checkpoint")
-def test_a_run_killed_ten_times_ends_as_one_that_was_not_killed(start, preset, compile_little, tmp_path):
-    """The program has all optimizations, as that of a real run."""
+def test_a_run_killed_ten_times_ends_as_one_that_was_not_killed(start, tmp_path):
     one, killed = tmp_path / "one", tmp_path / "killed"
-    little = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
-    command = [str(preset()), "--steps", str(STEPS), "--workdir"]
 
-    # The first run is started as a user starts it, the others are forked; they must give the same results.
-    environment = os.environ | compile_little | little
-    process = subprocess.run([sys.executable, SCRIPT, *command, one], env=environment, capture_output=True, text=True)
-    assert (process.returncode, process.stderr) == (0, ""), process.stdout + process.stderr
+    def start_in(workdir):  # with all optimizations, as a real run
+        return start("--steps", STEPS, "--workdir", workdir, JAX_DISABLE_MOST_OPTIMIZATIONS="0")
 
-    dice = random.Random(SEED)
-    moments = [  # what is awaited, and the longest time after it (seconds)
-        (lambda: started, 1.0),
-        (lambda: started, 3.0),
-        (lambda: when_done(killed, 1), 0.05),
-        (lambda: while_saving(killed), 0.01),
-        (lambda: when_saved(killed), 0.02),
-        (lambda: started, 3.0),
-        (lambda: while_saving(killed), 0.03),
-        (lambda: when_saved(killed), 0.1),
-        (lambda: while_saving(killed), 0.1),
-        (lambda: when_done(killed, dice.randint(1, 7)), 0.0),
-    ]
-    resumed_from = []
-    for await_what, seconds in moments:
-        resumed_from.append(newest(killed))
-        kill_at(start(*command[1:], killed, **little), later(await_what(), dice.uniform(0.0, seconds)))
-    process = start(*command[1:], killed, **little)
-    out, err = process.communicate()
-    assert (process.returncode, err) == (0, ""), out + err
-
+    resumed_from, dice = [], random.Random(SEED)
+    for awaited, seconds in MOMENTS:
+        before = progress_of(killed)
+        resumed_from.append(before[1])
+        process = start_in(killed)
+        while process.poll() is None and not reached(awaited, killed, before):
+            time.sleep(0.001)
+        time.sleep(dice.uniform(0, seconds))
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL, "the process ended before it was killed"
     assert len(set(resumed_from)) >= 3, resumed_from  # two moments wait for a new checkpoint
+    for workdir in (killed, one):
+        process = start_in(workdir)
+        out, err = process.communicate()
+        assert (process.returncode, err) == (0, ""), out + err
+
     expected, lines = lines_of(one), lines_of(killed)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line, other in zip(lines, expected, strict=True):

@@ -108,14 +108,11 @@ def runs_ahead(loop, train_step, *, until: int, seconds: float) -> bool:
     return all(in_time)
 
 
-@pytest.mark.parametrize(
-    ("waits", "until", "ahead"),
-    [
-        pytest.param(False, 8, True, id="two intervals"),
-        pytest.param(False, 9, False, id="negative: the report of step 8 waits"),
-        pytest.param(True, 2, False, id="negative: every call of the step waits"),
-    ],
-)
+@pytest.mark.parametrize(("waits", "until", "ahead"), [
+    pytest.param(False, 8, True, id="two intervals"),
+    pytest.param(False, 9, False, id="negative: the report of step 8 waits"),
+    pytest.param(True, 2, False, id="negative: every call of the step waits"),
+])  # fmt: skip
 def test_the_host_dispatches_two_intervals_before_it_waits(waits, until, ahead, config, make_loop, replace):
     """Neither a call of the compiled step nor the loading of a batch waits for the devices."""
     loop = make_loop(replace(config, report={"every": 4}, checkpoint={"every": 100}, eval={"every": 0}))

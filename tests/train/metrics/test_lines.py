@@ -59,29 +59,18 @@ def test_an_invalid_line_is_moved_aside_and_takes_no_other_with_it(broken, where
     assert f"{path} lacks 96 of the 100 steps that were done before; they may still be in tensorboard/" in said
 
 
-def test_an_incomplete_last_line_is_dropped_silently_because_its_step_is_repeated(path, capsys):
-    with open(fill(path, [1, 2]), "a") as file:
-        file.write('{"step": 3, "loss')
-    repair(path, start=2)
-    assert (steps_in(path), capsys.readouterr().err) == ([1, 2], "")
-    assert [file.name for file in path.parent.iterdir()] == ["metrics.jsonl"]
-
-
 def test_the_last_line_of_a_step_counts(path):
     path.write_text('{"step": 2, "loss": 1}\n{"step": 1, "loss": 1}\n{"step": 2, "loss": 3}\n')
     assert read_metrics(path) == [{"step": 1, "loss": 1}, {"step": 2, "loss": 3}]
 
 
-@pytest.mark.parametrize(
-    ("content", "kept"),
-    [
-        (b"", 0),
-        (b'{"event": "', 0),
-        (b'{"event": "a"}\n', 1),
-        (b'{"event": "a"}\n{"event": "b"}\n{"eve', 2),
-        (b'{"event": "a"}\n' + b"x" * 9999, 1),
-    ],
-)
+@pytest.mark.parametrize(("content", "kept"), [
+    (b"", 0),
+    (b'{"event": "', 0),
+    (b'{"event": "a"}\n', 1),
+    (b'{"event": "a"}\n{"event": "b"}\n{"eve', 2),
+    (b'{"event": "a"}\n' + b"x" * 9999, 1),
+])  # fmt: skip
 def test_an_incomplete_event_is_removed_before_another_one_is_appended(content, kept, path):
     path.write_bytes(content)
     events = Events(path)

@@ -1,7 +1,6 @@
 """Tests of train/step/mesh.py: the mesh of devices, and what must divide over it."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,17 +27,14 @@ def test_the_sizes_multiply_to_the_devices_or_are_refused(data, model, devices):
             infer_sizes({"data": data, "model": model}, devices)
 
 
-@pytest.mark.parametrize(
-    ("data", "model", "message"),
-    [
-        (3, 4, "mesh.data=3 x mesh.model=4 must multiply to the number of devices: there are 8 simulated cpu devices"),
-        (-1, 3, "mesh.data=-1 x mesh.model=3 must multiply"),
-        (-1, 16, "mesh.model=16 .*; change the mesh, or simulate another number with --mesh.platform cpu --mesh.cpu_"),
-        (-1, -1, "only one of them can be inferred"),
-        (0, 8, "mesh.data must be at least 1, or -1 to infer it: got 0"),
-        (8, -2, "mesh.model must be at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("data", "model", "message"), [
+    (3, 4, "mesh.data=3 x mesh.model=4 must multiply to the number of devices: there are 8 simulated cpu devices"),
+    (-1, 3, "mesh.data=-1 x mesh.model=3 must multiply"),
+    (-1, 16, "mesh.model=16 .*; change the mesh, or simulate another number with --mesh.platform cpu --mesh.cpu_"),
+    (-1, -1, "only one of them can be inferred"),
+    (0, 8, "mesh.data must be at least 1, or -1 to infer it: got 0"),
+    (8, -2, "mesh.model must be at least 1"),
+])  # fmt: skip
 def test_a_mesh_that_does_not_match_the_devices_is_refused(data, model, message):
     with pytest.raises(InputError, match=message):
         make_mesh(MeshConfig(data=data, model=model))
@@ -119,29 +115,3 @@ def test_a_run_and_its_dry_run_have_the_same_mesh(config, replace, monkeypatch):
     mesh = make_mesh(config.mesh)
     assert mesh is mesh_over(topology_devices("v5e:2x4"), config.mesh, "v5e:2x4")
     assert mesh != jax.make_mesh((2, 4), ("data", "model"), devices=devices)
-
-
-@pytest.mark.slow
-@pytest.mark.optimized
-def test_the_order_of_devices_decides_the_time_of_a_tensor_parallel_mlp():
-    """One program, simulated on the order of `fa.make_mesh` and on that of `jax.make_mesh`."""
-
-    def milliseconds(make):
-        mesh = make((2, 4), ("data", "model"), devices=fa.check.topology_devices("v5e:2x4"))
-        rows, columns = jax.P("data", "model", None), jax.P(None, "model")
-
-        def mlp(x, up, down):
-            hidden = fa.all_gather_matmul(x, up, "model", backend="fused")
-            return fa.matmul_reduce_scatter(hidden, down, "model", backend="fused")
-
-        def abstract(shape, spec):
-            return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=jax.NamedSharding(mesh, spec))
-
-        fn = jax.jit(jax.shard_map(mlp, mesh=mesh, in_specs=(rows, columns, jax.P("model", None)), out_specs=rows))
-        x = abstract((8, 2048, 4096), rows)
-        up, down = abstract((4096, 4096), columns), abstract((4096, 4096), jax.P("model", None))
-        with jax.set_mesh(mesh):
-            return fa.check.play(fn, x, up, down, topology="v5e:2x4").seconds * 1e3
-
-    assert milliseconds(fa.make_mesh) < 1.25
-    assert milliseconds(jax.make_mesh) > 2.2

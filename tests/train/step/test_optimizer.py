@@ -71,15 +71,12 @@ def test_the_learning_rate_rises_then_falls_to_the_floor(steps, warmup, percent)
         np.testing.assert_allclose(rates[-1], 2.0 * floor, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ("cosine", [1.0, 1.0 - 0.9 * (1 - np.cos(np.pi / 2)) / 2, 0.1]),
-        ("linear", [1.0, 0.55, 0.1]),
-        ("wsd", [1.0, 1.0, 0.1]),
-        ("constant", [1.0, 1.0, 1.0]),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "expected"), [
+    ("cosine", [1.0, 1.0 - 0.9 * (1 - np.cos(np.pi / 2)) / 2, 0.1]),
+    ("linear", [1.0, 0.55, 0.1]),
+    ("wsd", [1.0, 1.0, 0.1]),
+    ("constant", [1.0, 1.0, 1.0]),
+])  # fmt: skip
 def test_the_schedules_at_their_peak_in_the_middle_and_at_the_end(schedule, expected):
     config = OptimizerConfig(learning_rate=1.0, warmup_steps=20, decay_floor=0.1, decay_fraction=0.2, schedule=schedule)
     with jax.numpy_dtype_promotion("standard"):

@@ -13,8 +13,6 @@ import pytest
 import flaxasync as fa
 from flaxasync.transport import direct
 from tests.simulator.split_pairs import session
-from train.checkpoints.manager import Checkpoints
-from train.checkpoints.record import identify_run
 from train.step.mesh import CONTEXT, make_mesh, token_spec
 
 STEPS = 20
@@ -186,27 +184,3 @@ def test_a_state_that_is_not_sharded_over_fsdp_is_noticed(on):
     check_shards(state("fsdp", "model"), mesh)
     with pytest.raises(AssertionError, match="128 bytes on a device, 256 in all, 4 shards"):
         check_shards(state(None, "model"), mesh)
-
-
-@pytest.mark.slow
-def test_runs_resume_exactly_and_may_change_their_mesh_and_the_number_of_micro_batches(on, trainer_of, tmp_path):
-    tensor_parallel, fully_sharded = (2, 1, 1, 4), (2, 2, 1, 2)
-
-    def continue_on(sizes, folder, start, steps, parts):
-        config, mesh = on(sizes, data={"batch_size": 16, "microbatches": parts})
-        identity = identify_run(config, {})
-        with jax.set_mesh(mesh), Checkpoints(tmp_path / folder, keep=9) as checkpoints:
-            trainer = trainer_of(config, mesh)
-            state = checkpoints.restore(start, trainer.abstract_state(), identity)[0] if start else trainer.init()
-            state, history = train(trainer, config, mesh, state, start, steps)
-            checkpoints.save(start + steps, state, data={}, tokens=0, identity=identity)
-        check_shards(state, mesh)
-        return history
-
-    straight = continue_on(fully_sharded, "straight", 0, 4, parts=2)
-    again = continue_on(fully_sharded, "again", 0, 2, parts=2)
-    assert again + continue_on(fully_sharded, "again", 2, 2, parts=2) == straight  # exactly
-    moved = continue_on(tensor_parallel, "moved", 0, 2, parts=1)
-    moved += continue_on(fully_sharded, "moved", 2, 1, parts=4)
-    moved += continue_on(tensor_parallel, "moved", 3, 1, parts=1)
-    np.testing.assert_allclose(moved, straight, atol=1e-4)

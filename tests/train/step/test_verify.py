@@ -178,37 +178,24 @@ def test_the_cases_of_every_preset_go_through_all_that_follows_a_measurement(nam
     follow(cases_of(config, infer_sizes(sizes, 8)), machine_of(chip, 8))
 
 
-def rehearse(config, capsys):
-    """Rehearses the check before a run on eight v5e, and shows that the next run need not verify; returns its lines."""
-    with stored_aside():
-        verify_first(config, "auto", setup=Setup(rehearse="v5e:2x4", repeats=1))
-        out = capsys.readouterr().out
-        verify_first(config, "auto", setup=Setup(rehearse="v5e:2x4", repeats=1))
-    assert capsys.readouterr().out == "", "a second run verifies nothing"
-    return out.splitlines()
-
-
-@pytest.mark.slow
-def test_the_check_before_a_run_is_rehearsed_and_the_next_run_reads_its_verdicts(config, replace, capsys):
-    config = replace(config, mesh={"data": 8, "model": 1}, data={"sequence_length": 128, "batch_size": 8})
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, width=256, heads=2, kv_heads=1))
-    first, *lines, last = rehearse(config, capsys)
-    assert first == "verify     2 cases on TPU v5 lite, once; --verify off skips this"
-    assert [line.split()[:3] for line in lines] == [["PASS", "attention", "reference"], ["PASS", "attention", "flash"]]
-    assert all(" ms simulated" in line for line in lines)
-    assert last.startswith("verify     the verdicts are in ")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_check_before_a_run_of_each_preset(name, replace, capsys):
+def test_the_check_before_a_run_is_rehearsed_and_the_next_run_reads_its_verdicts(name, replace, capsys):
     """Mesh, options and head size are those of the preset; sequences are short, and wide models have fewer heads."""
     config = replace(preset(name), mesh={"platform": "tpu"}, data={"sequence_length": 512, "batch_size": 8})
     model, share = config.model, {"llama_8b": 4, "llama_70b": 8}.get(name, 1)
     sizes = {field: getattr(model, field) // share for field in ("width", "heads", "kv_heads", "mlp_width")}
     config = replace(config, model=sizes)
-    first, *lines, last = rehearse(config, capsys)
+    with stored_aside():
+        verify_first(config, "auto", setup=Setup(rehearse="v5e:2x4", repeats=1))
+        first, *lines, last = capsys.readouterr().out.splitlines()
+        verify_first(config, "auto", setup=Setup(rehearse="v5e:2x4", repeats=1))
+    assert capsys.readouterr().out == "", "the next run verifies nothing"
     cases = cases_of(config, {"data": 1, FSDP: 1, CONTEXT: config.mesh.context, "model": config.mesh.model})
     assert first == f"verify     {len(cases)} cases on TPU v5 lite, once; --verify off skips this"
     assert len(lines) == len(cases)
+    assert not any(line.startswith("WRONG") for line in lines)
+    passed = [line for line in lines if line.startswith(("PASS", "SLOWER"))]
+    assert any(" ms simulated" in line for line in passed)
+    assert all(" ms simulated" in line or "no time: " in line for line in passed)
     assert last.startswith("verify     the verdicts are in ")

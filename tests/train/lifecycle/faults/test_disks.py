@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.lifecycle.faults.workplace import after_checkpoint, after_step, error_of, fault
+from tests.train.lifecycle.conftest import after_checkpoint, after_step, error_of, fault
 
 
 @pytest.fixture
@@ -23,7 +23,6 @@ def disk(place, tmp_path) -> Iterator[Path]:
         pytest.skip("this machine does not let the tests mount a file system")
     place.work = folder / "run"
     yield folder
-    place.kill()
     subprocess.run(["umount", "-l", folder], check=True)
 
 

@@ -10,8 +10,8 @@ import inspect
 from pathlib import Path
 
 from tests.train.lifecycle import test_distributed, test_resume  # noqa: F401
+from tests.train.lifecycle.conftest import ROWS
 from tests.train.lifecycle.faults import test_disks, test_processes, test_training_data, test_workdir_files  # noqa: F401
-from tests.train.lifecycle.faults.workplace import ROWS
 
 DOCUMENT = Path(__file__).resolve().parents[4] / "docs" / "operations.md"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from tests.train.data.test_tokenizer import train_tokenizer
-from tests.train.launcher import contents, events_of, lines_of
-from tests.train.lifecycle.faults.workplace import Workplace, after_step, fault
+from tests.train.lifecycle.conftest import Workplace, after_step, fault
+from tests.train.runs import contents, events_of, lines_of
 
 
 def other_data(place: Workplace, change: Callable[[bytes], bytes]) -> Path:
@@ -62,7 +62,9 @@ def test_bad_data(stopped, expected):
 
 @fault("data or a workdir that may not be read or written")
 def test_permissions(place, expected):
-    place.fails(2, "Permission denied", code="import os as _os\n_os.setegid(65534), _os.seteuid(65534)\n")
+    # The interpreter and its packages may be in a folder that only the first user reads.
+    code = "import os as _os\nimport train.lifecycle.training\n_os.setegid(65534), _os.seteuid(65534)\n"
+    place.fails(2, "Permission denied", code=code)
     place.goes_on(expected)
 
 

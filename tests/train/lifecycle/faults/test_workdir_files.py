@@ -4,8 +4,8 @@ import json
 import re
 import shutil
 
-from tests.train.launcher import contents, events_of, lines_of
-from tests.train.lifecycle.faults.workplace import after_step, fault
+from tests.train.lifecycle.conftest import after_step, error_of, fault
+from tests.train.runs import contents, events_of, lines_of
 
 
 @fault("a damaged array in the newest checkpoint", "a changed data position in the record of a checkpoint")
@@ -78,14 +78,14 @@ def test_deleted_views(stopped, expected):
 @fault("a damaged cache of compiled programs")
 def test_damaged_cache(place, expected, tmp_path):
     cache = tmp_path / "programs"
-    place.environment = {name: value for name, value in place.environment.items() if "COMPILATION_CACHE" not in name}
-    process = place.start("--compile_cache", cache)
+    process = place.start("--compile_cache", cache, JAX_COMPILATION_CACHE_DIR="")
     after_step(process, 6)
     process.kill()
     process.communicate()
-    entries = [path for path in cache.iterdir() if path.name.endswith("-cache")]
+    entries = list(cache.glob("*-cache"))
     assert entries
     for path in entries:
         path.write_bytes(b"")
-    place.completes("--compile_cache", cache)
+    process = place.start("--compile_cache", cache, JAX_COMPILATION_CACHE_DIR="")
+    error_of(process, 0)
     assert place.losses() == expected

@@ -1,13 +1,18 @@
-"""What the tests of the fault table share: the registry of its rows, and a run that is started again and again."""
+"""Runs in processes of their own, with or without a fault, and the registry of the rows of the fault table."""
 
+import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.train.launcher import checkpoints_of, lines_of
+from tests.train.runs import SCRIPT, checkpoints_of, lines_of
 
 STEPS = 40
 QUIET = ("--eval.every", 0, "--eval.sample_tokens", 4)
@@ -39,21 +44,35 @@ def fault(*names: str) -> Callable:
     return register
 
 
+@pytest.fixture
+def start(preset, compile_little) -> Iterator[Callable[..., subprocess.Popen]]:
+    """A function that starts train/run.py in a process, on the minuscule run unless it gets another preset."""
+    runs = []
+
+    def start(*options: object, on: Path | None = None, **environment: str) -> subprocess.Popen:
+        command = list(map(str, [sys.executable, SCRIPT, on or preset(), *options]))
+        pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        runs.append(subprocess.Popen(command, env=os.environ | compile_little | environment, text=True, **pipes))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill()
+        run.communicate()
+
+
 class Workplace:
     """Starts the same run again and again in one workdir, with or without a fault in its process."""
 
-    def __init__(self, launcher, preset: Path, environment: dict[str, str], work: Path):
-        self.launcher, self.preset, self.environment, self.work = launcher, preset, environment, work
-        self._runs = []
+    def __init__(self, start: Callable[..., subprocess.Popen], preset: Path, work: Path):
+        self._start, self.preset, self.work = start, preset, work
 
-    def start(self, *options: object, code: str = ""):
+    def start(self, *options: object, code: str = "", **environment: str) -> subprocess.Popen:
         """Starts the run; `code` is Python that its process runs first."""
         path = self.preset.with_name("with_fault.py")
         path.write_text(self.preset.read_text() + SLOW_DATA + code)
-        command = [str(path), "--steps", STEPS, "--workdir", self.work, "--checkpoint.every", 5, *QUIET, *options]
-        run = self.launcher.start(list(map(str, command)), environment=self.environment)
-        self._runs.append(run)
-        return run
+        options = ("--steps", STEPS, "--workdir", self.work, "--checkpoint.every", 5, *QUIET, *options)
+        return self._start(*options, on=path, **environment)
 
     def run(self, *options: object, code: str = "") -> tuple[int, str, str]:
         """Runs to the end; returns the exit code and what was printed."""
@@ -71,21 +90,16 @@ class Workplace:
         assert says in err
         return err
 
-    def completes(self, *options: object) -> str:
+    def completes(self, *options: object, code: str = "") -> str:
         """Runs to the end, checks that it completes, and returns what it printed to standard error."""
-        code, out, err = self.run(*options)
-        assert code == 0, out + err
+        exit_code, out, err = self.run(*options, code=code)
+        assert exit_code == 0, out + err
         return err
 
-    def goes_on(self, expected: list[float], *options: object) -> None:
+    def goes_on(self, expected: list[float], *options: object, code: str = "") -> None:
         """Runs to the end, and checks that it says nothing and that its losses are those of the undisturbed run."""
-        assert self.completes(*options) == ""
+        assert self.completes(*options, code=code) == ""
         assert self.losses() == expected
-
-    def kill(self) -> None:
-        for run in self._runs:
-            run.kill()
-            run.communicate()
 
     def losses(self) -> list[float]:
         lines = lines_of(self.work)
@@ -96,14 +110,14 @@ class Workplace:
         return sorted(int(name) for name in checkpoints_of(self.work) if name.isdigit())
 
 
-def ends(process, code: int, err: str = "") -> str:
-    """Waits for the end of a run, checks its exit code and what it said, and returns what else it printed."""
+def ends(process: subprocess.Popen, code: int, err: str = "") -> str:
+    """Waits for the end of a run, checks its exit code and what it said, and returns what it has printed since."""
     out, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (code, err)
     return out
 
 
-def error_of(process, code: int) -> str:
+def error_of(process: subprocess.Popen, code: int) -> str:
     """Waits for the end of a run, checks its exit code, and returns what it said."""
     _, said = process.communicate(timeout=90)
     assert process.returncode == code, said
@@ -111,7 +125,7 @@ def error_of(process, code: int) -> str:
     return said
 
 
-def after_step(process, step: int) -> None:
+def after_step(process: subprocess.Popen, step: int) -> None:
     """Waits until a run has reported a step."""
     for line in process.stdout:
         found = re.match(r"step (\d+)/", line)
@@ -120,10 +134,49 @@ def after_step(process, step: int) -> None:
     raise AssertionError(f"the run ended: {process.communicate()}")
 
 
-def after_checkpoint(place: Workplace, process) -> None:
+def after_checkpoint(place: Workplace, process: subprocess.Popen) -> None:
     """Waits until a run has reported step 7 and its checkpoint of step 5, written beside the steps, is complete."""
     after_step(process, 7)
     latest = time.monotonic() + 30
     while not place.steps_saved():
         assert time.monotonic() < latest, "no checkpoint was completed"
         time.sleep(0.01)
+
+
+@pytest.fixture
+def place(start, preset, tmp_path) -> Workplace:
+    return Workplace(start, preset(), tmp_path / "run")
+
+
+@pytest.fixture(scope="session")
+def undisturbed() -> dict[str, list[float]]:
+    return {}
+
+
+@pytest.fixture
+def expected(undisturbed, start, preset, tmp_path) -> list[float]:
+    """The losses of the run that nothing disturbs."""
+    if not undisturbed:
+        place = Workplace(start, preset(), tmp_path / "undisturbed")
+        assert place.completes() == ""
+        undisturbed["losses"] = place.losses()
+    return undisturbed["losses"]
+
+
+@pytest.fixture(scope="session")
+def kept(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("stopped") / "run"
+
+
+@pytest.fixture
+def stopped(place, kept) -> Workplace:
+    """A workplace whose run was stopped after some checkpoints: a copy of one run, which is stopped once."""
+    if kept.exists():
+        shutil.copytree(kept, place.work)
+        return place
+    process = place.start()
+    after_step(process, 16)
+    process.send_signal(signal.SIGTERM)
+    ends(process, 75)
+    shutil.copytree(place.work, kept)
+    return place
