@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
@@ -52,14 +52,16 @@ def make_layer(variant: str, rngs: nnx.Rngs) -> nnx.Module:
     )  # fmt: skip
 
 
-def program(variant: str, layers: int = LAYERS) -> tuple[Any, tuple]:
-    """Returns the jitted forward and backward pass of layers, and its arguments without values, on the ambient mesh."""
-    mesh = jax.sharding.get_mesh()
+def program(variant: str, mesh: Mesh) -> tuple[Any, tuple]:
+    """Returns the jitted forward and backward pass of all layers, and its arguments without values.
+
+    It must be called under `jax.set_mesh(mesh)`. The function returns y, the gradients of the parameters, and dx.
+    """
     unnamed = {nnx.PARTITION_NAME: None}
 
     def stack() -> nnx.Module:
         make = nnx.vmap(lambda rngs: make_layer(variant, rngs), in_axes=0, out_axes=0, transform_metadata=unnamed)
-        return nnx.split_rngs(splits=layers)(make)(nnx.Rngs(0))
+        return nnx.split_rngs(splits=LAYERS)(make)(nnx.Rngs(0))
 
     graph, state = split_layer(stack, mesh)
     x = array((BATCH, SEQUENCE, CONFIG.width), mesh, P("data", "model", None))
@@ -89,7 +91,7 @@ def measured(variant: str, topology: str, *, estimate: bool, cache: pathlib.Path
     devices = check.topology_devices(topology)
     mesh = fa.make_mesh((2, len(devices) // 2), ("data", "model"), devices=devices, axis_types=(kind, kind))
     with jax.set_mesh(mesh):
-        fn, arguments = program(variant)
+        fn, arguments = program(variant, mesh)
 
         def simulate() -> dict[str, Any]:
             if estimate:
