@@ -70,7 +70,7 @@ class PlainAttention(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, layout: Layout = PLAIN, rngs: nnx.Rngs):
         self.layout = layout
-        self.head_dim = config.width // config.heads
+        self.head_dim = config.head_features
         self.rope_theta = config.rope_theta
         self.query = linear(config.width, config.heads * self.head_dim, layout.columns, config, rngs)
         self.key = linear(config.width, config.kv_heads * self.head_dim, layout.columns, config, rngs)

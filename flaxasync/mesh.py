@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh
 
 from flaxasync import hardware
@@ -179,6 +181,21 @@ def cast_to_varying(x: jax.Array, axes: set[str] | frozenset[str]) -> jax.Array:
     """
     missing = tuple(axis for axis in sorted(axes) if axis not in jax.typeof(x).mat.varying)
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def declare_invarying(x: jax.Array, axes: set[str] | frozenset[str]) -> jax.Array:
+    """Declares, inside `jax.shard_map`, that `x` is the same on all devices of `axes`. Nothing moves or is checked.
+
+    It is for what permutes have made the same: JAX has no cast from varying to invarying, because it cannot prove one.
+    """
+    return _declare_invarying.bind(x, axes=tuple(sorted(axes)))
+
+
+_declare_invarying = Primitive("declare_invarying")
+_declare_invarying.def_abstract_eval(
+    lambda x, *, axes: x.update_manual_axis_type(x.mat.update(varying=x.mat.varying - set(axes)))
+)
+mlir.register_lowering(_declare_invarying, lambda _, x, *, axes: [x])
 
 
 def platform() -> str | None:

@@ -81,7 +81,8 @@ class TransformerConfig:
     again. Attention and MLP of a layer may keep as much: of all layers, or of one at a time with remat "layer"."""
     fsdp_overlap: FsdpOverlap = "xla"
     """Who hides the transfers of fsdp: XLA, as far as it can; or a scan that gathers the next layer's weights while one
-    computes, by permutes (prefetch) or, on TPUs, by copies of Pallas kernels (prefetch_pallas)."""
+    computes, by permutes (prefetch) or, on TPUs, by copies of Pallas kernels (prefetch_pallas). Without an fsdp axis,
+    prefetch sums the gradients of each layer over the data axis while the rest of it computes backward."""
 
     @property
     def head_features(self) -> int:
@@ -132,9 +133,15 @@ def check_fits(
             f"width must be divisible by the 'fsdp' axis: got width={config.width} on {fsdp} devices; use "
             f"{-(-config.width // fsdp) * fsdp}, or a smaller axis"
         )
-    if config.fsdp_overlap != "xla" and fsdp == 1:
+    data = mesh_shape.get("data", 1)
+    if config.fsdp_overlap == "prefetch_pallas" and fsdp == 1:
         raise ValueError(
-            f"fsdp_overlap={config.fsdp_overlap!r} needs an 'fsdp' axis of 2 devices or more: got {fsdp}; use "
+            f"fsdp_overlap='prefetch_pallas' needs an 'fsdp' axis of 2 devices or more: got {fsdp}; use "
+            f"fsdp_overlap={'prefetch' if data > 1 else 'xla'!r} otherwise"
+        )
+    if config.fsdp_overlap == "prefetch" and fsdp == data == 1:
+        raise ValueError(
+            "fsdp_overlap='prefetch' needs an 'fsdp' or a 'data' axis of 2 devices or more: got 1 and 1; use "
             "fsdp_overlap='xla' otherwise"
         )
     if config.fsdp_overlap == "prefetch_pallas" and config.width % (128 * fsdp):

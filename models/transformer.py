@@ -222,7 +222,9 @@ class Transformer(nnx.Module):
             return _with_remat(self.config.remat)(layer, x_BLD, segment_ids_BL, mask)
 
         x_BLD = self._embed(tokens_BL)
-        if self.config.fsdp_overlap != "xla" and self.fsdp_axis is not None:
+        data = jax.sharding.get_abstract_mesh().shape.get("data", 1)
+        sums_beside = self.config.fsdp_overlap == "prefetch" and data > 1
+        if self.config.fsdp_overlap != "xla" and (self.fsdp_axis is not None or sums_beside):
             ids = () if segment_ids_BL is None else (segment_ids_BL,)
             return fa.nn.scan_with_prefetch(
                 lambda layer, x_BLD, *ids: layer(x_BLD, *ids), self.layers, x_BLD, *ids,

@@ -1,4 +1,4 @@
-"""A scan over fully sharded layers that gathers the weights of the next layer while the present one computes.
+"""A scan over layers whose weights and gradients travel while layers compute.
 
 `flaxasync.nn.prefetched_scan` has the schedule. This file takes modules apart for it, and checks how they are sharded.
 Nothing of this has run on a TPU yet; docs/scaling.md has estimates from compiled programs.
@@ -28,7 +28,7 @@ def scan_with_prefetch(
     layers: nnx.Module,
     x: Array,
     *args: Array,
-    fsdp_axis: str,
+    fsdp_axis: str | None,
     dtype: DTypeLike,
     backend: Literal["xla", "pallas"] = "xla",
     policy: Callable[..., Any] | None = None,
@@ -36,15 +36,20 @@ def scan_with_prefetch(
 ) -> Array:
     """Applies a stack of layers one after the other, as `nnx.scan` over it does, on a mesh of Explicit axes.
 
+    With an fsdp axis, the weights of the next layer are gathered while one computes, and the gradients of the layer
+    after it are reduce-scattered while it computes backward. Without one, the gradients of kernels are summed over the
+    axes that shard the batch as soon as each is made, by permutes that XLA runs beside the rest of the backward pass.
+
     Args:
       apply: A function (layer, x, *args) -> x. It is called inside `jax.shard_map`, on local shards.
       layers: A module whose parameters have a leading dimension of layers, and no other state. If several axes shard
         one dimension of a parameter, `fsdp_axis` must be the last of them.
       x: The input. Its type must say that it is sharded over `fsdp_axis`; the output is sharded as `x` is.
       *args: Arrays of integers or booleans that every layer is given. They have no gradient.
-      fsdp_axis: The axis that was given to the layers as their `fsdp_axis`.
-      dtype: The dtype in which weights are gathered: that of the computation.
-      backend: What moves weights and gradients: "xla" on every device, or "pallas" on TPUs.
+      fsdp_axis: The axis that was given to the layers as their `fsdp_axis`; None if none was.
+      dtype: The dtype in which weights are gathered: that of the computation. Without an fsdp axis, it is that in which
+        two devices exchange gradients, which they add in the dtype of the parameter.
+      backend: What moves weights and gradients: "xla" on every device, or "pallas" on TPUs, which needs an fsdp axis.
       policy: A policy of `jax.checkpoint`, such as `flaxasync.save_costly`. What it saves in each layer is kept for the
         backward pass. By default each layer is computed again from its input.
       then: A function (modules, x, *arrays) -> y, the modules, a pytree, and arrays without a gradient, such as
@@ -57,12 +62,22 @@ def scan_with_prefetch(
       NotImplementedError: The backend is "pallas", and the mesh is not of TPUs.
       ValueError: The backend is unknown, the axes of the mesh are not Explicit, the mesh lacks `fsdp_axis`, the layers
         have other state, x is not sharded over the axis, an argument is of floats, or a parameter names another axis
-        after this one.
+        after this one; without `fsdp_axis`, no mesh is set, or the backend is "pallas".
     """
     mesh = jax.sharding.get_abstract_mesh()
-    mesh_axis_size("scan_with_prefetch", fsdp_axis)
+    if fsdp_axis is not None:
+        mesh_axis_size("scan_with_prefetch", fsdp_axis)
+    elif mesh.empty:
+        raise ValueError(
+            "scan_with_prefetch needs a mesh, and none is set; wrap the call in `with jax.set_mesh(mesh):`"
+        )
     if backend not in ("xla", "pallas"):
         raise ValueError(f"scan_with_prefetch has the backends 'xla' and 'pallas': got {backend!r}")
+    if backend == "pallas" and fsdp_axis is None:
+        raise ValueError(
+            "scan_with_prefetch with backend='pallas' moves weights and gradients over an fsdp axis: got "
+            "fsdp_axis=None; use backend='xla', whose permutes sum gradients over the other axes"
+        )
     if backend == "pallas":
         check_tpu("scan_with_prefetch with backend='pallas'", "backend='xla', which runs on every device")
     if any(kind != AxisType.Explicit for kind in mesh.axis_types):
@@ -72,7 +87,7 @@ def scan_with_prefetch(
         )
     stack = _Parameters.of(layers, fsdp_axis, stacked=True)
     x_spec, arg_specs = jax.typeof(x).sharding.spec, tuple(jax.typeof(arg).sharding.spec for arg in args)
-    if not any(fsdp_axis in axes_of(entry) for entry in x_spec):
+    if fsdp_axis is not None and not any(fsdp_axis in axes_of(entry) for entry in x_spec):
         raise ValueError(
             f"scan_with_prefetch needs its input sharded over {fsdp_axis!r}, as a part of the batch: got {x_spec}; "
             "reshard it with jax.reshard, or use nnx.scan"
@@ -117,7 +132,7 @@ class _Parameters:
     tree: Any  # the structure of the parameters
 
     @classmethod
-    def of(cls, module: Any, fsdp_axis: str, *, stacked: bool = False) -> "_Parameters":
+    def of(cls, module: Any, fsdp_axis: str | None, *, stacked: bool = False) -> "_Parameters":
         """Takes a module apart; with `stacked`, parameters have a leading dimension of layers."""
         graph, params, *rest = nnx.split(module, nnx.Param, ...)
         other = rest[0]
@@ -144,7 +159,7 @@ class _Parameters:
         return module
 
 
-def _dimension(fsdp_axis: str, stacked: bool, path: tuple, spec: P) -> int | None:
+def _dimension(fsdp_axis: str | None, stacked: bool, path: tuple, spec: P) -> int | None:
     """Returns the dimension of a parameter, or of one layer of a stack of parameters, that the axis shards, or None.
 
     What is gathered over an axis that has another one after it in its dimension would be out of order.

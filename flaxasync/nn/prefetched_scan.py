@@ -6,8 +6,15 @@ backward  turn i       dw_i, dy_{i-1} = vjp(layer_i)(w_i, y_{i-1}, dy_i)   w_{i-
                                                                            dw_shard_{i+1} = reduce_scatter(dw_{i+1})
 ```
 
-The two columns do not depend on each other, so the transfers of a turn have the whole turn to finish. All turns are
-alike, so the last turn of each pass gathers a layer that a plain scan would not gather.
+On a mesh without an fsdp axis nothing is gathered, and each device has whole gradients, which are summed over the data
+axes by permutes as soon as they are made. XLA runs these beside the rest of the layer's backward pass:
+
+```
+backward  turn i       dw_i, dy_{i-1} = vjp(layer_i)(w_i, y_{i-1}, dy_i)   sum(gradients of kernels that are ready)
+```
+
+With an fsdp axis, the two columns do not depend on each other, so the transfers of a turn have the whole turn to
+finish. All turns are alike, so the last turn of each pass gathers a layer that a plain scan would not gather.
 
 The scan keeps the input of each layer for the backward pass, or what a policy of `jax.checkpoint` saves in each layer.
 The gathered weights are kept for the last layer alone. At any time, the weights and the gradients of two layers are
@@ -28,7 +35,14 @@ from jax import Array, lax
 
 from flaxasync.mesh import cast_to_varying
 from flaxasync.transport.schedule import tie
-from flaxasync.transport.transfers import Transfer, Transfers, meanwhile, start_gather, start_reduce_scatter
+from flaxasync.transport.transfers import (
+    Transfer,
+    Transfers,
+    meanwhile,
+    ring_all_reduce,
+    start_gather,
+    start_reduce_scatter,
+)
 
 type Leaves = tuple[Array, ...]
 type Kept = Any  # the input of a layer, or the VJP of jax.vjp without its weights and further arguments
@@ -39,7 +53,7 @@ class Scan:
     """What is static in a scan."""
 
     apply: Callable[[Leaves, Array, tuple[Array, ...]], Array]  # (parameters of one layer, x, args) -> x
-    axis: str
+    axis: str | None  # over which parameters are fully sharded; None where they are not
     dims: tuple[int | None, ...]  # the dimension of each parameter of one layer that the axis shards; None for none
     dtype: Any  # in which parameters are gathered
     backend: str
@@ -80,23 +94,41 @@ class Scan:
 
     def gather(self, shards: Leaves, dims: tuple[int | None, ...]) -> Transfers:
         """Begins to gather parameters."""
+
+        def start(shard: Array, dim: int | None) -> Transfer:
+            if self.axis is None or dim is None:
+                return Transfer(shard.astype(self.dtype) if self.sums_at_once(shard) else shard)
+            return start_gather(shard.astype(self.dtype), self.axis, dim, self.backend)
+
         with jax.named_scope("prefetch_parameters"):
-            begun = [
-                Transfer(shard) if dim is None else start_gather(shard.astype(self.dtype), self.axis, dim, self.backend)
-                for shard, dim in zip(shards, dims, strict=True)
-            ]
+            begun = [start(shard, dim) for shard, dim in zip(shards, dims, strict=True)]
         return Transfers(begun, "prefetch_parameters")
+
+    def sums_at_once(self, leaf: Array | jax.ShapeDtypeStruct) -> bool:
+        """Says whether the gradient of a parameter of one layer is summed over the data axes as soon as it is made.
+
+        What has one dimension is small: one sum of all layers costs less than a transfer for each.
+        """
+        return self.axis is None and leaf.ndim > 1
 
     def reduce(self, parameters: Leaves, gradients: Leaves, dims: tuple[int | None, ...]) -> Transfers:
         """Begins to sum gradients over the axis, each in the dtype of its parameter."""
+
+        def start(leaf: Array, gradient: Array, dim: int | None) -> Transfer:
+            if self.axis is None or dim is None:
+                return Transfer(self.sum(gradient, leaf))
+            return start_reduce_scatter(gradient, leaf.dtype, self.axis, dim, self.backend)
+
         with jax.named_scope("scatter_gradients"):
-            begun = [
-                Transfer(gradient.astype(leaf.dtype))
-                if dim is None
-                else start_reduce_scatter(gradient, leaf.dtype, self.axis, dim, self.backend)
-                for leaf, gradient, dim in zip(parameters, gradients, dims, strict=True)
-            ]
+            begun = [start(*one) for one in zip(parameters, gradients, dims, strict=True)]
         return Transfers(begun, "scatter_gradients")
+
+    def sum(self, gradient: Array, leaf: Array) -> Array:
+        """Returns a gradient in the dtype of its parameter, summed over the data axes if that is done at once."""
+        if self.sums_at_once(gradient):
+            for axis in _missing(gradient, leaf):
+                gradient = ring_all_reduce(gradient, leaf.dtype, axis)
+        return gradient.astype(leaf.dtype)
 
 
 def _write(sums: Leaves, gradients: Leaves, layer: Any) -> Leaves:
@@ -162,6 +194,10 @@ def _backward(scan: Scan, saved: tuple, dy: Array) -> tuple[Leaves, Leaves, Arra
     def turn(carry: tuple, layer: Array, kept: Kept) -> tuple:
         dy, whole, gradients, sums = carry
         preceding = scan.gather_layer(stacked, jnp.maximum(layer - 1, 0))  # nothing uses what the last turn gathers
+        if scan.axis is None:
+            gradients, dy = pull_layer(whole, kept, dy)
+            sums = _write(sums, scan.reduce(stacked, gradients, scan.dims).done(), layer)
+            return dy, preceding.done(), (), sums
         reduced = scan.reduce(stacked, gradients, scan.dims)
         gradients, dy = meanwhile([preceding, reduced], functools.partial(pull_layer, whole), kept, dy)
         # In the first turn no gradients are waiting. The zeros that are written then are replaced in the second turn.
@@ -175,13 +211,18 @@ def _backward(scan: Scan, saved: tuple, dy: Array) -> tuple[Leaves, Leaves, Arra
         return carry, None
 
     def loop(dy: Array) -> tuple[Leaves, Array]:
-        none = tuple(jnp.zeros_like(leaf) for leaf in _varying(whole, dy))
-        sums = tuple(jnp.zeros_like(leaf) for leaf in _varying(stacked, dy))
+        none = () if scan.axis is None else tuple(jnp.zeros_like(leaf) for leaf in _varying(whole, dy))
+        sums = tuple(
+            jnp.zeros_like(leaf if scan.sums_at_once(one) else varying)
+            for leaf, varying, one in zip(stacked, _varying(stacked, dy), whole, strict=True)
+        )
         (stacks, rest), carry = kept, (dy, whole, none, sums)
         for n in reversed(range(len(rest))):
             carry = turn(carry, jnp.int32(layers - len(rest) + n), rest[n])
         steps = jnp.arange(0, layers - len(rest), scan.turns, dtype=jnp.int32), stacks
         (dx, _, gradients, sums), _ = lax.scan(body, carry, steps, reverse=True)
+        if scan.axis is None:
+            return sums, dx
         return _write(sums, scan.reduce(stacked, gradients, scan.dims).done(), 0), dx
 
     dlast: Leaves = ()
@@ -204,5 +245,9 @@ def _varying(leaves: Leaves, like: Array) -> Leaves:
 
 def _sum_like(gradient: Array, leaf: Array) -> Array:
     """Sums a gradient over the axes on whose devices a parameter is the same."""
-    axes = tuple(sorted(jax.typeof(gradient).mat.varying - jax.typeof(leaf).mat.varying))
+    axes = _missing(gradient, leaf)
     return lax.psum(gradient, axes) if axes else gradient
+
+
+def _missing(gradient: Array, leaf: Array) -> tuple[str, ...]:
+    return tuple(sorted(jax.typeof(gradient).mat.varying - jax.typeof(leaf).mat.varying))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from flaxasync.mesh import cast_to_varying
+from flaxasync.mesh import cast_to_varying, declare_invarying
 from flaxasync.ring import Index, Ring, ring_gather, ring_reduce
 from flaxasync.transport import direct
 from flaxasync.transport.direct import in_whole_tiles
@@ -110,6 +110,24 @@ def ring_reduce_scatter(x: Array, axis: str, dim: int) -> Array:
         return lax.dynamic_slice_in_dim(x, start, count, dim)
 
     return ring_reduce(_ring(axis), x.shape[dim] // lax.axis_size(axis), produce, x.dtype, axis=dim)
+
+
+def ring_all_reduce(x: Array, dtype: DTypeLike, axis: str) -> Array:
+    """Returns the sum of `x` over all devices of an axis, in a dtype, by permutes; its type no longer varies over it.
+
+    Two devices exchange x as it is, so it may travel in a narrower dtype than that of the sum, and each adds the same
+    two numbers. More devices reduce-scatter and gather along the first dimension that they divide. Where they divide
+    none, XLA sums.
+    """
+    size = lax.axis_size(axis)
+    if size == 2:
+        other = lax.ppermute(x, axis, [(0, 1), (1, 0)])
+        return declare_invarying(x.astype(dtype) + other.astype(dtype), {axis})
+    x = x.astype(dtype)
+    dim = next((dim for dim, rows in enumerate(x.shape) if rows % size == 0), None)
+    if dim is None:
+        return lax.psum(x, axis)
+    return declare_invarying(ring_all_gather(ring_reduce_scatter(x, axis, dim), axis, dim), {axis})
 
 
 def _ring(axis: str) -> Ring:

@@ -12,10 +12,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
+from benchmarks import programs
+from flaxasync.check import HLO_ONLY
 from flaxasync.nn.prefetched_scan import Scan
 from flaxasync.transport import direct
-from flaxasync.transport.transfers import ring_all_gather, ring_reduce_scatter
-from tests.nn.conftest import make_fsdp_mesh, scan, stack
+from flaxasync.transport.transfers import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from tests.nn.conftest import make_fsdp_mesh, make_mesh, scan, stack
 from tests.simulator.split_pairs import session
 
 BATCH = ("data", "fsdp")
@@ -40,8 +42,8 @@ class Block(nnx.Module):
         return x + self.mlp(y).astype(x.dtype)
 
 
-def blocks(layers, dtype=None, features=16):
-    return stack(lambda rngs: Block(fsdp_axis="fsdp", dtype=dtype, features=features, rngs=rngs), layers)
+def blocks(layers, dtype=None, features=16, fsdp_axis="fsdp"):
+    return stack(lambda rngs: Block(fsdp_axis=fsdp_axis, dtype=dtype, features=features, rngs=rngs), layers)
 
 
 def prefetch(layers, x, *ids, **options):
@@ -52,10 +54,10 @@ def prefetch(layers, x, *ids, **options):
 class Model(nnx.Module):
     """Layers, and a projection that can be part of their scan."""
 
-    def __init__(self, layers, features=16):
-        self.layers = blocks(layers, features=features)
+    def __init__(self, layers, features=16, fsdp_axis="fsdp"):
+        self.layers = blocks(layers, features=features, fsdp_axis=fsdp_axis)
         self.norm = nnx.RMSNorm(features, rngs=nnx.Rngs(1))
-        self.output = fa.nn.ColumnParallelLinear(features, 2 * features, fsdp_axis="fsdp", rngs=nnx.Rngs(2))
+        self.output = fa.nn.ColumnParallelLinear(features, 2 * features, fsdp_axis=fsdp_axis, rngs=nnx.Rngs(2))
 
 
 def project(modules, x):
@@ -72,6 +74,14 @@ def projected_within(model, x, *ids, **options):
 
 
 POLICIES = {"costly": fa.save_costly, "matmuls": fa.save_matmuls, "all": jax.checkpoint_policies.everything_saveable}
+
+
+def results(text, op):
+    """Returns the types of the results of an operation in the text of a lowered program."""
+    lines = text.splitlines()
+    found = [i for i, line in enumerate(lines) if f"stablehlo.{op}" in line]
+    closing = (next(line for line in lines[i:] if "->" in line) for i in found)  # that of an all_reduce has a body
+    return {line.rsplit("->", 1)[1].strip() for line in closing}
 
 
 @functools.partial(nnx.jit, static_argnames="run")
@@ -106,6 +116,77 @@ def test_value_and_gradients_are_those_of_a_plain_scan_and_stay_sharded(sizes, l
         x = placed(np.random.default_rng(0).standard_normal((8, 8, 16)))
         ids = jax.device_put((np.arange(64).reshape(8, 8) % 3).astype(np.int32), P(BATCH, "model"))
         assert_alike(*(gradients(module, x, ids, run=run) for run in runs), atol=1e-3 if then else 1e-4)
+
+
+@pytest.mark.parametrize(("sizes", "policy"), [
+    ((2, 4), "costly"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [((4, 2), None), ((8, 1), "all")]),
+])  # fmt: skip
+def test_without_an_fsdp_axis_value_and_gradients_are_those_of_a_plain_scan(sizes, policy):
+    with jax.set_mesh(make_mesh(*sizes)):
+        module = Model(3, fsdp_axis=None)
+        x = placed(np.random.default_rng(0).standard_normal((8, 8, 16)), P("data", "model", None))
+        ids = jax.device_put((np.arange(64).reshape(8, 8) % 3).astype(np.int32), P("data", "model"))
+        within = functools.partial(projected_within, fsdp_axis=None, policy=POLICIES.get(policy))
+        assert_alike(*(gradients(module, x, ids, run=run) for run in (within, projected_after)), atol=1e-3)
+
+
+def test_two_devices_exchange_gradients_in_the_dtype_of_the_computation():
+    """And no all-reduce has the gradient of a kernel, as those of a plain scan have."""
+    with jax.set_mesh(make_mesh(2, 4)):
+        graph, state = nnx.split(blocks(3, dtype=jnp.bfloat16, fsdp_axis=None))
+        x = placed(np.ones((8, 8, 16)), P("data", "model", None))
+
+        def program(run):
+            loss = jax.grad(lambda state, x: (run(nnx.merge(graph, state), x) ** 2).sum())
+            return jax.jit(loss).lower(state, x).as_text()
+
+        beside, plain = program(functools.partial(prefetch, fsdp_axis=None, dtype=jnp.bfloat16)), program(scan)
+    kernels = {"tensor<16x8x", "tensor<8x16x"}  # the shards of gate and up, and of down
+    assert {f"{kernel}bf16>" for kernel in kernels} <= results(beside, "collective_permute")
+    assert {f"{kernel}f32>" for kernel in kernels} <= results(plain, "all_reduce")
+    assert not any(found.startswith(tuple(kernels)) for found in results(beside, "all_reduce"))
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4"])
+def test_permutes_of_gradients_are_beside_the_backward_pass_of_their_layer(topology):
+    """By the schedule of the TPU compiler. The negative test is a plain scan, whose sums are synchronous."""
+    mesh = fa.make_mesh((2, 4), ("data", "model"), devices=fa.check.topology_devices(topology))
+
+    def compiled(run):
+        with jax.set_mesh(mesh):
+            make = functools.partial(blocks, 3, dtype=jnp.bfloat16, features=1024, fsdp_axis=None)
+            graph, state = programs.split_layer(make, mesh)
+            x = programs.array((8, 2048, 1024), mesh, P("data", "model", None), jnp.float32)
+            loss = jax.grad(lambda state, x: (run(nnx.merge(graph, state), x).astype(jnp.float32) ** 2).sum())
+            return fa.check.parse(
+                fa.check.compile_for(topology, jax.jit(loss), state, x, compiler_options=HLO_ONLY).text
+            )
+
+    module = compiled(functools.partial(prefetch, fsdp_axis=None, dtype=jnp.bfloat16))
+    with_products = []
+    for operation in fa.check.async_operations(module):
+        if operation.kind == "collective-permute" and "scatter_gradients" in operation.start.op_name:
+            spans = [span for window in operation.windows for span in window.spans]
+            inside = [i for s in spans for i in module.computations[s.computation].instructions[s.first : s.stop]]
+            with_products.append(any("matmul" in i.op_name or "dot_general" in i.op_name for i in inside))
+    assert len(with_products) == 3, "up, gate and down; the loop over layers counts once"
+    assert sum(with_products) >= 2, "all but the gradient that is made last travel beside a product"
+    assert sums_of_kernels(module) == 0
+    assert sums_of_kernels(compiled(scan)) > 0
+
+
+def sums_of_kernels(module):
+    """Counts the all-reduces of more than a norm's scale."""
+    shapes = [
+        shape
+        for computation in module.computations.values()
+        for one in computation.instructions
+        if one.opcode in ("all-reduce", "all-reduce-start")
+        for shape in one.shape.elements or (one.shape,)
+    ]
+    return sum(np.prod(shape.dimensions) > 16 * 1024 for shape in shapes)
 
 
 @pytest.mark.slow
@@ -170,6 +251,21 @@ def test_transfers_are_permutes_in_the_dtype_of_the_computation_and_sums_in_that
     assert not any("32x" in line for line in reduced)
 
 
+@pytest.mark.parametrize("rows", [2, 8, 3])  # four devices send 8 rows around; XLA sums what they do not divide
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_sum_of_all_devices_is_the_same_on_each_of_them(size, rows):
+    addends = np.random.default_rng(0).standard_normal((size, rows, 3)).astype(np.float32)
+    with jax.set_mesh(make_mesh(size, 1)):
+        run = jax.shard_map(
+            lambda x: ring_all_reduce(x[0], jnp.float32, "data"), in_specs=P("data"), out_specs=P(None, None)
+        )
+        total = jax.jit(run)(jax.device_put(addends, P("data")))
+    first, *others = (np.asarray(shard.data) for shard in total.addressable_shards)
+    np.testing.assert_allclose(first, addends.sum(0), rtol=1e-5, atol=1e-5)
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
 @pytest.mark.parametrize("block", [4, 3])  # halves go both ways; an odd shard goes one way
 @pytest.mark.parametrize("dim", [0, 1])
 def test_the_rings_are_a_gather_and_its_transpose(dim, block):
@@ -199,6 +295,7 @@ def test_bad_input_is_refused():
         counted.count = nnx.BatchStat(jnp.zeros(2))
         sharded.norm.scale = nnx.Param(placed(np.ones((2, 16)), P("data")))
         for module, args, options, message in [
+            (layers, [x], {"fsdp_axis": None, "backend": "pallas"}, "over an fsdp axis: got fsdp_axis=None; use backe"),
             (layers, [x], {"fsdp_axis": "shards"}, "works on the mesh axis 'shards', and the mesh has"),
             (layers, [x], {"backend": "stateful"}, "has the backends 'xla' and 'pallas': got 'stateful'"),
             (layers, [placed(x, P("data"))], {}, r"over 'fsdp', as a part of the batch: got .*'data'.*; reshard it"),
@@ -210,6 +307,8 @@ def test_bad_input_is_refused():
                 prefetch(module, *args, **options)
         with pytest.raises(NotImplementedError, match="backend='pallas' is made of TPU kernels, and this mesh is of c"):
             prefetch(layers, x, backend="pallas")
+    with pytest.raises(ValueError, match=r"scan_with_prefetch needs a mesh, and none is set; .*jax\.set_mesh"):
+        prefetch(layers, x, fsdp_axis=None)
 
 
 @pytest.mark.parametrize("axes", [("data", "fsdp"), ("fsdp", "data")])

@@ -76,6 +76,21 @@ def test_a_model_may_fit_a_mesh_that_batches_and_sequences_do_not(config, replac
         open_model_mesh(replace(odd, mesh={"data": 1, "model": 8}, model={"mlp_width": 36}))
 
 
+@pytest.mark.parametrize(
+    ("overlap", "data", "message"),
+    [
+        ("prefetch", 1, "needs an 'fsdp' or a 'data' axis of 2 devices or more: got 1 and 1; use fsdp_overlap='xla'"),
+        ("prefetch_pallas", 1, "needs an 'fsdp' axis of 2 devices or more: got 1; use fsdp_overlap='xla'"),
+        ("prefetch_pallas", 2, "needs an 'fsdp' axis of 2 devices or more: got 1; use fsdp_overlap='prefetch'"),
+    ],
+)
+def test_a_scan_that_prefetches_needs_an_axis_whose_transfers_it_hides(overlap, data, message, config, replace):
+    changed = replace(config, model={"fsdp_overlap": overlap})
+    with pytest.raises(InputError, match=f"fsdp_overlap='{overlap}' {message}"):
+        check_fits_mesh(changed, {"data": data, "model": 4})
+    check_fits_mesh(replace(config, model={"fsdp_overlap": "prefetch"}), {"data": 2, "model": 4})
+
+
 def test_direct_copies_need_whole_tiles_and_tpus(config, replace):
     model = {"fsdp_overlap": "prefetch_pallas", "remat": "layer"}
     sizes = {"data": 1, "fsdp": 4, "model": 2}

@@ -107,6 +107,8 @@ def check_shards(state, mesh):
       for overlap, remat in (("xla", "none"), ("prefetch", "layer"))),
     pytest.param((1, 2, 2, 2), "auto", "prefetch", "none", marks=SLOW),
     pytest.param((2, 2, 1, 2), "auto", "prefetch", "cheap", marks=SLOW),
+    pytest.param((2, 1, 1, 4), "auto", "prefetch", "none", marks=SLOW),
+    pytest.param((4, 1, 1, 2), "auto", "prefetch", "layer", marks=SLOW),
 ], ids=str)  # fmt: skip
 def test_losses_match_those_of_one_device_and_the_state_stays_sharded(losses, sizes, backend, overlap, remat):
     expected, began = losses(ALONE)
