@@ -89,7 +89,6 @@ COMPILED := llama_8b v5e:4x4 llama_8b v6e:4x4 llama_70b v5p:4x4x8 llama_70b v6e:
 bench-long: .venv/.bench  ## predict the tables that take hours; what is in runs/bench is not played or compiled again
 	$(CPU) $(BIN)/python benchmarks/tp_mlp.py --write docs/kernels/layers.md
 	$(CPU) $(BIN)/python benchmarks/step.py --cache $(CACHE) --write docs/kernels/layers.md
-	$(CPU) $(BIN)/python benchmarks/data_axis.py --cache $(CACHE) --write docs/scaling.md
 	$(CPU) $(BIN)/python benchmarks/plan.py --results $(CACHE)/plan.jsonl --write docs/plan.md
 	$(CPU) $(BIN)/python benchmarks/plan_layers.py --cache $(CACHE) --write docs/plan.md
 	$(CPU) $(BIN)/python benchmarks/scaling.py --compile $(COMPILED) --write docs/scaling.md
