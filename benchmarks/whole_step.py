@@ -84,7 +84,6 @@ VMEM = "vector memory"  # the set of flags that --xla.flags auto takes, which de
 TRIED = (VMEM, "asynchronous", "data parallel", "layout", "pipelined")
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 OUR_SOURCES = ("flaxasync/kernels", "flaxasync/nn", "flaxasync/ops", "flaxasync/transport", "models")
-FLAG_HEADER = ("chips", "data x fsdp x model", "fsdp overlap", "step", *TRIED)
 HEADER = ("chips", "program", "data x fsdp x model", "remat", "fsdp overlap", "flags", "memory", "step", "MFU",
           "exposed", "longest wait")  # fmt: skip
 
@@ -239,11 +238,16 @@ def row(case: Case, found: dict[str, Any]) -> tuple[str, ...]:
     return (*named, gib(found["memory"]), time_text(found["seconds"]), f"{found['mfu']:.1%}", exposed, longest)
 
 
-def flag_row(case: Case, seconds: dict[Case, float]) -> tuple[str, ...]:
-    """Returns the time of a step without flags, and by how much each set of flags changes that."""
-    times = [seconds.get(dataclasses.replace(case, flags=flags)) for flags in TRIED]
-    changes = ["-" if time is None else f"{time / seconds[case] - 1:+.1%}" for time in times]
-    return (case.topology, "x".join(map(str, case.mesh)), case.overlap, time_text(seconds[case]), *changes)
+def flag_table(seconds: dict[Case, float]) -> str:
+    """Prints the time of each step without flags, and by how much each set of flags changes that."""
+    tried = [flags for flags in TRIED if any(case.flags == flags for case in seconds)]
+    rows = []
+    for case in (case for case in FEW_STEPS if case in seconds):
+        times = [seconds.get(dataclasses.replace(case, flags=flags)) for flags in tried]
+        changes = ["-" if time is None else f"{time / seconds[case] - 1:+.1%}" for time in times]
+        mesh = "x".join(map(str, case.mesh))
+        rows.append((case.topology, mesh, case.overlap, time_text(seconds[case]), *changes))
+    return print_table(("chips", "data x fsdp x model", "fsdp overlap", "step", *tried), rows)
 
 
 def flags_of(case: Case) -> Mapping[str, str]:
@@ -283,9 +287,7 @@ def main() -> None:
             seconds[case] = found["seconds"]
         rows.append(row(case, found))
         print(*rows[-1], flush=True)
-    if chosen.flags:
-        rows = [flag_row(case, seconds) for case in FEW_STEPS if case in seconds]
-    table = print_table(FLAG_HEADER if chosen.flags else HEADER, rows)
+    table = flag_table(seconds) if chosen.flags else print_table(HEADER, rows)
     write_between_markers(chosen.write, "flags" if chosen.flags else "whole step", table)
 
 
