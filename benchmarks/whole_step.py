@@ -38,7 +38,7 @@ from configs.llama_8b import llama_8b
 from flaxasync import check
 from flaxasync.check.estimate.phases import Phases
 from flaxasync.ops.trust import trusting
-from models.config import Remat
+from models.config import FsdpOverlap, Remat
 from train.config import Config
 from train.dry_run.command import gib, replace_options, time_text
 from train.step.flags import WHOLE_LAYERS
@@ -97,7 +97,7 @@ class Case:
     mesh: tuple[int, int, int]  # sizes of the axes data, fsdp and model
     remat: Remat = "layer"
     flags: str = ""  # a key of FLAGS, or VMEM
-    overlap: Literal["xla", "prefetch_pallas"] = "xla"
+    overlap: FsdpOverlap = "xla"
     kept: int = 0
     layers: int = 32
 
@@ -120,14 +120,14 @@ CASES = (
     Case("v5e:4x4", AUTOMATIC, (1, 16, 1), flags="asynchronous"),
 )
 FEW = 4  # layers of the steps that are compiled with one set of flags each; their vocabulary has 8192 tokens
+FEW_MESHES: tuple[tuple[str, tuple[int, int, int], FsdpOverlap], ...] = (
+    ("v5e:2x4", (1, 8, 1), "xla"), ("v5e:2x4", (1, 2, 4), "prefetch_pallas"),
+    ("v6e:2x4", (1, 8, 1), "xla"), ("v6e:2x4", (1, 8, 1), "prefetch_pallas"),
+    ("v6e:2x4", (1, 2, 4), "prefetch_pallas"), ("v6e:2x4", (2, 1, 4), "xla"),
+    ("v5p:2x2x2", (1, 8, 1), "xla"), ("v5p:2x2x2", (1, 8, 1), "prefetch_pallas"),
+)  # fmt: skip
 FEW_STEPS = tuple(
-    Case(topology, OURS, mesh, overlap=overlap, layers=FEW)
-    for topology, mesh, overlap in (
-        ("v5e:2x4", (1, 8, 1), "xla"), ("v5e:2x4", (1, 2, 4), "prefetch_pallas"),
-        ("v6e:2x4", (1, 8, 1), "xla"), ("v6e:2x4", (1, 8, 1), "prefetch_pallas"),
-        ("v6e:2x4", (1, 2, 4), "prefetch_pallas"), ("v6e:2x4", (2, 1, 4), "xla"),
-        ("v5p:2x2x2", (1, 8, 1), "xla"), ("v5p:2x2x2", (1, 8, 1), "prefetch_pallas"),
-    )
+    Case(topology, OURS, mesh, overlap=overlap, layers=FEW) for topology, mesh, overlap in FEW_MESHES
 )  # fmt: skip
 FLAG_CASES = tuple(
     dataclasses.replace(case, flags=flags)

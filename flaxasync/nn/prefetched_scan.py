@@ -179,8 +179,8 @@ def _forward(
     first, shards = tie(first, last)  # the first layer does not wait for more than itself
     travelling = scan.gather(shards, scan.finish_dims)
     y, whole, kept = meanwhile([travelling], loop, x, first)
-    finish = functools.partial(scan.finish, arrays=arrays)
-    y, pull = jax.vjp(finish, _varying(travelling.done(), y), y)
+    finish = scan.finish
+    y, pull = jax.vjp(lambda whole, y: finish(whole, y, arrays), _varying(travelling.done(), y), y)
     return y, (stacked, last, kept, pull, whole, args)
 
 

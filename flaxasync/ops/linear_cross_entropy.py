@@ -84,7 +84,9 @@ def _sum_fwd(
 ) -> tuple[Array, tuple[Array, Array]]:
     blocks, cast, given = _Blocks.of(loss, x), kernel.astype(x.dtype), x.shape[-2]
 
-    def add(sums: tuple[Array, Array, Array], block: tuple[Array, Array, Array]) -> tuple[tuple, None]:
+    type Sums = tuple[Array, Array, Array]
+
+    def add(sums: Sums, block: tuple[Array, Array, Array]) -> tuple[Sums, None]:
         (total, dx, dkernel), (index, targets, weights) = sums, block
         rows = blocks.rows(x, index)
         scores = dot(rows, cast, loss.precision)
@@ -146,7 +148,7 @@ class _Blocks:
             return rows
         return lax.all_gather(rows, self.loss.axis_name, axis=x.ndim - 2, tiled=True)
 
-    def of_all_devices(self, *leaves: Array) -> tuple[Array, ...]:
+    def of_all_devices(self, targets: Array, weights: Array) -> tuple[Array, Array, Array]:
         """Returns the number of each block, and arrays [..., R*m] as [count, ..., R*length], in the order of `rows`."""
 
         def split(leaf: Array) -> Array:
@@ -155,7 +157,7 @@ class _Blocks:
             leaf = jnp.moveaxis(leaf.reshape(*leaf.shape[:-1], self.count, self.length), -2, 0)
             return leaf.reshape(*leaf.shape[:-2], devices * self.length)
 
-        return jnp.arange(self.count, dtype=jnp.int32), *map(split, leaves)
+        return jnp.arange(self.count, dtype=jnp.int32), split(targets), split(weights)
 
 
 def _zero(weights: Array) -> Array:

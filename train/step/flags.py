@@ -149,7 +149,7 @@ def refusal(flags: Mapping[str, str], chip: str | None) -> str:
         return ""
     lines = [line.strip() for line in child.stdout.splitlines() if re.search("ERROR|Error", line)]
     cause = (lines or child.stdout.strip().splitlines() or [f"it ended with code {child.returncode}"])[-1]
-    tried = in_effect() | flags
+    tried = in_effect() | dict(flags)
     blamed = [f"{name}={value}" for name, value in tried.items() if re.search(rf"\b{re.escape(name)}\b", cause)]
     return f"libtpu refuses {blamed[0] if blamed else 'one of ' + with_flags(flags)}: {cause}"
 
