@@ -8,8 +8,7 @@ bandwidth of a chip, divided by its ports and by two directions, gives 50 GB/s (
 of that arrive: 45 and 90 GB/s in the table of Austin et al., "How to Scale Your Model" (2025, chapter 2). The v5e study
 in docs/player.md agrees with 45 GB/s. Clocks are the `cycles_per_microsecond` that libtpu 0.0.51 writes into its
 schedules, and HBM sizes are those that it leaves to programs. The sizes of vector memory are those of
-`jax.experimental.pallas.tpu.get_tpu_info`. The bandwidth to the host is that of the same chapter: 32 GB/s on v6e, about
-15 GB/s on the chips of the generation before.
+`jax.experimental.pallas.tpu.get_tpu_info`.
 """
 
 import dataclasses
@@ -41,8 +40,6 @@ class Chip:
         such a copy on v5e.
       vmem_relayout_bytes_per_cycle: The same for a copy that changes the layout, as simulated copies of 4 MiB of
         bfloat16 take on v5e (241) and v6e (235).
-      host_bandwidth: The bandwidth of the PCIe link between a chip and its host in one direction, in bytes per second;
-        None where no source is known.
       cores: The cores of a device. Its rates are those of all of them together; the vector memory is that of one. XLA
         divides its products among them, but a Pallas kernel runs on one of them unless a dimension of its grid is
         parallel: on v5p the simulated bundles of core 0 hold half of XLA's product, and all of a fused kernel's.
@@ -60,7 +57,6 @@ class Chip:
     hbm_efficiency: float = 0.81
     vmem_bytes_per_cycle: float = 2500
     vmem_relayout_bytes_per_cycle: float = 240
-    host_bandwidth: float | None = None
     cores: int = 1
 
     def wraps(self, sizes: Sequence[int]) -> tuple[bool, ...]:
@@ -79,9 +75,9 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5e", 1.5e9, 197e12, 15.75 * GIB, 819e9, 45e9, 16, 128 * MIB, host_bandwidth=15e9),
-        Chip("v6e", 1.75e9, 918e12, 31.24 * GIB, 1638e9, 90e9, 16, 128 * MIB, host_bandwidth=32e9),
-        Chip("v5p", 1.75e9, 459e12, 95.73 * GIB, 2765e9, 90e9, CUBE, 64 * MIB, host_bandwidth=15e9, cores=2),
+        Chip("v5e", 1.5e9, 197e12, 15.75 * GIB, 819e9, 45e9, 16, 128 * MIB),
+        Chip("v6e", 1.75e9, 918e12, 31.24 * GIB, 1638e9, 90e9, 16, 128 * MIB),
+        Chip("v5p", 1.75e9, 459e12, 95.73 * GIB, 2765e9, 90e9, CUBE, 64 * MIB, cores=2),
         Chip("tpu7x", 1.9e9, 1153.5e12, 94.74 * GIB, 3690e9, 90e9, CUBE, 64 * MIB),
     )
 }

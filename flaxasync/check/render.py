@@ -10,14 +10,7 @@ from flaxasync.check.estimate.timeline import Timeline
 from flaxasync.check.player.result import Result
 
 # The names that the trace viewers have for their colours.
-_COLOURS = {
-    "compute": "good",
-    "stall": "terrible",
-    "collective": "bad",
-    "memory": "yellow",
-    "host": "yellow",
-    "repeat": "grey",
-}
+_COLOURS = {"compute": "good", "stall": "terrible", "collective": "bad", "memory": "yellow", "repeat": "grey"}
 
 
 def save_picture(

@@ -140,7 +140,6 @@ class DryRun:
             "estimated_hardware_utilization": (t.flops or 0) / (t.seconds * chip.flops),
             "seconds_taken_from": dict(t.slowest.sources),
             "exposed_share": t.exposed / t.seconds,
-            "exposed_host_share": t.slowest.host / t.seconds,
             "model_flops_per_token": model_flops_per_token(model, length),
             "model_flops": FORMULA,
             "basis": t.basis,
@@ -171,9 +170,7 @@ class DryRun:
             f"           further outputs {sizes['outputs']}, temporaries {sizes['temporaries']} (activations, "
             f"gradients), code {sizes['code']}",
             f"step       {time_text(t.seconds)} estimated: work {t.compute / t.seconds:.1%}, waiting for other devices "
-            f"{f['exposed_share']:.1%}, for its own memory {t.slowest.memory / t.seconds:.1%}"
-            + (f", for the host {t.slowest.host / t.seconds:.1%}" if t.slowest.host else "")
-            + "; nothing was run",
+            f"{f['exposed_share']:.1%}, for its own memory {t.slowest.memory / t.seconds:.1%}; nothing was run",
             f"speed      {speed:,.0f} tokens/s, {speed / chips:,.0f} per device; MFU {causal:.1%} of "
             f"{chip.flops / 1e12:g} TFLOP/s (with half of attention, as it is causal; {mfu:.1%} with all of it)",
             f"           hardware FLOPs utilization {hardware:.1%} of the compiled step, recomputed products included",

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 
 from flaxasync.check.estimate.moved_bytes import moved_bytes
 from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, collective_in_fusion
-from flaxasync.check.hlo.host_transfers import HostTransfer, host_transfer
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.participants import permute_pairs, replica_groups
 from flaxasync.check.hlo.shapes import HBM, SEMAPHORE, VMEM
@@ -61,8 +60,7 @@ class Costs:
     def explained(self, computation: Computation, instruction: Instruction) -> tuple[float, str]:
         """Returns the time of an instruction, and what it was taken from.
 
-        The second value is one of "cycles", "links", "bytes", "host", "played", "given", "estimate", "body" and
-        "nothing".
+        The second value is one of "cycles", "links", "bytes", "played", "given", "estimate", "body" and "nothing".
         """
         key = f"{computation.name}/{instruction.name}"
         if key not in self._known:
@@ -118,18 +116,7 @@ class Costs:
             if operation.updates and not operation.start.operands:  # an update brings the operands
                 sent = max(sent, self._operand_bytes(computation, operation.updates[0], skip=1))
             return collective_seconds(operation.kind, sent, operation.bytes, self.group_size(collective), self.chip)
-        with_host = self.host_transfer(operation)
-        if with_host is not None:
-            return self.host_seconds(with_host)
         return self.memory_seconds(2 * operation.bytes)
-
-    def host_transfer(self, operation: AsyncOperation) -> HostTransfer | None:
-        """Returns what an asynchronous operation moves to or from the host; None for nothing."""
-        return host_transfer(self.module, self.module.computations[operation.computation], operation.start)
-
-    def host_seconds(self, transfer: HostTransfer) -> float:
-        """Returns the time of a transfer over PCIe; none where the bandwidth of the chip to its host is not known."""
-        return 0.0 if self.chip.host_bandwidth is None else transfer.bytes / self.chip.host_bandwidth
 
     def _explain(self, computation: Computation, i: Instruction) -> tuple[float, str]:
         if i.opcode in _FREE or i.opcode.endswith(_STEPS) or i.opcode in ("send", "recv"):
@@ -146,8 +133,6 @@ class Costs:
             if collective.opcode == "custom-call":
                 return 0.0, "nothing"  # the fusion is a start or a done
             return self._collective_seconds(computation, i, collective), "links"
-        if (with_host := host_transfer(self.module, computation, i)) is not None:
-            return self.host_seconds(with_host), "host"
         cycles, moved = i.estimated_cycles, self._bytes_seconds(computation, i)
         if i.opcode == "copy" and cycles is not None and self.copies == "simulated":
             return self._copy_seconds(computation, i, cycles / self.chip.clock, moved), "cycles"

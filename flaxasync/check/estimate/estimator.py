@@ -6,9 +6,9 @@ from typing import Any
 from flaxasync.check.estimate.costs import Costs, KernelTime
 from flaxasync.check.estimate.lockstep import Lockstep
 from flaxasync.check.estimate.timeline import KINDS, DeviceTime, Timeline
-from flaxasync.check.hlo.host_transfers import host_transfer
 from flaxasync.check.hlo.load import chip_of, module_of
 from flaxasync.check.hlo.module import HloModule
+from flaxasync.check.hlo.shapes import HOST
 from flaxasync.hardware import Chip
 from flaxasync.hardware import chip as chip_named
 
@@ -63,11 +63,8 @@ def limits(module: HloModule, chip: str) -> list[str]:
     between_slices = sum(
         i.opcode == "send" and "megascale" in i.attributes.get("frontend_attributes", "") for i in instructions
     )
-    with_host = sum(
-        host_transfer(module, computation, i) is not None
-        for computation in module.computations.values()
-        for i in computation.instructions
-    )
+    copies = [i for i in instructions if i.opcode in ("copy", "copy-start", "async-start")]
+    with_host = sum(any(leaf.memory_space == HOST for _, leaf in i.shape.leaves()) for i in copies)
     configs = [i.attributes.get("backend_config", "") for i in instructions]
     on_gpu = any(i.custom_call_target.startswith(_GPU_CALLS) for i in instructions) or any(
         note in config for config in configs for note in _GPU_NOTES
@@ -84,11 +81,7 @@ def limits(module: HloModule, chip: str) -> list[str]:
             f"on a link of a {chip}, which is faster"
         )
     if with_host:
-        bandwidth = chip_named(chip).host_bandwidth
-        known = "no source gives that bandwidth of a {}, so that they take no time here"
-        if bandwidth is not None:
-            known = f"over PCIe at {bandwidth / 1e9:g} GB/s in each direction"
-        notes.append(f"{_transfers(with_host)} to or from the memory of the host: {known.format(chip)}")
+        notes.append(f"{_transfers(with_host)} to or from the memory of the host: timed as within HBM, which is faster")
     return notes
 
 
@@ -109,7 +102,6 @@ def _device_time(lockstep: Lockstep, n: int) -> DeviceTime:
         compute=kinds["compute"],
         exposed=kinds["stall"] + kinds["collective"],
         memory=kinds["memory"],
-        host=kinds["host"],
         causes=causes,
         sources=sources,
     )

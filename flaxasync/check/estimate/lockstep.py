@@ -5,8 +5,8 @@ waits for its transfer. A synchronous collective waits for all devices of its gr
 iterations and the last one are stepped through; the others are added as repetitions of the third one.
 
 The text does not say in which direction a kernel sends, so kernels with the same collective_id are assumed to share a
-link. Transfers to the host share one lane, and those from it another. Three things are not modelled: work and transfers
-that compete for HBM, different collectives that share links, and the time of the host.
+link. Three things are not modelled: work and transfers that compete for HBM, different collectives that
+share links, and the time of the host.
 """
 
 import collections
@@ -14,7 +14,6 @@ import collections
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.estimate.timeline import Loop, Slice
 from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, async_operations, synchronous_collective
-from flaxasync.check.hlo.host_transfers import HostTransfer, host_transfer
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.participants import permute_pairs, replica_groups
 
@@ -71,10 +70,6 @@ class Lockstep:
                     self._run(called)
             elif (collective := synchronous_collective(self.module, i)) is not None:
                 self._hold(computation, i, collective)
-            elif i.name in self._begins:
-                continue
-            elif (with_host := host_transfer(self.module, computation, i)) is not None:
-                self._wait_for_host(i, with_host)
             elif (explained := self.costs.explained(computation, i))[0] > 0:
                 seconds, source = explained
                 waits = self.costs.exposed(i)
@@ -89,7 +84,7 @@ class Lockstep:
         if until <= start:
             return
         self.clock[n] = until
-        key = (kind, cause, kind if kind in ("memory", "host") else source)
+        key = (kind, cause, "memory" if kind == "memory" else source)
         self.seconds[n][key] = self.seconds[n].get(key, 0.0) + until - start
         self.slices.append(Slice(self.devices[n], "core", name, kind, start, until, cause))
 
@@ -114,8 +109,7 @@ class Lockstep:
         pairs = permute_pairs(op.inner or op.start)
         count = max(self.module.num_partitions, 1)
         if not op.communicates:
-            with_host = self.costs.host_transfer(op)
-            return [("memory" if with_host is None else with_host.direction, self.clock[n], n)]
+            return [("memory", self.clock[n], n)]
         if not pairs:
             group = next((g for g in self._groups(op.inner or op.start) if n in g), [n])
             config = op.start.backend_config.get("custom_call_config", {}) if op.spelling == "kernel" else None
@@ -139,21 +133,9 @@ class Lockstep:
         if not started:
             return
         op = next(op for op in candidates if op.name == started[-1])
-        with_host = None if op.communicates else self.costs.host_transfer(op)
-        kind, cause = "stall" if op.communicates or op.thread != "main" else "memory", op.name
-        if with_host is not None:
-            kind, cause = "host", f"transfers {with_host.direction}"
+        kind = "stall" if op.communicates or op.thread != "main" else "memory"
         for n, end in enumerate(self._ends[op.name]):
-            self._spend(n, end, done.name, kind, cause)
-
-    def _wait_for_host(self, i: Instruction, transfer: HostTransfer) -> None:
-        """Lets every device wait for a synchronous transfer, after those before it in its direction."""
-        for n in range(len(self.devices)):
-            begin = max(self.clock[n], self._lane_free.get((transfer.direction, n), 0.0))
-            end = begin + self.costs.host_seconds(transfer)
-            self._lane_free[transfer.direction, n] = end
-            self.slices.append(Slice(self.devices[n], transfer.direction, i.name, "copy", begin, end, i.opcode))
-            self._spend(n, end, i.name, "host", f"transfers {transfer.direction}")
+            self._spend(n, end, done.name, kind, op.name)
 
     def _hold(self, computation: Computation, i: Instruction, collective: Instruction) -> None:
         """Lets the devices of each group wait for each other, and then holds them for the time of the collective."""

@@ -18,7 +18,6 @@ COLOURS = {
     "stall": ("#d64545", "waits for other devices"),
     "collective": ("#e8853d", "held by a collective"),
     "memory": ("#e3c13f", "waits for its memory"),
-    "host": ("#8a5bb5", "waits for the host"),
     "transfer": ("#58a066", "transfer under way"),
     "copy": ("#a9c9b0", "local copy under way"),
     "repeat": ("#dfe5ee", "more iterations"),

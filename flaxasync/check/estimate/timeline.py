@@ -13,7 +13,6 @@ KINDS = {
     "stall": "the core waits for a transfer between devices, or until the other devices join a collective",
     "collective": "the core is held by a synchronous collective",
     "memory": "the core waits for a copy within its device",
-    "host": "the core waits for a transfer to or from the memory of its host",
     "transfer": "a transfer between devices, under way",
     "copy": "a copy within the device, under way",
     "repeat": "more iterations of a loop, like those before",
@@ -28,7 +27,6 @@ SOURCES = {
     "bytes": "bytes at the rate of memory",
     "links": "waits for other devices, by bytes on the links of the data sheet",
     "memory": "waits for copies within the device",
-    "host": "waits for the memory of the host, by bytes over PCIe",
 }
 
 
@@ -37,7 +35,7 @@ class Slice:
     """One period of time on one lane of one device."""
 
     device: int
-    lane: str  # "core", "memory", "to the host", "from the host", or the name of a link
+    lane: str  # "core", "memory", or the name of a link
     name: str  # of the instruction that runs, waits or travels
     kind: str  # one of KINDS
     start: float  # in seconds
@@ -70,10 +68,9 @@ class DeviceTime:
     compute: float  # in which it works
     exposed: float  # in which it waits for other devices, in stalls or in synchronous collectives
     memory: float  # in which it waits for copies within the device
-    causes: Mapping[str, float]  # of all waits, by the name of the operation that the device waits for
+    causes: Mapping[str, float]  # of `exposed` and `memory`, by the name of the operation that the device waits for
     # All of them by what they were taken from, one of SOURCES; empty where all come from one simulation.
     sources: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    host: float = 0.0  # in which it waits for transfers to and from the memory of its host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +110,7 @@ class Timeline:
         for d in self.devices:
             waits = sorted(d.causes.items(), key=lambda item: -item[1])[:3]
             text = ", ".join(f"{name} {seconds * 1e3:.3f}" for name, seconds in waits if seconds > 0)
-            values = "  ".join(f"{value * 1e3:9.3f}" for value in (d.seconds, d.compute, d.exposed, d.memory + d.host))
+            values = "  ".join(f"{value * 1e3:9.3f}" for value in (d.seconds, d.compute, d.exposed, d.memory))
             lines.append(f"{d.device:6d}  {values}  {text or 'none'}")
         if sources := self.slowest.sources:
             shares = (f"{name} {sources[name] / self.seconds:.1%}" for name in SOURCES if sources.get(name))

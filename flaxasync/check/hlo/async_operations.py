@@ -223,13 +223,11 @@ def _moved_bytes(
     computation: Computation, start: Instruction, spelling: str, kind: str, windows: list[Window],
     inner: Instruction | None,
 ) -> int:  # fmt: skip
-    """Returns the bytes of the result, or of what is updated in it; for a kernel those of its largest buffer."""
+    """Returns the bytes of the operation's result; for a kernel those of its largest buffer."""
     if spelling == "kernel":
         return largest_array(start).bytes
     if kind == "send" and start.operands:
         return computation.by_name[start.operands[0]].shape.bytes
-    if kind == "dynamic-update-slice" and len(start.operands) > 1:
-        return computation.by_name[start.operands[1]].shape.bytes
     if kind in ("reduce-scatter", "all-reduce") and inner is not None:
         return inner.shape.bytes
     if windows:

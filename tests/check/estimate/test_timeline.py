@@ -240,7 +240,7 @@ def test_memory_of_the_host():
     fn = jax.jit(lambda x: jnp.sin(jax.device_put(x, on_device)), out_shardings=on_device)
     report = audit(compile_for("v5e:2x2", fn, x, compiler_options=HLO_ONLY))
     assert report.ok
-    assert "1 transfer goes to or from the memory of the host: over PCIe at 15 GB/s" in " ".join(report.notes)
+    assert "1 transfer goes to or from the memory of the host" in " ".join(report.notes)
 
 
 def test_a_text_without_cycles():
