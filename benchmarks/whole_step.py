@@ -3,7 +3,6 @@
     python benchmarks/whole_step.py --programs DIR                      all steps; each takes minutes to compile
     python benchmarks/whole_step.py --programs DIR --only v6e --limit 1 compiles one more of v6e, and prints what it has
     python benchmarks/whole_step.py --programs DIR --limit 0 --write docs/scaling.md
-    python benchmarks/whole_step.py --programs DIR --flags --write docs/train.md      four layers with each set of flags
 
 docs/scaling.md says what is compared. "automatic" is the decoder of benchmarks/plain_transformer.py, which has no
 policy of rematerialization that is like "cheap". FLAGS has the sets of XLA's flags that are tried.
@@ -22,7 +21,7 @@ import json
 import pathlib
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -38,10 +37,9 @@ from configs.llama_8b import llama_8b
 from flaxasync import check
 from flaxasync.check.estimate.phases import Phases
 from flaxasync.ops.trust import trusting
-from models.config import FsdpOverlap, Remat
+from models.config import Remat
 from train.config import Config
-from train.dry_run.command import gib, replace_options, time_text
-from train.step.flags import WHOLE_LAYERS
+from train.dry_run.command import gib, time_text
 from train.step.mesh import FSDP, mesh_over
 from train.step.products import model_flops_per_token
 from train.step.trainer import Trainer, TrainState
@@ -61,27 +59,7 @@ ASYNCHRONOUS = {  # libtpu refuses this fusion on v6e: it supports it on v5e alo
     "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
     "xla_tpu_overlap_compute_collective_tc": "true",
 }
-FLAGS: dict[str, dict[str, str]] = {
-    "": {},
-    "windowed": WINDOWED,
-    "asynchronous": ASYNCHRONOUS,
-    "data parallel": {
-        "xla_tpu_enable_data_parallel_all_reduce_opt": "true",
-        "xla_tpu_data_parallel_opt_different_sized_ops": "true",
-    },
-    "layout": {
-        "xla_tpu_use_minor_sharding_for_major_trivial_input": "true",
-        "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": "1",
-        "xla_tpu_assign_all_reduce_scatter_layout": "true",
-    },
-    "pipelined": {
-        "xla_tpu_megacore_fusion_allow_ags": "false",
-        "xla_enable_async_collective_permute": "true",
-        "xla_tpu_enable_ag_backward_pipelining": "true",
-    },
-}
-VMEM = "vector memory"  # the set of flags that --xla.flags auto takes, which depends on the chip
-TRIED = (VMEM, "asynchronous", "data parallel", "layout", "pipelined")
+FLAGS: dict[str, dict[str, str]] = {"": {}, "windowed": WINDOWED, "asynchronous": ASYNCHRONOUS}
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 OUR_SOURCES = ("flaxasync/kernels", "flaxasync/nn", "flaxasync/ops", "flaxasync/transport", "models")
 HEADER = ("chips", "program", "data x fsdp x model", "remat", "fsdp overlap", "flags", "memory", "step", "MFU",
@@ -96,10 +74,9 @@ class Case:
     program: str  # AUTOMATIC or OURS
     mesh: tuple[int, int, int]  # sizes of the axes data, fsdp and model
     remat: Remat = "layer"
-    flags: str = ""  # a key of FLAGS, or VMEM
-    overlap: FsdpOverlap = "xla"
+    flags: str = ""  # a key of FLAGS
+    overlap: Literal["xla", "prefetch_pallas"] = "xla"
     kept: int = 0
-    layers: int = 32
 
 
 CASES = (
@@ -118,22 +95,6 @@ CASES = (
     Case("v5e:4x4", AUTOMATIC, (1, 4, 4)),
     Case("v5e:4x4", AUTOMATIC, (1, 4, 4), flags="windowed"),
     Case("v5e:4x4", AUTOMATIC, (1, 16, 1), flags="asynchronous"),
-)
-FEW = 4  # layers of the steps that are compiled with one set of flags each; their vocabulary has 8192 tokens
-FEW_MESHES: tuple[tuple[str, tuple[int, int, int], FsdpOverlap], ...] = (
-    ("v5e:2x4", (1, 8, 1), "xla"), ("v5e:2x4", (1, 2, 4), "prefetch_pallas"),
-    ("v6e:2x4", (1, 8, 1), "xla"), ("v6e:2x4", (1, 8, 1), "prefetch_pallas"),
-    ("v6e:2x4", (1, 2, 4), "prefetch_pallas"), ("v6e:2x4", (2, 1, 4), "xla"),
-    ("v5p:2x2x2", (1, 8, 1), "xla"), ("v5p:2x2x2", (1, 8, 1), "prefetch_pallas"),
-)  # fmt: skip
-FEW_STEPS = tuple(
-    Case(topology, OURS, mesh, overlap=overlap, layers=FEW) for topology, mesh, overlap in FEW_MESHES
-)  # fmt: skip
-FLAG_CASES = tuple(
-    dataclasses.replace(case, flags=flags)
-    for case in FEW_STEPS
-    for flags in ("", *TRIED)
-    if (case.topology, flags) != ("v6e:2x4", "asynchronous")  # which libtpu refuses
 )
 
 
@@ -173,13 +134,12 @@ class AutomaticTrainer(Trainer):
 def config_of(case: Case) -> Config:
     config = llama_8b()
     data, fsdp, model = case.mesh
-    length, few = SEQUENCE[case.topology.partition(":")[0]], case.layers == FEW
-    config = replace_options(config, {"model.vocab_size": 8192, "model.layers": FEW}) if few else config
+    length = SEQUENCE[case.topology.partition(":")[0]]
     return dataclasses.replace(
         config,
         mesh=dataclasses.replace(config.mesh, data=data, fsdp=fsdp, model=model),
         model=dataclasses.replace(config.model, remat=case.remat, fsdp_overlap=case.overlap, gathered_mib=case.kept),
-        data=dataclasses.replace(config.data, batch_size=8 if few else BATCH, sequence_length=length, microbatches=1),
+        data=dataclasses.replace(config.data, batch_size=BATCH, sequence_length=length, microbatches=1),
     )
 
 
@@ -200,7 +160,7 @@ def compiled(case: Case, file: pathlib.Path) -> check.CompiledProgram | dict[str
     with jax.set_mesh(mesh), trusting("predicted"):
         trainer = (Trainer if case.program == OURS else AutomaticTrainer)(config, mesh)
         state, batch = trainer.abstract_state(), trainer.abstract_batch()
-        options = {**check.HLO_ONLY, **flags_of(case)}
+        options = {**check.HLO_ONLY, **FLAGS[case.flags]}
         try:
             found = check.compile_for(
                 case.topology, trainer.train_step, state, *batch, timeout=COMPILE_SECONDS, compiler_options=options
@@ -238,26 +198,10 @@ def row(case: Case, found: dict[str, Any]) -> tuple[str, ...]:
     return (*named, gib(found["memory"]), time_text(found["seconds"]), f"{found['mfu']:.1%}", exposed, longest)
 
 
-def flag_table(seconds: dict[Case, float]) -> str:
-    """Prints the time of each step without flags, and by how much each set of flags changes that."""
-    tried = [flags for flags in TRIED if any(case.flags == flags for case in seconds)]
-    rows = []
-    for case in (case for case in FEW_STEPS if case in seconds):
-        times = [seconds.get(dataclasses.replace(case, flags=flags)) for flags in tried]
-        changes = ["-" if time is None else f"{time / seconds[case] - 1:+.1%}" for time in times]
-        mesh = "x".join(map(str, case.mesh))
-        rows.append((case.topology, mesh, case.overlap, time_text(seconds[case]), *changes))
-    return print_table(("chips", "data x fsdp x model", "fsdp overlap", "step", *tried), rows)
-
-
-def flags_of(case: Case) -> Mapping[str, str]:
-    return WHOLE_LAYERS[case.topology.partition(":")[0]] if case.flags == VMEM else FLAGS[case.flags]
-
-
 def file_of(case: Case, folder: pathlib.Path) -> pathlib.Path:
     """Returns the file of a program: by its case, its configuration and flags, the compiler, and our own sources."""
     versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")]
-    content = [dataclasses.asdict(config_of(case)), dict(flags_of(case)), versions]
+    content = [dataclasses.asdict(config_of(case)), FLAGS[case.flags], versions]
     if case.program == OURS:
         sources = (file for folder in OUR_SOURCES for file in sorted(ROOT.joinpath(folder).rglob("*.py")))
         content.append(hashlib.sha256(b"\0".join(file.read_bytes() for file in sources)).hexdigest())
@@ -272,23 +216,20 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="only steps whose file has a name with this text")
     parser.add_argument("--limit", type=int, default=len(CASES), metavar="N", help="compile N steps at most")
     parser.add_argument("--kernels", choices=("play", "estimate"), default="play", help="how kernels are timed")
-    parser.add_argument("--flags", action="store_true", help="the table of flags; kernels are estimated")
     chosen = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    rows, seconds = [], {}
-    for case in FLAG_CASES if chosen.flags else CASES:
+    rows = []
+    for case in CASES:
         file = file_of(case, chosen.programs)
         if chosen.only not in file.name or not (file.exists() or chosen.limit > 0):
             continue
         chosen.limit -= not file.exists()
         found = compiled(case, file)
         if isinstance(found, check.CompiledProgram):
-            found = estimated(case, found, None if chosen.flags or chosen.kernels == "estimate" else "play")
-            seconds[case] = found["seconds"]
+            found = estimated(case, found, "play" if chosen.kernels == "play" else None)
         rows.append(row(case, found))
         print(*rows[-1], flush=True)
-    table = flag_table(seconds) if chosen.flags else print_table(HEADER, rows)
-    write_between_markers(chosen.write, "flags" if chosen.flags else "whole step", table)
+    write_between_markers(chosen.write, "whole step", print_table(HEADER, rows))
 
 
 if __name__ == "__main__":
