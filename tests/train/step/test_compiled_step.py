@@ -48,6 +48,11 @@ def collectives_of(module):
                     yield inner
 
 
+def of_loss(collective):
+    """Says whether a collective is of the loss, which gathers the rows of a block of logits and scatters their sums."""
+    return "linear_cross_entropy" in collective.op_name
+
+
 def shapes_of(collective):
     return collective.shape.elements or (collective.shape,)
 
@@ -74,7 +79,7 @@ def compiled(request, config, trainer_of):
 def test_the_ring_has_no_all_gather_and_one_all_reduce_over_data_per_gradient(compiled):
     module, params = compiled("xla")
     axes, found = AxisNames(module), list(collectives_of(module))
-    assert {one.opcode for one in found} == {"all-reduce"}
+    assert {one.opcode for one in found if not of_loss(one)} == {"all-reduce"}
     reduced = [shape.dimensions for one in found if "data" in axes.of(one) for shape in shapes_of(one)]
     gradients = collections.Counter()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

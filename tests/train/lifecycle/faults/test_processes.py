@@ -1,5 +1,6 @@
 """The rows of the fault table about processes, signals, memory and the clock. test_table.py says what a row shows."""
 
+import os
 import re
 import signal
 import time
@@ -89,7 +90,9 @@ _step.Trainer.init = _init
 def test_two_runs(place, expected):
     first = place.start()
     after_step(first, 3)
+    os.kill(first.pid, signal.SIGSTOP)  # so that it is not complete before the other one looks
     place.fails(2, "is in use by another run (process ")
+    os.kill(first.pid, signal.SIGCONT)
     ends(first, 0)
     assert place.losses() == expected
 
@@ -100,7 +103,7 @@ def test_clock(jump, place, expected):
     code = f"""
 _clock = _time.time
 def _delay(batch):
-    if batch == 12:
+    if batch == 3:  # before the first checkpoint is being written, whose time limit is by that clock
         _time.time = lambda: _clock() + {jump}
     return 0.03
 """
