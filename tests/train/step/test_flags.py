@@ -187,7 +187,9 @@ def test_libtpu_refuses_a_flag_by_name_and_value(chip, flags, says):
 
 @pytest.mark.slow
 def test_libtpu_refuses_a_flag_that_it_takes_on_other_chips():
-    flags = dict.fromkeys((FUSION, f"{FUSION}_fuse_all_gather"), "true")
+    """Of the flags that make all-gathers asynchronous, libtpu refuses all of them together on v6e."""
+    names = (FUSION, f"{FUSION}_fuse_all_gather", f"{FUSION}_multiple_steps")
+    flags = dict.fromkeys((*names, "xla_tpu_overlap_compute_collective_tc", "xla_enable_async_all_gather"), "true")
     assert re.search(f"^libtpu refuses {FUSION}.*=true: .*other than TPU v5e", refusal(flags, "v6e"))
     assert refusal(flags, "v5e") == ""
 
@@ -211,8 +213,9 @@ def test_kernels_have_their_own_limit_of_vector_memory_and_compile_beside_that_o
         y = fa.all_gather_matmul(x, w, "model", backend="fused")
         return y, jax.grad(lambda q: fa.attention(q, q, q, kernel="flash").sum())(q)
 
-    specs = (jax.P(None, "model"), jax.P(None, "model"), jax.P())
-    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(jax.P(None, None, "model"), jax.P())))
+    heads = jax.P(None, None, "model")
+    specs = (jax.P(None, "model"), jax.P(None, "model"), heads)
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(jax.P(None, None, "model"), heads)))
     with jax.set_mesh(mesh):
         text = check.compile_for(topology, step, x, w, q, compiler_options=WHOLE_LAYERS[chip]).as_text()
     assert text.count("tpu_custom_call") >= 3
