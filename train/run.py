@@ -21,7 +21,10 @@ from train.step.flags import set_flags
 _exit_code = functools.partial(
     exit_code,
     outcome="Nothing that was complete is lost: started again, the run continues from its newest checkpoint",
-    memory_advice="Use a smaller data.batch_size, --model.remat layer, a larger mesh.model or bfloat16 parameters",
+    memory_advice=(
+        "Use a smaller data.batch_size, --model.remat layer, a larger mesh.model or bfloat16 parameters; --dry-run "
+        "says beforehand what fits a TPU"
+    ),
 )
 
 
@@ -44,8 +47,8 @@ def _run(arguments: Sequence[str]) -> int:
         from train.dry_run.command import dry_run
 
         return dry_run(command.config, command.topology, command.trust, command.kernels)
-    # Several processes share the chips, so none can verify alone what it would use: they agree on what is stored.
     flags = set_flags(command.config)
+    # Several processes share the chips, so none can verify alone what it would use: they agree on what is stored.
     if command.config.mesh.distributed:
         _train_with_others(command, flags)
     if flags:

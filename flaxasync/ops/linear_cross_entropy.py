@@ -1,7 +1,7 @@
 """The cross-entropy of logits that never exist: they are computed a block of rows at a time, inside `jax.shard_map`.
 
-The logits of 3 x 8192 rows of a vocabulary of 128,256 entries are 12.6 GB in float32. Here a block of rows makes its
-logits, its loss, and at once the gradients of its rows and of the kernel, so that no block is computed twice:
+The logits of 3 x 8192 rows of a vocabulary of 128,256 entries are 12.6 GB in float32. Here the logits and the loss of
+one block of rows are computed, and at once the gradients of its rows and of the kernel, so that none is computed twice:
 
 ```
 x        [..., m, d]        this device's rows, or [..., R*m, d] where every device of axis_name has all rows
@@ -16,7 +16,7 @@ block    rows    = all_gather(x[block])                      where the rows are 
          dkernel = dkernel + rows.T @ dscores                in float32
 ```
 
-The gradients are those of the sum, so that the backward pass only multiplies them with its cotangent, a scalar.
+The gradients are those of the sum over all rows. The backward pass only multiplies them with its cotangent, a scalar.
 
 Source: the idea of gradients in the forward pass is that of Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM
 Training" (2024).

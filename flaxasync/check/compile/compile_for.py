@@ -1,10 +1,10 @@
 """`compile_for`, which compiles a function for a TPU topology on a machine without a TPU.
 
 The caller's process traces and lowers the function, and a child process compiles it, with the flags that the variable
-LIBTPU_INIT_ARGS has then. libtpu can end the process in
-which it compiles: with a segmentation fault on some kernels, and with an arithmetic fault on some names. The child
-stays for the next call. A new one is started if it has died. Calls that ask for dumps have a child of their own,
-because libtpu reads the flags for dumps only when it is loaded. The program is that of jax.jit on the topology.
+LIBTPU_INIT_ARGS has then. libtpu can end the process in which it compiles: with a segmentation fault on some kernels,
+and with an arithmetic fault on some names. The child stays for the next call. A new one is started if it has died, or
+if the flags are others. Calls that ask for dumps have a child of their own, because libtpu reads the flags for dumps
+only when it is loaded. The program is that of jax.jit on the topology.
 """
 
 import atexit
