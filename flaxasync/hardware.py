@@ -40,6 +40,8 @@ class Chip:
         such a copy on v5e.
       vmem_relayout_bytes_per_cycle: The same for a copy that changes the layout, as simulated copies of 4 MiB of
         bfloat16 take on v5e (241) and v6e (235).
+      host_bandwidth: The rate of PCIe for one device in each direction, in bytes per second, from the same table as the
+        link bandwidth; None where none is known.
       cores: The cores of a device. Its rates are those of all of them together; the vector memory is that of one. XLA
         divides its products among them, but a Pallas kernel runs on one of them unless a dimension of its grid is
         parallel: on v5p the simulated bundles of core 0 hold half of XLA's product, and all of a fused kernel's.
@@ -57,6 +59,7 @@ class Chip:
     hbm_efficiency: float = 0.81
     vmem_bytes_per_cycle: float = 2500
     vmem_relayout_bytes_per_cycle: float = 240
+    host_bandwidth: float | None = None
     cores: int = 1
 
     def wraps(self, sizes: Sequence[int]) -> tuple[bool, ...]:
@@ -75,9 +78,9 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5e", 1.5e9, 197e12, 15.75 * GIB, 819e9, 45e9, 16, 128 * MIB),
-        Chip("v6e", 1.75e9, 918e12, 31.24 * GIB, 1638e9, 90e9, 16, 128 * MIB),
-        Chip("v5p", 1.75e9, 459e12, 95.73 * GIB, 2765e9, 90e9, CUBE, 64 * MIB, cores=2),
+        Chip("v5e", 1.5e9, 197e12, 15.75 * GIB, 819e9, 45e9, 16, 128 * MIB, host_bandwidth=15e9),
+        Chip("v6e", 1.75e9, 918e12, 31.24 * GIB, 1638e9, 90e9, 16, 128 * MIB, host_bandwidth=32e9),
+        Chip("v5p", 1.75e9, 459e12, 95.73 * GIB, 2765e9, 90e9, CUBE, 64 * MIB, host_bandwidth=15e9, cores=2),
         Chip("tpu7x", 1.9e9, 1153.5e12, 94.74 * GIB, 3690e9, 90e9, CUBE, 64 * MIB),
     )
 }

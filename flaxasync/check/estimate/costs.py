@@ -116,6 +116,8 @@ class Costs:
             if operation.updates and not operation.start.operands:  # an update brings the operands
                 sent = max(sent, self._operand_bytes(computation, operation.updates[0], skip=1))
             return collective_seconds(operation.kind, sent, operation.bytes, self.group_size(collective), self.chip)
+        if operation.with_host and self.chip.host_bandwidth is not None:
+            return operation.bytes / self.chip.host_bandwidth
         return self.memory_seconds(2 * operation.bytes)
 
     def _explain(self, computation: Computation, i: Instruction) -> tuple[float, str]:

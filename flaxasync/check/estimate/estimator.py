@@ -63,7 +63,7 @@ def limits(module: HloModule, chip: str) -> list[str]:
     between_slices = sum(
         i.opcode == "send" and "megascale" in i.attributes.get("frontend_attributes", "") for i in instructions
     )
-    copies = [i for i in instructions if i.opcode in ("copy", "copy-start", "async-start")]
+    copies = [i for i in instructions if i.opcode == "copy" or i.opcode.endswith("-start")]
     with_host = sum(any(leaf.memory_space == HOST for _, leaf in i.shape.leaves()) for i in copies)
     configs = [i.attributes.get("backend_config", "") for i in instructions]
     on_gpu = any(i.custom_call_target.startswith(_GPU_CALLS) for i in instructions) or any(
@@ -81,7 +81,11 @@ def limits(module: HloModule, chip: str) -> list[str]:
             f"on a link of a {chip}, which is faster"
         )
     if with_host:
-        notes.append(f"{_transfers(with_host)} to or from the memory of the host: timed as within HBM, which is faster")
+        rate = chip_named(chip).host_bandwidth
+        timed = (
+            "as within HBM, which is faster" if rate is None else f"at {rate / 1e9:g} GB/s of PCIe in each direction"
+        )
+        notes.append(f"{_transfers(with_host)} to or from the memory of the host: timed {timed}")
     return notes
 
 

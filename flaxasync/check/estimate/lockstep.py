@@ -109,7 +109,7 @@ class Lockstep:
         pairs = permute_pairs(op.inner or op.start)
         count = max(self.module.num_partitions, 1)
         if not op.communicates:
-            return [("memory", self.clock[n], n)]
+            return [(op.with_host or "memory", self.clock[n], n)]
         if not pairs:
             group = next((g for g in self._groups(op.inner or op.start) if n in g), [n])
             config = op.start.backend_config.get("custom_call_config", {}) if op.spelling == "kernel" else None

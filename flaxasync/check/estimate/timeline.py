@@ -12,9 +12,9 @@ KINDS = {
     "compute": "work of the core",
     "stall": "the core waits for a transfer between devices, or until the other devices join a collective",
     "collective": "the core is held by a synchronous collective",
-    "memory": "the core waits for a copy within its device",
+    "memory": "the core waits for a copy within its device, or to or from the memory of its host",
     "transfer": "a transfer between devices, under way",
-    "copy": "a copy within the device, under way",
+    "copy": "a copy within the device, or to or from its host, under way",
     "repeat": "more iterations of a loop, like those before",
 }
 
@@ -35,7 +35,7 @@ class Slice:
     """One period of time on one lane of one device."""
 
     device: int
-    lane: str  # "core", "memory", or the name of a link
+    lane: str  # "core", "memory", "to host", "from host", or the name of a link
     name: str  # of the instruction that runs, waits or travels
     kind: str  # one of KINDS
     start: float  # in seconds

@@ -15,7 +15,7 @@ next iteration has several windows. A start may have no operands and get them fr
 import dataclasses
 
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
-from flaxasync.check.hlo.shapes import SEMAPHORE, Shape
+from flaxasync.check.hlo.shapes import HOST, SEMAPHORE, Shape
 from flaxasync.check.hlo.value_flow import Span, Use, trace
 
 FIRST_CLASS = ("all-gather", "all-reduce", "collective-permute", "copy", "send", "recv")
@@ -63,6 +63,14 @@ class AsyncOperation:
     def communicates(self) -> bool:
         """Whether the operation moves data between devices. For a kernel this is read from the backend's notes."""
         return self.start.is_communicating_kernel if self.spelling == "kernel" else self.kind in COLLECTIVES
+
+    @property
+    def with_host(self) -> str:
+        """ "to host" or "from host" for a copy between the memories of the device and of its host, else ""."""
+        if all(leaf.memory_space != HOST for _, leaf in self.start.shape.leaves()):
+            return ""
+        results = [leaf for window in self.windows for _, leaf in window.done.shape.leaves()]
+        return "to host" if any(leaf.memory_space == HOST for leaf in results) else "from host"
 
 
 def async_operations(module: HloModule) -> tuple[AsyncOperation, ...]:
@@ -223,11 +231,12 @@ def _moved_bytes(
     computation: Computation, start: Instruction, spelling: str, kind: str, windows: list[Window],
     inner: Instruction | None,
 ) -> int:  # fmt: skip
-    """Returns the bytes of the operation's result; for a kernel those of its largest buffer."""
+    """Returns the bytes of an operation's result; of an update what it writes, of a kernel its largest buffer."""
     if spelling == "kernel":
         return largest_array(start).bytes
-    if kind == "send" and start.operands:
-        return computation.by_name[start.operands[0]].shape.bytes
+    moved = {"send": 0, "dynamic-update-slice": 1}.get(kind)
+    if moved is not None and moved < len(start.operands):
+        return computation.by_name[start.operands[moved]].shape.bytes
     if kind in ("reduce-scatter", "all-reduce") and inner is not None:
         return inner.shape.bytes
     if windows:

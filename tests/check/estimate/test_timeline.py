@@ -1,11 +1,13 @@
 """The estimated timeline: against the one published time, and by hand on small texts."""
 
+import collections
 import itertools
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -238,9 +240,35 @@ def test_memory_of_the_host():
     on_device, on_host = (NamedSharding(mesh, P("data"), memory_kind=kind) for kind in ("device", "pinned_host"))
     x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=on_host)
     fn = jax.jit(lambda x: jnp.sin(jax.device_put(x, on_device)), out_shardings=on_device)
-    report = audit(compile_for("v5e:2x2", fn, x, compiler_options=HLO_ONLY))
+    program = compile_for("v5e:2x2", fn, x, compiler_options=HLO_ONLY)
+    report = audit(program)
     assert report.ok
-    assert "1 transfer goes to or from the memory of the host" in " ".join(report.notes)
+    timed = "1 transfer goes to or from the memory of the host: timed"
+    assert f"{timed} at 15 GB/s of PCIe in each direction" in report.notes
+    assert f"{timed} as within HBM, which is faster" in timeline(program, "tpu7x").notes
+    (copied,) = (s for s in timeline(program).slices if s.kind == "copy")
+    assert (copied.lane, copied.seconds) == ("from host", pytest.approx(4096 * 4096 * 4 / 4 / 15e9))
+
+
+@pytest.mark.slow
+def test_what_is_offloaded_travels_beside_the_layers():
+    """Each layer sends 64 MiB to the host, and takes them back, on a lane of its own for each direction."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["x"], offload_src="device", offload_dst="pinned_host"
+    )
+
+    def loss(kernels, x):
+        def body(x, kernel):
+            layer = jax.checkpoint(lambda x: x + jnp.tanh(checkpoint_name(x, "x") @ kernel), policy=policy)
+            return layer(x), None
+
+        return jnp.sum(jax.lax.scan(body, x, kernels)[0].astype(jnp.float32) ** 2)
+
+    kernels = jax.ShapeDtypeStruct((4, 4096, 4096), jnp.bfloat16)
+    program = compile_for("v6e:1x1", jax.jit(jax.grad(loss)), kernels, jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16))
+    copies = [s for s in timeline(program).slices if s.lane in ("to host", "from host")]
+    assert collections.Counter(s.lane for s in copies) == {"to host": 4, "from host": 4}
+    assert {round(s.seconds * 32e9) for s in copies} == {2**26}
 
 
 def test_a_text_without_cycles():
