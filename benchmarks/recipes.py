@@ -1,0 +1,225 @@
+"""Published training steps, rebuilt and predicted: how far are the predictions for v6e from what was measured?
+
+    python benchmarks/recipes.py --programs DIR                           all steps; each takes minutes to compile
+    python benchmarks/recipes.py --programs DIR --only v6e:2x4 --limit 1  compiles one more, and prints what it has
+    python benchmarks/recipes.py --programs DIR --limit 0 --write docs/scaling.md
+
+The steps are those of MaxText in github.com/AI-Hypercomputer/tpu-recipes, training/trillium, whose pages print the
+seconds. They are rebuilt with JAX alone: a scan over decoder layers whose weights, moments and sequences are all
+sharded over one axis, the splash attention of JAX, embeddings as a product with one-hot rows, AdamW after the norm of
+the gradients, and their flags of libtpu. The layer inputs and some projections travel to the host and back.
+
+Times and memory are predictions of `fa.check.timeline` and of libtpu, as in benchmarks/whole_step.py.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import gzip
+import os
+import pathlib
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from benchmarks.programs import COMPILE_SECONDS, array
+from benchmarks.table import command_line, print_table, write_between_markers
+from flaxasync import check
+from flaxasync.check.compile.compile_for import FLAGS as VARIABLE
+from train.dry_run.command import gib
+
+FLAGS = (  # of all recipes; DENSE_VMEM_LIMIT_FLAG, LAYOUT_FOR_ALL_REDUCE_SCATTER ... of MaxText's xla_flags_library.py
+    "--xla_tpu_scoped_vmem_limit_kib=98304"
+    " --xla_tpu_use_minor_sharding_for_major_trivial_input=true"
+    " --xla_tpu_relayout_group_size_threshold_for_reduce_scatter=1"
+    " --xla_tpu_assign_all_reduce_scatter_layout=true"
+    " --xla_tpu_enable_data_parallel_all_reduce_opt=true"
+    " --xla_tpu_data_parallel_opt_different_sized_ops=true"
+    " --xla_tpu_enable_async_collective_fusion=true"
+    " --xla_tpu_enable_async_collective_fusion_fuse_all_gather=true"
+    " --xla_tpu_enable_async_collective_fusion_multiple_steps=true"
+    " --xla_tpu_overlap_compute_collective_tc=true"
+    " --xla_enable_async_all_gather=true"
+    " --xla_tpu_enable_all_experimental_scheduler_features=true"
+    " --xla_tpu_enable_scheduler_memory_pressure_tracking=true"
+    " --xla_tpu_host_transfer_overlap_limit=24"
+    " --xla_tpu_aggressive_opt_barrier_removal=ENABLED"
+    " --xla_lhs_prioritize_async_depth_over_stall=ENABLED"
+    " --xla_tpu_enable_ag_backward_pipelining=true"
+    " --xla_should_allow_loop_variant_parameter_in_chain=ENABLED"
+    " --xla_should_add_loop_invariant_op_in_chain=ENABLED"
+    " --xla_max_concurrent_host_send_recv=100"
+    " --xla_tpu_scheduler_percent_shared_memory_limit=100"
+    " --xla_latency_hiding_scheduler_rerun=2"
+)
+WITHOUT_COLLECTIVE_MATMUL = " --xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000"
+HEADER = ("model", "chips", "memory", "measured s", "predicted s", "error")
+BLOCK = 2048  # rows of all blocks of the attention kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A published step: the model, the chips, the sequences of each chip, and the seconds that were measured."""
+
+    name: str
+    topology: str
+    seconds: float
+    sequences: int  # of each chip
+    layers: int = 32
+    width: int = 4096
+    heads: int = 32
+    mlp_width: int = 14_336
+    vocabulary: int = 128_256
+    kv_heads: int = 8
+    length: int = 8192
+    dtype: str = "float32"  # of the weights and moments
+    offloaded: tuple[str, ...] = ("input", "query", "key", "value", "out")
+    flags: str = FLAGS + WITHOUT_COLLECTIVE_MATMUL
+
+    @property
+    def chips(self) -> int:
+        return check.topology_size(self.topology)
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+
+_70B: dict[str, Any] = {
+    "sequences": 2, "layers": 80, "width": 8192, "heads": 64, "mlp_width": 28_672,
+    "offloaded": ("input", "query", "key", "value"),
+}  # fmt: skip
+RECIPES = (
+    Recipe("Llama 3.1 8B", "v6e:2x4", 3.443, 3),
+    Recipe("Llama 3.1 8B", "v6e:4x4", 3.393, 3),
+    Recipe("Llama 3.1 8B", "v6e:4x8", 3.495, 3),
+    Recipe("Mistral 7B", "v6e:2x4", 6.320, 6, vocabulary=32_768),
+    Recipe("Llama 3.1 70B, bfloat16", "v6e:4x8", 17.790, **_70B, dtype="bfloat16"),
+    Recipe("Llama 3.1 70B", "v6e:8x8", 18.688, **_70B, flags=FLAGS),
+)
+
+
+def shapes_of(recipe: Recipe) -> dict[str, Any]:
+    """Returns the shapes of the weights, of which the axis of model features is the one that is sharded."""
+    r, heads, kv = recipe, recipe.heads * recipe.head_dim, recipe.kv_heads * recipe.head_dim
+    layer = {
+        "query": (r.width, heads), "key": (r.width, kv), "value": (r.width, kv), "out": (heads, r.width),
+        "gate": (r.width, r.mlp_width), "up": (r.width, r.mlp_width), "down": (r.mlp_width, r.width),
+        "attention_norm": (r.width,), "mlp_norm": (r.width,),
+    }  # fmt: skip
+    return {
+        "layers": {name: (r.layers, *shape) for name, shape in layer.items()},
+        "embed": (r.vocabulary, r.width), "output": (r.width, r.vocabulary), "final_norm": (r.width,),
+    }  # fmt: skip
+
+
+def norm(x: Array, scale: Array) -> Array:
+    x32 = x.astype(jnp.float32)
+    normed = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + 1e-5)
+    return normed.astype(x.dtype) * scale.astype(x.dtype)
+
+
+def attend(recipe: Recipe, mesh: Mesh, q: Array, k: Array, v: Array) -> Array:
+    """Computes causal attention of q [B, L, H, A] to k and v [B, L, K, A] by JAX's splash kernels."""
+    block = min(BLOCK, recipe.length)
+    sizes = splash.BlockSizes(block, block, block, block, block, block, use_fused_bwd_kernel=True)
+    mask = masks.MultiHeadMask([masks.CausalMask((recipe.length, recipe.length))] * recipe.heads)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False)
+    def local(q: Array, k: Array, v: Array) -> Array:
+        kernel = splash.make_splash_mha_single_device(mask, block_sizes=sizes)
+        heads_first = (jnp.moveaxis(x, 1, 2) for x in (q * np.asarray(recipe.head_dim**-0.5, q.dtype), k, v))
+        return jnp.moveaxis(jax.vmap(kernel)(*heads_first), 2, 1)
+
+    return local(q, k, v)
+
+
+def decoder_layer(recipe: Recipe, mesh: Mesh, x: Array, weights: dict[str, Array]) -> Array:
+    w = {name: kernel.astype(x.dtype) for name, kernel in weights.items()}
+    rows = NamedSharding(mesh, P("fsdp", None, None))
+
+    def named(y: Array, name: str) -> Array:
+        """Names a value [B, L, D] for the policy. Without its layout libtpu would copy whole stacks to the host."""
+        y = lax.with_sharding_constraint(y, rows)
+        return checkpoint_name(with_layout_constraint(y, Layout(major_to_minor=(0, 1, 2))), name)
+
+    x = named(x, "input")
+    normed = norm(x, w["attention_norm"])
+    q, k, v = (
+        named(normed @ w[name], name).reshape(*x.shape[:2], -1, recipe.head_dim) for name in ("query", "key", "value")
+    )
+    q, k = fa.nn.rotary_embedding(q, theta=500_000.0), fa.nn.rotary_embedding(k, theta=500_000.0)
+    x = x + named(attend(recipe, mesh, q, k, v).reshape(*x.shape[:2], -1) @ w["out"], "out")
+    normed = norm(x, w["mlp_norm"])
+    hidden = jax.nn.silu(normed @ w["gate"]) * (normed @ w["up"])
+    return lax.with_sharding_constraint(x + hidden @ w["down"], rows)
+
+
+def loss(recipe: Recipe, mesh: Mesh, params: dict[str, Any], tokens: Array, targets: Array) -> Array:
+    """Returns the mean cross-entropy of the targets [B, L], in nats per token, from whole logits."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=recipe.offloaded,
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+    layer = jax.checkpoint(functools.partial(decoder_layer, recipe, mesh), policy=policy, prevent_cse=False)
+    x = jax.nn.one_hot(tokens, recipe.vocabulary, dtype=jnp.bfloat16) @ params["embed"].astype(jnp.bfloat16)
+    x = lax.with_sharding_constraint(x, NamedSharding(mesh, P("fsdp", None, None)))
+    x, _ = lax.scan(lambda x, weights: (layer(x, weights), None), x, params["layers"])
+    logits = norm(x, params["final_norm"]) @ params["output"].astype(x.dtype)
+    logits = lax.with_sharding_constraint(logits, NamedSharding(mesh, P("fsdp", None, None))).astype(jnp.float32)
+    picked = jnp.sum(jnp.where(jnp.arange(recipe.vocabulary) == targets[..., None], logits, 0), axis=-1)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+
+
+def program(recipe: Recipe, mesh: Mesh) -> tuple[Any, tuple]:
+    """Makes the jitted training step of a recipe, and its arguments without values: weights, moments and tokens."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-5, b2=0.95, weight_decay=0.1))
+
+    def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        # The features of the model are the last of the axes of this size.
+        axes = [n for n, size in enumerate(leaf.shape) if size == recipe.width]
+        return array(leaf.shape, mesh, P(*[None] * axes[-1], "fsdp") if axes else P(), leaf.dtype)
+
+    def step(params: Any, state: Any, tokens: Array, targets: Array) -> tuple[Any, Any, Array]:
+        value, gradients = jax.value_and_grad(functools.partial(loss, recipe, mesh))(params, tokens, targets)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    is_shape = lambda shape: isinstance(shape, tuple)  # noqa: E731
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, recipe.dtype), shapes_of(recipe), is_leaf=is_shape)
+    state = jax.eval_shape(optimizer.init, params)
+    tokens = array((recipe.sequences * mesh.size, recipe.length), mesh, P("fsdp"), jnp.int32)
+    arguments = (*jax.tree.map(placed, (params, state)), tokens, tokens)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, arguments[:2])
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=(*shardings, None)), arguments
+
+
+@contextlib.contextmanager
+def compiling_with(flags: str) -> Iterator[None]:
+    """Sets the flags with which the compiler's child process is started, for one block of code."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = flags
+    try:
+        yield
+    finally:
+        os.environ.pop(VARIABLE) if before is None else os.environ.update({VARIABLE: before})
+
+
+def compiled(recipe: Recipe) -> check.CompiledProgram:
+    mesh = check.topology_mesh(recipe.topology, (recipe.chips,), ("fsdp",))
+    fn, arguments = program(recipe, mesh)
+    with compiling_with(recipe.flags):
+        return check.compile_for(recipe.topology, fn, *arguments, timeout=COMPILE_SECONDS)
