@@ -19,7 +19,7 @@ import gzip
 import os
 import pathlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from benchmarks.programs import COMPILE_SECONDS, array
+from benchmarks.programs import COMPILE_SECONDS, array, play_program
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync import check
 from flaxasync.check.compile.compile_for import FLAGS as VARIABLE
@@ -48,9 +48,6 @@ FLAGS = (  # of all recipes; DENSE_VMEM_LIMIT_FLAG, LAYOUT_FOR_ALL_REDUCE_SCATTE
     " --xla_tpu_assign_all_reduce_scatter_layout=true"
     " --xla_tpu_enable_data_parallel_all_reduce_opt=true"
     " --xla_tpu_data_parallel_opt_different_sized_ops=true"
-    " --xla_tpu_enable_async_collective_fusion=true"
-    " --xla_tpu_enable_async_collective_fusion_fuse_all_gather=true"
-    " --xla_tpu_enable_async_collective_fusion_multiple_steps=true"
     " --xla_tpu_overlap_compute_collective_tc=true"
     " --xla_enable_async_all_gather=true"
     " --xla_tpu_enable_all_experimental_scheduler_features=true"
@@ -132,19 +129,41 @@ def norm(x: Array, scale: Array) -> Array:
     return normed.astype(x.dtype) * scale.astype(x.dtype)
 
 
-def attend(recipe: Recipe, mesh: Mesh, q: Array, k: Array, v: Array) -> Array:
-    """Computes causal attention of q [B, L, H, A] to k and v [B, L, K, A] by JAX's splash kernels."""
+def attention_of(recipe: Recipe) -> Callable[[Array, Array, Array], Array]:
+    """Makes causal attention of q [B, H, L, A] to k and v [B, K, L, A], by JAX's splash kernels."""
     block = min(BLOCK, recipe.length)
     sizes = splash.BlockSizes(block, block, block, block, block, block, use_fused_bwd_kernel=True)
     mask = masks.MultiHeadMask([masks.CausalMask((recipe.length, recipe.length))] * recipe.heads)
+    return jax.vmap(splash.make_splash_mha_single_device(mask, block_sizes=sizes))
+
+
+def attend(recipe: Recipe, mesh: Mesh, q: Array, k: Array, v: Array) -> Array:
+    """Computes attention of q [B, L, H, A] to k and v [B, L, K, A], each device that of its own sequences."""
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False)
     def local(q: Array, k: Array, v: Array) -> Array:
-        kernel = splash.make_splash_mha_single_device(mask, block_sizes=sizes)
-        heads_first = (jnp.moveaxis(x, 1, 2) for x in (q * np.asarray(recipe.head_dim**-0.5, q.dtype), k, v))
-        return jnp.moveaxis(jax.vmap(kernel)(*heads_first), 2, 1)
+        q = q * np.asarray(recipe.head_dim**-0.5, q.dtype)
+        return jnp.moveaxis(attention_of(recipe)(*(jnp.moveaxis(x, 1, 2) for x in (q, k, v))), 2, 1)
 
     return local(q, k, v)
+
+
+def kernel_seconds(recipe: Recipe) -> dict[str, float]:
+    """Simulates the attention kernels of one sequence, and returns the seconds of all sequences of a chip by name.
+
+    They are played as a program of their own, because the text of the step leaves out the tables of their masks.
+    """
+    topology = f"{recipe.topology.partition(':')[0]}:1x1"
+    mesh = check.topology_mesh(topology, (1,), ("fsdp",))
+    q, kv = (array((1, heads, recipe.length, recipe.head_dim), mesh, P()) for heads in (recipe.heads, recipe.kv_heads))
+
+    def both(q: Array, k: Array, v: Array, do: Array) -> Any:
+        return jax.vjp(attention_of(recipe), q, k, v)[1](do)
+
+    with compiling_with(recipe.flags):
+        phases = play_program(topology, jax.jit(both), q, kv, kv, q)[0].slowest.phases
+    names = {p.name.partition(".")[0]: p.seconds for p in phases if p.name.startswith("splash_")}
+    return {name: seconds * recipe.sequences for name, seconds in names.items()}
 
 
 def decoder_layer(recipe: Recipe, mesh: Mesh, x: Array, weights: dict[str, Array]) -> Array:
@@ -222,4 +241,4 @@ def compiled(recipe: Recipe) -> check.CompiledProgram:
     mesh = check.topology_mesh(recipe.topology, (recipe.chips,), ("fsdp",))
     fn, arguments = program(recipe, mesh)
     with compiling_with(recipe.flags):
-        return check.compile_for(recipe.topology, fn, *arguments, timeout=COMPILE_SECONDS)
+        return check.compile_for(recipe.topology, fn, *arguments, timeout=COMPILE_SECONDS, compiler_options=check.HLO_ONLY)
