@@ -1,24 +1,29 @@
-"""Published training steps, rebuilt and predicted: how far are the predictions for v6e from what was measured?
+"""Published training steps, rebuilt and predicted: how far is a prediction for v6e from what was measured?
 
-    python benchmarks/recipes.py --programs DIR                           all steps; each takes minutes to compile
-    python benchmarks/recipes.py --programs DIR --only v6e:2x4 --limit 1  compiles one more, and prints what it has
-    python benchmarks/recipes.py --programs DIR --limit 0 --write docs/scaling.md
+    python benchmarks/recipes.py --programs DIR --write docs/scaling.md   all steps; each takes minutes to compile
+    python benchmarks/recipes.py --programs DIR --only v6e:2x4            steps of some chips or models
 
-The steps are those of MaxText in github.com/AI-Hypercomputer/tpu-recipes, training/trillium, whose pages print the
-seconds. They are rebuilt with JAX alone: a scan over decoder layers whose weights, moments and sequences are all
-sharded over one axis, the splash attention of JAX, embeddings as a product with one-hot rows, AdamW after the norm of
-the gradients, and their flags of libtpu. The layer inputs and some projections travel to the host and back.
+The steps are those of MaxText in training/trillium of github.com/AI-Hypercomputer/tpu-recipes, whose pages print their
+seconds. They are rebuilt with JAX alone: a scan over decoder layers, with weights, moments and sequences sharded over
+one axis; JAX's splash attention; the embedding as a product with one-hot rows; whole logits; AdamW after the norm of
+all gradients is clipped; and their flags of libtpu, of which 0.0.52 refuses "async collective fusion" on v6e. The layer
+inputs and the projections travel to the host and back.
 
-Times and memory are predictions of `fa.check.timeline` and of libtpu, as in benchmarks/whole_step.py.
+Times and memory are predictions: those of `fa.check.timeline` and of libtpu for the compiled step. The attention
+kernels are played. Nothing has run on a TPU. DIR keeps what was compiled: nothing in it is compiled again with the same
+recipe, JAX, libtpu and source of this file.
 """
 
 import contextlib
 import dataclasses
 import functools
 import gzip
+import hashlib
+import importlib.metadata
 import os
 import pathlib
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -63,7 +68,8 @@ FLAGS = (  # of all recipes; DENSE_VMEM_LIMIT_FLAG, LAYOUT_FOR_ALL_REDUCE_SCATTE
     " --xla_latency_hiding_scheduler_rerun=2"
 )
 WITHOUT_COLLECTIVE_MATMUL = " --xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000"
-HEADER = ("model", "chips", "memory", "measured s", "predicted s", "error")
+HEADER = ("model", "chips", "tokens a chip", "memory", "measured s", "predicted s", "error", "tokens/s a chip")
+ROW_MAJOR = Layout(major_to_minor=(0, 1, 2))
 BLOCK = 2048  # rows of all blocks of the attention kernels
 
 
@@ -171,9 +177,9 @@ def decoder_layer(recipe: Recipe, mesh: Mesh, x: Array, weights: dict[str, Array
     rows = NamedSharding(mesh, P("fsdp", None, None))
 
     def named(y: Array, name: str) -> Array:
-        """Names a value [B, L, D] for the policy. Without its layout libtpu would copy whole stacks to the host."""
-        y = lax.with_sharding_constraint(y, rows)
-        return checkpoint_name(with_layout_constraint(y, Layout(major_to_minor=(0, 1, 2))), name)
+        """Names a value [B, L, D] for the policy. Without its layout libtpu would copy whole stacks of all layers."""
+        y = with_layout_constraint(lax.with_sharding_constraint(y, rows), ROW_MAJOR)
+        return with_layout_constraint(checkpoint_name(y, name), ROW_MAJOR)
 
     x = named(x, "input")
     normed = norm(x, w["attention_norm"])
@@ -237,8 +243,46 @@ def compiling_with(flags: str) -> Iterator[None]:
         os.environ.pop(VARIABLE) if before is None else os.environ.update({VARIABLE: before})
 
 
-def compiled(recipe: Recipe) -> check.CompiledProgram:
-    mesh = check.topology_mesh(recipe.topology, (recipe.chips,), ("fsdp",))
-    fn, arguments = program(recipe, mesh)
-    with compiling_with(recipe.flags):
-        return check.compile_for(recipe.topology, fn, *arguments, timeout=COMPILE_SECONDS, compiler_options=check.HLO_ONLY)
+def compiled(recipe: Recipe, folder: pathlib.Path) -> check.CompiledProgram:
+    """Compiles a step, or reads it from its file, whose name has the lowered step, the flags and the compiler."""
+    fn, arguments = program(recipe, check.topology_mesh(recipe.topology, (recipe.chips,), ("fsdp",)))
+    versions = [importlib.metadata.version(name) for name in ("jaxlib", "libtpu")]
+    content = repr((fn.lower(*arguments).as_text(), recipe.flags, versions))
+    named = re.sub(r"[^\w.]+", "-", f"{recipe.name} {recipe.topology}")
+    file = folder / f"{named}-{hashlib.sha256(content.encode()).hexdigest()[:16]}.pickle.gz"
+    if not file.exists():
+        with compiling_with(recipe.flags):
+            found = check.compile_for(
+                recipe.topology, fn, *arguments, timeout=COMPILE_SECONDS, compiler_options=check.HLO_ONLY
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        with gzip.open(file, "wb") as stream:
+            pickle.dump(found, stream)
+    with gzip.open(file, "rb") as stream:
+        return pickle.load(stream)
+
+
+def row(recipe: Recipe, found: check.CompiledProgram) -> tuple[str, ...]:
+    seconds = check.timeline(found, kernels=kernel_seconds(recipe), copies="simulated").seconds
+    tokens = recipe.sequences * recipe.length
+    named = (recipe.name, recipe.topology, f"{recipe.sequences} x {recipe.length}", gib(found.bytes_by_kind["total"]))
+    speed, error = f"{tokens / seconds:,.0f}", f"{seconds / recipe.seconds - 1:+.1%}"
+    return (*named, f"{recipe.seconds:.3f}", f"{seconds:.3f}", error, speed)
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--programs", type=pathlib.Path, required=True, metavar="DIR", help="folder of compiled steps")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only steps with this text in their names or chips")
+    chosen = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    rows = []
+    for recipe in RECIPES:
+        if chosen.only in f"{recipe.name} {recipe.topology}":
+            rows.append(row(recipe, compiled(recipe, chosen.programs)))
+            print(*rows[-1], flush=True)
+    write_between_markers(chosen.write, "recipes", print_table(HEADER, rows))
+
+
+if __name__ == "__main__":
+    main()
