@@ -70,6 +70,7 @@ FLAGS = (  # of all recipes; DENSE_VMEM_LIMIT_FLAG, LAYOUT_FOR_ALL_REDUCE_SCATTE
 WITHOUT_COLLECTIVE_MATMUL = " --xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000"
 HEADER = ("model", "chips", "tokens a chip", "memory", "measured s", "predicted s", "error", "tokens/s a chip")
 ROW_MAJOR = Layout(major_to_minor=(0, 1, 2))
+COLUMNS = ("query", "key", "value", "gate", "up", "output")  # weights whose outputs are no residual stream
 BLOCK = 2048  # rows of all blocks of the attention kernels
 
 
@@ -115,18 +116,21 @@ RECIPES = (
 )
 
 
-def shapes_of(recipe: Recipe) -> dict[str, Any]:
-    """Returns the shapes of the weights, of which the axis of model features is the one that is sharded."""
+def weights(recipe: Recipe) -> dict[str, Any]:
+    """Returns the weights without values."""
     r, heads, kv = recipe, recipe.heads * recipe.head_dim, recipe.kv_heads * recipe.head_dim
     layer = {
         "query": (r.width, heads), "key": (r.width, kv), "value": (r.width, kv), "out": (heads, r.width),
         "gate": (r.width, r.mlp_width), "up": (r.width, r.mlp_width), "down": (r.mlp_width, r.width),
         "attention_norm": (r.width,), "mlp_norm": (r.width,),
     }  # fmt: skip
-    return {
+    shapes: dict[str, Any] = {
         "layers": {name: (r.layers, *shape) for name, shape in layer.items()},
         "embed": (r.vocabulary, r.width), "output": (r.width, r.vocabulary), "final_norm": (r.width,),
     }  # fmt: skip
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, recipe.dtype), shapes, is_leaf=lambda node: isinstance(node, tuple)
+    )
 
 
 def norm(x: Array, scale: Array) -> Array:
@@ -213,21 +217,20 @@ def program(recipe: Recipe, mesh: Mesh) -> tuple[Any, tuple]:
     """Makes the jitted training step of a recipe, and its arguments without values: weights, moments and tokens."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-5, b2=0.95, weight_decay=0.1))
 
-    def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        # The features of the model are the last of the axes of this size.
-        axes = [n for n, size in enumerate(leaf.shape) if size == recipe.width]
-        return array(leaf.shape, mesh, P(*[None] * axes[-1], "fsdp") if axes else P(), leaf.dtype)
+    def placed(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """Shards the features of the residual stream, which are the last axis of a weight, or of COLUMNS the first."""
+        ahead = leaf.ndim - (2 if getattr(path[-1], "key", "") in COLUMNS else 1)
+        return array(leaf.shape, mesh, P(*[None] * ahead, "fsdp") if leaf.ndim else P(), leaf.dtype)
 
     def step(params: Any, state: Any, tokens: Array, targets: Array) -> tuple[Any, Any, Array]:
         value, gradients = jax.value_and_grad(functools.partial(loss, recipe, mesh))(params, tokens, targets)
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    is_shape = lambda shape: isinstance(shape, tuple)  # noqa: E731
-    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, recipe.dtype), shapes_of(recipe), is_leaf=is_shape)
+    params = weights(recipe)
     state = jax.eval_shape(optimizer.init, params)
     tokens = array((recipe.sequences * mesh.size, recipe.length), mesh, P("fsdp"), jnp.int32)
-    arguments = (*jax.tree.map(placed, (params, state)), tokens, tokens)
+    arguments = (*jax.tree_util.tree_map_with_path(placed, (params, state)), tokens, tokens)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, arguments[:2])
     return jax.jit(step, donate_argnums=(0, 1), out_shardings=(*shardings, None)), arguments
 
