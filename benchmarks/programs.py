@@ -1,9 +1,13 @@
 """Programs for chips that the machine need not have: their arguments, their simulation, and their time on real TPUs."""
 
+import gzip
 import hashlib
 import importlib.metadata
 import json
+import os
 import pathlib
+import pickle
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flaxasync import check
+from flaxasync.check.compile.compile_for import FLAGS
 from flaxasync.check.player import Result, play_dump
 from flaxasync.check.player.errors import UnknownOperationError
 
@@ -98,6 +103,23 @@ def kept(folder: pathlib.Path | None, facts: object, make: Callable[[], Any]) ->
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(content)
     return json.loads(file.read_text())
+
+
+def compile_once(folder: pathlib.Path, name: str, topology: str, fn: Any, *arguments: Any) -> check.CompiledProgram:
+    """Compiles a jitted function for its HLO, or reads what an earlier call left in the folder.
+
+    The file is that of the lowered function, the flags of libtpu in the environment, and the compiler.
+    """
+    versions = [importlib.metadata.version(package) for package in ("jaxlib", "libtpu")]
+    content = repr((topology, fn.lower(*arguments).as_text(), os.environ.get(FLAGS), versions))
+    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+    file = folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', name)}-{digest}.pickle.gz"
+    if not file.exists():
+        options = check.HLO_ONLY
+        found = check.compile_for(topology, fn, *arguments, timeout=COMPILE_SECONDS, compiler_options=options)
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(gzip.compress(pickle.dumps(found)))
+    return pickle.loads(gzip.decompress(file.read_bytes()))
 
 
 def has_tpus(count: int) -> bool:

@@ -17,13 +17,8 @@ recipe, JAX, libtpu and source of this file.
 import contextlib
 import dataclasses
 import functools
-import gzip
-import hashlib
-import importlib.metadata
 import os
 import pathlib
-import pickle
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,10 +35,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from benchmarks.programs import COMPILE_SECONDS, array, play_program
+from benchmarks.programs import array, compile_once, play_program
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync import check
 from flaxasync.check.compile.compile_for import FLAGS as VARIABLE
+from flaxasync.check.estimate.timeline import Timeline
 from train.dry_run.command import gib
 
 FLAGS = (  # of all recipes; DENSE_VMEM_LIMIT_FLAG, LAYOUT_FOR_ALL_REDUCE_SCATTER ... of MaxText's xla_flags_library.py
@@ -69,6 +65,7 @@ FLAGS = (  # of all recipes; DENSE_VMEM_LIMIT_FLAG, LAYOUT_FOR_ALL_REDUCE_SCATTE
 )
 WITHOUT_COLLECTIVE_MATMUL = " --xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000"
 HEADER = ("model", "chips", "tokens a chip", "memory", "measured s", "predicted s", "error", "tokens/s a chip")
+PROJECTIONS = ("input", "query", "key", "value", "out")  # what a layer may keep, beside the two of the MLP
 ROW_MAJOR = Layout(major_to_minor=(0, 1, 2))
 COLUMNS = ("query", "key", "value", "gate", "up", "output")  # weights whose outputs are no residual stream
 BLOCK = 2048  # rows of all blocks of the attention kernels
@@ -90,7 +87,8 @@ class Recipe:
     kv_heads: int = 8
     length: int = 8192
     dtype: str = "float32"  # of the weights and moments
-    offloaded: tuple[str, ...] = ("input", "query", "key", "value", "out")
+    offloaded: tuple[str, ...] = PROJECTIONS  # what a layer sends to the host
+    saved: tuple[str, ...] = ()  # what it keeps
     flags: str = FLAGS + WITHOUT_COLLECTIVE_MATMUL
 
     @property
@@ -104,7 +102,7 @@ class Recipe:
 
 _70B: dict[str, Any] = {
     "sequences": 2, "layers": 80, "width": 8192, "heads": 64, "mlp_width": 28_672,
-    "offloaded": ("input", "query", "key", "value"),
+    "offloaded": PROJECTIONS[:-1],
 }  # fmt: skip
 RECIPES = (
     Recipe("Llama 3.1 8B", "v6e:2x4", 3.443, 3),
@@ -193,14 +191,14 @@ def decoder_layer(recipe: Recipe, mesh: Mesh, x: Array, weights: dict[str, Array
     q, k = fa.nn.rotary_embedding(q, theta=500_000.0), fa.nn.rotary_embedding(k, theta=500_000.0)
     x = x + named(attend(recipe, mesh, q, k, v).reshape(*x.shape[:2], -1) @ w["out"], "out")
     normed = norm(x, w["mlp_norm"])
-    hidden = jax.nn.silu(normed @ w["gate"]) * (normed @ w["up"])
-    return lax.with_sharding_constraint(x + hidden @ w["down"], rows)
+    gate, up = (checkpoint_name(normed @ w[name], name) for name in ("gate", "up"))
+    return lax.with_sharding_constraint(x + (jax.nn.silu(gate) * up) @ w["down"], rows)
 
 
 def loss(recipe: Recipe, mesh: Mesh, params: dict[str, Any], tokens: Array, targets: Array) -> Array:
     """Returns the mean cross-entropy of the targets [B, L], in nats per token, from whole logits."""
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=recipe.offloaded,
+        names_which_can_be_saved=recipe.saved, names_which_can_be_offloaded=recipe.offloaded,
         offload_src="device", offload_dst="pinned_host",
     )  # fmt: skip
     layer = jax.checkpoint(functools.partial(decoder_layer, recipe, mesh), policy=policy, prevent_cse=False)
@@ -247,27 +245,17 @@ def compiling_with(flags: str) -> Iterator[None]:
 
 
 def compiled(recipe: Recipe, folder: pathlib.Path) -> check.CompiledProgram:
-    """Compiles a step, or reads it from its file, whose name has the lowered step, the flags and the compiler."""
     fn, arguments = program(recipe, check.topology_mesh(recipe.topology, (recipe.chips,), ("fsdp",)))
-    versions = [importlib.metadata.version(name) for name in ("jaxlib", "libtpu")]
-    content = repr((fn.lower(*arguments).as_text(), recipe.flags, versions))
-    named = re.sub(r"[^\w.]+", "-", f"{recipe.name} {recipe.topology}")
-    file = folder / f"{named}-{hashlib.sha256(content.encode()).hexdigest()[:16]}.pickle.gz"
-    if not file.exists():
-        with compiling_with(recipe.flags):
-            found = check.compile_for(
-                recipe.topology, fn, *arguments, timeout=COMPILE_SECONDS, compiler_options=check.HLO_ONLY
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        with gzip.open(file, "wb") as stream:
-            pickle.dump(found, stream)
-    with gzip.open(file, "rb") as stream:
-        return pickle.load(stream)
+    with compiling_with(recipe.flags):
+        return compile_once(folder, f"{recipe.name} {recipe.topology}", recipe.topology, fn, *arguments)
+
+
+def estimated(recipe: Recipe, found: check.CompiledProgram) -> Timeline:
+    return check.timeline(found, kernels=kernel_seconds(recipe), copies="simulated")
 
 
 def row(recipe: Recipe, found: check.CompiledProgram) -> tuple[str, ...]:
-    seconds = check.timeline(found, kernels=kernel_seconds(recipe), copies="simulated").seconds
-    tokens = recipe.sequences * recipe.length
+    seconds, tokens = estimated(recipe, found).seconds, recipe.sequences * recipe.length
     named = (recipe.name, recipe.topology, f"{recipe.sequences} x {recipe.length}", gib(found.bytes_by_kind["total"]))
     speed, error = f"{tokens / seconds:,.0f}", f"{seconds / recipe.seconds - 1:+.1%}"
     return (*named, f"{recipe.seconds:.3f}", f"{seconds:.3f}", error, speed)
