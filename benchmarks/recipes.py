@@ -42,28 +42,19 @@ from flaxasync.check.compile.compile_for import FLAGS as VARIABLE
 from flaxasync.check.estimate.timeline import Timeline
 from train.dry_run.command import gib
 
-FLAGS = (  # of all recipes; DENSE_VMEM_LIMIT_FLAG, LAYOUT_FOR_ALL_REDUCE_SCATTER ... of MaxText's xla_flags_library.py
-    "--xla_tpu_scoped_vmem_limit_kib=98304"
-    " --xla_tpu_use_minor_sharding_for_major_trivial_input=true"
-    " --xla_tpu_relayout_group_size_threshold_for_reduce_scatter=1"
-    " --xla_tpu_assign_all_reduce_scatter_layout=true"
-    " --xla_tpu_enable_data_parallel_all_reduce_opt=true"
-    " --xla_tpu_data_parallel_opt_different_sized_ops=true"
-    " --xla_tpu_overlap_compute_collective_tc=true"
-    " --xla_enable_async_all_gather=true"
-    " --xla_tpu_enable_all_experimental_scheduler_features=true"
-    " --xla_tpu_enable_scheduler_memory_pressure_tracking=true"
-    " --xla_tpu_host_transfer_overlap_limit=24"
-    " --xla_tpu_aggressive_opt_barrier_removal=ENABLED"
-    " --xla_lhs_prioritize_async_depth_over_stall=ENABLED"
-    " --xla_tpu_enable_ag_backward_pipelining=true"
-    " --xla_should_allow_loop_variant_parameter_in_chain=ENABLED"
-    " --xla_should_add_loop_invariant_op_in_chain=ENABLED"
-    " --xla_max_concurrent_host_send_recv=100"
-    " --xla_tpu_scheduler_percent_shared_memory_limit=100"
-    " --xla_latency_hiding_scheduler_rerun=2"
-)
-WITHOUT_COLLECTIVE_MATMUL = " --xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000"
+FLAGS = """
+    xla_tpu_scoped_vmem_limit_kib=98304 xla_tpu_use_minor_sharding_for_major_trivial_input=true
+    xla_tpu_relayout_group_size_threshold_for_reduce_scatter=1 xla_tpu_assign_all_reduce_scatter_layout=true
+    xla_tpu_enable_data_parallel_all_reduce_opt=true xla_tpu_data_parallel_opt_different_sized_ops=true
+    xla_tpu_overlap_compute_collective_tc=true xla_enable_async_all_gather=true
+    xla_tpu_enable_all_experimental_scheduler_features=true
+    xla_tpu_enable_scheduler_memory_pressure_tracking=true xla_tpu_host_transfer_overlap_limit=24
+    xla_tpu_aggressive_opt_barrier_removal=ENABLED xla_lhs_prioritize_async_depth_over_stall=ENABLED
+    xla_tpu_enable_ag_backward_pipelining=true xla_should_allow_loop_variant_parameter_in_chain=ENABLED
+    xla_should_add_loop_invariant_op_in_chain=ENABLED xla_max_concurrent_host_send_recv=100
+    xla_tpu_scheduler_percent_shared_memory_limit=100 xla_latency_hiding_scheduler_rerun=2
+"""  # of all recipes, by MaxText's benchmarks/xla_flags_library.py
+WITHOUT_COLLECTIVE_MATMUL = "xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000"
 HEADER = ("model", "chips", "tokens a chip", "memory", "measured s", "predicted s", "error", "tokens/s a chip")
 PROJECTIONS = ("input", "query", "key", "value", "out")  # what a layer may keep, beside the two of the MLP
 ROW_MAJOR = Layout(major_to_minor=(0, 1, 2))
@@ -237,7 +228,7 @@ def program(recipe: Recipe, mesh: Mesh) -> tuple[Any, tuple]:
 def compiling_with(flags: str) -> Iterator[None]:
     """Sets the flags with which the compiler's child process is started, for one block of code."""
     before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = flags
+    os.environ[VARIABLE] = " ".join(f"--{flag}" for flag in flags.split())
     try:
         yield
     finally:
