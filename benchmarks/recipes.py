@@ -10,16 +10,14 @@ all gradients is clipped; and their flags of libtpu, of which 0.0.52 refuses "as
 inputs and the projections travel to the host and back.
 
 Times and memory are predictions: those of `fa.check.timeline` and of libtpu for the compiled step. The attention
-kernels are played. Nothing has run on a TPU. DIR keeps what was compiled: nothing in it is compiled again with the same
-recipe, JAX, libtpu and source of this file.
+kernels are played. Nothing has run on a TPU. DIR keeps what was compiled.
 """
 
-import contextlib
 import dataclasses
 import functools
-import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -36,11 +34,12 @@ from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from benchmarks.programs import array, compile_once, play_program
-from benchmarks.table import command_line, print_table, write_between_markers
+from benchmarks.table import write_rows
 from flaxasync import check
-from flaxasync.check.compile.compile_for import FLAGS as VARIABLE
 from flaxasync.check.estimate.timeline import Timeline
+from train.config import Config, XlaConfig
 from train.dry_run.command import gib
+from train.step.flags import flags_of
 
 FLAGS = """
     xla_tpu_scoped_vmem_limit_kib=98304 xla_tpu_use_minor_sharding_for_major_trivial_input=true
@@ -87,13 +86,18 @@ class Recipe:
         return check.topology_size(self.topology)
 
     @property
+    def compiling(self) -> AbstractContextManager:
+        """Sets its flags for one block of code."""
+        config = Config(workdir="", steps=1, xla=XlaConfig(flags=self.flags))
+        return flags_of(config, self.topology.partition(":")[0])
+
+    @property
     def head_dim(self) -> int:
         return self.width // self.heads
 
 
 _70B: dict[str, Any] = {
-    "sequences": 2, "layers": 80, "width": 8192, "heads": 64, "mlp_width": 28_672,
-    "offloaded": PROJECTIONS[:-1],
+    "sequences": 2, "layers": 80, "width": 8192, "heads": 64, "mlp_width": 28_672, "offloaded": PROJECTIONS[:-1],
 }  # fmt: skip
 RECIPES = (
     Recipe("Llama 3.1 8B", "v6e:2x4", 3.443, 3),
@@ -159,7 +163,7 @@ def kernel_seconds(recipe: Recipe) -> dict[str, float]:
     def both(q: Array, k: Array, v: Array, do: Array) -> Any:
         return jax.vjp(attention_of(recipe), q, k, v)[1](do)
 
-    with compiling_with(recipe.flags):
+    with recipe.compiling:
         phases = play_program(topology, jax.jit(both), q, kv, kv, q)[0].slowest.phases
     names = {p.name.partition(".")[0]: p.seconds for p in phases if p.name.startswith("splash_")}
     return {name: seconds * recipe.sequences for name, seconds in names.items()}
@@ -224,20 +228,9 @@ def program(recipe: Recipe, mesh: Mesh) -> tuple[Any, tuple]:
     return jax.jit(step, donate_argnums=(0, 1), out_shardings=(*shardings, None)), arguments
 
 
-@contextlib.contextmanager
-def compiling_with(flags: str) -> Iterator[None]:
-    """Sets the flags with which the compiler's child process is started, for one block of code."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = " ".join(f"--{flag}" for flag in flags.split())
-    try:
-        yield
-    finally:
-        os.environ.pop(VARIABLE) if before is None else os.environ.update({VARIABLE: before})
-
-
 def compiled(recipe: Recipe, folder: pathlib.Path) -> check.CompiledProgram:
     fn, arguments = program(recipe, check.topology_mesh(recipe.topology, (recipe.chips,), ("fsdp",)))
-    with compiling_with(recipe.flags):
+    with recipe.compiling:
         return compile_once(folder, f"{recipe.name} {recipe.topology}", recipe.topology, fn, *arguments)
 
 
@@ -245,26 +238,14 @@ def estimated(recipe: Recipe, found: check.CompiledProgram) -> Timeline:
     return check.timeline(found, kernels=kernel_seconds(recipe), copies="simulated")
 
 
-def row(recipe: Recipe, found: check.CompiledProgram) -> tuple[str, ...]:
+def row(recipe: Recipe, folder: pathlib.Path) -> tuple[str, ...]:
+    found = compiled(recipe, folder)
     seconds, tokens = estimated(recipe, found).seconds, recipe.sequences * recipe.length
     named = (recipe.name, recipe.topology, f"{recipe.sequences} x {recipe.length}", gib(found.bytes_by_kind["total"]))
     speed, error = f"{tokens / seconds:,.0f}", f"{seconds / recipe.seconds - 1:+.1%}"
     return (*named, f"{recipe.seconds:.3f}", f"{seconds:.3f}", error, speed)
 
 
-def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--programs", type=pathlib.Path, required=True, metavar="DIR", help="folder of compiled steps")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only steps with this text in their names or chips")
-    chosen = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    rows = []
-    for recipe in RECIPES:
-        if chosen.only in f"{recipe.name} {recipe.topology}":
-            rows.append(row(recipe, compiled(recipe, chosen.programs)))
-            print(*rows[-1], flush=True)
-    write_between_markers(chosen.write, "recipes", print_table(HEADER, rows))
-
-
 if __name__ == "__main__":
-    main()
+    jax.config.update("jax_platforms", "cpu")
+    write_rows(__doc__, "recipes", HEADER, RECIPES, row)

@@ -21,7 +21,7 @@ import jax
 from benchmarks import recipes
 from benchmarks.programs import compile_once
 from benchmarks.recipes import FLAGS, PROJECTIONS, WITHOUT_COLLECTIVE_MATMUL, Recipe
-from benchmarks.table import command_line, print_table, write_between_markers
+from benchmarks.table import write_rows
 from configs.llama_8b import llama_8b
 from flaxasync import check
 from flaxasync.check.estimate.phases import Phases
@@ -109,19 +109,6 @@ def row(case: Case | Recipe, folder: pathlib.Path) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--programs", type=pathlib.Path, required=True, metavar="DIR", help="folder of compiled steps")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only steps with this text in their description")
-    chosen = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    rows = []
-    for case in CASES:
-        if chosen.only in str(case):
-            rows.append(row(case, chosen.programs))
-            print(*rows[-1], flush=True)
-    write_between_markers(chosen.write, "whole step", print_table(HEADER, rows))
-
-
 if __name__ == "__main__":
-    main()
+    jax.config.update("jax_platforms", "cpu")
+    write_rows(__doc__, "whole step", HEADER, CASES, row)
