@@ -58,6 +58,7 @@ HEADER = ("model", "chips", "tokens a chip", "memory", "measured s", "predicted 
 PROJECTIONS = ("input", "query", "key", "value", "out")  # what a layer may keep, beside the two of the MLP
 ROW_MAJOR = Layout(major_to_minor=(0, 1, 2))
 COLUMNS = ("query", "key", "value", "gate", "up", "output")  # weights whose outputs are no residual stream
+THETA = 500_000.0  # of rotary positions
 BLOCK = 2048  # rows of all blocks of the attention kernels
 
 
@@ -76,6 +77,7 @@ class Recipe:
     vocabulary: int = 128_256
     kv_heads: int = 8
     length: int = 8192
+    pairs: bool = True  # whether positions rotate pairs of neighbouring features, as in MaxText's Llama 3.1, or of halves
     dtype: str = "float32"  # of the weights and moments
     offloaded: tuple[str, ...] = PROJECTIONS  # what a layer sends to the host
     saved: tuple[str, ...] = ()  # what it keeps
@@ -103,7 +105,7 @@ RECIPES = (
     Recipe("Llama 3.1 8B", "v6e:2x4", 3.443, 3),
     Recipe("Llama 3.1 8B", "v6e:4x4", 3.393, 3),
     Recipe("Llama 3.1 8B", "v6e:4x8", 3.495, 3),
-    Recipe("Mistral 7B", "v6e:2x4", 6.320, 6, vocabulary=32_768),
+    Recipe("Mistral 7B", "v6e:2x4", 6.320, 6, vocabulary=32_768, pairs=False),
     Recipe("Llama 3.1 70B, bfloat16", "v6e:4x8", 17.790, **_70B, dtype="bfloat16"),
     Recipe("Llama 3.1 70B", "v6e:8x8", 18.688, **_70B, flags=FLAGS),
 )
@@ -130,6 +132,16 @@ def norm(x: Array, scale: Array) -> Array:
     x32 = x.astype(jnp.float32)
     normed = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + 1e-5)
     return normed.astype(x.dtype) * scale.astype(x.dtype)
+
+
+def rotated(recipe: Recipe, x: Array) -> Array:
+    """Applies rotary positions to x [B, L, H, A]: to pairs of neighbouring features, or of one in each half."""
+    if not recipe.pairs:
+        return fa.nn.rotary_embedding(x, theta=THETA)
+    feature = jnp.arange(recipe.head_dim)
+    angle = jnp.arange(recipe.length)[:, None, None] / THETA ** (feature // 2 * 2 / recipe.head_dim)
+    other = jnp.where(feature % 2, jnp.roll(x, 1, axis=-1), -jnp.roll(x, -1, axis=-1))
+    return (x * jnp.cos(angle) + other * jnp.sin(angle)).astype(x.dtype)
 
 
 def attention_of(recipe: Recipe) -> Callable[[Array, Array, Array], Array]:
@@ -183,7 +195,7 @@ def decoder_layer(recipe: Recipe, mesh: Mesh, x: Array, weights: dict[str, Array
     q, k, v = (
         named(normed @ w[name], name).reshape(*x.shape[:2], -1, recipe.head_dim) for name in ("query", "key", "value")
     )
-    q, k = fa.nn.rotary_embedding(q, theta=500_000.0), fa.nn.rotary_embedding(k, theta=500_000.0)
+    q, k = rotated(recipe, q), rotated(recipe, k)
     x = x + named(attend(recipe, mesh, q, k, v).reshape(*x.shape[:2], -1) @ w["out"], "out")
     normed = norm(x, w["mlp_norm"])
     gate, up = (checkpoint_name(normed @ w[name], name) for name in ("gate", "up"))
