@@ -77,7 +77,7 @@ class Recipe:
     vocabulary: int = 128_256
     kv_heads: int = 8
     length: int = 8192
-    pairs: bool = True  # whether positions rotate pairs of neighbouring features, as in MaxText's Llama 3.1, or of halves
+    pairs: bool = True  # positions rotate pairs of neighbouring features, as in MaxText's Llama 3.1, and not of halves
     dtype: str = "float32"  # of the weights and moments
     offloaded: tuple[str, ...] = PROJECTIONS  # what a layer sends to the host
     saved: tuple[str, ...] = ()  # what it keeps
@@ -138,10 +138,11 @@ def rotated(recipe: Recipe, x: Array) -> Array:
     """Applies rotary positions to x [B, L, H, A]: to pairs of neighbouring features, or of one in each half."""
     if not recipe.pairs:
         return fa.nn.rotary_embedding(x, theta=THETA)
-    feature = jnp.arange(recipe.head_dim)
-    angle = jnp.arange(recipe.length)[:, None, None] / THETA ** (feature // 2 * 2 / recipe.head_dim)
-    other = jnp.where(feature % 2, jnp.roll(x, 1, axis=-1), -jnp.roll(x, -1, axis=-1))
-    return (x * jnp.cos(angle) + other * jnp.sin(angle)).astype(x.dtype)
+    feature, position = jnp.arange(recipe.head_dim), jnp.arange(recipe.length, dtype=jnp.float32)
+    angle = position[:, None, None] / THETA ** ((feature // 2 * 2).astype(jnp.float32) / recipe.head_dim)
+    other = jnp.where(feature % 2 == 1, jnp.roll(x, 1, axis=-1), -jnp.roll(x, -1, axis=-1))
+    x32, other32 = x.astype(jnp.float32), other.astype(jnp.float32)
+    return (x32 * jnp.cos(angle) + other32 * jnp.sin(angle)).astype(x.dtype)
 
 
 def attention_of(recipe: Recipe) -> Callable[[Array, Array, Array], Array]:

@@ -31,7 +31,8 @@ def causal_attention(recipe):
     return attend
 
 
-def test_a_recipe_computes_the_loss_of_the_decoder(monkeypatch):
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_recipe_computes_the_loss_of_the_decoder(pairs, monkeypatch):
     monkeypatch.setattr(recipes, "attention_of", causal_attention)
     rng, mesh = np.random.default_rng(0), jax.make_mesh((4,), ("fsdp",), (jax.sharding.AxisType.Auto,))
     drawn = jax.tree.map(
@@ -39,9 +40,15 @@ def test_a_recipe_computes_the_loss_of_the_decoder(monkeypatch):
         recipes.weights(TINY),
     )
     tokens, targets = rng.integers(0, TINY.vocabulary, (2, 8, TINY.length))
+    given, layers = dict(drawn, layers=dict(drawn["layers"])), drawn["layers"]
+    if pairs:  # neighbours are what halves are in another order of the features of a head
+        order = np.arange(TINY.head_dim).reshape(2, -1).T.ravel()
+        for name in ("query", "key"):
+            kernel = layers[name].reshape(*layers[name].shape[:2], -1, TINY.head_dim)
+            given["layers"][name] = kernel[..., order].reshape(layers[name].shape)
+    recipe = dataclasses.replace(TINY, pairs=pairs)
     with jax.set_mesh(mesh):
-        loss = jax.jit(lambda *args: recipes.loss(TINY, mesh, *args))(drawn, tokens, targets)
-    layers = drawn["layers"]
+        loss = jax.jit(lambda *args: recipes.loss(recipe, mesh, *args))(given, tokens, targets)
     kernels = {name: {"kernel": layers[name]} for name in ("query", "key", "value", "out", "gate", "up", "down")}
     params = {
         "embed": {"embedding": drawn["embed"]},
