@@ -241,19 +241,17 @@ def program(recipe: Recipe, mesh: Mesh) -> tuple[Any, tuple]:
     return jax.jit(step, donate_argnums=(0, 1), out_shardings=(*shardings, None)), arguments
 
 
-def compiled(recipe: Recipe, folder: pathlib.Path) -> check.CompiledProgram:
+def estimated(recipe: Recipe, folder: pathlib.Path) -> tuple[check.CompiledProgram, Timeline]:
+    """Compiles a step, or reads it from the folder, and estimates its time."""
     fn, arguments = program(recipe, check.topology_mesh(recipe.topology, (recipe.chips,), ("fsdp",)))
     with recipe.compiling:
-        return compile_once(folder, f"{recipe.name} {recipe.topology}", recipe.topology, fn, *arguments)
-
-
-def estimated(recipe: Recipe, found: check.CompiledProgram) -> Timeline:
-    return check.timeline(found, kernels=kernel_seconds(recipe), copies="simulated")
+        found = compile_once(folder, f"{recipe.name} {recipe.topology}", recipe.topology, fn, *arguments)
+    return found, check.timeline(found, kernels=kernel_seconds(recipe), copies="simulated")
 
 
 def row(recipe: Recipe, folder: pathlib.Path) -> tuple[str, ...]:
-    found = compiled(recipe, folder)
-    seconds, tokens = estimated(recipe, found).seconds, recipe.sequences * recipe.length
+    found, timeline = estimated(recipe, folder)
+    seconds, tokens = timeline.seconds, recipe.sequences * recipe.length
     named = (recipe.name, recipe.topology, f"{recipe.sequences} x {recipe.length}", gib(found.bytes_by_kind["total"]))
     speed, error = f"{tokens / seconds:,.0f}", f"{seconds / recipe.seconds - 1:+.1%}"
     return (*named, f"{recipe.seconds:.3f}", f"{seconds:.3f}", error, speed)

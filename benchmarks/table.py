@@ -19,10 +19,7 @@ def write_rows[T](
     cases: Sequence[T],
     row: Callable[[T, pathlib.Path], Sequence[str]],
 ) -> None:
-    """Runs a benchmark that makes a row of each case, from programs that it compiles into a folder unless it has them.
-
-    --programs names the folder, and --only makes the rows of the cases whose text has some words.
-    """
+    """Makes the row of each case and writes the table. Rows are given a folder in which compiled programs are kept."""
     parser = command_line(description)
     parser.add_argument("--programs", type=pathlib.Path, required=True, metavar="DIR", help="folder of compiled steps")
     parser.add_argument("--only", default="", metavar="TEXT", help="only steps whose description has this text")

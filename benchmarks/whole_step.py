@@ -3,12 +3,9 @@
     python benchmarks/whole_step.py --programs DIR --write docs/scaling.md     each step takes minutes to compile
     python benchmarks/whole_step.py --programs DIR --only v6e                  the steps on some chips
 
-docs/scaling.md says what is compared. "automatic" is the program of benchmarks/recipes.py, with the flags of the
-published recipes as far as libtpu takes them for the chip. It sends to the host what these send or, where memory is
-large, keeps the results of all products.
-
-Times and memory are predictions: those of `fa.check.timeline` and of libtpu for the compiled step. Pallas kernels are
-played. Nothing has run on a TPU. DIR keeps what was compiled.
+docs/scaling.md says what is compared. "automatic" is the program of benchmarks/recipes.py with its flags. It sends to
+the host what the recipes send or, where memory is large, keeps the results of all products. Times and memory are
+predictions, with kernels that are played. DIR keeps what was compiled.
 """
 
 import dataclasses
@@ -91,8 +88,7 @@ def compiled(case: Case, folder: pathlib.Path) -> check.CompiledProgram:
 
 def row(case: Case | Recipe, folder: pathlib.Path) -> tuple[str, ...]:
     if isinstance(case, Recipe):
-        program = recipes.compiled(case, folder)
-        timeline = recipes.estimated(case, program)
+        program, timeline = recipes.estimated(case, folder)
         named = (AUTOMATIC, f"1x{case.chips}x1", "dots" if case.saved else "offload", "xla")
     else:
         program = compiled(case, folder)
