@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-type Remat = Literal["none", "cheap", "dots", "layer"]
+type Remat = Literal["none", "cheap", "dots", "layer", "offload", "offload_most"]
 type FsdpOverlap = Literal["xla", "prefetch", "prefetch_pallas"]
 type ContextLayout = Literal["zigzag", "contiguous"]
 
@@ -73,7 +73,8 @@ class TransformerConfig:
     """The dtype of the parameters and of the optimizer's state."""
     remat: Remat = "none"
     """What the backward pass does again: nothing; only what is cheap, so neither matmuls nor attention nor gathers of
-    kernels; all but matmuls ("dots"); or each whole layer."""
+    kernels; all but matmuls ("dots"); or each whole layer. "offload" keeps the results of matmuls in the memory of the
+    host, and "offload_most" what each layer and its attention get and return."""
     exchange_heads: bool | None = None
     """Whether weights and heads of attention travel instead of rows; None for what is predicted to be faster."""
     gathered_mib: int = 0

@@ -18,9 +18,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 import flaxasync as fa
+from flaxasync.ops.saved import STREAM
 from models.config import ContextLayout, Remat, TransformerConfig
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}
@@ -28,6 +30,8 @@ _POLICIES: dict[Remat, Any] = {
     "none": jax.checkpoint_policies.everything_saveable,
     "cheap": fa.save_costly,
     "dots": fa.save_matmuls,
+    "offload": fa.offload_costly,
+    "offload_most": fa.offload_most,
     "layer": None,
 }
 
@@ -322,6 +326,6 @@ def _with_remat(remat: Remat) -> Callable[[DecoderLayer, Array, Array | None, Ar
     """
 
     def apply(layer: DecoderLayer, x_BLD: Array, segment_ids_BL: Array | None, mask: Array | None) -> Array:
-        return layer(x_BLD, segment_ids_BL, mask)
+        return layer(checkpoint_name(x_BLD, STREAM), segment_ids_BL, mask)
 
     return apply if remat == "none" else nnx.remat(apply, policy=_POLICIES[remat])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import lax
 
 from flaxasync.mesh import UnsupportedError
 
@@ -16,6 +17,8 @@ PRODUCT = "flaxasync_product"  # the result of a collective matmul
 GATHERED = "flaxasync_gathered"  # the all_gather(x) that `all_gather_matmul` keeps for its weight gradient
 ATTENTION = "flaxasync_attention"  # the result of attention, and the log-sum-exp of each row
 PARAMETER = "flaxasync_parameter"  # a parameter of a fully sharded layer, as it was gathered for the layer
+STREAM = "flaxasync_stream"  # the input of a layer, and what its attention adds to that
+OPERANDS = "flaxasync_operands"  # the operands of attention: heads of queries, keys and values, rotated by positions
 
 _matmuls = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -24,6 +27,15 @@ _matmuls = jax.checkpoint_policies.save_from_both_policies(
 _costly = jax.checkpoint_policies.save_from_both_policies(
     _matmuls, jax.checkpoint_policies.save_only_these_names(ATTENTION, PARAMETER)
 )
+_most = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[ATTENTION], names_which_can_be_offloaded=[STREAM, OPERANDS],
+    offload_src="device", offload_dst="pinned_host",
+)  # fmt: skip
+_products = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[ATTENTION], names_which_can_be_offloaded=[STREAM, PRODUCT, GATHERED],
+    offload_src="device", offload_dst="pinned_host",
+)  # fmt: skip
+_dots = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
 
 
 def save_matmuls(primitive: Any, *operands: Any, **parameters: Any) -> Any:
@@ -44,6 +56,25 @@ def save_costly(primitive: Any, *operands: Any, **parameters: Any) -> Any:
     backward pass repeats what is between them: norms, rotary positions, activations. It is used as `save_matmuls` is.
     """
     return _costly(primitive, *operands, **parameters)
+
+
+def offload_costly(primitive: Any, *operands: Any, **parameters: Any) -> Any:
+    """Policy of `jax.checkpoint` that keeps what is costly to compute again, the results of matmuls in the host's memory.
+
+    The host gets what `save_matmuls` keeps, and the input of each layer of `fa.nn.scan_with_prefetch`. Results of
+    attention stay on the device. The kernels of fully sharded layers are gathered again.
+    """
+    return (_dots if primitive is lax.dot_general_p else _products)(primitive, *operands, **parameters)
+
+
+def offload_most(primitive: Any, *operands: Any, **parameters: Any) -> Any:
+    """Policy of `jax.checkpoint` that keeps of each layer what one device has no room for in the memory of its host.
+
+    The host gets the input of each layer of `fa.nn.scan_with_prefetch`, the queries, keys and values of attention, and
+    the output of attention layers. The results of attention itself stay on the device. The rest is computed again,
+    with the products of MLPs and the gathers of kernels. A device without the memory "pinned_host" cannot run it.
+    """
+    return _most(primitive, *operands, **parameters)
 
 
 def first_only(op: str, why: str, instead: str) -> Callable[..., tuple[Any, ...]]:
