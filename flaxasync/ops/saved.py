@@ -59,20 +59,21 @@ def save_costly(primitive: Any, *operands: Any, **parameters: Any) -> Any:
 
 
 def offload_costly(primitive: Any, *operands: Any, **parameters: Any) -> Any:
-    """Policy of `jax.checkpoint` that keeps what is costly to compute again, the results of matmuls in the host's memory.
+    """Policy of `jax.checkpoint` that keeps what is costly to compute again, and the large part of it on the host.
 
-    The host gets what `save_matmuls` keeps, and the input of each layer of `fa.nn.scan_with_prefetch`. Results of
-    attention stay on the device. The kernels of fully sharded layers are gathered again.
+    The matmul results that `save_matmuls` keeps are offloaded to the memory "pinned_host", and so are the layer inputs
+    of `fa.nn.scan_with_prefetch`. The results of attention stay on the device. Kernels of fully sharded layers are
+    gathered again.
     """
     return (_dots if primitive is lax.dot_general_p else _products)(primitive, *operands, **parameters)
 
 
 def offload_most(primitive: Any, *operands: Any, **parameters: Any) -> Any:
-    """Policy of `jax.checkpoint` that keeps of each layer what one device has no room for in the memory of its host.
+    """Policy of `jax.checkpoint` that offloads what the public recipes of large models do, and computes MLPs again.
 
-    The host gets the input of each layer of `fa.nn.scan_with_prefetch`, the queries, keys and values of attention, and
-    the output of attention layers. The results of attention itself stay on the device. The rest is computed again,
-    with the products of MLPs and the gathers of kernels. A device without the memory "pinned_host" cannot run it.
+    Offloaded to the memory "pinned_host" are the queries, keys and values of attention, after rotary positions, the
+    output of each attention layer, and the layer inputs of `fa.nn.scan_with_prefetch`. The results of attention itself
+    stay on the device. A layer of one's own offloads another array x by `checkpoint_name(x, "flaxasync_stream")`.
     """
     return _most(primitive, *operands, **parameters)
 

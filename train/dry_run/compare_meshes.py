@@ -79,7 +79,8 @@ def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) ->
     devices, chip = len(topology_devices(topology)), check.CHIPS[topology.partition(":")[0]]
     if compiled:
         require_known(config, chip.name)
-    ranked = rank(config, chip, devices, remats=get_args(Remat.__value__))
+    remats = [one for one in get_args(Remat.__value__) if not one.startswith("offload")]  # no cost knows the host
+    ranked = rank(config, chip, devices, remats=remats)
     fitting = sum(one.fits for one in ranked)
     say(f"meshes     {len(ranked)} of {topology} divide the model and the batch; {fitting} are predicted to fit")
     tried = _compile_best(config, topology, ranked, trust, compiled)

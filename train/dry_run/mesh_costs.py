@@ -166,6 +166,8 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
         "dots": stream + products,
         "cheap": stream + products + attention + kernels_kept,
         "none": everything + scores + kernels_kept,
+        "offload": attention,
+        "offload_most": attention,
     }[model.remat]
     gathered = _gathered_bytes(config, mesh, chip)
     kept += gathered if model.remat != "layer" else 0
@@ -218,7 +220,9 @@ def _layer(config: Config, chip: Chip, batch: int, length: int, context: int, ri
     model = config.model
     heads, kv_heads = local_heads(model, ring)
     width, hidden, rows = model.width, model.mlp_width // ring, length // ring
-    repeated = {"dots": ("attention",), "layer": ("matmuls", "attention")}.get(model.remat, ())
+    repeated = {"dots": ("attention",), "layer": ("matmuls", "attention"), "offload_most": ("matmuls",)}.get(
+        model.remat, ()
+    )
     bytes_each = {"itemsize": _BYTES[model.dtype]}
     work = wait = 0.0
     for op, x, w in products_of_a_layer(model, batch=batch, length=length, ring=ring):

@@ -29,7 +29,7 @@ from train.metrics.recorder import Recorder
 from train.metrics.sinks import open_recorder
 from train.step import flags
 from train.step.evaluation import Evaluation, generate, render
-from train.step.mesh import check_fits_mesh, configure_jax, make_mesh
+from train.step.mesh import check_fits_mesh, check_host_memory, configure_jax, make_mesh
 from train.step.trainer import Trainer, TrainState, backend_limits_are_input_errors
 
 
@@ -42,6 +42,7 @@ def train(command: Command, stop: StopRequest) -> int:
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         check_fits_mesh(config, mesh.shape)
+        check_host_memory(config, mesh)
         if config.mesh.distributed:
             agree_on_kernels()
         with open_workdir(Path(config.workdir)) as work:
