@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from flaxasync import check
 from flaxasync import mesh as ambient_mesh
+from models import transformer
 from models.config import TransformerConfig, check_fits
 from models.transformer import Transformer
 from tests.models.plain_decoder import plain_logits
@@ -129,6 +131,44 @@ def test_remat_changes_nothing_but_memory(remat):
     want, want_grads, *_ = loss_and_gradients(CONFIG)
     np.testing.assert_allclose(loss, want, rtol=1e-6)
     assert_gradients_close(grads, want_grads)
+
+
+def on_host(jaxpr):
+    """Returns the shapes of the arrays that each device of a program has in the memory of its host."""
+    return {tuple(map(int, shape.split(","))) for shape in re.findall(r"<host>\[(2,[\d,]+)\]", str(jaxpr))}
+
+
+STREAM, HEADS, HIDDEN = (2, 2, 2, 16), (2, 2, 8, 1, 4), (2, 2, 8, 6)  # of two layers
+
+
+def on_device(policy):
+    """Returns a policy that keeps on the device what another one offloads."""
+
+    def keep(*operands, **parameters):
+        case = policy(*operands, **parameters)
+        return True if hasattr(case, "dst") else case
+
+    return keep
+
+
+@pytest.mark.parametrize("overlap", ["xla", "prefetch"])
+@pytest.mark.parametrize(("remat", "offloaded"), [
+    ("offload", {STREAM, HEADS, HIDDEN}), ("offload_most", {STREAM, HEADS}),
+])  # fmt: skip
+def test_offloading_changes_no_bit_of_loss_and_gradients(remat, offloaded, overlap, monkeypatch):
+    config = dataclasses.replace(CONFIG, remat=remat, fsdp_overlap=overlap)
+
+    def run():
+        with jax.set_mesh(make_mesh()):
+            params, loss = split(config, backend="xla")
+            both, batch = jax.jit(jax.value_and_grad(loss)), place(P("data", None))
+            return on_host(jax.make_jaxpr(both)(params, *batch)), both(params, *batch)
+
+    there, found = run()
+    monkeypatch.setitem(transformer._POLICIES, remat, on_device(transformer._POLICIES[remat]))
+    nothing, want = run()
+    assert (there, nothing) == (offloaded, set())
+    jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
 def test_remat_dots_and_cheap_repeat_no_product_and_no_transfer_of_a_layer():

@@ -220,9 +220,8 @@ def _layer(config: Config, chip: Chip, batch: int, length: int, context: int, ri
     model = config.model
     heads, kv_heads = local_heads(model, ring)
     width, hidden, rows = model.width, model.mlp_width // ring, length // ring
-    repeated = {"dots": ("attention",), "layer": ("matmuls", "attention"), "offload_most": ("matmuls",)}.get(
-        model.remat, ()
-    )
+    repeats = {"dots": ("attention",), "layer": ("matmuls", "attention"), "offload_most": ("matmuls",)}
+    repeated = repeats.get(model.remat, ())
     bytes_each = {"itemsize": _BYTES[model.dtype]}
     work = wait = 0.0
     for op, x, w in products_of_a_layer(model, batch=batch, length=length, ring=ring):
