@@ -134,11 +134,8 @@ def test_remat_changes_nothing_but_memory(remat):
 
 
 def on_host(jaxpr):
-    """Returns the shapes of the arrays that each device of a program has in the memory of its host."""
-    return {tuple(map(int, shape.split(","))) for shape in re.findall(r"<host>\[(2,[\d,]+)\]", str(jaxpr))}
-
-
-STREAM, HEADS, HIDDEN = (2, 2, 2, 16), (2, 2, 8, 1, 4), (2, 2, 8, 6)  # of two layers
+    """Returns the shapes of what a program has in the memory of the host."""
+    return set(re.findall(r"<host>\[(.+?)\]", str(jaxpr)))
 
 
 def on_device(policy):
@@ -153,9 +150,12 @@ def on_device(policy):
 
 @pytest.mark.parametrize("overlap", ["xla", "prefetch"])
 @pytest.mark.parametrize(("remat", "offloaded"), [
-    ("offload", {STREAM, HEADS, HIDDEN}), ("offload_most", {STREAM, HEADS}),
+    ("offload", {"2,8,4", "2,8,6"}),  # queries, keys and values, as they are projected, and hidden features
+    ("offload_most", {"2,8,1,4"}),  # heads of queries, keys and values
 ])  # fmt: skip
 def test_offloading_changes_no_bit_of_loss_and_gradients(remat, offloaded, overlap, monkeypatch):
+    """Both offload the inputs of layers, too."""
+    stream = "2,2,16" if overlap == "prefetch" else "4@data,8@model,16"
     config = dataclasses.replace(CONFIG, remat=remat, fsdp_overlap=overlap)
 
     def run():
@@ -167,7 +167,8 @@ def test_offloading_changes_no_bit_of_loss_and_gradients(remat, offloaded, overl
     there, found = run()
     monkeypatch.setitem(transformer._POLICIES, remat, on_device(transformer._POLICIES[remat]))
     nothing, want = run()
-    assert (there, nothing) == (offloaded, set())
+    assert there & {"2,8,4", "2,8,6", "2,8,1,4", stream} == offloaded | {stream}
+    assert nothing == set()
     jax.tree.map(np.testing.assert_array_equal, found, want)
 
 

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -31,7 +30,6 @@ from flaxasync.nn.placement import Placement, place
 from flaxasync.nn.shards import Linear
 from flaxasync.ops.attention.dense import cached_attention
 from flaxasync.ops.attention.layouts import check_segments
-from flaxasync.ops.saved import STREAM
 
 
 class AttentionLayer(nnx.Module):
@@ -115,10 +113,10 @@ def _apply(call: Call, x: Array, linears: tuple[Linear, ...], norms: Norms, inpu
     weights, inputs = Weights(*call.take(x, linears)), _take_inputs(call, x, inputs)
     form = exchange.choose(call, x, weights, inputs)
     if form is not None:
-        return checkpoint_name(exchange.apply(call, form, x, weights, norms, inputs.segment_ids), STREAM)
+        return exchange.apply(call, form, x, weights, norms, inputs.segment_ids)
     query, key, value = project_inputs(call, x, weights, inputs)
     heads = call.attention.attend(query, key, value, inputs, norms)
-    return checkpoint_name(project_output(call, heads, weights.out), STREAM)
+    return project_output(call, heads, weights.out)
 
 
 def _take_inputs(call: Call, x: Array, inputs: Inputs[Array]) -> Inputs[Array]:
