@@ -110,7 +110,7 @@ def test_direct_copies_need_whole_tiles_and_tpus(config, replace):
 
 
 def test_offloading_needs_memory_of_the_host(config, replace):
-    offloads, mesh = replace(config, model={"remat": "offload_most"}), mock.Mock()
+    offloads, mesh = replace(config, model={"remat": "offload_most"}), mock.MagicMock()
     check_host_memory(offloads, make_mesh(config.mesh))
     mesh.local_devices[0].platform = "npu"
     mesh.local_devices[0].addressable_memories.return_value = [mock.Mock(kind="device")]
