@@ -201,7 +201,7 @@ def _call(
     scratch_shapes: Sequence[Any] = (),
     **options: Any,
 ) -> tuple[Array, Array]:
-    """Calls a kernel that updates two arrays in place, or returns two results. Ids of segments are the last operands."""
+    """Calls a kernel that updates two arrays in place, or returns two results. Ids of segments are last operands."""
     if segments is not None:
         operands = [
             *operands,
