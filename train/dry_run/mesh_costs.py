@@ -166,8 +166,8 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
         "dots": stream + products,
         "cheap": stream + products + attention + kernels_kept,
         "none": everything + scores + kernels_kept,
-        "offload": attention,
-        "offload_most": attention,
+        "offload": 0,
+        "offload_most": 0,
     }[model.remat]
     gathered = _gathered_bytes(config, mesh, chip)
     kept += gathered if model.remat != "layer" else 0

@@ -28,7 +28,7 @@ from flaxasync.kernels.flash_attention import WHOLE_ROWS, Flash
 from flaxasync.ops.attention import ring
 from flaxasync.ops.attention.blocks import Reference, finish
 from flaxasync.ops.attention.ring import Call, Shards
-from flaxasync.ops.saved import ATTENTION, first_only
+from flaxasync.ops.saved import ATTENTION, STATISTICS, first_only
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -38,7 +38,8 @@ def attention(call: Call, q: Array, kv: Array, ids: Array | None) -> Array:
 
 def _attention_fwd(call: Call, q: Array, kv: Array, ids: Array | None) -> tuple[Array, tuple]:
     q, kv = _first_derivative_only(call)(q, kv)
-    out, log_sum_exp = checkpoint_name(_forward(call, q, kv, ids), ATTENTION)
+    out, log_sum_exp = _forward(call, q, kv, ids)
+    out, log_sum_exp = checkpoint_name(out, ATTENTION), checkpoint_name(log_sum_exp, STATISTICS)
     return out, (q, kv, ids, out, log_sum_exp)
 
 
