@@ -133,8 +133,7 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
     Where the embedding needs the most, the compiler was seen to count 8 % more: so large buffers leave gaps.
 
     Remat dots keeps the results of matmuls that the gradient needs: all but that of the down projection, which is only
-    added, unless a norm follows it. Remat cheap keeps the statistics of attention as well, and its result twice: for
-    its own gradient and for that of the projection after it. With attention_softcap or alternating_window the
+    added, unless a norm follows it. Remat cheap keeps the result and the statistics of attention as well. With attention_softcap or alternating_window the
     activations of a layer include all attention scores, in float32.
 
     `chip` says by whose costs rows are kept or sent again; without one they are kept wherever the limit allows it.
@@ -160,7 +159,7 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
     prefetched = {"xla": 0.0, "prefetch": 2 * whole + kernels / ring * stored, "prefetch_pallas": 3 * whole}
     arriving = prefetched[model.fsdp_overlap]
     last = whole if arriving else 0.0
-    attention, kernels_kept = rows / ring * (2 * q_width * computed + 4 * model.heads), 0.0 if arriving else whole
+    attention, kernels_kept = rows / ring * (q_width * computed + 4 * model.heads), 0.0 if arriving else whole
     kept = {
         "layer": stream,
         "dots": stream + products,
