@@ -18,7 +18,7 @@ Source: Dao, "FlashAttention-2" (2023).
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -55,30 +55,22 @@ class Flash:
 
     def forward(self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product, carry: Carry) -> Carry:
         grid = self._grid(scores, q, product, self.triangle_tiles[0])
-        return _call(
-            functools.partial(_forward_body, scores, grid, product, segments is not None, False),
-            grid,
-            product,
-            [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1))],
-            segments,
-            updated=zip(carry, (grid.queries(), grid.statistics()), strict=True),
-            scratch_shapes=[pltpu.VMEM((grid.q_tile, LANES), jnp.float32)] * 2,
-            heads="parallel",
-            cost_estimate=grid.cost(scores.mask, [product], matmuls=2, itemsize=q.dtype.itemsize),
-            name="flash_attention",
-        )
+        written = {"updated": [(carry[0], grid.queries()), (carry[1], grid.statistics())]}
+        return _attend(scores, grid, q, kv, segments, product, (LANES, LANES), written)
+
+    def attend_whole(
+        self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product
+    ) -> tuple[Array, Array]:
+        """Returns the output [b, s, n * g * d] of the only product, and log2 of the sum of 2**score [b, n, g, 1, s]."""
+        grid, (b, n, g, s, d) = self._grid(scores, q, product, self.triangle_tiles[0]), q.shape
+        out, log_sum = _like(q, (b, s, n * g * d), q.dtype), _like(q, (b, n, g, 1, s), jnp.float32)
+        written = {"results": [(out, grid.joined()), (log_sum, grid.statistics(1))]}
+        return _attend(scores, grid, q, kv, segments, product, (LANES, LANES, d), written)
 
     def backward(
-        self,
-        scores: Scores,
-        q: Array,
-        kv: Array,
-        segments: Segments,
-        do: Array,
-        rows: Array,
-        product: Product,
+        self, scores: Scores, q: Array, kv: Array, segments: Segments, do: Array, rows: Array, product: Product,
         gradients: Gradients,
-    ) -> Gradients:
+    ) -> Gradients:  # fmt: skip
         k_rows = largest_divisor(product.k_rows, KV_ROWS, LANES)
         count = product.k_rows // k_rows
 
@@ -93,75 +85,27 @@ class Flash:
         def one_call(index: Any, gradients: Gradients) -> Gradients:
             every, one = [part(call) for call in range(count)], part(index)
             grid = self._grid(scores, q, one, self.triangle_tiles[1])
-            queries, statistics = grid.queries(), grid.statistics()
-            return _call(
-                functools.partial(_backward_body, scores, grid, one, segments is not None, False),
-                grid,
-                one,
-                [(q, queries), (kv, grid.keys(0)), (kv, grid.keys(1)), (do, queries), (rows, statistics)],
-                segments,
-                updated=zip(gradients, (queries, grid.key_gradients()), strict=True),
-                heads="arbitrary",
-                cost_estimate=grid.cost(scores.mask, every, matmuls=5, itemsize=q.dtype.itemsize),
-                name="flash_attention_backward",
-            )
+            of_rows = [(do, grid.queries()), (rows, grid.statistics())]
+            written = {"updated": [(gradients[0], grid.queries()), (gradients[1], grid.key_gradients())]}
+            return _differentiate(scores, grid, q, kv, segments, of_rows, one, every, (), written)
 
         return one_call(0, gradients) if count == 1 else lax.fori_loop(0, count, one_call, gradients)
 
-    def attend_whole(
-        self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product
-    ) -> tuple[Array, Array]:
-        """Returns the output [b, s, n * g * d] of the only product, and log2 of the sum of 2**score [b, n, g, 1, s]."""
-        grid, (b, n, g, s, d) = self._grid(scores, q, product, self.triangle_tiles[0]), q.shape
-        return _call(
-            functools.partial(_forward_body, scores, grid, product, segments is not None, True),
-            grid,
-            product,
-            [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1))],
-            segments,
-            results=[
-                (_like(q, (b, s, n * g * d), q.dtype), grid.joined()),
-                (_like(q, (b, n, g, 1, s), jnp.float32), grid.statistics(1)),
-            ],
-            scratch_shapes=[pltpu.VMEM((grid.q_tile, width), jnp.float32) for width in (LANES, LANES, d)],
-            heads="parallel",
-            cost_estimate=grid.cost(scores.mask, [product], matmuls=2, itemsize=q.dtype.itemsize),
-            name="flash_attention",
-        )
-
     def differentiate_whole(
-        self,
-        scores: Scores,
-        q: Array,
-        kv: Array,
-        segments: Segments,
-        do: Array,
-        out: Array,
-        log_sum_exp: Array,
+        self, scores: Scores, q: Array, kv: Array, segments: Segments, do: Array, out: Array, log_sum_exp: Array,
         product: Product,
-    ) -> Gradients:
+    ) -> Gradients:  # fmt: skip
         """Returns dq and dkv, in the dtypes of q and kv, from what `attend_whole` returned and do [b, s, n * g * d]."""
         grid = self._grid(scores, q, product, self.triangle_tiles[1])
-        queries, keys = grid.queries(), grid.key_gradients()
-        f32, tile = jnp.float32, (grid.q_tile, grid.head_size)
-        return _call(
-            functools.partial(_backward_body, scores, grid, product, segments is not None, True),
-            grid,
-            product,
-            [
-                *((q, queries), (kv, grid.keys(0)), (kv, grid.keys(1)), (do, grid.joined()), (out, grid.joined())),
-                (log_sum_exp, grid.statistics(1)),
-            ],
-            segments,
-            results=[(_like(q, q.shape, q.dtype), queries), (_like(kv, kv.shape, kv.dtype), keys)],
-            scratch_shapes=[
-                *(pltpu.VMEM(tile, f32), pltpu.VMEM((2, grid.k_rows, grid.head_size), f32)),
-                pltpu.VMEM((2, grid.q_tile), f32),
-            ],
-            heads="arbitrary",
-            cost_estimate=grid.cost(scores.mask, [product], matmuls=5, itemsize=q.dtype.itemsize),
-            name="flash_attention_backward",
-        )
+        of_rows = [(do, grid.joined()), (out, grid.joined()), (log_sum_exp, grid.statistics(1))]
+        sums = (grid.q_tile, grid.head_size), (2, grid.k_rows, grid.head_size), (2, grid.q_tile)
+        written = {
+            "results": [
+                (_like(q, q.shape, q.dtype), grid.queries()),
+                (_like(kv, kv.shape, kv.dtype), grid.key_gradients()),
+            ]
+        }
+        return _differentiate(scores, grid, q, kv, segments, of_rows, product, [product], sums, written)
 
     def _grid(self, scores: Scores, q: Array, product: Product, square: int) -> Grid:
         tiles = (square, square) if product.masked and is_triangle(scores.mask) else (self.q_tile, self.kv_tile)
@@ -188,6 +132,44 @@ def unsupported(dtype: jnp.dtype, head_size: int, q_rows: int, k_rows: int) -> s
     return None
 
 
+def _attend(
+    scores: Scores, grid: Grid, q: Array, kv: Array, segments: Segments, product: Product, widths: tuple[int, ...],
+    written: dict[str, Any],
+) -> tuple[Array, Array]:  # fmt: skip
+    """Calls the forward kernel with what it writes, and sums of these widths in vector memory."""
+    return _call(
+        functools.partial(_forward_body, scores, grid, product, segments is not None, "results" in written),
+        grid,
+        product,
+        [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1))],
+        segments,
+        **written,
+        scratch_shapes=[pltpu.VMEM((grid.q_tile, width), jnp.float32) for width in widths],
+        heads="parallel",
+        cost_estimate=grid.cost(scores.mask, [product], matmuls=2, itemsize=q.dtype.itemsize),
+        name="flash_attention",
+    )
+
+
+def _differentiate(
+    scores: Scores, grid: Grid, q: Array, kv: Array, segments: Segments, of_rows: list[Any], product: Product,
+    products: list[Product], sums: tuple[tuple[int, ...], ...], written: dict[str, Any],
+) -> tuple[Array, Array]:  # fmt: skip
+    """Calls the backward kernel for one of `products`, with sums of these shapes in vector memory."""
+    return _call(
+        functools.partial(_backward_body, scores, grid, product, segments is not None, "results" in written),
+        grid,
+        product,
+        [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1)), *of_rows],
+        segments,
+        **written,
+        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in sums],
+        heads="arbitrary",
+        cost_estimate=grid.cost(scores.mask, products, matmuls=5, itemsize=q.dtype.itemsize),
+        name="flash_attention_backward",
+    )
+
+
 def _call(
     body: Callable[..., None],
     grid: Grid,
@@ -195,8 +177,8 @@ def _call(
     operands: list[tuple[Array, pl.BlockSpec]],
     segments: Segments,
     *,
-    updated: Iterable[tuple[Array, pl.BlockSpec]] = (),
-    results: Iterable[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]] = (),
+    updated: Sequence[tuple[Array, pl.BlockSpec]] = (),
+    results: Sequence[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]] = (),
     heads: Literal["parallel", "arbitrary"],  # whether heads and tiles of queries may be visited in any order
     scratch_shapes: Sequence[Any] = (),
     **options: Any,
@@ -208,7 +190,6 @@ def _call(
             (segments[0][:, None], grid.ids_of_queries()),
             (segments[1][:, None], grid.ids_of_keys()),
         ]
-    updated = list(updated)
     arrays, specs = zip(*operands, *updated, strict=True)
     shapes, result_specs = zip(*results, *((jax.ShapeDtypeStruct.like(x), spec) for x, spec in updated), strict=True)
     first = 1 + len(operands)  # operand 0 has the scalars
