@@ -29,7 +29,7 @@ _costly = jax.checkpoint_policies.save_from_both_policies(
     _matmuls, jax.checkpoint_policies.save_only_these_names(ATTENTION, STATISTICS, PARAMETER)
 )
 _most = jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[STATISTICS], names_which_can_be_offloaded=[STREAM, OPERANDS, ATTENTION],
+    names_which_can_be_saved=[ATTENTION, STATISTICS], names_which_can_be_offloaded=[STREAM, OPERANDS],
     offload_src="device", offload_dst="pinned_host",
 )  # fmt: skip
 _products = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -71,9 +71,9 @@ def offload_costly(primitive: Any, *operands: Any, **parameters: Any) -> Any:
 def offload_most(primitive: Any, *operands: Any, **parameters: Any) -> Any:
     """Policy of `jax.checkpoint` that offloads what the public recipes of large models do, and computes MLPs again.
 
-    Offloaded to the memory "pinned_host" are the queries, keys and values of attention, after rotary positions, its
-    results, and the layer inputs of `fa.nn.scan_with_prefetch`. A layer of one's own offloads another array x by
-    `checkpoint_name(x, "flaxasync_stream")`.
+    Offloaded to the memory "pinned_host" are the queries, keys and values of attention, after rotary positions, and the
+    layer inputs of `fa.nn.scan_with_prefetch`. The results of attention stay on the device: libtpu begins a transfer
+    late, and waits for it. A layer of one's own offloads another array x by `checkpoint_name(x, "flaxasync_stream")`.
     """
     return _most(primitive, *operands, **parameters)
 

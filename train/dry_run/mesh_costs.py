@@ -166,7 +166,7 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
         "cheap": stream + products + attention + kernels_kept,
         "none": everything + scores + kernels_kept,
         "offload": 0,
-        "offload_most": 0,
+        "offload_most": attention,
     }[model.remat]
     gathered = _gathered_bytes(config, mesh, chip)
     kept += gathered if model.remat != "layer" else 0
