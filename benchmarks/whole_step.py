@@ -34,8 +34,8 @@ from train.step.products import model_flops_per_token
 from train.step.trainer import Trainer
 
 OURS, AUTOMATIC = "flaxasync", "automatic"
-HEADER = ("model", "chips", "program", "data x fsdp x model", "remat", "fsdp overlap", "tokens a chip", "memory", "step", "MFU",
-          "exposed", "longest wait")  # fmt: skip
+HEADER = ("model", "chips", "program", "data x fsdp x model", "remat", "fsdp overlap", "tokens a chip", "memory",
+          "step", "MFU", "exposed", "longest wait")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Case:
     overlap: Literal["xla", "prefetch_pallas"] = "xla"
     kept: int = 0
     preset: Callable[[], Config] = llama_8b
-    dtype: str = "float32"  # of the weights and moments
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights and moments
 
 
 # On v5e and v5p libtpu takes the flags of v6e except the limit of scoped vector memory, which is that of the chip.
