@@ -165,8 +165,8 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
         "dots": stream + products,
         "cheap": stream + products + attention + kernels_kept,
         "none": everything + scores + kernels_kept,
-        "offload": 0,
-        "offload_most": attention,
+        "offload": attention,
+        "offload_most": 0,
     }[model.remat]
     gathered = _gathered_bytes(config, mesh, chip)
     kept += gathered if model.remat != "layer" else 0
@@ -219,7 +219,12 @@ def _layer(config: Config, chip: Chip, batch: int, length: int, context: int, ri
     model = config.model
     heads, kv_heads = local_heads(model, ring)
     width, hidden, rows = model.width, model.mlp_width // ring, length // ring
-    repeats = {"dots": ("attention",), "layer": ("matmuls", "attention"), "offload_most": ("matmuls",)}
+    repeats = {
+        "dots": ("attention",),
+        "layer": ("matmuls", "attention"),
+        "offload": ("matmuls",),
+        "offload_most": ("matmuls",),
+    }
     repeated = repeats.get(model.remat, ())
     bytes_each = {"itemsize": _BYTES[model.dtype]}
     work = wait = 0.0
