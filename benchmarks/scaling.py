@@ -20,9 +20,9 @@ from flaxasync import check
 from flaxasync.hardware import CHIPS
 from train.config import Config
 from train.config.command import load_preset
-from train.dry_run.command import gib, time_text
 from train.dry_run.compare_meshes import compiled_row, rank
 from train.dry_run.mesh_costs import Prediction
+from train.metrics.output import gib, time_text
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 PRESETS = ("llama_8b", "llama_70b")

@@ -22,10 +22,10 @@ from flaxasync.check.estimate.picture import draw_timeline
 from flaxasync.check.estimate.timeline import SOURCES
 from flaxasync.hardware import Chip
 from flaxasync.ops.trust import Mode, trusting
-from train.config import Config
+from train.config import Config, replace_options
 from train.dry_run.mesh_costs import predicted_memory
 from train.lifecycle.errors import InputError, as_input_errors
-from train.metrics.output import say
+from train.metrics.output import gib, say, time_text
 from train.step.flags import flags_of, in_effect, require_known
 from train.step.mesh import batch_shards, check_fits_mesh, mesh_over
 from train.step.products import FORMULA, model_flops_per_token
@@ -35,7 +35,6 @@ from train.step.trainer import Trainer, TrainState, backend_limits_are_input_err
 # that it could recompute.
 MEMORY_TARGET = 0.5
 COMPILE_SECONDS = 1200  # time limit of one compilation
-GIB = 1 << 30
 LISTED = 5  # number of causes of waits, and of kinds of findings, that the text names
 type Kernels = Literal["play", "estimate"]
 
@@ -81,15 +80,6 @@ def compile_step(
     trainer = Trainer(config, mesh)
     state, batch = trainer.abstract_state(), trainer.abstract_batch()
     return state, check.compile_for(topology, trainer.train_step, state, *batch, timeout=COMPILE_SECONDS, **options)
-
-
-def replace_options(config: Config, options: dict[str, Any]) -> Config:
-    """Returns a configuration with the fields in `options`, such as {"data.batch_size": 8}, replaced."""
-    for name, value in options.items():
-        section, field = name.split(".")
-        changed = dataclasses.replace(getattr(config, section), **{field: value})
-        config = dataclasses.replace(config, **{section: changed})
-    return config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,14 +178,6 @@ class DryRun:
             *_audit_lines(self.audit),
         ]
         return "\n".join(lines)
-
-
-def gib(count: float) -> str:
-    return f"{count / GIB:,.4g} GiB" if count >= 0.1 * GIB else f"{count / (1 << 20):,.3g} MiB"
-
-
-def time_text(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _compile_what_fits(config: Config, topology: str, mesh: jax.sharding.Mesh, kernels: Kernels) -> DryRun:
