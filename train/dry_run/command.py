@@ -23,6 +23,7 @@ from flaxasync.check.estimate.timeline import SOURCES
 from flaxasync.hardware import Chip
 from flaxasync.ops.trust import Mode, trusting
 from train.config import Config, replace_options
+from train.dry_run.forms import choose_and_say, what_fits
 from train.dry_run.mesh_costs import predicted_memory
 from train.lifecycle.errors import InputError, as_input_errors
 from train.metrics.output import gib, say, time_text
@@ -49,6 +50,7 @@ def dry_run(config: Config, topology: str, trust: Mode = "predicted", kernels: K
     require_known(config, topology.partition(":")[0])
     with flags_of(config, topology.partition(":")[0]) as flags, jax.set_mesh(mesh), trusting(trust):
         say(flags)
+        config = choose_and_say(config, mesh)
         with backend_limits_are_input_errors(config):
             report = _compile_what_fits(config, topology, mesh, kernels)
     folder = Path(config.workdir) / "dry_run"
@@ -90,6 +92,7 @@ class DryRun:
     tried: Config  # what the program was compiled from
     smaller: dict[str, Any]  # the options in which the two differ; empty if the requested step fits
     needed: int  # memory that the requested step needs, in bytes per device
+    advice: str  # what is predicted to fit instead of the requested step; "" if that fits
     topology: str
     mesh: dict[str, int]
     state: TrainState  # abstract, of the tried configuration
@@ -152,6 +155,7 @@ class DryRun:
             f"{data.batch_size} x {data.sequence_length} tokens; {gib(chip.hbm_bytes)} are available",
         ]
         if self.smaller:
+            lines.append(f"           {self.advice}")
             options = " ".join(f"--{name} {value}" for name, value in self.smaller.items())
             lines.append(f"fits       with {options}: {sizes['total']} per device. All figures below are of that step")
         lines += [
@@ -199,7 +203,8 @@ def _compile_what_fits(config: Config, topology: str, mesh: jax.sharding.Mesh, k
         played: Literal["play"] | None = "play" if kernels == "play" else None
         timeline = check.timeline(program, kernels=played, say=lambda line: say(f"simulating {line}"))
         shape, flags = dict(mesh.shape), in_effect()
-        return DryRun(config, tried, smaller, needed, topology, shape, state, program, audit, timeline, flags)
+        advice = what_fits(config, check.CHIPS[program.chip], shape) if refused else ""
+        return DryRun(config, tried, smaller, needed, advice, topology, shape, state, program, audit, timeline, flags)
     raise InputError(f"not even one layer fits on {topology}: {refused[-1]}; use a larger topology, or a smaller model")
 
 

@@ -79,6 +79,11 @@ class Prediction:
     available: int  # memory that programs can use
 
     @property
+    def form(self) -> str:
+        """The options of the command line that name the form."""
+        return form_options(self.remat, self.overlap)
+
+    @property
     def needed(self) -> int:
         return sum(self.memory.values())
 
@@ -100,6 +105,10 @@ class Prediction:
         if self.exposed < 0.05 * self.seconds:
             return "matmuls"
         return max(self.waits, key=lambda name: self.waits[name])
+
+
+def form_options(remat: Remat, overlap: FsdpOverlap) -> str:
+    return f"--model.remat {remat} --model.fsdp_overlap {overlap}"
 
 
 def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
