@@ -20,7 +20,8 @@ from flaxasync import check
 from flaxasync.hardware import CHIPS
 from train.config import Config
 from train.config.command import load_preset
-from train.dry_run.compare_meshes import compiled_row, rank
+from train.dry_run.compare_meshes import compiled_row
+from train.dry_run.forms import rank
 from train.dry_run.mesh_costs import Prediction
 from train.metrics.output import gib, time_text
 
@@ -36,7 +37,8 @@ HEADER = ("model", "chips", "data x fsdp x context x model", "memory", "step", "
 def run(preset: str, chip: str, chips: int) -> Config:
     config = load_preset(CONFIGS / f"{preset}.py")
     data = dataclasses.replace(config.data, batch_size=chips, sequence_length=SEQUENCE[chip], microbatches=1)
-    return dataclasses.replace(config, data=data)
+    model = dataclasses.replace(config.model, remat="layer", fsdp_overlap="xla")
+    return dataclasses.replace(config, data=data, model=model)
 
 
 def predicted(preset: str, chip: str, chips: int) -> tuple[str, ...]:
@@ -59,7 +61,7 @@ def compiled(preset: str, topology: str) -> list[tuple[str, ...]]:
     best = rank(config, CHIPS[chip], chips)[0]
     row = compiled_row(config, topology, best, "predicted")
     speed = "-" if row.seconds is None else f"{SEQUENCE[chip] / row.seconds:,.0f}"
-    memory, step, mfu, exposed, by_what, source = row.cells()[5:]
+    memory, step, mfu, exposed, by_what, source = row.cells()[6:]
     before = predicted(preset, chip, chips)
     return [
         (preset, topology, *before[2:], "predicted"),

@@ -23,7 +23,6 @@ def llama_70b() -> Config:
             mlp_width=28_672,
             rope_theta=500_000.0,
             dtype="bfloat16",
-            remat="layer",
             tie_embeddings=False,
         ),
         data=DataConfig(sequence_length=8192, batch_size=128, token_dtype="uint32"),

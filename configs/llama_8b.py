@@ -26,7 +26,6 @@ def llama_8b() -> Config:
             mlp_width=14_336,
             rope_theta=500_000.0,
             dtype="bfloat16",
-            remat="layer",
             tie_embeddings=False,
         ),
         data=DataConfig(sequence_length=4096, batch_size=16, token_dtype="uint32"),
