@@ -188,7 +188,7 @@ def _direct(pair: Callable[[str, int, int], Pair], x: jax.Array) -> jax.Array:
 
 
 def _prefetch(backend: str, x: jax.Array) -> jax.Array:
-    """Gathers blocks along each dimension, and gives each device its block of the sum of d + 1 times what device d has."""
+    """Gathers blocks along each dimension, and scatters the sum of what device d gathered, d + 1 times."""
     for dim in (0, 1):
         whole = start_gather(x, AXIS, dim, backend).done() * (1 + lax.axis_index(AXIS)).astype(x.dtype)
         x = start_reduce_scatter(whole, jnp.float32, AXIS, dim, backend).done().astype(x.dtype)

@@ -3,7 +3,7 @@
 All grids of data x fsdp x context x model are ranked by predicted cost and memory, without compiling anything, each
 with the form of the step that is predicted to be the fastest of those that fit (`train.dry_run.forms`). The best few
 are then compiled, in a process apart, and their times are estimated from the compiled step as in a dry run. A mesh that
-the compiler refuses, that it cannot compile, or that a backend cannot serve, is replaced by the next one of the ranking.
+the compiler refuses or cannot compile, or that a backend cannot serve, is replaced by the next one of the ranking.
 """
 
 import dataclasses
