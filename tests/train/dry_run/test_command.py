@@ -12,9 +12,10 @@ from flaxasync import check
 from flaxasync.ops.trust import is_assumed
 from train.config.command import load_preset
 from train.dry_run import command as dry_run_module
-from train.dry_run.command import GIB, topology_devices
+from train.dry_run.command import topology_devices
 from train.dry_run.mesh_costs import predicted_memory
 from train.lifecycle.errors import InputError
+from train.metrics.output import GIB
 from train.run import main
 from train.step.mesh import mesh_over
 from train.step.products import model_flops_per_token
