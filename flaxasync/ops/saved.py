@@ -15,9 +15,10 @@ from flaxasync.mesh import UnsupportedError
 
 PRODUCT = "flaxasync_product"  # the result of a collective matmul
 GATHERED = "flaxasync_gathered"  # the all_gather(x) that `all_gather_matmul` keeps for its weight gradient
-ATTENTION = "flaxasync_attention"  # the result of attention, and the log-sum-exp of each row
+ATTENTION = "flaxasync_attention"  # the result of attention
+STATISTICS = "flaxasync_statistics"  # the log-sum-exp of each row of attention
 PARAMETER = "flaxasync_parameter"  # a parameter of a fully sharded layer, as it was gathered for the layer
-STREAM = "flaxasync_stream"  # the input of a layer, and what its attention adds to that
+STREAM = "flaxasync_stream"  # the input of a layer
 OPERANDS = "flaxasync_operands"  # the operands of attention: heads of queries, keys and values, rotated by positions
 
 _matmuls = jax.checkpoint_policies.save_from_both_policies(
@@ -25,14 +26,14 @@ _matmuls = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.save_only_these_names(PRODUCT, GATHERED),
 )
 _costly = jax.checkpoint_policies.save_from_both_policies(
-    _matmuls, jax.checkpoint_policies.save_only_these_names(ATTENTION, PARAMETER)
+    _matmuls, jax.checkpoint_policies.save_only_these_names(ATTENTION, STATISTICS, PARAMETER)
 )
 _most = jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[ATTENTION], names_which_can_be_offloaded=[STREAM, OPERANDS],
+    names_which_can_be_saved=[ATTENTION, STATISTICS], names_which_can_be_offloaded=[STREAM, OPERANDS],
     offload_src="device", offload_dst="pinned_host",
 )  # fmt: skip
 _products = jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[ATTENTION], names_which_can_be_offloaded=[STREAM, PRODUCT, GATHERED],
+    names_which_can_be_saved=[STATISTICS], names_which_can_be_offloaded=[STREAM, PRODUCT, GATHERED, ATTENTION],
     offload_src="device", offload_dst="pinned_host",
 )  # fmt: skip
 _dots = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
@@ -61,9 +62,8 @@ def save_costly(primitive: Any, *operands: Any, **parameters: Any) -> Any:
 def offload_costly(primitive: Any, *operands: Any, **parameters: Any) -> Any:
     """Policy of `jax.checkpoint` that keeps what is costly to compute again, and the large part of it on the host.
 
-    The matmul results that `save_matmuls` keeps are offloaded to the memory "pinned_host", and so are the layer inputs
-    of `fa.nn.scan_with_prefetch`. The results of attention stay on the device. Kernels of fully sharded layers are
-    gathered again.
+    The matmul results that `save_matmuls` keeps are offloaded to the memory "pinned_host", and so are the results of
+    attention and the layer inputs of `fa.nn.scan_with_prefetch`. Kernels of fully sharded layers are gathered again.
     """
     return (_dots if primitive is lax.dot_general_p else _products)(primitive, *operands, **parameters)
 
@@ -71,9 +71,9 @@ def offload_costly(primitive: Any, *operands: Any, **parameters: Any) -> Any:
 def offload_most(primitive: Any, *operands: Any, **parameters: Any) -> Any:
     """Policy of `jax.checkpoint` that offloads what the public recipes of large models do, and computes MLPs again.
 
-    Offloaded to the memory "pinned_host" are the queries, keys and values of attention, after rotary positions, the
-    output of each attention layer, and the layer inputs of `fa.nn.scan_with_prefetch`. The results of attention itself
-    stay on the device. A layer of one's own offloads another array x by `checkpoint_name(x, "flaxasync_stream")`.
+    Offloaded to the memory "pinned_host" are the queries, keys and values of attention, after rotary positions, and the
+    layer inputs of `fa.nn.scan_with_prefetch`. The results of attention stay on the device: libtpu begins a transfer
+    late, and waits for it. A layer of one's own offloads another array x by `checkpoint_name(x, "flaxasync_stream")`.
     """
     return _most(primitive, *operands, **parameters)
 

@@ -23,7 +23,8 @@ def tie(*values: Any) -> Any:
     leaves, tree = jax.tree.flatten(jax.tree.map(jax.numpy.asarray, values))
     on_device = [jax.typeof(leaf).memory_space != jax.memory.Space.Host for leaf in leaves]
     barrier = iter(lax.optimization_barrier([leaf for leaf, here in zip(leaves, on_device, strict=True) if here]))
-    tied = tree.unflatten(next(barrier) if here else leaf for leaf, here in zip(leaves, on_device, strict=True))
+    all_leaves = [next(barrier) if here else leaf for leaf, here in zip(leaves, on_device, strict=True)]
+    tied = jax.tree.unflatten(tree, all_leaves)
     return tied[0] if len(values) == 1 else tied
 
 

@@ -55,11 +55,11 @@ class Policy:
 
 POLICIES: dict[Remat, Policy] = {
     "none": Policy(("everything", "scores", "gathered", "kernels")),
-    "cheap": Policy(("stream", "products", "attention", "gathered", "kernels"), repeats=("passes",)),
+    "cheap": Policy(("stream", "products", "attention", "statistics", "gathered", "kernels"), repeats=("passes",)),
     "dots": Policy(("stream", "products", "gathered"), repeats=("passes", "attention")),
     "layer": Policy(("stream",), repeats=("passes", "attention", "matmuls")),
-    "offload": Policy(("attention",), ("stream", "products", "gathered"), ("passes",)),
-    "offload_most": Policy(("attention",), ("stream", "operands"), ("passes", "matmuls")),
+    "offload": Policy(("statistics",), ("stream", "products", "attention", "gathered"), ("passes",)),
+    "offload_most": Policy(("attention", "statistics"), ("stream", "operands"), ("passes", "matmuls")),
 }
 AUTOMATIC: tuple[Remat, ...] = ("none", "cheap", "dots", "layer")
 """What a run chooses from. Around the transfers to the host, XLA was seen to copy the stacks of all layers."""
@@ -169,9 +169,8 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
     Where the embedding needs the most, the compiler was seen to count 8 % more: so large buffers leave gaps.
 
     Remat dots keeps the results of matmuls that the gradient needs: all but that of the down projection, which is only
-    added, unless a norm follows it. Remat cheap keeps the statistics of attention as well, and its result twice: for
-    its own gradient and for that of the projection after it. With attention_softcap or alternating_window the
-    activations of a layer include all attention scores, in float32.
+    added, unless a norm follows it. Remat cheap keeps the result and the statistics of attention as well. With
+    attention_softcap or alternating_window the activations of a layer include all attention scores, in float32.
 
     `chip` says by whose costs rows are kept or sent again; without one they are kept wherever the limit allows it.
     """
@@ -267,7 +266,8 @@ def _kinds_of_values(config: Config, mesh: Mapping[str, int], chip: Chip | None)
         "stream": stream,
         "operands": operands,
         "products": products,
-        "attention": rows / ring * (2 * q_width * computed + 4 * model.heads),
+        "attention": rows / ring * q_width * computed,
+        "statistics": rows / ring * 4 * model.heads,
         "everything": products + passes,
         "scores": scores,
         "gathered": _gathered_bytes(config, mesh, chip),
