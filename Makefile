@@ -73,7 +73,6 @@ bench: .venv/.bench  ## measure or predict the tables that take minutes, and dra
 	$(CPU) $(BIN)/python benchmarks/async_starts.py --write docs/async.md
 	$(CPU) $(BIN)/python benchmarks/player.py --write docs/player.md --pictures docs/img
 	$(CPU) $(BIN)/python benchmarks/player_layers.py --write docs/player.md
-	$(CPU) $(BIN)/python benchmarks/device_order.py --write docs/tpu.md
 	$(CPU) $(BIN)/python benchmarks/mesh_matmul.py --write docs/kernels/mesh_matmul.md
 	$(CPU) $(BIN)/python benchmarks/mesh_matmul.py --meshes --write docs/kernels/mesh_matmul.md
 	$(CPU) $(BIN)/python benchmarks/all_gather_matmul.py --write docs/kernels/all_gather_matmul.md
@@ -84,14 +83,13 @@ bench: .venv/.bench  ## measure or predict the tables that take minutes, and dra
 	$(CPU) $(BIN)/python benchmarks/dispatch.py --write docs/dispatch.md
 
 CACHE := runs/bench
-COMPILED := llama_8b v5e:4x4 llama_8b v6e:4x4 llama_70b v5p:4x4x8 llama_70b v6e:16x16
 
 bench-long: .venv/.bench  ## predict the tables that take hours; what is in runs/bench is not played or compiled again
 	$(CPU) $(BIN)/python benchmarks/tp_mlp.py --write docs/kernels/layers.md
 	$(CPU) $(BIN)/python benchmarks/step.py --cache $(CACHE) --write docs/kernels/layers.md
 	$(CPU) $(BIN)/python benchmarks/plan.py --results $(CACHE)/plan.jsonl --write docs/plan.md
 	$(CPU) $(BIN)/python benchmarks/plan_layers.py --cache $(CACHE) --write docs/plan.md
-	$(CPU) $(BIN)/python benchmarks/scaling.py --compile $(COMPILED) --write docs/scaling.md
+	$(CPU) $(BIN)/python benchmarks/recipes.py --programs $(CACHE) --write docs/scaling.md
 	$(CPU) $(BIN)/python benchmarks/whole_step.py --programs $(CACHE) --write docs/scaling.md
 	$(CPU) $(BIN)/python benchmarks/soak.py --write docs/operations.md
 

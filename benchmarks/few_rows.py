@@ -2,17 +2,15 @@
 
     python benchmarks/few_rows.py [--cache DIR] [--write docs/kernels/exchange.md]     DIR keeps each simulation
 
-The first table is a layer with width 4096, 32 heads, 8 key-value heads, an MLP of 14336 and a cache of 1024 tokens, to
-which each sequence of the batch adds one token. The layer sums twice: after the output projection and after the MLP.
-The second one is a row-parallel product [rows, 4096] @ [4096, 4096] in bf16 with each backend. The command fails if the
-planned form of a layer takes longer than XLA's all-reduce.
+The layer has width 4096, 32 heads, 8 key-value heads, an MLP of 14336 and a cache of 1024 tokens, to which each
+sequence of the batch adds one. It sums twice: after the output projection and after the MLP. The command fails if the
+planned form takes longer than XLA's all-reduce.
 
-The last columns of the first table add a latency for each link after the first, because in the player a transfer takes
+The last columns add a latency for each link after the first, because in the player a transfer takes
 1 us however many links it crosses. Nothing here ran on a TPU: every time is a simulated one.
 """
 
 import dataclasses
-import functools
 import pathlib
 import sys
 import tempfile
@@ -41,8 +39,6 @@ CONFIG = TransformerConfig(
 )  # fmt: skip
 CACHE = 1024
 BATCHES = (1, 4, 16, 64)
-ROWS = (1, 16, 64)
-BACKENDS = ("none", "exchange", "xla", "fused")
 LINK_LATENCIES = (0.0, 0.25e-6, 0.5e-6)  # seconds
 type Program = tuple[Any, Sequence[Any]]
 """A jitted function and its abstract arguments."""
@@ -74,14 +70,6 @@ def layer_program(topology: str, batch: int, backend: str | None) -> Program:
         return y, nnx.state(layer, nnx.Cache)
 
     return jax.jit(decode), (state, array((batch, 1, CONFIG.width), mesh, P(None)))
-
-
-def product_program(topology: str, rows: int, backend: str) -> Program:
-    mesh = topology_mesh(topology, (DEVICES,), ("model",))
-    specs = P(None, "model"), P("model", None)
-    op = functools.partial(fa.matmul_all_reduce, axis_name="model", backend=backend)
-    arguments = array((rows, CONFIG.width), mesh, specs[0]), array((CONFIG.width, CONFIG.width), mesh, specs[1])
-    return jax.jit(jax.shard_map(op, mesh=mesh, in_specs=specs, out_specs=P())), arguments
 
 
 def played(topology: str, program: Program, latencies: Sequence[float], cache: pathlib.Path | None) -> list[float]:
@@ -116,17 +104,6 @@ def layer_row(topology: str, batch: int, times: dict[str, list[float]]) -> tuple
     return topology, str(batch), names, *(f"{one * 1e6:.1f} / {two * 1e6:.1f}" for one, two in pairs)
 
 
-def product_row(topology: str, rows: int, cache: pathlib.Path | None) -> tuple[str, ...]:
-    shapes = (rows, CONFIG.width // DEVICES), (CONFIG.width // DEVICES, CONFIG.width)
-    plan = fa.plan("matmul_all_reduce", *shapes, chip=topology, ring=DEVICES, backward=False)
-    times = []
-    for backend in BACKENDS:
-        (seconds,) = played(topology, product_program(topology, rows, backend), LINK_LATENCIES[:1], cache)
-        predicted = plan.seconds.get(backend)  # the exchange is planned only where it is predicted to gain
-        times.append(f"{seconds * 1e6:.1f}" + (f" ({predicted * 1e6:.1f})" if predicted else ""))
-    return topology, str(rows), *times, plan.backend
-
-
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--cache", type=pathlib.Path, metavar="DIR", help="folder of programs that were simulated")
@@ -141,9 +118,6 @@ def main() -> None:
     latencies = [f"with {seconds * 1e6:g} us a link" for seconds in LINK_LATENCIES[1:]]
     header = ("topology", "batch", "planned", "planned / all-reduce, us", *latencies)
     write_between_markers(chosen.write, "few rows layer", print_table(header, rows))
-    products = [product_row(topology, count, chosen.cache) for topology in TOPOLOGIES for count in ROWS]
-    header = ("topology", "rows", *(f"{backend}: played (planned) us" for backend in BACKENDS), "planned")
-    write_between_markers(chosen.write, "few rows", print_table(header, products))
     if slower:
         sys.exit("the planned form is slower than XLA's all-reduce: " + "; ".join(slower))
 

@@ -127,11 +127,10 @@ def behind(chosen: float, form: Form, played: dict[Form, float]) -> float:
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--count", type=int, default=COUNT, help="cases to play")
     parser.add_argument("--seed", type=int, default=SEED, help="of the sample")
     parser.add_argument("--cache", type=pathlib.Path, metavar="DIR", help="folder of programs that were played")
     chosen = parser.parse_args()
-    cases, begin = sample(chosen.seed, chosen.count), time.perf_counter()
+    cases, begin = sample(chosen.seed, COUNT), time.perf_counter()
     rows, lags = [], []
     for case in cases:
         played = {form: played_seconds(case, form, chosen.cache) for form in (*forms(case), *CHOSEN)}

@@ -1,11 +1,14 @@
-"""Programs for chips that the machine need not have: their arguments, their simulation, and their time on real TPUs."""
+"""Programs for chips that the machine need not have: their arguments, their compilation and their simulation."""
 
+import gzip
 import hashlib
 import importlib.metadata
 import json
+import os
 import pathlib
+import pickle
+import re
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,10 +19,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flaxasync import check
+from flaxasync.check.compile.compile_for import FLAGS
 from flaxasync.check.player import Result, play_dump
 from flaxasync.check.player.errors import UnknownOperationError
 
-RUNS = 10  # timed runs of a program on attached devices
 COMPILE_SECONDS = 7200  # a large program takes two minutes on an idle machine, and much longer on a busy one
 HANDED_ON = ("bitcast", "get-tuple-element", "copy-start", "copy-done")  # opcodes that do not change an array
 SYNCHRONOUS = {"xla_tpu_enable_async_collective_fusion": "false"}  # the simulator can execute these collectives
@@ -100,17 +103,18 @@ def kept(folder: pathlib.Path | None, facts: object, make: Callable[[], Any]) ->
     return json.loads(file.read_text())
 
 
-def has_tpus(count: int) -> bool:
-    return jax.default_backend() == "tpu" and jax.device_count() == count
+def compile_once(folder: pathlib.Path, name: str, topology: str, fn: Any, *arguments: Any) -> check.CompiledProgram:
+    """Compiles a jitted function for its HLO, or reads what an earlier call left in the folder.
 
-
-def fastest_ms(fn: Callable, *arguments: Any) -> float:
-    """Returns the milliseconds of the fastest of several runs on the attached devices, after one that compiles."""
-    values = jax.tree.map(lambda a: jnp.full(a.shape, 0.01, a.dtype, device=a.sharding), arguments)
-    jax.block_until_ready(fn(*values))
-    spent = []
-    for _ in range(RUNS):
-        begin = time.perf_counter()
-        jax.block_until_ready(fn(*values))
-        spent.append(time.perf_counter() - begin)
-    return min(spent) * 1e3
+    The file is that of the lowered function, the flags of libtpu in the environment, and the compiler.
+    """
+    versions = [importlib.metadata.version(package) for package in ("jaxlib", "libtpu")]
+    content = repr((topology, fn.lower(*arguments).as_text(), os.environ.get(FLAGS), versions))
+    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+    file = folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', name)}-{digest}.pickle.gz"
+    if not file.exists():
+        options = check.HLO_ONLY
+        found = check.compile_for(topology, fn, *arguments, timeout=COMPILE_SECONDS, compiler_options=options)
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(gzip.compress(pickle.dumps(found)))
+    return pickle.loads(gzip.decompress(file.read_bytes()))

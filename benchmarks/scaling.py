@@ -1,26 +1,18 @@
-"""Which mesh, and what binds, from 8 to 512 chips? Steps of an 8B and a 70B decoder, predicted; some are compiled.
+"""Which mesh, and what binds, from 8 to 512 chips? Steps of an 8B and a 70B decoder, predicted.
 
-    python benchmarks/scaling.py                                    predicts all rows in about half a minute, no TPU
-    python benchmarks/scaling.py --write docs/scaling.md            also puts the table between the markers there
-    python benchmarks/scaling.py --compile llama_8b v5e:4x4 ...     compiles the best mesh of each PRESET TOPOLOGY pair
+    python benchmarks/scaling.py [--write docs/scaling.md]      half a minute, no TPU
 
 A step has one sequence for each chip. The mesh of a row is the best of all grids of data x fsdp x context x model by
-`train.dry_run.mesh_costs`, whose predictions are made of the sizes of model and mesh alone. A compiled row has the
-memory that libtpu counts for the same mesh and the time that `fa.check.timeline` estimates. Nothing has run on a TPU.
-The compilation of a step takes minutes, so that `--write` without `--compile` replaces the predicted table only.
+`train.dry_run.mesh_costs`, whose predictions are made of the sizes of model and mesh alone. Nothing has run on a TPU.
 """
 
 import dataclasses
 import pathlib
 
-import jax
-
 from benchmarks.table import command_line, print_table, write_between_markers
-from flaxasync import check
 from flaxasync.hardware import CHIPS
 from train.config import Config
 from train.config.command import load_preset
-from train.dry_run.compare_meshes import compiled_row
 from train.dry_run.forms import rank
 from train.dry_run.mesh_costs import Prediction
 from train.metrics.output import gib, time_text
@@ -54,39 +46,14 @@ def predicted(preset: str, chip: str, chips: int) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def compiled(preset: str, topology: str) -> list[tuple[str, ...]]:
-    """Returns the predicted row of the best mesh of a topology, and the row of its compiled step."""
-    chip, chips = topology.partition(":")[0], check.topology_size(topology)
-    config = run(preset, chip, chips)
-    best = rank(config, CHIPS[chip], chips)[0]
-    row = compiled_row(config, topology, best, "predicted")
-    speed = "-" if row.seconds is None else f"{SEQUENCE[chip] / row.seconds:,.0f}"
-    memory, step, mfu, exposed, by_what, source = row.cells()[6:]
-    before = predicted(preset, chip, chips)
-    return [
-        (preset, topology, *before[2:], "predicted"),
-        (preset, topology, mesh_text(best), memory, step, speed, mfu, exposed, by_what, source),
-    ]
-
-
 def mesh_text(prediction: Prediction) -> str:
     return "x".join(str(prediction.mesh.get(axis, 1)) for axis in ("data", "fsdp", "context", "model"))
 
 
 def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--compile", nargs="+", default=[], metavar="PRESET TOPOLOGY", help="pairs to compile")
-    chosen = parser.parse_args()
-    if len(chosen.compile) % 2:
-        parser.error(f"--compile needs pairs of a preset and a topology: got {len(chosen.compile)} arguments")
-    if chosen.compile:
-        jax.config.update("jax_platforms", "cpu")
-        pairs = zip(chosen.compile[::2], chosen.compile[1::2], strict=True)
-        rows = [row for preset, topology in pairs for row in compiled(preset, topology)]
-        write_between_markers(chosen.write, "compiled", print_table((*HEADER, "figures are"), rows))
-    else:
-        rows = [predicted(preset, chip, n) for preset in PRESETS for chip in CHIP_COUNTS for n in CHIP_COUNTS[chip]]
-        write_between_markers(chosen.write, "predicted", print_table(HEADER, rows))
+    chosen = command_line(__doc__).parse_args()
+    rows = [predicted(preset, chip, n) for preset in PRESETS for chip in CHIP_COUNTS for n in CHIP_COUNTS[chip]]
+    write_between_markers(chosen.write, "predicted", print_table(HEADER, rows))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/step.py --cache DIR                           all layers on all topologies (hours)
     python benchmarks/step.py --cache DIR --write docs/kernels/layers.md   also writes the table of that file
-    python benchmarks/step.py --presets llama_8b --topologies v6e:2x4 --variants flaxasync --phases
+    python benchmarks/step.py --presets llama_8b --topologies v6e:2x4 --variants flaxasync
 
 docs/kernels/layers.md says what is computed. "flaxasync" is the layer of models/transformer.py, whose ops choose their
 backends. "automatic" is the same layer of nnx.Linear, whose collective operations XLA chooses. All of them use the
@@ -60,7 +60,6 @@ class Played:
     exposed: float  # time of waiting for other devices
     temporaries: int  # bytes of a device beside arguments and results
     mark: str  # "*" if the program had to be compiled with synchronous collectives
-    phases: list[tuple[str, float, float, float]]  # name, total, multiplying and waiting for others, per instruction
 
 
 def architecture(preset: str, variant: str) -> TransformerConfig:
@@ -133,7 +132,6 @@ def played(preset: str, variant: str, topology: str, cache: pathlib.Path | None 
                 "exposed": result.exposed,
                 "temporaries": compiled.bytes_by_kind["temporaries"],
                 "mark": mark,
-                "phases": [(p.name, p.seconds, p.matrix_busy, p.exposed) for p in slowest.phases],
             }
 
         facts = topology, str(mesh.devices.tolist()), fn.lower(*arguments).as_text()
@@ -155,7 +153,6 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS))
     parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES), metavar="NAME", help="as v5e:2x4")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--phases", action="store_true", help="also print the time of each instruction")
     parser.add_argument("--cache", type=pathlib.Path, metavar="DIR", help="folder of programs that were played")
     chosen = parser.parse_args()
     rows = []
@@ -165,8 +162,6 @@ def main() -> None:
             found = played(preset, variant, topology, chosen.cache)
             rows.append(row(found, peak))
             print(*rows[-1], flush=True)
-            for phase, *seconds in found.phases if chosen.phases else ():
-                print(f"  {phase:44s}", *(f"{value * 1e3:8.4f}" for value in seconds))
     write_between_markers(chosen.write, "step", print_table(HEADER, rows))
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
@@ -10,6 +10,25 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", metavar="FILE", help="page in which the table between its markers is replaced")
     return parser
+
+
+def write_rows[T](
+    description: str | None,
+    name: str,
+    header: Sequence[str],
+    cases: Sequence[T],
+    row: Callable[[T, pathlib.Path], Sequence[str]],
+) -> None:
+    """Makes the row of each case and writes the table. Rows are given a folder in which compiled programs are kept."""
+    parser = command_line(description)
+    parser.add_argument("--programs", type=pathlib.Path, required=True, metavar="DIR", help="folder of compiled steps")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only steps whose description has this text")
+    chosen, rows = parser.parse_args(), []
+    for case in cases:
+        if chosen.only in str(case):
+            rows.append(row(case, chosen.programs))
+            print(*rows[-1], flush=True)
+    write_between_markers(chosen.write, name, print_table(header, rows))
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

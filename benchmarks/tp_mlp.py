@@ -1,4 +1,4 @@
-"""A tensor-parallel MLP, forward and with all gradients, on every backend: predicted without a TPU, measured on TPUs.
+"""A tensor-parallel MLP, forward and with all gradients, on every backend, predicted without a TPU.
 
     python benchmarks/tp_mlp.py [--write docs/kernels/layers.md]      on v5e:2x4: half an hour on two cores
 
@@ -7,8 +7,7 @@ features over the same eight devices. The backend "automatic" is the same formul
 with its default options. "Gradients" means one program that computes sum(y^2) and its gradients with respect to x, up
 and down.
 
-A * marks a program that had to be compiled with synchronous collectives. On a machine with eight TPUs the command also
-runs the programs there, with XLA's default options, and prints the measured times.
+A * marks a program that had to be compiled with synchronous collectives.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from benchmarks.programs import array, fastest_ms, has_tpus, play_or_synchronize, split_layer
+from benchmarks.programs import array, play_or_synchronize, split_layer
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync import hardware
 from flaxasync.check import topology_devices, topology_size
@@ -110,18 +109,13 @@ def row(variant: str, shape: Shape) -> tuple[str, ...]:
             total, ideal = result.seconds * 1e3, shape.ideal_ms(TOPOLOGY, backward=backward)
             wait = max((p.exposed for p in result.slowest.phases), default=0.0) / result.seconds
             cells += [f"{total:.2f}{mark}", f"{total / ideal - 1:+.0%}", f"{wait:.1%}"]
-        if has_tpus(topology_size(TOPOLOGY)):
-            mesh = ring(jax.devices(), variant)
-            with jax.set_mesh(mesh):
-                fn, arguments = program(variant, shape, mesh, backward=backward)
-                cells.append(f"{fastest_ms(fn, *arguments):.2f}")
     return (str(shape), variant, *cells)
 
 
 def main() -> None:
     chosen = command_line(__doc__).parse_args()
     rows = [row(variant, shape) for shape, variant in ROWS]
-    columns = ("ms", "above ideal", "longest wait", "measured ms")[: (len(rows[0]) - 2) // 2]
+    columns = "ms", "above ideal", "longest wait"
     header = [f"{which} {column}" for which in ("forward", "gradients") for column in columns]
     write_between_markers(chosen.write, "tp mlp", print_table(("MLP", "backend", *header), rows))
 

@@ -1,19 +1,14 @@
-"""benchmarks/step.py and benchmarks/whole_step.py: their programs compute the same, and what they print is right."""
+"""benchmarks/step.py: its programs compute the same, and the peak is right."""
 
 import dataclasses
-import pathlib
 
 import jax
 import numpy as np
 import pytest
 
-from benchmarks import step, whole_step
-from benchmarks.plain_transformer import Layout
-from configs.tiny import tiny
+from benchmarks import step
 from flaxasync.hardware import chip
 from models.config import TransformerConfig
-from train.config import MeshConfig
-from train.step.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -63,66 +58,3 @@ def test_the_peak_counts_every_product_and_the_causal_half():
     assert seconds == pytest.approx(flops / 8 / chip("v5e").flops)
     layer = step.architecture("llama_8b", "flaxasync")
     assert step.peak_seconds(layer, 4, 4096, "v5e:2x4") == pytest.approx(14.65e-3, rel=1e-3)
-
-
-def run_of(data, fsdp, model, remat):
-    config = tiny()
-    sizes = {"vocab_size": 64, "layers": 2, "width": 32, "heads": 8, "kv_heads": 4, "mlp_width": 48, "remat": remat}
-    return dataclasses.replace(
-        config,
-        mesh=MeshConfig(data=data, fsdp=fsdp, model=model),
-        model=dataclasses.replace(config.model, **sizes, tie_embeddings=False),
-        data=dataclasses.replace(config.data, batch_size=8, sequence_length=16, microbatches=1),
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "remat"), [((1, 2, 4), "layer"), ((2, 4, 1), "dots")])
-def test_both_programs_compute_the_same_step(monkeypatch, sizes, remat):
-    config = run_of(*sizes, remat)
-    # The kernel of flaxasync needs a TPU. Attention of JAX alone takes its place.
-    monkeypatch.setattr(whole_step, "Layout", lambda batch, fsdp, flash: Layout(batch, fsdp))
-    tokens = np.random.default_rng(0).integers(0, 64, (8, 16)).astype(np.int32)
-    found = []
-    for program, kind in ((whole_step.OURS, Trainer), (whole_step.AUTOMATIC, whole_step.AutomaticTrainer)):
-        mesh = whole_step.mesh_of(program, config, jax.devices(), "cpu")
-        with jax.set_mesh(mesh):
-            trainer = kind(config, mesh)
-            params, batch = trainer.abstract_state().params, trainer.abstract_batch()
-            given = [jax.device_put(each, leaf.sharding) for each, leaf in zip((tokens, tokens), batch, strict=True)]
-            after, metrics = trainer.train_step(trainer.start_from(drawn(params)), *given)
-            shards = {name: leaf.sharding.shard_shape(leaf.shape) for name, leaf in named(params).items()}
-            moments = {name: np.asarray(leaf) for name, leaf in named(after.opt_state).items() if leaf.ndim}
-            found.append((metrics, shards, moments))
-    (metrics, shards, moments), (plain_metrics, plain_shards, plain_moments) = found
-    assert float(metrics["loss"]) == pytest.approx(float(plain_metrics["loss"]), rel=1e-5)
-    assert float(metrics["grad_norm"]) == pytest.approx(float(plain_metrics["grad_norm"]), rel=1e-4)
-    assert shards == plain_shards
-    assert_all_close(plain_moments, moments, rtol=1e-7, atol=1e-4)
-
-
-def test_the_moments_of_the_automatic_step_are_sharded_as_the_parameters():
-    config = run_of(1, 2, 4, "layer")
-    mesh = whole_step.mesh_of(whole_step.AUTOMATIC, config, jax.devices(), "cpu")
-    with jax.set_mesh(mesh):
-        state = whole_step.AutomaticTrainer(config, mesh).abstract_state()
-    specs = [leaf.sharding.spec for leaf in jax.tree.leaves(state.params)]
-    moments = [leaf.sharding.spec for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
-    assert moments == specs + specs
-    assert {jax.P(None, "fsdp", "model"), jax.P(None, "model", "fsdp")} < set(specs)
-
-
-def test_a_result_is_known_by_its_configuration_and_flags(monkeypatch):
-    def files():
-        return [whole_step.file_of(case, pathlib.Path("programs")) for case in whole_step.CASES]
-
-    before = files()
-    assert len(set(before)) == len(before)
-    monkeypatch.setitem(whole_step.FLAGS, "windowed", {"another": "true"})
-    changed = [case for case, one, other in zip(whole_step.CASES, before, files(), strict=True) if one != other]
-    assert {case.flags for case in changed} == {"windowed"}
-
-
-def test_a_step_that_does_not_fit_has_no_time():
-    row = whole_step.row(whole_step.CASES[0], {"memory": 40 << 30})
-    assert row[6:] == ("40 GiB (too much)", "-", "-", "-", "-")

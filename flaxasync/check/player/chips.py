@@ -9,6 +9,7 @@ those chips say so.
 |---|---|---|
 | `push`, `latency`, `results` | the spacing that the compiler keeps between a push, a multiply and its pop | the same |
 | `occupancy` bf16 | 16: 4 units x 16x128x128 MACs / 16 cycles x 1.5 GHz = 197 TFLOP/s, the data sheet | likewise |
+| `occupancy` others | 8: as many rows in a cycle | likewise; libtpu issues a float32 multiply every 4 cycles on v6e |
 | `hbm_efficiency` | 0.801: a 128 MiB copy (read + write) in 0.41 ms, published with the 2x2 study | assumed equal |
 | `link_efficiency` | 1.0367: a 128 MiB permute in 2.877 ms, same study | assumed 1 |
 | `local_latency` | 0.45 us: JAX's matmul tutorial, 128-row blocks | assumed equal |
@@ -97,7 +98,7 @@ def _chip(name: str, known_error: str = _ASSUMED, **constants: Any) -> PlayedChi
 
 
 _UNIT_128: dict[str, Any] = {"occupancy": {"bf16": 16, "": 8}, "push": 4, "latency": 100, "results": {"bf16": 2, "": 1}}
-_UNIT_256: dict[str, Any] = {"occupancy": {"bf16": 8, "": 16}, "push": 2, "latency": 160}
+_UNIT_256: dict[str, Any] = {"occupancy": {"bf16": 8, "": 4}, "push": 2, "latency": 160}
 PLAYED_CHIPS = {
     "v5e": _chip("v5e", _V5E_ERROR, **_UNIT_128, link_efficiency=1.0367, hbm_unit=512),
     "v6e": _chip("v6e", **_UNIT_256, results={"bf16": 4, "": 2}),

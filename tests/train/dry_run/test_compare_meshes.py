@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import pathlib
-import sys
 from unittest import mock
 
 import pytest
@@ -116,23 +115,6 @@ def test_the_table_of_the_document_is_what_the_command_makes(preset, chip, chips
     document = (pathlib.Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
     rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in document.splitlines()]
     assert scaling.predicted(preset, chip, chips) in rows
-
-
-def test_the_benchmark_has_a_predicted_and_a_compiled_row(monkeypatch):
-    config = with_form(llama_8b(), "layer", "xla")
-    monkeypatch.setattr(scaling, "run", lambda *args: config)
-    monkeypatch.setattr(scaling, "compiled_row", lambda config, topology, best, trust: module.row_of(best))
-    predicted, compiled = scaling.compiled("llama_8b", "v5e:4x4")
-    assert predicted[:3] == compiled[:3]
-    assert (predicted[-1], len(predicted)) == ("predicted", len(scaling.HEADER) + 1)
-    assert compiled[-1] == module.row_of(rank(config, CHIPS["v5e"], 16)[0]).source
-
-
-def test_the_benchmark_refuses_a_preset_without_a_topology(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["scaling.py", "--compile", "llama_8b"])
-    with pytest.raises(SystemExit):
-        scaling.main()
-    assert "--compile needs pairs of a preset and a topology: got 1 arguments" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # two minutes of processor time

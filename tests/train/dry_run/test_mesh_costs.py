@@ -204,5 +204,5 @@ def test_what_is_offloaded_waits_for_the_host_where_the_work_is_shorter(step):
     # The input, q, k and v, hidden features, and attention before and after its projection.
     values = 4096 + (32 + 2 * 8) * 128 + 2 * 14336 + 2 * 4096
     sent = 4 * 4096 / 4 * 2 * values / CHIPS["v6e"].host_bandwidth  # 4 sequences, of which a device has a fourth
-    assert 0.5 * 2 * 32 * sent < costly.waits[name] < 2 * 32 * sent
+    assert 2 * 32 * sent - costly.work < costly.waits[name] < 2 * 32 * sent
     assert step(fsdp=4, model=4, chip="tpu7x", remat="offload").waits[name] == 0  # its rate is not known
