@@ -27,7 +27,7 @@ from flaxasync.check.estimate.phases import Phases
 from flaxasync.ops.trust import trusting
 from models.config import Remat
 from train.config import Config
-from train.dry_run.command import gib, time_text
+from train.metrics.output import gib, time_text
 from train.step.flags import flags_of
 from train.step.mesh import mesh_over
 from train.step.products import model_flops_per_token

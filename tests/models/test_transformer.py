@@ -133,6 +133,16 @@ def test_remat_changes_nothing_but_memory(remat):
     assert_gradients_close(grads, want_grads)
 
 
+def test_a_form_that_is_not_named_is_the_plain_one():
+    def program(**form):
+        with jax.set_mesh(make_mesh()):
+            params, loss = split(dataclasses.replace(CONFIG, **form), backend="xla")
+            return str(jax.make_jaxpr(jax.grad(loss))(params, *place(P("data", None))))
+
+    assert CONFIG.remat is CONFIG.fsdp_overlap is None
+    assert program() == program(remat="none", fsdp_overlap="xla") != program(remat="layer")
+
+
 def on_host(jaxpr):
     """Returns the shapes of what a program has in the memory of the host."""
     return set(re.findall(r"<host>\[(.+?)\]", str(jaxpr)))

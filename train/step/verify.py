@@ -23,7 +23,7 @@ from train.config import Config
 from train.lifecycle.errors import InputError
 from train.metrics.output import print_line
 from train.step.flags import may_have_tpus
-from train.step.mesh import CONTEXT, axis_sizes, batch_shards, infer_sizes
+from train.step.mesh import CONTEXT, FSDP, axis_sizes, batch_shards, infer_sizes
 from train.step.products import local_heads, products_of_a_layer
 
 type Verify = Literal["auto", "off", "full"]
@@ -89,6 +89,10 @@ def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
         # What one sequence exchanges; attention takes it only if it is verified.
         block = (ring * (heads + 2 * kv_heads) * head, rows // ring)
         cases += [Case("all_to_all", name, (ring,), (block,), dtype, gradient=False) for name in ("xla", "pallas")]
+    fsdp = sizes.get(FSDP, 1)
+    if fsdp > 1 and model.width % (128 * fsdp) == 0 and model.fsdp_overlap in (None, "prefetch_pallas"):
+        shard = (model.mlp_width // ring, model.width // fsdp)
+        cases += [Case("prefetch", name, (fsdp,), (shard,), dtype, gradient=False) for name in ("xla", "pallas")]
     q, k = (batch, rows, heads, head), (batch, rows, kv_heads, head)
     if context > 1:
         travel = config.backend if config.backend in PAIRS else "pallas"
