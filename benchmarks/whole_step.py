@@ -11,7 +11,6 @@ predictions, with kernels that are played. DIR keeps what was compiled.
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -33,6 +32,7 @@ from train.step.mesh import mesh_over
 from train.step.products import model_flops_per_token
 from train.step.trainer import Trainer
 
+PRESETS = {"8B": llama_8b, "70B": llama_70b}
 OURS, AUTOMATIC = "flaxasync", "automatic"
 HEADER = ("model", "chips", "program", "data x fsdp x model", "remat", "fsdp overlap", "tokens a chip", "memory",
           "step", "MFU", "exposed", "longest wait")  # fmt: skip
@@ -49,7 +49,7 @@ class Case:
     remat: Remat = "layer"
     overlap: Literal["xla", "prefetch_pallas"] = "xla"
     kept: int = 0
-    preset: Callable[[], Config] = llama_8b
+    model: Literal["8B", "70B"] = "8B"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights and moments
 
 
@@ -61,7 +61,7 @@ CASES: tuple[Case | Recipe, ...] = (
     recipes.RECIPES[1],
     Case("v6e:2x4", (1, 8, 1), 3, 8192, "offload", "prefetch_pallas"),
     recipes.RECIPES[0],
-    Case("v6e:4x8", (1, 8, 4), 2, 8192, "offload_most", "prefetch_pallas", 0, llama_70b, "bfloat16"),
+    Case("v6e:4x8", (1, 8, 4), 2, 8192, "offload_most", "prefetch_pallas", 0, "70B", "bfloat16"),
     recipes.RECIPES[4],
     Case("v5p:2x2x2", (1, 8, 1), 2, 8192, remat="cheap"),
     Case("v5p:2x2x2", (1, 8, 1), 2, 8192, remat="cheap", overlap="prefetch_pallas"),
@@ -72,7 +72,7 @@ CASES: tuple[Case | Recipe, ...] = (
 
 
 def config_of(case: Case) -> Config:
-    config, chips = case.preset(), check.topology_size(case.topology)
+    config, chips = PRESETS[case.model](), check.topology_size(case.topology)
     data, fsdp, model = case.mesh
     return dataclasses.replace(
         config,
@@ -105,8 +105,8 @@ def row(case: Case | Recipe, folder: pathlib.Path) -> tuple[str, ...]:
         overlap = f"{case.overlap}, {case.kept} MiB kept" if case.kept else case.overlap
         named = (OURS, "x".join(map(str, case.mesh)), case.remat, overlap)
     seconds, tokens = timeline.seconds, case.sequences * case.length
-    name, preset = ("70B", llama_70b) if "70" in str(case) else ("8B", llama_8b)
-    flops = tokens * model_flops_per_token(preset().model, case.length)
+    name = "70B" if "70B" in str(case) else "8B"
+    flops = tokens * model_flops_per_token(PRESETS[name]().model, case.length)
     mfu = flops / (seconds * check.CHIPS[program.chip].flops)
     waits = Phases(program).waits(timeline)
     return (
