@@ -129,7 +129,7 @@ class PlainTransformer(nnx.Module):
     def __call__(self, tokens: Int[Array, "B L"]) -> Float[Array, "B L V"]:
         @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
         def run(layer: PlainLayer, x: Array) -> Array:
-            if self.remat == "none":
+            if self.remat in (None, "none"):
                 return layer(x)
             policies = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "layer": None}
             return nnx.remat(lambda layer, x: layer(x), policy=policies[self.remat])(layer, x)

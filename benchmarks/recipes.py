@@ -38,7 +38,7 @@ from benchmarks.table import write_rows
 from flaxasync import check
 from flaxasync.check.estimate.timeline import Timeline
 from train.config import Config, XlaConfig
-from train.dry_run.command import gib
+from train.metrics.output import gib
 from train.step.flags import flags_of
 
 FLAGS = """

@@ -13,9 +13,9 @@ from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.hardware import CHIPS
 from train.config import Config
 from train.config.command import load_preset
-from train.dry_run.command import gib, time_text
-from train.dry_run.compare_meshes import rank
+from train.dry_run.forms import rank
 from train.dry_run.mesh_costs import Prediction
+from train.metrics.output import gib, time_text
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 PRESETS = ("llama_8b", "llama_70b")
@@ -29,7 +29,8 @@ HEADER = ("model", "chips", "data x fsdp x context x model", "memory", "step", "
 def run(preset: str, chip: str, chips: int) -> Config:
     config = load_preset(CONFIGS / f"{preset}.py")
     data = dataclasses.replace(config.data, batch_size=chips, sequence_length=SEQUENCE[chip], microbatches=1)
-    return dataclasses.replace(config, data=data)
+    model = dataclasses.replace(config.model, remat="layer", fsdp_overlap="xla")
+    return dataclasses.replace(config, data=data, model=model)
 
 
 def predicted(preset: str, chip: str, chips: int) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The whole training step of the 8B preset: automatic sharding and flaxasync, estimated without a TPU.
+"""The whole training step of the Llama presets: automatic sharding and flaxasync, estimated without a TPU.
 
     python benchmarks/whole_step.py --programs DIR --write docs/scaling.md     each step takes minutes to compile
     python benchmarks/whole_step.py --programs DIR --only v6e                  the steps on some chips
@@ -20,20 +20,22 @@ from benchmarks.programs import compile_once
 from benchmarks.recipes import FLAGS, PROJECTIONS, WITHOUT_COLLECTIVE_MATMUL, Recipe
 from benchmarks.table import write_rows
 from configs.llama_8b import llama_8b
+from configs.llama_70b import llama_70b
 from flaxasync import check
 from flaxasync.check.estimate.phases import Phases
 from flaxasync.ops.trust import trusting
 from models.config import Remat
 from train.config import Config
-from train.dry_run.command import gib, time_text
+from train.metrics.output import gib, time_text
 from train.step.flags import flags_of
 from train.step.mesh import mesh_over
 from train.step.products import model_flops_per_token
 from train.step.trainer import Trainer
 
+PRESETS = {"8B": llama_8b, "70B": llama_70b}
 OURS, AUTOMATIC = "flaxasync", "automatic"
-HEADER = ("chips", "program", "data x fsdp x model", "remat", "fsdp overlap", "tokens a chip", "memory", "step", "MFU",
-          "exposed", "longest wait")  # fmt: skip
+HEADER = ("model", "chips", "program", "data x fsdp x model", "remat", "fsdp overlap", "tokens a chip", "memory",
+          "step", "MFU", "exposed", "longest wait")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,15 +49,20 @@ class Case:
     remat: Remat = "layer"
     overlap: Literal["xla", "prefetch_pallas"] = "xla"
     kept: int = 0
+    model: Literal["8B", "70B"] = "8B"
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights and moments
 
 
 # On v5e and v5p libtpu takes the flags of v6e except the limit of scoped vector memory, which is that of the chip.
 V5P = FLAGS.replace("98304", "49152") + WITHOUT_COLLECTIVE_MATMUL
 CASES: tuple[Case | Recipe, ...] = (
-    Case("v6e:4x4", (1, 4, 4), 1, 4096),
-    Case("v6e:4x4", (1, 4, 4), 1, 4096, overlap="prefetch_pallas"),
     Case("v6e:4x4", (1, 4, 4), 1, 4096, overlap="prefetch_pallas", kept=128),
+    Case("v6e:4x4", (1, 16, 1), 3, 8192, "offload", "prefetch_pallas"),
     recipes.RECIPES[1],
+    Case("v6e:2x4", (1, 8, 1), 3, 8192, "offload", "prefetch_pallas"),
+    recipes.RECIPES[0],
+    Case("v6e:4x8", (1, 8, 4), 2, 8192, "offload_most", "prefetch_pallas", 0, "70B", "bfloat16"),
+    recipes.RECIPES[4],
     Case("v5p:2x2x2", (1, 8, 1), 2, 8192, remat="cheap"),
     Case("v5p:2x2x2", (1, 8, 1), 2, 8192, remat="cheap", overlap="prefetch_pallas"),
     Recipe("8B", "v5p:2x2x2", math.nan, 2, offloaded=(), saved=(*PROJECTIONS, "gate", "up"), flags=V5P),
@@ -65,12 +72,14 @@ CASES: tuple[Case | Recipe, ...] = (
 
 
 def config_of(case: Case) -> Config:
-    config, chips = llama_8b(), check.topology_size(case.topology)
+    config, chips = PRESETS[case.model](), check.topology_size(case.topology)
     data, fsdp, model = case.mesh
     return dataclasses.replace(
         config,
         mesh=dataclasses.replace(config.mesh, data=data, fsdp=fsdp, model=model),
-        model=dataclasses.replace(config.model, remat=case.remat, fsdp_overlap=case.overlap, gathered_mib=case.kept),
+        model=dataclasses.replace(
+            config.model, remat=case.remat, fsdp_overlap=case.overlap, gathered_mib=case.kept, param_dtype=case.dtype
+        ),
         data=dataclasses.replace(
             config.data, batch_size=case.sequences * chips, sequence_length=case.length, microbatches=1
         ),
@@ -96,11 +105,12 @@ def row(case: Case | Recipe, folder: pathlib.Path) -> tuple[str, ...]:
         overlap = f"{case.overlap}, {case.kept} MiB kept" if case.kept else case.overlap
         named = (OURS, "x".join(map(str, case.mesh)), case.remat, overlap)
     seconds, tokens = timeline.seconds, case.sequences * case.length
-    flops = tokens * model_flops_per_token(llama_8b().model, case.length)
+    name = "70B" if "70B" in str(case) else "8B"
+    flops = tokens * model_flops_per_token(PRESETS[name]().model, case.length)
     mfu = flops / (seconds * check.CHIPS[program.chip].flops)
     waits = Phases(program).waits(timeline)
     return (
-        case.topology, *named, f"{case.sequences} x {case.length}", gib(program.bytes_by_kind["total"]),
+        name, case.topology, *named, f"{case.sequences} x {case.length}", gib(program.bytes_by_kind["total"]),
         time_text(seconds), f"{mfu:.1%}", f"{timeline.exposed / seconds:.1%}", waits[0][0] if waits else "-",
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-type Remat = Literal["none", "cheap", "dots", "layer"]
+type Remat = Literal["none", "cheap", "dots", "layer", "offload", "offload_most"]
 type FsdpOverlap = Literal["xla", "prefetch", "prefetch_pallas"]
 type ContextLayout = Literal["zigzag", "contiguous"]
 
@@ -71,18 +71,21 @@ class TransformerConfig:
     """The dtype of activations and of the operands of matmuls, which accumulate in float32."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the parameters and of the optimizer's state."""
-    remat: Remat = "none"
+    remat: Remat | None = None
     """What the backward pass does again: nothing; only what is cheap, so neither matmuls nor attention nor gathers of
-    kernels; all but matmuls ("dots"); or each whole layer."""
+    kernels; all but matmuls ("dots"); or each whole layer. "offload" keeps in the memory of the host what each layer
+    and its attention get, and "offload_most" also what attention returns. None lets the trainer choose what is
+    predicted to be the fastest of these that fits, without offloading; elsewhere it means "none"."""
     exchange_heads: bool | None = None
     """Whether weights and heads of attention travel instead of rows; None for what is predicted to be faster."""
     gathered_mib: int = 0
     """The most MiB for which a layer keeps the rows that a product gathers, until its gradient, instead of sending them
     again. Attention and MLP of a layer may keep as much: of all layers, or of one at a time with remat "layer"."""
-    fsdp_overlap: FsdpOverlap = "xla"
+    fsdp_overlap: FsdpOverlap | None = None
     """Who hides the transfers of fsdp: XLA, as far as it can; or a scan that gathers the next layer's weights while one
     computes, by permutes (prefetch) or, on TPUs, by copies of Pallas kernels (prefetch_pallas). Without an fsdp axis,
-    prefetch sums the gradients of each layer over the data axis while the rest of it computes backward."""
+    prefetch sums the gradients of each layer over the data axis while the rest of it computes backward. None lets the
+    trainer choose what is predicted to be the fastest of those that are trusted; elsewhere it means "xla"."""
 
     @property
     def head_features(self) -> int:
@@ -149,7 +152,7 @@ def check_fits(
             "fsdp_overlap='prefetch_pallas' moves blocks of whole tiles, so width must be a multiple of 128 x the "
             f"'fsdp' axis: got width={config.width} on {fsdp} devices; use fsdp_overlap='prefetch' otherwise"
         )
-    if config.fsdp_overlap != "xla" and config.alternating_window is not None:
+    if config.fsdp_overlap not in (None, "xla") and config.alternating_window is not None:
         raise ValueError(
             f"fsdp_overlap={config.fsdp_overlap!r} applies the same function to all layers, which alternating_window="
             f"{config.alternating_window} does not: use fsdp_overlap='xla'"

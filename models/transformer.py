@@ -12,22 +12,27 @@ P(data, model, None) and tokens_BL is P(data, None); with a context axis, they a
 P(data, context). With an fsdp axis, "data" stands for (data, fsdp), over which parameters are stored sharded as well.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 import flaxasync as fa
+from flaxasync.ops.saved import STREAM
 from models.config import ContextLayout, Remat, TransformerConfig
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}
-_POLICIES: dict[Remat, Any] = {
+_POLICIES: dict[Remat | None, Any] = {
     "none": jax.checkpoint_policies.everything_saveable,
     "cheap": fa.save_costly,
     "dots": fa.save_matmuls,
+    "offload": fa.offload_operands,
+    "offload_most": fa.offload_most,
     "layer": None,
 }
 
@@ -112,7 +117,7 @@ class Transformer(nnx.Module):
     """Turns tokens into logits.
 
     Args:
-      config: The architecture.
+      config: The architecture. Without a trainer that chooses, its remat and fsdp_overlap None mean "none" and "xla".
       axis_name: The mesh axis that splits heads, hidden features, vocabulary and sequence.
       fsdp_axis: The mesh axis over which parameters are stored sharded as well, one of those that split the batch; None
         if there is none.
@@ -139,7 +144,9 @@ class Transformer(nnx.Module):
         rngs: nnx.Rngs,
     ):
         options = _layer_options(config, axis_name, fsdp_axis, backend)
-        self.config = config
+        self.config = dataclasses.replace(
+            config, remat=config.remat or "none", fsdp_overlap=config.fsdp_overlap or "xla"
+        )
         self.axis_name, self.fsdp_axis = axis_name, fsdp_axis
         self.embed = fa.nn.VocabParallelEmbed(
             config.vocab_size, config.width, embedding_init=nnx.initializers.normal(0.02), rngs=rngs, **options
@@ -315,13 +322,13 @@ def _rope_scaling(config: TransformerConfig) -> fa.nn.RopeScaling | None:
     )
 
 
-def _with_remat(remat: Remat) -> Callable[[DecoderLayer, Array, Array | None, Array | None], Array]:
+def _with_remat(remat: Remat | None) -> Callable[[DecoderLayer, Array, Array | None, Array | None], Array]:
     """Returns a function that applies a layer to its input, and says what the backward pass does again.
 
     With an fsdp axis, each weight is gathered once forward and, unless "none" or "cheap" keeps it, once backward.
     """
 
     def apply(layer: DecoderLayer, x_BLD: Array, segment_ids_BL: Array | None, mask: Array | None) -> Array:
-        return layer(x_BLD, segment_ids_BL, mask)
+        return layer(checkpoint_name(x_BLD, STREAM), segment_ids_BL, mask)
 
     return apply if remat == "none" else nnx.remat(apply, policy=_POLICIES[remat])

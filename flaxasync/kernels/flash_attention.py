@@ -5,7 +5,8 @@ computes dq, dk and dv from one product of scores, with five matmuls for each pa
 to `KV_ROWS` rows stay in vector memory throughout a call; a longer block takes several calls.
 
 Both kernels add to their arguments in place and touch only the rows of their product, so the carry of a ring is written
-once for each product. Tiles of keys that no row attends to are skipped, and tiles to which all rows attend need no
+once for each product. Attention over whole sequences needs no carry: there the kernels write results in the dtype of q.
+Tiles of keys that no row attends to are skipped, and tiles to which all rows attend need no
 mask. In a causal product with square tiles the others lie on the diagonal: there each sub-block of keys is multiplied
 only with the rows of queries from its own first row on.
 
@@ -17,7 +18,7 @@ Source: Dao, "FlashAttention-2" (2023).
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -30,6 +31,7 @@ from flaxasync.kernels.attention_block import LOG2_E, LOWEST, Carry, Gradients, 
 from flaxasync.kernels.engine.operands import LANES, largest_divisor
 from flaxasync.kernels.flash_attention_grid import Grid, is_triangle
 
+WHOLE_ROWS = 8192  # rows of whole sequences whose dk and dv stay in VMEM: 8 MiB of float32, and 8 MiB of results
 KV_ROWS = 4096  # rows whose dk and dv stay in VMEM: 4 MiB of float32 at head size 128, and 16 MiB with the copies
 VMEM_LIMIT = 64 * 2**20  # bytes; these kernels use less than half of them
 
@@ -53,30 +55,22 @@ class Flash:
 
     def forward(self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product, carry: Carry) -> Carry:
         grid = self._grid(scores, q, product, self.triangle_tiles[0])
-        return _call(
-            functools.partial(_forward_body, scores, grid, product, segments is not None),
-            grid,
-            product,
-            [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1))],
-            segments,
-            zip(carry, (grid.queries(), grid.statistics()), strict=True),
-            scratch_shapes=[pltpu.VMEM((grid.q_tile, LANES), jnp.float32)] * 2,
-            heads="parallel",
-            cost_estimate=grid.cost(scores.mask, [product], matmuls=2, itemsize=q.dtype.itemsize),
-            name="flash_attention",
-        )
+        written = {"updated": [(carry[0], grid.queries()), (carry[1], grid.statistics())]}
+        return _attend(scores, grid, q, kv, segments, product, (LANES, LANES), written)
+
+    def attend_whole(
+        self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product
+    ) -> tuple[Array, Array]:
+        """Returns the output [b, s, n * g * d] of the only product, and log2 of the sum of 2**score [b, n, g, 1, s]."""
+        grid, (b, n, g, s, d) = self._grid(scores, q, product, self.triangle_tiles[0]), q.shape
+        out, log_sum = _like(q, (b, s, n * g * d), q.dtype), _like(q, (b, n, g, 1, s), jnp.float32)
+        written = {"results": [(out, grid.joined()), (log_sum, grid.statistics(1))]}
+        return _attend(scores, grid, q, kv, segments, product, (LANES, LANES, d), written)
 
     def backward(
-        self,
-        scores: Scores,
-        q: Array,
-        kv: Array,
-        segments: Segments,
-        do: Array,
-        rows: Array,
-        product: Product,
+        self, scores: Scores, q: Array, kv: Array, segments: Segments, do: Array, rows: Array, product: Product,
         gradients: Gradients,
-    ) -> Gradients:
+    ) -> Gradients:  # fmt: skip
         k_rows = largest_divisor(product.k_rows, KV_ROWS, LANES)
         count = product.k_rows // k_rows
 
@@ -91,20 +85,27 @@ class Flash:
         def one_call(index: Any, gradients: Gradients) -> Gradients:
             every, one = [part(call) for call in range(count)], part(index)
             grid = self._grid(scores, q, one, self.triangle_tiles[1])
-            queries, statistics = grid.queries(), grid.statistics()
-            return _call(
-                functools.partial(_backward_body, scores, grid, one, segments is not None),
-                grid,
-                one,
-                [(q, queries), (kv, grid.keys(0)), (kv, grid.keys(1)), (do, queries), (rows, statistics)],
-                segments,
-                zip(gradients, (queries, grid.key_gradients()), strict=True),
-                heads="arbitrary",
-                cost_estimate=grid.cost(scores.mask, every, matmuls=5, itemsize=q.dtype.itemsize),
-                name="flash_attention_backward",
-            )
+            of_rows = [(do, grid.queries()), (rows, grid.statistics())]
+            written = {"updated": [(gradients[0], grid.queries()), (gradients[1], grid.key_gradients())]}
+            return _differentiate(scores, grid, q, kv, segments, of_rows, one, every, (), written)
 
         return one_call(0, gradients) if count == 1 else lax.fori_loop(0, count, one_call, gradients)
+
+    def differentiate_whole(
+        self, scores: Scores, q: Array, kv: Array, segments: Segments, do: Array, out: Array, log_sum_exp: Array,
+        product: Product,
+    ) -> Gradients:  # fmt: skip
+        """Returns dq and dkv, in the dtypes of q and kv, from what `attend_whole` returned and do [b, s, n * g * d]."""
+        grid = self._grid(scores, q, product, self.triangle_tiles[1])
+        of_rows = [(do, grid.joined()), (out, grid.joined()), (log_sum_exp, grid.statistics(1))]
+        sums = (grid.q_tile, grid.head_size), (2, grid.k_rows, grid.head_size), (2, grid.q_tile)
+        written = {
+            "results": [
+                (_like(q, q.shape, q.dtype), grid.queries()),
+                (_like(kv, kv.shape, kv.dtype), grid.key_gradients()),
+            ]
+        }
+        return _differentiate(scores, grid, q, kv, segments, of_rows, product, [product], sums, written)
 
     def _grid(self, scores: Scores, q: Array, product: Product, square: int) -> Grid:
         tiles = (square, square) if product.masked and is_triangle(scores.mask) else (self.q_tile, self.kv_tile)
@@ -131,59 +132,112 @@ def unsupported(dtype: jnp.dtype, head_size: int, q_rows: int, k_rows: int) -> s
     return None
 
 
+def _attend(
+    scores: Scores, grid: Grid, q: Array, kv: Array, segments: Segments, product: Product, widths: tuple[int, ...],
+    written: dict[str, Any],
+) -> tuple[Array, Array]:  # fmt: skip
+    """Calls the forward kernel with what it writes, and sums of these widths in vector memory."""
+    return _call(
+        functools.partial(_forward_body, scores, grid, product, segments is not None, "results" in written),
+        grid,
+        product,
+        [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1))],
+        segments,
+        **written,
+        scratch_shapes=[pltpu.VMEM((grid.q_tile, width), jnp.float32) for width in widths],
+        heads="parallel",
+        cost_estimate=grid.cost(scores.mask, [product], matmuls=2, itemsize=q.dtype.itemsize),
+        name="flash_attention",
+    )
+
+
+def _differentiate(
+    scores: Scores, grid: Grid, q: Array, kv: Array, segments: Segments, of_rows: list[Any], product: Product,
+    products: list[Product], sums: tuple[tuple[int, ...], ...], written: dict[str, Any],
+) -> tuple[Array, Array]:  # fmt: skip
+    """Calls the backward kernel for one of `products`, with sums of these shapes in vector memory."""
+    return _call(
+        functools.partial(_backward_body, scores, grid, product, segments is not None, "results" in written),
+        grid,
+        product,
+        [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1)), *of_rows],
+        segments,
+        **written,
+        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in sums],
+        heads="arbitrary",
+        cost_estimate=grid.cost(scores.mask, products, matmuls=5, itemsize=q.dtype.itemsize),
+        name="flash_attention_backward",
+    )
+
+
 def _call(
     body: Callable[..., None],
     grid: Grid,
     product: Product,
     operands: list[tuple[Array, pl.BlockSpec]],
     segments: Segments,
-    updated: Iterable[tuple[Array, pl.BlockSpec]],
     *,
+    updated: Sequence[tuple[Array, pl.BlockSpec]] = (),
+    results: Sequence[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]] = (),
     heads: Literal["parallel", "arbitrary"],  # whether heads and tiles of queries may be visited in any order
     scratch_shapes: Sequence[Any] = (),
     **options: Any,
 ) -> tuple[Array, Array]:
-    """Calls a kernel that updates two arrays in place. The ids of the segments, if there are any, come before these."""
+    """Calls a kernel that updates two arrays in place, or returns two results. Ids of segments are last operands."""
     if segments is not None:
         operands = [
             *operands,
             (segments[0][:, None], grid.ids_of_queries()),
             (segments[1][:, None], grid.ids_of_keys()),
         ]
-    arrays, specs = zip(*operands, strict=True)
-    values, value_specs = zip(*updated, strict=True)
-    first = 1 + len(arrays)  # operand 0 has the scalars
+    arrays, specs = zip(*operands, *updated, strict=True)
+    shapes, result_specs = zip(*results, *((jax.ShapeDtypeStruct.like(x), spec) for x, spec in updated), strict=True)
+    first = 1 + len(operands)  # operand 0 has the scalars
     first_value, second_value = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid.shape,
-            in_specs=[*specs, *value_specs],
-            out_specs=list(value_specs),
+            in_specs=list(specs),
+            out_specs=list(result_specs),
             scratch_shapes=scratch_shapes,
         ),
-        out_shape=[jax.ShapeDtypeStruct.like(value) for value in values],
-        input_output_aliases={first: 0, first + 1: 1},
+        out_shape=list(shapes),
+        input_output_aliases={first + i: i for i in range(len(updated))},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", heads, heads, "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
         **options,
-    )(grid.scalars(product), *arrays, *values)
+    )(grid.scalars(product), *arrays)
     return first_value, second_value
 
 
-def _forward_body(scores: Scores, grid: Grid, product: Product, by_segment: bool, at: Any, *refs: Any) -> None:
+def _like(x: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Returns the type of a result that varies over the mesh axes over which x varies."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).mat)
+
+
+def _forward_body(
+    scores: Scores, grid: Grid, product: Product, by_segment: bool, is_whole: bool, at: Any, *refs: Any
+) -> None:
     """Body of the forward kernel: one tile of queries with one tile of keys and values.
 
     All refs are in VMEM: q and acc [q_tile, d], k and v [k_tile, d], segment ids [1, tile], stats [2, q_tile]. Between
     the first and the last tile of keys the maximum is kept in every lane of [q_tile, LANES]; the sum of the weights is
     kept as one partial sum in each lane.
     """
-    q_ref, k_ref, v_ref, *ids, acc_in, stats_in, acc, stats, highest_ref, weights_ref = refs
+    if is_whole:
+        q_ref, k_ref, v_ref, *ids, out, log_sum, highest_ref, weights_ref, acc = refs
+    else:
+        q_ref, k_ref, v_ref, *ids, acc_in, stats_in, acc, stats, highest_ref, weights_ref = refs
     j = pl.program_id(4)
 
     @pl.when(j == 0)
     def begin() -> None:
+        if is_whole:
+            acc[...], weights_ref[...] = jnp.zeros_like(acc), jnp.zeros_like(weights_ref)
+            highest_ref[...] = jnp.full_like(highest_ref, LOWEST)
+            return
         acc[...] = acc_in[...]
         highest_ref[...], weights_ref[...] = _column(stats_in[0:1]), _column(stats_in[1:2]) / LANES
 
@@ -214,26 +268,40 @@ def _forward_body(scores: Scores, grid: Grid, product: Product, by_segment: bool
 
     @pl.when(j == grid.k_tiles - 1)
     def end() -> None:
+        if is_whole:
+            weights = jnp.broadcast_to(jnp.sum(weights_ref[...], axis=1, keepdims=True), weights_ref.shape)
+            out[...] = (acc[...] / _widened(weights, grid.head_size)).astype(out.dtype)
+            log_sum[...] = _row(highest_ref[...] + jnp.log2(weights))
+            return
         stats[0:1] = _row(highest_ref[...])
         stats[1:2] = jnp.sum(jnp.swapaxes(weights_ref[...], 0, 1), axis=0, keepdims=True)
 
 
-def _backward_body(scores: Scores, grid: Grid, product: Product, by_segment: bool, at: Any, *refs: Any) -> None:
+def _backward_body(
+    scores: Scores, grid: Grid, product: Product, by_segment: bool, is_whole: bool, at: Any, *refs: Any
+) -> None:
     """Body of the backward kernel: one tile of queries with one tile of keys and values.
 
     Beside the refs of the forward body: do and dq [q_tile, d], rows [2, q_tile] and dkv [2, k_rows, d], all in VMEM.
     Scores have the layout [k_tile, q_tile], because three of the four products that use them take them as they are.
     """
-    q_ref, k_ref, v_ref, do_ref, rows_ref, *ids, dq_in, dkv_in, dq, dkv = refs
+    if is_whole:
+        q_ref, k_ref, v_ref, do_ref, out_ref, log_sum, *ids, dq_out, dkv_out, dq, dkv, rows_ref = refs
+    else:
+        q_ref, k_ref, v_ref, do_ref, rows_ref, *ids, dq_in, dkv_in, dq, dkv = refs
     g, i, j = (pl.program_id(axis) for axis in (2, 3, 4))
 
     @pl.when(j == 0)
     def begin_rows() -> None:
-        dq[...] = dq_in[...]
+        dq[...] = jnp.zeros_like(dq) if is_whole else dq_in[...]
+        if is_whole:
+            overlap = out_ref[...].astype(jnp.float32) * do_ref[...].astype(jnp.float32)
+            rows_ref[0:1] = log_sum[...]
+            rows_ref[1:2] = jnp.sum(jnp.swapaxes(overlap, 0, 1), axis=0, keepdims=True)
 
     @pl.when((g == 0) & (i == 0) & (j == 0))
     def begin_keys() -> None:
-        dkv[...] = dkv_in[...]
+        dkv[...] = jnp.zeros_like(dkv) if is_whole else dkv_in[...]
 
     def add(part: Part) -> None:
         first = pl.multiple_of(j * grid.k_tile, grid.k_tile)
@@ -257,6 +325,17 @@ def _backward_body(scores: Scores, grid: Grid, product: Product, by_segment: boo
                 dq[queries] += _dot(ds, k, _TN, scores)
 
     _where_reached(scores, grid, product, at, add)
+    if not is_whole:
+        return
+
+    @pl.when(j == grid.k_tiles - 1)
+    def end_rows() -> None:
+        dq_out[...] = (dq[...] * scores.scale).astype(dq_out.dtype)
+
+    @pl.when((g == grid.heads - 1) & (i == grid.q_tiles - 1) & (j == grid.k_tiles - 1))
+    def end_keys() -> None:
+        dkv_out[0] = (dkv[0] * scores.scale).astype(dkv_out.dtype)
+        dkv_out[1] = dkv[1].astype(dkv_out.dtype)
 
 
 def _where_reached(scores: Scores, grid: Grid, product: Product, at: Any, add: Callable[[Part], None]) -> None:

@@ -65,14 +65,19 @@ class Grid:
         shape = (None, None, None, self.q_tile, self.head_size)
         return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (b, n, g, s[0] * self.q_tiles + i, 0))
 
+    def joined(self) -> pl.BlockSpec:
+        """Returns the block [q_tile, d] of one head of rows [b, s, n * g * d], whose heads are whole registers wide."""
+        shape = (None, self.q_tile, self.head_size)
+        return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (b, s[0] * self.q_tiles + i, n * self.heads + g))
+
     def keys(self, which: int) -> pl.BlockSpec:
         """Returns the block [k_tile, d] of keys (which=0) or of values (which=1) [2, b, n, t, d]."""
         shape = (None, None, None, self.k_tile, self.head_size)
         return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (which, b, n, s[1] * self.k_tiles + j, 0))
 
-    def statistics(self) -> pl.BlockSpec:
-        """Returns the block [2, q_tile] of statistics [b, n, g, 2, s]."""
-        shape = (None, None, None, 2, self.q_tile)
+    def statistics(self, count: int = 2) -> pl.BlockSpec:
+        """Returns the block [count, q_tile] of statistics [b, n, g, count, s]."""
+        shape = (None, None, None, count, self.q_tile)
         return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (b, n, g, 0, s[0] * self.q_tiles + i))
 
     def key_gradients(self) -> pl.BlockSpec:

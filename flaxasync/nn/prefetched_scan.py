@@ -32,8 +32,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 
-from flaxasync.mesh import cast_to_varying
+from flaxasync.mesh import cast_to_varying, platform
+from flaxasync.ops.saved import STREAM
 from flaxasync.transport.schedule import tie
 from flaxasync.transport.transfers import (
     Transfer,
@@ -76,7 +79,13 @@ class Scan:
         """Applies one layer to x, and returns what its backward pass needs beside the whole weights and `args`."""
         if self.policy is None:
             return self.apply(whole, x, args), x
-        apply = jax.checkpoint(self.apply, policy=self.policy)
+
+        def apply(whole: Leaves, x: Array, args: tuple[Array, ...]) -> Array:
+            if platform() == "tpu":  # libtpu would copy whole stacks around the transfers of other layouts to the host
+                x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+            return self.apply(whole, checkpoint_name(x, STREAM), args)
+
+        apply = jax.checkpoint(apply, policy=self.policy)
         return jax.vjp(apply, whole, x, args, saveable_args=(False, True, False))
 
     def backward(self, kept: Kept, args: tuple[Array, ...], whole: Leaves, dy: Array) -> tuple[Leaves, Array]:

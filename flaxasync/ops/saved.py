@@ -5,6 +5,7 @@ JAX's policies for matmuls compute it again, and its transfers with it. The rule
 `jax.ad_checkpoint.checkpoint_name`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,16 +15,26 @@ from flaxasync.mesh import UnsupportedError
 
 PRODUCT = "flaxasync_product"  # the result of a collective matmul
 GATHERED = "flaxasync_gathered"  # the all_gather(x) that `all_gather_matmul` keeps for its weight gradient
-ATTENTION = "flaxasync_attention"  # the result of attention, and the log-sum-exp of each row
+ATTENTION = "flaxasync_attention"  # the result of attention
+STATISTICS = "flaxasync_statistics"  # the log-sum-exp of each row of attention
 PARAMETER = "flaxasync_parameter"  # a parameter of a fully sharded layer, as it was gathered for the layer
+STREAM = "flaxasync_stream"  # the input of a layer
+OPERANDS = "flaxasync_operands"  # the operands of attention: heads of queries, keys and values, rotated by positions
 
 _matmuls = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     jax.checkpoint_policies.save_only_these_names(PRODUCT, GATHERED),
 )
 _costly = jax.checkpoint_policies.save_from_both_policies(
-    _matmuls, jax.checkpoint_policies.save_only_these_names(ATTENTION, PARAMETER)
+    _matmuls, jax.checkpoint_policies.save_only_these_names(ATTENTION, STATISTICS, PARAMETER)
 )
+_offloading = functools.partial(
+    jax.checkpoint_policies.save_and_offload_only_these_names, offload_src="device", offload_dst="pinned_host"
+)
+_operands = _offloading(
+    names_which_can_be_saved=[ATTENTION, STATISTICS], names_which_can_be_offloaded=[STREAM, OPERANDS]
+)
+_most = _offloading(names_which_can_be_saved=[STATISTICS], names_which_can_be_offloaded=[STREAM, OPERANDS, ATTENTION])
 
 
 def save_matmuls(primitive: Any, *operands: Any, **parameters: Any) -> Any:
@@ -44,6 +55,24 @@ def save_costly(primitive: Any, *operands: Any, **parameters: Any) -> Any:
     backward pass repeats what is between them: norms, rotary positions, activations. It is used as `save_matmuls` is.
     """
     return _costly(primitive, *operands, **parameters)
+
+
+def offload_operands(primitive: Any, *operands: Any, **parameters: Any) -> Any:
+    """Policy of `jax.checkpoint` that keeps the results of attention, and on the host what attention reads.
+
+    Offloaded to the memory "pinned_host" are the queries, keys and values of attention, after rotary positions, and the
+    layer inputs of `fa.nn.scan_with_prefetch`. All else is computed again, but attention is not. A layer of one's own
+    offloads another array x by `checkpoint_name(x, "flaxasync_stream")`.
+    """
+    return _operands(primitive, *operands, **parameters)
+
+
+def offload_most(primitive: Any, *operands: Any, **parameters: Any) -> Any:
+    """Policy of `jax.checkpoint` that also offloads the results of attention, so that least stays on the device.
+
+    It is slower than `offload_operands`: libtpu begins a transfer late, and waits for it.
+    """
+    return _most(primitive, *operands, **parameters)
 
 
 def first_only(op: str, why: str, instead: str) -> Callable[..., tuple[Any, ...]]:

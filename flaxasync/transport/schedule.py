@@ -17,9 +17,14 @@ from jax import lax
 def tie(*values: Any) -> Any:
     """Returns a tuple of `values`, of which none is available before all of them are computed; or the only value.
 
-    The values are pytrees of arrays and numbers, and go through a `lax.optimization_barrier`.
+    The values are pytrees of arrays and numbers, and go through a `lax.optimization_barrier`, but for arrays in the
+    memory of the host, which libtpu refuses there.
     """
-    tied = lax.optimization_barrier(jax.tree.map(jax.numpy.asarray, values))
+    leaves, tree = jax.tree.flatten(jax.tree.map(jax.numpy.asarray, values))
+    on_device = [jax.typeof(leaf).memory_space != jax.memory.Space.Host for leaf in leaves]
+    barrier = iter(lax.optimization_barrier([leaf for leaf, here in zip(leaves, on_device, strict=True) if here]))
+    all_leaves = [next(barrier) if here else leaf for leaf, here in zip(leaves, on_device, strict=True)]
+    tied = jax.tree.unflatten(tree, all_leaves)
     return tied[0] if len(values) == 1 else tied
 
 

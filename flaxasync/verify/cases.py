@@ -21,12 +21,13 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "ppermute": ("xla", "pallas"),
     "all_gather": ("xla", "pallas"),
     "all_to_all": ("xla", "pallas"),
+    "prefetch": ("xla", "pallas"),
     "attention": ("reference", "flash"),
     "platform": tuple(DEFECTS),
 }
-"""The backends of everything that is verified. Those of `attention` are what its argument `kernel` names, and those of
-`platform` are known defects."""
-PLAIN = {"ppermute": "xla", "all_gather": "xla", "all_to_all": "xla", "attention": "reference"}
+"""The backends of everything that is verified. Those of `attention` are what its argument `kernel` names, those of
+`prefetch` what moves the weights and gradients of `scan_with_prefetch`, and those of `platform` are known defects."""
+PLAIN = {"ppermute": "xla", "all_gather": "xla", "all_to_all": "xla", "prefetch": "xla", "attention": "reference"}
 """The backend that is plain XLA and serves as the reference of times; "none" for ops that are not listed here."""
 PAIRS = ("pallas", "stateful")
 """Backends whose transfers begin in one kernel and end in another, which JAX's simulator of kernels cannot do."""
@@ -165,7 +166,7 @@ def _variants(case: Case, quick: bool) -> list[Case]:
         return [case]
     is_ring = case.op in (*MATMULS, "ring_attention") and case.backend not in ("none", "exchange")
     ways: tuple[int | None, ...] = (1, 2) if is_ring and case.devices > 2 else (None,)
-    gradients = (False,) if case.op in ("all_gather", "all_to_all") else (True,) if quick else (False, True)
+    gradients = (False,) if case.op in ("all_gather", "all_to_all", "prefetch") else (True,) if quick else (False, True)
     cases = [case]
     if case.backend == "exchange":  # each beside XLA's sum of the same rows
         names = ("exchange",) if case.simulate else ("none", "exchange")

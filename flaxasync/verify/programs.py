@@ -20,6 +20,7 @@ from flaxasync.ops.costs.cost import Shape
 from flaxasync.ops.vocabulary import lookup_reduce_scatter
 from flaxasync.transport import direct
 from flaxasync.transport.pair import Pair
+from flaxasync.transport.transfers import start_gather, start_reduce_scatter
 from flaxasync.verify.cases import AXIS, MESH_AXES, Case
 from flaxasync.verify.platform import DEFECTS
 
@@ -64,6 +65,7 @@ FORMS = {
     # Block d of the columns is what device d gathers.
     "all_gather": Form((P(AXIS),), P(None, AXIS), ("x",), lambda x: jnp.tile(x, (1, _devices()))),
     "all_to_all": Form((P(AXIS),), P(None, AXIS), ("x",), _transpose_blocks),
+    "prefetch": Form((P(None, AXIS),), P(None, AXIS), ("x",), lambda x: x * (_devices() * (_devices() + 1) // 2) ** 2),
 }
 
 
@@ -169,6 +171,7 @@ def _op(case: Case) -> Callable:
         "ppermute": lambda x: fa.ppermute(x, AXIS, 1, backend),
         "all_gather": lambda x: lax.all_gather(x, AXIS, tiled=True),
         "all_to_all": lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True),
+        "prefetch": functools.partial(_prefetch, backend),
         "lookup_reduce_scatter": lambda ids, table: lookup_reduce_scatter(ids, table, AXIS, backend=backend),
     }
     if case.op in others:
@@ -182,6 +185,14 @@ def _direct(pair: Callable[[str, int, int], Pair], x: jax.Array) -> jax.Array:
     chosen = pair(AXIS, lax.axis_size(AXIS), 0)
     y = chosen.done(*chosen.start(x))
     return y.reshape(-1, y.shape[-1])
+
+
+def _prefetch(backend: str, x: jax.Array) -> jax.Array:
+    """Gathers blocks along each dimension, and scatters the sum of what device d gathered, d + 1 times."""
+    for dim in (0, 1):
+        whole = start_gather(x, AXIS, dim, backend).done() * (1 + lax.axis_index(AXIS)).astype(x.dtype)
+        x = start_reduce_scatter(whole, jnp.float32, AXIS, dim, backend).done().astype(x.dtype)
+    return x
 
 
 def _global(mesh: Mesh, shape: Shape, spec: P, dtype: str) -> jax.ShapeDtypeStruct:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from flaxasync import check
 from flaxasync import mesh as ambient_mesh
+from models import transformer
 from models.config import TransformerConfig, check_fits
 from models.transformer import Transformer
 from tests.models.plain_decoder import plain_logits
@@ -129,6 +131,55 @@ def test_remat_changes_nothing_but_memory(remat):
     want, want_grads, *_ = loss_and_gradients(CONFIG)
     np.testing.assert_allclose(loss, want, rtol=1e-6)
     assert_gradients_close(grads, want_grads)
+
+
+def test_a_form_that_is_not_named_is_the_plain_one():
+    def program(**form):
+        with jax.set_mesh(make_mesh()):
+            params, loss = split(dataclasses.replace(CONFIG, **form), backend="xla")
+            return str(jax.make_jaxpr(jax.grad(loss))(params, *place(P("data", None))))
+
+    assert CONFIG.remat is CONFIG.fsdp_overlap is None
+    assert program() == program(remat="none", fsdp_overlap="xla") != program(remat="layer")
+
+
+def on_host(jaxpr):
+    """Returns the shapes of what a program has in the memory of the host."""
+    return set(re.findall(r"<host>\[(.+?)\]", str(jaxpr)))
+
+
+def on_device(policy):
+    """Returns a policy that keeps on the device what another one offloads."""
+
+    def keep(*operands, **parameters):
+        case = policy(*operands, **parameters)
+        return True if hasattr(case, "dst") else case
+
+    return keep
+
+
+@pytest.mark.parametrize("overlap", ["xla", "prefetch"])
+@pytest.mark.parametrize(("remat", "offloaded"), [
+    ("offload", {"2,8,1,4"}),  # heads of queries, keys and values
+    ("offload_most", {"2,8,1,4", "2,8,4"}),  # and what attention returns
+])  # fmt: skip
+def test_offloading_changes_no_bit_of_loss_and_gradients(remat, offloaded, overlap, monkeypatch):
+    """Both offload the inputs of layers, too."""
+    stream = "2,2,16" if overlap == "prefetch" else "4@data,8@model,16"
+    config = dataclasses.replace(CONFIG, remat=remat, fsdp_overlap=overlap)
+
+    def run():
+        with jax.set_mesh(make_mesh()):
+            params, loss = split(config, backend="xla")
+            both, batch = jax.jit(jax.value_and_grad(loss)), place(P("data", None))
+            return on_host(jax.make_jaxpr(both)(params, *batch)), both(params, *batch)
+
+    there, found = run()
+    monkeypatch.setitem(transformer._POLICIES, remat, on_device(transformer._POLICIES[remat]))
+    nothing, want = run()
+    assert there & {"2,8,4", "2,8,1,4", stream} == offloaded | {stream}
+    assert nothing == set()
+    jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
 def test_remat_dots_and_cheap_repeat_no_product_and_no_transfer_of_a_layer():

@@ -73,7 +73,10 @@ def projected_within(model, x, *ids, **options):
     return prefetch(model.layers, x, *ids, then=(project, (model.norm, model.output)), **options)
 
 
-POLICIES = {"costly": fa.save_costly, "matmuls": fa.save_matmuls, "all": jax.checkpoint_policies.everything_saveable}
+POLICIES = {
+    "costly": fa.save_costly, "matmuls": fa.save_matmuls, "all": jax.checkpoint_policies.everything_saveable,
+    "offload": fa.offload_operands, "most": fa.offload_most,
+}  # fmt: skip
 
 
 def results(text, op):
@@ -104,6 +107,7 @@ def assert_alike(found, expected, atol):
     ((2, 2, 1, 2), 3, "costly", True),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
         ((1, 4, 1, 2), 2, "matmuls", True), ((1, 2, 1, 4), 2, "all", True), ((1, 8, 1, 1), 2, None, True),
+        ((2, 2, 1, 2), 2, "offload", True), ((1, 4, 1, 2), 3, "most", True),
         ((2, 2, 1, 2), 3, None, False), ((1, 4, 1, 2), 1, None, False), ((1, 1, 1, 4), 2, None, False),
     ]),
 ])  # fmt: skip

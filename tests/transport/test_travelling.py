@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from flaxasync import check
 from flaxasync.hardware import chip
+from flaxasync.transport.schedule import tie
 
 ROWS = 2048
 PRODUCT = 2 * ROWS**3 / chip("v5e").flops  # seconds of one product at the peak rate
@@ -41,6 +42,15 @@ def test_a_window_has_gradients_and_sends_what_the_start_was_given():
     y, dx = on_four(window, x, weight), on_four(gradient, x, weight)
     np.testing.assert_array_equal(y, np.roll(x, 1) + x * weight)
     np.testing.assert_array_equal(dx, np.roll(weight + 1, -1) + weight * (weight + 1))
+
+
+def test_arrays_in_the_memory_of_the_host_go_past_a_barrier():
+    """libtpu refuses them there."""
+    x, there = jnp.arange(4.0), jax.device_put(jnp.arange(3.0), jax.memory.Space.Host)
+    program = str(jax.make_jaxpr(lambda *xs: tie(*xs, 1))(x, there))
+    (barrier,) = (line for line in program.splitlines() if "optimization_barrier" in line)
+    assert (barrier.count("f32[4]"), barrier.count("host")) == (1, 0)
+    assert tie(x, {"there": there})[1]["there"] is there
 
 
 def one_window(backend):

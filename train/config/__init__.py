@@ -200,6 +200,15 @@ class Config:
     xla: XlaConfig = XlaConfig()
 
 
+def replace_options(config: Config, options: dict[str, Any]) -> Config:
+    """Returns a configuration with the fields in `options`, such as {"data.batch_size": 8}, replaced."""
+    for name, value in options.items():
+        section, field = name.split(".")
+        changed = dataclasses.replace(getattr(config, section), **{field: value})
+        config = dataclasses.replace(config, **{section: changed})
+    return config
+
+
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields ("section.field", value) pairs of a nested dict, as `dataclasses.asdict` or JSON gives it."""
     for name, value in tree.items():

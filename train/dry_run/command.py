@@ -22,10 +22,11 @@ from flaxasync.check.estimate.picture import draw_timeline
 from flaxasync.check.estimate.timeline import SOURCES
 from flaxasync.hardware import Chip
 from flaxasync.ops.trust import Mode, trusting
-from train.config import Config
+from train.config import Config, replace_options
+from train.dry_run.forms import choose_and_say, what_fits
 from train.dry_run.mesh_costs import predicted_memory
 from train.lifecycle.errors import InputError, as_input_errors
-from train.metrics.output import say
+from train.metrics.output import gib, say, time_text
 from train.step.flags import flags_of, in_effect, require_known
 from train.step.mesh import batch_shards, check_fits_mesh, mesh_over
 from train.step.products import FORMULA, model_flops_per_token
@@ -35,7 +36,6 @@ from train.step.trainer import Trainer, TrainState, backend_limits_are_input_err
 # that it could recompute.
 MEMORY_TARGET = 0.5
 COMPILE_SECONDS = 1200  # time limit of one compilation
-GIB = 1 << 30
 LISTED = 5  # number of causes of waits, and of kinds of findings, that the text names
 type Kernels = Literal["play", "estimate"]
 
@@ -50,6 +50,7 @@ def dry_run(config: Config, topology: str, trust: Mode = "predicted", kernels: K
     require_known(config, topology.partition(":")[0])
     with flags_of(config, topology.partition(":")[0]) as flags, jax.set_mesh(mesh), trusting(trust):
         say(flags)
+        config = choose_and_say(config, mesh)
         with backend_limits_are_input_errors(config):
             report = _compile_what_fits(config, topology, mesh, kernels)
     folder = Path(config.workdir) / "dry_run"
@@ -83,15 +84,6 @@ def compile_step(
     return state, check.compile_for(topology, trainer.train_step, state, *batch, timeout=COMPILE_SECONDS, **options)
 
 
-def replace_options(config: Config, options: dict[str, Any]) -> Config:
-    """Returns a configuration with the fields in `options`, such as {"data.batch_size": 8}, replaced."""
-    for name, value in options.items():
-        section, field = name.split(".")
-        changed = dataclasses.replace(getattr(config, section), **{field: value})
-        config = dataclasses.replace(config, **{section: changed})
-    return config
-
-
 @dataclasses.dataclass(frozen=True)
 class DryRun:
     """One compiled training step: the step that was requested or, if that does not fit, a smaller one."""
@@ -100,6 +92,7 @@ class DryRun:
     tried: Config  # what the program was compiled from
     smaller: dict[str, Any]  # the options in which the two differ; empty if the requested step fits
     needed: int  # memory that the requested step needs, in bytes per device
+    advice: str  # what is predicted to fit instead of the requested step; "" if that fits
     topology: str
     mesh: dict[str, int]
     state: TrainState  # abstract, of the tried configuration
@@ -162,6 +155,7 @@ class DryRun:
             f"{data.batch_size} x {data.sequence_length} tokens; {gib(chip.hbm_bytes)} are available",
         ]
         if self.smaller:
+            lines.append(f"           {self.advice}")
             options = " ".join(f"--{name} {value}" for name, value in self.smaller.items())
             lines.append(f"fits       with {options}: {sizes['total']} per device. All figures below are of that step")
         lines += [
@@ -190,14 +184,6 @@ class DryRun:
         return "\n".join(lines)
 
 
-def gib(count: float) -> str:
-    return f"{count / GIB:,.4g} GiB" if count >= 0.1 * GIB else f"{count / (1 << 20):,.3g} MiB"
-
-
-def time_text(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
 def _compile_what_fits(config: Config, topology: str, mesh: jax.sharding.Mesh, kernels: Kernels) -> DryRun:
     """Compiles the step that was requested or, if that does not fit, the first smaller step that does."""
     refused = list[check.HbmError]()
@@ -217,7 +203,8 @@ def _compile_what_fits(config: Config, topology: str, mesh: jax.sharding.Mesh, k
         played: Literal["play"] | None = "play" if kernels == "play" else None
         timeline = check.timeline(program, kernels=played, say=lambda line: say(f"simulating {line}"))
         shape, flags = dict(mesh.shape), in_effect()
-        return DryRun(config, tried, smaller, needed, topology, shape, state, program, audit, timeline, flags)
+        advice = what_fits(config, check.CHIPS[program.chip], shape) if refused else ""
+        return DryRun(config, tried, smaller, needed, advice, topology, shape, state, program, audit, timeline, flags)
     raise InputError(f"not even one layer fits on {topology}: {refused[-1]}; use a larger topology, or a smaller model")
 
 

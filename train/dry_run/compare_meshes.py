@@ -1,41 +1,35 @@
 """`run.py --dry-run --compare-meshes --topology v5e:4x4` says which mesh of those chips a run should take.
 
 All grids of data x fsdp x context x model are ranked by predicted cost and memory, without compiling anything, each
-with the policy of rematerialization that is predicted to be the fastest of those that fit. The best few are then
-compiled, in a process apart, and their times are estimated from the compiled step as in a dry run. A mesh that the
-compiler refuses, that it cannot compile, or that a backend cannot serve, is replaced by the next one of the ranking.
+with the form of the step that is predicted to be the fastest of those that fit (`train.dry_run.forms`). The best few
+are then compiled, in a process apart, and their times are estimated from the compiled step as in a dry run. A mesh that
+the compiler refuses or cannot compile, or that a backend cannot serve, is replaced by the next one of the ranking.
 """
 
 import dataclasses
-import itertools
 import json
-import math
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import get_args
 
 import jax
 
 from flaxasync import check
 from flaxasync.check.estimate.phases import Phases
-from flaxasync.hardware import Chip
 from flaxasync.ops.trust import Mode, trusting
-from models.config import Remat
+from models.config import FsdpOverlap, Remat
 from train.config import Config
-from train.dry_run.command import compile_step, gib, replace_options, time_text, topology_devices
-from train.dry_run.mesh_costs import Prediction, predict
+from train.dry_run.command import compile_step, topology_devices
+from train.dry_run.forms import AXES, rank, with_form, with_mesh
+from train.dry_run.mesh_costs import Prediction, form_options
 from train.lifecycle.errors import InputError
-from train.metrics.output import say
+from train.metrics.output import gib, say, time_text
 from train.step.flags import flags_of, require_known
-from train.step.mesh import check_fits_mesh, mesh_over, mesh_shape
+from train.step.mesh import mesh_over
 from train.step.products import model_flops_per_token
 from train.step.trainer import backend_limits_are_input_errors
 
-AXES = ("data", "fsdp", "context", "model")
 COMPILED, PREDICTED, FAILED = "compiled", "predicted", "predicted; it could not be compiled"  # sources of figures
 LISTED = 12  # number of predicted meshes in the printed table; the file has all of them
-ROOM = 0.9  # share of the memory up to which a policy that keeps more than each layer's input is chosen
-HEADER = (*AXES, "remat", "memory", "step", "MFU", "exposed", "by what", "figures are")
+HEADER = (*AXES, "remat", "fsdp overlap", "memory", "step", "MFU", "exposed", "by what", "figures are")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +38,7 @@ class Row:
 
     mesh: tuple[int, ...]
     remat: Remat
+    overlap: FsdpOverlap
     memory: int  # bytes that a device needs
     fits: bool
     seconds: float | None
@@ -56,7 +51,7 @@ class Row:
         shares = ["-" if share is None else f"{share:.1%}" for share in (self.mfu, self.exposed)]
         memory = gib(self.memory) + ("" if self.fits else " (too much)")
         seconds = "-" if self.seconds is None else time_text(self.seconds)
-        return (*map(str, self.mesh), self.remat, memory, seconds, *shares, self.by_what, self.source)
+        return (*map(str, self.mesh), self.remat, self.overlap, memory, seconds, *shares, self.by_what, self.source)
 
     @property
     def place(self) -> tuple[int, float]:
@@ -79,7 +74,8 @@ def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) ->
     devices, chip = len(topology_devices(topology)), check.CHIPS[topology.partition(":")[0]]
     if compiled:
         require_known(config, chip.name)
-    ranked = rank(config, chip, devices, remats=get_args(Remat.__value__))
+    with trusting(trust):
+        ranked = rank(config, chip, devices)
     fitting = sum(one.fits for one in ranked)
     say(f"meshes     {len(ranked)} of {topology} divide the model and the batch; {fitting} are predicted to fit")
     tried = _compile_best(config, topology, ranked, trust, compiled)
@@ -87,7 +83,8 @@ def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) ->
     say(text := table([row.cells() for row in rows[: max(LISTED, compiled)]]))
     if rows[0].fits and rows[0].source != FAILED:
         options = " ".join(f"--mesh.{name} {size}" for name, size in zip(AXES, rows[0].mesh, strict=True))
-        say(f"best       {options} --model.remat {rows[0].remat}, by figures that are {rows[0].source}")
+        form = form_options(rows[0].remat, rows[0].overlap)
+        say(f"best       {options} {form}, by figures that are {rows[0].source}")
     folder = Path(config.workdir) / "dry_run"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "meshes.txt").write_text(text + "\n")
@@ -101,41 +98,17 @@ def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) ->
     return 0
 
 
-def rank(config: Config, chip: Chip, devices: int, remats: Sequence[Remat] = ()) -> list[Prediction]:
-    """Returns all meshes of some devices that the run divides over: those that fit by time, then the others by memory.
-
-    Each takes the fastest of the policies of rematerialization that fits with room to spare, or that which needs the
-    least memory; by default there is that of the run alone.
-    """
-    predictions, refusal, policies = [], "", remats or (config.model.remat,)
-    for sizes in grids(devices):
-        shape = mesh_shape(_changed(config, sizes).mesh, devices)
-        try:
-            check_fits_mesh(config, shape)
-        except InputError as error:
-            refusal = f"{' x '.join(AXES)} = {' x '.join(map(str, sizes))} is refused because {error}"
-            continue
-        predictions.append(_fastest_policy([predict(_changed(config, sizes, one), chip, shape) for one in policies]))
-    if not predictions:
-        raise InputError(f"no mesh of {devices} devices divides the model and the batch; {refusal}")
-    return sorted(predictions, key=lambda one: (not one.fits, one.seconds if one.fits else one.needed))
-
-
-def grids(devices: int) -> Iterator[tuple[int, ...]]:
-    """Returns all sizes of the four axes that multiply to a number of devices."""
-    divisors = [size for size in range(1, devices + 1) if devices % size == 0]
-    return (sizes for sizes in itertools.product(divisors, repeat=len(AXES)) if math.prod(sizes) == devices)
-
-
 def row_of(one: Prediction) -> Row:
     exposed = one.exposed / one.seconds
-    return Row(_sizes(one), one.remat, one.needed, one.fits, one.seconds, one.mfu, exposed, one.binds, PREDICTED)
+    return Row(
+        _sizes(one), one.remat, one.overlap, one.needed, one.fits, one.seconds, one.mfu, exposed, one.binds, PREDICTED
+    )
 
 
 def compiled_row(config: Config, topology: str, prediction: Prediction, trust: Mode) -> Row:
     """Compiles the step on one mesh, in a child process, and returns its row."""
-    sizes, remat = _sizes(prediction), prediction.remat
-    config = _changed(config, sizes, remat)
+    form = _sizes(prediction), prediction.remat, prediction.overlap
+    config = with_form(with_mesh(config, form[0]), *form[1:])
     try:
         mesh = mesh_over(check.topology_devices(topology), config.mesh, topology)
         with flags_of(config, topology.partition(":")[0]) as flags, jax.set_mesh(mesh), trusting(trust):
@@ -144,7 +117,7 @@ def compiled_row(config: Config, topology: str, prediction: Prediction, trust: M
                 _, program = compile_step(config, topology, mesh, compiler_options=check.HLO_ONLY)
     except check.HbmError as error:
         say(f"           does not fit: it needs {gib(error.needed)}")
-        return Row(sizes, remat, error.needed, False, None, None, None, "memory", COMPILED)
+        return Row(*form, error.needed, False, None, None, None, "memory", COMPILED)
     except (RuntimeError, InputError) as error:  # a crash, a timeout, a mesh or a backend that cannot serve the run
         say(f"           not compiled: {error}")
         return dataclasses.replace(row_of(prediction), source=FAILED)
@@ -154,7 +127,7 @@ def compiled_row(config: Config, topology: str, prediction: Prediction, trust: M
     mfu = flops / (seconds * len(program.coords) * check.CHIPS[program.chip].flops)
     longest = (*(name for name, _ in Phases(program).waits(timeline)), "nothing")[0]
     memory = program.bytes_by_kind["total"]
-    return Row(sizes, remat, memory, True, seconds, mfu, timeline.exposed / seconds, longest, COMPILED)
+    return Row(*form, memory, True, seconds, mfu, timeline.exposed / seconds, longest, COMPILED)
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
@@ -175,24 +148,9 @@ def _compile_best(config: Config, topology: str, ranked: list[Prediction], trust
         if done == wanted or (number > wanted and not one.fits):
             break
         shape = " x ".join(f"{name} {size}" for name, size in one.mesh.items())
-        say(f"compiling  {done + 1} of {min(wanted, len(ranked))}: {shape}, remat {one.remat} ...")
+        say(f"compiling  {done + 1} of {min(wanted, len(ranked))}: {shape} {one.form} ...")
         rows.append(compiled_row(config, topology, one, trust))
     return rows
-
-
-def _fastest_policy(policies: list[Prediction]) -> Prediction:
-    """Returns the fastest prediction that leaves some memory, or that which needs the least.
-
-    Predictions of memory are only good to a few percent, and a step that is refused takes the place of a slower one.
-    """
-    least = min(policies, key=lambda one: one.needed)
-    roomy = [one for one in policies if one.needed <= ROOM * one.available]
-    return min([least, *roomy], key=lambda one: one.seconds) if least.fits else least
-
-
-def _changed(config: Config, sizes: tuple[int, ...], remat: Remat | None = None) -> Config:
-    mesh = {f"mesh.{name}": size for name, size in zip(AXES, sizes, strict=True)}
-    return replace_options(config, mesh | {"model.remat": remat or config.model.remat})
 
 
 def _sizes(prediction: Prediction) -> tuple[int, ...]:

@@ -9,11 +9,14 @@ matmuls of a layer     four collective matmuls over the model axis, by the costs
 attention              by the costs of ring attention, over the context axis if there is one
 fsdp                   each kernel gathered forward, and backward if it is not kept; each gradient reduce-scattered
 data, context          each gradient all-reduced, at its share of the parameters
+memory of the host     what a policy offloads, beside the work of its pass; nothing where the rate of PCIe is unknown
 optimizer              state and gradients cross HBM
 ```
 
-Transfers over fsdp and data take the time of `flaxasync.check`'s model of a ring on idle links, and hold the core: in
-the compiled step of the preset llama_8b all of XLA's collectives over these axes are synchronous, on v5e as well.
+Transfers over fsdp and data take the time of `flaxasync.check`'s model of a ring on idle links. XLA's hold the core: in
+the compiled step of the preset llama_8b all of its collectives over these axes are synchronous, on v5e as well. A scan
+that prefetches hides those of layers and output projection behind the work of layers, but for the first gather and the
+last reduce-scatter.
 Constants that are called fitted were chosen by the time that `flaxasync.check` estimates for this step on v5e:4x4.
 """
 
@@ -25,7 +28,8 @@ from typing import Any
 import flaxasync as fa
 from flaxasync.check.estimate.costs import collective_seconds
 from flaxasync.hardware import Chip
-from models.config import Remat, TransformerConfig
+from flaxasync.ops.costs.cost import hbm
+from models.config import FsdpOverlap, Remat, TransformerConfig
 from train.config import Config
 from train.step.mesh import CONTEXT, FSDP, batch_shards
 from train.step.products import local_heads, model_flops_per_token, parameters_of_a_layer, products_of_a_layer
@@ -35,21 +39,49 @@ ROWS_MOVED = 8  # its rows of the residual stream, for norms, rotary positions a
 HIDDEN_MOVED = 2  # the hidden features of the MLP, in a layer; fitted
 LOGITS_MOVED = 4  # float32 logits: XLA writes those of a block once and reads them three times, on v6e
 LOSS_ROWS = 3072  # the most rows of a block of `fa.nn.linear_cross_entropy`, by its default
+UPDATES_MOVED = 8  # what a scan that prefetches by permutes sends: blocks are cut out, added and written; fitted
 SCORES_HELD = 3  # how often all scores of one layer's attention are in memory, if the layer computes them; assumed
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
+class Policy:
+    """What a value of `model.remat` does with the values of each layer, by the names of `_kinds_of_values`."""
+
+    keeps: tuple[str, ...]  # in the memory of the device, until the backward pass
+    offloads: tuple[str, ...] = ()  # in that of the host
+    repeats: tuple[str, ...] = ()  # the work of the forward pass that the backward pass does again
+
+
+POLICIES: dict[Remat, Policy] = {
+    "none": Policy(("everything", "scores", "gathered", "kernels")),
+    "cheap": Policy(("stream", "products", "attention", "statistics", "gathered", "kernels"), repeats=("passes",)),
+    "dots": Policy(("stream", "products", "gathered"), repeats=("passes", "attention")),
+    "layer": Policy(("stream",), repeats=("passes", "attention", "matmuls")),
+    "offload": Policy(("attention", "statistics"), ("stream", "operands"), ("passes", "matmuls")),
+    "offload_most": Policy(("statistics",), ("stream", "operands", "attention"), ("passes", "matmuls")),
+}
+AUTOMATIC: tuple[Remat, ...] = ("none", "cheap", "dots", "layer")
+"""What a run chooses from. Around the transfers to the host, XLA was seen to copy the stacks of all layers."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A mesh, and what a step on it is predicted to take, in seconds and in bytes of a device."""
+    """A form of the step on a mesh, and what it is predicted to take, in seconds and in bytes of a device."""
 
     mesh: Mapping[str, int]
     remat: Remat
+    overlap: FsdpOverlap
     memory: Mapping[str, int]  # by use
     work: float  # time in which the core works
     waits: Mapping[str, float]  # time in which the core waits for other devices, by the axis and the transfer
     mfu: float  # model FLOPs utilization, 0 to 1
     available: int  # memory that programs can use
+
+    @property
+    def form(self) -> str:
+        """The options of the command line that name the form."""
+        return form_options(self.remat, self.overlap)
 
     @property
     def needed(self) -> int:
@@ -75,39 +107,43 @@ class Prediction:
         return max(self.waits, key=lambda name: self.waits[name])
 
 
+def form_options(remat: Remat, overlap: FsdpOverlap) -> str:
+    return f"--model.remat {remat} --model.fsdp_overlap {overlap}"
+
+
 def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
     """Predicts a step of a run on a mesh that it divides over; of the run's own mesh only `context_layout` is read."""
     model, parts = config.model, config.data.microbatches
-    fsdp, context, ring = mesh.get(FSDP, 1), mesh.get(CONTEXT, 1), mesh["model"]
+    context, ring = mesh.get(CONTEXT, 1), mesh["model"]
     batch = config.data.batch_size // (batch_shards(mesh) * parts)
     length = config.data.sequence_length // context
     layer_work, model_wait, context_wait = _layer(config, chip, batch, length, context, ring)
     head_work, head_wait = _head(model, chip, batch, length, ring)
-    layer, outside = parameters_of_a_layer(model), _parameters_outside(model)
-    gathers = 1 if model.remat in ("none", "cheap") else 2
-    fsdp_wait = reduce_wait = 0.0
-    for parameters, count, times in ((layer, model.layers, gathers), (outside, 1, 1)):
-        whole = parameters / ring
-        gather = collective_seconds("all-gather", 0, int(whole * _BYTES[model.dtype]), fsdp, chip)
-        scatter = collective_seconds("reduce-scatter", int(whole * _BYTES[model.param_dtype]), 0, fsdp, chip)
-        fsdp_wait += count * (times * gather + scatter)
-        shard = int(whole / fsdp * _BYTES[model.param_dtype])
-        reduce_wait += count * collective_seconds("all-reduce", shard, shard, mesh["data"] * context, chip)
+    remat, overlap = model.remat or "none", model.fsdp_overlap or "xla"
+    policy = POLICIES[remat]
+    fsdp_wait, reduce_wait, moved = _parameter_waits(config, chip, mesh, layer_work)
+    host_wait = 0.0
+    if chip.host_bandwidth is not None:
+        values = _kinds_of_values(config, mesh, chip)
+        host = sum(values[name] for name in policy.offloads) / chip.host_bandwidth
+        forward = layer_work / (4 if "matmuls" in policy.repeats else 3)  # the backward pass takes twice the forward's
+        host_wait = max(0.0, host - forward) + max(0.0, host - (layer_work - forward))  # each way has its own lane
     memory = predicted_memory(config, mesh, chip)
     state = memory["parameters"] + memory["optimizer state"]
-    optimizer = (2 * state + 2 * memory["gradients"]) / (chip.hbm_bandwidth * chip.hbm_efficiency)
-    work = parts * (model.layers * layer_work + head_work) + optimizer
+    optimizer = (2 * state + 2 * memory["gradients"]) / hbm(chip)
+    work = parts * (model.layers * layer_work + head_work + moved / hbm(chip)) + optimizer
     waits = {
         "model: activations": parts * (model.layers * model_wait + head_wait),
         "context: keys and values": parts * model.layers * context_wait,
         "fsdp: weights and gradients": parts * fsdp_wait,
         "data: gradients": parts * reduce_wait,
+        "host: activations": parts * model.layers * host_wait,
     }
     tokens, devices = config.data.batch_size * config.data.sequence_length, batch_shards(mesh) * context * ring
     flops = tokens * model_flops_per_token(model, config.data.sequence_length)
     seconds = work + sum(waits.values())
     mfu = flops / (seconds * devices * chip.flops)
-    return Prediction(dict(mesh), model.remat, memory, work, waits, mfu, round(chip.hbm_bytes))
+    return Prediction(dict(mesh), remat, overlap, memory, work, waits, mfu, round(chip.hbm_bytes))
 
 
 def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None = None) -> dict[str, int]:
@@ -133,9 +169,8 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
     Where the embedding needs the most, the compiler was seen to count 8 % more: so large buffers leave gaps.
 
     Remat dots keeps the results of matmuls that the gradient needs: all but that of the down projection, which is only
-    added, unless a norm follows it. Remat cheap keeps the statistics of attention as well, and its result twice: for
-    its own gradient and for that of the projection after it. With attention_softcap or alternating_window the
-    activations of a layer include all attention scores, in float32.
+    added, unless a norm follows it. Remat cheap keeps the result and the statistics of attention as well. With
+    attention_softcap or alternating_window the activations of a layer include all attention scores, in float32.
 
     `chip` says by whose costs rows are kept or sent again; without one they are kept wherever the limit allows it.
     """
@@ -147,29 +182,15 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
     state = 4 if optimizer.master_copies else stored
     first_moment = _BYTES[optimizer.first_moment_dtype] if optimizer.first_moment_dtype else state
     rows = config.data.batch_size // (batch_shards(mesh) * parts) * (config.data.sequence_length // context)
-    stream = rows / ring * model.width * computed
-    q_width, kv_width = model.head_features * model.heads, model.head_features * model.kv_heads
-    products = rows / ring * (q_width + 2 * kv_width + 2 * model.mlp_width) * computed + (1 + model.post_norms) * stream
-    everything = products + (5 - model.post_norms) * stream + rows / ring * (q_width + 2 * model.mlp_width) * computed
-    scores = 0.0
-    if model.attention_softcap is not None or model.alternating_window is not None:
-        scores = 4 * rows * config.data.sequence_length * -(-model.heads // ring)
-    whole = 0.0 if fsdp == 1 else kernels / ring * computed
+    values = _kinds_of_values(config, mesh, chip)
+    policy, stream, whole = POLICIES[model.remat or "none"], values["stream"], values["kernels"]
     # A scan that prefetches also has the gradients of two layers, and those that arrive or were cast; and, meanwhile,
     # keeps the weights of the last layer.
     prefetched = {"xla": 0.0, "prefetch": 2 * whole + kernels / ring * stored, "prefetch_pallas": 3 * whole}
-    arriving = prefetched[model.fsdp_overlap]
+    arriving = prefetched[model.fsdp_overlap or "xla"]
     last = whole if arriving else 0.0
-    attention, kernels_kept = rows / ring * (2 * q_width * computed + 4 * model.heads), 0.0 if arriving else whole
-    kept = {
-        "layer": stream,
-        "dots": stream + products,
-        "cheap": stream + products + attention + kernels_kept,
-        "none": everything + scores + kernels_kept,
-    }[model.remat]
-    gathered = _gathered_bytes(config, mesh, chip)
-    kept += gathered if model.remat != "layer" else 0
-    again = gathered if model.remat == "layer" else 0
+    kept = sum(values[name] for name in policy.keeps if name != "kernels" or not arriving)
+    again = 0 if "gathered" in (*policy.keeps, *policy.offloads) else values["gathered"]
     cast = model.layers * kernels / (fsdp * ring) * computed if stored != computed else 0.0
     vocabulary = -(-model.vocab_size // ring)
     output = vocabulary * model.width * computed if fsdp > 1 or stored != computed else 0.0
@@ -177,7 +198,7 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
     output_gradient = 4 * vocabulary * model.width
     block = rows / max(-(-rows // LOSS_ROWS), 1)
     loss = output + output_gradient + 4 * block * vocabulary + 2 * stream - share * stored
-    layer = everything + SCORES_HELD * scores + (rows * model.width * computed if ring > 1 else 0)
+    layer = values["everything"] + SCORES_HELD * values["scores"] + (rows * model.width * computed if ring > 1 else 0)
     layer += 2 * whole + again + arriving + beside + output_gradient
     sizes = {
         "parameters": share * state,
@@ -187,6 +208,71 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
         "working": max(cast + layer, cast + loss + last, 3 * output_gradient - model.layers * kept),
     }
     return {name: round(size) for name, size in sizes.items()}
+
+
+def _parameter_waits(
+    config: Config, chip: Chip, mesh: Mapping[str, int], layer_work: float
+) -> tuple[float, float, float]:
+    """Returns the waits for fsdp and for data in a micro-batch, and the bytes that permutes move through HBM."""
+    model, layers, kernels = config.model, config.model.layers, parameters_of_a_layer(config.model)
+    fsdp, others = mesh.get(FSDP, 1), mesh["data"] * mesh.get(CONTEXT, 1)
+    stored, computed = _BYTES[model.param_dtype], _BYTES[model.dtype]
+    direct, beside = model.fsdp_overlap == "prefetch_pallas", model.fsdp_overlap not in (None, "xla")
+
+    def seconds(parameters: int, *, copied: bool = False) -> tuple[float, float, float]:
+        """Returns those of a gather and of a reduce-scatter over fsdp, and of an all-reduce of the shard over data.
+
+        Direct copies send each block to each device, R^2 / 8 blocks over a link where a ring sends (R - 1) / 2, and
+        gradients in the dtype of the computation.
+        """
+        whole, longer = parameters / mesh["model"], fsdp**2 / (4 * (fsdp - 1)) if copied else 1.0
+        gather = collective_seconds("all-gather", 0, int(whole * computed), fsdp, chip)
+        scatter = collective_seconds("reduce-scatter", int(whole * (computed if copied else stored)), 0, fsdp, chip)
+        shard = int(whole / fsdp * stored)
+        return gather * longer, scatter * longer, collective_seconds("all-reduce", shard, shard, others, chip)
+
+    output = 0 if model.tie_embeddings or not beside else _parameters_outside(model) // 2
+    gather, scatter, total = seconds(_parameters_outside(model) - output)
+    layer, last = seconds(kernels, copied=direct), seconds(output, copied=direct)
+    if not beside:
+        gathers = 1 if "kernels" in POLICIES[model.remat or "none"].keeps else 2
+        return gather + scatter + layers * (gathers * layer[0] + layer[1]), total + layers * layer[2], 0.0
+    travel, summed, work = (
+        layers * (2 * layer[0] + layer[1]) + last[0] + last[1],
+        layers * layer[2],
+        layers * layer_work,
+    )
+    moved = UPDATES_MOVED * (layers * kernels + output) / mesh["model"] * (2 * computed + stored)
+    if fsdp == 1:  # two devices exchange whole gradients and cut nothing
+        return 0.0, total + max(0.0, summed + last[2] - work), 0.0 if others == 2 else moved
+    wait = gather + scatter + layer[0] + layer[1] + max(0.0, travel - work)
+    return wait, total + last[2] + summed, 0.0 if direct else moved
+
+
+def _kinds_of_values(config: Config, mesh: Mapping[str, int], chip: Chip | None) -> dict[str, float]:
+    """Returns the bytes of what one layer computes on a device for its gradient, by the names that `Policy` has."""
+    model, ring, computed = config.model, mesh["model"], _BYTES[config.model.dtype]
+    sequences = config.data.batch_size // (batch_shards(mesh) * config.data.microbatches)
+    rows = sequences * (config.data.sequence_length // mesh.get(CONTEXT, 1))
+    stream = rows / ring * model.width * computed
+    q_width, kv_width = model.head_features * model.heads, model.head_features * model.kv_heads
+    operands = rows / ring * (q_width + 2 * kv_width) * computed
+    products = operands + rows / ring * 2 * model.mlp_width * computed + (1 + model.post_norms) * stream
+    scores = 0.0
+    if model.attention_softcap is not None or model.alternating_window is not None:
+        scores = 4 * rows * config.data.sequence_length * -(-model.heads // ring)
+    passes = (5 - model.post_norms) * stream + rows / ring * (q_width + 2 * model.mlp_width) * computed
+    return {
+        "stream": stream,
+        "operands": operands,
+        "products": products,
+        "attention": rows / ring * q_width * computed,
+        "statistics": rows / ring * 4 * model.heads,
+        "everything": products + passes,
+        "scores": scores,
+        "gathered": _gathered_bytes(config, mesh, chip),
+        "kernels": 0.0 if mesh.get(FSDP, 1) == 1 else parameters_of_a_layer(model) / ring * computed,
+    }
 
 
 def _gathered_bytes(config: Config, mesh: Mapping[str, int], chip: Chip | None) -> int:
@@ -218,7 +304,7 @@ def _layer(config: Config, chip: Chip, batch: int, length: int, context: int, ri
     model = config.model
     heads, kv_heads = local_heads(model, ring)
     width, hidden, rows = model.width, model.mlp_width // ring, length // ring
-    repeated = {"dots": ("attention",), "layer": ("matmuls", "attention")}.get(model.remat, ())
+    repeated = POLICIES[model.remat or "none"].repeats
     bytes_each = {"itemsize": _BYTES[model.dtype]}
     work = wait = 0.0
     for op, x, w in products_of_a_layer(model, batch=batch, length=length, ring=ring):
@@ -233,7 +319,7 @@ def _layer(config: Config, chip: Chip, batch: int, length: int, context: int, ri
         busy, waiting = _cost(chip, context, "ring_attention", (q, k), config.backend, backward=backward, **options)
         work, context_wait = work + busy, context_wait + waiting
     moved = batch * (ROWS_MOVED * rows * width + HIDDEN_MOVED * length * hidden) * _BYTES[model.dtype]
-    return work + (3 + (model.remat != "none")) * moved / (chip.hbm_bandwidth * chip.hbm_efficiency), wait, context_wait
+    return work + (3 + ("passes" in repeated)) * moved / hbm(chip), wait, context_wait
 
 
 def _head(model: TransformerConfig, chip: Chip, batch: int, length: int, ring: int) -> tuple[float, float]:
@@ -242,7 +328,7 @@ def _head(model: TransformerConfig, chip: Chip, batch: int, length: int, ring: i
     x, w = (batch, length // ring, model.width), (model.width, vocabulary)
     work, wait = _cost(chip, ring, "all_gather_matmul", (x, w), "auto", backward=True, itemsize=_BYTES[model.dtype])
     moved = LOGITS_MOVED * 4 * batch * length * vocabulary
-    return work + moved / (chip.hbm_bandwidth * chip.hbm_efficiency), wait
+    return work + moved / hbm(chip), wait
 
 
 @functools.lru_cache(maxsize=4096)

@@ -19,6 +19,7 @@ from train.config import Config, ProfileConfig
 from train.config.command import Command
 from train.data.batches import TrainingBatches, split
 from train.data.corpus import identify, open_corpora
+from train.dry_run.forms import choose_and_say, explains_lack
 from train.lifecycle.errors import COMPLETE, DivergedError
 from train.lifecycle.preparation import agree_on_kernels, compile_steps, configure_cache, require_same
 from train.lifecycle.stopping import StopRequest, Watchdog
@@ -29,7 +30,7 @@ from train.metrics.recorder import Recorder
 from train.metrics.sinks import open_recorder
 from train.step import flags
 from train.step.evaluation import Evaluation, generate, render
-from train.step.mesh import check_fits_mesh, configure_jax, make_mesh
+from train.step.mesh import check_fits_mesh, check_host_memory, configure_jax, make_mesh
 from train.step.trainer import Trainer, TrainState, backend_limits_are_input_errors
 
 
@@ -42,8 +43,10 @@ def train(command: Command, stop: StopRequest) -> int:
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         check_fits_mesh(config, mesh.shape)
+        check_host_memory(config, mesh)
         if config.mesh.distributed:
             agree_on_kernels()
+        command = dataclasses.replace(command, config=choose_and_say(config, mesh))
         with open_workdir(Path(config.workdir)) as work:
             return Run(command, mesh, stop, work).run()
 
@@ -153,7 +156,8 @@ class Run:
     ) -> tuple[TrainState, int]:
         """Trains from step `start` to the end or until a stop is requested; returns the state and its step."""
         config, work, stop = self.config, self.work, self.stop
-        train_step, eval_step = compile_steps(trainer, config, work, events)
+        with explains_lack(config, self.mesh):
+            train_step, eval_step = compile_steps(trainer, config, work, events)
         state = state or trainer.init()
         # Other processes may not know of the signal and would wait in step 1, so all stop together after a step.
         if stop.signal and jax.process_count() == 1:

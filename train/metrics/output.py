@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+GIB = 1 << 30
+
 
 def print_line(text: str) -> None:
     """Prints a line; once nobody reads standard output any more, as when a terminal was closed, nothing is printed."""
@@ -28,6 +30,14 @@ def say(text: str) -> None:
 def warn(text: str) -> None:
     """Prints a line on standard error, for what is wrong and does not end the run."""
     print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def gib(count: float) -> str:
+    return f"{count / GIB:,.4g} GiB" if count >= 0.1 * GIB else f"{count / (1 << 20):,.3g} MiB"
+
+
+def time_text(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def percent_printer(verb: str) -> Callable[[str, int, int], None]:

@@ -102,6 +102,22 @@ def check_fits_mesh(config: Config, shape: Mapping[str, int]) -> None:
         )
 
 
+def check_host_memory(config: Config, mesh: jax.sharding.Mesh) -> None:
+    """Checks that the devices of a mesh can use the memory of their host if the run offloads to it."""
+    device = mesh.local_devices[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if (config.model.remat or "").startswith("offload") and "pinned_host" not in kinds:
+        raise InputError(
+            f"model.remat={config.model.remat} needs the memory 'pinned_host' of the host, which {device.platform} "
+            f"devices here lack (they have {', '.join(kinds)}); use --model.remat layer, or cheap if memory allows it"
+        )
+
+
+def crosses_slices(mesh: jax.sharding.Mesh, axis: str) -> bool:
+    """Says whether an axis goes across slices, which no links connect."""
+    return any(one.name == axis and one.across_slices for one in fa.mesh_report(mesh))
+
+
 def open_model_mesh(config: Config) -> jax.sharding.Mesh:
     """Opens the devices and makes the mesh of a command without batches, which must divide the model alone."""
     configure_jax(config.mesh)

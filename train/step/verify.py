@@ -23,7 +23,7 @@ from train.config import Config
 from train.lifecycle.errors import InputError
 from train.metrics.output import print_line
 from train.step.flags import may_have_tpus
-from train.step.mesh import CONTEXT, axis_sizes, batch_shards, infer_sizes
+from train.step.mesh import CONTEXT, FSDP, axis_sizes, batch_shards, infer_sizes
 from train.step.products import local_heads, products_of_a_layer
 
 type Verify = Literal["auto", "off", "full"]
@@ -40,8 +40,9 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
     if mode == "off" or os.environ.get(trust.VARIABLE) in ("all", "none") or not may_have_tpus(config):
         return
     sizes = axis_sizes(config.mesh)
-    # A backend that was named and failed is verified again, and ends the run again.
-    enough = tuple(Verdict) if config.backend == "auto" else (Verdict.PASS, Verdict.SLOWER)
+    # A form that was named and failed is verified again, and ends the run again.
+    named = config.model.fsdp_overlap == "prefetch_pallas"
+    enough = (Verdict.PASS, Verdict.SLOWER) if named or config.backend != "auto" else tuple(Verdict)
     if mode == "auto" and min(sizes.values()) > 0 and _have_verdicts(cases_of(config, sizes), enough):
         return
     setup = setup or Setup(platform="tpu" if config.mesh.platform == "tpu" else None, repeats=1, limit=LIMIT)
@@ -64,10 +65,16 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
     not_run = [r.reason for r in results if r.verdict is Verdict.NOT_RUN]
     if not_run:
         raise InputError(f"{len(not_run)} of {len(cases)} cases could not be verified: {not_run[0]}")
-    failed = sorted({f"{r.case.op} {r.verdict}" for r in results if r.case.backend == config.backend and r.verdict.bad})
+    bad = [result for result in results if result.verdict.bad]
+    failed = {f"{r.case.op} {r.verdict}" for r in bad if r.case.op != "prefetch" and r.case.backend == config.backend}
     if failed:
         raise InputError(
-            f"backend={config.backend} fails on this machine: {', '.join(failed)}; use --backend auto, or --verify off"
+            f"backend={config.backend} fails on this machine: {', '.join(sorted(failed))}; use --backend auto, or "
+            "--verify off"
+        )
+    if copies := [r.verdict for r in bad if named and (r.case.op, r.case.backend) == ("prefetch", "pallas")]:
+        raise InputError(
+            f"model.fsdp_overlap=prefetch_pallas fails on this machine: {copies[0]}; leave it out, or use --verify off"
         )
 
 
@@ -89,6 +96,10 @@ def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
         # What one sequence exchanges; attention takes it only if it is verified.
         block = (ring * (heads + 2 * kv_heads) * head, rows // ring)
         cases += [Case("all_to_all", name, (ring,), (block,), dtype, gradient=False) for name in ("xla", "pallas")]
+    fsdp = sizes.get(FSDP, 1)
+    if fsdp > 1 and model.width % (128 * fsdp) == 0 and model.fsdp_overlap in (None, "prefetch_pallas"):
+        shard = (model.mlp_width // ring, model.width // fsdp)
+        cases += [Case("prefetch", name, (fsdp,), (shard,), dtype, gradient=False) for name in ("xla", "pallas")]
     q, k = (batch, rows, heads, head), (batch, rows, kv_heads, head)
     if context > 1:
         travel = config.backend if config.backend in PAIRS else "pallas"

@@ -210,4 +210,4 @@ def _attend_new_rows(
         q, keys, values, allowed, scale=attention.scale, softcap=attention.logit_softcap,
         precision=attention.precision,
     )  # fmt: skip
-    return project_output(call, y, weights.out), keys, values
+    return project_output(call, y.reshape(*y.shape[:2], -1), weights.out), keys, values

@@ -60,16 +60,10 @@ def project_inputs(call: Call, x: Array, w: Weights, inputs: Inputs[Array]) -> t
 
 
 def project_output(call: Call, heads: Array, out: Linear) -> Array:
-    """Returns the output of the layer from that of the heads, [b, s, h, d]."""
-
-    @jax.checkpoint  # otherwise the output of the heads would be saved twice: as it is, and flattened
-    def project(heads: Array, out: Linear) -> Array:
-        heads = heads.reshape(*heads.shape[:-2], heads.shape[-2] * heads.shape[-1])
-        if call.splits_heads:
-            return shards.row(heads, out, call.settings, rows_sharded=call.rows_sharded)
-        return shards.column(heads, (out,), call.settings, rows_sharded=False)[0]
-
-    return project(heads, out)
+    """Returns the output of the layer from that of the heads, [b, s, h * d]."""
+    if call.splits_heads:
+        return shards.row(heads, out, call.settings, rows_sharded=call.rows_sharded)
+    return shards.column(heads, (out,), call.settings, rows_sharded=False)[0]
 
 
 def choose(call: Call, x: Array, weights: Weights, inputs: Inputs[Array]) -> Form | None:

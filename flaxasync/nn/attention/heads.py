@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync.kernels.attention_block import Mask
 from flaxasync.mesh import cast_to_varying, mesh_axis_size
@@ -17,6 +18,7 @@ from flaxasync.ops.attention.api import attention, ring_attention
 from flaxasync.ops.attention.dense import dense_attention, positional_mask
 from flaxasync.ops.attention.layouts import AttentionLayout, check_sequence_layout, positions
 from flaxasync.ops.matmul.products import accumulator_dtype
+from flaxasync.ops.saved import OPERANDS
 
 
 class Inputs[T](NamedTuple):
@@ -179,16 +181,17 @@ class HeadAttention:
     def attend(
         self, q: Array, k: Array, v: Array, inputs: Inputs[Array], norms: Norms, tables: RotaryTables | None = None
     ) -> Array:
-        """Returns the attention [b, s, h, d] of this device's heads of projections [b, s, h * d] and [b, t, n * d]."""
+        """Returns the attention [b, s, h * d] of this device's heads of projections [b, s, h * d] and [b, t, n * d]."""
         axis = self.context_axis
         at = None if axis is None else positions(self.context_layout, q.shape[1], axis)
-        q, k, v = self.split(q, k, v, norms, at, tables)
+        q, k, v = checkpoint_name(self.split(q, k, v, norms, at, tables), OPERANDS)
         given = any(array is not None for array in (inputs.mask, inputs.bias, inputs.dropout_key))
         if given or self.needs_all_scores or q.shape[1] != k.shape[1]:
-            return self._attend_dense(q, k, v, inputs)
+            y = self._attend_dense(q, k, v, inputs)
+            return y.reshape(*y.shape[:2], -1)
         options: dict[str, Any] = {
             "causal": self.causal, "window": self.window, "segment_ids": inputs.segment_ids,
-            "scale": self.softmax_scale, "precision": self.precision,
+            "scale": self.softmax_scale, "precision": self.precision, "joined": True,
         }  # fmt: skip
         if axis is None:
             return attention(q, k, v, **options)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from flaxasync.mesh import platform
 from flaxasync.ops.matmul.products import accumulator_dtype
 
 
@@ -80,5 +81,12 @@ def rotary_tables(
 def rotate(x: Float[Array, "*batch s h d"], tables: RotaryTables) -> Float[Array, "*batch s h d"]:
     """Rotates heads by the angles of `rotary_tables`; see `rotary_embedding`."""
     cos, sin = tables.cos[:, None, :], tables.sin[:, None, :]
+    if platform() == "tpu":
+        # A product with a permutation of 1 and -1 is exact. XLA copies halves of registers to registers of their own.
+        one = jnp.eye(cos.shape[-1], dtype=x.dtype)
+        turn = jnp.block([[jnp.zeros_like(one), one], [-one, jnp.zeros_like(one)]])
+        turned = jnp.einsum("...d,de->...e", x, turn, precision="highest", preferred_element_type=cos.dtype)
+        cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([sin, sin], axis=-1)
+        return (x.astype(cos.dtype) * cos + turned * sin).astype(x.dtype)
     first, second = jnp.split(x.astype(cos.dtype), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

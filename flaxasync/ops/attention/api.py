@@ -39,7 +39,8 @@ def ring_attention(
     directions: Literal[1, 2] | None = None,
     unroll: int = 2,
     precision: lax.PrecisionLike = None,
-) -> Float[Array, "b s h d"]:
+    joined: bool = False,
+) -> Float[Array, "b s h d"] | Float[Array, "b s h*d"]:
     """Computes exact attention of this device's queries to the keys of all devices, each block as it arrives.
 
     ```
@@ -73,6 +74,7 @@ def ring_attention(
         "flash" where that can serve and was verified (`flaxasync.ops.trust`), on a mesh of TPUs whose axes are all
         mapped, and for "reference" elsewhere.
       directions, unroll, precision: As in `flaxasync.all_gather_matmul`.
+      joined: Whether the heads of o lie side by side, [b, s, h * d], as an output projection reads them.
 
     Returns:
       o, in the dtype of q.
@@ -103,7 +105,7 @@ def ring_attention(
     ring = execution.ring(axis_name) if sequence.hops else None  # without hops no row needs a row of another device
     block_kernel = _choose_kernel(op, kernel, q, chunk, chunk // ring.directions if ring else chunk)
     call = Call(ring, sequence, _scores(sequence.mask, q, scale, precision), block_kernel)
-    return _apply(call, q, k, v, segment_ids, {axis_name})
+    return _apply(call, q, k, v, segment_ids, {axis_name}, joined)
 
 
 def attention(
@@ -117,7 +119,8 @@ def attention(
     window: int | None = None,
     kernel: str | BlockKernel | None = None,
     precision: lax.PrecisionLike = None,
-) -> Float[Array, "b s h d"]:
+    joined: bool = False,
+) -> Float[Array, "b s h d"] | Float[Array, "b s h*d"]:
     """Computes exact attention over whole sequences, with the kernels of `ring_attention`; nothing travels.
 
     ```
@@ -144,22 +147,24 @@ def attention(
     sequence = Sequence("contiguous", Mask(causal, window), rows, 1)
     block_kernel = _choose_kernel(op, kernel, q, rows, rows)
     call = Call(None, sequence, _scores(sequence.mask, q, scale, precision), block_kernel)
-    return _apply(call, q, k, v, segment_ids, set())
+    return _apply(call, q, k, v, segment_ids, set(), joined)
 
 
 def _scores(mask: Mask, q: Array, scale: float | None, precision: lax.PrecisionLike) -> Scores:
     return Scores(mask, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, precision)
 
 
-def _apply(call: Call, q: Array, k: Array, v: Array, segment_ids: Array | None, axes: set[str]) -> Array:
+def _apply(call: Call, q: Array, k: Array, v: Array, segment_ids: Array | None, axes: set[str], joined: bool) -> Array:
     """Casts the operands to vary over the same mesh axes, `axes` among them, lays them out as blocks, and attends."""
     operands = [q, k, v] if segment_ids is None else [q, k, v, segment_ids]
     varying = axes.union(*(jax.typeof(operand).mat.varying for operand in operands))
     q, k, v, *ids = (cast_to_varying(operand, varying) for operand in operands)
+    b, s, h, d = q.shape
     if not q.size:
-        return q
+        return q.reshape(b, s, h * d) if joined else q
     kv = jnp.stack([k, v]).transpose(0, 1, 3, 2, 4)
-    return vjp.attention(call, vjp.group_heads(q, k.shape[2]), kv, ids[0].astype(jnp.int32) if ids else None)
+    out = vjp.attention(call, vjp.group_heads(q, k.shape[2]), kv, ids[0].astype(jnp.int32) if ids else None)
+    return out if joined else out.reshape(b, s, h, d)
 
 
 def _choose_kernel(op: str, kernel: str | BlockKernel | None, q: Array, q_rows: int, k_rows: int) -> BlockKernel:

@@ -3,7 +3,7 @@
 ```
 q   [b, n, g, s, d]     this device's rows of n groups of g heads            (R devices on the ring)
 kv  [2, b, n, s, d]     this device's keys and values
-o   [b, s, n * g, d]    in the caller's shape: a caller that saves it too then shares the one copy
+o   [b, s, n * g * d]   as the next projection reads it: a caller that saves it too then shares the one copy
 
 forward   o  = softmax(q k.T) v                 kv travels; every product is added to the running softmax
           dq = ds k                             kv travels again
@@ -23,10 +23,12 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync import transport
+from flaxasync.kernels.engine.operands import LANES
+from flaxasync.kernels.flash_attention import WHOLE_ROWS, Flash
 from flaxasync.ops.attention import ring
 from flaxasync.ops.attention.blocks import Reference, finish
 from flaxasync.ops.attention.ring import Call, Shards
-from flaxasync.ops.saved import ATTENTION, first_only
+from flaxasync.ops.saved import ATTENTION, STATISTICS, first_only
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -36,7 +38,8 @@ def attention(call: Call, q: Array, kv: Array, ids: Array | None) -> Array:
 
 def _attention_fwd(call: Call, q: Array, kv: Array, ids: Array | None) -> tuple[Array, tuple]:
     q, kv = _first_derivative_only(call)(q, kv)
-    out, log_sum_exp = checkpoint_name(_forward(call, q, kv, ids), ATTENTION)
+    out, log_sum_exp = _forward(call, q, kv, ids)
+    out, log_sum_exp = checkpoint_name(out, ATTENTION), checkpoint_name(log_sum_exp, STATISTICS)
     return out, (q, kv, ids, out, log_sum_exp)
 
 
@@ -47,6 +50,14 @@ def _attention_bwd(call: Call, saved: tuple, do: Array) -> tuple[Array, Array, N
     # of sending it again.
     kv, do = transport.tie(kv, do)
     with jax.named_scope("ring_attention_backward"):
+        if kernel := _whole_kernel(call, q):
+            segments = None if ids is None else (ids, ids)
+            product = Shards(call, q, kv, ids).products(0)[0][0]
+            dq, dkv = kernel.differentiate_whole(
+                call.scores, q, kv, segments, do.astype(q.dtype), out, log_sum_exp[..., None, :], product
+            )
+            return dq, dkv, None
+        out, do = (x.reshape(*x.shape[:2], -1, q.shape[-1]) for x in (out, do))
         overlap = jnp.sum(out.astype(log_sum_exp.dtype) * do.astype(log_sum_exp.dtype), axis=-1, keepdims=True)
         rows = jnp.stack([log_sum_exp, group_heads(overlap, kv.shape[2])[..., 0]], axis=-2)
         do = group_heads(do.astype(q.dtype), kv.shape[2])
@@ -68,9 +79,20 @@ def group_heads(x: Array, groups: int) -> Array:
 def _forward(call: Call, q: Array, kv: Array, ids: Array | None) -> tuple[Array, Array]:
     """Returns o, and log2 of the sum of 2**score of each row."""
     with jax.named_scope("ring_attention"):
-        out, log_sum_exp = finish(ring.attend(Shards(call, q, kv, ids)), q.dtype)
+        shards = Shards(call, q, kv, ids)
+        if kernel := _whole_kernel(call, q):
+            segments = None if ids is None else (ids, ids)
+            out, log_sum_exp = kernel.attend_whole(call.scores, q, kv, segments, shards.products(0)[0][0])
+            return out, log_sum_exp[..., 0, :]
+        out, log_sum_exp = finish(ring.attend(shards), q.dtype)
         b, n, g, s, d = out.shape
-        return out.transpose(0, 3, 1, 2, 4).reshape(b, s, n * g, d), log_sum_exp
+        return out.transpose(0, 3, 1, 2, 4).reshape(b, s, n * g * d), log_sum_exp
+
+
+def _whole_kernel(call: Call, q: Array) -> Flash | None:
+    """Returns the kernel if it can do without a carry: over whole sequences, of heads that are whole registers wide."""
+    fits = q.shape[-1] % LANES == 0 and q.shape[-2] <= WHOLE_ROWS
+    return call.kernel if call.ring is None and isinstance(call.kernel, Flash) and fits else None
 
 
 def _first_derivative_only(call: Call) -> Callable[..., tuple[Array, ...]]:

@@ -12,9 +12,10 @@ from flaxasync import check
 from flaxasync.ops.trust import is_assumed
 from train.config.command import load_preset
 from train.dry_run import command as dry_run_module
-from train.dry_run.command import GIB, topology_devices
+from train.dry_run.command import topology_devices
 from train.dry_run.mesh_costs import predicted_memory
 from train.lifecycle.errors import InputError
+from train.metrics.output import GIB
 from train.run import main
 from train.step.mesh import mesh_over
 from train.step.products import model_flops_per_token
@@ -105,6 +106,7 @@ def test_the_kernels_are_those_predicted_or_only_those_verified(mode, preset, mo
 def test_a_smaller_step_is_estimated_if_the_requested_one_does_not_fit(refusals, smaller, dry_run, tmp_path):
     out, states = dry_run(refusals)
     assert "memory     does not fit: 40 GiB per device" in out
+    assert "           By prediction, these fit into 15.75 GiB: --mesh.data" in out
     assert "fits       with " + " ".join(f"--{name} {value}" for name, value in smaller.items()) in out
     figures = json.loads((tmp_path / "run" / "dry_run" / "report.json").read_text())
     assert (figures["fits"], figures["estimates_are_of"]) == (False, smaller)

@@ -13,49 +13,14 @@ from flaxasync import check
 from flaxasync.hardware import CHIPS
 from tests.check.jaxlib_counts import counts, counts_of_jaxlib
 from train.dry_run import compare_meshes as module
-from train.dry_run.compare_meshes import rank
-from train.lifecycle.errors import InputError
+from train.dry_run.forms import AXES, rank, with_form
 from train.run import main
 
 TOPOLOGY = "v5e:2x2"
 
 
-def test_meshes_that_fit_come_first_and_those_that_do_not_divide_are_left_out(config, replace):
-    ranked = rank(config, CHIPS["v5e"], 8)
-    assert [one.seconds for one in ranked] == sorted(one.seconds for one in ranked)
-    assert (8, 1, 1, 1) in meshes(ranked)
-    few = meshes(rank(replace(config, data={"batch_size": 4}), CHIPS["v5e"], 8))
-    assert (8, 1, 1, 1) not in few
-    assert (4, 1, 1, 2) in few
-    large = rank(replace(config, model={"width": 4096, "mlp_width": 16384, "layers": 12}), CHIPS["v5e"], 8)
-    fits = [one.fits for one in large]
-    assert set(fits) == {True, False}
-    assert fits == sorted(fits, reverse=True)
-
-
-def test_a_refusal_names_a_mesh(config):
-    match = r"no mesh of 7 devices divides .*; data x fsdp x context x model = 7 x 1 x 1 x 1 is refused because .*batch"
-    with pytest.raises(InputError, match=match):
-        rank(config, CHIPS["v5e"], 7)
-
-
-def test_each_mesh_takes_the_fastest_policy_that_fits_with_room_to_spare():
-    """Of the 8B preset, v6e has the memory for all that is costly, v5e has not, and "none" fits neither."""
-    config = llama_8b()
-    policies = ("none", "cheap", "dots", "layer")
-    for chip, remat in (("v5e", "layer"), ("v6e", "cheap")):
-        alone = {policy: rank(config, CHIPS[chip], 16, remats=(policy,)) for policy in policies}
-        best = rank(config, CHIPS[chip], 16, remats=policies)[0]
-        assert (best.remat, best.mesh) == (remat, {"data": 1, "fsdp": 4, "model": 4})
-        assert best == alone[remat][0]
-        assert not alone["none"][0].fits
-    little = dataclasses.replace(CHIPS["v6e"], hbm_bytes=best.needed / module.ROOM - 1)
-    assert best.needed < little.hbm_bytes
-    assert rank(config, little, 16, remats=("cheap", "layer"))[0].remat == "layer"  # it would fit barely
-
-
 def meshes(predictions):
-    return [tuple(one.mesh.get(name, 1) for name in module.AXES) for one in predictions]
+    return [tuple(one.mesh.get(name, 1) for name in AXES) for one in predictions]
 
 
 def options(preset, *more):
@@ -73,7 +38,9 @@ def test_without_compiling_the_table_has_predictions_only(preset, tmp_path, caps
     assert rows[0]["seconds"] == min(row["seconds"] for row in rows)
     assert (tmp_path / "run" / "dry_run" / "meshes.txt").read_text() in out
     sizes = " ".join(f"--mesh.{name} {size}" for name, size in rows[0]["mesh"].items())
-    assert f"best       {sizes} --model.remat {rows[0]['remat']}, by figures that are predicted" in out
+    form = f"--model.remat {rows[0]['remat']} --model.fsdp_overlap {rows[0]['overlap']}"
+    assert f"best       {sizes} {form}, by figures that are predicted" in out
+    assert out.count("fsdp overlap") == 1
 
 
 def test_refused_and_crashed_meshes_are_replaced_and_stand_below_those_that_compiled(
@@ -160,7 +127,7 @@ def test_the_8b_preset_fits_16_chips_of_v5e_nearly_as_predicted_and_is_read_as_j
         return programs[-1]
 
     monkeypatch.setattr(check, "compile_for", keep)
-    config = llama_8b()
+    config = with_form(llama_8b(), "layer", "xla")
     assert config.data.batch_size == 16
     assert config.data.sequence_length == 4096
     assert config.model.param_dtype == "float32"

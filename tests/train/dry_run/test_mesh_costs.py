@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import get_args
 
 import jax
 import numpy as np
@@ -11,12 +12,13 @@ from flax import nnx
 import flaxasync as fa
 from configs.llama_8b import llama_8b
 from flaxasync.hardware import CHIPS
-from models.config import TransformerConfig
+from models.config import FsdpOverlap, Remat, TransformerConfig
 from models.transformer import Transformer
-from train.dry_run.mesh_costs import predict, predicted_memory
+from train.dry_run.mesh_costs import AUTOMATIC, POLICIES, predict, predicted_memory
 from train.step.mesh import make_mesh
 
 GIB = 2**30
+OVERLAPS = get_args(FsdpOverlap.__value__)
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def step():
             "microbatches": changes.pop("microbatches", 1),
         }
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, **batch))
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, **{"remat": "layer"} | changes))
         mesh = {"data": data, "fsdp": fsdp, "context": context, "model": model}
         return predict(config, CHIPS[chip], mesh)
 
@@ -166,3 +168,41 @@ def gathers_that_gain(step):
     options = {"chip": "v6e", "ring": 4, "gathered_bytes": 128 * 2**20}
     plans = [fa.plan("all_gather_matmul", *each, **options) for each in shapes]
     return sum(plan.costs[plan.backend].kept > 0 for plan in plans)
+
+
+def test_every_policy_is_known_and_none_is_the_plain_one(step):
+    assert set(POLICIES) == set(get_args(Remat.__value__)) > set(AUTOMATIC)
+    assert step(fsdp=4, model=4, remat=None) == step(fsdp=4, model=4, remat="none", fsdp_overlap="xla")
+
+
+@pytest.mark.parametrize(("chip", "slower"), [("v5e", 1.03), ("v6e", 1.05)])
+def test_permutes_cost_what_the_compiled_step_of_the_document_says(step, chip, slower):
+    """docs/scaling.md: slower than XLA's collectives, which direct copies beat."""
+    seconds = {overlap: step(fsdp=4, model=4, chip=chip, fsdp_overlap=overlap).seconds for overlap in OVERLAPS}
+    assert seconds["prefetch"] == pytest.approx(slower * seconds["xla"], rel=0.01)
+    assert seconds["prefetch_pallas"] < 0.95 * seconds["xla"]
+
+
+def test_a_scan_that_prefetches_hides_what_the_work_of_its_layers_covers(step):
+    fsdp, data = "fsdp: weights and gradients", "data: gradients"
+    plain, direct = (step(fsdp=4, model=4, fsdp_overlap=overlap) for overlap in ("xla", "prefetch_pallas"))
+    assert direct.waits[fsdp] < 0.1 * plain.waits[fsdp]
+    assert direct.work == plain.work
+    short = step(fsdp=16, chip="v6e", fsdp_overlap="prefetch_pallas", batch=16)
+    assert short.waits[fsdp] > step(fsdp=16, chip="v6e").waits[fsdp]  # 16 devices send 4 times what a ring would
+    plain, beside = (step(data=2, model=8, fsdp_overlap=overlap) for overlap in ("xla", "prefetch"))
+    assert (beside.waits[data] < 0.5 * plain.waits[data], beside.work) == (True, plain.work)
+
+
+def test_what_is_offloaded_waits_for_the_host_where_the_work_is_shorter(step, monkeypatch):
+    """On v6e, what attention gets and returns leaves and comes back beside the work of a layer."""
+    name, fast = "host: activations", CHIPS["v6e"]
+    some, most, dots = (step(fsdp=4, model=4, chip="v6e", remat=remat) for remat in ("offload", "offload_most", "dots"))
+    assert some.waits[name] == most.waits[name] == 0
+    assert most.memory["kept"] < 0.1 * some.memory["kept"] < 0.1 * dots.memory["kept"]
+    assert step(fsdp=4, model=4, chip="tpu7x", remat="offload").waits[name] == 0  # its rate is not known
+    monkeypatch.setitem(CHIPS, "v6e", dataclasses.replace(fast, host_bandwidth=1e9))
+    slow = step(fsdp=4, model=4, chip="v6e", remat="offload_most")
+    values = 4096 + (32 + 2 * 8) * 128 + 4096  # the layer's input; queries, keys and values; the result
+    sent = 4 * 4096 / 4 * 2 * values / 1e9  # 4 sequences, of which a device has a fourth
+    assert 2 * 32 * sent - slow.work < slow.waits[name] < 2 * 32 * sent

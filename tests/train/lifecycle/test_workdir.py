@@ -27,7 +27,7 @@ def test_changes_since_the_last_start_are_listed(work, config, replace):
     assert work.changes(changed) == [
         "steps was 20 and is 40",
         "mesh.data was 2 and is 1",
-        "model.remat was none and is layer",
+        "model.remat was None and is layer",
         "checkpoint.folder was None and is elsewhere",
     ]
 

@@ -98,8 +98,8 @@ def test_the_gathering_backend_has_the_collectives_that_the_ring_lacks(compiled)
     assert "reduce-scatter" in {one.opcode for one in found}
 
 
-def program(topology, *, data, fsdp, remat="layer", overlap="xla", layers=2):
-    """Compiles the step of a decoder of two layers, of the preset llama_8b otherwise, and returns its module."""
+def compiled_for(topology, *, data, fsdp, remat="layer", overlap="xla", layers=2):
+    """Compiles the step of a decoder of two layers, of the preset llama_8b otherwise."""
     preset = llama_8b()
     model = dataclasses.replace(
         preset.model, vocab_size=1024, layers=layers, width=512, heads=8, kv_heads=8, mlp_width=1024, remat=remat,
@@ -113,7 +113,11 @@ def program(topology, *, data, fsdp, remat="layer", overlap="xla", layers=2):
     with jax.set_mesh(mesh):
         trainer = Trainer(config, mesh)
         step, args = trainer.train_step, (trainer.abstract_state(), *trainer.abstract_batch())
-        return fa.check.parse(fa.check.compile_for(topology, step, *args, compiler_options=HLO_ONLY).as_text())
+        return fa.check.compile_for(topology, step, *args, compiler_options=HLO_ONLY)
+
+
+def program(topology, **options):
+    return fa.check.parse(compiled_for(topology, **options).as_text())
 
 
 def check_weights(module, *, forward, backward, gradients):
@@ -148,6 +152,20 @@ def test_gradients_that_are_summed_on_every_device_are_noticed():
     """The negative test: a data axis of the same size keeps all weights, and sums gradients with all-reduce."""
     with pytest.raises(AssertionError, match=re.escape("all-reduce over fsdp of more than the scales of norms")):
         check_weights(program("v5e:2x4", data=FSDP, fsdp=1), forward=0, backward=0, gradients=0)
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize("overlap", ["xla", "prefetch_pallas"])
+def test_what_layers_offload_travels_to_the_host_and_back(overlap):
+    """Layer inputs, queries, keys and values, of four layers, and never a stack of them at once."""
+    step = compiled_for("v6e:2x4", data=1, fsdp=FSDP, overlap=overlap, layers=4, remat="offload")
+    stream, heads = 2 * 256 * 512 * 2, 2 * 512 * 4 * 64 * 2  # bytes
+    moved = collections.Counter()
+    for one in fa.check.timeline(step).slices:
+        if one.lane in ("to host", "from host"):
+            moved[one.lane] += round(one.seconds * fa.check.CHIPS["v6e"].host_bandwidth)
+    assert moved == dict.fromkeys(("to host", "from host"), 4 * (stream + 3 * heads))
 
 
 @pytest.mark.slow

@@ -1,5 +1,8 @@
 """Tests of train/step/mesh.py: the mesh of devices, and what must divide over it."""
 
+import re
+from unittest import mock
+
 import jax
 import pytest
 from hypothesis import given
@@ -9,7 +12,7 @@ import flaxasync as fa
 from train.config import MeshConfig
 from train.dry_run.command import topology_devices
 from train.lifecycle.errors import InputError
-from train.step.mesh import check_fits_mesh, infer_sizes, make_mesh, mesh_over, open_model_mesh
+from train.step.mesh import check_fits_mesh, check_host_memory, infer_sizes, make_mesh, mesh_over, open_model_mesh
 from train.step.trainer import Trainer
 
 
@@ -104,6 +107,20 @@ def test_direct_copies_need_whole_tiles_and_tpus(config, replace):
         arguments = trainer.abstract_state(), *trainer.abstract_batch()
         with pytest.raises(InputError, match=r"this mesh is of cpu devices; use --model\.fsdp_overlap prefetch,"):
             trainer.train_step.eval_shape(*arguments)
+
+
+def test_offloading_needs_memory_of_the_host(config, replace):
+    offloads, mesh = replace(config, model={"remat": "offload_most"}), mock.MagicMock()
+    check_host_memory(offloads, make_mesh(config.mesh))
+    mesh.local_devices[0].platform = "npu"
+    mesh.local_devices[0].addressable_memories.return_value = [mock.Mock(kind="device")]
+    check_host_memory(config, mesh)
+    message = (
+        "model.remat=offload_most needs the memory 'pinned_host' of the host, which npu devices here lack (they have "
+        "device); use --model.remat layer, or cheap if memory allows it"
+    )
+    with pytest.raises(InputError, match=re.escape(message)):
+        check_host_memory(offloads, mesh)
 
 
 def test_a_run_and_its_dry_run_have_the_same_mesh(config, replace, monkeypatch):

@@ -111,6 +111,17 @@ def test_a_context_axis_verifies_the_ring_of_attention(config, replace):
     ]  # fmt: skip
 
 
+def test_an_fsdp_axis_verifies_what_moves_weights_unless_another_form_is_named(config, replace):
+    def prefetching(**model):
+        cases = cases_of(replace(config, model=model), {"data": 1, FSDP: 2, "model": 4})
+        return [(case.backend, case.mesh, case.shapes) for case in cases if case.op == "prefetch"]
+
+    assert prefetching() == [(name, (2,), ((512, 512),)) for name in ("xla", "pallas")]
+    assert prefetching(fsdp_overlap="prefetch_pallas") == prefetching()
+    assert prefetching(fsdp_overlap="xla") == []
+    assert prefetching(width=128 * 9) == []  # not in whole tiles
+
+
 def test_a_size_that_is_inferred_is_inferred_from_the_chips(config, ran, replace):
     for _ in range(2):
         verify_first(replace(config, mesh={"data": -1}), "auto")
@@ -139,7 +150,7 @@ def test_a_run_of_several_processes_says_which_command_verifies_its_kernels(ran,
     assert capsys.readouterr().out == ""
 
 
-def test_a_named_backend_that_fails_ends_the_run_and_auto_goes_on(config, ran):
+def test_a_named_form_that_fails_ends_the_run_and_auto_goes_on(config, ran, replace):
     ran.verdict = Verdict.WRONG
     verify_first(config, "auto")
     verify_first(config, "auto")
@@ -147,6 +158,11 @@ def test_a_named_backend_that_fails_ends_the_run_and_auto_goes_on(config, ran):
     with pytest.raises(InputError, match=r"backend=fused fails on this machine: .* WRONG, .*--backend auto"):
         verify_first(dataclasses.replace(config, backend="fused"), "auto")
     assert len(ran.runs) == 2
+    sharded = replace(config, mesh={"data": 1, "fsdp": 8, "model": 1})
+    verify_first(dataclasses.replace(sharded, backend="pallas"), "auto")  # no op of theirs has a ring
+    sharded = replace(sharded, model={"fsdp_overlap": "prefetch_pallas"})
+    with pytest.raises(InputError, match=r"model.fsdp_overlap=prefetch_pallas fails on this machine: WRONG; leave it"):
+        verify_first(sharded, "auto")
 
 
 def test_devices_that_cannot_be_opened_end_the_run(config, ran, monkeypatch):
@@ -209,7 +225,9 @@ def test_the_check_before_a_run_of_each_preset(name, replace, capsys):
     sizes = {field: getattr(model, field) // share for field in ("width", "heads", "kv_heads", "mlp_width")}
     config = replace(config, model=sizes)
     lines = rehearse(config, capsys)
-    cases = cases_of(config, {"data": 1, FSDP: 1, CONTEXT: config.mesh.context, "model": config.mesh.model})
+    mesh = config.mesh
+    sizes = {"data": mesh.data, FSDP: mesh.fsdp, CONTEXT: mesh.context, "model": mesh.model}
+    cases = cases_of(config, infer_sizes(sizes, 8))
     assert len(lines) == len(cases)
     assert not any(line.startswith(("WRONG", "HUNG", "CRASHED")) for line in lines)
     passed = [line for line in lines if line.startswith(("PASS", "SLOWER"))]

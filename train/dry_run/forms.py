@@ -1,0 +1,177 @@
+"""Which form of a step a run takes where its configuration leaves that open, and which meshes and forms would fit.
+
+A form is a value of `model.remat` and one of `model.fsdp_overlap`. `choose` takes the form that is predicted to be the
+fastest of those that fit and are trusted; `rank` orders all meshes, each with its best form.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import get_args
+
+import jax
+
+from flaxasync import mesh as ambient_mesh
+from flaxasync.hardware import Chip
+from flaxasync.ops import trust
+from models.config import FsdpOverlap, Remat
+from train.config import Config, replace_options
+from train.dry_run.mesh_costs import AUTOMATIC, Prediction, form_options, predict, predicted_memory
+from train.lifecycle.errors import DeviceMemoryError, InputError, lacks_memory
+from train.metrics.output import gib, say, time_text
+from train.step.mesh import FSDP, check_fits_mesh, crosses_slices, mesh_shape
+
+AXES = ("data", "fsdp", "context", "model")
+ROOM = 0.9  # share of the memory that a form may need if there is one that needs less
+DIRECT = "prefetch_pallas"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A configuration whose form is complete."""
+
+    config: Config
+    chosen: str = ""  # which form was taken, and why; "" where the configuration names all of it
+    instead: str = ""  # which form would be faster, and why it is not taken; "" if there is none
+
+
+def choose(
+    config: Config, chip: Chip | None, mesh: Mapping[str, int], *, linked: bool = True, memory: int | None = None
+) -> Choice:
+    """Chooses what `model.remat` and `model.fsdp_overlap` leave open, for a mesh that the run divides over.
+
+    `chip` is None where no time is predicted. XLA then hides what it can, and as little is computed again as `memory`
+    allows, in bytes of a device; None for any. `linked` says whether links connect the devices of fsdp, which go across
+    slices otherwise.
+    """
+    if None not in (config.model.remat, config.model.fsdp_overlap):
+        return Choice(config)
+    if chip is None:
+        overlap, remats = config.model.fsdp_overlap or "xla", [config.model.remat] if config.model.remat else AUTOMATIC
+        needed = {one: sum(predicted_memory(with_form(config, one, overlap), mesh).values()) for one in remats}
+        remat = next((one for one in remats if memory is None or needed[one] <= ROOM * memory), remats[-1])
+        form = form_options(remat, overlap)
+        return Choice(with_form(config, remat, overlap), f"{form}: no time is predicted for these devices")
+    found = _forms(config, chip, mesh, linked=linked)
+    best = _fastest(found, chip)
+    why = f"the fastest of {len(found)} forms that fits" if best.fits else f"the smallest of {len(found)}, none fits"
+    figures = f"{time_text(best.seconds)} in {gib(best.needed)} of {gib(best.available)}"
+    chosen, instead = f"{best.form} ({why}, by prediction: {figures})", ""
+    if faster := [one for one in found if one.seconds < best.seconds]:
+        other = min(faster, key=lambda one: (not _has_room(one), one.seconds))  # one that could be verified, if any
+        why = f"it did not pass {trust.COMMAND!r}" if _has_room(other) else f"it needs {gib(other.needed)}"
+        instead = f"{other.form} would take {time_text(other.seconds)}, but {why}"
+    return Choice(with_form(config, best.remat, best.overlap), chosen, instead)
+
+
+def choose_and_say(config: Config, mesh: jax.sharding.Mesh) -> Config:
+    """Chooses the form for a mesh, which is set, and prints on TPUs what was chosen, and instead of what."""
+    chip = ambient_mesh.chip()
+    memory = (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit") if chip is None else None
+    linked = chip is None or not crosses_slices(mesh, FSDP)
+    choice = choose(config, chip, mesh.shape, linked=linked, memory=memory)
+    for name, text in (("chosen", choice.chosen), ("instead", choice.instead)):
+        if text and ambient_mesh.platform() == "tpu":
+            say(f"{name:<10} {text}")
+    return choice.config
+
+
+def rank(config: Config, chip: Chip, devices: int) -> list[Prediction]:
+    """Returns all meshes of some devices that the run divides over: those that fit by time, then the others by memory.
+
+    Each takes the fastest of the trusted forms that fits with room to spare, or that which needs the least memory.
+    """
+    predictions, refusal = [], ""
+    for sizes in grids(devices):
+        shape = mesh_shape(with_mesh(config, sizes).mesh, devices)
+        try:
+            check_fits_mesh(config, shape)
+        except InputError as error:
+            refusal = f"{' x '.join(AXES)} = {' x '.join(map(str, sizes))} is refused because {error}"
+            continue
+        predictions.append(_fastest(_forms(config, chip, shape), chip))
+    if not predictions:
+        raise InputError(f"no mesh of {devices} devices divides the model and the batch; {refusal}")
+    return sorted(predictions, key=lambda one: (not one.fits, one.seconds if one.fits else one.needed))
+
+
+def grids(devices: int) -> Iterator[tuple[int, ...]]:
+    """Returns all sizes of the four axes that multiply to a number of devices."""
+    divisors = [size for size in range(1, devices + 1) if devices % size == 0]
+    return (sizes for sizes in itertools.product(divisors, repeat=len(AXES)) if math.prod(sizes) == devices)
+
+
+def what_fits(config: Config, chip: Chip, mesh: Mapping[str, int]) -> str:
+    """Says which form on this mesh, and which mesh, need less than a step that does not fit, by prediction."""
+    free, refused = with_form(config, None, None), predict(config, chip, mesh).needed
+    here, ranked = _fastest(_forms(free, chip, mesh), chip), rank(free, chip, math.prod(mesh.values()))
+    fitting = [one for one in (here, *ranked) if one.needed < min(refused, ROOM * chip.hbm_bytes)]
+    texts = [f"{one.form} ({gib(one.needed)})" for one in fitting if one is here]
+    texts += [f"{mesh_options(one)} {one.form} ({gib(one.needed)})" for one in fitting if one.mesh != here.mesh][:1]
+    if texts:
+        return f"By prediction, these fit into {gib(chip.hbm_bytes)}: {', or '.join(texts)}"
+    least = min((here, *ranked), key=lambda one: one.needed)
+    return (
+        f"By prediction, no mesh of these chips needs less than {gib(least.needed)} of {gib(chip.hbm_bytes)}: use a "
+        "smaller data.batch_size, bfloat16 parameters or more chips"
+    )
+
+
+@contextlib.contextmanager
+def explains_lack(config: Config, mesh: jax.sharding.Mesh) -> Iterator[None]:
+    """Turns the error of a compiler that runs out of memory into one that says what would fit; a mesh is set."""
+    try:
+        yield
+    except RuntimeError as error:
+        chip = ambient_mesh.chip()
+        if chip is None or not lacks_memory(error):
+            raise
+        first_line = str(error).partition("\n")[0]
+        raise DeviceMemoryError(
+            f"the step does not fit ({first_line}). {what_fits(config, chip, mesh.shape)}"
+        ) from error
+
+
+def mesh_options(one: Prediction) -> str:
+    return " ".join(f"--mesh.{name} {one.mesh.get(name, 1)}" for name in AXES)
+
+
+def with_mesh(config: Config, sizes: Sequence[int]) -> Config:
+    return replace_options(config, {f"mesh.{name}": size for name, size in zip(AXES, sizes, strict=True)})
+
+
+def with_form(config: Config, remat: Remat | None, overlap: FsdpOverlap | None) -> Config:
+    return replace_options(config, {"model.remat": remat, "model.fsdp_overlap": overlap})
+
+
+def _forms(config: Config, chip: Chip, mesh: Mapping[str, int], *, linked: bool = True) -> list[Prediction]:
+    """Predicts all forms that a mesh can have, of those that the configuration leaves open; the simplest ones first."""
+    model = config.model
+    overlaps = get_args(FsdpOverlap.__value__) if model.fsdp_overlap is None else (model.fsdp_overlap,)
+    remats = AUTOMATIC if model.remat is None else (model.remat,)
+    found = []
+    for form in itertools.product(remats, overlaps):
+        with contextlib.suppress(InputError):
+            check_fits_mesh(tried := with_form(config, *form), mesh)
+            found.append(predict(tried, chip, mesh))
+    return [one for one in found if linked or one.overlap != DIRECT or model.fsdp_overlap == DIRECT]
+
+
+def _fastest(forms: Sequence[Prediction], chip: Chip) -> Prediction:
+    """Returns the fastest trusted form that leaves some memory, or that which needs the least.
+
+    Predictions of memory are only good to a few percent, and a step that is refused takes the place of a slower one.
+    """
+    trusted = [one for one in forms if _is_trusted(one, chip)] or forms  # or what was named
+    least = min(trusted, key=lambda one: one.needed)
+    return min([*filter(_has_room, trusted), least], key=lambda one: one.seconds) if least.fits else least
+
+
+def _has_room(one: Prediction) -> bool:
+    return one.needed <= ROOM * one.available
+
+
+def _is_trusted(one: Prediction, chip: Chip) -> bool:
+    return one.overlap != DIRECT or trust.is_trusted("prefetch", "pallas", chip.name, one.mesh[FSDP])
