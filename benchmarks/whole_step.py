@@ -57,9 +57,9 @@ class Case:
 V5P = FLAGS.replace("98304", "49152") + WITHOUT_COLLECTIVE_MATMUL
 CASES: tuple[Case | Recipe, ...] = (
     Case("v6e:4x4", (1, 4, 4), 1, 4096, overlap="prefetch_pallas", kept=128),
-    Case("v6e:4x4", (1, 16, 1), 3, 8192, "offload_most", "prefetch_pallas"),
+    Case("v6e:4x4", (1, 16, 1), 3, 8192, "offload", "prefetch_pallas"),
     recipes.RECIPES[1],
-    Case("v6e:2x4", (1, 8, 1), 3, 8192, "offload_most", "prefetch_pallas"),
+    Case("v6e:2x4", (1, 8, 1), 3, 8192, "offload", "prefetch_pallas"),
     recipes.RECIPES[0],
     Case("v6e:4x8", (1, 8, 4), 2, 8192, "offload_most", "prefetch_pallas", 0, llama_70b, "bfloat16"),
     recipes.RECIPES[4],

@@ -33,8 +33,8 @@ Ops on the local shards of a `jax.shard_map`:
   matmul_all_reduce          Multiplies and sums over devices; each device ends with all rows.
   save_matmuls               Policy of jax.checkpoint that keeps the results of matmuls, those of these ops included.
   save_costly                Policy of jax.checkpoint that also keeps the results of attention and gathered kernels.
-  offload_costly             Policy of jax.checkpoint that keeps the results of matmuls in the memory of the host.
-  offload_most               Policy of jax.checkpoint that keeps there what attention layers get and return.
+  offload_operands           Policy of jax.checkpoint that keeps in the memory of the host what attention reads.
+  offload_most               Policy of jax.checkpoint that keeps there what attention returns, too.
   mesh_matmul                Multiplies operands that split the contraction over different mesh axes.
   ring_attention             Exact attention over a sequence that is split over devices.
   attention                  The same attention over the rows of one device.
@@ -78,8 +78,8 @@ if TYPE_CHECKING:
     from flaxasync.ops.matmul.api import matmul_reduce_scatter as matmul_reduce_scatter
     from flaxasync.ops.mesh_matmul import mesh_matmul as mesh_matmul
     from flaxasync.ops.plan import plan as plan
-    from flaxasync.ops.saved import offload_costly as offload_costly
     from flaxasync.ops.saved import offload_most as offload_most
+    from flaxasync.ops.saved import offload_operands as offload_operands
     from flaxasync.ops.saved import save_costly as save_costly
     from flaxasync.ops.saved import save_matmuls as save_matmuls
     from flaxasync.transport import copy_done as copy_done
@@ -102,7 +102,7 @@ _HOMES = {
     "flaxasync.ops.matmul.api": ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"),
     "flaxasync.ops.mesh_matmul": ("mesh_matmul",),
     "flaxasync.ops.plan": ("plan",),
-    "flaxasync.ops.saved": ("offload_costly", "offload_most", "save_costly", "save_matmuls"),
+    "flaxasync.ops.saved": ("offload_most", "offload_operands", "save_costly", "save_matmuls"),
     "flaxasync.transport": (
         "copy_done", "copy_start", "ppermute", "ppermute_done", "ppermute_done_stateful", "ppermute_start",
         "ppermute_start_stateful", "slice_done", "slice_start", "while_travelling",

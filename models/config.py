@@ -73,8 +73,8 @@ class TransformerConfig:
     """The dtype of the parameters and of the optimizer's state."""
     remat: Remat | None = None
     """What the backward pass does again: nothing; only what is cheap, so neither matmuls nor attention nor gathers of
-    kernels; all but matmuls ("dots"); or each whole layer. "offload" keeps the results of matmuls in the memory of the
-    host, and "offload_most" what each layer and its attention get and return. None lets the trainer choose what is
+    kernels; all but matmuls ("dots"); or each whole layer. "offload" keeps in the memory of the host what each layer
+    and its attention get, and "offload_most" also what attention returns. None lets the trainer choose what is
     predicted to be the fastest of these that fits, without offloading; elsewhere it means "none"."""
     exchange_heads: bool | None = None
     """Whether weights and heads of attention travel instead of rows; None for what is predicted to be faster."""

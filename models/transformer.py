@@ -31,7 +31,7 @@ _POLICIES: dict[Remat | None, Any] = {
     "none": jax.checkpoint_policies.everything_saveable,
     "cheap": fa.save_costly,
     "dots": fa.save_matmuls,
-    "offload": fa.offload_costly,
+    "offload": fa.offload_operands,
     "offload_most": fa.offload_most,
     "layer": None,
 }

@@ -5,11 +5,11 @@ JAX's policies for matmuls compute it again, and its transfers with it. The rule
 `jax.ad_checkpoint.checkpoint_name`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
 
 from flaxasync.mesh import UnsupportedError
 
@@ -28,15 +28,13 @@ _matmuls = jax.checkpoint_policies.save_from_both_policies(
 _costly = jax.checkpoint_policies.save_from_both_policies(
     _matmuls, jax.checkpoint_policies.save_only_these_names(ATTENTION, STATISTICS, PARAMETER)
 )
-_most = jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[ATTENTION, STATISTICS], names_which_can_be_offloaded=[STREAM, OPERANDS],
-    offload_src="device", offload_dst="pinned_host",
-)  # fmt: skip
-_products = jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[STATISTICS], names_which_can_be_offloaded=[STREAM, PRODUCT, GATHERED, ATTENTION],
-    offload_src="device", offload_dst="pinned_host",
-)  # fmt: skip
-_dots = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+_offloading = functools.partial(
+    jax.checkpoint_policies.save_and_offload_only_these_names, offload_src="device", offload_dst="pinned_host"
+)
+_operands = _offloading(
+    names_which_can_be_saved=[ATTENTION, STATISTICS], names_which_can_be_offloaded=[STREAM, OPERANDS]
+)
+_most = _offloading(names_which_can_be_saved=[STATISTICS], names_which_can_be_offloaded=[STREAM, OPERANDS, ATTENTION])
 
 
 def save_matmuls(primitive: Any, *operands: Any, **parameters: Any) -> Any:
@@ -59,21 +57,20 @@ def save_costly(primitive: Any, *operands: Any, **parameters: Any) -> Any:
     return _costly(primitive, *operands, **parameters)
 
 
-def offload_costly(primitive: Any, *operands: Any, **parameters: Any) -> Any:
-    """Policy of `jax.checkpoint` that keeps what is costly to compute again, and the large part of it on the host.
+def offload_operands(primitive: Any, *operands: Any, **parameters: Any) -> Any:
+    """Policy of `jax.checkpoint` that keeps the results of attention, and on the host what attention reads.
 
-    The matmul results that `save_matmuls` keeps are offloaded to the memory "pinned_host", and so are the results of
-    attention and the layer inputs of `fa.nn.scan_with_prefetch`. Kernels of fully sharded layers are gathered again.
+    Offloaded to the memory "pinned_host" are the queries, keys and values of attention, after rotary positions, and the
+    layer inputs of `fa.nn.scan_with_prefetch`. All else is computed again, but attention is not. A layer of one's own
+    offloads another array x by `checkpoint_name(x, "flaxasync_stream")`.
     """
-    return (_dots if primitive is lax.dot_general_p else _products)(primitive, *operands, **parameters)
+    return _operands(primitive, *operands, **parameters)
 
 
 def offload_most(primitive: Any, *operands: Any, **parameters: Any) -> Any:
-    """Policy of `jax.checkpoint` that offloads what the public recipes of large models do, and computes MLPs again.
+    """Policy of `jax.checkpoint` that also offloads the results of attention, so that least stays on the device.
 
-    Offloaded to the memory "pinned_host" are the queries, keys and values of attention, after rotary positions, and the
-    layer inputs of `fa.nn.scan_with_prefetch`. The results of attention stay on the device: libtpu begins a transfer
-    late, and waits for it. A layer of one's own offloads another array x by `checkpoint_name(x, "flaxasync_stream")`.
+    It is slower than `offload_operands`: libtpu begins a transfer late, and waits for it.
     """
     return _most(primitive, *operands, **parameters)
 

@@ -160,8 +160,8 @@ def on_device(policy):
 
 @pytest.mark.parametrize("overlap", ["xla", "prefetch"])
 @pytest.mark.parametrize(("remat", "offloaded"), [
-    ("offload", {"2,8,4", "2,8,6"}),  # queries, keys and values, as they are projected, and hidden features
-    ("offload_most", {"2,8,1,4"}),  # heads of queries, keys and values
+    ("offload", {"2,8,1,4"}),  # heads of queries, keys and values
+    ("offload_most", {"2,8,1,4", "2,8,4"}),  # and what attention returns
 ])  # fmt: skip
 def test_offloading_changes_no_bit_of_loss_and_gradients(remat, offloaded, overlap, monkeypatch):
     """Both offload the inputs of layers, too."""
@@ -177,7 +177,7 @@ def test_offloading_changes_no_bit_of_loss_and_gradients(remat, offloaded, overl
     there, found = run()
     monkeypatch.setitem(transformer._POLICIES, remat, on_device(transformer._POLICIES[remat]))
     nothing, want = run()
-    assert there & {"2,8,4", "2,8,6", "2,8,1,4", stream} == offloaded | {stream}
+    assert there & {"2,8,4", "2,8,1,4", stream} == offloaded | {stream}
     assert nothing == set()
     jax.tree.map(np.testing.assert_array_equal, found, want)
 

@@ -75,7 +75,7 @@ def projected_within(model, x, *ids, **options):
 
 POLICIES = {
     "costly": fa.save_costly, "matmuls": fa.save_matmuls, "all": jax.checkpoint_policies.everything_saveable,
-    "offload": fa.offload_costly, "most": fa.offload_most,
+    "offload": fa.offload_operands, "most": fa.offload_most,
 }  # fmt: skip
 
 

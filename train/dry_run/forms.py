@@ -19,7 +19,7 @@ from flaxasync.mesh import mesh_report
 from flaxasync.ops import trust
 from models.config import FsdpOverlap, Remat
 from train.config import Config, replace_options
-from train.dry_run.mesh_costs import AUTOMATIC, Prediction, form_options, predict
+from train.dry_run.mesh_costs import AUTOMATIC, Prediction, form_options, predict, predicted_memory
 from train.lifecycle.errors import InputError
 from train.metrics.output import gib, say, time_text
 from train.step.mesh import FSDP, check_fits_mesh, mesh_shape
@@ -38,17 +38,23 @@ class Choice:
     instead: str = ""  # which form would be faster, and why it is not taken; "" if there is none
 
 
-def choose(config: Config, chip: Chip | None, mesh: Mapping[str, int], *, linked: bool = True) -> Choice:
+def choose(
+    config: Config, chip: Chip | None, mesh: Mapping[str, int], *, linked: bool = True, memory: int | None = None
+) -> Choice:
     """Chooses what `model.remat` and `model.fsdp_overlap` leave open, for a mesh that the run divides over.
 
-    `chip` is None where nothing is predicted, and XLA then hides what it can and nothing is computed again. `linked`
-    says whether links connect the devices of fsdp, which go across slices otherwise.
+    `chip` is None where no time is predicted. XLA then hides what it can, and as little is computed again as `memory`
+    allows, in bytes of a device; None for any. `linked` says whether links connect the devices of fsdp, which go across
+    slices otherwise.
     """
     if None not in (config.model.remat, config.model.fsdp_overlap):
         return Choice(config)
     if chip is None:
-        form = config.model.remat or "none", config.model.fsdp_overlap or "xla"
-        return Choice(with_form(config, *form), f"{form_options(*form)}: nothing is predicted for these devices")
+        overlap, remats = config.model.fsdp_overlap or "xla", [config.model.remat] if config.model.remat else AUTOMATIC
+        needed = {one: sum(predicted_memory(with_form(config, one, overlap), mesh).values()) for one in remats}
+        remat = next((one for one in remats if memory is None or needed[one] <= ROOM * memory), remats[-1])
+        form = form_options(remat, overlap)
+        return Choice(with_form(config, remat, overlap), f"{form}: no time is predicted for these devices")
     found = _forms(config, chip, mesh, linked=linked)
     best = _fastest(found, chip)
     why = f"the fastest of {len(found)} forms that fits" if best.fits else f"the smallest of {len(found)}, none fits"
@@ -64,8 +70,9 @@ def choose(config: Config, chip: Chip | None, mesh: Mapping[str, int], *, linked
 def choose_and_say(config: Config, mesh: jax.sharding.Mesh) -> Config:
     """Chooses the form for a mesh, which is set, and prints on TPUs what was chosen, and instead of what."""
     chip = ambient_mesh.chip()
+    memory = (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit") if chip is None else None
     linked = chip is None or not any(axis.name == FSDP and axis.across_slices for axis in mesh_report(mesh))
-    choice = choose(config, chip, mesh.shape, linked=linked)
+    choice = choose(config, chip, mesh.shape, linked=linked, memory=memory)
     for name, text in (("chosen", choice.chosen), ("instead", choice.instead)):
         if text and ambient_mesh.platform() == "tpu":
             say(f"{name:<10} {text}")

@@ -59,8 +59,8 @@ POLICIES: dict[Remat, Policy] = {
     "cheap": Policy(("stream", "products", "attention", "statistics", "gathered", "kernels"), repeats=("passes",)),
     "dots": Policy(("stream", "products", "gathered"), repeats=("passes", "attention")),
     "layer": Policy(("stream",), repeats=("passes", "attention", "matmuls")),
-    "offload": Policy(("statistics",), ("stream", "products", "attention", "gathered"), ("passes",)),
-    "offload_most": Policy(("attention", "statistics"), ("stream", "operands"), ("passes", "matmuls")),
+    "offload": Policy(("attention", "statistics"), ("stream", "operands"), ("passes", "matmuls")),
+    "offload_most": Policy(("statistics",), ("stream", "operands", "attention"), ("passes", "matmuls")),
 }
 AUTOMATIC: tuple[Remat, ...] = ("none", "cheap", "dots", "layer")
 """What a run chooses from. Around the transfers to the host, XLA was seen to copy the stacks of all layers."""

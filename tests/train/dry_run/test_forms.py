@@ -77,10 +77,12 @@ def test_gradients_are_summed_beside_the_layers_of_a_data_axis():
     assert form_of(choose(config, CHIPS["v6e"], {"data": 1, "model": 8})) == ("none", "xla")
 
 
-def test_without_predictions_nothing_changes(config, mesh, capsys):
+def test_without_predictions_of_time_memory_decides(config, mesh, capsys):
     choice = choose(llama_8b(), None, MESH)
     assert form_of(choice) == ("none", "xla")
-    assert choice.chosen == "--model.remat none --model.fsdp_overlap xla: nothing is predicted for these devices"
+    assert choice.chosen == "--model.remat none --model.fsdp_overlap xla: no time is predicted for these devices"
+    found = [form_of(choose(llama_8b(), None, MESH, memory=gib << 30))[0] for gib in (80, 16, 1)]
+    assert found == ["none", "layer", "layer"]
     assert choose_and_say(config, mesh) == with_form(config, "none", "xla")
     assert capsys.readouterr().out == ""
 

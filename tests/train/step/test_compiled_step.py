@@ -159,7 +159,7 @@ def test_gradients_that_are_summed_on_every_device_are_noticed():
 @pytest.mark.parametrize("overlap", ["xla", "prefetch_pallas"])
 def test_what_layers_offload_travels_to_the_host_and_back(overlap):
     """Layer inputs, queries, keys and values, of four layers, and never a stack of them at once."""
-    step = compiled_for("v6e:2x4", data=1, fsdp=FSDP, overlap=overlap, layers=4, remat="offload_most")
+    step = compiled_for("v6e:2x4", data=1, fsdp=FSDP, overlap=overlap, layers=4, remat="offload")
     stream, heads = 2 * 256 * 512 * 2, 2 * 512 * 4 * 64 * 2  # bytes
     moved = collections.Counter()
     for one in fa.check.timeline(step).slices:

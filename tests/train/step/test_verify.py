@@ -150,7 +150,7 @@ def test_a_run_of_several_processes_says_which_command_verifies_its_kernels(ran,
     assert capsys.readouterr().out == ""
 
 
-def test_a_named_backend_that_fails_ends_the_run_and_auto_goes_on(config, ran):
+def test_a_named_form_that_fails_ends_the_run_and_auto_goes_on(config, ran, replace):
     ran.verdict = Verdict.WRONG
     verify_first(config, "auto")
     verify_first(config, "auto")
@@ -158,6 +158,11 @@ def test_a_named_backend_that_fails_ends_the_run_and_auto_goes_on(config, ran):
     with pytest.raises(InputError, match=r"backend=fused fails on this machine: .* WRONG, .*--backend auto"):
         verify_first(dataclasses.replace(config, backend="fused"), "auto")
     assert len(ran.runs) == 2
+    sharded = replace(config, mesh={"data": 1, "fsdp": 8, "model": 1})
+    verify_first(dataclasses.replace(sharded, backend="pallas"), "auto")  # no op of theirs has a ring
+    sharded = replace(sharded, model={"fsdp_overlap": "prefetch_pallas"})
+    with pytest.raises(InputError, match=r"model.fsdp_overlap=prefetch_pallas fails on this machine: WRONG; leave it"):
+        verify_first(sharded, "auto")
 
 
 def test_devices_that_cannot_be_opened_end_the_run(config, ran, monkeypatch):
