@@ -72,9 +72,9 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
             f"backend={config.backend} fails on this machine: {', '.join(sorted(failed))}; use --backend auto, or "
             "--verify off"
         )
-    if failed := [r.verdict for r in bad if named and (r.case.op, r.case.backend) == ("prefetch", "pallas")]:
+    if found := [r.verdict for r in bad if named and (r.case.op, r.case.backend) == ("prefetch", "pallas")]:
         raise InputError(
-            f"model.fsdp_overlap=prefetch_pallas fails on this machine: {failed[0]}; leave it out, or use --verify off"
+            f"model.fsdp_overlap=prefetch_pallas fails on this machine: {found[0]}; leave it out, or use --verify off"
         )
 
 
