@@ -42,7 +42,7 @@ class Chip:
         bfloat16 take on v5e (241) and v6e (235).
       host_bandwidth: The rate of PCIe for one device in each direction, in bytes per second, from the same table as the
         link bandwidth; None where none is known. That of v6e is 16 lanes of PCIe Gen5: with the 32 GB/s of the table a
-        published step that offloads (docs/scaling.md) would take 26 % longer than was measured.
+        published step that offloads (docs/scaling.md) would take 21 % longer than was measured.
       cores: The cores of a device. Its rates are those of all of them together; the vector memory is that of one. XLA
         divides its products among them, but a Pallas kernel runs on one of them unless a dimension of its grid is
         parallel: on v5p the simulated bundles of core 0 hold half of XLA's product, and all of a fused kernel's.

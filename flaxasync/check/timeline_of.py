@@ -27,9 +27,9 @@ def timeline(
         takes seconds for each; the times are kept in the user's cache folder. The program must then be one of
         `compile_for`.
       copies: "cycles" takes the compiler's estimates of copies, which are far too long within vector memory. "bytes"
-        times copies by the bytes that they move. "simulated" times those from or to vector memory so, at the rates of
-        simulated copies, and takes the compiler's estimates of all others. By default "simulated" where kernels are
-        simulated, and "cycles" elsewhere, by which the compiler itself schedules.
+        times copies by the bytes that they move. "simulated" does so, too, but at the lower rate of simulated copies
+        where a layout changes in vector memory. By default "simulated" where kernels are simulated, and "cycles"
+        elsewhere, by which the compiler itself schedules.
       say: Is called with a line about each kernel that is simulated.
 
     Returns:

@@ -4,8 +4,9 @@ docs/check.md has a table of what takes which time. The compiler's estimates of 
 broadcasts and additions in HBM by up to a factor of two, and for the slices and updates of stacked layers the more, the
 more layers there are. Such work is therefore never charged more than its bytes (moved_bytes.py). Copies keep the
 estimate, because the compiler itself schedules by it. `copies="bytes"` charges copies by their bytes, too.
-`copies="simulated"` does so for those from or to vector memory, where the estimate is furthest off, at the lower rate
-of simulated copies where they change the layout. A Pallas kernel without a `cost_estimate` is charged by its bytes.
+`copies="simulated"` also knows that those from or to vector memory are slower where they change the layout. Within HBM
+that makes no difference: a transposing copy of 192 MiB on v6e takes 0.308 ms in the simulator and 0.303 by its bytes,
+of 1.121 estimated. A Pallas kernel without a `cost_estimate` is charged by its bytes.
 """
 
 import dataclasses
@@ -137,7 +138,7 @@ class Costs:
             return self._collective_seconds(computation, i, collective), "links"
         cycles, moved = i.estimated_cycles, self._bytes_seconds(computation, i)
         if i.opcode == "copy" and cycles is not None and self.copies == "simulated":
-            return self._copy_seconds(computation, i, cycles / self.chip.clock, moved), "cycles"
+            return self._copy_seconds(computation, i, cycles / self.chip.clock, moved), "bytes"
         as_estimated = self.module.contains_matmul(i) or (i.opcode == "copy" and self.copies == "cycles")
         if cycles is not None and (as_estimated or cycles / self.chip.clock < moved):
             return cycles / self.chip.clock, "cycles"
@@ -183,13 +184,12 @@ class Costs:
         return max(self.memory_seconds(in_hbm), in_vmem / (self.chip.vmem_bytes_per_cycle * self.chip.clock))
 
     def _copy_seconds(self, computation: Computation, i: Instruction, estimated: float, moved: float) -> float:
-        """Returns the time of a copy: the compiler's estimate, but from or to vector memory what its bytes take."""
+        """Returns what the bytes of a copy take, longer where a layout changes in VMEM, if that is not estimated."""
         shapes = [one.shape for one in (*computation.operands(i), i)]
-        if all(shape.memory_space != VMEM for shape in shapes):
-            return estimated
         orders = [shape.layout.minor_to_major if shape.layout else None for shape in shapes]
+        relays = orders[0] != orders[-1] and any(shape.memory_space == VMEM for shape in shapes)
         relaid = i.shape.bytes / (self.chip.vmem_relayout_bytes_per_cycle * self.chip.clock)
-        return min(estimated, max(moved, relaid if orders[0] != orders[-1] else 0.0))
+        return min(estimated, max(moved, relaid if relays else 0.0))
 
     def memory_seconds(self, moved: int) -> float:
         """Returns the time in which bytes are read from HBM or written to it."""

@@ -135,9 +135,9 @@ def _notes(lockstep: Lockstep) -> tuple[str, ...]:
 
 def _basis(chip: Chip, copies: str, played: bool) -> str:
     kernels = "kernels as they were simulated one by one, " if played else ""
-    copied = {"cycles": " and copies", "simulated": " and of copies in HBM", "bytes": ""}
+    copied = " and copies" if copies == "cycles" else ""
     return (
-        f"{kernels}the compiler's cycle estimates of matmuls{copied[copies]} at {chip.clock / 1e9:g} GHz, other work "
+        f"{kernels}the compiler's cycle estimates of matmuls{copied} at {chip.clock / 1e9:g} GHz, other work "
         f"by its bytes in HBM of {chip.hbm_bandwidth / 1e9:g} GB/s at {chip.hbm_efficiency:.0%}, links of "
         f"{chip.link_bandwidth / 1e9:g} GB/s in each direction; nothing was run"
     )

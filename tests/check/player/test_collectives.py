@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks import tp_mlp
 from benchmarks.player_layers import estimated
 from benchmarks.programs import SYNCHRONOUS, array, play_program
-from flaxasync.check import topology_devices, topology_mesh, topology_size
+from flaxasync.check import parse, timeline, topology_devices, topology_mesh, topology_size
 from flaxasync.check.auditing.advice import OFFLOAD_FLAGS
 from flaxasync.check.player import PlayerError, UnknownOperationError, collectives, play, played_chip, transfers
 from tests.check.programs import assert_times_add_up, play_shards, sent_bytes
@@ -156,6 +156,15 @@ def test_large_matmuls_of_a_layer_agree_with_the_compilers_estimate():
     up, down = (e for e in estimated(*play_mlp("v5e:2x2", "none", shape)) if e.kind == "matmul")
     assert 0.9 < up.ratio < 1.02
     assert 0.9 < down.ratio < 1.02
+
+
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
+def test_a_transposing_copy_within_hbm_takes_the_time_of_its_bytes(topology):
+    x = array((64, 1024, 4096), topology_mesh(topology, (1,), ("x",)), P())
+    result, program = play_program(topology, jax.jit(lambda x: x.swapaxes(1, 2)), x)
+    assert [i.opcode for i in parse(program.text).entry.instructions] == ["parameter", "copy", "bitcast"]
+    assert result.seconds == pytest.approx(timeline(program, copies="simulated").seconds, rel=0.03)
+    assert result.seconds < timeline(program).seconds / 2
 
 
 def test_passes_over_hbm_take_half_of_the_compilers_estimates():
