@@ -1,7 +1,6 @@
 """`fa.mesh_matmul` on every backend, with the sizes of a published 2 x 2 study.
 
-    python benchmarks/mesh_matmul.py [--write docs/kernels/mesh_matmul.md]     half a minute; no TPU
-    python benchmarks/mesh_matmul.py --meshes [--write FILE]    predict other meshes of four and eight v5e chips
+    python benchmarks/mesh_matmul.py [--write docs/kernels/mesh_matmul.md]     a minute; no TPU
 
 The matmul is LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] in bfloat16 on four v5e chips. "Published" times are those that
 the study measured for its own kernel of that name.
@@ -59,16 +58,11 @@ def mesh_row(topology: str, mesh_shape: tuple[int, int], backend: str, direction
 
 
 def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--meshes", action="store_true", help="predict other meshes than that of the study")
-    chosen = parser.parse_args()
-    if chosen.meshes:
-        rows = [mesh_row(*mesh, *form) for mesh in MESHES for form in FORMS]
-        header = ("topology", "mesh", "backend", "directions", "predicted ms", "waits for others", "of peak")
-        write_between_markers(chosen.write, "mesh matmul meshes", print_table(header, rows))
-        return
-    rows = [row(backend) for backend in BACKENDS]
-    write_between_markers(chosen.write, "mesh matmul", print_table(HEADER, rows))
+    chosen = command_line(__doc__).parse_args()
+    write_between_markers(chosen.write, "mesh matmul", print_table(HEADER, [row(backend) for backend in BACKENDS]))
+    header = ("topology", "mesh", "backend", "directions", "predicted ms", "waits for others", "of peak")
+    rows = [mesh_row(*mesh, *form) for mesh in MESHES for form in FORMS]
+    write_between_markers(chosen.write, "mesh matmul meshes", print_table(header, rows))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ one axis; JAX's splash attention; the embedding as a product with one-hot rows; 
 all gradients is clipped; and their flags of libtpu, of which 0.0.52 refuses "async collective fusion" on v6e. The layer
 inputs and the projections travel to the host and back.
 
-Times and memory are predictions: those of `fa.check.timeline` and of libtpu for the compiled step. The attention
-kernels are played. Nothing has run on a TPU. DIR keeps what was compiled.
+Times and memory are predictions, with attention kernels that are played. DIR keeps what was compiled.
 """
 
 import dataclasses
@@ -119,13 +118,9 @@ def weights(recipe: Recipe) -> dict[str, Any]:
         "gate": (r.width, r.mlp_width), "up": (r.width, r.mlp_width), "down": (r.mlp_width, r.width),
         "attention_norm": (r.width,), "mlp_norm": (r.width,),
     }  # fmt: skip
-    shapes: dict[str, Any] = {
-        "layers": {name: (r.layers, *shape) for name, shape in layer.items()},
-        "embed": (r.vocabulary, r.width), "output": (r.width, r.vocabulary), "final_norm": (r.width,),
-    }  # fmt: skip
-    return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, recipe.dtype), shapes, is_leaf=lambda node: isinstance(node, tuple)
-    )
+    ends = {"embed": (r.vocabulary, r.width), "output": (r.width, r.vocabulary), "final_norm": (r.width,)}
+    stacked = {name: jax.ShapeDtypeStruct((r.layers, *shape), r.dtype) for name, shape in layer.items()}
+    return {name: jax.ShapeDtypeStruct(shape, r.dtype) for name, shape in ends.items()} | {"layers": stacked}
 
 
 def norm(x: Array, scale: Array) -> Array:
