@@ -83,8 +83,8 @@ def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) ->
     say(text := table([row.cells() for row in rows[: max(LISTED, compiled)]]))
     if rows[0].fits and rows[0].source != FAILED:
         options = " ".join(f"--mesh.{name} {size}" for name, size in zip(AXES, rows[0].mesh, strict=True))
-        form = form_options(rows[0].remat, rows[0].overlap)
-        say(f"best       {options} {form}, by figures that are {rows[0].source}")
+        options += f" {form_options(rows[0].remat, rows[0].overlap)}"
+        say(f"best       {options}, by figures that are {rows[0].source}")
     folder = Path(config.workdir) / "dry_run"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "meshes.txt").write_text(text + "\n")
@@ -99,10 +99,8 @@ def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) ->
 
 
 def row_of(one: Prediction) -> Row:
-    exposed = one.exposed / one.seconds
-    return Row(
-        _sizes(one), one.remat, one.overlap, one.needed, one.fits, one.seconds, one.mfu, exposed, one.binds, PREDICTED
-    )
+    form, exposed = (_sizes(one), one.remat, one.overlap), one.exposed / one.seconds
+    return Row(*form, one.needed, one.fits, one.seconds, one.mfu, exposed, one.binds, PREDICTED)
 
 
 def compiled_row(config: Config, topology: str, prediction: Prediction, trust: Mode) -> Row:

@@ -15,13 +15,14 @@ import jax
 
 from flaxasync import mesh as ambient_mesh
 from flaxasync.hardware import Chip
+from flaxasync.mesh import mesh_report
 from flaxasync.ops import trust
 from models.config import FsdpOverlap, Remat
 from train.config import Config, replace_options
 from train.dry_run.mesh_costs import AUTOMATIC, Prediction, form_options, predict, predicted_memory
-from train.lifecycle.errors import DeviceMemoryError, InputError, lacks_memory
+from train.lifecycle.errors import InputError
 from train.metrics.output import gib, say, time_text
-from train.step.mesh import FSDP, check_fits_mesh, crosses_slices, mesh_shape
+from train.step.mesh import FSDP, check_fits_mesh, mesh_shape
 
 AXES = ("data", "fsdp", "context", "model")
 ROOM = 0.9  # share of the memory that a form may need if there is one that needs less
@@ -70,7 +71,7 @@ def choose_and_say(config: Config, mesh: jax.sharding.Mesh) -> Config:
     """Chooses the form for a mesh, which is set, and prints on TPUs what was chosen, and instead of what."""
     chip = ambient_mesh.chip()
     memory = (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit") if chip is None else None
-    linked = chip is None or not crosses_slices(mesh, FSDP)
+    linked = chip is None or not any(axis.name == FSDP and axis.across_slices for axis in mesh_report(mesh))
     choice = choose(config, chip, mesh.shape, linked=linked, memory=memory)
     for name, text in (("chosen", choice.chosen), ("instead", choice.instead)):
         if text and ambient_mesh.platform() == "tpu":
@@ -109,33 +110,25 @@ def what_fits(config: Config, chip: Chip, mesh: Mapping[str, int]) -> str:
     here, ranked = _fastest(_forms(free, chip, mesh), chip), rank(free, chip, math.prod(mesh.values()))
     fitting = [one for one in (here, *ranked) if one.needed < min(refused, ROOM * chip.hbm_bytes)]
     texts = [f"{one.form} ({gib(one.needed)})" for one in fitting if one is here]
-    texts += [f"{mesh_options(one)} {one.form} ({gib(one.needed)})" for one in fitting if one.mesh != here.mesh][:1]
-    if texts:
-        return f"By prediction, these fit into {gib(chip.hbm_bytes)}: {', or '.join(texts)}"
-    least = min((here, *ranked), key=lambda one: one.needed)
-    return (
-        f"By prediction, no mesh of these chips needs less than {gib(least.needed)} of {gib(chip.hbm_bytes)}: use a "
-        "smaller data.batch_size, bfloat16 parameters or more chips"
+    for one in [one for one in fitting if one.mesh != here.mesh][:1]:
+        sizes = " ".join(f"--mesh.{name} {one.mesh.get(name, 1)}" for name in AXES)
+        texts.append(f"{sizes} {one.form} ({gib(one.needed)})")
+    fits = (
+        ", or ".join(texts) or "no form on any mesh; use a smaller data.batch_size, bfloat16 parameters or more chips"
     )
+    return f"Predicted to fit into {gib(chip.hbm_bytes)}: {fits}"
 
 
 @contextlib.contextmanager
 def explains_lack(config: Config, mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """Turns the error of a compiler that runs out of memory into one that says what would fit; a mesh is set."""
+    """Adds to the first line of the error of a compiler that runs out of memory what would fit; a mesh is set."""
     try:
         yield
     except RuntimeError as error:
-        chip = ambient_mesh.chip()
-        if chip is None or not lacks_memory(error):
+        chip, first_line = ambient_mesh.chip(), str(error).partition("\n")[0]
+        if chip is None or "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        first_line = str(error).partition("\n")[0]
-        raise DeviceMemoryError(
-            f"the step does not fit ({first_line}). {what_fits(config, chip, mesh.shape)}"
-        ) from error
-
-
-def mesh_options(one: Prediction) -> str:
-    return " ".join(f"--mesh.{name} {one.mesh.get(name, 1)}" for name in AXES)
+        raise RuntimeError(f"{first_line}. {what_fits(config, chip, mesh.shape)}") from error
 
 
 def with_mesh(config: Config, sizes: Sequence[int]) -> Config:
@@ -149,14 +142,15 @@ def with_form(config: Config, remat: Remat | None, overlap: FsdpOverlap | None) 
 def _forms(config: Config, chip: Chip, mesh: Mapping[str, int], *, linked: bool = True) -> list[Prediction]:
     """Predicts all forms that a mesh can have, of those that the configuration leaves open; the simplest ones first."""
     model = config.model
-    overlaps = get_args(FsdpOverlap.__value__) if model.fsdp_overlap is None else (model.fsdp_overlap,)
+    linking = (one for one in get_args(FsdpOverlap.__value__) if linked or one != DIRECT)
+    overlaps = linking if model.fsdp_overlap is None else (model.fsdp_overlap,)
     remats = AUTOMATIC if model.remat is None else (model.remat,)
     found = []
     for form in itertools.product(remats, overlaps):
         with contextlib.suppress(InputError):
             check_fits_mesh(tried := with_form(config, *form), mesh)
             found.append(predict(tried, chip, mesh))
-    return [one for one in found if linked or one.overlap != DIRECT or model.fsdp_overlap == DIRECT]
+    return found
 
 
 def _fastest(forms: Sequence[Prediction], chip: Chip) -> Prediction:
@@ -164,14 +158,14 @@ def _fastest(forms: Sequence[Prediction], chip: Chip) -> Prediction:
 
     Predictions of memory are only good to a few percent, and a step that is refused takes the place of a slower one.
     """
-    trusted = [one for one in forms if _is_trusted(one, chip)] or forms  # or what was named
+
+    def is_trusted(one: Prediction) -> bool:
+        return one.overlap != DIRECT or trust.is_trusted("prefetch", "pallas", chip.name, one.mesh[FSDP])
+
+    trusted = [*filter(is_trusted, forms)] or forms  # or what was named
     least = min(trusted, key=lambda one: one.needed)
     return min([*filter(_has_room, trusted), least], key=lambda one: one.seconds) if least.fits else least
 
 
 def _has_room(one: Prediction) -> bool:
     return one.needed <= ROOM * one.available
-
-
-def _is_trusted(one: Prediction, chip: Chip) -> bool:
-    return one.overlap != DIRECT or trust.is_trusted("prefetch", "pallas", chip.name, one.mesh[FSDP])

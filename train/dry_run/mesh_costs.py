@@ -22,6 +22,7 @@ Constants that are called fitted were chosen by the time that `flaxasync.check` 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -122,12 +123,10 @@ def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
     remat, overlap = model.remat or "none", model.fsdp_overlap or "xla"
     policy = POLICIES[remat]
     fsdp_wait, reduce_wait, moved = _parameter_waits(config, chip, mesh, layer_work)
-    host_wait = 0.0
-    if chip.host_bandwidth is not None:
-        values = _kinds_of_values(config, mesh, chip)
-        host = sum(values[name] for name in policy.offloads) / chip.host_bandwidth
-        forward = layer_work / (4 if "matmuls" in policy.repeats else 3)  # the backward pass takes twice the forward's
-        host_wait = max(0.0, host - forward) + max(0.0, host - (layer_work - forward))  # each way has its own lane
+    values = _kinds_of_values(config, mesh, chip)
+    host = sum(values[name] for name in policy.offloads) / (chip.host_bandwidth or math.inf)
+    forward = layer_work / (4 if "matmuls" in policy.repeats else 3)  # the backward pass takes twice the forward's
+    host_wait = max(0.0, host - forward) + max(0.0, host - (layer_work - forward))  # each way has its own lane
     memory = predicted_memory(config, mesh, chip)
     state = memory["parameters"] + memory["optimizer state"]
     optimizer = (2 * state + 2 * memory["gradients"]) / hbm(chip)
@@ -210,9 +209,7 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
     return {name: round(size) for name, size in sizes.items()}
 
 
-def _parameter_waits(
-    config: Config, chip: Chip, mesh: Mapping[str, int], layer_work: float
-) -> tuple[float, float, float]:
+def _parameter_waits(config: Config, chip: Chip, mesh: Mapping[str, int], work: float) -> tuple[float, float, float]:
     """Returns the waits for fsdp and for data in a micro-batch, and the bytes that permutes move through HBM."""
     model, layers, kernels = config.model, config.model.layers, parameters_of_a_layer(config.model)
     fsdp, others = mesh.get(FSDP, 1), mesh["data"] * mesh.get(CONTEXT, 1)
@@ -220,11 +217,8 @@ def _parameter_waits(
     direct, beside = model.fsdp_overlap == "prefetch_pallas", model.fsdp_overlap not in (None, "xla")
 
     def seconds(parameters: int, *, copied: bool = False) -> tuple[float, float, float]:
-        """Returns those of a gather and of a reduce-scatter over fsdp, and of an all-reduce of the shard over data.
-
-        Direct copies send each block to each device, R^2 / 8 blocks over a link where a ring sends (R - 1) / 2, and
-        gradients in the dtype of the computation.
-        """
+        """Returns those of a gather and of a reduce-scatter over fsdp, and of an all-reduce of the shard over data."""
+        # Direct copies send R^2 / 8 blocks over a link where a ring sends (R - 1) / 2, and gradients as they are made.
         whole, longer = parameters / mesh["model"], fsdp**2 / (4 * (fsdp - 1)) if copied else 1.0
         gather = collective_seconds("all-gather", 0, int(whole * computed), fsdp, chip)
         scatter = collective_seconds("reduce-scatter", int(whole * (computed if copied else stored)), 0, fsdp, chip)
@@ -237,15 +231,11 @@ def _parameter_waits(
     if not beside:
         gathers = 1 if "kernels" in POLICIES[model.remat or "none"].keeps else 2
         return gather + scatter + layers * (gathers * layer[0] + layer[1]), total + layers * layer[2], 0.0
-    travel, summed, work = (
-        layers * (2 * layer[0] + layer[1]) + last[0] + last[1],
-        layers * layer[2],
-        layers * layer_work,
-    )
+    travel, summed, work = layers * (2 * layer[0] + layer[1]), layers * layer[2], layers * work
     moved = UPDATES_MOVED * (layers * kernels + output) / mesh["model"] * (2 * computed + stored)
     if fsdp == 1:  # two devices exchange whole gradients and cut nothing
         return 0.0, total + max(0.0, summed + last[2] - work), 0.0 if others == 2 else moved
-    wait = gather + scatter + layer[0] + layer[1] + max(0.0, travel - work)
+    wait = gather + scatter + layer[0] + layer[1] + max(0.0, travel + last[0] + last[1] - work)
     return wait, total + last[2] + summed, 0.0 if direct else moved
 
 

@@ -37,12 +37,6 @@ class InputError(RunError, ValueError):
     exit_code = BAD_INPUT
 
 
-class DeviceMemoryError(RunError):
-    """A device has too little memory for what was compiled, and the message says what would fit."""
-
-    exit_code = OUT_OF_MEMORY
-
-
 class DivergedError(RunError, ArithmeticError):
     """A number of a step is not finite, or too many updates in a row were skipped."""
 
@@ -72,11 +66,6 @@ def as_input_errors(*kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise InputError(str(error)) from error
-
-
-def lacks_memory(error: Exception) -> bool:
-    """Says whether an error of JAX is that of a device without enough memory."""
-    return _NO_MEMORY.search(str(error)) is not None
 
 
 def exit_code(
@@ -127,7 +116,7 @@ def _explain(error: Exception, outcome: str, memory_advice: str, several_process
         return STORAGE, f"{what} could not be written or read: {error.strerror}. {outcome}"
     if isinstance(error, RuntimeError):  # jax.errors.JaxRuntimeError is one
         first_line = str(error).partition("\n")[0]
-        if lacks_memory(error):
+        if _NO_MEMORY.search(str(error)):
             return OUT_OF_MEMORY, f"a device has too little memory ({first_line}). {outcome}. {memory_advice}"
         if several_processes and _LOST_PROCESS.search(str(error)):
             return RESTART, (

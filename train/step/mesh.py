@@ -113,11 +113,6 @@ def check_host_memory(config: Config, mesh: jax.sharding.Mesh) -> None:
         )
 
 
-def crosses_slices(mesh: jax.sharding.Mesh, axis: str) -> bool:
-    """Says whether an axis goes across slices, which no links connect."""
-    return any(one.name == axis and one.across_slices for one in fa.mesh_report(mesh))
-
-
 def open_model_mesh(config: Config) -> jax.sharding.Mesh:
     """Opens the devices and makes the mesh of a command without batches, which must divide the model alone."""
     configure_jax(config.mesh)

@@ -106,7 +106,7 @@ def test_the_kernels_are_those_predicted_or_only_those_verified(mode, preset, mo
 def test_a_smaller_step_is_estimated_if_the_requested_one_does_not_fit(refusals, smaller, dry_run, tmp_path):
     out, states = dry_run(refusals)
     assert "memory     does not fit: 40 GiB per device" in out
-    assert "           By prediction, these fit into 15.75 GiB: --mesh.data" in out
+    assert "           Predicted to fit into 15.75 GiB: --mesh.data" in out
     assert "fits       with " + " ".join(f"--{name} {value}" for name, value in smaller.items()) in out
     figures = json.loads((tmp_path / "run" / "dry_run" / "report.json").read_text())
     assert (figures["fits"], figures["estimates_are_of"]) == (False, smaller)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from train import export_checkpoint, import_checkpoint, sample
-from train.lifecycle.errors import DeviceMemoryError, InputError, exit_code
+from train.lifecycle.errors import InputError, exit_code
 
 
 def run(error):
@@ -20,7 +20,6 @@ def run(error):
 
 @pytest.mark.parametrize(("error", "code", "message"), [
     (InputError("a must be b"), 2, "error: a must be b"),
-    (DeviceMemoryError("this would fit: x"), 4, "error: this would fit: x\n"),
     (MemoryError("7 bytes"), 4, "the host has too little memory (7 bytes). Nothing was done. Do less"),
     (RuntimeError("RESOURCE_EXHAUSTED: x\nmore"), 4, "a device has too little memory (RESOURCE_EXHAUSTED: x). No"),
     (OSError(errno.ENOSPC, "full", "f"), 74, "error: f could not be written or read: full. Nothing was done"),
