@@ -17,7 +17,7 @@ from models.config import TransformerConfig
 from tests.models.plain_decoder import plain_logits
 
 SMALL = Recipe("small", "v6e:2x2", 1.0, 2, layers=3, width=512, heads=4, kv_heads=2, mlp_width=768, vocabulary=1024,
-               length=2048)  # fmt: skip
+               length=1024)  # fmt: skip
 TINY = dataclasses.replace(SMALL, layers=2, width=32, heads=4, mlp_width=48, vocabulary=64, length=16, offloaded=())
 DOCUMENT = (pathlib.Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
 
@@ -78,7 +78,7 @@ def test_a_compiled_step_offloads_layer_by_layer(tmp_path, monkeypatch):
         assert recipes.estimated(SMALL, tmp_path)[0] == program, "it is kept"
     monkeypatch.setattr(recipes, "estimated", lambda recipe, folder: (program, timeline))
     cells = recipes.row(SMALL, tmp_path)
-    assert (*cells[:3], cells[6]) == ("small", "v6e:2x2", "2 x 2048", f"{timeline.seconds - 1:+.1%}")
+    assert (*cells[:3], cells[6]) == ("small", "v6e:2x2", "2 x 1024", f"{timeline.seconds - 1:+.1%}")
     assert {"given"} == {source for source in timeline.slowest.sources if source in ("given", "estimate")}
     copies = [s for s in timeline.slices if s.lane in ("to host", "from host")]
     counted = collections.Counter((s.lane, round(s.seconds * check.CHIPS["v6e"].host_bandwidth)) for s in copies)
