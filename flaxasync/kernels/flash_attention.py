@@ -99,12 +99,8 @@ class Flash:
         grid = self._grid(scores, q, product, self.triangle_tiles[1])
         of_rows = [(do, grid.joined()), (out, grid.joined()), (log_sum_exp, grid.statistics(1))]
         sums = (grid.q_tile, grid.head_size), (2, grid.k_rows, grid.head_size), (2, grid.q_tile)
-        written = {
-            "results": [
-                (_like(q, q.shape, q.dtype), grid.queries()),
-                (_like(kv, kv.shape, kv.dtype), grid.key_gradients()),
-            ]
-        }
+        like = jax.ShapeDtypeStruct.like
+        written = {"results": [(like(q), grid.queries()), (like(kv), grid.key_gradients())]}
         return _differentiate(scores, grid, q, kv, segments, of_rows, product, [product], sums, written)
 
     def _grid(self, scores: Scores, q: Array, product: Product, square: int) -> Grid:
@@ -183,13 +179,10 @@ def _call(
     scratch_shapes: Sequence[Any] = (),
     **options: Any,
 ) -> tuple[Array, Array]:
-    """Calls a kernel that updates two arrays in place, or returns two results. Ids of segments are last operands."""
+    """Calls a kernel that updates two arrays in place, or returns two results. The ids of segments come last."""
     if segments is not None:
-        operands = [
-            *operands,
-            (segments[0][:, None], grid.ids_of_queries()),
-            (segments[1][:, None], grid.ids_of_keys()),
-        ]
+        of_queries, of_keys = (ids[:, None] for ids in segments)
+        operands = [*operands, (of_queries, grid.ids_of_queries()), (of_keys, grid.ids_of_keys())]
     arrays, specs = zip(*operands, *updated, strict=True)
     shapes, result_specs = zip(*results, *((jax.ShapeDtypeStruct.like(x), spec) for x, spec in updated), strict=True)
     first = 1 + len(operands)  # operand 0 has the scalars

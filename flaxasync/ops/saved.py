@@ -70,7 +70,8 @@ def offload_operands(primitive: Any, *operands: Any, **parameters: Any) -> Any:
 def offload_most(primitive: Any, *operands: Any, **parameters: Any) -> Any:
     """Policy of `jax.checkpoint` that also offloads the results of attention, so that least stays on the device.
 
-    It is slower than `offload_operands`: libtpu begins a transfer late, and waits for it.
+    More is sent than by `offload_operands`. Take it where memory is short: libtpu begins transfers late, and a core
+    waits for what has not arrived.
     """
     return _most(primitive, *operands, **parameters)
 

@@ -51,12 +51,9 @@ def _attention_bwd(call: Call, saved: tuple, do: Array) -> tuple[Array, Array, N
     kv, do = transport.tie(kv, do)
     with jax.named_scope("ring_attention_backward"):
         if kernel := _whole_kernel(call, q):
-            segments = None if ids is None else (ids, ids)
-            product = Shards(call, q, kv, ids).products(0)[0][0]
-            dq, dkv = kernel.differentiate_whole(
-                call.scores, q, kv, segments, do.astype(q.dtype), out, log_sum_exp[..., None, :], product
-            )
-            return dq, dkv, None
+            (product,), segments = Shards(call, q, kv, ids).products(0)[0], None if ids is None else (ids, ids)
+            do, log_sum_exp = do.astype(q.dtype), log_sum_exp[..., None, :]
+            return *kernel.differentiate_whole(call.scores, q, kv, segments, do, out, log_sum_exp, product), None
         out, do = (x.reshape(*x.shape[:2], -1, q.shape[-1]) for x in (out, do))
         overlap = jnp.sum(out.astype(log_sum_exp.dtype) * do.astype(log_sum_exp.dtype), axis=-1, keepdims=True)
         rows = jnp.stack([log_sum_exp, group_heads(overlap, kv.shape[2])[..., 0]], axis=-2)
@@ -81,8 +78,8 @@ def _forward(call: Call, q: Array, kv: Array, ids: Array | None) -> tuple[Array,
     with jax.named_scope("ring_attention"):
         shards = Shards(call, q, kv, ids)
         if kernel := _whole_kernel(call, q):
-            segments = None if ids is None else (ids, ids)
-            out, log_sum_exp = kernel.attend_whole(call.scores, q, kv, segments, shards.products(0)[0][0])
+            (product,), segments = shards.products(0)[0], None if ids is None else (ids, ids)
+            out, log_sum_exp = kernel.attend_whole(call.scores, q, kv, segments, product)
             return out, log_sum_exp[..., 0, :]
         out, log_sum_exp = finish(ring.attend(shards), q.dtype)
         b, n, g, s, d = out.shape
