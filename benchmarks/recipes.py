@@ -104,7 +104,7 @@ RECIPES = (
     Recipe("Llama 3.1 8B", "v6e:2x4", 3.443, 3),
     Recipe("Llama 3.1 8B", "v6e:4x4", 3.393, 3),
     Recipe("Llama 3.1 8B", "v6e:4x8", 3.495, 3),
-    Recipe("Mistral 7B", "v6e:2x4", 6.320, 6, vocabulary=32_768, pairs=False),
+    Recipe("Mistral 7B", "v6e:2x4", 6.320, 6, vocabulary=32_000, pairs=False),
     Recipe("Llama 3.1 70B, bfloat16", "v6e:4x8", 17.790, **_70B, dtype="bfloat16"),
     Recipe("Llama 3.1 70B", "v6e:8x8", 18.688, **_70B, flags=FLAGS),
 )

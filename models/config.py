@@ -12,6 +12,9 @@ type Remat = Literal["none", "cheap", "dots", "layer", "offload", "offload_most"
 type FsdpOverlap = Literal["xla", "prefetch", "prefetch_pallas"]
 type ContextLayout = Literal["zigzag", "contiguous"]
 
+HOW_IT_RUNS = frozenset({"dtype", "remat", "fsdp_overlap", "gathered_mib", "exchange_heads"})
+"""The fields of `TransformerConfig` that say how a model is computed, and not what it is."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from models.config import TransformerConfig
+from models.config import HOW_IT_RUNS, TransformerConfig
 
 _LAYER = "model.layers.{layer}."
 _TENSORS = {
@@ -199,7 +199,7 @@ def write_config(config: TransformerConfig, *, length: int) -> tuple[Family, dic
     """
     plain, reasons = TransformerConfig(), []
     rope_names = ("rope_theta", *_ROPE_FIELDS)
-    free = {"dtype", "param_dtype", "remat", *rope_names}
+    free = HOW_IT_RUNS | {"param_dtype", *rope_names}
     for family in FAMILIES.values():
         lacks = [
             f"{field.name}={getattr(config, field.name)!r}"

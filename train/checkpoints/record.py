@@ -13,15 +13,13 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from models.config import HOW_IT_RUNS
 from train.config import Config, flatten
 from train.lifecycle.errors import InputError
 
 VERSION = 2  # of the format; 1 had neither a checksum nor the identity of the data
 _STREAM = frozenset({"seed", "data.sequence_length", "data.validation_fraction", "data.separator"})
-# These fields say how the model is computed and not what it is, so a run may continue with other values of them.
-_NOT_ARCHITECTURE = frozenset(
-    {"model.dtype", "model.remat", "model.fsdp_overlap", "model.gathered_mib", "model.exchange_heads"}
-)
+_NOT_ARCHITECTURE = frozenset(f"model.{name}" for name in HOW_IT_RUNS)  # a run may continue with others
 _OF_OPTIMIZER = frozenset({"optimizer.master_copies", "optimizer.first_moment_dtype"})
 _TYPES = _OF_OPTIMIZER | {"model.param_dtype"}  # how the parameters and what the optimizer keeps are stored
 
