@@ -36,6 +36,7 @@ Ops on the local shards of a `jax.shard_map`:
   offload_operands           Policy of jax.checkpoint that keeps in the memory of the host what attention reads.
   offload_most               Policy of jax.checkpoint that keeps there what attention returns, too.
   mesh_matmul                Multiplies operands that split the contraction over different mesh axes.
+  expert_mlp                 Applies to each row the experts that it chose, while rows travel between devices.
   ring_attention             Exact attention over a sequence that is split over devices.
   attention                  The same attention over the rows of one device.
   sequence_order             Order in which a layout places the positions of a sequence.
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from flaxasync.ops.attention.api import attention as attention
     from flaxasync.ops.attention.api import ring_attention as ring_attention
     from flaxasync.ops.attention.layouts import sequence_order as sequence_order
+    from flaxasync.ops.experts.api import expert_mlp as expert_mlp
     from flaxasync.ops.matmul.api import all_gather_matmul as all_gather_matmul
     from flaxasync.ops.matmul.api import matmul_all_reduce as matmul_all_reduce
     from flaxasync.ops.matmul.api import matmul_reduce_scatter as matmul_reduce_scatter
@@ -99,6 +101,7 @@ _HOMES = {
     "flaxasync.mesh": ("make_mesh", "mesh_report"),
     "flaxasync.ops.attention.api": ("attention", "ring_attention"),
     "flaxasync.ops.attention.layouts": ("sequence_order",),
+    "flaxasync.ops.experts.api": ("expert_mlp",),
     "flaxasync.ops.matmul.api": ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"),
     "flaxasync.ops.mesh_matmul": ("mesh_matmul",),
     "flaxasync.ops.plan": ("plan",),

@@ -1,4 +1,4 @@
-"""Ring arithmetic, the staggered loop behind every ring, and the two ring collectives that are built on it.
+"""Ring arithmetic, the staggered loop behind every ring, and the three ring collectives that are built on it.
 
 Everything here runs inside `jax.shard_map`, on local shards. A ring is a mesh axis of R devices; shift s sends from
 device i to device (i + s) % R. Trip counts are Python ints, because the size of a ring is known when it is traced. The
@@ -7,10 +7,12 @@ loop knows nothing about matmuls and nothing about how a block moves; both are a
 ```
 ring_gather   every device sees every block                              the ring behind an all-gather
 ring_reduce   every device ends with the sum over devices for its rows   the ring behind a reduce-scatter
+ring_visit    every block visits every device, and the sum of what they make of it returns to its owner
 ```
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -279,6 +281,75 @@ def ring_reduce(
         unroll=ring.unroll,
     )
     return reduced[0] if len(reduced) == 1 else lax.concatenate(reduced, dimension=axis % reduced[0].ndim)
+
+
+def ring_visit(
+    ring: Ring,
+    blocks: tuple[Block, ...],
+    carry: Carry,
+    visit: Callable[[Index, tuple[Block, ...], Carry], tuple[tuple[Block, ...], Carry]],
+    last: Callable[[Carry], tuple[tuple[Block, ...], Carry]],
+    *,
+    add: Callable[[Block, Block], Block],
+    shifts: tuple[int, ...],
+    hops: int,
+) -> tuple[tuple[Block, ...], Carry]:
+    """Sends blocks to `hops` other devices each, and returns to every owner the sum of what they made of its block.
+
+    ```
+    turn          0          1         2 .. H-1       H           H+1               (H hops)
+    travels       block      block     block, sum     sum         sum, to its owner
+    visited       own        arrived   arrived        arrived     own, the rest
+    ```
+
+    The sum for a block needs what a turn computes, so it leaves one turn later than the block itself. Work with a
+    device's own block is split between the first turn and the last one, so that every transfer has work beside it.
+
+    Args:
+      ring: How blocks travel; it has a transport.
+      blocks: This device's blocks, one for each of `shifts`.
+      carry: A pytree that `visit` and `last` update.
+      visit: `(hop, blocks, carry) -> (addends, carry)` for the blocks that this device holds after `hop` hops; its own
+        if that is the int 0.
+      last: `carry -> (addends, carry)`, the rest of the work with its own blocks.
+      add: `(arrived sum, addend) -> sum`, which travels on. The first addend of another device's block travels as it
+        is, and the addends of `last` and of hop 0 are added to the sum that returns.
+      shifts: The shift of each block.
+      hops: How many other devices a block visits, 1 or more.
+
+    Returns:
+      The sum for each of this device's blocks, and the carry.
+    """
+    assert ring.transport is not None
+    onward = functools.partial(staggered_loop, ring.transport, ring.axis_name, shifts=shifts, unroll=ring.unroll)
+
+    def own(_: Index, blocks: tuple[Block, ...], carry: Carry) -> tuple[tuple[Block, ...], Carry]:
+        return blocks, visit(0, blocks, carry)
+
+    def first(_: Index, blocks: tuple[Block, ...], carry: Carry) -> tuple[tuple[Block, ...], Carry]:
+        return blocks, visit(1, blocks, carry)
+
+    def arrived(hop: Index, travelling: tuple[Block, ...], carry: Carry) -> tuple[tuple[Block, ...], Carry]:
+        return visit(2 + hop, tuple(block for _, block in travelling), carry)
+
+    def merge(travelling: Block, addend: Block) -> Block:
+        return add(travelling[0], addend), travelling[1]
+
+    blocks, (own_sums, carry) = onward(blocks, carry, own, hops=1)
+    if hops == 1:
+        _, (sums, carry) = first(1, blocks, carry)
+    else:
+        blocks, (sums, carry) = onward(blocks, carry, first, hops=1)
+    if hops > 2:
+        pairs = tuple(zip(sums, blocks, strict=True))
+        pairs, carry = onward(pairs, carry, arrived, hops=hops - 2, merge=merge)
+        sums, blocks = zip(*pairs, strict=True)
+    if hops > 1:
+        sums, carry = onward(sums, carry, lambda _, __, carry: visit(hops, blocks, carry), hops=1, merge=add)
+    size = lax.axis_size(ring.axis_name)
+    home = tuple(-hops * shift % size for shift in shifts)
+    sums, (rest, carry) = onward(sums, carry, lambda _, sums, carry: (sums, last(carry)), shifts=home, hops=1)
+    return tuple(map(add, map(add, sums, own_sums), rest)), carry
 
 
 def _tie(channels: list[Channel], states: list[State], values: Any) -> tuple[list[State], Any]:

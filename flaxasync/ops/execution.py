@@ -49,6 +49,7 @@ OPS: dict[str, Support] = {
     "mesh_matmul": Support(
         ("none", "xla_gemm", "serial", "fused", "overlapped"), default="none", kernels={"kernels": "overlapped"}
     ),
+    "expert_mlp": Support(RINGS),
     "ring_attention": Support(RINGS, aliases={"gather": "none"}),
     "lookup_reduce_scatter": Support(RINGS),
 }

@@ -1,18 +1,9 @@
 """The loops of attention over blocks of keys and values: around a ring, after one gather, or over a single block.
 
 The forward pass around a ring is one staggered loop: each turn has the products of the kv that this device holds, while
-that kv travels on. In the backward pass the gradient of a kv needs what a turn computes with it, so the partial sum of
-dkv leaves one turn later than the kv itself:
-
-```
-turn          0          1         2 .. H-1      H           H+1               (H hops: R - 1, or fewer with a window)
-travels       kv         kv        kv, dkv       dkv         dkv, to its owner
-products of   own kv     arrived   arrived       arrived     own kv, the rest
-```
-
-So every transfer has products to hide behind: the products with a device's own kv are split between the first turn and
-the last one. With two directions, each direction carries the same half of the rows of every chunk, and each half-block
-has the products that the layout gives to its chunks, and a partial sum of its own.
+that kv travels on. The backward pass is `flaxasync.ring.ring_visit`: every kv visits the devices whose queries attend
+to it, and its dkv follows. With two directions, each direction carries the same half of the rows of every chunk, and
+each half-block has the products that the layout gives to its chunks, and a partial sum of its own.
 """
 
 import dataclasses
@@ -29,7 +20,7 @@ from flaxasync.mesh import cast_to_varying
 from flaxasync.ops.attention.blocks import initial_carry, where_needed
 from flaxasync.ops.attention.layouts import Sequence
 from flaxasync.ops.matmul.products import Arrays, accumulator_dtype
-from flaxasync.ring import Index, Ring, gathered_owner, shifts, split_rows, staggered_loop
+from flaxasync.ring import Index, Ring, gathered_owner, ring_visit, shifts, split_rows, staggered_loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +44,6 @@ class Half(NamedTuple):
 class Block(NamedTuple):
     """What travels as one half-block."""
 
-    dkv: Array | None  # the partial sum of the gradient of a kv, in the backward pass
     ids: Array | None  # the segments of the rows, [b, rows]; None for one segment
     kv: Array  # keys and values, [2, b, n, rows, d]
 
@@ -106,7 +96,7 @@ class Shards:
             return lax.concatenate(parts, axis % x.ndim)
 
         ids = [None if self.ids is None else rows(self.ids, half, -1) for half in self.halves]
-        return tuple(Block(None, i, rows(self.kv, half, -2)) for i, half in zip(ids, self.halves, strict=True))
+        return tuple(Block(i, rows(self.kv, half, -2)) for i, half in zip(ids, self.halves, strict=True))
 
     def join(self, halves: Arrays) -> Array:
         """Joins the arrays [2, b, n, rows, d] of all half-blocks into one of the shape of kv."""
@@ -216,45 +206,21 @@ def _for_each_other[T](shards: Shards, gathered: Blocks, use: Callable[[Index, B
 
 
 def _differentiate_ring(shards: Shards, own: Blocks, dq: Array) -> Gradients:
-    onward, size, hops = _loop(shards), shards.call.sequence.size, shards.call.sequence.hops
+    sequence = shards.call.sequence
     first, rest = zip(*map(_split, shards.products(0)), strict=True)
 
-    def own_first(_: Index, blocks: Blocks, dq: Array) -> tuple[Blocks, tuple[Array, Arrays]]:
-        return blocks, shards.differentiate(blocks, first, dq)
-
-    def first_arrived(_: Index, blocks: Blocks, dq: Array) -> tuple[Blocks, tuple[Array, Arrays]]:
-        return blocks, shards.differentiate(blocks, shards.products(1), dq)
-
-    def arrived(hop: Index, blocks: Blocks, dq: Array) -> tuple[Arrays, Array]:
-        dq, dkvs = shards.differentiate(blocks, shards.products(2 + hop), dq)
+    def visit(hop: Index, blocks: Blocks, dq: Array) -> tuple[Arrays, Array]:
+        own = isinstance(hop, int) and hop == 0
+        dq, dkvs = shards.differentiate(blocks, first if own else shards.products(hop), dq)
         return dkvs, dq
 
-    def add(arrived: Block, dkv: Array) -> Block:
-        assert arrived.dkv is not None
-        return arrived._replace(dkv=arrived.dkv + dkv)
+    def last(dq: Array) -> tuple[Arrays, Array]:
+        dq, dkvs = shards.differentiate(own, rest, dq)
+        return dkvs, dq
 
-    # Turn 0: kv leaves.
-    blocks, (dq, own_dkvs) = onward(own, dq, own_first, hops=1)
-    # Turn 1: the first gradients of other devices' rows are computed; they have not travelled yet.
-    if hops == 1:
-        _, (dq, dkvs) = first_arrived(1, blocks, dq)
-    else:
-        blocks, (dq, dkvs) = onward(blocks, dq, first_arrived, hops=1)
-    # Turns 2 .. H-1: kv and the partial sum for the kv before it travel together.
-    if hops > 2:
-        travelling = tuple(block._replace(dkv=dkv) for block, dkv in zip(blocks, dkvs, strict=True))
-        travelling, dq = onward(travelling, dq, arrived, hops=hops - 2, merge=add)
-        dkvs = tuple(block.dkv for block in travelling)
-        blocks = tuple(block._replace(dkv=None) for block in travelling)
-    # Turn H: the last kv has arrived; its partial sum follows.
-    if hops > 1:
-        dkvs, dq = onward(dkvs, dq, lambda _, __, dq: arrived(hops - 2, blocks, dq), hops=1, merge=jnp.add)
-    # Turn H+1: the sums return to the owners of their kv.
-    back = tuple(-hops * half.shift % size for half in shards.halves)
-    dkvs, (dq, more) = onward(
-        dkvs, dq, lambda _, __, dq: ((), shards.differentiate(own, rest, dq)), shifts=back, hops=1
-    )
-    return dq, shards.join(tuple(a + b + c for a, b, c in zip(own_dkvs, dkvs, more, strict=True)))
+    half_shifts = tuple(half.shift for half in shards.halves)
+    dkvs, dq = ring_visit(shards.ring, own, dq, visit, last, add=jnp.add, shifts=half_shifts, hops=sequence.hops)
+    return dq, shards.join(dkvs)
 
 
 def _split(products: Products) -> tuple[Products, Products]:

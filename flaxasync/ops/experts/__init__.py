@@ -1,0 +1,1 @@
+"""A mixture of experts whose tokens travel while experts multiply."""

@@ -1,0 +1,131 @@
+"""The public op of a mixture of experts: its checks, and what executes it. `flaxasync.nn.ParallelMoE` is the layer."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from flaxasync.mesh import cast_to_varying, mapped_axis_size
+from flaxasync.ops.execution import Directions, check_mapped, decide
+from flaxasync.ops.experts.local import Experts, OneTile, Weights
+from flaxasync.ops.experts.ring import multiply
+from flaxasync.ops.matmul.mlp import Activation
+from flaxasync.ops.matmul.products import accumulator_dtype
+
+
+def expert_mlp(
+    x: Float[Array, "*batch n d"],
+    ids: Int[Array, "*batch n k"],
+    weights: Float[Array, "*batch n k"],
+    gate: Float[Array, "e d f"] | None,
+    up: Float[Array, "e d f"],
+    down: Float[Array, "e f d"],
+    axis_name: str,
+    *,
+    activation: Activation = jax.nn.silu,
+    split: Literal["experts", "hidden"] = "experts",
+    capacity: int | None = None,
+    backend: str | None = None,
+    directions: Directions = None,
+    unroll: int = 2,
+    precision: lax.PrecisionLike = None,
+) -> Float[Array, "*batch n d"]:
+    """Applies to each row the experts that it chose, wherever they are, while rows travel.
+
+    ```
+    x        [..., n, D]    this device's rows                        (R devices on axis_name)
+    ids      [..., n, k]    the experts of each row, 0 .. E - 1
+    weights  [..., n, k]    their weights
+    gate, up [e, D, F]      this device's experts, e = E / R; or a part of the hidden features of all
+    down     [e, F, D]
+    y        [..., n, D]    sum over k of weights * (act(x @ gate) * (x @ up)) @ down
+    ```
+
+    No row is dropped, unless `capacity` says so, and no buffer is larger for it: a device multiplies the rows that chose
+    its experts some at a time, as many as there are. A routing that is not balanced costs the time of the device that
+    has most to do, with which all others wait. Saved for the backward pass are the operands; rows travel again.
+
+    Args:
+      ids: The experts that each row chose, all different. A row with a number out of range becomes NaN.
+      weights: Those of the experts in the sum. The computation is in the dtype of x, and sums are in float32.
+      gate: None for act(x @ up) @ down.
+      axis_name: The mesh axis over which rows and experts are split.
+      activation: An elementwise function.
+      split: What the devices share out: "experts", e = E / R on each, in order; or "hidden", F / R features of every
+        expert on each, for fewer experts than devices.
+      capacity: The most of this device's rows that an expert takes; it leaves out the last of those that chose it. Where
+        two directions halve the rows, each half has half of it, rounded up. None for all rows.
+      backend: What moves the rows: "none" (one all-gather, and one reduce-scatter), or "xla", "pallas" or "stateful",
+        rings as in `flaxasync.all_gather_matmul`. None chooses as there.
+      directions, unroll, precision: As in `flaxasync.all_gather_matmul`.
+
+    Returns:
+      y, in the dtype of x.
+
+    Raises:
+      ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; a row has more choices than there are
+        experts; the capacity is less than 1; the backend is unknown.
+      NotImplementedError: The backend cannot serve this call; a second derivative is asked for.
+    """
+    op = "expert_mlp"
+    size = mapped_axis_size(op, axis_name)
+    columns = (up,) if gate is None else (up, gate)
+    count = up.shape[0] * (size if split == "experts" else 1)
+    _check(op, x, ids, weights, columns, down, split, capacity, count)
+    execution = decide(op, backend, ring=size, directions=directions, unroll=unroll)
+    varying = frozenset({axis_name}).union(
+        *(jax.typeof(operand).mat.varying for operand in (x, ids, weights, *columns, down))
+    )
+    kernels = Weights(columns, down)
+    x, ids, weights, kernels = jax.tree.map(lambda leaf: cast_to_varying(leaf, varying), (x, ids, weights, kernels))
+    if not x.size or not ids.size:
+        return x * 0
+    rows = x.reshape(-1, x.shape[-1])
+    ids, weights = (y.reshape(-1, y.shape[-1]) for y in (ids, weights.astype(accumulator_dtype(x))))
+    known = (ids >= 0) & (ids < count)
+    ids = jnp.where(known, ids, 0).astype(jnp.int32)
+    weights = jnp.where(known, weights, jnp.nan)
+    ring = execution.ring(axis_name)
+    if capacity is not None and ring.transport is not None and size > 1 and ring.directions == 2:
+        capacity = -(-capacity // 2)
+    kernels = jax.tree.map(lambda kernel: kernel.astype(x.dtype), kernels)
+    experts = Experts(axis_name, split, activation, count, _tile_rows(ids.size // count), capacity, OneTile(precision))
+    return multiply(experts, ring, rows, ids, weights, kernels).reshape(x.shape)
+
+
+def _tile_rows(mean: int) -> int:
+    """Returns the rows of a tile, a power of 2, for experts that get `mean` rows of a block."""
+    return min(512, max(8, 1 << (mean - 1).bit_length() if mean > 1 else 8))
+
+
+def _check(
+    op: str, x: Array, ids: Array, weights: Array, columns: tuple[Array, ...], down: Array, split: str,
+    capacity: int | None, count: int,
+) -> None:  # fmt: skip
+    for operand in (x, ids, weights, *columns, down):
+        check_mapped(op, operand)
+    if split not in ("experts", "hidden"):
+        raise ValueError(f"{op} got split={split!r}: it must be 'experts' or 'hidden'")
+    if x.ndim < 2 or ids.shape != weights.shape or ids.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"{op} needs x [..., n, D], and ids and weights [..., n, k] of the same rows: got {list(x.shape)}, "
+            f"{list(ids.shape)} and {list(weights.shape)}"
+        )
+    e, _, f = up = columns[0].shape if columns[0].ndim == 3 else (0, 0, 0)
+    if columns[0].ndim != 3 or up[1] != x.shape[-1] or any(w.shape != up for w in columns) or down.shape != (
+        e, f, x.shape[-1],
+    ):  # fmt: skip
+        raise ValueError(
+            f"{op} needs gate and up [e, D, F] and down [e, F, D] for x {list(x.shape)}: got "
+            f"{', '.join(str(list(w.shape)) for w in (*columns[1:], columns[0], down))}"
+        )
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(f"{op} needs integer ids: got {ids.dtype}")
+    if ids.shape[-1] > count:
+        raise ValueError(
+            f"{op} lets a row choose each expert once: got {ids.shape[-1]} choices among {count} experts; use fewer"
+        )
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"{op} needs a capacity of 1 row or more: got {capacity}; use None to drop nothing")

@@ -1,0 +1,138 @@
+"""How tokens and experts come together: a ring of blocks ("xla", "pallas", "stateful"), or one gather ("none").
+
+A block is the rows of a device with their assignments. It visits every device, whose experts multiply the rows that
+chose them while the block travels on, and the sum of what they return follows one turn behind (`ring_visit`). The
+gradient is the same ring with the cotangents of the outputs in the block. With two directions there are two
+half-blocks, which are multiplied together where they arrive.
+
+```
+operands   x [n, D], ids [n, k], weights [n, k], kernels         of this device
+y          sum over k of weights * expert(x)          [n, D]     saved are the operands: nothing gathered
+dx, dweights                                                     return to the owner of the rows
+dkernels                                                         summed over all blocks where the experts are
+```
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from flaxasync.ops.experts import local
+from flaxasync.ops.experts.assignments import sort
+from flaxasync.ops.experts.local import Block, BlockGradients, Experts, Weights
+from flaxasync.ops.matmul.products import accumulator_dtype
+from flaxasync.ops.saved import PRODUCT, first_only
+from flaxasync.ring import Index, Ring, ring_visit, shifts, split_rows
+
+type Blocks = tuple[Block, ...]
+type Work = Callable[[Blocks, Any], tuple[tuple[Any, ...], Any]]  # (blocks, carry) -> (result of each, carry)
+
+_first_derivative_only = first_only("expert_mlp", "its gradient is a ring of its own", "differentiate it once")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def multiply(experts: Experts, ring: Ring, x: Array, ids: Array, weights: Array, kernels: Weights) -> Array:
+    blocks, _ = _blocks(experts, ring, x, ids, weights)
+
+    def work(held: Blocks, carry: None) -> tuple[tuple[Array, ...], None]:
+        return tuple(y.astype(x.dtype) for y in local.forward(experts, kernels, held)), carry
+
+    with jax.named_scope("expert_mlp"):
+        ys, _ = _for_all_devices(ring, blocks, None, work)
+    return lax.concatenate(ys, 0)
+
+
+def _multiply_fwd(
+    experts: Experts, ring: Ring, x: Array, ids: Array, weights: Array, kernels: Weights
+) -> tuple[Array, Any]:
+    operands = _first_derivative_only(x, ids, weights, kernels)
+    return checkpoint_name(multiply(experts, ring, *operands), PRODUCT), operands
+
+
+def _multiply_bwd(experts: Experts, ring: Ring, saved: Any, dy: Array) -> tuple[Array, None, Array, Weights]:
+    x, ids, weights, kernels, dy = _first_derivative_only(*saved, dy)
+    blocks, places = _blocks(experts, ring, x, ids, weights, dy)
+
+    def work(held: Blocks, gradients: Weights) -> tuple[tuple[BlockGradients, ...], Weights]:
+        found, gradients = local.backward(experts, kernels, held, gradients)
+        return tuple(one._replace(dx=one.dx.astype(x.dtype)) for one in found), gradients
+
+    with jax.named_scope("expert_mlp_gradient"):
+        found, gradients = _for_all_devices(ring, blocks, local.no_gradients(kernels), work)
+    dweights = [
+        jnp.zeros(place.size, one.dweights.dtype).at[place].set(one.dweights[: place.size], unique_indices=True)
+        for one, place in zip(found, places, strict=True)
+    ]
+    dkernels = jax.tree.map(lambda gradient, kernel: gradient.astype(kernel.dtype), gradients, kernels)
+    dweight = lax.concatenate(dweights, 0).reshape(weights.shape).astype(weights.dtype)
+    return lax.concatenate([one.dx for one in found], 0), None, dweight, dkernels
+
+
+multiply.defvjp(_multiply_fwd, _multiply_bwd)
+
+
+def _blocks(
+    experts: Experts, ring: Ring, x: Array, ids: Array, weights: Array, dy: Array | None = None
+) -> tuple[Blocks, list[Array]]:
+    """Returns this device's half-blocks, or its whole block, and the places of their assignments in `ids`."""
+    blocks, places = [], []
+    for start, rows in split_rows(x.shape[0], len(_shifts(ring, x.shape[0]))):
+        mine = slice(start, start + rows)
+        found, place = sort(
+            ids[mine], weights[mine], experts.count, capacity=experts.capacity, padding=experts.tile_rows
+        )
+        blocks.append(Block(x[mine], found, None if dy is None else dy[mine]))
+        places.append(place)
+    return tuple(blocks), places
+
+
+def _shifts(ring: Ring, rows: int) -> tuple[int, ...]:
+    return (1,) if ring.transport is None or lax.axis_size(ring.axis_name) == 1 else shifts(ring.directions, rows)
+
+
+def _for_all_devices(ring: Ring, blocks: Blocks, carry: Any, work: Work) -> tuple[tuple[Any, ...], Any]:
+    """Returns the sum of what all devices make of each of this device's blocks, and the carry of this device's work."""
+    size = lax.axis_size(ring.axis_name)
+    if size == 1:
+        return work(blocks, carry)
+    if ring.transport is None:
+        (block,) = blocks
+        gathered = lax.all_gather(block, ring.axis_name)
+        found, carry = work(tuple(jax.tree.map(lambda leaf: leaf[i], gathered) for i in range(size)), carry)
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
+        return (jax.tree.map(lambda leaf: lax.psum_scatter(leaf, ring.axis_name), stacked),), carry
+    first, rest = blocks[:1], blocks[1:]
+
+    def visit(hop: Index, held: Blocks, carry: Any) -> tuple[tuple[Any, ...], Any]:
+        if not (isinstance(hop, int) and hop == 0):
+            return work(held, carry)
+        found, carry = work(first, carry)
+        return (*found, *_nothing(rest)), carry
+
+    def last(carry: Any) -> tuple[tuple[Any, ...], Any]:
+        found, carry = work(rest, carry) if rest else ((), carry)
+        return (*_nothing(first), *found), carry
+
+    def _nothing(some: Blocks) -> tuple[Any, ...]:
+        shapes = jax.eval_shape(lambda some: work(some, carry)[0], some) if some else ()
+        return jax.tree.map(jnp.zeros_like, shapes)
+
+    return ring_visit(
+        ring, blocks, carry, visit, last, add=_add, shifts=_shifts(ring, sum(b.x.shape[0] for b in blocks)),
+        hops=size - 1,
+    )  # fmt: skip
+
+
+def _add(arrived: Any, addend: Any) -> Any:
+    """Adds what a device made of a block to the sum that arrived, each pair in the dtype that accumulates."""
+
+    def add(a: Array, b: Array) -> Array:
+        wide = accumulator_dtype(a)
+        return (a.astype(wide) + b.astype(wide)).astype(a.dtype)
+
+    return jax.tree.map(add, arrived, addend)
