@@ -5,6 +5,9 @@ Layers, as `nnx.Module`s on global arrays and the ambient mesh:
   nn.ColumnParallelLinear    Dense layer that splits its output features; gathers rows while it multiplies.
   nn.RowParallelLinear       Dense layer that splits its input features; reduce-scatters rows while it multiplies.
   nn.ParallelMLP             MLP with split hidden features; gate and up share one gather of the input.
+  nn.ParallelMoE             Mixture of experts that rows visit; a drop-in for the MLP.
+  nn.RouterOptions           How its router chooses experts.
+  nn.Routing                 Losses and statistics of the choice.
   nn.ParallelSelfAttention   Self-attention with split heads; query, key and value share one gather of the input.
   nn.ParallelAttention       The same for other inputs of keys and values: the parallel nnx.MultiHeadAttention.
   nn.RingSelfAttention       Self-attention over a split sequence; keys and values travel around a ring.
@@ -24,6 +27,7 @@ Layers, as `nnx.Module`s on global arrays and the ambient mesh:
   nn.LayerOptions            Keywords that all layers share.
   nn.AttentionOptions        Keywords of attention layers.
   nn.ParallelAttentionOptions  Keywords of attention layers and of their Dense layers.
+  nn.ExpertOptions           Keywords of a mixture of experts.
   nn.LinearOptions           Keywords of layers that are made of Dense layers.
 
 Ops on the local shards of a `jax.shard_map`:

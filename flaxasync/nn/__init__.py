@@ -20,6 +20,10 @@ from flaxasync.nn.linear import ColumnParallelProjections as ColumnParallelProje
 from flaxasync.nn.linear import RowParallelLinear as RowParallelLinear
 from flaxasync.nn.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from flaxasync.nn.mlp import ParallelMLP as ParallelMLP
+from flaxasync.nn.moe import ParallelMoE as ParallelMoE
+from flaxasync.nn.options import ExpertOptions as ExpertOptions
 from flaxasync.nn.options import LayerOptions as LayerOptions
 from flaxasync.nn.options import LinearOptions as LinearOptions
 from flaxasync.nn.prefetch import scan_with_prefetch as scan_with_prefetch
+from flaxasync.nn.router import RouterOptions as RouterOptions
+from flaxasync.nn.router import Routing as Routing

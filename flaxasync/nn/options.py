@@ -82,6 +82,18 @@ class LinearOptions(LayerOptions, total=False):
     preferred_element_type: DTypeLike | None
 
 
+class ExpertOptions(LayerOptions, total=False):
+    """Keywords of a mixture of experts.
+
+    Attributes:
+      kernel_init: The initializer of each expert, and of the router; that of `nnx.Linear` by default.
+      kernel_metadata: Metadata of the parameters. See `LinearOptions`; an `out_sharding` in it is not supported.
+    """
+
+    kernel_init: Initializer
+    kernel_metadata: Mapping[str, Any]
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The values of `LinearOptions` in a layer. Layers that differ in initializers alone compare equal."""

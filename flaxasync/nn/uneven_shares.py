@@ -42,12 +42,12 @@ class Shares:
         return self.order is None and self.local * self.devices == self.size
 
     def spec(self, axis_name: str, shape: tuple[int, ...], dim: int) -> P:
-        """Returns how a parameter [in, out] or [out] lies on the devices whose dimension `dim` has these shares."""
+        """Returns how a parameter lies on the devices, such as [in, out] or [out], whose dimension `dim` they share."""
         entries: list[str | None] = [None] * len(shape)
         if self.whole:
             entries[dim] = axis_name
-        elif len(shape) == 2 and shape[1 - dim] % self.devices == 0:
-            entries[1 - dim] = axis_name
+        elif len(shape) > 1 and shape[_other(dim, len(shape))] % self.devices == 0:
+            entries[_other(dim, len(shape))] = axis_name
         return P(*entries)
 
     def take(self, parameter: Array, axis_name: str, dim: int) -> Array:
@@ -56,8 +56,9 @@ class Shares:
             return parameter
         with jax.named_scope("take_share"):
             expanded = self._expand(parameter, dim)
-            if parameter.ndim == 2 and axis_name in jax.typeof(parameter).mat.varying:
-                return lax.all_to_all(expanded, axis_name, split_axis=dim, concat_axis=1 - dim, tiled=True)
+            if parameter.ndim > 1 and axis_name in jax.typeof(parameter).mat.varying:
+                other = _other(dim, parameter.ndim)
+                return lax.all_to_all(expanded, axis_name, split_axis=dim, concat_axis=other, tiled=True)
             return self._slice(expanded, axis_name, dim)
 
     def local_entries(self, x: Array, axis_name: str, dim: int) -> Array:
@@ -88,6 +89,11 @@ class Shares:
         index = jnp.array([self.size if entry < 0 else entry for entry in self.order], jnp.int32)
         x = jnp.take(x, index, axis=dim, mode="fill", fill_value=0)
         return x.reshape(*shape[:dim], len(self.order) * self.block, *shape[dim + 1 :])
+
+
+def _other(dim: int, dims: int) -> int:
+    """Returns the dimension along which a parameter is stored whose dimension `dim` cannot be shared out equally."""
+    return 0 if dim == dims - 1 else dims - 1
 
 
 def head_shares(heads: int, kv_heads: int, head_dim: int, devices: int) -> tuple[Shares, Shares]:

@@ -43,9 +43,9 @@ def expert_mlp(
     y        [..., n, D]    sum over k of weights * (act(x @ gate) * (x @ up)) @ down
     ```
 
-    No row is dropped, unless `capacity` says so, and no buffer is larger for it: a device multiplies the rows that chose
-    its experts some at a time, as many as there are. A routing that is not balanced costs the time of the device that
-    has most to do, with which all others wait. Saved for the backward pass are the operands; rows travel again.
+    No row is dropped, unless `capacity` says so, and no buffer is larger for it: a device multiplies the rows that
+    chose its experts some at a time, as many as there are. A routing that is not balanced takes as long as the device
+    needs that has most to do. Saved for the backward pass are the operands; rows travel again.
 
     Args:
       ids: The experts that each row chose, all different. A row with a number out of range becomes NaN.
@@ -55,8 +55,8 @@ def expert_mlp(
       activation: An elementwise function.
       split: What the devices share out: "experts", e = E / R on each, in order; or "hidden", F / R features of every
         expert on each, for fewer experts than devices.
-      capacity: The most of this device's rows that an expert takes; it leaves out the last of those that chose it. Where
-        two directions halve the rows, each half has half of it, rounded up. None for all rows.
+      capacity: The most of this device's rows that an expert takes; it leaves out the last of those that chose it.
+        Where two directions halve the rows, each half has half of it, rounded up. None for all rows.
       backend: What moves the rows: "none" (one all-gather, and one reduce-scatter), or "xla", "pallas" or "stateful",
         rings as in `flaxasync.all_gather_matmul`. None chooses as there.
       directions, unroll, precision: As in `flaxasync.all_gather_matmul`.

@@ -10,6 +10,7 @@ time, and no buffer is larger for a routing that is not balanced. Backward, h is
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -135,7 +136,8 @@ def backward(
         dweights = _add_windows(dweights, dweight, tiles, places, experts.tile_rows)
         (dwholes,) = pull((dh * weight).astype(h.dtype))
         dwholes = tuple(d.astype(x.dtype) for d in dwholes)
-        dx = _add(dx, tiles, sum(products.multiply(dwholes, weights.columns, tiles, count, transposed=True)))
+        parts = products.multiply(dwholes, weights.columns, tiles, count, transposed=True)
+        dx = _add(dx, tiles, functools.reduce(jnp.add, parts))
         (down,) = products.add_weight_gradients(
             (down,), (h.astype(x.dtype),), ((dys * weight).astype(x.dtype),), tiles, count
         )

@@ -1,0 +1,208 @@
+"""A mixture of experts as a drop-in for `ParallelMLP`: the experts are split over an axis, and rows travel to them."""
+
+import dataclasses
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Initializer
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from flaxasync.mesh import mesh_axis_size
+from flaxasync.nn import shards
+from flaxasync.nn.fully_sharded import StoredLayer, stored_parameter
+from flaxasync.nn.linear import WholeLinear, with_dtype
+from flaxasync.nn.mlp import ParallelMLP
+from flaxasync.nn.options import ExpertOptions, Settings, settings_of
+from flaxasync.nn.placement import place
+from flaxasync.nn.router import RouterOptions, Routing, route, routing
+from flaxasync.nn.shards import Call, Linear, Part
+from flaxasync.nn.uneven_shares import Shares
+from flaxasync.ops.execution import if_available
+from flaxasync.ops.experts.api import expert_mlp
+from flaxasync.ops.experts.local import Split
+from flaxasync.ops.matmul.mlp import Activation
+
+
+class Router(WholeLinear):
+    """Scores experts: the kernel [D, E] of a Dense layer, the same on all devices of the axis."""
+
+    def __init__(self, features: int, experts: int, bias: bool, settings: Settings, rngs: nnx.Rngs):
+        super().__init__("ParallelMoE", features, experts, dataclasses.replace(settings, use_bias=False), rngs)
+        self.selection_bias = nnx.Variable(jnp.zeros(experts, jnp.float32)) if bias else None
+
+
+class ParallelMoE(StoredLayer):
+    """A mixture of experts, each a gated MLP. Rows choose some of them, and travel while experts multiply.
+
+    ```
+    x         [..., s, features]     sharded by rows over axis_name, or the same on all of its devices
+    router    kernel [D, E]          on all devices; float32 scores
+    up, gate  [E, D, F]              sharded by experts; by F where there are fewer experts than devices
+    down      [E, F, D]
+    y         [..., s, features]     sum of weight * (activation(x @ gate) * (x @ up)) @ down over the experts of a row
+    ```
+
+    It is `flaxasync.expert_mlp`: no row is dropped, unless a capacity says so. Experts that the axis does not divide
+    are padded where the layer computes; parameters, gradients and checkpoints have the shapes above.
+
+    `y, routing = moe.with_routing(x)` also returns the losses and statistics of the choice, for training. `moe(x)`
+    records them as `nnx.Intermediate`, under the name "routing", for `nnx.capture`.
+
+    Args:
+      features, hidden: D, and F of each expert.
+      experts: E, the number of experts.
+      experts_per_token: k, how many of them a row chooses.
+      router: How it chooses; see `flaxasync.nn.RouterOptions`.
+      shared_hidden: The hidden features of an expert that every row has, a `ParallelMLP` under the name `shared`, which
+        the axis splits; 0 for none.
+      capacity_factor: Drops rows: an expert takes at most this factor times the mean, k / E, of the rows of a device.
+        None drops none.
+      gated: Whether there is a gate.
+      activation: The activation of the gate, or of up where there is no gate. It is elementwise.
+      **options: See `flaxasync.nn.ExpertOptions`. `in_spec` and errors are those of `ColumnParallelLinear`.
+
+    Raises:
+      ValueError: experts_per_token is not one of 1 .. experts; the capacity factor is not positive; there are fewer
+        experts than devices on the axis, and it does not divide `hidden`.
+    """
+
+    names = ("up", "gate", "down")
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        experts: int,
+        *,
+        experts_per_token: int,
+        router: RouterOptions = RouterOptions(),  # noqa: B008  it is frozen
+        shared_hidden: int = 0,
+        capacity_factor: float | None = None,
+        gated: bool = True,
+        activation: Activation = jax.nn.silu,
+        rngs: nnx.Rngs,
+        **options: Unpack[ExpertOptions],
+    ):
+        if not 1 <= experts_per_token <= experts:
+            raise ValueError(
+                f"ParallelMoE lets a row choose each of {experts} experts once: got "
+                f"experts_per_token={experts_per_token}; use 1 to {experts}"
+            )
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ValueError(
+                f"ParallelMoE needs a capacity_factor above 0: got {capacity_factor}; use None to drop no rows"
+            )
+        self.settings = settings = settings_of("ParallelMoE", options, ExpertOptions.__annotations__)
+        self.features, self.hidden, self.experts = features, hidden, experts
+        self.experts_per_token, self.capacity_factor = experts_per_token, capacity_factor
+        self.activation, self.router_options = activation, router
+        devices = mesh_axis_size("ParallelMoE", settings.axis_name)
+        self.split: Split = "experts" if experts >= devices else "hidden"
+        if self.split == "hidden" and hidden % devices:
+            raise ValueError(
+                f"ParallelMoE splits the hidden features of {experts} experts over {devices} devices of "
+                f"{settings.axis_name!r}: got hidden={hidden}; use {-(-hidden // devices) * devices}, or a smaller axis"
+            )
+        self.router = Router(features, experts, router.selection_bias, settings, rngs)
+        size = experts if self.split == "experts" else hidden
+        self.shares = Shares.equal(size, devices)
+        dims = (0, 0, 0) if self.split == "experts" else (2, 2, 1)
+        self.dims = dict(zip(self.names, dims, strict=True))
+        self.gate: nnx.Param[jax.Array] | None = nnx.data(None)
+        stored: list[P | None] = []
+        for name, dim in self.dims.items():
+            if name == "gate" and not gated:
+                stored.append(None)
+                continue
+            shape = (experts, hidden, features) if name == "down" else (experts, features, hidden)
+            value = _initial(settings.kernel_init, rngs.params(), shape, settings.param_dtype)
+            needed = self.shares.spec(settings.axis_name, shape, dim)
+            parameter, spec = stored_parameter("ParallelMoE", name, value, settings, needed, settings.kernel_metadata)
+            setattr(self, name, parameter)
+            stored.append(spec)
+        self.stored = tuple(stored)
+        self.shared = ParallelMLP(
+            features, shared_hidden, gated=gated, activation=activation, rngs=rngs, **options
+        ) if shared_hidden else None  # fmt: skip
+
+    def __call__(self, x: Float[Array, "*batch s d"]) -> Float[Array, "*batch s d"]:
+        """Applies the layer. Raises ValueError as `ColumnParallelLinear` does."""
+        y, routing = self.with_routing(x)
+        self.sow(nnx.Intermediate, "routing", routing, capture_noop=True)
+        return y
+
+    def with_routing(self, x: Float[Array, "*batch s d"]) -> tuple[Float[Array, "*batch s d"], Routing]:
+        """Applies the layer, and returns how rows were routed as well, over all devices."""
+        settings, bias = self.settings, self.router.selection_bias
+        placement = place("ParallelMoE", x, settings.axis_name, settings.in_spec, "rows", self.features)
+        kernels = tuple((kernel, None) for kernel in self.parameters() if kernel is not None)
+        linears = (self.router.parameters(), *kernels)
+        parts = (
+            self.router.part,
+            *(Part(spec, None, self.shares, self.dims[name]) for name, spec in self.specs.items()),
+        )
+        call = Call(with_dtype(settings, x, *kernels[0]), parts, placement.rows_sharded)
+        static = _Static(
+            call, self.experts_per_token, self.experts, self.router_options, self.capacity_factor, self.activation,
+            self.split,
+        )  # fmt: skip
+        biases = () if bias is None else (bias[...],)
+        in_specs = (placement.in_spec, call.specs, (P(None),) * len(biases))
+        out_specs = placement.in_spec, P()
+        y, routing = placement.bind(_apply, static, (x, linears, biases), in_specs, out_specs)()
+        return (y if self.shared is None else y + self.shared(x)), routing
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    call: Call
+    k: int
+    experts: int
+    router: RouterOptions
+    capacity_factor: float | None
+    activation: Activation
+    split: Split
+
+
+def _apply(static: _Static, x: Array, linears: tuple[Linear, ...], biases: tuple[Array, ...]) -> tuple[Array, Routing]:
+    settings, axis_name = static.call.settings, static.call.settings.axis_name
+    (router, _), *kernels = static.call.take(x, linears)
+    wide = jnp.promote_types(jnp.float32, x.dtype)
+    logits = lax.dot_general(
+        x.astype(wide), shards.cast(router, x, wide), (((x.ndim - 1,), (0,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+    )  # fmt: skip
+    ids, weights, scores = route(logits, static.k, static.router, *(biases or (None,)))
+    rows, chosen, factors = (y.reshape(-1, y.shape[-1]) for y in (x.astype(settings.dtype), ids, weights))
+    count, devices = rows.shape[0], lax.axis_size(axis_name)
+    if not static.call.rows_sharded:  # every device has all rows, and takes its part of them
+        rows, chosen, factors = (_part(y, axis_name) for y in (rows, chosen, factors))
+    capacity = None
+    if static.capacity_factor is not None:
+        capacity = max(1, int(static.capacity_factor * rows.shape[0] * static.k / static.experts))
+    up, *gate, down = (shards.cast(kernel, x, settings.dtype) for kernel, _ in kernels)
+    y = expert_mlp(
+        rows, chosen, factors, gate[0] if gate else None, up, down, axis_name, activation=static.activation,
+        split=static.split, capacity=capacity, backend=if_available("expert_mlp", settings.backend), precision=settings.precision,
+    )  # fmt: skip
+    if not static.call.rows_sharded:
+        y = lax.all_gather(y, axis_name, axis=0, tiled=True, to="invarying")[:count]
+        capacity = None if capacity is None else capacity * devices
+    return y.reshape(x.shape), routing(logits, scores, ids, capacity, jax.typeof(x).mat.varying)
+
+
+def _part(y: Array, axis_name: str) -> Array:
+    """Returns this device's part of rows [n, d] that all devices have, padded by zeros."""
+    devices = lax.axis_size(axis_name)
+    rows = -(-y.shape[0] // devices)
+    padded = lax.pad(y, jnp.zeros((), y.dtype), [(0, rows * devices - y.shape[0], 0), (0, 0, 0)])
+    return lax.dynamic_slice_in_dim(padded, lax.axis_index(axis_name) * rows, rows)
+
+
+def _initial(init: Initializer, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Draws the kernel of every expert as that of a Dense layer."""
+    return jax.vmap(lambda key: init(key, shape[1:], dtype))(jax.random.split(key, shape[0]))
