@@ -187,7 +187,8 @@ def _apply(static: _Static, x: Array, linears: tuple[Linear, ...], biases: tuple
     up, *gate, down = (shards.cast(kernel, x, settings.dtype) for kernel, _ in kernels)
     y = expert_mlp(
         rows, chosen, factors, gate[0] if gate else None, up, down, axis_name, activation=static.activation,
-        split=static.split, capacity=capacity, backend=if_available("expert_mlp", settings.backend), precision=settings.precision,
+        split=static.split, capacity=capacity, precision=settings.precision,
+        backend=if_available("expert_mlp", settings.backend),
     )  # fmt: skip
     if not static.call.rows_sharded:
         y = lax.all_gather(y, axis_name, axis=0, tiled=True, to="invarying")[:count]

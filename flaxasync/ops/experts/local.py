@@ -10,7 +10,6 @@ time, and no buffer is larger for a routing that is not balanced. Backward, h is
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -21,7 +20,7 @@ from jax import Array, lax
 from flaxasync.mesh import cast_to_varying
 from flaxasync.ops.experts.assignments import Assignments, Tiles, TilesOf
 from flaxasync.ops.matmul.mlp import Activation, activate
-from flaxasync.ops.matmul.products import Arrays, accumulator_dtype, dot, weight_gradient
+from flaxasync.ops.matmul.products import Arrays, accumulator_dtype, dot, sum_of_products, weight_gradient
 from flaxasync.ring import Index
 
 type Split = Literal["experts", "hidden"]
@@ -35,22 +34,25 @@ class Weights(NamedTuple):
 
 
 class Products(Protocol):
-    """The products of some tiles of rows, each with the weights of its expert. Hashable."""
+    """What multiplies some tiles of rows, each with the weights of its expert. Hashable."""
 
     @property
     def tiles(self) -> int:
         """How many tiles are multiplied at once."""
         ...
 
-    def multiply(self, xs: Arrays, ws: Arrays, tiles: Tiles, count: Array, *, transposed: bool = False) -> Arrays:
-        """Returns x @ w of each pair, or x @ w.T, for x [c * t, k] and w [e, k, n], in the dtype that accumulates.
-
-        The first `count` tiles have rows. Those of the others are not read, and get anything.
-        """
+    def forward(self, rows: Array, weights: Weights, activation: Activation, tiles: Tiles, count: Array) -> Array:
+        """Returns h @ down for rows [c * t, D]. The first `count` tiles have rows; those of the others get anything."""
         ...
 
-    def add_weight_gradients(self, dws: Arrays, xs: Arrays, dys: Arrays, tiles: Tiles, count: Array) -> Arrays:
-        """Returns dws [e, k, n] plus x.T @ dy of each tile in the place of its expert."""
+    def backward(
+        self, rows: Array, dys: Array, weights: Weights, activation: Activation, tiles: Tiles, count: Array,
+        gradients: Weights,
+    ) -> tuple[Array, Array, Weights]:  # fmt: skip
+        """Returns the gradients of rows and of the weights in `tiles`, and adds those of the experts to `gradients`.
+
+        `dys` are the cotangents of the outputs of the rows, before these are multiplied with their weights.
+        """
         ...
 
 
@@ -61,16 +63,27 @@ class OneTile:
     precision: lax.PrecisionLike = None
     tiles: int = 1
 
-    def multiply(self, xs: Arrays, ws: Arrays, tiles: Tiles, count: Array, *, transposed: bool = False) -> Arrays:
-        expert = tiles.experts[0]
-        chosen = (lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in ws)
-        return tuple(dot(x, w, self.precision, transposed=transposed) for x, w in zip(xs, chosen, strict=True))
+    def forward(self, rows: Array, weights: Weights, activation: Activation, tiles: Tiles, count: Array) -> Array:
+        weights = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, tiles.experts[0], keepdims=False), weights)
+        h = activate(activation, tuple(dot(rows, w, self.precision) for w in weights.columns))
+        return dot(h.astype(rows.dtype), weights.down, self.precision)
 
-    def add_weight_gradients(self, dws: Arrays, xs: Arrays, dys: Arrays, tiles: Tiles, count: Array) -> Arrays:
-        return tuple(
-            dw.at[tiles.experts[0]].add(weight_gradient(x, dy, self.precision))
-            for dw, x, dy in zip(dws, xs, dys, strict=True)
-        )
+    def backward(
+        self, rows: Array, dys: Array, weights: Weights, activation: Activation, tiles: Tiles, count: Array,
+        gradients: Weights,
+    ) -> tuple[Array, Array, Weights]:  # fmt: skip
+        expert, weight = tiles.experts[0], tiles.weights[:, None]
+        weights = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, expert, keepdims=False), weights)
+        wholes = tuple(dot(rows, w, self.precision) for w in weights.columns)
+        h, pull = jax.vjp(lambda wholes: activate(activation, wholes), wholes)
+        dh = dot(dys, weights.down, self.precision, transposed=True)
+        (dwholes,) = pull((dh * weight.astype(dh.dtype)).astype(h.dtype))
+        dwholes = tuple(d.astype(rows.dtype) for d in dwholes)
+        down = weight_gradient(h.astype(rows.dtype), (dys * weight.astype(dys.dtype)), self.precision)
+        columns = tuple(weight_gradient(rows, d, self.precision) for d in dwholes)
+        gradients = jax.tree.map(lambda sums, new: sums.at[expert].add(new), gradients, Weights(columns, down))
+        dx = sum_of_products(dwholes, weights.columns, self.precision, transposed=True)
+        return dx, jnp.sum(h * dh, axis=-1), gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +108,7 @@ class Block(NamedTuple):
 
 
 class BlockGradients(NamedTuple):
-    """The gradients of a block: dx [n, D], and those of the weights in the order of its assignments [n * k + t]."""
+    """The gradients of a block: dx [n, D], and those of the weights in its tiles [T, t]."""
 
     dx: Array
     dweights: Array
@@ -107,10 +120,7 @@ def forward(experts: Experts, weights: Weights, blocks: tuple[Block, ...]) -> Ar
     x, tiles_of = _joined([b.x for b in blocks]), _tiles_of(experts, weights, blocks)
 
     def add(tiles: Tiles, count: Array, y: Array) -> Array:
-        rows = _take(x, tiles)
-        products = experts.products.multiply((rows,) * len(weights.columns), weights.columns, tiles, count)
-        h = activate(experts.activation, products).astype(x.dtype)
-        (out,) = experts.products.multiply((h,), (weights.down,), tiles, count)
+        out = experts.products.forward(_take(x, tiles), weights, experts.activation, tiles, count)
         return _add(y, tiles, out * tiles.weights.astype(out.dtype)[:, None])
 
     zeros = jnp.zeros(x.shape, accumulator_dtype(x))
@@ -121,34 +131,23 @@ def backward(
     experts: Experts, weights: Weights, blocks: tuple[Block, ...], gradients: Weights
 ) -> tuple[tuple[BlockGradients, ...], Weights]:
     """Returns the gradients of each block, and adds those of the weights to `gradients`."""
-    sizes = tuple(block.x.shape[0] for block in blocks)
+    sizes, places = tuple(b.x.shape[0] for b in blocks), tuple(b.assignments.rows.shape[0] for b in blocks)
     x, dy = _joined([b.x for b in blocks]), _joined([b.dy for b in blocks if b.dy is not None])
-    tiles_of, places = _tiles_of(experts, weights, blocks), [b.assignments.rows.size for b in blocks]
-    products = experts.products
+    tiles_of = _tiles_of(experts, weights, blocks)
 
-    def add(tiles: Tiles, count: Array, carry: Any) -> Any:
-        dx, dweights, columns, down = carry
-        rows, dys, weight = _take(x, tiles), _take(dy, tiles), tiles.weights.astype(dx.dtype)[:, None]
-        wholes = products.multiply((rows,) * len(weights.columns), weights.columns, tiles, count)
-        h, pull = jax.vjp(lambda wholes: activate(experts.activation, wholes), wholes)
-        (dh,) = products.multiply((dys,), (weights.down,), tiles, count, transposed=True)
-        dweight = jnp.where(tiles.valid, jnp.sum(h * dh, axis=-1), 0)
-        dweights = _add_windows(dweights, dweight, tiles, places, experts.tile_rows)
-        (dwholes,) = pull((dh * weight).astype(h.dtype))
-        dwholes = tuple(d.astype(x.dtype) for d in dwholes)
-        parts = products.multiply(dwholes, weights.columns, tiles, count, transposed=True)
-        dx = _add(dx, tiles, functools.reduce(jnp.add, parts))
-        (down,) = products.add_weight_gradients(
-            (down,), (h.astype(x.dtype),), ((dys * weight).astype(x.dtype),), tiles, count
+    def add(tiles: Tiles, count: Array, carry: tuple[Array, Array, Weights]) -> tuple[Array, Array, Weights]:
+        dx, dweights, gradients = carry
+        drows, dweight, gradients = experts.products.backward(
+            _take(x, tiles), _take(dy, tiles), weights, experts.activation, tiles, count, gradients
         )
-        columns = products.add_weight_gradients(columns, (rows,) * len(columns), dwholes, tiles, count)
-        return dx, dweights, columns, down
+        found = dweight.reshape(-1, experts.tile_rows).astype(dweights.dtype)
+        return _add(dx, tiles, drows), dweights.at[tiles.places].set(found, mode="drop"), gradients
 
     wide = accumulator_dtype(x)
-    zeros = jnp.zeros(x.shape, wide), jnp.zeros(sum(places), wide), *gradients
-    dx, dweights, columns, down = _for_each(experts, tiles_of, add, zeros, (blocks, weights))
+    zeros = jnp.zeros(x.shape, wide), jnp.zeros((sum(places), experts.tile_rows), wide), gradients
+    dx, dweights, gradients = _for_each(experts, tiles_of, add, zeros, (blocks, weights))
     parts = zip(lax.split(dx, sizes, axis=0), lax.split(dweights, places, axis=0), strict=True)
-    return tuple(BlockGradients(*part) for part in parts), Weights(columns, down)
+    return tuple(BlockGradients(*part) for part in parts), gradients
 
 
 def no_gradients(weights: Weights) -> Weights:
@@ -162,7 +161,7 @@ def _tiles_of(experts: Experts, weights: Weights, blocks: tuple[Block, ...]) -> 
     local = weights.down.shape[0]
     first: Index = lax.axis_index(experts.axis_name) * local if experts.split == "experts" else 0
     sizes = tuple(block.x.shape[0] for block in blocks)
-    return TilesOf(tuple(block.assignments for block in blocks), first, local, sizes, experts.tile_rows)
+    return TilesOf(tuple(block.assignments for block in blocks), first, local, sizes)
 
 
 def _for_each(
@@ -191,11 +190,3 @@ def _take(x: Array, tiles: Tiles) -> Array:
 
 def _add(y: Array, tiles: Tiles, rows: Array) -> Array:
     return y.at[tiles.rows].add(rows, mode="drop")
-
-
-def _add_windows(dweights: Array, values: Array, tiles: Tiles, places: list[int], tile_rows: int) -> Array:
-    """Adds the gradient of each tile's weights at the place of its first assignment."""
-    offsets = jnp.array([sum(places[:part]) for part in range(len(places))], jnp.int32)
-    start = offsets[tiles.block] + tiles.first
-    index = start[:, None] + jnp.arange(tile_rows, dtype=jnp.int32)
-    return dweights.at[jnp.where(tiles.valid, index.reshape(-1), dweights.size)].add(values, mode="drop")

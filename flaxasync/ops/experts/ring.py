@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync.ops.experts import local
-from flaxasync.ops.experts.assignments import sort
+from flaxasync.ops.experts.assignments import sort, unsort
 from flaxasync.ops.experts.local import Block, BlockGradients, Experts, Weights
 from flaxasync.ops.matmul.products import accumulator_dtype
 from flaxasync.ops.saved import PRODUCT, first_only
@@ -65,11 +65,11 @@ def _multiply_bwd(experts: Experts, ring: Ring, saved: Any, dy: Array) -> tuple[
     with jax.named_scope("expert_mlp_gradient"):
         found, gradients = _for_all_devices(ring, blocks, local.no_gradients(kernels), work)
     dweights = [
-        jnp.zeros(place.size, one.dweights.dtype).at[place].set(one.dweights[: place.size], unique_indices=True)
+        unsort(one.dweights, place, (one.dx.shape[0], ids.shape[1]), dropless=experts.capacity is None)
         for one, place in zip(found, places, strict=True)
     ]
     dkernels = jax.tree.map(lambda gradient, kernel: gradient.astype(kernel.dtype), gradients, kernels)
-    dweight = lax.concatenate(dweights, 0).reshape(weights.shape).astype(weights.dtype)
+    dweight = lax.concatenate(dweights, 0).astype(weights.dtype)
     return lax.concatenate([one.dx for one in found], 0), None, dweight, dkernels
 
 
@@ -84,7 +84,7 @@ def _blocks(
     for start, rows in split_rows(x.shape[0], len(_shifts(ring, x.shape[0]))):
         mine = slice(start, start + rows)
         found, place = sort(
-            ids[mine], weights[mine], experts.count, capacity=experts.capacity, padding=experts.tile_rows
+            ids[mine], weights[mine], experts.count, capacity=experts.capacity, tile_rows=experts.tile_rows
         )
         blocks.append(Block(x[mine], found, None if dy is None else dy[mine]))
         places.append(place)
