@@ -1,0 +1,301 @@
+"""Products of rows that are sorted by expert with the weights of their experts, as one Pallas TPU kernel.
+
+```
+x        [M, K]       rows sorted by expert; the rows of each expert begin at a multiple of t rows, a tile
+w        [E, K, N]    one matrix for each expert, or [E, N, K] if transposed
+experts  [M / t]      int32, the expert of each tile, ascending over the live tiles
+tiles    []           int32, the number of live tiles; rows beyond them are neither read nor written
+y        [M, N]       y[tile] = x[tile] @ w[experts[tile]], of x's dtype; sums are float32
+
+grid           columns of y   ->   groups of tiles   ->   blocks of K   ->   tiles of the group
+x                                                         x               x        a block comes for each step
+w              x                   if K is divided        x                        a block comes for each group
+```
+
+A group is a run of tiles of one expert. If K is whole, it is all tiles of the expert, so each weight is read once in a
+call. Otherwise the float32 sums of a group stay in vector memory until all blocks of K are added, and memory limits it.
+
+Pallas fetches x and stores y, a step ahead. The kernel fetches w itself, a group ahead, because one step is too short
+for a block of w if tiles have few rows. `Blocks.choose` takes the sizes that move the fewest bytes.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from flaxasync.kernels.engine.call import available, vmem_limit
+from flaxasync.kernels.engine.matmul import Epilogue, accumulate, dot
+from flaxasync.kernels.engine.operands import DTYPES, HBM, LANES, Ref, Scalar, aligned, largest_divisor, output
+from flaxasync.kernels.engine.slots import IncomingTiles, start_copy
+from flaxasync.kernels.engine.tiling import Tiling, split
+from flaxasync.mesh import UnsupportedError
+
+SUB_BLOCK = 256  # rows of y that are multiplied at once
+STEP_BYTES = 2**18  # bytes that HBM moves in the time that a step costs beside its products
+
+
+def grouped_matmul(
+    x: Array,
+    ws: Sequence[Array],
+    experts: Array,
+    tiles: Array,
+    *,
+    tile_rows: int,
+    transposed: bool = False,
+    epilogue: Epilogue | None = None,
+    operands: Sequence[Array] = (),
+) -> tuple[Array, ...]:
+    """Returns the product of x with each w, which share one reading of x; see the head of this file.
+
+    Args:
+      x, ws, experts, tiles: The operands; all w have the same shape.
+      tile_rows: The rows of a tile, a multiple of 128.
+      transposed: Whether each w is [E, N, K].
+      epilogue: What to return instead of the products: its results [M, N].
+      operands: The operands [M, N] of the epilogue.
+
+    Raises:
+      NotImplementedError: The kernel cannot serve such operands.
+    """
+    return _call("grouped_matmul", (x,), ws, experts, tiles, tile_rows, transposed, epilogue, operands)
+
+
+def grouped_sum(
+    xs: Sequence[Array], ws: Sequence[Array], experts: Array, tiles: Array, *, tile_rows: int, transposed: bool = False
+) -> Array:
+    """Returns the sum [M, N] of the products of each x [M, K] with its w; the arguments are those of `grouped_matmul`."""
+    return _call("grouped_sum", xs, ws, experts, tiles, tile_rows, transposed, None, ())[0]
+
+
+def check_grouped(caller: str, dtype: jnp.dtype, tile_rows: int, *features: int) -> None:
+    """Raises NotImplementedError if the grouped kernels cannot serve operands of this dtype and of these features."""
+    if dtype.name not in DTYPES:
+        raise UnsupportedError(f"{caller} has kernels for {' and '.join(DTYPES)}: got {dtype.name}; cast the operands")
+    for what, size in (("tile_rows", tile_rows), *(("features", size) for size in features)):
+        if size % LANES:
+            raise UnsupportedError(f"{caller} needs {what} to be a multiple of {LANES}: got {size}; pad the operands")
+
+
+class Step(NamedTuple):
+    first: Scalar  # the first tile of the group
+    count: Scalar  # tiles of the group
+    k: Scalar  # block of K
+    tile: Scalar  # tile of the group, counted from its first one
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The blocks of a call: [rows, k] of each x, [k, n] of each w, [rows, n] of each y."""
+
+    rows: int
+    k: int
+    n: int
+    depth: int  # blocks of K
+    columns: int  # blocks of N
+    most: int  # tiles of a group at most
+
+    @classmethod
+    def choose(cls, xs: Sequence[Array], ws: Sequence[Array], n: int, rows: int, results: int) -> tuple[Self, int]:
+        """Returns the blocks that fit into vector memory and move the fewest bytes, and what they take of that memory.
+
+        `results` counts the arrays [M, N] that are read or written. Experts are assumed to have equally many tiles.
+        """
+        (m, k), itemsize, pairs, joined = xs[0].shape, xs[0].dtype.itemsize, len(xs), len(ws) // len(xs)
+        alike = pl.cdiv(m // rows, ws[0].shape[0])  # tiles of an expert
+
+        def vmem_bytes(blocks: Self) -> int:
+            streamed = pairs * blocks.k * rows + len(ws) * blocks.k * blocks.n + results * rows * blocks.n
+            sums = (blocks.most * rows if blocks.depth > 1 else 0) + 2 * SUB_BLOCK
+            return 2 * itemsize * streamed + 4 * sums * joined * blocks.n
+
+        def cost(blocks: Self) -> int:
+            readings = pl.cdiv(alike, blocks.most) if blocks.depth > 1 else 1
+            exposed = len(ws) * blocks.k * blocks.n + results * rows * blocks.n  # nothing is multiplied meanwhile
+            elements = pairs * m * k * blocks.columns + readings * sum(w.size for w in ws) + exposed
+            return itemsize * elements + STEP_BYTES * blocks.columns * blocks.depth * (m // rows)
+
+        choices = [
+            cls(rows, deep, wide, k // deep, n // wide, most)
+            for deep, wide in itertools.product(_divisors(k), _divisors(n))
+            for most in ([m // rows] if deep == k else range(1, alike + 1))
+        ]
+        best = min((blocks for blocks in choices if vmem_bytes(blocks) <= available()), key=cost)
+        return best, vmem_bytes(best)
+
+    def table(self, experts: Array, tiles: Array) -> Array:
+        """Returns the table [3, M / t]: each tile's expert, the first tile of its group, and the tiles of its group."""
+        xp: Any = np if isinstance(experts, np.ndarray) else jnp  # tables of constants have to be constants to be simulated
+        index = xp.arange(experts.shape[0], dtype=np.int32)
+        live = index < tiles
+        first = xp.sum(live & (experts < experts[:, None]), axis=1, dtype=np.int32)
+        end = xp.sum(live & (experts <= experts[:, None]), axis=1, dtype=np.int32)
+        first += (index - first) // self.most * self.most
+        return xp.stack([experts, first, xp.minimum(end - first, self.most)])
+
+    def at(self, step: Scalar, table: Ref) -> Step:
+        some = split(step, self.depth)[0]  # a tile of the same group
+        first, count = table[1, some], table[2, some]
+        if self.depth == 1:
+            return Step(first, count, 0, step - first)
+        return Step(first, count, *split(step - first * self.depth, count))
+
+    def x_index(self, j: Scalar, step: Scalar, table: Ref) -> tuple[Scalar, Scalar]:
+        at = self.at(step, table)
+        return at.first + at.tile, at.k
+
+    def y_index(self, j: Scalar, step: Scalar, table: Ref) -> tuple[Scalar, Scalar]:
+        """Returns the index of a block of y; that of the group's first tile until the last block of K comes."""
+        at = self.at(step, table)
+        return at.first + jnp.where(at.k == self.depth - 1, at.tile, 0), j
+
+
+def _divisors(size: int) -> Iterator[int]:
+    """Returns the sides that a block may have."""
+    return (side for side in range(LANES, size + 1, LANES) if size % side == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """The body of the kernel. Several pairs of x and w have their products added, or several w lie side by side."""
+
+    blocks: Blocks
+    transposed: bool
+    pairs: int  # arrays x
+    joined: int  # arrays w for each x
+    epilogue: Epilogue | None
+    operands: int
+
+    def __call__(self, table: Ref, *refs: Ref) -> None:
+        """Does one step of the grid: one block of each x times one block of each w.
+
+        The refs are those of x [rows, k] in VMEM, of w in HBM, of the operands and results [rows, n] in VMEM, and of
+        the scratch memory: see `scratch`.
+        """
+        *arrays, w_tiles, sums, last_slot = refs
+        xs, ws, rest = arrays[: self.pairs], arrays[self.pairs :][: self.count], arrays[self.pairs + self.count :]
+        j, step = pl.program_id(0), pl.program_id(1)
+        at = self.blocks.at(step, table)
+
+        @pl.when((j == 0) & (step == 0))
+        def begin() -> None:
+            last_slot[0] = 1
+            self.start_w(w_tiles, 0, ws, table[0, 0], 0, 0)
+
+        @pl.when(at.tile == 0)
+        def begin_group() -> None:
+            slot = 1 - last_slot[0]
+            last_slot[0] = slot
+            end = at.first + at.count
+            same, ends = at.k + 1 < self.blocks.depth, end * self.blocks.depth == pl.num_programs(1)
+            tile = jnp.where(same, at.first, jnp.where(ends, 0, end))
+            next_j = jnp.where(ends & jnp.logical_not(same), j + 1, j)
+            pl.when(next_j < self.blocks.columns)(
+                lambda: self.start_w(w_tiles, 1 - slot, ws, table[0, tile], jnp.where(same, at.k + 1, 0), next_j)
+            )
+            w_tiles.wait(slot, *w_tiles.tiles.shape[1:])
+
+        with jax.named_scope("multiply"):
+            self.multiply(at, xs, w_tiles.tiles.at[last_slot[0]], sums.at[at.tile], rest)
+
+    @property
+    def count(self) -> int:
+        """Arrays w."""
+        return self.pairs * self.joined
+
+    def scratch(self, dtype: jnp.dtype) -> list[Ref]:
+        """Returns blocks of w for this group and the next one, the sums of a group, and the slot of this group's w."""
+        blocks = self.blocks
+        shape = self._w_shape(blocks.k, self.joined * blocks.n)
+        sums = (blocks.most, blocks.rows, self.joined * blocks.n) if blocks.depth > 1 else (1, 8, LANES)
+        return [
+            IncomingTiles.allocate(2, (self.pairs, *shape), dtype),
+            pltpu.VMEM(sums, jnp.float32),
+            pltpu.SMEM((1,), jnp.int32),
+        ]
+
+    def start_w(
+        self, w_tiles: IncomingTiles, slot: Scalar, ws: Sequence[Ref], expert: Scalar, k: Scalar, j: Scalar
+    ) -> None:
+        """Starts to fetch block (k, j) of an expert's weights, those for one x side by side."""
+        depth, columns = (aligned(i * size, size, LANES) for i, size in ((k, self.blocks.k), (j, self.blocks.n)))
+        for number, w in enumerate(ws):
+            pair, part = divmod(number, self.joined)
+            target = self._w_shape(slice(None), pl.ds(part * self.blocks.n, self.blocks.n))
+            start_copy(
+                w.at[expert, *self._w_shape(depth, columns)], w_tiles.tiles.at[slot, pair, *target],
+                w_tiles.sems.at[slot],
+            )  # fmt: skip
+
+    def multiply(self, at: Step, xs: Sequence[Ref], w_tile: Ref, sums: Ref, rest: Sequence[Ref]) -> None:
+        blocks = self.blocks
+        rows = Tiling((blocks.rows,), blocks.rows, LANES, largest_divisor(blocks.rows, SUB_BLOCK, LANES))
+
+        def product(depth: int, index: Any) -> Array:
+            return sum(dot(x[index], w_tile[pair], transposed=self.transposed) for pair, x in enumerate(xs))
+
+        def finish(value: Array, index: Any) -> None:
+            values = tuple(value[:, first : first + blocks.n] for first in range(0, value.shape[1], blocks.n))
+            if self.epilogue is not None:
+                values = self.epilogue(values, tuple(o[index].astype(jnp.float32) for o in rest[: self.operands]))
+            for y, result in zip(rest[self.operands :], values, strict=True):
+                y[index] = result.astype(y.dtype)
+
+        accumulate(
+            Tiling((blocks.depth * blocks.k,), blocks.k),
+            at.k,
+            first=at.k == 0,
+            last=at.k == blocks.depth - 1,
+            accumulator=sums,
+            for_each_sub_block=lambda use: rows.for_each_sub_block(0, use),
+            product=product,
+            finish=finish,
+        )
+
+    def _w_shape(self, k: Any, n: Any) -> tuple[Any, Any]:
+        return (n, k) if self.transposed else (k, n)
+
+
+def _call(
+    caller: str, xs: Sequence[Array], ws: Sequence[Array], experts: Array, tiles: Array, rows: int, transposed: bool,
+    epilogue: Epilogue | None, operands: Sequence[Array],
+) -> tuple[Array, ...]:  # fmt: skip
+    (m, k), n, joined = xs[0].shape, ws[0].shape[1 if transposed else 2], len(ws) // len(xs)
+    check_grouped(caller, xs[0].dtype, rows, k, n)
+    results = epilogue.results if epilogue else joined
+    blocks, vmem_bytes = Blocks.choose(xs, ws, n, rows, len(operands) + results)
+    kernel = _Kernel(blocks, transposed, len(xs), joined, epilogue, len(operands))
+    y_spec = pl.BlockSpec((rows, blocks.n), blocks.y_index)
+    ys = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(blocks.columns, tiles * blocks.depth),
+            in_specs=[
+                *[pl.BlockSpec((rows, blocks.k), blocks.x_index)] * len(xs),
+                *[HBM] * len(ws),
+                *[y_spec] * len(operands),
+            ],
+            out_specs=[y_spec] * results,
+            scratch_shapes=kernel.scratch(xs[0].dtype),
+        ),
+        out_shape=[output((m, n), xs[0], *xs[1:], *ws, *operands)] * results,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=vmem_limit(vmem_bytes)
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * m * k * n * len(ws),
+            transcendentals=0,
+            bytes_accessed=xs[0].dtype.itemsize
+            * (len(xs) * m * k * blocks.columns + sum(w.size for w in ws) + (len(operands) + results) * m * n),
+        ),
+        name=caller,
+    )(blocks.table(experts, tiles), *xs, *ws, *operands)
+    return tuple(ys)
