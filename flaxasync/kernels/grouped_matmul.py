@@ -21,7 +21,8 @@ for a block of w if tiles have few rows. `Blocks.choose` takes the sizes that mo
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -38,7 +39,9 @@ from flaxasync.kernels.engine.slots import IncomingTiles, start_copy
 from flaxasync.kernels.engine.tiling import Tiling, split
 from flaxasync.mesh import UnsupportedError
 
-SUB_BLOCK = 256  # rows of y that are multiplied at once
+SUB_BLOCK = 512  # rows of y that are multiplied at once
+WIDTH = 1024  # columns of w that are multiplied at once
+PIECES = 8  # pieces in which a block of w comes
 STEP_BYTES = 2**18  # bytes that HBM moves in the time that a step costs beside its products
 
 
@@ -100,6 +103,7 @@ class Blocks:
     n: int
     depth: int  # blocks of K
     columns: int  # blocks of N
+    width: int  # columns of y that are multiplied at once
     most: int  # tiles of a group at most
 
     @classmethod
@@ -113,17 +117,18 @@ class Blocks:
 
         def vmem_bytes(blocks: Self) -> int:
             streamed = pairs * blocks.k * rows + len(ws) * blocks.k * blocks.n + results * rows * blocks.n
-            sums = (blocks.most * rows if blocks.depth > 1 else 0) + 2 * SUB_BLOCK
-            return 2 * itemsize * streamed + 4 * sums * joined * blocks.n
+            sums = (blocks.most * rows * blocks.n if blocks.depth > 1 else 0) + 2 * SUB_BLOCK * blocks.width
+            return 2 * itemsize * streamed + 4 * sums * joined
 
         def cost(blocks: Self) -> int:
             readings = pl.cdiv(alike, blocks.most) if blocks.depth > 1 else 1
             exposed = len(ws) * blocks.k * blocks.n + results * rows * blocks.n  # nothing is multiplied meanwhile
             elements = pairs * m * k * blocks.columns + readings * sum(w.size for w in ws) + exposed
-            return itemsize * elements + STEP_BYTES * blocks.columns * blocks.depth * (m // rows)
+            steps = STEP_BYTES * blocks.columns * blocks.depth * (m // rows)
+            return itemsize * elements + steps + (blocks.depth - 1) * joined * m * n // 2
 
         choices = [
-            cls(rows, deep, wide, k // deep, n // wide, most)
+            cls(rows, deep, wide, k // deep, n // wide, largest_divisor(wide, WIDTH // joined, LANES), most)
             for deep, wide in itertools.product(_divisors(k), _divisors(n))
             for most in ([m // rows] if deep == k else range(1, alike + 1))
         ]
@@ -159,7 +164,8 @@ class Blocks:
 
 def _divisors(size: int) -> Iterator[int]:
     """Returns the sides that a block may have."""
-    return (side for side in range(LANES, size + 1, LANES) if size % side == 0)
+    unit = math.gcd(size, 2 * LANES)  # the side of the matrix units of some chips
+    return (side for side in range(unit, size + 1, unit) if size % side == 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,26 +190,28 @@ class _Kernel:
         j, step = pl.program_id(0), pl.program_id(1)
         at = self.blocks.at(step, table)
 
+        same, end = at.k + 1 < self.blocks.depth, at.first + at.count
+        ends = end * self.blocks.depth == pl.num_programs(1)
+        next_j = jnp.where(ends & jnp.logical_not(same), j + 1, j)
+        tile = jnp.where(same, at.first, jnp.where(ends, 0, end))
+
         @pl.when((j == 0) & (step == 0))
         def begin() -> None:
             last_slot[0] = 1
-            self.start_w(w_tiles, 0, ws, table[0, 0], 0, 0)
+            self.start_w(w_tiles, 0, ws, table[0, 0], 0, 0, 0, 1)
 
         @pl.when(at.tile == 0)
         def begin_group() -> None:
-            slot = 1 - last_slot[0]
-            last_slot[0] = slot
-            end = at.first + at.count
-            same, ends = at.k + 1 < self.blocks.depth, end * self.blocks.depth == pl.num_programs(1)
-            tile = jnp.where(same, at.first, jnp.where(ends, 0, end))
-            next_j = jnp.where(ends & jnp.logical_not(same), j + 1, j)
-            pl.when(next_j < self.blocks.columns)(
-                lambda: self.start_w(w_tiles, 1 - slot, ws, table[0, tile], jnp.where(same, at.k + 1, 0), next_j)
-            )
+            slot = last_slot[0] = 1 - last_slot[0]
             w_tiles.wait(slot, *w_tiles.tiles.shape[1:])
 
+        @pl.when(next_j < self.blocks.columns)
+        def begin_next_group() -> None:
+            next_k = jnp.where(same, at.k + 1, 0)
+            self.start_w(w_tiles, 1 - last_slot[0], ws, table[0, tile], next_k, next_j, at.tile, at.count)
+
         with jax.named_scope("multiply"):
-            self.multiply(at, xs, w_tiles.tiles.at[last_slot[0]], sums.at[at.tile], rest)
+            self.multiply(at, xs, w_tiles.tiles.at[last_slot[0]], sums.at[at.tile if self.blocks.depth > 1 else 0], rest)
 
     @property
     def count(self) -> int:
@@ -222,31 +230,55 @@ class _Kernel:
         ]
 
     def start_w(
-        self, w_tiles: IncomingTiles, slot: Scalar, ws: Sequence[Ref], expert: Scalar, k: Scalar, j: Scalar
-    ) -> None:
-        """Starts to fetch block (k, j) of an expert's weights, those for one x side by side."""
-        depth, columns = (aligned(i * size, size, LANES) for i, size in ((k, self.blocks.k), (j, self.blocks.n)))
-        for number, w in enumerate(ws):
-            pair, part = divmod(number, self.joined)
-            target = self._w_shape(slice(None), pl.ds(part * self.blocks.n, self.blocks.n))
-            start_copy(
-                w.at[expert, *self._w_shape(depth, columns)], w_tiles.tiles.at[slot, pair, *target],
-                w_tiles.sems.at[slot],
-            )  # fmt: skip
+        self, w_tiles: IncomingTiles, slot: Scalar, ws: Sequence[Ref], expert: Scalar, k: Scalar, j: Scalar,
+        share: Scalar, shares: Scalar,
+    ) -> None:  # fmt: skip
+        """Starts to fetch a share of block (k, j) of an expert's weights.
+
+        The sub-blocks of the arrays w for one x lie side by side.
+        """
+        blocks = self.blocks
+        piece = largest_divisor(blocks.k, max(LANES, blocks.k // PIECES), LANES)
+        count = blocks.k // piece
+
+        def start(number: Scalar) -> None:
+            here = aligned(number * piece, piece, LANES)
+            depth = aligned(k * blocks.k + number * piece, piece, LANES)
+            for which, first in itertools.product(range(len(ws)), range(0, blocks.n, blocks.width)):
+                pair, part = divmod(which, self.joined)
+                columns = aligned(j * blocks.n + first, blocks.width, LANES)
+                target = pl.ds(first * self.joined + part * blocks.width, blocks.width)
+                start_copy(
+                    ws[which].at[expert, *self._w_shape(depth, columns)],
+                    w_tiles.tiles.at[slot, pair, *self._w_shape(here, target)],
+                    w_tiles.sems.at[slot],
+                )
+
+        pl.loop(split(share * count, shares)[0], split((share + 1) * count, shares)[0])(start)
 
     def multiply(self, at: Step, xs: Sequence[Ref], w_tile: Ref, sums: Ref, rest: Sequence[Ref]) -> None:
-        blocks = self.blocks
-        rows = Tiling((blocks.rows,), blocks.rows, LANES, largest_divisor(blocks.rows, SUB_BLOCK, LANES))
+        blocks, joined = self.blocks, self.joined
+        height = largest_divisor(blocks.rows, SUB_BLOCK, LANES)
+
+        def for_each_sub_block(use: Callable[[Any], None]) -> None:
+            @pl.loop(0, blocks.n // blocks.width)
+            def columns(c: Scalar) -> None:
+                pl.loop(0, blocks.rows // height)(lambda i: use((aligned(i * height, height, LANES), c)))
+
+        def wide(c: Scalar) -> pl.Slice:
+            return aligned(c * joined * blocks.width, joined * blocks.width, LANES)
 
         def product(depth: int, index: Any) -> Array:
-            return sum(dot(x[index], w_tile[pair], transposed=self.transposed) for pair, x in enumerate(xs))
+            w = self._w_shape(slice(None), wide(index[1]))
+            return sum(dot(x[index[0]], w_tile[pair, *w], transposed=self.transposed) for pair, x in enumerate(xs))
 
         def finish(value: Array, index: Any) -> None:
-            values = tuple(value[:, first : first + blocks.n] for first in range(0, value.shape[1], blocks.n))
+            at = index[0], aligned(index[1] * blocks.width, blocks.width, LANES)
+            values = tuple(value[:, first : first + blocks.width] for first in range(0, value.shape[1], blocks.width))
             if self.epilogue is not None:
-                values = self.epilogue(values, tuple(o[index].astype(jnp.float32) for o in rest[: self.operands]))
+                values = self.epilogue(values, tuple(o[at].astype(jnp.float32) for o in rest[: self.operands]))
             for y, result in zip(rest[self.operands :], values, strict=True):
-                y[index] = result.astype(y.dtype)
+                y[at] = result.astype(y.dtype)
 
         accumulate(
             Tiling((blocks.depth * blocks.k,), blocks.k),
@@ -254,7 +286,7 @@ class _Kernel:
             first=at.k == 0,
             last=at.k == blocks.depth - 1,
             accumulator=sums,
-            for_each_sub_block=lambda use: rows.for_each_sub_block(0, use),
+            for_each_sub_block=for_each_sub_block,
             product=product,
             finish=finish,
         )
