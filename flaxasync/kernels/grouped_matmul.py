@@ -16,10 +16,11 @@ A group is a run of tiles of one expert. If K is whole, it is all tiles of the e
 call. Otherwise the float32 sums of a group stay in vector memory until all blocks of K are added, and memory limits it.
 
 Pallas fetches x and stores y, a step ahead. The kernel fetches w itself, a group ahead, because one step is too short
-for a block of w if tiles have few rows. `Blocks.choose` takes the sizes that move the fewest bytes.
+for a block of w if tiles have few rows. `Blocks.choose` takes the sizes that are the fastest.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -28,11 +29,11 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.call import available, vmem_limit
+from flaxasync.kernels.engine.call import available, chip_in_use, vmem_limit
 from flaxasync.kernels.engine.matmul import Epilogue, accumulate, dot
 from flaxasync.kernels.engine.operands import DTYPES, HBM, LANES, Ref, Scalar, aligned, largest_divisor, output
 from flaxasync.kernels.engine.slots import IncomingTiles, start_copy
@@ -40,9 +41,10 @@ from flaxasync.kernels.engine.tiling import Tiling, split
 from flaxasync.mesh import UnsupportedError
 
 SUB_BLOCK = 512  # rows of y that are multiplied at once
-WIDTH = 1024  # columns of w that are multiplied at once
-PIECES = 8  # pieces in which a block of w comes
-STEP_BYTES = 2**18  # bytes that HBM moves in the time that a step costs beside its products
+PANEL = 2**21  # elements of w that are multiplied at once, at most
+PANELS = 4  # panels of a block of w at least, if they are wide enough
+STEP_SECONDS = 0.3e-6  # what a step takes beside its products
+SUMS_RATE = 1e12  # elements in a second that are read, added and written
 
 
 def grouped_matmul(
@@ -74,7 +76,7 @@ def grouped_matmul(
 def grouped_sum(
     xs: Sequence[Array], ws: Sequence[Array], experts: Array, tiles: Array, *, tile_rows: int, transposed: bool = False
 ) -> Array:
-    """Returns the sum [M, N] of the products of each x [M, K] with its w; the arguments are those of `grouped_matmul`."""
+    """Returns the sum [M, N] of the products of each x [M, K] with its w; see `grouped_matmul` for the arguments."""
     return _call("grouped_sum", xs, ws, experts, tiles, tile_rows, transposed, None, ())[0]
 
 
@@ -106,13 +108,19 @@ class Blocks:
     width: int  # columns of y that are multiplied at once
     most: int  # tiles of a group at most
 
+    @property
+    def panels(self) -> int:
+        return self.n // self.width
+
     @classmethod
     def choose(cls, xs: Sequence[Array], ws: Sequence[Array], n: int, rows: int, results: int) -> tuple[Self, int]:
-        """Returns the blocks that fit into vector memory and move the fewest bytes, and what they take of that memory.
+        """Returns the blocks that fit into vector memory and are the fastest, and what they take of that memory.
 
         `results` counts the arrays [M, N] that are read or written. Experts are assumed to have equally many tiles.
         """
         (m, k), itemsize, pairs, joined = xs[0].shape, xs[0].dtype.itemsize, len(xs), len(ws) // len(xs)
+        chip = chip_in_use()
+        second = itemsize / (chip.hbm_bandwidth * chip.hbm_efficiency)  # in which HBM moves one element
         alike = pl.cdiv(m // rows, ws[0].shape[0])  # tiles of an expert
 
         def vmem_bytes(blocks: Self) -> int:
@@ -120,24 +128,29 @@ class Blocks:
             sums = (blocks.most * rows * blocks.n if blocks.depth > 1 else 0) + 2 * SUB_BLOCK * blocks.width
             return 2 * itemsize * streamed + 4 * sums * joined
 
-        def cost(blocks: Self) -> int:
+        def seconds(blocks: Self) -> float:
             readings = pl.cdiv(alike, blocks.most) if blocks.depth > 1 else 1
-            exposed = len(ws) * blocks.k * blocks.n + results * rows * blocks.n  # nothing is multiplied meanwhile
-            elements = pairs * m * k * blocks.columns + readings * sum(w.size for w in ws) + exposed
-            steps = STEP_BYTES * blocks.columns * blocks.depth * (m // rows)
-            return itemsize * elements + steps + (blocks.depth - 1) * joined * m * n // 2
+            elements = pairs * m * k * blocks.columns + readings * sum(w.size for w in ws) + results * m * n
+            first_and_last = (
+                len(ws) * blocks.k * blocks.width + rows * blocks.k + results * rows * blocks.n
+            )  # nothing is multiplied meanwhile
+            products = 2 * m * k * n * len(ws) / chip.flops + m * n * joined * (blocks.depth - 1) / SUMS_RATE
+            steps = blocks.columns * blocks.depth * (m // rows)
+            return max(products, elements * second) + first_and_last * second + steps * STEP_SECONDS
 
         choices = [
-            cls(rows, deep, wide, k // deep, n // wide, largest_divisor(wide, WIDTH // joined, LANES), most)
-            for deep, wide in itertools.product(_divisors(k), _divisors(n))
+            cls(rows, deep, wide, k // deep, n // wide, _width(deep, wide, joined), most)
+            for deep, wide in itertools.product(divisors(k), divisors(n))
             for most in ([m // rows] if deep == k else range(1, alike + 1))
         ]
-        best = min((blocks for blocks in choices if vmem_bytes(blocks) <= available()), key=cost)
+        best = min((blocks for blocks in choices if vmem_bytes(blocks) <= available()), key=seconds)
         return best, vmem_bytes(best)
 
     def table(self, experts: Array, tiles: Array) -> Array:
         """Returns the table [3, M / t]: each tile's expert, the first tile of its group, and the tiles of its group."""
-        xp: Any = np if isinstance(experts, np.ndarray) else jnp  # tables of constants have to be constants to be simulated
+        xp: Any = (
+            np if isinstance(experts, np.ndarray) else jnp
+        )  # tables of constants have to be constants to be simulated
         index = xp.arange(experts.shape[0], dtype=np.int32)
         live = index < tiles
         first = xp.sum(live & (experts < experts[:, None]), axis=1, dtype=np.int32)
@@ -162,8 +175,14 @@ class Blocks:
         return at.first + jnp.where(at.k == self.depth - 1, at.tile, 0), j
 
 
-def _divisors(size: int) -> Iterator[int]:
-    """Returns the sides that a block may have."""
+def _width(k: int, n: int, joined: int) -> int:
+    """Returns the columns of a block of y that are multiplied at once."""
+    unit = math.gcd(n, 2 * LANES)
+    return largest_divisor(n, max(unit, min(n // PANELS, PANEL // (k * joined))), unit)
+
+
+def divisors(size: int) -> Iterator[int]:
+    """Returns the sides that a block of a dimension of this size may have."""
     unit = math.gcd(size, 2 * LANES)  # the side of the matrix units of some chips
     return (side for side in range(unit, size + 1, unit) if size % side == 0)
 
@@ -202,8 +221,7 @@ class _Kernel:
 
         @pl.when(at.tile == 0)
         def begin_group() -> None:
-            slot = last_slot[0] = 1 - last_slot[0]
-            w_tiles.wait(slot, *w_tiles.tiles.shape[1:])
+            last_slot[0] = 1 - last_slot[0]
 
         @pl.when(next_j < self.blocks.columns)
         def begin_next_group() -> None:
@@ -211,7 +229,7 @@ class _Kernel:
             self.start_w(w_tiles, 1 - last_slot[0], ws, table[0, tile], next_k, next_j, at.tile, at.count)
 
         with jax.named_scope("multiply"):
-            self.multiply(at, xs, w_tiles.tiles.at[last_slot[0]], sums.at[at.tile if self.blocks.depth > 1 else 0], rest)
+            self.multiply(at, xs, w_tiles, last_slot[0], sums.at[at.tile if self.blocks.depth > 1 else 0], rest)
 
     @property
     def count(self) -> int:
@@ -221,64 +239,65 @@ class _Kernel:
     def scratch(self, dtype: jnp.dtype) -> list[Ref]:
         """Returns blocks of w for this group and the next one, the sums of a group, and the slot of this group's w."""
         blocks = self.blocks
-        shape = self._w_shape(blocks.k, self.joined * blocks.n)
-        sums = (blocks.most, blocks.rows, self.joined * blocks.n) if blocks.depth > 1 else (1, 8, LANES)
+        shape = self._w_shape(blocks.k, self.joined * blocks.width)
+        sums = (
+            (blocks.most, blocks.panels, blocks.rows, self.joined * blocks.width)
+            if blocks.depth > 1
+            else (1, 1, 8, LANES)
+        )
         return [
-            IncomingTiles.allocate(2, (self.pairs, *shape), dtype),
+            IncomingTiles.allocate(2 * blocks.panels, (self.pairs, *shape), dtype),
             pltpu.VMEM(sums, jnp.float32),
             pltpu.SMEM((1,), jnp.int32),
         ]
 
     def start_w(
-        self, w_tiles: IncomingTiles, slot: Scalar, ws: Sequence[Ref], expert: Scalar, k: Scalar, j: Scalar,
+        self, w_tiles: IncomingTiles, half: Scalar, ws: Sequence[Ref], expert: Scalar, k: Scalar, j: Scalar,
         share: Scalar, shares: Scalar,
     ) -> None:  # fmt: skip
-        """Starts to fetch a share of block (k, j) of an expert's weights.
-
-        The sub-blocks of the arrays w for one x lie side by side.
-        """
+        """Starts to fetch a share of the panels of block (k, j) of an expert's weights."""
         blocks = self.blocks
-        piece = largest_divisor(blocks.k, max(LANES, blocks.k // PIECES), LANES)
-        count = blocks.k // piece
+        first, end = (split(number * blocks.panels + shares - 1, shares)[0] for number in (share, share + 1))
 
-        def start(number: Scalar) -> None:
-            here = aligned(number * piece, piece, LANES)
-            depth = aligned(k * blocks.k + number * piece, piece, LANES)
-            for which, first in itertools.product(range(len(ws)), range(0, blocks.n, blocks.width)):
-                pair, part = divmod(which, self.joined)
-                columns = aligned(j * blocks.n + first, blocks.width, LANES)
-                target = pl.ds(first * self.joined + part * blocks.width, blocks.width)
-                start_copy(
-                    ws[which].at[expert, *self._w_shape(depth, columns)],
-                    w_tiles.tiles.at[slot, pair, *self._w_shape(here, target)],
-                    w_tiles.sems.at[slot],
-                )
+        @pl.loop(first, end)
+        def start(panel: Scalar) -> None:
+            slot = half * blocks.panels + panel
+            columns = aligned(j * blocks.n + panel * blocks.width, blocks.width, LANES)
+            source = self._w_shape(aligned(k * blocks.k, blocks.k, LANES), columns)
+            for number, w in enumerate(ws):
+                pair, part = divmod(number, self.joined)
+                target = self._w_shape(slice(None), pl.ds(part * blocks.width, blocks.width))
+                start_copy(w.at[expert, *source], w_tiles.tiles.at[slot, pair, *target], w_tiles.sems.at[slot])
 
-        pl.loop(split(share * count, shares)[0], split((share + 1) * count, shares)[0])(start)
-
-    def multiply(self, at: Step, xs: Sequence[Ref], w_tile: Ref, sums: Ref, rest: Sequence[Ref]) -> None:
-        blocks, joined = self.blocks, self.joined
+    def multiply(
+        self, at: Step, xs: Sequence[Ref], w_tiles: IncomingTiles, half: Scalar, sums: Ref, rest: Sequence[Ref]
+    ) -> None:
+        """Adds the products of this step to the sums, panel by panel, and finishes them in the last block of K."""
+        blocks = self.blocks
         height = largest_divisor(blocks.rows, SUB_BLOCK, LANES)
 
-        def for_each_sub_block(use: Callable[[Any], None]) -> None:
-            @pl.loop(0, blocks.n // blocks.width)
-            def columns(c: Scalar) -> None:
-                pl.loop(0, blocks.rows // height)(lambda i: use((aligned(i * height, height, LANES), c)))
+        def for_each_sub_block(use: Callable[..., None]) -> None:
+            @pl.loop(0, blocks.panels)
+            def on_panel(panel: Scalar) -> None:
+                slot = half * blocks.panels + panel
+                pl.when(at.tile == 0)(lambda: w_tiles.wait(slot, *w_tiles.tiles.shape[1:]))
 
-        def wide(c: Scalar) -> pl.Slice:
-            return aligned(c * joined * blocks.width, joined * blocks.width, LANES)
+                @pl.loop(0, blocks.rows // height)
+                def on_rows(i: Scalar) -> None:
+                    use((panel, aligned(i * height, height, LANES)), slot)
 
-        def product(depth: int, index: Any) -> Array:
-            w = self._w_shape(slice(None), wide(index[1]))
-            return sum(dot(x[index[0]], w_tile[pair, *w], transposed=self.transposed) for pair, x in enumerate(xs))
+        def product(depth: int, index: tuple[Scalar, pl.Slice], slot: Scalar) -> Array:
+            tiles = (w_tiles.tiles[slot, pair] for pair in range(self.pairs))
+            products = (dot(x[index[1]], w, transposed=self.transposed) for x, w in zip(xs, tiles, strict=True))
+            return functools.reduce(jnp.add, products)
 
-        def finish(value: Array, index: Any) -> None:
-            at = index[0], aligned(index[1] * blocks.width, blocks.width, LANES)
-            values = tuple(value[:, first : first + blocks.width] for first in range(0, value.shape[1], blocks.width))
+        def finish(value: Array, index: tuple[Scalar, pl.Slice], slot: Scalar) -> None:
+            here = index[1], aligned(index[0] * blocks.width, blocks.width, LANES)
+            values = tuple(jnp.split(value, self.joined, axis=1))
             if self.epilogue is not None:
-                values = self.epilogue(values, tuple(o[at].astype(jnp.float32) for o in rest[: self.operands]))
+                values = self.epilogue(values, tuple(o[here].astype(jnp.float32) for o in rest[: self.operands]))
             for y, result in zip(rest[self.operands :], values, strict=True):
-                y[at] = result.astype(y.dtype)
+                y[here] = result.astype(y.dtype)
 
         accumulate(
             Tiling((blocks.depth * blocks.k,), blocks.k),

@@ -7,9 +7,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from flaxasync.mesh import cast_to_varying, mapped_axis_size
+from flaxasync import mesh
+from flaxasync.kernels.add_rows import check_add_rows
+from flaxasync.kernels.engine.operands import LANES
+from flaxasync.kernels.grouped_matmul import check_grouped
+from flaxasync.mesh import UnsupportedError, cast_to_varying, mapped_axis_size
+from flaxasync.ops import trust
 from flaxasync.ops.execution import Directions, check_mapped, decide
-from flaxasync.ops.experts.local import Experts, OneTile, Weights
+from flaxasync.ops.experts.local import Experts
+from flaxasync.ops.experts.products import Grouped, OneTile, Products, Weights
 from flaxasync.ops.experts.ring import multiply
 from flaxasync.ops.matmul.mlp import Activation
 from flaxasync.ops.matmul.products import accumulator_dtype
@@ -30,6 +36,7 @@ def expert_mlp(
     backend: str | None = None,
     directions: Directions = None,
     unroll: int = 2,
+    kernel: Literal["reference", "grouped"] | None = None,
     precision: lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n d"]:
     """Applies to each row the experts that it chose, wherever they are, while rows travel.
@@ -59,6 +66,9 @@ def expert_mlp(
         Where two directions halve the rows, each half has half of it, rounded up. None for all rows.
       backend: What moves the rows: "none" (one all-gather, and one reduce-scatter), or "xla", "pallas" or "stateful",
         rings as in `flaxasync.all_gather_matmul`. None chooses as there.
+      kernel: What multiplies the rows: "grouped" (Pallas kernels; TPU; needs a gate, float32 or bfloat16, and features
+        in multiples of 128), or "reference" (JAX's products, one tile of rows of one expert at a time). None stands for
+        "grouped" where that can serve and was verified (`flaxasync.ops.trust`), and for "reference" elsewhere.
       directions, unroll, precision: As in `flaxasync.all_gather_matmul`.
 
     Returns:
@@ -91,8 +101,38 @@ def expert_mlp(
     if capacity is not None and ring.transport is not None and size > 1 and ring.directions == 2:
         capacity = -(-capacity // 2)
     kernels = jax.tree.map(lambda kernel: kernel.astype(x.dtype), kernels)
-    experts = Experts(axis_name, split, activation, count, _tile_rows(ids.size // count), capacity, OneTile(precision))
+    blocks = 2 if ring.transport is not None and size > 1 and ring.directions == 2 else 1
+    tile_rows = _tile_rows(ids.size // count // blocks)
+    products: Products = OneTile(activation, precision)
+    if _takes_kernels(op, kernel, rows, ids, kernels, precision, size if ring.transport is None else blocks):
+        products, tile_rows = Grouped(activation), max(tile_rows, LANES)
+    experts = Experts(axis_name, split, count, ids.shape[1], tile_rows, capacity, products)
     return multiply(experts, ring, rows, ids, weights, kernels).reshape(x.shape)
+
+
+def _takes_kernels(
+    op: str, kernel: str | None, x: Array, ids: Array, weights: Weights, precision: lax.PrecisionLike, blocks: int
+) -> bool:
+    """Says whether Pallas kernels multiply; `blocks` are as large as x, and multiplied together."""
+    if kernel not in (None, "reference", "grouped"):
+        raise ValueError(f"{op} got kernel={kernel!r}: it must be 'reference', 'grouped' or None to choose")
+    if kernel == "reference" or (kernel is None and mesh.platform() != "tpu"):
+        return False
+    try:
+        mesh.check_tpu(f"{op} with kernel='grouped'", "kernel='reference'")
+        if len(weights.columns) == 1 or precision is not None:
+            lacks = "a gate" if len(weights.columns) == 1 else "the default precision alone"
+            raise UnsupportedError(f"{op} with kernel='grouped' takes {lacks}; use kernel='reference'")
+        check_grouped(op, x.dtype, LANES, x.shape[1], weights.down.shape[1])
+        check_add_rows(op, x.dtype, x.shape[0] * max(1, blocks // 2), LANES, x.shape[1])
+    except UnsupportedError:
+        if kernel is not None:
+            raise
+        return False
+    if kernel is not None or trust.is_trusted(op, "grouped", mesh.chip_name(), 1):
+        return True
+    trust.announce(op, "grouped", "reference", mesh.chip_name(), 1)
+    return False
 
 
 def _tile_rows(mean: int) -> int:

@@ -24,7 +24,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync.ops.experts import local
 from flaxasync.ops.experts.assignments import sort, unsort
-from flaxasync.ops.experts.local import Block, BlockGradients, Experts, Weights
+from flaxasync.ops.experts.local import Block, BlockGradients, Experts
+from flaxasync.ops.experts.products import Weights
 from flaxasync.ops.matmul.products import accumulator_dtype
 from flaxasync.ops.saved import PRODUCT, first_only
 from flaxasync.ring import Index, Ring, ring_visit, shifts, split_rows

@@ -1,0 +1,142 @@
+"""What multiplies rows with the weights of their experts: JAX's products one tile at a time, or Pallas kernels.
+
+```
+forward    h    = act(rows @ gate) * (rows @ up)                       rows [c * t, D] of c tiles
+           y   += weight * (h @ down)                                  each row where it came from
+backward   dh   = dys @ down.T,   dweight = sum(h * dh)                dys: rows of dy, not yet weighted
+           dx  += weight * (dgate @ gate.T + dup @ up.T)               dgate, dup: gradients of h for dh
+           dgate_w, dup_w += (weight * rows).T @ (dgate, dup),   ddown += h.T @ (weight * dys)
+```
+"""
+
+import dataclasses
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from flaxasync.kernels.add_rows import add_rows
+from flaxasync.kernels.grouped_matmul import grouped_matmul, grouped_sum
+from flaxasync.kernels.grouped_weight_gradient import grouped_weight_gradient
+from flaxasync.ops.experts.assignments import Tiles
+from flaxasync.ops.matmul.mlp import Activate, ActivateGradient, Activation, activate
+from flaxasync.ops.matmul.products import Arrays, accumulator_dtype, dot, sum_of_products, weight_gradient
+
+
+class Weights(NamedTuple):
+    """The weights of the experts of a device, e of them or a part of all; or their gradients."""
+
+    columns: Arrays  # up, and gate if there is one: [e, D, F]
+    down: Array  # [e, F, D]
+
+
+class Products(Protocol):
+    """What multiplies some tiles at a time. Hashable. The first `count` of the tiles have rows; others get anything."""
+
+    def tiles(self, rows: list[int], experts: int, tile_rows: int) -> int:
+        """Returns how many tiles to multiply at once, where each expert has so many rows of each block on average."""
+        ...
+
+    def forward(self, y: Array | None, x: Array, weights: Weights, tiles: Tiles, count: Array) -> Array:
+        """Adds to y [n, D], from zeros if it is None, what the experts make of x [n, D]."""
+        ...
+
+    def backward(
+        self, dx: Array | None, x: Array, dy: Array, weights: Weights, tiles: Tiles, count: Array, gradients: Weights
+    ) -> tuple[Array, Array, Weights]:
+        """Adds to dx as `forward` does to y; returns it, dweight of every row of the tiles, and adds to `gradients`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class OneTile:
+    """JAX's products, on every device."""
+
+    activation: Activation
+    precision: lax.PrecisionLike = None
+
+    def tiles(self, rows: list[int], experts: int, tile_rows: int) -> int:
+        return 1
+
+    def forward(self, y: Array | None, x: Array, weights: Weights, tiles: Tiles, count: Array) -> Array:
+        rows, weights = _take(x, tiles), _of_expert(weights, tiles)
+        h = activate(self.activation, tuple(dot(rows, w, self.precision) for w in weights.columns))
+        out = dot(h.astype(rows.dtype), weights.down, self.precision)
+        return _add(y, x, tiles, out)
+
+    def backward(
+        self, dx: Array | None, x: Array, dy: Array, weights: Weights, tiles: Tiles, count: Array, gradients: Weights
+    ) -> tuple[Array, Array, Weights]:
+        rows, dys, weights = _take(x, tiles), _take(dy, tiles), _of_expert(weights, tiles)
+        wholes = tuple(dot(rows, w, self.precision) for w in weights.columns)
+        h, pull = jax.vjp(lambda wholes: activate(self.activation, wholes), wholes)
+        dh = dot(dys, weights.down, self.precision, transposed=True)
+        dwholes = tuple(d.astype(rows.dtype) for d in pull(dh)[0])
+        columns = tuple(weight_gradient(_weighted(rows, tiles), d, self.precision) for d in dwholes)
+        down = weight_gradient(h.astype(rows.dtype), _weighted(dys, tiles), self.precision)
+        expert = tiles.experts[0]
+        gradients = jax.tree.map(lambda sums, new: sums.at[expert].add(new), gradients, Weights(columns, down))
+        drows = sum_of_products(dwholes, weights.columns, self.precision, transposed=True)
+        return _add(dx, x, tiles, drows), jnp.sum(h * dh, axis=-1), gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """Pallas TPU kernels, which multiply many tiles at once, and add rows in vector memory. They need a gate."""
+
+    activation: Activation
+
+    def tiles(self, rows: list[int], experts: int, tile_rows: int) -> int:
+        """Returns as many as rows have that are spread evenly, and half a tile more for each expert and block."""
+        return sum(-(-mean // tile_rows) for mean in rows) * experts + max(1, len(rows) * experts // 2)
+
+    def forward(self, y: Array | None, x: Array, weights: Weights, tiles: Tiles, count: Array) -> Array:
+        t = tiles.rows.size // tiles.experts.size
+        epilogue = Activate(self.activation, 0)
+        (h,) = grouped_matmul(_take(x, tiles), weights.columns, tiles.experts, count, tile_rows=t, epilogue=epilogue)
+        (out,) = grouped_matmul(h, (weights.down,), tiles.experts, count, tile_rows=t)
+        return self._add(y, x, tiles, count, out)
+
+    def backward(
+        self, dx: Array | None, x: Array, dy: Array, weights: Weights, tiles: Tiles, count: Array, gradients: Weights
+    ) -> tuple[Array, Array, Weights]:
+        rows, dys, e = _take(x, tiles), _take(dy, tiles), weights.down.shape[0]
+        t = tiles.rows.size // tiles.experts.size
+        up, gate = grouped_matmul(rows, weights.columns, tiles.experts, count, tile_rows=t)
+        dup, dgate, h = grouped_matmul(
+            dys, (weights.down,), tiles.experts, count, tile_rows=t, transposed=True,
+            epilogue=ActivateGradient(self.activation, 2), operands=(up, gate),
+        )  # fmt: skip
+        drows = grouped_sum((dup, dgate), weights.columns, tiles.experts, count, tile_rows=t, transposed=True)
+        columns = grouped_weight_gradient(
+            _weighted(rows, tiles), (dup, dgate), tiles.experts, count, e, tile_rows=t, initial=gradients.columns
+        )
+        (down,) = grouped_weight_gradient(
+            h, (_weighted(dys, tiles),), tiles.experts, count, e, tile_rows=t, initial=(gradients.down,)
+        )
+        dweight = jnp.sum(up.astype(jnp.float32) * dup.astype(jnp.float32), axis=-1)  # as h * dh, because h is act * up
+        return self._add(dx, x, tiles, count, drows), dweight, Weights(columns, down)
+
+    def _add(self, y: Array | None, x: Array, tiles: Tiles, count: Array, out: Array) -> Array:
+        shape = tiles.experts.size, -1
+        new = add_rows(out, tiles.rows.reshape(shape), tiles.weights.reshape(shape), count, n=x.shape[0])
+        return new if y is None else (y.astype(jnp.float32) + new.astype(jnp.float32)).astype(y.dtype)
+
+
+def _of_expert(weights: Weights, tiles: Tiles) -> Weights:
+    return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, tiles.experts[0], keepdims=False), weights)
+
+
+def _take(x: Array, tiles: Tiles) -> Array:
+    """Returns the rows of the tiles, zeros for padding."""
+    return x.at[tiles.rows].get(mode="fill", fill_value=0)
+
+
+def _weighted(rows: Array, tiles: Tiles) -> Array:
+    return (rows * tiles.weights[:, None]).astype(rows.dtype)
+
+
+def _add(y: Array | None, x: Array, tiles: Tiles, rows: Array) -> Array:
+    y = jnp.zeros(x.shape, accumulator_dtype(x)) if y is None else y
+    return y.at[tiles.rows].add(rows * tiles.weights.astype(rows.dtype)[:, None], mode="drop")
