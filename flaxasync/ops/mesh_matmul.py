@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from flaxasync.kernels.collectives import all_gather, all_reduce
@@ -16,8 +17,13 @@ from flaxasync.kernels.engine.operands import Tiles, check_operand, sublanes
 from flaxasync.kernels.gemm import TILES, gemm
 from flaxasync.kernels.mesh_matmul.overlapped import overlapped
 from flaxasync.kernels.mesh_matmul.schedule import plan
-from flaxasync.mesh import UnsupportedError, cast_to_varying, mapped_axis_size
+from flaxasync.mesh import UnsupportedError, cast_to_varying, declare_invarying, mapped_axis_size
 from flaxasync.ops.execution import Directions, decide
+from flaxasync.ops.matmul.products import dot
+from flaxasync.ops.matmul.ring import RingExecutor, uninitialised
+from flaxasync.ops.saved import PRODUCT
+from flaxasync.ring import Index, ring_gather
+from flaxasync.transport.transfers import ring_all_gather
 
 
 def mesh_matmul(
@@ -125,6 +131,7 @@ class _Call:
     sizes: tuple[int, int]  # the devices on them
     tiles: Tiles | None
     directions: int | None  # None lets each kernel choose
+    precision: lax.PrecisionLike = None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -146,12 +153,38 @@ def _mesh_matmul(call: _Call, lhs: Array, rhs: Array) -> Array:
 
 
 def _mesh_matmul_fwd(call: _Call, lhs: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _mesh_matmul(call, lhs, rhs), (lhs, rhs)
+    return checkpoint_name(_mesh_matmul(call, lhs, rhs), PRODUCT), (lhs, rhs)
 
 
 def _mesh_matmul_bwd(call: _Call, saved: tuple[Array, Array], do: Array) -> tuple[Array, Array]:
-    _, pull = jax.vjp(functools.partial(_none, call), *saved)
-    return pull(do)
+    (lhs, rhs), (x, y), (rows, columns) = saved, call.sizes, call.axis_names
+    if rhs.shape[0] % y:  # X*Y devices cannot share K rows equally
+        return jax.vjp(functools.partial(_none, call), lhs, rhs)[1](do)
+    typed = columns in jax.typeof(lhs).mat.varying
+    if not typed:  # check_vma=False, where shard_map hands each device a share of do, and sums drhs over the mesh row
+        do = lax.psum(do, columns)
+    do, count = cast_to_varying(do, jax.typeof(lhs).mat.varying), rhs.shape[0] // y
+    ring, own = decide("all_gather_matmul", "xla", ring=x).ring(rows), lax.axis_index(columns) * count
+    to_column = [(owner, owner % x * y + owner // x) for owner in range(x * y)]  # (x, y) gets the rows y*X + x
+
+    def write(block: Array, row: Index, dlhs: Array) -> Array:
+        product = dot(do, block, call.precision, transposed=True).astype(dlhs.dtype)
+        return lax.dynamic_update_slice_in_dim(dlhs, product, row, axis=1)
+
+    with jax.named_scope("mesh_matmul_drhs"):
+        block = _permute(call, lax.dynamic_slice_in_dim(rhs, own, count), to_column)
+        drhs = RingExecutor(ring, call.precision).reduce((lhs.T,), (do,))
+    with jax.named_scope("mesh_matmul_dlhs"):
+        drhs = _permute(call, drhs, [(column, row) for row, column in to_column])
+        dlhs = ring_gather(ring, block, uninitialised(lhs.shape, lhs), write)
+        if typed and columns not in jax.typeof(rhs).mat.varying:
+            return dlhs, declare_invarying(ring_all_gather(drhs, columns, 0), {columns})
+        return dlhs, lax.dynamic_update_slice_in_dim(jnp.zeros_like(rhs), drhs, own, axis=0)
+
+
+def _permute(call: _Call, block: Array, pairs: list[tuple[int, int]]) -> Array:
+    """Sends a block from a device to another one; devices are numbered along mesh rows."""
+    return lax.ppermute(block, call.axis_names, pairs) if min(call.sizes) > 1 else block
 
 
 _mesh_matmul.defvjp(_mesh_matmul_fwd, _mesh_matmul_bwd)
