@@ -4,6 +4,7 @@ Layers, as `nnx.Module`s on global arrays and the ambient mesh:
 
   nn.ColumnParallelLinear    Dense layer that splits its output features; gathers rows while it multiplies.
   nn.RowParallelLinear       Dense layer that splits its input features; reduce-scatters rows while it multiplies.
+  nn.MeshLinear              Dense layer over two mesh axes, of rows and of features: mesh_matmul as a layer.
   nn.ParallelMLP             MLP with split hidden features; gate and up share one gather of the input.
   nn.ParallelSelfAttention   Self-attention with split heads; query, key and value share one gather of the input.
   nn.ParallelAttention       The same for other inputs of keys and values: the parallel nnx.MultiHeadAttention.
@@ -25,6 +26,7 @@ Layers, as `nnx.Module`s on global arrays and the ambient mesh:
   nn.AttentionOptions        Keywords of attention layers.
   nn.ParallelAttentionOptions  Keywords of attention layers and of their Dense layers.
   nn.LinearOptions           Keywords of layers that are made of Dense layers.
+  nn.MeshLinearOptions       Keywords of MeshLinear.
 
 Ops on the local shards of a `jax.shard_map`:
 
