@@ -95,7 +95,7 @@ def test_the_transfers_of_the_compiled_backward_pass_run_beside_its_products(tie
     assert report.ok
     assert "synchronous-collective" not in report.codes()
     assert [pair.kind for pair in sent] == ["collective-permute"] * 5
-    assert all(pair.overlapped for pair in sent) == tied, str(report)
+    assert len([pair for pair in sent if pair.exposed > pair.transfer / 10]) == (0 if tied else 1), str(report)
 
 
 def test_a_checkpoint_of_nnx_linear_loads_and_parameters_are_sharded_as_their_metadata_says():
