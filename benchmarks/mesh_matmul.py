@@ -1,6 +1,6 @@
 """`fa.mesh_matmul` on every backend, with the sizes of a published 2 x 2 study.
 
-    python benchmarks/mesh_matmul.py [--write docs/kernels/mesh_matmul.md]     ten minutes; no TPU
+    python benchmarks/mesh_matmul.py [--write docs/kernels/mesh_matmul.md]     a quarter of an hour; no TPU
 
 The matmul is LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] in bfloat16 on four v5e chips. "Published" times are those that
 the study measured for its own kernel of that name. A last table has the layer made of the op, and its gradients, beside

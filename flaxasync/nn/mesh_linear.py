@@ -60,7 +60,7 @@ class MeshLinear(DenseLayer):
     ```
 
     This is `flaxasync.mesh_matmul`, whose gradients overlap their transfers on every backend. The next layer of this
-    kind takes its input by `jax.reshard(y, P(..., "x", "y"))`, which moves nothing.
+    kind takes its input by `jax.reshard(y, P(..., "x", "y"))`, which moves nothing; its gradient is gathered over y.
 
     Args:
       in_features: The features of the input; a multiple of both axes.
@@ -112,11 +112,8 @@ class MeshLinear(DenseLayer):
 def _apply(call: _MeshCall, x: Array, linears: tuple[Linear]) -> Array:
     """Returns this device's rows of the output; leading dimensions are merged with the rows."""
     ((kernel, bias),), settings = call.take(x, linears), call.settings
-    *batch, features = x.shape
+    rows = x.reshape(-1, x.shape[-1]).astype(settings.dtype)
     # The op sums the gradient of the kernel over the mesh row, so the kernel is not cast to vary along it.
     kernel = cast_to_varying(kernel, jax.typeof(x).mat.varying - {call.axis_names[1]}).astype(settings.dtype)
-    y = mesh_matmul(
-        x.reshape(-1, features).astype(settings.dtype), kernel, call.axis_names, backend=settings.backend,
-        precision=settings.precision,
-    )  # fmt: skip
-    return shards.finish(y.reshape(*batch, -1), bias, settings)
+    y = mesh_matmul(rows, kernel, call.axis_names, backend=settings.backend, precision=settings.precision)
+    return shards.finish(y.reshape(*x.shape[:-1], kernel.shape[1]), bias, settings)

@@ -107,6 +107,7 @@ def test_a_checkpoint_of_nnx_linear_loads_and_parameters_are_sharded_as_their_me
         assert layer.kernel.get_metadata()["out_sharding"] == ("x", None)
         assert layer.kernel[...].addressable_shards[0].data.shape == (8, 12)
         assert layer.bias[...].addressable_shards[0].data.shape == (12,)
+        assert layer(ones((0, 8, 16), X_SPEC)).shape == (0, 8, 12)
 
 
 def test_two_layers_inside_a_shard_map_of_the_caller():
