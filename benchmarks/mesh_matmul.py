@@ -1,20 +1,23 @@
 """`fa.mesh_matmul` on every backend, with the sizes of a published 2 x 2 study.
 
-    python benchmarks/mesh_matmul.py [--write docs/kernels/mesh_matmul.md]     a minute; no TPU
+    python benchmarks/mesh_matmul.py [--write docs/kernels/mesh_matmul.md]     a quarter of an hour; no TPU
 
 The matmul is LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] in bfloat16 on four v5e chips. "Published" times are those that
-the study measured for its own kernel of that name.
+the study measured for its own kernel of that name. A last table has the layer made of the op, and its gradients, beside
+those that XLA makes of `jnp.matmul`.
 """
 
 import functools
 from typing import Literal
 
 import jax
-from jax.sharding import Mesh
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from benchmarks.programs import array, play_program, seconds_without_exit_copies
+from benchmarks.programs import array, play_program, seconds_without_exit_copies, split_layer
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.kernels.engine.operands import Tiles
 
@@ -25,6 +28,8 @@ PUBLISHED = {"none": 12.05, "xla_gemm": 12.5, "serial": 13.17, "fused": 12.3}  #
 BACKENDS = ("none", "xla_gemm", "serial", "fused", "overlapped")
 MESHES = (("v5e:2x2", (4, 1)), ("v5e:2x2", (1, 4)), ("v5e:2x4", (2, 4)), ("v5e:2x4", (4, 2)))
 FORMS: tuple[tuple[str, Directions], ...] = (("none", None), ("overlapped", 1), ("overlapped", 2))  # on other meshes
+XLA = "XLA (jnp.matmul)"
+LAYER_HEADER = ("program", "forward ms", "waits for others", "of peak", "backward ms", "waits for others", "of peak")
 HEADER = ("backend", "published ms", "predicted ms", "difference", "without exit copy", "waits for others", "of peak")
 
 
@@ -57,12 +62,33 @@ def mesh_row(topology: str, mesh_shape: tuple[int, int], backend: str, direction
     return topology, size, backend, str(directions or "-"), f"{total:.2f}", f"{result.exposed * 1e3:.2f}", share
 
 
+def layer_row(title: str) -> tuple[str, ...]:
+    """Simulates a product, and the gradients of both operands alone, of `fa.nn.MeshLinear` or of XLA."""
+    mesh, (m, k, n) = fa.check.topology_mesh(TOPOLOGY, (2, 2), ("x", "y")), STUDY
+    x, dy = array((m, k), mesh, P("x", "y")), array((m, n), mesh, P("x", None))
+    with jax.set_mesh(mesh):
+        if title == XLA:
+            params = array((k, n), mesh, P("x", None))
+            forward = jax.jit(lambda kernel, x: x @ kernel, out_shardings=NamedSharding(mesh, P("x", None)))
+        else:
+            make = functools.partial(fa.nn.MeshLinear, k, n, use_bias=False, backend="overlapped")
+            graph, params = split_layer(lambda: make(rngs=nnx.Rngs(0)), mesh, jnp.bfloat16)
+            forward = jax.jit(lambda params, x: nnx.merge(graph, params)(x))
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, (params, x))
+        backward = jax.jit(lambda params, x, dy: jax.vjp(forward, params, x)[1](dy), out_shardings=shardings)
+        results = [play_program(TOPOLOGY, forward, params, x)[0], play_program(TOPOLOGY, backward, params, x, dy)[0]]
+    cells = [(f"{r.seconds * 1e3:.3f}", f"{r.exposed * 1e3:.3f}", f"{r.slowest.share_of_peak:.0%}") for r in results]
+    return title, *cells[0], *cells[1]
+
+
 def main() -> None:
     chosen = command_line(__doc__).parse_args()
     write_between_markers(chosen.write, "mesh matmul", print_table(HEADER, [row(backend) for backend in BACKENDS]))
     header = ("topology", "mesh", "backend", "directions", "predicted ms", "waits for others", "of peak")
     rows = [mesh_row(*mesh, *form) for mesh in MESHES for form in FORMS]
     write_between_markers(chosen.write, "mesh matmul meshes", print_table(header, rows))
+    rows = [layer_row(title) for title in (XLA, "fa.nn.MeshLinear")]
+    write_between_markers(chosen.write, "mesh matmul layer", print_table(LAYER_HEADER, rows))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Layers, as `nnx.Module`s on global arrays and the ambient mesh:
 
   nn.ColumnParallelLinear    Dense layer that splits its output features; gathers rows while it multiplies.
   nn.RowParallelLinear       Dense layer that splits its input features; reduce-scatters rows while it multiplies.
+  nn.MeshLinear              Dense layer over two mesh axes, of rows and of features: mesh_matmul as a layer.
   nn.ParallelMLP             MLP with split hidden features; gate and up share one gather of the input.
   nn.ParallelMoE             Mixture of experts that rows visit; a drop-in for the MLP.
   nn.RouterOptions           How its router chooses experts.
@@ -29,6 +30,7 @@ Layers, as `nnx.Module`s on global arrays and the ambient mesh:
   nn.ParallelAttentionOptions  Keywords of attention layers and of their Dense layers.
   nn.ExpertOptions           Keywords of a mixture of experts.
   nn.LinearOptions           Keywords of layers that are made of Dense layers.
+  nn.MeshLinearOptions       Keywords of MeshLinear.
 
 Ops on the local shards of a `jax.shard_map`:
 

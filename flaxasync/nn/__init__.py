@@ -19,6 +19,8 @@ from flaxasync.nn.linear import ColumnParallelLinear as ColumnParallelLinear
 from flaxasync.nn.linear import ColumnParallelProjections as ColumnParallelProjections
 from flaxasync.nn.linear import RowParallelLinear as RowParallelLinear
 from flaxasync.nn.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from flaxasync.nn.mesh_linear import MeshLinear as MeshLinear
+from flaxasync.nn.mesh_linear import MeshLinearOptions as MeshLinearOptions
 from flaxasync.nn.mlp import ParallelMLP as ParallelMLP
 from flaxasync.nn.moe import ParallelMoE as ParallelMoE
 from flaxasync.nn.options import ExpertOptions as ExpertOptions

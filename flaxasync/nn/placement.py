@@ -83,11 +83,13 @@ class Placement:
 
 
 def place(
-    layer: str, x: jax.Array, axis_name: str, in_spec: PartitionSpec | None, sharded: Dimension, features: int | None
-) -> Placement:
+    layer: str, x: jax.Array, axis_name: str, in_spec: PartitionSpec | None, sharded: Dimension, features: int | None,
+    rows_axis: str | None = None,
+) -> Placement:  # fmt: skip
     """Reads how `x` [..., rows, features] is sharded. `axis_name` may split the dimension `sharded` alone.
 
-    `features` is the number for which the layer was built, on all devices of the axis together; None takes any.
+    `features` is the number for which the layer was built, on all devices of the axis together; None takes any. A
+    second axis of the layer, `rows_axis`, must split the rows.
     """
     size = mesh_axis_size(layer, axis_name)
     if x.ndim < 2:
@@ -102,7 +104,7 @@ def place(
         )
     if manual:
         return Placement(axis_name, size, ((),) * (x.ndim - 2), (), varies and by_rows, features_split, True)
-    entries = _entries(layer, x, in_spec, axis_name, batch_dims=x.ndim - 2, split=-2 if by_rows else -1)
+    entries = _entries(layer, x, in_spec, axis_name, x.ndim - 2, -2 if by_rows else -1, rows_axis)
     *batch, rows, last = entries
     fits = not any(axis_name in entry for entry in batch)
     if by_rows:
@@ -111,6 +113,11 @@ def place(
     else:
         fits = fits and axis_name not in rows and last == ((axis_name,) if size > 1 or last else ())
         needed = f"whose features (dimension -1) are sharded over {axis_name!r}"
+    if rows_axis is not None:
+        rows = rows if rows_axis in rows or mesh_axis_size(layer, rows_axis) > 1 else (*rows, rows_axis)
+        needed = f"whose rows (dimension -2) are sharded over {rows_axis!r}, and {needed}"
+        fits = fits and rows_axis in rows
+        check_divides(layer, rows_axis, rows=x.shape[-2])
     if not fits:
         raise ValueError(f"{layer} takes an input {needed}: got {spec_of(entries)}; reshard it with jax.reshard")
     others = tuple(name for name in rows if name != axis_name)
@@ -127,7 +134,7 @@ def place_tokens(layer: str, ids: jax.Array, axis_name: str, in_spec: PartitionS
         entries: list[Entry] = [()] * ids.ndim
         split, found, remedy = _varies(layer, ids, axis_name), "ids that vary over it", "gather them first"
     else:
-        entries = _entries(layer, ids, in_spec, axis_name, batch_dims=ids.ndim - 1, split=None)
+        entries = _entries(layer, ids, in_spec, axis_name, ids.ndim - 1, None)
         split, found = any(axis_name in entry for entry in entries), str(spec_of(entries))
         remedy = "reshard them with jax.reshard"
     if size > 1 and split:
@@ -156,12 +163,13 @@ def check_output_layout(layer: str, layout: str) -> Layout:
 
 
 def _entries(
-    layer: str, x: jax.Array, in_spec: PartitionSpec | None, axis_name: str, *, batch_dims: int, split: int | None
-) -> list[Entry]:
+    layer: str, x: jax.Array, in_spec: PartitionSpec | None, axis_name: str, batch_dims: int, split: int | None,
+    rows_axis: str | None = None,
+) -> list[Entry]:  # fmt: skip
     """Returns the mesh axes of every dimension of x: by the type, by `in_spec`, or by the usual sharding.
 
-    In the usual sharding the first of `batch_dims` leading dimensions is sharded over all other axes, and dimension
-    `split` over `axis_name`, each if the axes divide it.
+    In the usual sharding the first of `batch_dims` leading dimensions is sharded over all other axes, dimension `split`
+    over `axis_name`, and dimension -2 over `rows_axis`, each if the axes divide it.
     """
     typed = [axes_of(entry) for entry in jax.typeof(x).sharding.spec]
     typed += [()] * (x.ndim - len(typed))
@@ -175,9 +183,11 @@ def _entries(
                 f"{spec_of(typed)}; leave in_spec out under Explicit axes"
             )
         return given
-    wishes = [(0, tuple(name for name in auto if name != axis_name))] if batch_dims else []
+    wishes = [(0, tuple(name for name in auto if name not in (axis_name, rows_axis)))] if batch_dims else []
     if split is not None and axis_name in auto:
         wishes.append((split, (axis_name,)))
+    if rows_axis is not None and rows_axis in auto:
+        wishes.append((-2, (rows_axis,)))
     mesh = jax.sharding.get_abstract_mesh()
     for dim, names in wishes:
         if x.shape[dim] % math.prod(mesh.shape[name] for name in (*typed[dim], *names)) == 0:

@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from flaxasync.kernels.collectives import all_gather, all_reduce
@@ -16,8 +17,13 @@ from flaxasync.kernels.engine.operands import Tiles, check_operand, sublanes
 from flaxasync.kernels.gemm import TILES, gemm
 from flaxasync.kernels.mesh_matmul.overlapped import overlapped
 from flaxasync.kernels.mesh_matmul.schedule import plan
-from flaxasync.mesh import UnsupportedError, cast_to_varying, mapped_axis_size
-from flaxasync.ops.execution import Directions, decide
+from flaxasync.mesh import UnsupportedError, cast_to_varying, declare_invarying, mapped_axis_size
+from flaxasync.ops.execution import Directions, cannot_serve, decide
+from flaxasync.ops.matmul.products import dot, weight_gradient
+from flaxasync.ops.matmul.ring import RingExecutor, uninitialised
+from flaxasync.ops.saved import PRODUCT
+from flaxasync.ring import Index, ring_gather, ring_reduce
+from flaxasync.transport.schedule import tie
 
 
 def mesh_matmul(
@@ -28,6 +34,7 @@ def mesh_matmul(
     backend: str | None = None,
     tiles: Tiles | None = None,
     directions: Directions = None,
+    precision: lax.PrecisionLike = None,
 ) -> Float[Array, "m n"]:
     """Multiplies LHS[M_X, K_Y] by RHS[K_X, N], which gives O[M_X, N], on a mesh of X x Y devices, in `jax.shard_map`.
 
@@ -37,12 +44,15 @@ def mesh_matmul(
     o    [M/X, N]      rows by mesh row, the same in all mesh columns
 
     forward  o   = sum over y of lhs @ (the K/Y rows of RHS that mesh column y contracts with)
-    dlhs         = do @ (the same rows).T
-    drhs         = the K/X rows that mesh row x holds of sum over x of lhs.T @ do
+    dlhs         = do @ (the same rows).T              ring gather of w around the mesh column
+    drhs         = sum over x of lhs.T @ do            ring reduce-scatter of dw around the mesh column
     ```
 
-    Saved are lhs and rhs. The gradients are those of backend "none", whatever the forward pass used: XLA schedules
-    them, and no Pallas kernel hides their transfers.
+    Saved are lhs and rhs. The gradients are the same for all backends. Of the K/Y rows of its mesh column, each device
+    fetches a block w of K/(X*Y) from the device that holds them, and sums a block dw of the same rows. These permutes
+    and the two rings are those of XLA. w arrives beside the product of drhs. dw travels back beside the product of
+    dlhs, and then a ring gathers drhs around the mesh row. Where Y does not divide K/X, the gradients have XLA's
+    collectives, which nothing hides.
 
     Args:
       axis_names: (x, y), the mesh axes of rows and of columns.
@@ -56,6 +66,7 @@ def mesh_matmul(
       directions: The directions of the transfers of "serial", "fused" and "overlapped": 1, or 2 to send half of the
         rows in each direction around an axis of more than two devices. None stands for 2 where the shapes can be
         halved, but for 1 on X x 2 meshes of several mesh rows, where two directions delay each other.
+      precision: The precision of the products, as in `lax.dot_general`. The kernels only take the default.
 
     Returns:
       o, in the dtype of lhs. Its type says that it does not vary over y.
@@ -63,7 +74,7 @@ def mesh_matmul(
     Raises:
       ValueError: `shard_map` does not map the axes; shapes or dtypes do not fit each other, the mesh or hardware tiles;
         the tiles exceed vector memory; the backend is unknown.
-      NotImplementedError: The backend cannot run on these devices, this mesh or this dtype.
+      NotImplementedError: The backend cannot run on these devices, this mesh, this dtype or this precision.
     """
     op = "mesh_matmul"
     if len(set(axis_names)) != 2:
@@ -86,6 +97,9 @@ def mesh_matmul(
         reduce = name == "overlapped"
         try:
             if name != "none":
+                if precision not in (None, lax.Precision.DEFAULT, "default"):
+                    limit = f"multiplies with the matrix unit's default precision: got precision={precision}"
+                    raise cannot_serve(op, name, limit, "leave it out, or use backend='none'")
                 _check_kernels(f"{op} with backend={name!r}", name, lhs, rhs, y)
             if tiles is None and name in ("fused", "overlapped") and (x > 1 or (reduce and y > 1)):
                 plan(lhs, rhs, axis_names, reduce, tiles, directions)  # raises if there is none
@@ -101,7 +115,7 @@ def mesh_matmul(
     axes = jax.typeof(lhs).mat.varying | set(axis_names)
     lhs = cast_to_varying(lhs, axes)
     rhs = cast_to_varying(rhs, axes - {axis_names[1]})
-    return _mesh_matmul(_Call(chosen, (axis_names[0], axis_names[1]), (x, y), tiles, directions), lhs, rhs)
+    return _mesh_matmul(_Call(chosen, (axis_names[0], axis_names[1]), (x, y), tiles, directions, precision), lhs, rhs)
 
 
 def _check_kernels(caller: str, backend: str, lhs: Array, rhs: Array, y: int) -> None:
@@ -125,6 +139,7 @@ class _Call:
     sizes: tuple[int, int]  # the devices on them
     tiles: Tiles | None
     directions: int | None  # None lets each kernel choose
+    precision: lax.PrecisionLike
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -146,12 +161,40 @@ def _mesh_matmul(call: _Call, lhs: Array, rhs: Array) -> Array:
 
 
 def _mesh_matmul_fwd(call: _Call, lhs: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _mesh_matmul(call, lhs, rhs), (lhs, rhs)
+    return checkpoint_name(_mesh_matmul(call, lhs, rhs), PRODUCT), (lhs, rhs)
 
 
 def _mesh_matmul_bwd(call: _Call, saved: tuple[Array, Array], do: Array) -> tuple[Array, Array]:
-    _, pull = jax.vjp(functools.partial(_none, call), *saved)
-    return pull(do)
+    (lhs, rhs), (_, y), (rows, columns) = saved, call.sizes, call.axis_names
+    if rhs.shape[0] % y:
+        return jax.vjp(functools.partial(_none, call), lhs, rhs)[1](do)
+    typed = columns in jax.typeof(lhs).mat.varying
+    if not typed:  # under check_vma=False shard_map hands each device a share of do, and sums drhs over the mesh row
+        do = lax.psum(do, columns)
+    do, block_rows = cast_to_varying(do, jax.typeof(lhs).mat.varying), rhs.shape[0] // y
+    first = lax.axis_index(columns) * block_rows  # of the rows of rhs that this device sends, and whose sum it gets
+    around_column, around_row = (decide("all_gather_matmul", "xla", ring=size) for size in call.sizes)
+
+    def multiply(row: Index, count: int) -> Array:
+        block = lax.dynamic_slice_in_dim(lhs, row, count, axis=1)
+        product = weight_gradient(block, do, call.precision).astype(rhs.dtype)
+        return tie(product)  # XLA would add what arrives within the product, which would then wait for it
+
+    def write(w: Array, row: Index, dlhs: Array) -> Array:
+        product = dot(do, w, call.precision, transposed=True).astype(dlhs.dtype)
+        return lax.dynamic_update_slice_in_dim(dlhs, product, row, axis=1)
+
+    with jax.named_scope("mesh_matmul_drhs"):
+        w = _permute(call, lax.dynamic_slice_in_dim(rhs, first, block_rows), to_columns=True)
+        dw = ring_reduce(around_column.ring(rows), block_rows, multiply, rhs.dtype)
+    with jax.named_scope("mesh_matmul_dlhs"):
+        dw = _permute(call, dw, to_columns=False)
+        dlhs = ring_gather(around_column.ring(rows), w, uninitialised(lhs.shape, lhs), write)
+        if not typed or columns in jax.typeof(rhs).mat.varying:  # the caller sums drhs over the mesh row
+            return dlhs, lax.dynamic_update_slice_in_dim(jnp.zeros_like(rhs), dw, first, axis=0)
+        _, drhs = RingExecutor(around_row.ring(columns)).gather(dw, (), keep=True)
+        assert drhs is not None
+        return dlhs, declare_invarying(drhs, {columns})
 
 
 _mesh_matmul.defvjp(_mesh_matmul_fwd, _mesh_matmul_bwd)
@@ -165,8 +208,20 @@ def _none(call: _Call, lhs: Array, rhs: Array) -> Array:
         contracted = lax.ppermute(rhs, call.axis_names, pairs)
     else:
         contracted = _contracted_rows(call, lax.all_gather(rhs, call.axis_names[0], axis=0, tiled=True), lhs)
-    product = jnp.dot(lhs, contracted, preferred_element_type=jnp.float32).astype(lhs.dtype)
+    product = dot(lhs, contracted, call.precision).astype(lhs.dtype)
     return lax.psum(product, call.axis_names[1])
+
+
+def _permute(call: _Call, block: Array, *, to_columns: bool) -> Array:
+    """Moves a block of K/(X*Y) rows to the mesh column that contracts with it, or back to the mesh row that stores it.
+
+    Device (x, y) stores block x * Y + y of all rows of RHS, in its part of them, and contracts with block y * X + x.
+    """
+    x, y = call.sizes
+    if min(x, y) == 1:
+        return block
+    pairs = [(stored, stored % x * y + stored // x) for stored in range(x * y)]
+    return lax.ppermute(block, call.axis_names, pairs if to_columns else [(there, here) for here, there in pairs])
 
 
 def _gemm(call: _Call, lhs: Array, gathered: Array) -> Array:

@@ -156,6 +156,8 @@ def test_operands_that_do_not_fit_are_refused_with_their_numbers():
             lhs=(256, 256), rhs=(256, 512), backend="overlapped")  # fmt: skip
     refused(ValueError, r"half of the rows each way around 'y': got 32 rows of float32, needed a multiple of 64",
             shape=(1, 4), lhs=(32, 512), backend="overlapped", directions=2)  # fmt: skip
+    refused(NotImplementedError, "default precision: got precision=highest; .* use backend='none'",
+            backend="serial", precision="highest")  # fmt: skip
     refused(ValueError, "directions to be 1, 2 or None: got 3", directions=3)
     refused(ValueError, r"\[multiple of 8, multiple of 128\] for float32: got \[128, 64\]", lhs=(256, 128),
             rhs=(128, 512), backend="fused")  # fmt: skip

@@ -91,7 +91,7 @@ def mesh_matmul_costs(
     """Returns the cost of each backend for lhs [m, k] and rhs [k', n] of one device; ring is (devices on x, on y).
 
     w moves along x, sums move along y, and each backend hides a part of it. Only the forward pass is counted: the
-    gradients are those of XLA, whatever the backend.
+    gradients are the same, whatever the backend.
     """
     (x, y), (m, k), (rhs_rows, n) = ring, lhs, rhs
     whole, needed, result = x * rhs_rows * n * itemsize, k * n * itemsize, m * n * itemsize

@@ -45,7 +45,7 @@ class RingExecutor:
         rows = x.shape[-2] * lax.axis_size(self.axis_name)
 
         def output(columns: int) -> Array:
-            return _uninitialised((*x.shape[:-2], rows, columns), x)
+            return uninitialised((*x.shape[:-2], rows, columns), x)
 
         def write(block: Array, row: Index, carry: Any) -> Any:
             ys, gathered = carry
@@ -146,7 +146,7 @@ def _vary_like(value: Array, *others: Array) -> Array:
     return cast_to_varying(value, frozenset().union(*(jax.typeof(other).mat.varying for other in others)))
 
 
-def _uninitialised(shape: tuple[int, ...], x: Array) -> Array:
+def uninitialised(shape: tuple[int, ...], x: Array) -> Array:
     """Returns an array of x's dtype that will be written before it is read.
 
     For a TPU `lax.empty` allocates and writes nothing. Elsewhere `lax.empty` is zeros: a constant, which XLA hoists out
