@@ -1,9 +1,9 @@
-"""The weight gradients of `grouped_matmul` as a Pallas TPU kernel: dw[e] is the sum of x[tile].T @ dy[tile] of e.
+"""The weight gradients of `grouped_matmul` as one Pallas TPU kernel.
 
 ```
 x     [M, K]       rows sorted by expert, in tiles of t rows as `grouped_matmul` takes them
 dy_i  [M, N]       several share one reading of x
-dw_i  [E, K, N]    float32; `initial`, if it is given, plus the sums
+dw_i  [E, K, N]    float32, the sum of x[tile].T @ dy_i[tile] over the tiles of each expert; it can be added to others
 
 grid   blocks of K   ->   blocks of N   ->   tiles
 x            x                                 x       a block comes for each step
@@ -16,11 +16,12 @@ import itertools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import available, chip_in_use, vmem_limit
+from flaxasync.kernels.engine.matmul import dot
 from flaxasync.kernels.engine.operands import LANES, Ref, Scalar, Tiles, aligned, largest_divisor, output
 from flaxasync.kernels.grouped_matmul import STEP_SECONDS, check_grouped, divisors
 
@@ -100,14 +101,13 @@ def _add(x_tile: Ref, dy_tiles: Sequence[Ref], sums: Sequence[Ref], terms: Seque
     @pl.loop(0, k // height)
     def on_rows(i: Scalar) -> None:
         rows = aligned(i * height, height, LANES)
+        x_transposed = x_tile[:, rows].T  # once for all columns
 
         @pl.loop(0, n // width)
         def on_columns(j: Scalar) -> None:
             here = rows, aligned(j * width, width, LANES)
             for number, dy in enumerate(dy_tiles):
-                value = lax.dot_general(
-                    x_tile[:, here[0]], dy[:, here[1]], (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
-                )
+                value = dot(x_transposed, dy[:, here[1]])
                 sums[number][here] = value if terms is None else terms[number][here] + value
 
 
