@@ -10,10 +10,15 @@ x            x                                 x       a block comes for each st
 dy                             x               x
 dw           x                 x                       stays in vector memory for all tiles of an expert
 ```
+
+The kernel stores dw itself, each sub-block as soon as it is finished in the last tile of the expert, because a whole
+block at once would keep the next tiles of x and dy waiting.
 """
 
+import functools
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax import Array
@@ -22,10 +27,21 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import available, chip_in_use, vmem_limit
 from flaxasync.kernels.engine.matmul import dot
-from flaxasync.kernels.engine.operands import LANES, Ref, Scalar, Tiles, aligned, largest_divisor, output
+from flaxasync.kernels.engine.operands import (
+    HBM,
+    LANES,
+    Condition,
+    Ref,
+    Scalar,
+    Tiles,
+    aligned,
+    largest_divisor,
+    output,
+)
+from flaxasync.kernels.engine.slots import OutgoingTiles, start_copy
 from flaxasync.kernels.grouped_matmul import STEP_SECONDS, check_grouped, divisors
 
-SUB_BLOCK = 512  # the sides of what is multiplied at once
+HEIGHT, WIDTH = 512, 1024  # the sides of what is multiplied at once
 
 
 def grouped_weight_gradient(
@@ -54,49 +70,81 @@ def grouped_weight_gradient(
     (m, k), n = x.shape, dys[0].shape[1]
     check_grouped("grouped_weight_gradient", x.dtype, tile_rows, k, n)
     blocks, vmem_bytes = _choose(x, dys, expert_count, tile_rows, len(initial))
-    dw = pl.BlockSpec((None, blocks.k, blocks.n), lambda i, j, tile, experts: (experts[tile], i, j))
+    grid, count, block = (k // blocks.k, n // blocks.n), len(dys), (blocks.k, blocks.n)
     like = output((expert_count, k, n), x, *dys, *initial).update(dtype=jnp.float32)
 
     def body(experts: Ref, x_tile: Ref, *refs: Ref) -> None:
-        dy_tiles, old, new = refs[: len(dys)], refs[len(dys) : -len(dys)], refs[-len(dys) :]
-        tile = pl.program_id(2)
-        first = (tile == 0) | (experts[jnp.maximum(tile - 1, 0)] != experts[tile])
-        pl.when(first)(lambda: _add(x_tile, dy_tiles, new, old or None))
-        pl.when(jnp.logical_not(first))(lambda: _add(x_tile, dy_tiles, new, new))
+        """Does one step of the grid. x [t, k], each dy [t, n] and each initial [k, n] are in VMEM, each dw in HBM."""
+        dy_tiles, old, dws, outgoing = refs[:count], refs[count : -2 * count], refs[-2 * count : -count], refs[-count:]
+        (i, j, tile), end = (pl.program_id(axis) for axis in range(3)), pl.num_programs(2) - 1
+        expert = experts[tile]
+        first = (tile == 0) | (experts[jnp.maximum(tile - 1, 0)] != expert)
+        last = (tile == end) | (experts[jnp.minimum(tile + 1, end)] != expert)
+        number = (i * grid[1] + j) * expert_count + expert  # of the block, because every expert has a tile
+        slot = outgoing[0].slot(number)
+        sums = [one.tiles.at[slot] for one in outgoing]
 
-    return tuple(
-        pl.pallas_call(
-            body,
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=1,
-                grid=(k // blocks.k, n // blocks.n, tiles),
-                in_specs=[
-                    pl.BlockSpec((tile_rows, blocks.k), lambda i, j, tile, experts: (tile, i)),
-                    *[pl.BlockSpec((tile_rows, blocks.n), lambda i, j, tile, experts: (tile, j))] * len(dys),
-                    *[dw] * len(initial),
-                ],
-                out_specs=[dw] * len(dys),
-            ),
-            out_shape=[like] * len(dys),
-            input_output_aliases={2 + len(dys) + i: i for i in range(len(initial))},
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem_limit(vmem_bytes)
-            ),
-            cost_estimate=pl.CostEstimate(
-                flops=2 * m * k * n * len(dys),
-                transcendentals=0,
-                bytes_accessed=x.dtype.itemsize * m * (k * n // blocks.n + len(dys) * n * k // blocks.k)
-                + 4 * expert_count * k * n * (len(dys) + len(initial)),
-            ),
-            name="grouped_weight_gradient",
-        )(experts, x, *dys, *initial)
-    )
+        def wait_for(number: Scalar) -> None:
+            for one in outgoing:
+                one.wait(one.slot(number), *block)
+
+        def store(rows: pl.Slice, columns: pl.Slice) -> None:
+            for one, dw in zip(outgoing, dws, strict=True):
+                target = (
+                    aligned(i * blocks.k + rows.start, rows.size, LANES),
+                    aligned(j * blocks.n + columns.start, columns.size, LANES),
+                )
+                start_copy(one.tiles.at[slot, rows, columns], dw.at[expert, *target], one.sems.at[slot])
+
+        pl.when(first)(lambda: outgoing[0].free(number, wait_for))
+        for terms, condition in ((old or None, first), (sums, jnp.logical_not(first))):
+            pl.when(condition)(functools.partial(_add, x_tile, dy_tiles, sums, terms, last, store))
+        is_end = (i == grid[0] - 1) & (j == grid[1] - 1) & (tile == end)
+        pl.when(is_end)(lambda: outgoing[0].finish(math.prod(grid) * expert_count, wait_for))
+
+    dws = pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(*grid, tiles),
+            in_specs=[
+                pl.BlockSpec((tile_rows, blocks.k), lambda i, j, tile, experts: (tile, i)),
+                *[pl.BlockSpec((tile_rows, blocks.n), lambda i, j, tile, experts: (tile, j))] * count,
+                *[pl.BlockSpec((None, *block), lambda i, j, tile, experts: (experts[tile], i, j))] * len(initial),
+            ],
+            out_specs=[HBM] * count,
+            scratch_shapes=[OutgoingTiles.allocate(2, block, jnp.float32)] * count,
+        ),
+        out_shape=[like] * count,
+        input_output_aliases={2 + count + i: i for i in range(len(initial))},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",) * 3, vmem_limit_bytes=vmem_limit(vmem_bytes)
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * m * k * n * count,
+            transcendentals=0,
+            bytes_accessed=x.dtype.itemsize * m * (k * grid[1] + count * n * grid[0])
+            + 4 * expert_count * k * n * (count + len(initial)),
+        ),
+        name="grouped_weight_gradient",
+    )(experts, x, *dys, *initial)
+    return tuple(dws)
 
 
-def _add(x_tile: Ref, dy_tiles: Sequence[Ref], sums: Sequence[Ref], terms: Sequence[Ref] | None) -> None:
-    """Stores x.T @ dy plus a term, if there is one, as each sum [k, n] in vector memory."""
+def _add(
+    x_tile: Ref,
+    dy_tiles: Sequence[Ref],
+    sums: Sequence[Ref],
+    terms: Sequence[Ref] | None,
+    last: Condition,
+    store: Callable[[pl.Slice, pl.Slice], None],
+) -> None:
+    """Makes x.T @ dy plus a term, if there is one, each sum [k, n] in vector memory.
+
+    In the last tile of an expert `store` is called for each sub-block of the sums as soon as it is finished.
+    """
     (_, k), n = x_tile.shape, dy_tiles[0].shape[1]
-    height, width = (largest_divisor(side, SUB_BLOCK, LANES) for side in (k, n))
+    height, width = largest_divisor(k, HEIGHT, LANES), largest_divisor(n, WIDTH, LANES)
 
     @pl.loop(0, k // height)
     def on_rows(i: Scalar) -> None:
@@ -105,10 +153,11 @@ def _add(x_tile: Ref, dy_tiles: Sequence[Ref], sums: Sequence[Ref], terms: Seque
 
         @pl.loop(0, n // width)
         def on_columns(j: Scalar) -> None:
-            here = rows, aligned(j * width, width, LANES)
+            columns = aligned(j * width, width, LANES)
             for number, dy in enumerate(dy_tiles):
-                value = dot(x_transposed, dy[:, here[1]])
-                sums[number][here] = value if terms is None else terms[number][here] + value
+                value = dot(x_transposed, dy[:, columns])
+                sums[number][rows, columns] = value if terms is None else terms[number][rows, columns] + value
+            pl.when(last)(lambda: store(rows, columns))
 
 
 def _choose(x: Array, dys: Sequence[Array], experts: int, rows: int, initial: int) -> tuple[Tiles, int]:
@@ -118,7 +167,7 @@ def _choose(x: Array, dys: Sequence[Array], experts: int, rows: int, initial: in
 
     def vmem_bytes(tiles: Tiles) -> int:
         streamed = itemsize * rows * (tiles.k + len(dys) * tiles.n)
-        return 2 * streamed + 4 * tiles.k * tiles.n * (2 * len(dys) + 2 * initial) + 4 * SUB_BLOCK**2
+        return 2 * streamed + 4 * tiles.k * tiles.n * (2 * len(dys) + 2 * initial) + 8 * HEIGHT * WIDTH
 
     def seconds(tiles: Tiles) -> float:
         streamed = itemsize * m * (k * (n // tiles.n) + len(dys) * n * (k // tiles.k))
