@@ -1,6 +1,6 @@
 """`timeline`: the estimate of `estimate/estimator.py`, for which the kernels of a program may be simulated first."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from flaxasync.check.compile.program import CompiledProgram
@@ -16,6 +16,7 @@ def timeline(
     kernels: Mapping[str, float] | Literal["play"] | None = None,
     copies: str | None = None,
     say: Callable[[str], None] | None = None,
+    integers: Callable[[str, tuple[int, ...]], Sequence[int] | None] = lambda kernel, shape: None,
 ) -> Timeline:
     """Estimates which instruction runs when, on each device.
 
@@ -31,6 +32,8 @@ def timeline(
         where a layout changes in vector memory. By default "simulated" where kernels are simulated, and "cycles"
         elsewhere, by which the compiler itself schedules.
       say: Is called with a line about each kernel that is simulated.
+      integers: Says what integer operands of a simulated kernel are that the program does not determine, such as the
+        sizes of groups: (name, shape) -> elements, or None to take 0.
 
     Returns:
       The timeline: `.seconds`, `.compute`, `.exposed`, `.devices`, `.flops`. `print` shows a table, which says what
@@ -53,5 +56,5 @@ def timeline(
     from flaxasync.check.player.kernels import kernel_times  # imports numpy, which the estimate does not need
 
     module = module_of(compiled)
-    played, notes = kernel_times(compiled, module, say)
+    played, notes = kernel_times(compiled, module, say, integers)
     return estimator.timeline(compiled, chip, copies=copies or "simulated", played=played, notes=notes)

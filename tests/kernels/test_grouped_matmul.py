@@ -98,7 +98,9 @@ class Gate:
 @pytest.mark.usefixtures("blocks")
 def test_an_epilogue():
     x, ws, operand = rows(K), draw_weights(K, N), rows(N, seed=3)
-    h, added = compute(lambda *a, **b: grouped_matmul(*a[:2], *a[3:], operands=a[2:3], epilogue=Gate(), **b), x, ws, operand)
+    h, added = compute(
+        lambda *a, **b: grouped_matmul(*a[:2], *a[3:], operands=a[2:3], epilogue=Gate(), **b), x, ws, operand
+    )
     up, gate = (product(x, w) for w in ws)
     assert_close(live(h), gate / (1 + np.exp(-gate)) * up)
     assert_close(live(added), up + live(operand))
@@ -141,7 +143,9 @@ def test_what_they_cannot_take_is_said(features, dtype, message):
         compute(grouped_matmul, rows(features, dtype), draw_weights(features, N, dtype=dtype))
 
 
-@pytest.mark.parametrize(("k", "n", "pairs", "tile_rows"), [(14336, 4096, 2, 512), (4096, 14336, 1, 512), (768, 2048, 2, 128)])
+@pytest.mark.parametrize(
+    ("k", "n", "pairs", "tile_rows"), [(14336, 4096, 2, 512), (4096, 14336, 1, 512), (768, 2048, 2, 128)]
+)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_blocks_fit_and_divide(k, n, pairs, tile_rows, dtype):
     x, w = jax.ShapeDtypeStruct((4096, k), dtype), jax.ShapeDtypeStruct((4, k, n), dtype)

@@ -10,6 +10,7 @@ from tests.nn import conftest as layers
 from tests.nn import test_embed as embed
 from tests.nn import test_linear as linear
 from tests.ops.attention import test_api as ring_attention
+from tests.ops.experts import test_experts as experts
 from tests.ops.matmul import test_api as ops
 from tests.simulator.split_pairs import session
 
@@ -80,3 +81,14 @@ def test_embedding():
 ], ids=str)  # fmt: skip
 def test_ring_attention(size, form):
     ring_attention.parity(size, **({"backend": "pallas", "kernel": "reference"} | form))
+
+
+@pytest.mark.parametrize(("devices", "backend", "directions"), [
+    (4, "pallas", 2),
+    pytest.param(4, "stateful", 2, marks=repeats),
+    pytest.param(3, "pallas", 1, marks=repeats),
+], ids=str)  # fmt: skip
+def test_experts(devices, backend, directions):
+    operands = experts.drawn(devices * experts.ROWS, 2 * devices, 2, "zipf")
+    found, cotangent = experts.both(devices, operands, backend=backend, kernel="reference", directions=directions)
+    experts.check(found, experts.expected(operands, cotangent))

@@ -42,6 +42,7 @@ from flaxasync.hardware import CHIPS
 
 VARIABLE = "FLAXASYNC_PLAYED_KERNELS"  # the environment variable that names another folder for the times of kernels
 _CALL = "tpu_custom_call"
+type Given = Callable[[str, tuple[int, ...]], Sequence[int] | None]  # (kernel, shape of an integer operand) -> elements
 _TYPES = {"bf16": "bfloat16", "pred": "bool", "f8": "float8_", "f": "float", "s": "int", "u": "uint"}  # of beginnings
 
 
@@ -59,11 +60,15 @@ class Kernel:
 
 
 def kernel_times(
-    program: CompiledProgram, module: HloModule, say: Callable[[str], None] | None = None
+    program: CompiledProgram,
+    module: HloModule,
+    say: Callable[[str], None] | None = None,
+    integers: Given = lambda kernel, shape: None,
 ) -> tuple[dict[str, KernelTime], tuple[str, ...]]:
     """Simulates the kernels of a program, and its start/done pairs between devices.
 
-    `module` is the text of the program, and `say` is called with a line about each kernel that is not in the cache.
+    `module` is the text of the program, `say` is called with a line about each kernel that is not in the cache, and
+    `integers` says what the operands are that the text does not determine.
 
     Returns the times by the names of the instructions, those of pairs by the names of their starts; and a line for each
     kernel that could not be simulated, or whose time is that of scalars which the program does not determine.
@@ -75,7 +80,7 @@ def kernel_times(
     if CHIPS[program.chip].cores > 1:
         lines.append("kernels were simulated on core 0 of each device; the other core is taken to keep step with it")
     names_of: dict[Kernel, list[str]] = {}
-    for name, kernel in _kernels(module):
+    for name, kernel in _kernels(module, integers):
         if kernel is None:
             lines.append(f"{name} was not simulated: its done takes other arrays than those that it returns")
         else:
@@ -102,21 +107,21 @@ def kernel_times(
     return found, tuple(lines)
 
 
-def _kernels(module: HloModule) -> Iterator[tuple[str, Kernel | None]]:
+def _kernels(module: HloModule, given: Given) -> Iterator[tuple[str, Kernel | None]]:
     """Yields each whole kernel and each start between devices by name; None if its done takes more than its results."""
     for computation in module.computations.values():
         for i in computation.instructions:
             shapes = (one.shape for one in (i, *computation.operands(i)))
             spaces = {leaf.memory_space for shape in shapes for _, leaf in shape.leaves()}
             if i.custom_call_target == _CALL and SEMAPHORE not in spaces:
-                yield i.name, _kernel_of(computation, i)
+                yield i.name, _kernel_of(computation, i, given)
     for operation in async_operations(module):
         if operation.spelling == "kernel" and operation.communicates and operation.windows:
             window = operation.windows[0]
             ends_at = module.computations[window.computation]
             wires = _wires(operation.start, ends_at.operands(window.done))
-            start = _kernel_of(module.computations[operation.computation], operation.start)
-            pair = dataclasses.replace(start, done=_kernel_of(ends_at, window.done), wires=wires)
+            start = _kernel_of(module.computations[operation.computation], operation.start, given)
+            pair = dataclasses.replace(start, done=_kernel_of(ends_at, window.done, given), wires=wires)
             yield operation.start.name, pair if wires else None
 
 
@@ -133,14 +138,15 @@ def _wires(start: Instruction, operands: Sequence[Instruction]) -> tuple[int, ..
     return tuple(wires)
 
 
-def _kernel_of(computation: Computation, i: Instruction) -> Kernel:
+def _kernel_of(computation: Computation, i: Instruction, given: Given) -> Kernel:
     call = {key: v for key, v in i.backend_config["custom_call_config"].items() if key != "debug_locations"}
     config = {key: v for key, v in i.backend_config.items() if key == "scoped_memory_configs"}
     operands = [made.shape for made in computation.operands(i)]
     integers = []
     for number, (name, shape) in enumerate(zip(i.operands, operands, strict=True)):
         if re.match(r"[su]\d", shape.element_type) and shape.memory_space != SEMAPHORE:
-            values = integer_elements(computation.by_name, name)
+            values: Sequence[int] | None = integer_elements(computation.by_name, name)
+            values = given(i.name, tuple(shape.dimensions)) if values is None else values
             if values is not None:
                 integers.append((number, tuple(np.resize(values, int(np.prod(shape.dimensions))).tolist())))
     return Kernel(

@@ -101,13 +101,19 @@ def _for_each(
     local, sizes = weights.down.shape[0], tuple(block.x.shape[0] for block in blocks)
     first: Index = lax.axis_index(experts.axis_name) * local if experts.split == "experts" else 0
     tiles_of = TilesOf(tuple(block.assignments for block in blocks), first, local, sizes)
-    some = experts.products.tiles([size * experts.per_row // experts.count for size in sizes], local, experts.tile_rows)
+    mean = [-(-size * experts.per_row // experts.count) for size in sizes]
+    some = experts.products.tiles(mean, local, experts.tile_rows)
+    if experts.capacity is not None:
+        most = local * sum(-(-min(experts.capacity, size) // experts.tile_rows) for size in sizes)
+        some = most if most < some else some
     varying = frozenset().union(*(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves((weights, blocks))))
 
     def turn(number: Array, carry: Any) -> Any:
         start = number * some
         return add(tiles_of.take(start, some), jnp.clip(tiles_of.count - start, 0, some), carry)
 
+    if experts.capacity is not None and some == most:
+        return turn(jnp.int32(0), begin)  # there cannot be more
     if some > 1:
         carry, done = turn(jnp.int32(0), begin), 1
     else:

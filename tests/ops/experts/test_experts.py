@@ -1,0 +1,259 @@
+"""`flaxasync.expert_mlp` against all experts applied to all rows, in NumPy's order of sums: values, gradients, errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from flaxasync.ops.experts import api
+from tests.kernels.conftest import assert_close, run
+
+ROUTES = ("even", "zipf", "one")
+ROWS, FEATURES, HIDDEN = 12, 16, 24  # rows of a device
+
+
+def routed(rows, experts, k, route, seed=0):
+    """Returns ids of different experts for each row, and their weights, by a distribution over the experts."""
+    rng = np.random.default_rng(seed)
+    odds = {"even": np.ones(experts), "zipf": 1 / np.arange(1, experts + 1) ** 1.5, "one": np.eye(experts)[0] + 1e-9}
+    odds = odds[route] / odds[route].sum()
+    ids = np.stack([rng.choice(experts, k, replace=False, p=odds) for _ in range(rows)])
+    return ids.astype(np.int32), rng.random((rows, k), np.float32)
+
+
+def drawn(rows, experts, k, route, features=FEATURES, hidden=HIDDEN, seed=0):
+    """Returns all operands of a call: x, ids, weights, gate, up, down."""
+    rng = np.random.default_rng(seed)
+    kernels = [rng.standard_normal((experts, features, hidden)) * features**-0.5 for _ in range(2)]
+    kernels.append(rng.standard_normal((experts, hidden, features)) * hidden**-0.5)
+    x = rng.standard_normal((rows, features))
+    return [np.asarray(x, np.float32), *routed(rows, experts, k, route, seed), *(k.astype(np.float32) for k in kernels)]
+
+
+def dense(x, ids, weights, gate, up, down, capacity=None, activation=jax.nn.silu):
+    """Applies every expert to every row, and adds what the rows chose. `capacity` is that of all rows."""
+    y = jnp.zeros_like(x)
+    for expert in range(up.shape[0]):
+        chosen = ids == expert
+        if capacity is not None:
+            flat = chosen.reshape(-1)
+            chosen = (flat & (jnp.cumsum(flat) <= capacity)).reshape(chosen.shape)
+        h = activation(x @ up[expert]) if gate is None else activation(x @ gate[expert]) * (x @ up[expert])
+        y += jnp.sum(jnp.where(chosen, weights, 0), axis=-1, keepdims=True) * (h @ down[expert])
+    return y
+
+
+def specs(split):
+    columns, down = (P("ring"), P("ring")) if split == "experts" else (P(None, None, "ring"), P(None, "ring"))
+    return (P("ring"), P("ring"), P("ring"), columns, columns, down)
+
+
+def both(devices, operands, split="experts", **options):
+    """Returns the output and all gradients of a call on a ring, for a drawn cotangent."""
+    cotangent = np.random.default_rng(9).standard_normal(operands[0].shape).astype(np.float32)
+
+    def fn(x, ids, weights, gate, up, down, cotangent):
+        y, pull = jax.vjp(lambda x, w, *k: fa.expert_mlp(x, ids, w, *k, "ring", **options), x, weights, gate, up, down)
+        return y, pull(cotangent)
+
+    options["split"] = split
+    in_specs = (*specs(split), P("ring"))
+    out_specs = (P("ring"), tuple(in_specs[i] for i in (0, 2, 3, 4, 5)))
+    mesh = fa.make_mesh((devices,), ("ring",))
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(a, jax.NamedSharding(mesh, s)) for a, s in zip((*operands, cotangent), in_specs, strict=True)
+        ]
+        return jax.jit(jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs))(*placed), cotangent
+
+
+def expected(operands, cotangent, **options):
+    x, ids, weights, *kernels = map(jnp.asarray, operands)
+    y, pull = jax.vjp(lambda x, w, *k: dense(x, ids, w, *k, **options), x, weights, *kernels)
+    return y, pull(cotangent)
+
+
+def check(found, wanted, tolerance=1e-5):
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(np.abs(want).max(), 1e-3))
+
+
+CASES = [  # devices, experts, k, backend, directions, route
+    (8, 8, 2, "none", 1, "even"),
+    (8, 16, 2, "xla", 2, "zipf"),
+    (4, 128, 8, "xla", 1, "zipf"),
+    (3, 60, 8, "xla", 2, "one"),
+    (2, 4, 1, "xla", 2, "one"),
+    (1, 4, 2, "xla", 1, "even"),
+]
+
+
+@pytest.mark.parametrize(("devices", "experts", "k", "backend", "directions", "route"), CASES)
+def test_agrees_with_all_experts_on_all_rows(devices, experts, k, backend, directions, route):
+    operands = drawn(devices * ROWS, experts, k, route)
+    found, cotangent = both(devices, operands, backend=backend, directions=directions)
+    check(found, expected(operands, cotangent))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["none", "xla"])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("k", [1, 2, 8])
+@pytest.mark.parametrize(("devices", "experts"), [(1, 8), (2, 60), (3, 60), (4, 128), (8, 8), (8, 128)])
+def test_agrees_for_every_size(devices, experts, k, backend, route):
+    operands = drawn(devices * ROWS, experts, k, route)
+    found, cotangent = both(devices, operands, backend=backend, directions=2)
+    check(found, expected(operands, cotangent))
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+def test_splits_hidden_features_of_few_experts(directions):
+    operands = drawn(8 * ROWS, 4, 2, "zipf")
+    found, cotangent = both(8, operands, split="hidden", directions=directions)
+    check(found, expected(operands, cotangent))
+
+
+@pytest.mark.parametrize("capacity", [1, 5])
+def test_drops_the_last_rows_beyond_the_capacity_of_a_device(capacity):
+    operands = drawn(4 * ROWS, 4, 2, "zipf")
+    found, cotangent = both(4, operands, capacity=capacity, directions=1)
+    shares = [[a[d * ROWS : (d + 1) * ROWS] for a in operands[:3]] for d in range(4)]
+    y = jnp.concatenate([dense(*map(jnp.asarray, share), *operands[3:], capacity=capacity) for share in shares])
+    check(found[0], y)
+    whole = expected(operands, cotangent)[0]
+    assert np.abs(whole - y).max() > 0.1, "some rows were dropped"
+
+    def loss(x, weights, *kernels):
+        parts = [
+            dense(x[d * ROWS :][:ROWS], share[1], weights[d * ROWS :][:ROWS], *kernels, capacity=capacity)
+            for d, share in enumerate(shares)
+        ]
+        return jnp.sum(jnp.concatenate(parts) * cotangent)
+
+    check(found[1], jax.grad(loss, range(5))(operands[0], operands[2], *operands[3:]))
+
+
+def test_without_a_gate_and_with_another_activation():
+    x, ids, weights, gate, up, down = drawn(2 * ROWS, 4, 2, "even")
+    y = apply(x, ids, weights, None, up, down, activation=jax.nn.gelu)
+    check(y, dense(*map(jnp.asarray, (x, ids, weights)), None, up, down, activation=jax.nn.gelu))
+
+
+def applied(*operands, devices=2, **options):
+    """Returns the output of the op for global arrays on a ring."""
+    return np.asarray(apply(*operands, devices=devices, **options))
+
+
+def apply(*operands, devices=2, **options):
+    mesh = fa.make_mesh((devices,), ("ring",))
+    fn = functools.partial(fa.expert_mlp, axis_name="ring", **options)
+    with jax.set_mesh(mesh):
+        placed = [a if a is None else jax.device_put(a, jax.NamedSharding(mesh, P("ring"))) for a in operands]
+        return jax.jit(jax.shard_map(fn, in_specs=(P("ring"),) * 6, out_specs=P("ring")))(*placed)
+
+
+def test_a_row_with_an_unknown_expert_becomes_nan_and_no_other():
+    operands = drawn(2 * ROWS, 4, 2, "even")
+    whole = applied(*operands)
+    for row, wrong in ((3, 4), (20, -1)):
+        ids = operands[1].copy()
+        ids[row, 1] = wrong
+        y = applied(operands[0], ids, *operands[2:])
+        assert np.isnan(y[row]).all()
+        check(np.delete(y, row, 0), np.delete(whole, row, 0))
+
+
+def test_nan_weights_propagate_to_their_row():
+    operands = drawn(2 * ROWS, 4, 2, "even")
+    operands[2][5, 0] = np.nan
+    y = applied(*operands)
+    assert np.isnan(y[5]).all()
+    assert np.isfinite(np.delete(y, 5, 0)).all()
+
+
+def test_no_rows_and_batches_of_rows():
+    operands = drawn(2 * ROWS, 4, 2, "even")
+    y = apply(*operands)
+    batched = apply(*(a.reshape(2, 3, -1, a.shape[-1]) for a in operands[:3]), *operands[3:])
+    check(batched.reshape(y.shape), y)
+    assert apply(*(a[:0] for a in operands[:3]), *operands[3:]).shape == (0, FEATURES)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({1: np.zeros((24, 5), np.int32), 2: np.zeros((24, 5), np.float32)}, {}, "5 choices among 4 experts"),
+        ({}, {"capacity": 0}, "capacity of 1 row or more"),
+        ({}, {"split": "rows"}, "split='rows'"),
+        ({}, {"kernel": "fast"}, "kernel='fast'"),
+        ({}, {"backend": "ring"}, "backend='ring'"),
+        ({1: np.zeros((24, 2), np.float32)}, {}, "integer ids"),
+        ({2: np.zeros((24, 1), np.float32)}, {}, "of the same rows"),
+        ({5: np.zeros((4, 16, 24), np.float32)}, {}, r"gate and up \[e, D, F\]"),
+    ],
+)
+def test_refuses_what_does_not_fit(change, options, message):
+    operands = drawn(2 * ROWS, 4, 2, "even")
+    for place, value in change.items():
+        operands[place] = value
+    with pytest.raises(ValueError, match=message):
+        apply(*operands, **options)
+
+
+@pytest.mark.parametrize("options", [{"kernel": "grouped"}, {"backend": "pallas"}])
+def test_kernels_need_tpus(options):
+    with pytest.raises(NotImplementedError, match="TPU kernels"):
+        apply(*drawn(2 * ROWS, 4, 2, "even"), **options)
+
+
+def test_a_second_derivative_is_refused():
+    x, *others = drawn(2 * ROWS, 4, 2, "even")
+    apply = functools.partial(fa.expert_mlp, axis_name="ring")
+    mesh = fa.make_mesh((1,), ("ring",), devices=jax.devices()[:1])
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="first derivative only"):
+        fn = jax.shard_map(lambda x: jax.lax.psum(jnp.sum(apply(x, *others)), "ring"), in_specs=P(), out_specs=P())
+        jax.grad(lambda x: jnp.sum(jax.grad(fn)(x)))(x)
+
+
+def test_bfloat16_adds_in_float32():
+    operands = drawn(4 * ROWS, 8, 4, "even")
+    wide, cotangent = both(4, operands)
+    half = [a if a.dtype == np.int32 else jnp.asarray(a, jnp.bfloat16) for a in operands]
+    y = apply(*half, devices=4)
+    assert y.dtype == jnp.bfloat16
+    check(np.asarray(y, np.float32), wide[0], 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("devices", "backend", "route", "dtype"),
+    [
+        (2, "xla", "zipf", "float32"),
+        pytest.param(4, "xla", "one", "float32", marks=pytest.mark.slow),
+        pytest.param(3, "xla", "even", "bfloat16", marks=pytest.mark.slow),
+        pytest.param(4, "none", "zipf", "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_on_simulated_tpus(devices, backend, route, dtype):
+    operands = drawn(devices * 32, 2 * devices, 2, route, features=128, hidden=128)
+    cotangent = np.random.default_rng(9).standard_normal(operands[0].shape).astype(np.float32)
+    wanted = expected(operands, cotangent)
+
+    def fn(x, ids, weights, gate, up, down, cotangent):
+        x, gate, up, down, cotangent = (a.astype(dtype) for a in (x, gate, up, down, cotangent))
+        op = functools.partial(fa.expert_mlp, axis_name="ring", backend=backend, kernel="grouped", directions=2)
+        y, pull = jax.vjp(lambda x, w, *k: op(x, ids, w, *k), x, weights, gate, up, down)
+        return y, pull(cotangent)
+
+    in_specs = (*specs("experts"), P("ring"))
+    out_specs = (P("ring"), tuple(in_specs[i] for i in (0, 2, 3, 4, 5)))
+    found = run(fn, (*operands, cotangent), in_specs, out_specs, shape=(devices,))
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert_close(got, np.asarray(want), dtype)
+
+
+def test_tiles_suit_the_rows_of_an_expert():
+    assert [api._tile_rows(mean) for mean in (0, 1, 9, 100, 4096)] == [8, 8, 16, 128, 512]
