@@ -23,11 +23,16 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "all_to_all": ("xla", "pallas"),
     "prefetch": ("xla", "pallas"),
     "attention": ("reference", "flash"),
+    "expert_products": ("reference", "grouped"),
     "platform": tuple(DEFECTS),
 }
-"""The backends of everything that is verified. Those of `attention` are what its argument `kernel` names, those of
-`prefetch` what moves the weights and gradients of `scan_with_prefetch`, and those of `platform` are known defects."""
-PLAIN = {"ppermute": "xla", "all_gather": "xla", "all_to_all": "xla", "prefetch": "xla", "attention": "reference"}
+"""The backends of everything that is verified. Those of `attention`, and of `expert_products` for `expert_mlp`, are
+what the argument `kernel` names, those of `prefetch` what moves the weights and gradients of `scan_with_prefetch`, and
+those of `platform` are known defects."""
+PLAIN = {
+    "ppermute": "xla", "all_gather": "xla", "all_to_all": "xla", "prefetch": "xla", "attention": "reference",
+    "expert_products": "reference",
+}  # fmt: skip
 """The backend that is plain XLA and serves as the reference of times; "none" for ops that are not listed here."""
 PAIRS = ("pallas", "stateful")
 """Backends whose transfers begin in one kernel and end in another, which JAX's simulator of kernels cannot do."""
@@ -136,7 +141,7 @@ def stand_in(case: Case) -> Case:
 
 def unsupported(case: Case, platform: str, *, quick: bool) -> str | None:
     """Returns why a case cannot run on a machine, or None if it can."""
-    if case.devices == 1 and case.op not in ("attention", "platform", "mesh_matmul", *MATMULS):
+    if case.devices == 1 and case.op not in ("attention", "expert_products", "platform", "mesh_matmul", *MATMULS):
         return "needs several devices"
     if not case.simulate:
         return None
@@ -164,7 +169,7 @@ def _variants(case: Case, quick: bool) -> list[Case]:
     """Returns a case in each direction, with and without gradients, and with few rows in one step and in two."""
     if case.op == "platform":
         return [case]
-    is_ring = case.op in (*MATMULS, "ring_attention") and case.backend not in ("none", "exchange")
+    is_ring = case.op in (*MATMULS, "ring_attention", "expert_mlp") and case.backend not in ("none", "exchange")
     ways: tuple[int | None, ...] = (1, 2) if is_ring and case.devices > 2 else (None,)
     gradients = (False,) if case.op in ("all_gather", "all_to_all", "prefetch") else (True,) if quick else (False, True)
     cases = [case]
@@ -200,7 +205,10 @@ def _shapes(op: str, size: str, mesh: tuple[int, ...]) -> tuple[Shape, ...]:
         return (32 * y if small else rows * y, k // y), (k // x, wide)
     attention = (batch, sequence, heads, head), (batch, sequence, heads // 2, head)
     gathered: tuple[Shape, ...] = (batch, ring * rows, wide), (wide, wide)
+    experts: tuple[Shape, ...] = ((rows, 2), (rows, wide), (rows, 2), *((2, wide, wide),) * 3)
     by_op: dict[str, tuple[Shape, ...]] = {
+        "expert_mlp": experts,
+        "expert_products": experts,
         "all_gather_matmul": ((batch, rows, wide), (wide, wide)),
         "matmul_reduce_scatter": gathered,
         "matmul_all_reduce": gathered,

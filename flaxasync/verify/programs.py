@@ -37,6 +37,17 @@ def _causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(*wide, is_causal=True).astype(q.dtype)
 
 
+def _experts(ids: jax.Array, x: jax.Array, weights: jax.Array, *kernels: jax.Array) -> jax.Array:
+    """Applies all experts to all rows, and adds what the rows chose."""
+    x, weights = x.astype(jnp.float32), weights.astype(jnp.float32)
+    y = jnp.zeros_like(x)
+    for expert in range(kernels[0].shape[0]):
+        gate, up, down = (kernel[expert].astype(jnp.float32) for kernel in kernels)
+        share = jnp.sum(jnp.where(ids == expert, weights, 0), axis=-1, keepdims=True)
+        y += share * ((jax.nn.silu(x @ gate) * (x @ up)) @ down)
+    return y.astype(kernels[0].dtype)
+
+
 def _transpose_blocks(x: jax.Array) -> jax.Array:
     """Gives device d, as block d of the columns, block d of the rows of every device."""
     blocks = x.reshape(_devices(), _devices(), -1, x.shape[1])
@@ -53,7 +64,10 @@ class Form:
     formula: Callable[..., jax.Array]  # the result as a function of the global operands
 
 
+EXPERTS = Form((P(AXIS),) * 6, P(AXIS), ("x", "weights", "gate", "up", "down"), _experts)
 FORMS = {
+    "expert_mlp": EXPERTS,
+    "expert_products": EXPERTS,
     "all_gather_matmul": Form((BY_ROWS, P(None, AXIS)), BY_COLUMNS, ("x", "w"), _product),
     "matmul_reduce_scatter": Form((BY_COLUMNS, P(AXIS, None)), BY_ROWS, ("x", "w"), _product),
     "matmul_all_reduce": Form((BY_COLUMNS, P(AXIS, None)), P(), ("x", "w"), _product),
@@ -106,7 +120,7 @@ def make_program(case: Case, *, reference: bool = False) -> Callable:
     def verified(operands: tuple, dy: jax.Array) -> dict[str, jax.Array]:
         if not case.gradient:
             return {"y": whole(*operands)}
-        constant = operands[: len(operands) - len(form.names)]  # the ids of a look-up
+        constant = operands[: len(operands) - len(form.names)]  # the ids of a look-up or of experts
         y, pull = jax.vjp(lambda *varied: whole(*constant, *varied), *operands[len(constant) :])
         return {"y": y} | {f"d{name}": d for name, d in zip(form.names, pull(dy), strict=True)}
 
@@ -119,7 +133,7 @@ def abstract_arguments(case: Case, mesh: Mesh) -> tuple[tuple[jax.ShapeDtypeStru
     if case.op in ("ring_attention", "attention"):
         shapes.append(shapes[1])  # k and v have one shape
     operands = [_global(mesh, shape, spec, case.dtype) for shape, spec in zip(shapes, form.operands, strict=True)]
-    if case.op == "lookup_reduce_scatter":
+    if case.op in ("lookup_reduce_scatter", "expert_mlp", "expert_products"):
         operands[0] = jax.ShapeDtypeStruct(operands[0].shape, jnp.int32, sharding=operands[0].sharding)
     shape = jax.eval_shape(form.formula, *operands).shape
     dy = jax.ShapeDtypeStruct(shape, operands[-1].dtype, sharding=NamedSharding(mesh, form.result))
@@ -151,7 +165,7 @@ def random_arguments(case: Case, mesh: Mesh, seed: int) -> tuple[tuple[jax.Array
 
     def draw(of: jax.ShapeDtypeStruct) -> jax.Array:
         if jnp.issubdtype(of.dtype, jnp.integer):
-            values = rng.integers(0, operands[1].shape[0], of.shape)
+            values = rng.integers(0, operands[-1].shape[0], of.shape)
         else:
             values = rng.standard_normal(of.shape, np.float32)
         array = np.asarray(values, of.dtype)
@@ -165,7 +179,10 @@ def _op(case: Case) -> Callable:
     backend, pairs = case.backend, {"all_gather": direct.all_gather, "all_to_all": direct.all_to_all}
     if case.op in pairs and backend == "pallas":
         return functools.partial(_direct, pairs[case.op])
+    expert_mlp: Callable = functools.partial(fa.expert_mlp, axis_name=AXIS, directions=case.directions)
     others: dict[str, Callable] = {
+        "expert_mlp": lambda ids, x, *rest: expert_mlp(x, ids, *rest, backend=backend, kernel="reference"),
+        "expert_products": lambda ids, x, *rest: expert_mlp(x, ids, *rest, backend="none", kernel=backend),
         "attention": lambda q, k, v: fa.attention(q, k, v, kernel=backend),
         "mesh_matmul": lambda lhs, rhs: fa.mesh_matmul(lhs, rhs, MESH_AXES, backend=backend),
         "ppermute": lambda x: fa.ppermute(x, AXIS, 1, backend),

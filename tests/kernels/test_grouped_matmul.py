@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec as P
 
 from flaxasync import check
 from flaxasync.kernels import grouped_matmul as kernel
 from flaxasync.kernels.grouped_matmul import Blocks, grouped_matmul, grouped_sum
 from flaxasync.kernels.grouped_weight_gradient import grouped_weight_gradient
-from tests.kernels.conftest import arranged, as_float32, assert_close, draw
+from tests.kernels.conftest import as_float32, assert_close, draw
 from tests.simulator.split_pairs import quick_callbacks
 
 ROWS = 128  # of a tile

@@ -36,7 +36,7 @@ def expert_mlp(
     backend: str | None = None,
     directions: Directions = None,
     unroll: int = 2,
-    kernel: Literal["reference", "grouped"] | None = None,
+    kernel: str | None = None,
     precision: lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n d"]:
     """Applies to each row the experts that it chose, wherever they are, while rows travel.
@@ -129,9 +129,9 @@ def _takes_kernels(
         if kernel is not None:
             raise
         return False
-    if kernel is not None or trust.is_trusted(op, "grouped", mesh.chip_name(), 1):
+    if kernel is not None or trust.is_trusted("expert_products", "grouped", mesh.chip_name(), 1):
         return True
-    trust.announce(op, "grouped", "reference", mesh.chip_name(), 1)
+    trust.announce("expert_products", "grouped", "reference", mesh.chip_name(), 1)
     return False
 
 

@@ -83,9 +83,8 @@ def check(found, wanted, tolerance=1e-5):
 
 
 CASES = [  # devices, experts, k, backend, directions, route
-    (8, 8, 2, "none", 1, "even"),
-    (8, 16, 2, "xla", 2, "zipf"),
-    (4, 128, 8, "xla", 1, "zipf"),
+    (4, 8, 2, "none", 1, "even"),
+    (8, 16, 2, "xla", 1, "zipf"),
     (3, 60, 8, "xla", 2, "one"),
     (2, 4, 1, "xla", 2, "one"),
     (1, 4, 2, "xla", 1, "even"),
@@ -110,18 +109,18 @@ def test_agrees_for_every_size(devices, experts, k, backend, route):
     check(found, expected(operands, cotangent))
 
 
-@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize("directions", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_splits_hidden_features_of_few_experts(directions):
-    operands = drawn(8 * ROWS, 4, 2, "zipf")
-    found, cotangent = both(8, operands, split="hidden", directions=directions)
+    operands = drawn(4 * ROWS, 3, 2, "zipf")
+    found, cotangent = both(4, operands, split="hidden", directions=directions)
     check(found, expected(operands, cotangent))
 
 
-@pytest.mark.parametrize("capacity", [1, 5])
+@pytest.mark.parametrize("capacity", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_drops_the_last_rows_beyond_the_capacity_of_a_device(capacity):
-    operands = drawn(4 * ROWS, 4, 2, "zipf")
-    found, cotangent = both(4, operands, capacity=capacity, directions=1)
-    shares = [[a[d * ROWS : (d + 1) * ROWS] for a in operands[:3]] for d in range(4)]
+    operands = drawn(2 * ROWS, 4, 2, "zipf")
+    found, cotangent = both(2, operands, capacity=capacity, directions=1)
+    shares = [[a[d * ROWS : (d + 1) * ROWS] for a in operands[:3]] for d in range(2)]
     y = jnp.concatenate([dense(*map(jnp.asarray, share), *operands[3:], capacity=capacity) for share in shares])
     check(found[0], y)
     whole = expected(operands, cotangent)[0]

@@ -1,0 +1,211 @@
+"""`fa.nn.ParallelMoE` against all experts on all rows in NumPy: meshes, routers, storage, statistics, errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+
+FEATURES, HIDDEN, BATCH, ROWS = 16, 24, 4, 8
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def arrays(moe):
+    return {name: np.asarray(getattr(moe, name)[...], np.float64) for name in ("up", "gate", "down")}
+
+
+def routed(moe, x, k, options=None, bias=0.0):
+    """Returns the ids and weights of the rows of x, as NumPy computes them."""
+    options = options or fa.nn.RouterOptions()
+    logits = x @ np.asarray(moe.router.kernel[...], np.float64)
+    score = softmax if options.scores == "softmax" else sigmoid
+    chosen_by = logits if options.choose_first else score(logits)
+    ids = np.argsort(-(chosen_by + bias), axis=-1, kind="stable")[..., :k]
+    weights = np.take_along_axis(logits if options.choose_first else score(logits), ids, -1)
+    weights = score(weights) if options.choose_first else weights
+    if options.normalize:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return ids, weights * options.scale
+
+
+def dense(moe, x, k, options=None, bias=0.0):
+    x = np.asarray(x, np.float64)
+    ids, weights = routed(moe, x, k, options, bias)
+    y, w = np.zeros_like(x), arrays(moe)
+    for expert in range(w["up"].shape[0]):
+        gate, up = (x @ w[name][expert] for name in ("gate", "up"))
+        share = np.where(ids == expert, weights, 0).sum(-1, keepdims=True)
+        y += share * ((gate * sigmoid(gate) * up) @ w["down"][expert])
+    return y
+
+
+def drawn():
+    return jax.random.normal(jax.random.key(1), (BATCH, ROWS, FEATURES))
+
+
+def close(got, want, tolerance=1e-5):
+    np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=tolerance * np.abs(want).max())
+
+
+@functools.cache
+def layer(shape, experts, k, types=AxisType.Explicit, **options):
+    """Returns a mesh, and a layer that was made on it."""
+    mesh = fa.make_mesh(shape, ("data", "model"), axis_types=(types,) * 2)
+    with jax.set_mesh(mesh):
+        return mesh, fa.nn.ParallelMoE(FEATURES, HIDDEN, experts, experts_per_token=k, rngs=nnx.Rngs(0), **options)
+
+
+@pytest.mark.parametrize("types", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(("shape", "experts", "k", "fsdp"), [
+    ((1, 8), 16, 2, None),
+    ((2, 4), 8, 2, "data"),
+    ((2, 4), 6, 1, None),  # padded to 8
+    ((1, 8), 4, 2, None),  # hidden features are split
+    ((4, 1), 4, 4, "data"),
+])  # fmt: skip
+def test_agrees_with_all_experts(shape, experts, k, fsdp, types):
+    mesh, moe = layer(shape, experts, k, types, fsdp_axis=fsdp)
+    x = drawn()
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, jax.NamedSharding(mesh, P("data", "model", None)))
+        y = nnx.jit(lambda moe, x: moe(x))(moe, placed)
+    close(y, dense(moe, x, k))
+
+
+def test_gradients_agree_with_those_of_all_experts():
+    mesh, moe = layer((2, 4), 6, 2)
+
+    def loss(weights, x):
+        logits = jax.nn.softmax(x @ weights["router"])
+        values, ids = jax.lax.top_k(logits, 2)
+        values /= values.sum(-1, keepdims=True)
+        y = jnp.zeros_like(x)
+        for expert in range(6):
+            h = jax.nn.silu(x @ weights["gate"][expert]) * (x @ weights["up"][expert])
+            y += jnp.sum(jnp.where(ids == expert, values, 0), -1, keepdims=True) * (h @ weights["down"][expert])
+        return jnp.sum(jnp.sin(y))
+
+    weights = {name: jnp.asarray(np.asarray(getattr(moe, name)[...])) for name in ("up", "gate", "down")}
+    weights["router"] = jnp.asarray(np.asarray(moe.router.kernel[...]))
+    wanted, dx_wanted = jax.grad(loss, (0, 1))(weights, drawn())
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(drawn(), jax.NamedSharding(mesh, P("data", "model", None)))
+        grad = nnx.grad(lambda moe, x: jnp.sum(jnp.sin(moe(x))), argnums=(0, 1))
+        found, dx = nnx.jit(grad)(moe, placed)
+    close(dx, dx_wanted)
+    for name in ("up", "gate", "down"):
+        close(found[name].get_value(), wanted[name])
+    close(found["router"]["kernel"].get_value(), wanted["router"])
+
+
+@pytest.mark.parametrize("rows", [8, 3])
+def test_rows_that_all_devices_have(rows):
+    mesh, moe = layer((2, 4), 8, 2)
+    x = drawn()[:, :rows]
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, jax.NamedSharding(mesh, P("data", None, None)))
+        y = nnx.jit(lambda moe, x: moe(x))(moe, placed)
+    close(y, dense(moe, x, 2))
+
+
+ROUTERS = [
+    (fa.nn.RouterOptions(choose_first=True), 0.0),
+    (fa.nn.RouterOptions(scores="sigmoid", scale=2.5), 0.0),
+    (fa.nn.RouterOptions(normalize=False), 0.0),
+    (fa.nn.RouterOptions(scores="sigmoid", selection_bias=True), np.linspace(-0.5, 0.5, 8)),
+]
+
+
+@pytest.mark.parametrize(("options", "bias"), ROUTERS)
+def test_routers(options, bias):
+    mesh, _ = layer((2, 4), 8, 2)
+    with jax.set_mesh(mesh):
+        moe = fa.nn.ParallelMoE(FEATURES, HIDDEN, 8, experts_per_token=3, router=options, rngs=nnx.Rngs(0))
+        if options.selection_bias:
+            moe.router.selection_bias[...] = jnp.asarray(bias, jnp.float32)
+        placed = jax.device_put(drawn(), jax.NamedSharding(mesh, P("data", "model", None)))
+        y = nnx.jit(lambda moe, x: moe(x))(moe, placed)
+        gradients = jax.eval_shape(nnx.grad(lambda moe: jnp.sum(moe(placed))), moe)
+    close(y, dense(moe, drawn(), 3, options, bias))
+    assert "selection_bias" not in gradients["router"]
+
+
+def test_losses_and_statistics_are_those_of_all_rows():
+    mesh, moe = layer((2, 4), 8, 2)
+    x = np.asarray(drawn(), np.float64)
+    logits = x @ np.asarray(moe.router.kernel[...], np.float64)
+    ids, _ = routed(moe, x, 2)
+    share = np.bincount(ids.reshape(-1), minlength=8) / ids.size
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(drawn(), jax.NamedSharding(mesh, P("data", "model", None)))
+        y, routing = moe.with_routing(placed)
+        again, recorded = nnx.capture(moe, nnx.Intermediate)(placed)
+    close(again, np.asarray(y))
+    close(routing.share, share)
+    close(routing.load_balance_loss, 8 * np.sum(share * softmax(logits).mean((0, 1))))
+    close(routing.z_loss, np.mean(np.log(np.exp(logits).sum(-1)) ** 2))
+    assert float(routing.dropped) == 0
+    close(recorded["routing"].get_value()[0].share, share)
+
+
+def test_capacity_drops_and_says_so():
+    mesh, _ = layer((2, 4), 8, 2)
+    with jax.set_mesh(mesh):
+        moe = fa.nn.ParallelMoE(FEATURES, HIDDEN, 8, experts_per_token=2, capacity_factor=0.5, rngs=nnx.Rngs(0))
+        placed = jax.device_put(drawn(), jax.NamedSharding(mesh, P("data", "model", None)))
+        y, routing = moe.with_routing(placed)
+    assert 0 < float(routing.dropped) < 0.9
+    assert np.abs(np.asarray(y) - dense(moe, drawn(), 2)).max() > 1e-3
+
+
+def test_a_shared_expert_is_added():
+    mesh, _ = layer((2, 4), 8, 2)
+    with jax.set_mesh(mesh):
+        moe = fa.nn.ParallelMoE(FEATURES, HIDDEN, 8, experts_per_token=2, shared_hidden=32, rngs=nnx.Rngs(0))
+        placed = jax.device_put(drawn(), jax.NamedSharding(mesh, P("data", "model", None)))
+        y = nnx.jit(lambda moe, x: moe(x))(moe, placed)
+    gate, up, down = (np.asarray(getattr(moe.shared, n).kernel[...], np.float64) for n in ("gate", "up", "down"))
+    x = np.asarray(drawn(), np.float64)
+    close(y, dense(moe, x, 2) + (x @ gate * sigmoid(x @ gate) * (x @ up)) @ down)
+
+
+def test_nan_in_a_row_stays_in_it():
+    mesh, moe = layer((2, 4), 8, 2)
+    x = drawn().at[1, 3, 0].set(jnp.nan)
+    with jax.set_mesh(mesh):
+        y = np.asarray(moe(jax.device_put(x, jax.NamedSharding(mesh, P("data", "model", None)))))
+    assert np.isnan(y[1, 3]).all()
+    y[1, 3] = 0
+    assert np.isfinite(y).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"experts_per_token": 9}, "experts_per_token=9; use 1 to 8"),
+        ({"experts_per_token": 0}, "experts_per_token=0"),
+        ({"capacity_factor": 0}, "capacity_factor above 0"),
+        ({"experts": 3, "hidden": 30}, "hidden=30; use 32"),
+    ],
+)
+def test_refuses_what_does_not_fit(options, message):
+    options = {"experts": 8, "hidden": HIDDEN, "experts_per_token": 2} | options
+    mesh, _ = layer((2, 4), 8, 2)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        fa.nn.ParallelMoE(FEATURES, options.pop("hidden"), options.pop("experts"), rngs=nnx.Rngs(0), **options)
+    with pytest.raises(ValueError, match="'softmax' or 'sigmoid'"):
+        fa.nn.RouterOptions(scores="tanh")
