@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -42,7 +42,9 @@ from flaxasync.mesh import UnsupportedError
 
 SUB_BLOCK = 512  # rows of y that are multiplied at once
 PANEL = 2**21  # elements of w that are multiplied at once, at most
-PANELS = 4  # panels of a block of w at least, if they are wide enough
+PANELS = 4  # panels of a block of w at least, if they are wider than this:
+NARROWEST = 512
+DEEPEST = 4096  # elements of a block of K at most
 STEP_SECONDS = 0.3e-6  # what a step takes beside its products
 SUMS_RATE = 1e12  # elements in a second that are read, added and written
 
@@ -91,7 +93,7 @@ def check_grouped(caller: str, dtype: jnp.dtype, tile_rows: int, *features: int)
 
 class Step(NamedTuple):
     first: Scalar  # the first tile of the group
-    count: Scalar  # tiles of the group
+    size: Scalar  # tiles of the group
     k: Scalar  # block of K
     tile: Scalar  # tile of the group, counted from its first one
 
@@ -141,6 +143,7 @@ class Blocks:
         choices = [
             cls(rows, deep, wide, k // deep, n // wide, _width(deep, wide, joined), most)
             for deep, wide in itertools.product(divisors(k), divisors(n))
+            if deep <= DEEPEST
             for most in ([m // rows] if deep == k else range(1, alike + 1))
         ]
         best = min((blocks for blocks in choices if vmem_bytes(blocks) <= available()), key=seconds)
@@ -177,8 +180,8 @@ class Blocks:
 
 def _width(k: int, n: int, joined: int) -> int:
     """Returns the columns of a block of y that are multiplied at once."""
-    unit = math.gcd(n, 2 * LANES)
-    return largest_divisor(n, max(unit, min(n // PANELS, PANEL // (k * joined))), unit)
+    unit = math.gcd(n, 2 * LANES) if joined == 1 else LANES
+    return largest_divisor(n, max(unit, min(max(NARROWEST, n // PANELS), PANEL // (k * joined))), unit)
 
 
 def divisors(size: int) -> Iterator[int]:
@@ -209,7 +212,7 @@ class _Kernel:
         j, step = pl.program_id(0), pl.program_id(1)
         at = self.blocks.at(step, table)
 
-        same, end = at.k + 1 < self.blocks.depth, at.first + at.count
+        same, end = at.k + 1 < self.blocks.depth, at.first + at.size
         ends = end * self.blocks.depth == pl.num_programs(1)
         next_j = jnp.where(ends & jnp.logical_not(same), j + 1, j)
         tile = jnp.where(same, at.first, jnp.where(ends, 0, end))
@@ -226,7 +229,7 @@ class _Kernel:
         @pl.when(next_j < self.blocks.columns)
         def begin_next_group() -> None:
             next_k = jnp.where(same, at.k + 1, 0)
-            self.start_w(w_tiles, 1 - last_slot[0], ws, table[0, tile], next_k, next_j, at.tile, at.count)
+            self.start_w(w_tiles, 1 - last_slot[0], ws, table[0, tile], next_k, next_j, at.tile, at.size)
 
         with jax.named_scope("multiply"):
             self.multiply(at, xs, w_tiles, last_slot[0], sums.at[at.tile if self.blocks.depth > 1 else 0], rest)
@@ -257,7 +260,7 @@ class _Kernel:
     ) -> None:  # fmt: skip
         """Starts to fetch a share of the panels of block (k, j) of an expert's weights."""
         blocks = self.blocks
-        first, end = (split(number * blocks.panels + shares - 1, shares)[0] for number in (share, share + 1))
+        first, end = (lax.div(number * blocks.panels + shares - 1, shares) for number in (share, share + 1))
 
         @pl.loop(first, end)
         def start(panel: Scalar) -> None:

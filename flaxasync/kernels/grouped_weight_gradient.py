@@ -71,6 +71,7 @@ def grouped_weight_gradient(
     check_grouped("grouped_weight_gradient", x.dtype, tile_rows, k, n)
     blocks, vmem_bytes = _choose(x, dys, expert_count, tile_rows, len(initial))
     grid, count, block = (k // blocks.k, n // blocks.n), len(dys), (blocks.k, blocks.n)
+    scratch: list[Ref] = [OutgoingTiles.allocate(2, block, jnp.float32)] * count
     like = output((expert_count, k, n), x, *dys, *initial).update(dtype=jnp.float32)
 
     def body(experts: Ref, x_tile: Ref, *refs: Ref) -> None:
@@ -113,7 +114,7 @@ def grouped_weight_gradient(
                 *[pl.BlockSpec((None, *block), lambda i, j, tile, experts: (experts[tile], i, j))] * len(initial),
             ],
             out_specs=[HBM] * count,
-            scratch_shapes=[OutgoingTiles.allocate(2, block, jnp.float32)] * count,
+            scratch_shapes=scratch,
         ),
         out_shape=[like] * count,
         input_output_aliases={2 + count + i: i for i in range(len(initial))},

@@ -100,7 +100,7 @@ def is_assumed() -> bool:
 
 
 def key(op: str, backend: str, ring: Axes) -> str:
-    """Returns the name of a verdict: op, backend and, but for what sends nothing, the class of the longest axis: 1, 2 or 3+."""
+    """Returns the name of a verdict: op, backend and, for what sends, the class of the longest axis: 1, 2 or 3+."""
     if op in ("attention", "expert_products"):
         return f"{op}/{backend}"
     size = ring if isinstance(ring, int) else max(ring)

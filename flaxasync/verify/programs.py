@@ -179,7 +179,7 @@ def _op(case: Case) -> Callable:
     backend, pairs = case.backend, {"all_gather": direct.all_gather, "all_to_all": direct.all_to_all}
     if case.op in pairs and backend == "pallas":
         return functools.partial(_direct, pairs[case.op])
-    expert_mlp: Callable = functools.partial(fa.expert_mlp, axis_name=AXIS, directions=case.directions)
+    expert_mlp: Callable = functools.partial(fa.expert_mlp, axis_name=AXIS, directions=case.directions)  # type: ignore[arg-type]
     others: dict[str, Callable] = {
         "expert_mlp": lambda ids, x, *rest: expert_mlp(x, ids, *rest, backend=backend, kernel="reference"),
         "expert_products": lambda ids, x, *rest: expert_mlp(x, ids, *rest, backend="none", kernel=backend),

@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from flaxasync import check
-from flaxasync.kernels import grouped_matmul as kernel
+from flaxasync.kernels import grouped_weight_gradient
+from flaxasync.kernels.engine.call import available
+from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.grouped_matmul import Blocks, grouped_matmul, grouped_sum
-from flaxasync.kernels.grouped_weight_gradient import grouped_weight_gradient
 from tests.kernels.conftest import as_float32, assert_close, draw
 from tests.simulator.split_pairs import quick_callbacks
 
@@ -19,21 +22,24 @@ ROWS = 128  # of a tile
 EXPERTS = np.array([0, 0, 0, 1, 2, 2, 7, 0], np.int32)  # of each tile
 TILES = 6  # live ones: what the table says of the last two tiles means nothing
 COUNT = 3
-K, N = 256, 384
+K, N = 256, 256
 
 
 @pytest.fixture
-def interpreter():
+def interpreter(quick_compile):
     with pltpu.force_tpu_interpret_mode(), quick_callbacks():
         yield
 
 
-@pytest.fixture(params=["K whole", "K divided"])
+FORMS = {
+    "K whole": Blocks(rows=ROWS, k=256, n=128, depth=1, columns=2, width=128, most=8),
+    "K divided": Blocks(rows=ROWS, k=128, n=256, depth=2, columns=1, width=128, most=2),  # two groups of expert 0
+}
+
+
+@pytest.fixture(params=FORMS)
 def blocks(request, monkeypatch, interpreter):
-    """Divided, K has two blocks and a group has at most two tiles, so the first expert has two groups."""
-    if request.param == "K divided":
-        divided = Blocks(rows=ROWS, k=128, n=128, depth=2, columns=3, width=128, most=2)
-        monkeypatch.setattr(Blocks, "choose", lambda *arguments: (divided, 2**20))
+    monkeypatch.setattr(Blocks, "choose", lambda *arguments: (FORMS[request.param], 2**20))
 
 
 def rows(features, dtype="float32", seed=0):
@@ -68,12 +74,11 @@ def product(x, w):
 
 
 @pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_products_of_one_x(dtype):
-    x, ws = rows(K, dtype), draw_weights(K, N, dtype=dtype)
-    for y, w in zip(compute(grouped_matmul, x, ws), ws, strict=True):
-        assert y.dtype == dtype
-        assert_close(live(y), product(x, w), dtype)
+def test_a_product():
+    x, w = rows(K, "bfloat16"), draw_weights(K, N, dtype="bfloat16")[0]
+    (y,) = compute(grouped_matmul, x, (w,))
+    assert y.dtype == x.dtype
+    assert_close(live(y), product(x, w), "bfloat16")
 
 
 @pytest.mark.usefixtures("blocks")
@@ -95,42 +100,34 @@ class Gate:
 
 
 @pytest.mark.usefixtures("blocks")
-def test_an_epilogue():
+def test_an_epilogue_of_two_products_of_one_x():
     x, ws, operand = rows(K), draw_weights(K, N), rows(N, seed=3)
-    h, added = compute(
-        lambda *a, **b: grouped_matmul(*a[:2], *a[3:], operands=a[2:3], epilogue=Gate(), **b), x, ws, operand
-    )
+
+    def gated(x, ws, operand, *tiling, **options):
+        return grouped_matmul(x, ws, *tiling, epilogue=Gate(), operands=(operand,), **options)
+
+    h, added = compute(gated, x, ws, operand)
     up, gate = (product(x, w) for w in ws)
     assert_close(live(h), gate / (1 + np.exp(-gate)) * up)
     assert_close(live(added), up + live(operand))
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("adds", [False, True])
-def test_weight_gradients(dtype, adds):
-    x, dys = rows(K, dtype), (rows(N, dtype, 1), rows(N, dtype, 2))
+@pytest.mark.parametrize(("adds", "sides"), [(False, (128, 256)), (True, (256, 128))])
+def test_weight_gradients(adds, sides, monkeypatch):
+    """Each of the two blocks of dw in vector memory is stored three times."""
+    monkeypatch.setattr(grouped_weight_gradient, "_choose", lambda *arguments: (Tiles(ROWS, *sides), 2**20))
+    x, dys = rows(K), (rows(N, seed=1), rows(N, seed=2))
     initial = draw_weights(K, N) if adds else ()
-    got = compute(
-        lambda x, dys, initial, *rest, **options: grouped_weight_gradient(
-            x, dys, *rest, COUNT, initial=initial, **options
-        ),
-        x, dys, initial,
-    )  # fmt: skip
-    for number, (dw, dy) in enumerate(zip(got, dys, strict=True)):
+
+    def gradients(x, dys, initial, *tiling, **options):
+        return grouped_weight_gradient.grouped_weight_gradient(x, dys, *tiling, COUNT, initial=initial, **options)
+
+    for number, (dw, dy) in enumerate(zip(compute(gradients, x, dys, initial), dys, strict=True)):
         want = np.zeros((COUNT, K, N), np.float32) + (initial[number] if adds else 0)
-        for x_tile, dy_tile, e in zip(by_tile(x), by_tile(dy), EXPERTS, strict=False):
-            want[e] += x_tile.T @ dy_tile
-        assert dw.dtype == jnp.float32
-        assert_close(dw, want)  # products of bfloat16 are exact in float32
-
-
-def test_blocks_of_dw_take_turns(monkeypatch, interpreter):
-    """With several blocks of K and N, each of the two slots is stored and taken again."""
-    from flaxasync.kernels import grouped_weight_gradient as module
-
-    monkeypatch.setattr(module, "_choose", lambda *arguments: (module.Tiles(ROWS, 128, 128), 2**20))
-    test_weight_gradients.__wrapped__ if False else test_weight_gradients("float32", False)
+        for x_tile, dy_tile, expert in zip(by_tile(x), by_tile(dy), EXPERTS, strict=False):
+            want[expert] += x_tile.T @ dy_tile
+        assert_close(dw, want)
 
 
 @pytest.mark.parametrize(("features", "dtype", "message"), [
@@ -142,22 +139,39 @@ def test_what_they_cannot_take_is_said(features, dtype, message):
         compute(grouped_matmul, rows(features, dtype), draw_weights(features, N, dtype=dtype))
 
 
-@pytest.mark.parametrize(
-    ("k", "n", "pairs", "tile_rows"), [(14336, 4096, 2, 512), (4096, 14336, 1, 512), (768, 2048, 2, 128)]
-)
+@pytest.mark.parametrize(("k", "n", "pairs", "tile_rows"), [
+    (14336, 4096, 2, 512), (4096, 14336, 1, 512), (768, 2048, 2, 128),
+])  # fmt: skip
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_blocks_fit_and_divide(k, n, pairs, tile_rows, dtype):
     x, w = jax.ShapeDtypeStruct((4096, k), dtype), jax.ShapeDtypeStruct((4, k, n), dtype)
     found, vmem_bytes = Blocks.choose([x] * pairs, [w] * 2, n, tile_rows, 2 // pairs)
     assert (found.k * found.depth, found.n * found.columns, found.width * found.panels) == (k, n, found.n)
-    assert vmem_bytes <= kernel.available()
+    assert vmem_bytes <= available()
 
 
 def test_the_program_for_a_tpu_is_the_kernels_alone():
+    """Gate and up with an epilogue, the sum of two products, and gradients that are added to others in place."""
     mesh = check.topology_mesh("v5e:1x1", (1,), ("x",))
-    w = (COUNT, 256, 512)
 
-    def step(x, gate, up, down, experts, tiles):
-        pass
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
 
-    del mesh, w, step, arranged, P
+    def step(x, operand, ws, dws, experts, tiles):
+        products = grouped_matmul(
+            x, ws, experts, tiles, tile_rows=ROWS, epilogue=Gate(), operands=(operand,), transposed=True
+        )
+        dx = grouped_sum(products, ws, experts, tiles, tile_rows=ROWS)
+        return dx, grouped_weight_gradient.grouped_weight_gradient(
+            x, products, experts, tiles, COUNT, tile_rows=ROWS, initial=dws
+        )
+
+    x, operand, w = array(1024, 256), array(1024, 512), array(COUNT, 512, 256)
+    dw, experts, tiles = array(COUNT, 256, 512, dtype=jnp.float32), array(8, dtype=jnp.int32), array(dtype=jnp.int32)
+    with jax.set_mesh(mesh):
+        fn = jax.jit(step, donate_argnums=3)
+        program = check.compile_for("v5e:1x1", fn, x, operand, (w, w), (dw, dw), experts, tiles)
+    instructions = check.parse(program.as_text()).entry.instructions
+    kernels = sorted(i.name.partition(".")[0] for i in instructions if i.opcode == "custom-call")
+    assert kernels == ["grouped_matmul", "grouped_sum", "grouped_weight_gradient"]
+    assert not [i for i in instructions if i.opcode == "copy" and i.shape.element_type == "f32"]
