@@ -104,16 +104,16 @@ def expert_mlp(
     blocks = 2 if ring.transport is not None and size > 1 and ring.directions == 2 else 1
     tile_rows = _tile_rows(ids.size // count // blocks)
     products: Products = OneTile(activation, precision)
-    if _takes_kernels(op, kernel, rows, ids, kernels, precision, size if ring.transport is None else blocks):
+    if _takes_kernels(op, kernel, rows, kernels, precision, size if ring.transport is None else 1):
         products, tile_rows = Grouped(activation), max(tile_rows, LANES)
     experts = Experts(axis_name, split, count, ids.shape[1], tile_rows, capacity, products)
     return multiply(experts, ring, rows, ids, weights, kernels).reshape(x.shape)
 
 
 def _takes_kernels(
-    op: str, kernel: str | None, x: Array, ids: Array, weights: Weights, precision: lax.PrecisionLike, blocks: int
+    op: str, kernel: str | None, x: Array, weights: Weights, precision: lax.PrecisionLike, devices: int
 ) -> bool:
-    """Says whether Pallas kernels multiply; `blocks` are as large as x, and multiplied together."""
+    """Says whether Pallas kernels multiply; the rows of so many devices are multiplied together."""
     if kernel not in (None, "reference", "grouped"):
         raise ValueError(f"{op} got kernel={kernel!r}: it must be 'reference', 'grouped' or None to choose")
     if kernel == "reference" or (kernel is None and mesh.platform() != "tpu"):
@@ -124,7 +124,7 @@ def _takes_kernels(
             lacks = "a gate" if len(weights.columns) == 1 else "the default precision alone"
             raise UnsupportedError(f"{op} with kernel='grouped' takes {lacks}; use kernel='reference'")
         check_grouped(op, x.dtype, LANES, x.shape[1], weights.down.shape[1])
-        check_add_rows(op, x.dtype, x.shape[0] * max(1, blocks // 2), LANES, x.shape[1])
+        check_add_rows(op, x.dtype, x.shape[0] * devices, LANES, x.shape[1])
     except UnsupportedError:
         if kernel is not None:
             raise
