@@ -67,6 +67,10 @@ _ROPE_FIELDS = {  # of rope_parameters
     "rope_high_frequency": "high_freq_factor",
     "rope_original_length": "original_max_position_embeddings",
 }
+_HEAD_NORMS = {
+    "layers.attention.query_ln.scale": _LAYER + "self_attn.q_norm.weight",
+    "layers.attention.key_ln.scale": _LAYER + "self_attn.k_norm.weight",
+}
 _MLP_BIASES = {f"layers.mlp.{name}.bias": f"{_LAYER}mlp.{name}_proj.bias" for name in ("gate", "up", "down")}
 
 
@@ -107,11 +111,7 @@ LLAMA = Family(
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    tensors=_TENSORS
-    | {
-        "layers.attention.query_ln.scale": _LAYER + "self_attn.q_norm.weight",
-        "layers.attention.key_ln.scale": _LAYER + "self_attn.k_norm.weight",
-    },
+    tensors=_TENSORS | _HEAD_NORMS,
     fields=_FIELDS,
     always={"qk_norm": True},
     defaults=_DEFAULTS | {"tie_word_embeddings": False},
@@ -167,7 +167,8 @@ MIXTRAL = Family(
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    tensors=QWEN3.tensors
+    tensors=_TENSORS
+    | _HEAD_NORMS
     | {"layers.mlp.router.kernel": _LAYER + "mlp.gate.weight"}
     | {f"layers.mlp.{name}": f"{_LAYER}mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down")},
     fields=_FIELDS
