@@ -108,7 +108,17 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x_BLD: Float[Array, "B L D"],
-        losses: Float[Array, "2"] | None = None,
+        segment_ids_BL: Int[Array, "B L"] | None = None,
+        mask: Array | None = None,
+        *,
+        decode: bool = False,
+    ) -> Float[Array, "B L D"]:
+        return self.with_losses(x_BLD, None, segment_ids_BL, mask, decode=decode)[0]
+
+    def with_losses(
+        self,
+        x_BLD: Float[Array, "B L D"],
+        losses: Float[Array, "2"] | None,
         segment_ids_BL: Int[Array, "B L"] | None = None,
         mask: Array | None = None,
         *,
@@ -245,7 +255,7 @@ class Transformer(nnx.Module):
 
         @nnx.scan(in_axes=(0, 0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
         def run(layer: DecoderLayer, is_windowed: Array, x_BLD: Array) -> Array:
-            return layer(x_BLD, mask=self._window_mask(is_windowed, positions, length), decode=True)[0]
+            return layer(x_BLD, mask=self._window_mask(is_windowed, positions, length), decode=True)
 
         x_BLD = run(self.layers, self._windowed_layers(), self._embed(tokens_BL, layout="replicated"))
         return _logits(self._last_modules(), x_BLD[:, -1:], self.config)[:, 0]
@@ -270,7 +280,7 @@ class Transformer(nnx.Module):
         if self.config.fsdp_overlap != "xla" and (self.fsdp_axis is not None or sums_beside):
             ids = () if segment_ids_BL is None else (segment_ids_BL,)
             return fa.nn.scan_with_prefetch(
-                lambda layer, carry, *ids: layer(*carry, *ids), self.layers, carry, *ids,
+                lambda layer, carry, *ids: layer.with_losses(*carry, *ids), self.layers, carry, *ids,
                 fsdp_axis=self.fsdp_axis, dtype=jnp.dtype(self.config.dtype),
                 backend="pallas" if self.config.fsdp_overlap == "prefetch_pallas" else "xla",
                 policy=_POLICIES[self.config.remat],
@@ -409,6 +419,6 @@ def _with_remat(remat: Remat | None) -> Callable[..., _Carry]:
     def apply(
         layer: DecoderLayer, x_BLD: Array, losses: Array | None, segment_ids_BL: Array | None, mask: Array | None
     ) -> _Carry:
-        return layer(checkpoint_name(x_BLD, STREAM), losses, segment_ids_BL, mask)
+        return layer.with_losses(checkpoint_name(x_BLD, STREAM), losses, segment_ids_BL, mask)
 
     return apply if remat == "none" else nnx.remat(apply, policy=_POLICIES[remat])
