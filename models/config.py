@@ -12,8 +12,11 @@ type Remat = Literal["none", "cheap", "dots", "layer", "offload", "offload_most"
 type FsdpOverlap = Literal["xla", "prefetch", "prefetch_pallas"]
 type ContextLayout = Literal["zigzag", "contiguous"]
 
-HOW_IT_RUNS = frozenset({"dtype", "remat", "fsdp_overlap", "gathered_mib", "exchange_heads"})
-"""The fields of `TransformerConfig` that say how a model is computed, and not what it is."""
+HOW_IT_RUNS = frozenset({
+    "dtype", "remat", "fsdp_overlap", "gathered_mib", "exchange_heads", "capacity_factor", "load_balance_weight",
+    "router_z_weight",
+})  # fmt: skip
+"""The fields of `TransformerConfig` that say how a model is computed or trained, and not what it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,25 @@ class TransformerConfig:
     """The key-value heads of each layer. Fewer than the model axis has devices are computed by several of them."""
     mlp_width: int = 768
     """The hidden features of the gated MLP; a multiple of the model axis."""
+    experts: int = 0
+    """The experts that stand in each layer for the MLP; 0 for the MLP. All layers have them, or none has."""
+    experts_per_token: int = 2
+    """How many of the experts each token chooses."""
+    expert_width: int | None = None
+    """The hidden features of an expert; None for mlp_width. A multiple of the model axis if that has more devices than
+    there are experts."""
+    shared_expert_width: int = 0
+    """The hidden features of an expert that every token has beside those that it chooses; 0 for none."""
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    """The scores by which experts are chosen and weighted: the softmax over all of them, or the sigmoid of each."""
+    normalize_expert_weights: bool = True
+    """Whether the weights of the experts of a token are divided by their sum."""
+    load_balance_weight: float = 0.01
+    """The factor of the load-balancing loss, which is 1 where experts are chosen evenly, in the loss of training."""
+    router_z_weight: float = 0.0
+    """The factor of the mean of logsumexp(router logits)**2 in the loss of training."""
+    capacity_factor: float | None = None
+    """Drops the last tokens of an expert beyond this factor times the mean of all experts; None drops none."""
     head_dim: int | None = None
     """The features of a head, an even number; None for width / heads."""
     activation: Literal["silu", "gelu"] = "silu"
@@ -95,6 +117,11 @@ class TransformerConfig:
         """The features of a head."""
         return self.width // self.heads if self.head_dim is None else self.head_dim
 
+    @property
+    def expert_features(self) -> int:
+        """The hidden features of an expert."""
+        return self.mlp_width if self.expert_width is None else self.expert_width
+
 
 def check_fits(
     config: TransformerConfig,
@@ -133,6 +160,8 @@ def check_fits(
         )
     if config.heads % config.kv_heads:
         raise ValueError(f"heads must be a multiple of kv_heads: got heads={config.heads}, kv_heads={config.kv_heads}")
+    if config.experts:
+        _check_experts(config, mesh_shape["model"])
     fsdp = mesh_shape.get("fsdp", 1)
     if config.width % fsdp:
         raise ValueError(
@@ -175,10 +204,33 @@ def check_fits(
             f"{context_layout!r} layout and a 'model' axis of {devices}: got sequence_length={sequence_length}; use "
             f"{-(-sequence_length // shares) * shares}, or smaller axes"
         )
-    for name, size in {"mlp_width": config.mlp_width, "sequence_length": sequence_length}.items():
+    hidden = "shared_expert_width" if config.experts else "mlp_width"
+    for name, size in {hidden: getattr(config, hidden), "sequence_length": sequence_length}.items():
         if size % devices:
             up = -(-size // devices) * devices
             raise ValueError(
                 f"{name} must be divisible by the 'model' axis: got {name}={size} on {devices} devices; "
                 f"use {up}, or a smaller axis"
             )
+
+
+def _check_experts(config: TransformerConfig, devices: int) -> None:
+    """Checks the mixture of experts of each layer, for the devices of the model axis."""
+    if not 1 <= config.experts_per_token <= config.experts:
+        raise ValueError(
+            f"experts_per_token must be 1 to experts={config.experts}, as a token chooses an expert once: got "
+            f"experts_per_token={config.experts_per_token}"
+        )
+    if config.mlp_bias:
+        raise ValueError("mlp_bias is for a dense MLP, and experts have no biases: use mlp_bias=False")
+    if config.capacity_factor is not None and not config.capacity_factor > 0:
+        raise ValueError(f"capacity_factor must be above 0, or None to drop nothing: got {config.capacity_factor}")
+    width, name = config.expert_features, "mlp_width" if config.expert_width is None else "expert_width"
+    if width < 1:
+        raise ValueError(f"expert_width must be 1 or more, or None for mlp_width: got {width}")
+    if config.experts < devices and width % devices:
+        raise ValueError(
+            f"a 'model' axis with more devices than experts splits each expert, so {name} must be divisible by it: got "
+            f"{name}={width} for experts={config.experts} on {devices} devices; use {-(-width // devices) * devices}, "
+            "or a smaller axis"
+        )

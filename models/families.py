@@ -4,7 +4,8 @@ Each `Family` is a table. To add one, write such a table, add it to `FAMILIES`, 
 tests/models/test_hugging_face.py. This file does not import JAX.
 
 A kernel is [in, out] here and [out, in] there. All other tensors have one layout. Rotary positions rotate the same
-pairs, and the parameters of all layers are stacked here, so that {layer} stands for an index along dimension 0.
+pairs, and the parameters of all layers are stacked here, so that {layer} stands for an index along dimension 0. Those
+of experts are stacked as well: {expert} is an index along dimension 1, and each of them is a kernel.
 """
 
 import dataclasses
@@ -66,6 +67,10 @@ _ROPE_FIELDS = {  # of rope_parameters
     "rope_high_frequency": "high_freq_factor",
     "rope_original_length": "original_max_position_embeddings",
 }
+_HEAD_NORMS = {
+    "layers.attention.query_ln.scale": _LAYER + "self_attn.q_norm.weight",
+    "layers.attention.key_ln.scale": _LAYER + "self_attn.k_norm.weight",
+}
 _MLP_BIASES = {f"layers.mlp.{name}.bias": f"{_LAYER}mlp.{name}_proj.bias" for name in ("gate", "up", "down")}
 
 
@@ -81,6 +86,7 @@ class Family:
       always: The fields that are the same for all of its models.
       defaults: What keys that config.json lacks stand for; other keys must be there.
       required: The values that can be imported of keys that have no field here. A key that is absent is accepted.
+      aliases: Other names of keys in config.json.
     """
 
     model_type: str
@@ -90,6 +96,7 @@ class Family:
     always: Mapping[str, Any]
     defaults: Mapping[str, Any]
     required: Mapping[str, tuple[Any, ...]]
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 LLAMA = Family(
@@ -104,11 +111,7 @@ LLAMA = Family(
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    tensors=_TENSORS
-    | {
-        "layers.attention.query_ln.scale": _LAYER + "self_attn.q_norm.weight",
-        "layers.attention.key_ln.scale": _LAYER + "self_attn.k_norm.weight",
-    },
+    tensors=_TENSORS | _HEAD_NORMS,
     fields=_FIELDS,
     always={"qk_norm": True},
     defaults=_DEFAULTS | {"tie_word_embeddings": False},
@@ -145,7 +148,42 @@ GEMMA2 = Family(
     defaults=_DEFAULTS | {"tie_word_embeddings": True},
     required=_REQUIRED | {"hidden_activation": ("gelu_pytorch_tanh",)},
 )
-FAMILIES = {family.model_type: family for family in (LLAMA, QWEN3, GEMMA, GEMMA2)}
+MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    tensors=_TENSORS
+    | {
+        "layers.mlp.router.kernel": _LAYER + "block_sparse_moe.gate.weight",
+        "layers.mlp.gate": _LAYER + "block_sparse_moe.experts.{expert}.w1.weight",
+        "layers.mlp.up": _LAYER + "block_sparse_moe.experts.{expert}.w3.weight",
+        "layers.mlp.down": _LAYER + "block_sparse_moe.experts.{expert}.w2.weight",
+    },
+    fields={name: key for name, key in _FIELDS.items() if name != "attention_bias"}
+    | {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+    always={},
+    defaults=_DEFAULTS | {"tie_word_embeddings": False, "rms_norm_eps": 1e-5},
+    required=_REQUIRED | {"hidden_act": ("silu",), "sliding_window": (None,)},
+)
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    tensors=_TENSORS
+    | _HEAD_NORMS
+    | {"layers.mlp.router.kernel": _LAYER + "mlp.gate.weight"}
+    | {f"layers.mlp.{name}": f"{_LAYER}mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down")},
+    fields=_FIELDS
+    | {
+        "experts": "num_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "expert_width": "moe_intermediate_size",
+        "normalize_expert_weights": "norm_topk_prob",
+    },
+    always={"qk_norm": True},
+    defaults=_DEFAULTS | {"tie_word_embeddings": False, "norm_topk_prob": False},
+    required=_REQUIRED | {"hidden_act": ("silu",), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+    aliases={"num_local_experts": "num_experts"},  # of `transformers` 5
+)
+FAMILIES = {family.model_type: family for family in (LLAMA, QWEN3, GEMMA, GEMMA2, MIXTRAL, QWEN3_MOE)}
 
 
 def read_config(given: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
@@ -164,6 +202,7 @@ def read_config(given: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
             f"config.json is of model_type {given.get('model_type')!r}, which is not supported; supported are "
             f"{', '.join(FAMILIES)}"
         )
+    given = {family.aliases.get(key, key): value for key, value in given.items()}
     wrong = _malformed(family, given)
     if wrong:
         raise ValueError(f"config.json of a {family.model_type} is malformed: {'; '.join(wrong)}")
@@ -171,7 +210,8 @@ def read_config(given: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
     values = {**family.defaults, **given}
     for key, supported in family.required.items():
         if given.get(key, supported[0]) not in supported:
-            unsupported.append(f"{key}={given[key]!r} (supported: {' or '.join(map(repr, supported))})")
+            why = ", as all layers have experts" if key in ("decoder_sparse_step", "mlp_only_layers") else ""
+            unsupported.append(f"{key}={given[key]!r} (supported: {' or '.join(map(repr, supported))}{why})")
     unsupported += _unsupported_layers(family, given)
     if unsupported:
         raise NotImplementedError(
@@ -214,6 +254,8 @@ def write_config(config: TransformerConfig, *, length: int) -> tuple[Family, dic
         raise NotImplementedError(f"no family has the options of this model: {'; '.join(reasons)}")
     written = {key: getattr(config, name) for name, key in family.fields.items()}
     written["head_dim"] = config.head_features
+    if "expert_width" in family.fields:
+        written[family.fields["expert_width"]] = config.expert_features
     if family is GEMMA2:
         scale = config.attention_scale
         written["query_pre_attn_scalar"] = config.head_features if scale is None else _whole(scale**-2)

@@ -2,7 +2,7 @@
 
 `models.families` has the names. Nothing is ever in host memory as a whole: one tensor of one layer is read at a time,
 and of it only the part that one device holds; it is put into the stack of all layers on the devices. Export fetches one
-tensor at a time.
+tensor at a time. The experts of a layer, which are tensors of their own in the files, are such a tensor here.
 """
 
 import functools
@@ -123,10 +123,10 @@ def _check(files: TensorFiles, family: Family, names: Mapping[str, Any], folder:
     for name, leaf in names.items():
         if name not in family.tensors:
             raise NotImplementedError(f"the table of {family.model_type} in models/families.py has no {name}")
-        stacked = _is_stacked(family.tensors[name])
-        shape = leaf.shape[1:] if stacked else leaf.shape
-        for their_name in _their_names(family.tensors[name], leaf):
-            needed[their_name] = tuple(shape[::-1] if _is_transposed(name) else shape)
+        template = family.tensors[name]
+        shape = leaf.shape[template.count("{") :]
+        for their_name in _their_names(template, leaf):
+            needed[their_name] = tuple(shape[::-1] if _is_transposed(name, template) else shape)
     tied = {"lm_head.weight"} if "output.kernel" not in names else set()
     there = {name for name in files.shapes if not name.endswith(_COMPUTED) and name not in tied}
     problems = [f"missing: {name} {list(needed[name])}" for name in sorted(needed.keys() - there)]
@@ -145,29 +145,38 @@ def _check(files: TensorFiles, family: Family, names: Mapping[str, Any], folder:
 
 def _import_one(files: TensorFiles, template: str, name: str, leaf: Any) -> jax.Array:
     """Reads a parameter: one tensor, or one of each layer, which are stacked on the devices."""
+    read = functools.partial(_read, files, transposed=_is_transposed(name, template))
+    names = np.reshape(_their_names(template, leaf), leaf.shape[: template.count("{")]).tolist()
     if not _is_stacked(template):
-        return _read_sharded(files, template, leaf.shape, leaf.sharding, leaf.dtype, transposed=_is_transposed(name))
+        return _make_sharded(functools.partial(read, names), leaf.shape, leaf.sharding, leaf.dtype)
     spec = P(*leaf.sharding.spec[1:])
     sharding = NamedSharding(leaf.sharding.mesh, spec)
     stack = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-    for layer, their_name in enumerate(_their_names(template, leaf)):
-        part = _read_sharded(files, their_name, leaf.shape[1:], sharding, leaf.dtype, transposed=_is_transposed(name))
+    for layer, of_layer in enumerate(names):
+        part = _make_sharded(functools.partial(read, of_layer), leaf.shape[1:], sharding, leaf.dtype)
         stack = _put_layer(stack, part, np.int32(layer))
     return stack
 
 
-def _read_sharded(
-    files: TensorFiles, name: str, shape: tuple[int, ...], sharding: NamedSharding, dtype: Any, *, transposed: bool
+def _read(files: TensorFiles, names: str | list[str], index: tuple[slice, ...], *, transposed: bool) -> np.ndarray:
+    """Reads a part of a tensor, or of the stack of several, as it is here."""
+    if isinstance(names, list):
+        return np.stack([_read(files, name, index[1:], transposed=transposed) for name in names[index[0]]])
+    value = files.read(names, index[::-1] if transposed else index)
+    return value.T if transposed else value
+
+
+def _make_sharded(
+    read: Callable[[tuple[slice, ...]], np.ndarray], shape: tuple[int, ...], sharding: NamedSharding, dtype: Any
 ) -> jax.Array:
-    """Makes a sharded array of a tensor, one part of it in host memory at a time."""
+    """Makes a sharded array of what is read, one part of it in host memory at a time."""
     parts: dict[tuple[slice, ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
         parts.setdefault(tuple(index), []).append(device)
     arrays = []
     for index, devices in parts.items():
-        value = files.read(name, index[::-1] if transposed else index)
-        value = np.ascontiguousarray((value.T if transposed else value).astype(dtype, copy=False))
+        value = np.ascontiguousarray(read(index).astype(dtype, copy=False))
         arrays += [jax.device_put(value, device) for device in devices]
         jax.block_until_ready(arrays)
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
@@ -190,13 +199,15 @@ def _fetch_all(
     done = 0
     for name, leaf in named.items():
         template = family.tensors[name]
-        for layer, their_name in enumerate(_their_names(template, leaf)):
+        names = iter(_their_names(template, leaf))
+        for layer in range(leaf.shape[0] if _is_stacked(template) else 1):
             with jax.set_mesh(_mesh_of(leaf)):
-                value = np.asarray(_take_layer(leaf, np.int32(layer)) if _is_stacked(template) else leaf)
-            value = (value.T if _is_transposed(name) else value).astype(dtype or value.dtype, order="C")
-            done += value.nbytes
-            report(name, done, total)
-            yield their_name, value
+                fetched = np.asarray(_take_layer(leaf, np.int32(layer)) if _is_stacked(template) else leaf)
+            for value in fetched if "{expert}" in template else (fetched,):
+                value = (value.T if _is_transposed(name, template) else value).astype(dtype or value.dtype, order="C")
+                done += value.nbytes
+                report(name, done, total)
+                yield next(names), value
 
 
 def _mesh_of(leaf: Any) -> jax.sharding.Mesh:
@@ -214,9 +225,10 @@ def _is_stacked(template: str) -> bool:
     return "{layer}" in template
 
 
-def _is_transposed(name: str) -> bool:
-    return name.endswith(".kernel")
+def _is_transposed(name: str, template: str) -> bool:
+    return name.endswith(".kernel") or "{expert}" in template
 
 
 def _their_names(template: str, leaf: Any) -> list[str]:
-    return [template.format(layer=i) for i in range(leaf.shape[0])] if _is_stacked(template) else [template]
+    indices = np.ndindex(leaf.shape[: template.count("{")])  # of the layer, and of the expert
+    return [template.format(**dict(zip(("layer", "expert"), index, strict=False))) for index in indices]

@@ -1,6 +1,7 @@
 """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, gated MLP. Read it from top to bottom.
 
-The options of `TransformerConfig` make it the decoder of other families too, such as Qwen 3 and Gemma 2.
+The options of `TransformerConfig` make it the decoder of other families too, such as Qwen 3 and Gemma 2. With experts
+it is a mixture of experts: each layer then adds the losses of its router to a sum that goes through the layers with x.
 
 The residual stream is sharded over the sequence: each device of the model axis holds its own rows of it. Norms and
 residuals run on those rows, and the parallel layers gather and scatter rows while they multiply. With a context axis
@@ -14,7 +15,7 @@ P(data, context). With an fsdp axis, "data" stands for (data, fsdp), over which 
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +38,28 @@ _POLICIES: dict[Remat | None, Any] = {
 }
 
 
+type _Carry = tuple[Array, Array | None]  # what goes through the layers: x, and the losses of the routers so far
+
+
+class Losses(NamedTuple):
+    """The losses of a batch, float32; those of routers are means over the layers, and None where there are none.
+
+    Attributes:
+      cross_entropy: The mean cross-entropy of the targets, in nats a token.
+      load_balance: How uneven the experts are chosen; 1 if they are chosen evenly. See `flaxasync.nn.Routing`.
+      router_z: The mean of logsumexp(router logits)**2.
+    """
+
+    cross_entropy: Array
+    load_balance: Array | None = None
+    router_z: Array | None = None
+
+
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); with `post_norms`, attention and MLP are normalized once more."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with `post_norms`, attention and MLP are normalized once more.
+
+    With experts, `mlp` is a mixture of them.
+    """
 
     def __init__(
         self,
@@ -73,14 +94,14 @@ class DecoderLayer(nnx.Module):
             **options,
         )
         self.mlp_norm = RMSNorm(config, rngs=rngs)
-        self.mlp = fa.nn.ParallelMLP(
+        self.mlp = _experts(config, axis_name, fsdp_axis, backend, rngs) if config.experts else fa.nn.ParallelMLP(
             config.width,
             config.mlp_width,
             activation=_ACTIVATIONS[config.activation],
             use_bias=config.mlp_bias,
             rngs=rngs,
             **options,
-        )
+        )  # fmt: skip
         self.post_attention_norm = RMSNorm(config, rngs=rngs) if config.post_norms else None
         self.post_mlp_norm = RMSNorm(config, rngs=rngs) if config.post_norms else None
 
@@ -92,10 +113,28 @@ class DecoderLayer(nnx.Module):
         *,
         decode: bool = False,
     ) -> Float[Array, "B L D"]:
+        return self.with_losses(x_BLD, None, segment_ids_BL, mask, decode=decode)[0]
+
+    def with_losses(
+        self,
+        x_BLD: Float[Array, "B L D"],
+        losses: Float[Array, "2"] | None,
+        segment_ids_BL: Int[Array, "B L"] | None = None,
+        mask: Array | None = None,
+        *,
+        decode: bool = False,
+    ) -> tuple[Float[Array, "B L D"], Float[Array, "2"] | None]:
+        """Applies the layer, and adds its load-balancing loss and its z-loss to `losses`, unless that is None."""
         y_BLD = self.attention(self.attention_norm(x_BLD), segment_ids_BL, mask=mask, decode=decode)
         x_BLD += y_BLD if self.post_attention_norm is None else self.post_attention_norm(y_BLD)
-        y_BLD = self.mlp(self.mlp_norm(x_BLD))
-        return x_BLD + (y_BLD if self.post_mlp_norm is None else self.post_mlp_norm(y_BLD))
+        normed_BLD = self.mlp_norm(x_BLD)
+        if isinstance(self.mlp, fa.nn.ParallelMoE):
+            y_BLD, routing = self.mlp.with_routing(normed_BLD)
+            if losses is not None:
+                losses += jnp.stack([routing.load_balance_loss, routing.z_loss]).astype(losses.dtype)
+        else:
+            y_BLD = self.mlp(normed_BLD)
+        return x_BLD + (y_BLD if self.post_mlp_norm is None else self.post_mlp_norm(y_BLD)), losses
 
 
 class RMSNorm(nnx.Module):
@@ -184,7 +223,10 @@ class Transformer(nnx.Module):
         vocabulary, V is the next multiple, and the logits beyond the vocabulary are as low as can be.
         """
 
-        return self._apply(lambda modules, x_BLD: _logits(modules, x_BLD, self.config), tokens_BL, segment_ids_BL)
+        def finish(modules: tuple[RMSNorm, Any], x_BLD: Array, losses: None) -> Array:
+            return _logits(modules, x_BLD, self.config)
+
+        return self._apply(finish, tokens_BL, segment_ids_BL)
 
     def init_cache(self, batch: int, length: int) -> None:
         """Makes an empty cache of keys and values of all layers, for `decode`.
@@ -219,29 +261,33 @@ class Transformer(nnx.Module):
         return _logits(self._last_modules(), x_BLD[:, -1:], self.config)[:, 0]
 
     def _apply(
-        self, finish: Callable[..., Array], tokens_BL: Array, segment_ids_BL: Array | None, *arrays: Array
-    ) -> Array:
-        """Returns finish(modules, x, *arrays) of the last layer's result x and of the modules that make logits."""
+        self, finish: Callable[..., Any], tokens_BL: Array, segment_ids_BL: Array | None, *arrays: Array,
+        routed: bool = False,
+    ) -> Any:  # fmt: skip
+        """Returns finish(modules, x, losses, *arrays) of the last layer's result x and the modules that make logits.
+
+        `losses` are those of the routers of all layers, load-balancing and z, if they are wanted; otherwise None.
+        """
 
         @nnx.scan(in_axes=(0, 0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
-        def run(layer: DecoderLayer, is_windowed: Array, x_BLD: Array) -> Array:
+        def run(layer: DecoderLayer, is_windowed: Array, carry: _Carry) -> _Carry:
             mask = self._window_mask(is_windowed, jnp.arange(tokens_BL.shape[1]), tokens_BL.shape[1])
-            return _with_remat(self.config.remat)(layer, x_BLD, segment_ids_BL, mask)
+            return _with_remat(self.config.remat)(layer, *carry, segment_ids_BL, mask)
 
-        x_BLD = self._embed(tokens_BL)
+        carry = self._embed(tokens_BL), jnp.zeros(2, jnp.float32) if routed else None
         data = jax.sharding.get_abstract_mesh().shape.get("data", 1)
         sums_beside = self.config.fsdp_overlap == "prefetch" and data > 1
         if self.config.fsdp_overlap != "xla" and (self.fsdp_axis is not None or sums_beside):
             ids = () if segment_ids_BL is None else (segment_ids_BL,)
             return fa.nn.scan_with_prefetch(
-                lambda layer, x_BLD, *ids: layer(x_BLD, *ids), self.layers, x_BLD, *ids,
+                lambda layer, carry, *ids: layer.with_losses(*carry, *ids), self.layers, carry, *ids,
                 fsdp_axis=self.fsdp_axis, dtype=jnp.dtype(self.config.dtype),
                 backend="pallas" if self.config.fsdp_overlap == "prefetch_pallas" else "xla",
                 policy=_POLICIES[self.config.remat],
-                then=(finish, self._last_modules(), *arrays),
+                then=(lambda modules, carry, *arrays: finish(modules, *carry, *arrays), self._last_modules(), *arrays),
             )  # fmt: skip
-        x_BLD = run(self.layers, self._windowed_layers(), x_BLD)
-        return finish(self._last_modules(), x_BLD, *arrays)
+        carry = run(self.layers, self._windowed_layers(), carry)
+        return finish(self._last_modules(), *carry, *arrays)
 
     def _embed(self, tokens_BL: Array, layout: Literal["sequence", "replicated"] = "sequence") -> Array:
         x_BLD = self.embed(tokens_BL, layout=layout)
@@ -273,21 +319,46 @@ class Transformer(nnx.Module):
         segment_ids_BL: Int[Array, "B L"] | None = None,
         weights_BL: Float[Array, "B L"] | None = None,
     ) -> Float[Array, ""]:
-        """Returns the mean cross-entropy of the targets, in nats a token, as float32, without ever having all logits.
+        """Returns what training minimizes, as float32: the mean cross-entropy of the targets, in nats a token.
 
-        Weights make it a weighted mean.
+        There are never all logits. Weights make it a weighted mean. With experts, each loss of their routers is added:
+        its mean over the layers, times its weight in the configuration.
         """
+        losses = self.losses(tokens_BL, targets_BL, segment_ids_BL=segment_ids_BL, weights_BL=weights_BL)
+        return self.total(losses)
 
-        def finish(modules: tuple[RMSNorm, Any], x_BLD: Array, targets_BL: Array, *weights_BL: Array) -> Array:
+    def total(self, losses: Losses) -> Float[Array, ""]:
+        """Returns the sum of losses that training minimizes."""
+        if losses.load_balance is None or losses.router_z is None:
+            return losses.cross_entropy
+        auxiliary = (
+            self.config.load_balance_weight * losses.load_balance + self.config.router_z_weight * losses.router_z
+        )
+        return losses.cross_entropy + auxiliary
+
+    def losses(
+        self,
+        tokens_BL: Int[Array, "B L"],
+        targets_BL: Int[Array, "B L"],
+        *,
+        segment_ids_BL: Int[Array, "B L"] | None = None,
+        weights_BL: Float[Array, "B L"] | None = None,
+        routed: bool = True,
+    ) -> Losses:
+        """Returns what `loss` adds up, each by itself; without those of the routers unless `routed`."""
+
+        def finish(
+            modules: tuple[RMSNorm, Any], x_BLD: Array, losses: Array | None, targets_BL: Array, *weights_BL: Array
+        ) -> Losses:
             norm, output = modules
-            return fa.nn.linear_cross_entropy(
+            cross_entropy = fa.nn.linear_cross_entropy(
                 norm(x_BLD), output, targets_BL, weights=weights_BL[0] if weights_BL else None,
                 logit_softcap=self.config.logit_softcap,
             )  # fmt: skip
+            return Losses(cross_entropy, *(() if losses is None else losses / self.config.layers))
 
-        return self._apply(
-            finish, tokens_BL, segment_ids_BL, targets_BL, *(() if weights_BL is None else (weights_BL,))
-        )
+        arrays = (targets_BL,) if weights_BL is None else (targets_BL, weights_BL)
+        return self._apply(finish, tokens_BL, segment_ids_BL, *arrays, routed=routed and self.config.experts > 0)
 
 
 def _logits(modules: tuple[RMSNorm, Any], x_BLD: Array, config: TransformerConfig) -> Array:
@@ -314,6 +385,23 @@ def _layer_options(
     }
 
 
+def _experts(
+    config: TransformerConfig, axis_name: str, fsdp_axis: str | None, backend: str | None, rngs: nnx.Rngs
+) -> fa.nn.ParallelMoE:
+    return fa.nn.ParallelMoE(
+        config.width,
+        config.expert_features,
+        config.experts,
+        experts_per_token=config.experts_per_token,
+        router=fa.nn.RouterOptions(config.router_scores, normalize=config.normalize_expert_weights),
+        shared_hidden=config.shared_expert_width,
+        capacity_factor=config.capacity_factor,
+        activation=_ACTIVATIONS[config.activation],
+        rngs=rngs,
+        **_layer_options(config, axis_name, fsdp_axis, backend),
+    )
+
+
 def _rope_scaling(config: TransformerConfig) -> fa.nn.RopeScaling | None:
     if config.rope_factor == 1:
         return None
@@ -322,13 +410,15 @@ def _rope_scaling(config: TransformerConfig) -> fa.nn.RopeScaling | None:
     )
 
 
-def _with_remat(remat: Remat | None) -> Callable[[DecoderLayer, Array, Array | None, Array | None], Array]:
-    """Returns a function that applies a layer to its input, and says what the backward pass does again.
+def _with_remat(remat: Remat | None) -> Callable[..., _Carry]:
+    """Returns a function that applies a layer to its inputs, and says what the backward pass does again.
 
     With an fsdp axis, each weight is gathered once forward and, unless "none" or "cheap" keeps it, once backward.
     """
 
-    def apply(layer: DecoderLayer, x_BLD: Array, segment_ids_BL: Array | None, mask: Array | None) -> Array:
-        return layer(checkpoint_name(x_BLD, STREAM), segment_ids_BL, mask)
+    def apply(
+        layer: DecoderLayer, x_BLD: Array, losses: Array | None, segment_ids_BL: Array | None, mask: Array | None
+    ) -> _Carry:
+        return layer.with_losses(checkpoint_name(x_BLD, STREAM), losses, segment_ids_BL, mask)
 
     return apply if remat == "none" else nnx.remat(apply, policy=_POLICIES[remat])

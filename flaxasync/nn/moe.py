@@ -126,7 +126,7 @@ class ParallelMoE(StoredLayer):
             stored.append(spec)
         self.stored = tuple(stored)
         self.shared = ParallelMLP(
-            features, shared_hidden, gated=gated, activation=activation, rngs=rngs, **options
+            features, shared_hidden, gated=gated, activation=activation, use_bias=False, rngs=rngs, **options
         ) if shared_hidden else None  # fmt: skip
 
     def __call__(self, x: Float[Array, "*batch s d"]) -> Float[Array, "*batch s d"]:

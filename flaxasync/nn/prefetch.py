@@ -24,16 +24,16 @@ from flaxasync.nn.prefetched_scan import Leaves, Scan, run
 
 
 def scan_with_prefetch(
-    apply: Callable[..., Array],
+    apply: Callable[..., Any],
     layers: nnx.Module,
-    x: Array,
+    x: Any,
     *args: Array,
     fsdp_axis: str | None,
     dtype: DTypeLike,
     backend: Literal["xla", "pallas"] = "xla",
     policy: Callable[..., Any] | None = None,
     then: tuple[Any, ...] | None = None,
-) -> Array:
+) -> Any:
     """Applies a stack of layers one after the other, as `nnx.scan` over it does, on a mesh of Explicit axes.
 
     With an fsdp axis, the weights of the next layer are gathered while one computes, and the gradients of the layer
@@ -44,7 +44,9 @@ def scan_with_prefetch(
       apply: A function (layer, x, *args) -> x. It is called inside `jax.shard_map`, on local shards.
       layers: A module whose parameters have a leading dimension of layers, and no other state. If several axes shard
         one dimension of a parameter, `fsdp_axis` must be the last of them.
-      x: The input. Its type must say that it is sharded over `fsdp_axis`; the output is sharded as `x` is.
+      x: The input, an array or a pytree of arrays of floats. The type of one of them must say that it is sharded over
+        `fsdp_axis`; the output is sharded as `x` is. One that is the same on all devices, such as a sum of losses, must
+        be so after each layer.
       *args: Arrays of integers or booleans that every layer is given. They have no gradient.
       fsdp_axis: The axis that was given to the layers as their `fsdp_axis`; None if none was.
       dtype: The dtype in which weights are gathered: that of the computation. Without an fsdp axis, it is that in which
@@ -86,11 +88,12 @@ def scan_with_prefetch(
             f"{mesh.axis_types}; make all of them Explicit, or use nnx.scan"
         )
     stack = _Parameters.of(layers, fsdp_axis, stacked=True)
-    x_spec, arg_specs = jax.typeof(x).sharding.spec, tuple(jax.typeof(arg).sharding.spec for arg in args)
-    if fsdp_axis is not None and not any(fsdp_axis in axes_of(entry) for entry in x_spec):
+    x_spec = jax.tree.map(_spec, x)
+    x_specs, arg_specs = tuple(map(_spec, jax.tree.leaves(x))), tuple(map(_spec, args))
+    if fsdp_axis is not None and not any(fsdp_axis in axes_of(entry) for spec in x_specs for entry in spec):
         raise ValueError(
-            f"scan_with_prefetch needs its input sharded over {fsdp_axis!r}, as a part of the batch: got {x_spec}; "
-            "reshard it with jax.reshard, or use nnx.scan"
+            f"scan_with_prefetch needs its input sharded over {fsdp_axis!r}, as a part of the batch: got "
+            f"{', '.join(map(str, x_specs))}; reshard it with jax.reshard, or use nnx.scan"
         )
     for arg in args:
         if jnp.issubdtype(arg.dtype, jnp.inexact):
@@ -100,18 +103,18 @@ def scan_with_prefetch(
             )
     finish, modules, *arrays = then or (None, ())
     out_spec, last = x_spec, _Parameters.of(modules, fsdp_axis)
-    array_specs = tuple(jax.typeof(array).sharding.spec for array in arrays)
+    array_specs = tuple(map(_spec, arrays))
 
-    def apply_whole(whole: Leaves, x: Array, args: tuple[Array, ...]) -> Array:
+    def apply_whole(whole: Leaves, x: Any, args: tuple[Array, ...]) -> Any:
         return apply(stack.module(whole, without=fsdp_axis), x, *args)
 
-    def finish_whole(whole: Leaves, x: Array, arrays: tuple[Array, ...]) -> Array:
+    def finish_whole(whole: Leaves, x: Any, arrays: tuple[Array, ...]) -> Any:
         assert finish is not None
         return finish(last.module(whole, without=fsdp_axis), x, *arrays)
 
     if finish is not None:
         y = jax.eval_shape(lambda leaves, x, *arrays: finish(last.module(leaves), x, *arrays), last.leaves, x, *arrays)
-        out_spec = y.sharding.spec
+        out_spec = jax.tree.map(lambda leaf: leaf.sharding.spec, y)
     whole = finish_whole if finish else None
     scan = Scan(apply_whole, fsdp_axis, stack.dims, jnp.dtype(dtype), backend, policy, whole, last.dims)
     return jax.shard_map(
@@ -119,6 +122,10 @@ def scan_with_prefetch(
         in_specs=(stack.specs, last.specs, x_spec, arg_specs, array_specs),
         out_specs=out_spec,
     )(stack.leaves, last.leaves, x, args, tuple(arrays))
+
+
+def _spec(x: Array) -> P:
+    return jax.typeof(x).sharding.spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +153,7 @@ class _Parameters:
                 f"{remedy}"
             )
         leaves, tree = jax.tree.flatten(params)
-        specs = tuple(jax.typeof(leaf).sharding.spec for leaf in leaves)
+        specs = tuple(map(_spec, leaves))
         paths = nnx.to_flat_state(params).paths
         dims = tuple(map(functools.partial(_dimension, fsdp_axis, stacked), paths, specs))
         return cls(tuple(leaves), specs, dims, graph, tree)

@@ -48,6 +48,7 @@ from flaxasync.transport.transfers import (
 )
 
 type Leaves = tuple[Array, ...]
+type Carried = Any  # what goes through the layers: an array, or a pytree of arrays
 type Kept = Any  # the input of a layer, or the VJP of jax.vjp without its weights and further arguments
 
 
@@ -55,14 +56,14 @@ type Kept = Any  # the input of a layer, or the VJP of jax.vjp without its weigh
 class Scan:
     """What is static in a scan."""
 
-    apply: Callable[[Leaves, Array, tuple[Array, ...]], Array]  # (parameters of one layer, x, args) -> x
+    apply: Callable[[Leaves, Carried, tuple[Array, ...]], Carried]  # (parameters of one layer, x, args) -> x
     axis: str | None  # over which parameters are fully sharded; None where they are not
     dims: tuple[int | None, ...]  # the dimension of each parameter of one layer that the axis shards; None for none
     dtype: Any  # in which parameters are gathered
     backend: str
     policy: Callable[..., Any] | None  # what is kept of each layer; None for its input
     finish: (
-        Callable[[Leaves, Array, tuple[Array, ...]], Array] | None
+        Callable[[Leaves, Carried, tuple[Array, ...]], Any] | None
     )  # (further parameters, x, arrays) -> y of the last x
     finish_dims: tuple[int | None, ...]
 
@@ -75,20 +76,23 @@ class Scan:
         """
         return 2 if self.backend == "pallas" else 1
 
-    def forward(self, whole: Leaves, x: Array, args: tuple[Array, ...]) -> tuple[Array, Kept]:
+    def forward(self, whole: Leaves, x: Carried, args: tuple[Array, ...]) -> tuple[Carried, Kept]:
         """Applies one layer to x, and returns what its backward pass needs beside the whole weights and `args`."""
         if self.policy is None:
             return self.apply(whole, x, args), x
 
-        def apply(whole: Leaves, x: Array, args: tuple[Array, ...]) -> Array:
+        def named(x: Array) -> Array:
             if platform() == "tpu":  # libtpu would copy whole stacks around the transfers of other layouts to the host
                 x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-            return self.apply(whole, checkpoint_name(x, STREAM), args)
+            return checkpoint_name(x, STREAM)
+
+        def apply(whole: Leaves, x: Carried, args: tuple[Array, ...]) -> Carried:
+            return self.apply(whole, jax.tree.map(named, x), args)
 
         apply = jax.checkpoint(apply, policy=self.policy)
         return jax.vjp(apply, whole, x, args, saveable_args=(False, True, False))
 
-    def backward(self, kept: Kept, args: tuple[Array, ...], whole: Leaves, dy: Array) -> tuple[Leaves, Array]:
+    def backward(self, kept: Kept, args: tuple[Array, ...], whole: Leaves, dy: Carried) -> tuple[Leaves, Carried]:
         """Returns the gradients of the whole weights of one layer and of its input."""
         if self.policy is None:
             return jax.vjp(lambda whole, x: self.apply(whole, x, args), whole, kept)[1](dy)
@@ -148,31 +152,31 @@ def _write(sums: Leaves, gradients: Leaves, layer: Any) -> Leaves:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def run(
-    scan: Scan, stacked: Leaves, last: Leaves, x: Array, args: tuple[Array, ...], arrays: tuple[Array, ...]
-) -> Array:
+    scan: Scan, stacked: Leaves, last: Leaves, x: Carried, args: tuple[Array, ...], arrays: tuple[Array, ...]
+) -> Any:
     return _forward(dataclasses.replace(scan, policy=None), stacked, last, x, args, arrays)[0]
 
 
 def _forward(
-    scan: Scan, stacked: Leaves, last: Leaves, x: Array, args: tuple[Array, ...], arrays: tuple[Array, ...]
-) -> tuple[Array, tuple]:
+    scan: Scan, stacked: Leaves, last: Leaves, x: Carried, args: tuple[Array, ...], arrays: tuple[Array, ...]
+) -> tuple[Any, tuple]:
     layers = stacked[0].shape[0]
 
-    def turn(carry: tuple[Array, Leaves], layer: Array) -> tuple[tuple[Array, Leaves], Kept]:
+    def turn(carry: tuple[Carried, Leaves], layer: Array) -> tuple[tuple[Carried, Leaves], Kept]:
         x, whole = carry
         # The last turn gathers its own layer again: the backward pass begins with it.
         following = scan.gather_layer(stacked, jnp.minimum(layer + 1, layers - 1))
         y, kept = meanwhile([following], lambda x: scan.forward(_varying(whole, x), x, args), x)
         return (y, following.done()), kept
 
-    def body(carry: tuple[Array, Leaves], layer: Array) -> tuple[tuple[Array, Leaves], list[Kept]]:
+    def body(carry: tuple[Carried, Leaves], layer: Array) -> tuple[tuple[Carried, Leaves], list[Kept]]:
         kept = []
         for n in range(scan.turns):
             carry, one = turn(carry, layer + n)
             kept.append(one)
         return carry, kept
 
-    def loop(x: Array, first: Leaves) -> tuple[Array, Leaves, Any]:
+    def loop(x: Carried, first: Leaves) -> tuple[Carried, Leaves, Any]:
         in_loop = layers // scan.turns * scan.turns
         carry, stacks = lax.scan(body, (x, first), jnp.arange(0, in_loop, scan.turns, dtype=jnp.int32))
         rest = []
@@ -193,11 +197,11 @@ def _forward(
     return y, (stacked, last, kept, pull, whole, args)
 
 
-def _backward(scan: Scan, saved: tuple, dy: Array) -> tuple[Leaves, Leaves, Array, None, None]:
+def _backward(scan: Scan, saved: tuple, dy: Any) -> tuple[Leaves, Leaves, Carried, None, None]:
     stacked, last, kept, pull, whole, args = saved
     layers = stacked[0].shape[0]
 
-    def pull_layer(whole: Leaves, kept: Kept, dy: Array) -> tuple[Leaves, Array]:
+    def pull_layer(whole: Leaves, kept: Kept, dy: Carried) -> tuple[Leaves, Carried]:
         return scan.backward(kept, args, _varying(whole, dy), dy)
 
     def turn(carry: tuple, layer: Array, kept: Kept) -> tuple:
@@ -219,7 +223,7 @@ def _backward(scan: Scan, saved: tuple, dy: Array) -> tuple[Leaves, Leaves, Arra
             carry = turn(carry, layer + n, kept[n])
         return carry, None
 
-    def loop(dy: Array) -> tuple[Leaves, Array]:
+    def loop(dy: Carried) -> tuple[Leaves, Carried]:
         none = () if scan.axis is None else tuple(jnp.zeros_like(leaf) for leaf in _varying(whole, dy))
         sums = tuple(
             jnp.zeros_like(leaf if scan.sums_at_once(one) else varying)
@@ -248,8 +252,9 @@ def _backward(scan: Scan, saved: tuple, dy: Array) -> tuple[Leaves, Leaves, Arra
 run.defvjp(_forward, _backward)
 
 
-def _varying(leaves: Leaves, like: Array) -> Leaves:
-    return tuple(cast_to_varying(leaf, jax.typeof(like).mat.varying) for leaf in leaves)
+def _varying(leaves: Leaves, like: Carried) -> Leaves:
+    axes = frozenset[str]().union(*(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(like)))
+    return tuple(cast_to_varying(leaf, axes) for leaf in leaves)
 
 
 def _sum_like(gradient: Array, leaf: Array) -> Array:

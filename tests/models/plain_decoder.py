@@ -4,8 +4,11 @@ import jax
 import numpy as np
 
 
-def plain_logits(params, config, tokens, xp=np):
-    """Returns the logits of tokens, in the dtype of the parameters. `xp` is numpy, or jax.numpy to differentiate it."""
+def plain_logits(params, config, tokens, xp=np, losses=None):
+    """Returns the logits of tokens, in the dtype of the parameters. `xp` is numpy, or jax.numpy to differentiate it.
+
+    Appends to `losses` the load-balancing loss and the z-loss of each layer that has experts.
+    """
 
     def norm(x, scale, *, plus_one=config.norm_plus_one):
         scale = 1 + scale if plus_one else scale
@@ -53,13 +56,38 @@ def plain_logits(params, config, tokens, xp=np):
             return x / (1 + xp.exp(-x))
         return x * (1 + xp.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2
 
+    def gated(h, gate, up, down):
+        return activate(h @ gate) * (h @ up) @ down
+
+    def mix(h, p):
+        """Every expert multiplies every row, and those that the row did not choose have the weight 0."""
+        logits = h @ p["router"]["kernel"]
+        exponents = xp.exp(logits)
+        sums = exponents.sum(-1, keepdims=True)
+        scores = exponents / sums if config.router_scores == "softmax" else 1 / (1 + xp.exp(-logits))
+        chosen = scores >= xp.sort(scores, axis=-1)[..., -config.experts_per_token][..., None]
+        weights = xp.where(chosen, scores, 0)
+        if config.normalize_expert_weights:
+            weights = weights / weights.sum(-1, keepdims=True)
+        if losses is not None:
+            score = (scores / scores.sum(-1, keepdims=True)).mean((0, 1))
+            share = chosen.mean((0, 1)) / config.experts_per_token
+            losses.append((config.experts * (share * score).sum(), (xp.log(sums) ** 2).mean()))
+        y = sum(weights[..., e, None] * gated(h, p["gate"][e], p["up"][e], p["down"][e]) for e in range(config.experts))
+        if config.shared_expert_width:
+            y = y + gated(h, *(p["shared"][name]["kernel"] for name in ("gate", "up", "down")))
+        return y
+
     x = params["embed"]["embedding"][tokens] * (config.width**0.5 if config.scale_embeddings else 1)
     for i in range(config.layers):
         layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
         y = attend(norm(x, layer["attention_norm"]["scale"]), layer["attention"], i)
         x = x + (norm(y, layer["post_attention_norm"]["scale"]) if config.post_norms else y)
         h, mlp = norm(x, layer["mlp_norm"]["scale"]), layer["mlp"]
-        y = linear(activate(linear(h, mlp["gate"])) * linear(h, mlp["up"]), mlp["down"])
+        if config.experts:
+            y = mix(h, mlp)
+        else:
+            y = linear(activate(linear(h, mlp["gate"])) * linear(h, mlp["up"]), mlp["down"])
         x = x + (norm(y, layer["post_mlp_norm"]["scale"]) if config.post_norms else y)
     x = norm(x, params["final_norm"]["scale"])
     logits = x @ (params["embed"]["embedding"].T if config.tie_embeddings else params["output"]["kernel"])

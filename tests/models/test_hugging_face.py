@@ -36,6 +36,10 @@ CONFIGS = {
         BASE, activation="gelu", norm_plus_one=True, scale_embeddings=True, tie_embeddings=True, post_norms=True,
         attention_scale=0.25, attention_softcap=50.0, logit_softcap=30.0, alternating_window=4,
     ),
+    "mixtral": dataclasses.replace(BASE, experts=4),
+    "qwen3_moe": dataclasses.replace(
+        BASE, qk_norm=True, experts=8, experts_per_token=3, expert_width=16, normalize_expert_weights=False,
+    ),
 }  # fmt: skip
 
 
@@ -240,6 +244,8 @@ def test_a_configuration_is_read_as_it_was_written(name):
     ("qwen3", {"use_sliding_window": True}, "use_sliding_window=True"),
     ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "layer 0 is 'sliding_attention', not 'full_attention'"),
     ("gemma2", {"layer_types": ["full_attention"] * 3}, "layer 0 is 'full_attention', not 'sliding_attention'"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, r"decoder_sparse_step=2 \(supported: 1, as all layers have experts\)"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] \(supported: \[\] or None, as all layers"),
 ])  # fmt: skip
 def test_what_is_not_supported_is_named(name, change, message):
     with pytest.raises(NotImplementedError, match=message):

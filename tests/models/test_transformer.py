@@ -19,7 +19,7 @@ from models import transformer
 from models.config import TransformerConfig, check_fits
 from models.transformer import Transformer
 from tests.models.plain_decoder import plain_logits
-from tests.nn.conftest import drawn, make_mesh
+from tests.nn.conftest import drawn, make_fsdp_mesh, make_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -33,6 +33,14 @@ LLAMA_AND_QWEN = dataclasses.replace(
 GEMMA = dataclasses.replace(
     BASE, head_dim=8, activation="gelu", norm_plus_one=True, post_norms=True, scale_embeddings=True,
     attention_scale=0.7, attention_softcap=0.5, logit_softcap=1.5, alternating_window=3,
+)  # fmt: skip
+MIXTURE = dataclasses.replace(
+    CONFIG, vocab_size=30, experts=4, experts_per_token=2, load_balance_weight=0.5, router_z_weight=0.1
+)
+# Four devices do not divide the experts.
+SIGMOID = dataclasses.replace(
+    MIXTURE, experts=6, experts_per_token=3, expert_width=10, shared_expert_width=8, router_scores="sigmoid",
+    normalize_expert_weights=False,
 )  # fmt: skip
 UNTIED, TIED = {"tie_embeddings": False}, {"tie_embeddings": True}
 TOKENS = np.random.default_rng(0).integers(0, 30, (4, 8)).astype(np.int32)
@@ -67,8 +75,13 @@ def loss_and_gradients(config, axis_type=AxisType.Explicit):
 
 
 def plain_loss(params, config):
-    log_probabilities = jax.nn.log_softmax(plain_logits(params, config, TOKENS, jnp))
-    return -jnp.mean(jnp.take_along_axis(log_probabilities, TARGETS[..., None], -1))
+    routers = []
+    log_probabilities = jax.nn.log_softmax(plain_logits(params, config, TOKENS, jnp, routers))
+    loss = -jnp.mean(jnp.take_along_axis(log_probabilities, TARGETS[..., None], -1))
+    if routers:
+        balance, z = map(sum, zip(*routers, strict=True))
+        loss += (config.load_balance_weight * balance + config.router_z_weight * z) / config.layers
+    return loss
 
 
 def assert_gradients_close(got, want, tolerance=2e-5):
@@ -81,6 +94,9 @@ def assert_gradients_close(got, want, tolerance=2e-5):
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
         (CONFIG, UNTIED, AxisType.Explicit),
         (GEMMA, {}, AxisType.Explicit),
+        (MIXTURE, {}, AxisType.Explicit),
+        (MIXTURE, {"experts": 2, "experts_per_token": 1}, AxisType.Auto),  # each is split over the devices
+        (SIGMOID, {}, AxisType.Explicit),
         *((CONFIG, {"vocab_size": 30, "width": 24, "heads": heads, "kv_heads": kv_heads} | tied, axis_type)
           for heads, kv_heads in ((6, 2), (2, 1), (6, 6))
           for tied, axis_type in ((UNTIED, AxisType.Explicit), (TIED, AxisType.Auto))),
@@ -100,6 +116,36 @@ def test_a_model_computes_what_the_plain_decoder_does(config, changes, axis_type
     assert logits.shape == (4, 8, 32)
     assert (logits[..., config.vocab_size :] == np.finfo(np.float32).min).all()
     assert_gradients_close(grads, want_grads, tolerance=1e-5 if "heads" in changes else 2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("changes", "options", "mesh"), [
+    *(({"remat": remat}, {}, make_mesh()) for remat in ("cheap", "dots", "layer")),
+    ({"fsdp_overlap": "prefetch"}, {}, make_mesh()),
+    ({}, {"fsdp_axis": "fsdp"}, make_fsdp_mesh(1, 2, 1, 4)),
+    ({"fsdp_overlap": "prefetch", "remat": "cheap"}, {"fsdp_axis": "fsdp"}, make_fsdp_mesh(2, 2, 1, 2)),
+    ({"fsdp_overlap": "prefetch", "remat": "layer"}, {"fsdp_axis": "fsdp"}, make_fsdp_mesh(1, 2, 1, 4)),
+])  # fmt: skip
+def test_a_mixture_has_the_same_losses_and_gradients_in_every_form(changes, options, mesh):
+    with jax.set_mesh(mesh):
+        params, loss = split(dataclasses.replace(MIXTURE, **changes), backend="xla", **options)
+        batch = P(("data", "fsdp") if options else "data", None)
+        value, grads = jax.jit(jax.value_and_grad(loss))(params, *place(batch))
+    want, want_grads, *_ = loss_and_gradients(MIXTURE)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    assert_gradients_close(jax.tree.map(np.asarray, nnx.to_pure_dict(grads)), want_grads)
+
+
+def test_the_losses_of_routers_are_apart_from_the_cross_entropy():
+    with jax.set_mesh(make_mesh(1, 1)):
+        model = drawn(lambda: Transformer(dataclasses.replace(MIXTURE, layers=1), rngs=nnx.Rngs(0)))
+        every, alone = nnx.jit(
+            lambda model, *batch: (model.losses(*batch), model.losses(*batch, routed=False))
+        )(model, TOKENS, TARGETS)  # fmt: skip
+    assert alone == (every.cross_entropy, None, None)
+    want = every.cross_entropy + 0.5 * every.load_balance + 0.1 * every.router_z
+    np.testing.assert_allclose(model.total(every), want, rtol=1e-6)
+    assert every.load_balance > 1
 
 
 @pytest.mark.parametrize("config", [LLAMA_AND_QWEN, GEMMA], ids=["llama and qwen", "gemma"])
@@ -227,6 +273,13 @@ TWO_AXES, THREE_AXES = {"data": 2, "model": 4}, {"data": 1, "context": 4, "model
     ({"width": 18}, 8, TWO_AXES, "an even multiple of heads, for rotary positions: got width=18, heads=4"),
     ({"mlp_width": 25}, 8, TWO_AXES, "mlp_width=25 on 4 devices; use 28"),
     ({"layers": 0}, 8, TWO_AXES, "layers must be 1 or more: got 0"),
+    ({"experts": 4, "experts_per_token": 5}, 8, TWO_AXES, "must be 1 to experts=4, .* got experts_per_token=5"),
+    ({"experts": 2, "expert_width": 6}, 8, TWO_AXES, "got expert_width=6 for experts=2 on 4 devices; use 8, or a sma"),
+    ({"experts": 2, "mlp_width": 25}, 8, TWO_AXES, "got mlp_width=25 for experts=2 on 4 devices; use 28"),
+    ({"experts": 4, "expert_width": 0}, 8, TWO_AXES, "expert_width must be 1 or more, or None for mlp_width: got 0"),
+    ({"experts": 4, "shared_expert_width": 6}, 8, TWO_AXES, "got shared_expert_width=6 on 4 devices; use 8"),
+    ({"experts": 4, "mlp_bias": True}, 8, TWO_AXES, "experts have no biases: use mlp_bias=False"),
+    ({"experts": 4, "capacity_factor": 0.0}, 8, TWO_AXES, "capacity_factor must be above 0, or None .*: got 0.0"),
     ({"gathered_mib": -1}, 8, TWO_AXES, "gathered_mib must be 0 or more: got -1"),
     ({"head_dim": 0}, 8, TWO_AXES, "head_dim must be even, for rotary positions, or None: got head_dim=0"),
     ({"head_dim": 7}, 8, TWO_AXES, "head_dim must be even, for rotary positions, or None: got head_dim=7"),
@@ -243,6 +296,7 @@ def test_a_size_that_does_not_fit_is_named(change, length, mesh_shape, message):
 
 def test_sequences_that_fit():
     check_fits(CONFIG, sequence_length=8, mesh_shape=TWO_AXES)
+    check_fits(dataclasses.replace(CONFIG, mlp_width=25, experts=6), sequence_length=8, mesh_shape=TWO_AXES)
     check_fits(CONFIG, sequence_length=32, mesh_shape=THREE_AXES)
     check_fits(CONFIG, sequence_length=12, mesh_shape=THREE_AXES | {"model": 1}, context_layout="contiguous")
 

@@ -33,7 +33,13 @@ from flaxasync.ops.costs.cost import hbm
 from models.config import FsdpOverlap, Remat, TransformerConfig
 from train.config import Config
 from train.step.mesh import CONTEXT, FSDP, batch_shards
-from train.step.products import local_heads, model_flops_per_token, parameters_of_a_layer, products_of_a_layer
+from train.step.products import (
+    hidden_of_a_token,
+    local_heads,
+    model_flops_per_token,
+    parameters_of_a_layer,
+    products_of_a_layer,
+)
 
 # How many times a device moves values through HBM. The backward pass of a layer moves twice what its forward pass does.
 ROWS_MOVED = 8  # its rows of the residual stream, for norms, rotary positions and residuals, in a layer; fitted
@@ -247,11 +253,12 @@ def _kinds_of_values(config: Config, mesh: Mapping[str, int], chip: Chip | None)
     stream = rows / ring * model.width * computed
     q_width, kv_width = model.head_features * model.heads, model.head_features * model.kv_heads
     operands = rows / ring * (q_width + 2 * kv_width) * computed
-    products = operands + rows / ring * 2 * model.mlp_width * computed + (1 + model.post_norms) * stream
+    hidden = model.shared_expert_width if model.experts else model.mlp_width  # experts keep none: they compute it again
+    products = operands + rows / ring * 2 * hidden * computed + (1 + model.post_norms) * stream
     scores = 0.0
     if model.attention_softcap is not None or model.alternating_window is not None:
         scores = 4 * rows * config.data.sequence_length * -(-model.heads // ring)
-    passes = (5 - model.post_norms) * stream + rows / ring * (q_width + 2 * model.mlp_width) * computed
+    passes = (5 - model.post_norms) * stream + rows / ring * (q_width + 2 * hidden) * computed
     return {
         "stream": stream,
         "operands": operands,
@@ -293,7 +300,7 @@ def _layer(config: Config, chip: Chip, batch: int, length: int, context: int, ri
     """Returns the seconds of work of one layer, forward and backward, and its waits over the model and context axes."""
     model = config.model
     heads, kv_heads = local_heads(model, ring)
-    width, hidden, rows = model.width, model.mlp_width // ring, length // ring
+    width, hidden, rows = model.width, hidden_of_a_token(model) // ring, length // ring
     repeated = POLICIES[model.remat or "none"].repeats
     bytes_each = {"itemsize": _BYTES[model.dtype]}
     work = wait = 0.0

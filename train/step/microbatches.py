@@ -5,6 +5,7 @@ batch            x  [B, L]           sharded over the rows, and over the sequenc
 micro-batches    x  [N, B / N, L]    each is sharded as the batch is; row i of the batch is in micro-batch i % N
 
 loss       sum over n of  share_n * loss_n         share_n = targets of micro-batch n / targets of the batch
+parts      sum over n of  share_n * parts_n        of the loss, which have no gradient of their own
 gradient   sum over n of  share_n * gradient_n     in float32, sharded as the parameters are
 ```
 
@@ -18,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-type Loss = Callable[..., Array]
+type Loss = Callable[..., Any]
+type Parts = dict[str, Array]
 
 
 def split_batch(batch: tuple[Array, ...], count: int) -> tuple[Array, ...]:
@@ -35,25 +37,31 @@ def split_batch(batch: tuple[Array, ...], count: int) -> tuple[Array, ...]:
 
 def loss_and_gradient(
     loss: Loss, targets: Callable[..., Array], params: Any, batch: tuple[Array, ...], count: int
-) -> tuple[Array, Any]:
-    """Returns the loss of a batch [B, L] as float32, and its gradient, which more than one micro-batch makes float32.
+) -> tuple[Array, Parts, Any]:
+    """Returns the loss of a batch [B, L] as float32, its parts, and its gradient.
 
-    `loss` is a function (params, *batch) -> the mean loss of the targets of a batch, and `targets` is one (*batch) ->
-    their number, both scalars. On every device, `count` must divide B.
+    `loss` is a function (params, *batch) -> the mean loss of the targets of a batch, and parts of it by name, float32;
+    `targets` is one (*batch) -> their number. All are scalars. On every device, `count` must divide B. With more than
+    one micro-batch, the gradient is float32.
     """
     if count == 1:
-        value, gradient = jax.value_and_grad(lambda params: loss(params, *batch))(params)
-        return value.astype(jnp.float32), gradient
+        (value, parts), gradient = jax.value_and_grad(lambda params: loss(params, *batch), has_aux=True)(params)
+        return value.astype(jnp.float32), parts, gradient
     everything = jnp.maximum(targets(*batch), 1)
 
-    def add(sums: tuple[Array, Any], micro: tuple[Array, ...]) -> tuple[tuple[Array, Any], None]:
+    def add(sums: tuple[Array, Any], micro: tuple[Array, ...]) -> tuple[tuple[Array, Any], Parts]:
         share = targets(*micro) / everything
-        value, gradient = jax.value_and_grad(lambda params: loss(params, *micro) * share)(params)
+
+        def weighted(params: Any) -> tuple[Array, Parts]:
+            return jax.tree.map(lambda one: one * share, loss(params, *micro))
+
+        (value, parts), gradient = jax.value_and_grad(weighted, has_aux=True)(params)
         with jax.named_scope("accumulate_gradients"):
-            return jax.tree.map(lambda total, one: total + one.astype(jnp.float32), sums, (value, gradient)), None
+            return jax.tree.map(lambda total, one: total + one.astype(jnp.float32), sums, (value, gradient)), parts
 
     nothing = jnp.float32(0), jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), params)
-    return lax.scan(add, nothing, split_batch(batch, count))[0]
+    (value, gradient), parts = lax.scan(add, nothing, split_batch(batch, count))
+    return value, jax.tree.map(lambda part: jnp.sum(part, axis=0), parts), gradient
 
 
 def sum_of_losses(

@@ -17,6 +17,7 @@ from train.config import OptimizerConfig, SkipConfig
 NORM_DECAY = 0.98  # of the running mean of the gradient norm, which thus remembers about 50 steps
 STEPS_BEFORE = 20  # applied updates before a norm can count as a spike, because norms fall fast at the beginning
 _DECAYS = {"kernel": True, "scale": False, "bias": False, "embedding": False}
+_DECAYS |= dict.fromkeys(("up", "gate", "down"), True)  # of experts
 
 
 class GuardState(NamedTuple):

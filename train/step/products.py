@@ -10,6 +10,7 @@ from typing import NamedTuple
 from flaxasync.nn.uneven_shares import head_shares
 from models.config import TransformerConfig
 
+# Of the experts of a layer, those that a token chooses are counted.
 FORMULA = "6 x matmul parameters + 12 x layers x heads x head features x sequence; recomputation is not counted"
 
 
@@ -28,22 +29,38 @@ def local_heads(model: TransformerConfig, ring: int) -> tuple[int, int]:
 
 
 def products_of_a_layer(model: TransformerConfig, *, batch: int, length: int, ring: int) -> tuple[Product, ...]:
-    """Returns the products of query, key and value, of the projection after attention, of gate and up, and of down."""
+    """Returns the products of query, key and value, of the projection after attention, of gate and up, and of down.
+
+    A mixture of experts counts as an MLP with the hidden features that a token meets, as many rows travel for it.
+    """
     heads, kv_heads = local_heads(model, ring)
-    width, hidden, head = model.width, model.mlp_width // ring, model.head_features
+    width, hidden, head = model.width, hidden_of_a_token(model) // ring, model.head_features
     rows, all_rows = (batch, length // ring, width), (batch, length)
     return (
         Product("all_gather_matmul", rows, (width, (heads + 2 * kv_heads) * head)),
         Product("matmul_reduce_scatter", (*all_rows, heads * head), (heads * head, width)),
-        Product("all_gather_matmul", rows, (width, 2 * model.mlp_width // ring)),
+        Product("all_gather_matmul", rows, (width, 2 * hidden)),
         Product("matmul_reduce_scatter", (*all_rows, hidden), (hidden, width)),
     )
 
 
+def hidden_of_a_token(config: TransformerConfig) -> int:
+    """Returns the hidden features of the MLP, or of all experts that a token meets."""
+    if not config.experts:
+        return config.mlp_width
+    return config.experts_per_token * config.expert_features + config.shared_expert_width
+
+
 def parameters_of_a_layer(config: TransformerConfig) -> int:
-    """Returns the number of elements in the kernels of a layer."""
+    """Returns the number of elements in the kernels of a layer, of all experts too."""
+    others = (config.experts - config.experts_per_token) * config.expert_features if config.experts else 0
+    return active_parameters_of_a_layer(config) + config.width * 3 * others
+
+
+def active_parameters_of_a_layer(config: TransformerConfig) -> int:
+    """Returns the number of elements in the kernels of a layer that a token is multiplied with."""
     q_width, kv_width = config.head_features * config.heads, config.head_features * config.kv_heads
-    return config.width * (2 * q_width + 2 * kv_width + 3 * config.mlp_width)
+    return config.width * (2 * q_width + 2 * kv_width + 3 * hidden_of_a_token(config) + config.experts)
 
 
 def model_flops_per_token(config: TransformerConfig, sequence_length: int, *, causal: bool = False) -> float:
@@ -52,6 +69,6 @@ def model_flops_per_token(config: TransformerConfig, sequence_length: int, *, ca
     Every token is counted as attending to the whole sequence, unless `causal` subtracts the half of attention that the
     causal mask saves. The lookup in the embedding is not a matmul; the output projection is one, tied or not.
     """
-    parameters = config.layers * parameters_of_a_layer(config) + config.vocab_size * config.width
+    parameters = config.layers * active_parameters_of_a_layer(config) + config.vocab_size * config.width
     attention = 12.0 * config.layers * config.head_features * config.heads * sequence_length
     return 6.0 * parameters + (attention / 2 if causal else attention)

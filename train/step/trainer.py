@@ -15,11 +15,11 @@ import optax
 from flax import nnx
 
 from flaxasync.mesh import check_tpu, mesh_report
-from models.transformer import Transformer
+from models.transformer import Losses, Transformer
 from train.config import Config
 from train.lifecycle.errors import InputError, as_input_errors
 from train.step.mesh import CONTEXT, FSDP, token_spec
-from train.step.microbatches import loss_and_gradient, sum_of_losses
+from train.step.microbatches import Parts, loss_and_gradient, sum_of_losses
 from train.step.optimizer import GuardState, init_guard, is_on, judge, make_optimizer, make_schedule
 
 
@@ -129,11 +129,25 @@ class Trainer:
             guard=init_guard() if is_on(self._config.skip) else None,
         )
 
-    def _loss(self, params: Any, tokens: jax.Array, targets: jax.Array, *segments: jax.Array) -> jax.Array:
+    def _loss(self, params: Any, *batch: jax.Array) -> tuple[jax.Array, Parts]:
+        """Returns what training minimizes and, with experts, the metrics that are its parts."""
+        model = self.model(params)
+        losses = self._losses(model, *batch, routed=True)
+        if losses.load_balance is None or losses.router_z is None:
+            return losses.cross_entropy, {}
+        parts = {"loss": losses.cross_entropy, "load_balance": losses.load_balance, "router_z": losses.router_z}
+        return model.total(losses), parts
+
+    def _cross_entropy(self, params: Any, *batch: jax.Array) -> jax.Array:
+        return self._losses(self.model(params), *batch, routed=False).cross_entropy
+
+    def _losses(
+        self, model: Transformer, tokens: jax.Array, targets: jax.Array, *segments: jax.Array, routed: bool
+    ) -> Losses:
         if not segments:
-            return self.model(params).loss(tokens, targets)
+            return model.losses(tokens, targets, routed=routed)
         weights = self._has_target(tokens).astype(jnp.float32)
-        return self.model(params).loss(tokens, targets, segment_ids_BL=segments[0], weights_BL=weights)
+        return model.losses(tokens, targets, segment_ids_BL=segments[0], weights_BL=weights, routed=routed)
 
     def _targets(self, tokens: jax.Array, *_: jax.Array) -> jax.Array:
         if self._config.data.separator is None:
@@ -148,13 +162,13 @@ class Trainer:
     def _train_step(self, state: TrainState, *batch: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_overlap(self._config, self._mesh)
         params = optax.tree.cast(state.params, self._config.model.param_dtype)
-        loss, grads = loss_and_gradient(self._loss, self._targets, params, batch, self._config.data.microbatches)
+        loss, parts, grads = loss_and_gradient(self._loss, self._targets, params, batch, self._config.data.microbatches)
         with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
             grads = optax.tree.cast_like(grads, state.params)
             norm = optax.tree.norm(grads)
             updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-            metrics = {"loss": loss, "grad_norm": norm.astype(jnp.float32)}
+            metrics = {"loss": loss, "grad_norm": norm.astype(jnp.float32)} | parts
             updates_done, guard = state.step, state.guard
             if guard is not None:
                 updates_done = guard.applied
@@ -174,7 +188,7 @@ class Trainer:
     def _eval_step(self, params: Any, total: jax.Array, *batch: jax.Array) -> jax.Array:
         # Each batch takes the total of the batch before it, so that the batches run one after the other. Many programs
         # with collectives that run at once can exhaust the thread pool of simulated devices.
-        return total + sum_of_losses(self._loss, self._targets, params, batch, self._config.data.microbatches)
+        return total + sum_of_losses(self._cross_entropy, self._targets, params, batch, self._config.data.microbatches)
 
 
 @contextlib.contextmanager

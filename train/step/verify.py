@@ -85,7 +85,7 @@ def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
     batch = max(config.data.batch_size // (batch_shards(sizes) * config.data.microbatches), 1)
     rows = config.data.sequence_length // context
     heads, kv_heads = local_heads(model, ring)
-    products = set(products_of_a_layer(model, batch=batch, length=rows, ring=ring))
+    products = set(products_of_a_layer(model, batch=batch, length=rows, ring=ring)[: 2 if model.experts else None])
     kernels = KERNELS if config.backend == "auto" else (config.backend,)
     backends = [name for name in kernels if name not in trust.PLAIN]
     cases = []
@@ -98,7 +98,7 @@ def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
         cases += [Case("all_to_all", name, (ring,), (block,), dtype, gradient=False) for name in ("xla", "pallas")]
     fsdp = sizes.get(FSDP, 1)
     if fsdp > 1 and model.width % (128 * fsdp) == 0 and model.fsdp_overlap in (None, "prefetch_pallas"):
-        shard = (model.mlp_width // ring, model.width // fsdp)
+        shard = (model.expert_features // (1 if model.experts else ring), model.width // fsdp)
         cases += [Case("prefetch", name, (fsdp,), (shard,), dtype, gradient=False) for name in ("xla", "pallas")]
     q, k = (batch, rows, heads, head), (batch, rows, kv_heads, head)
     if context > 1:

@@ -163,3 +163,7 @@ def test_model_flops_count_every_kernel_once(config, mesh):
     assert model_flops_per_token(model, length) == expected
     tied = dataclasses.replace(model, tie_embeddings=True)
     assert model_flops_per_token(tied, length) == expected, "a tied output projection is still a matmul"
+    mixture = dataclasses.replace(model, experts=8, experts_per_token=3, expert_width=model.mlp_width // 3 + 1)
+    dense = dataclasses.replace(model, mlp_width=3 * mixture.expert_features)
+    routers = 6 * model.layers * model.width * mixture.experts
+    assert model_flops_per_token(mixture, length) == model_flops_per_token(dense, length) + routers

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 
 from tests.train.lifecycle.conftest import fault
 from tests.train.runs import checkpoints_of, lines_of
@@ -44,11 +45,13 @@ def state_of(workdir: Path) -> dict:
 
 
 @fault("kill -9 while it starts", "kill -9 between two checkpoints", "kill -9 during the write of a checkpoint")
-def test_a_run_killed_ten_times_ends_as_one_that_was_not_killed(start, tmp_path):
+@pytest.mark.parametrize("experts", [0, 4])
+def test_a_run_killed_ten_times_ends_as_one_that_was_not_killed(experts, start, tmp_path):
     one, killed = tmp_path / "one", tmp_path / "killed"
 
     def start_in(workdir):  # with all optimizations, as a real run
-        return start("--steps", STEPS, "--workdir", workdir, JAX_DISABLE_MOST_OPTIMIZATIONS="0")
+        options = ("--steps", STEPS, "--workdir", workdir, "--model.experts", experts)
+        return start(*options, JAX_DISABLE_MOST_OPTIMIZATIONS="0")
 
     resumed_from, dice = [], random.Random(SEED)
     for awaited, seconds in MOMENTS:

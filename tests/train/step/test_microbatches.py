@@ -37,19 +37,25 @@ def test_rows_of_a_micro_batch_stay_on_their_devices(rows):
 def test_sums_are_float32_sharded_as_the_parameters_and_weighted_by_targets(rows):
     w = jax.device_put(np.linspace(-1, 1, 8, dtype=np.float32).reshape(8, 1).astype(jnp.bfloat16), jax.P("fsdp", None))
     whole, parts = (
-        jax.jit(lambda w, count=count: loss_and_gradient(_in_float32, number, w, rows, count))(w) for count in (1, 2)
+        jax.jit(lambda w, count=count: loss_and_gradient(_with_half, number, w, rows, count))(w) for count in (1, 2)
     )
-    assert whole[1].dtype == jnp.bfloat16
-    assert parts[1].dtype == jnp.float32
-    assert parts[1].sharding.spec == jax.P("fsdp", None)
+    assert whole[2].dtype == jnp.bfloat16
+    assert parts[2].dtype == jnp.float32
+    assert parts[2].sharding.spec == jax.P("fsdp", None)
     np.testing.assert_allclose(parts[0], whole[0], rtol=1e-5)
-    np.testing.assert_allclose(parts[1], whole[1].astype(np.float32), rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(parts[1]["half"], whole[0] / 2, rtol=1e-5)
+    np.testing.assert_allclose(parts[2], whole[2].astype(np.float32), rtol=2e-2, atol=2e-2)
     both = jax.jit(lambda w: sum_of_losses(_in_float32, number, w, rows, 2))(w)
     np.testing.assert_allclose(both, [float(whole[0]) * float(number(*rows)), number(*rows)], rtol=1e-5)
     unweighted = np.mean(
         [weighted_mean(np.asarray(w, np.float32), *(np.asarray(part)[n::2] for part in rows)) for n in (0, 1)]
     )
     assert abs(unweighted - whole[0]) > 1e-3, "the micro-batches have as many targets: their weights are not tested"
+
+
+def _with_half(w, x, weights):
+    loss = _in_float32(w, x, weights)
+    return loss, {"half": loss / 2}
 
 
 def _in_float32(w, x, weights):

@@ -1,5 +1,7 @@
 """Tests of train/step/trainer.py and evaluation.py: the train state, the steps, their options, and the sample."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,6 +63,21 @@ def test_validation_adds_the_losses_and_their_number(trainer, batch):
     assert once[1] == 8 * 16
     loss = float(trainer.train_step(state, *batch)[1]["loss"])
     np.testing.assert_allclose(float(once[0] / once[1]), loss, rtol=1e-5)
+
+
+def test_a_mixture_trains_reports_the_losses_of_its_routers_and_is_validated_without_them(config, mesh, replace, batch):
+    mixture = replace(config, model={"layers": 1, "experts": 4, "load_balance_weight": 0.1})
+    trainer = Trainer(dataclasses.replace(mixture, backend="none"), mesh)  # which compiles in half of the time
+    state = trainer.init()
+    total, lines = trainer.eval_step(state.params, jnp.zeros(2), *batch), []
+    for _ in range(20):
+        state, metrics = trainer.train_step(state, *batch)
+        lines.append({name: float(value) for name, value in metrics.items()})
+    first, last = lines[0], lines[-1]
+    np.testing.assert_allclose(first["loss"], total[0] / total[1], rtol=1e-5)
+    assert first["load_balance"] > 1
+    assert first["router_z"] > 0
+    assert last["loss"] < first["loss"] - 0.5
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from train.step.flags import may_have_tpus
 from train.step.mesh import CONTEXT, FSDP, infer_sizes
 from train.step.verify import cases_of, verify_first
 
-PRESETS = ("tiny", "gpt2_124m", "llama_8b", "llama_70b", "long_context")
+PRESETS = ("tiny", "gpt2_124m", "llama_8b", "llama_70b", "long_context", "tiny_moe", "qwen3_30b_a3b", "mixtral_8x7b")
 MACHINE = {"platform": "tpu", "chip": "v5e", "kind": "TPU v5 lite", "devices": 8}
 
 
@@ -221,7 +221,7 @@ def test_the_check_before_a_run_is_rehearsed_and_the_next_run_reads_its_verdicts
 def test_the_check_before_a_run_of_each_preset(name, replace, capsys):
     """Mesh, options and head size are those of the preset; sequences are short, and wide models have fewer heads."""
     config = replace(preset(name), mesh={"platform": "tpu"}, data={"sequence_length": 512, "batch_size": 8})
-    model, share = config.model, {"llama_8b": 4, "llama_70b": 8}.get(name, 1)
+    model, share = config.model, {"llama_8b": 4, "llama_70b": 8, "qwen3_30b_a3b": 4, "mixtral_8x7b": 4}.get(name, 1)
     sizes = {field: getattr(model, field) // share for field in ("width", "heads", "kv_heads", "mlp_width")}
     config = replace(config, model=sizes)
     lines = rehearse(config, capsys)
