@@ -25,7 +25,7 @@ from flaxasync.mesh import UnsupportedError
 UNROLLED = 16  # rows that are added in one turn of a loop
 
 
-def add_rows(values: Array, rows: Array, scale: Array, tiles: Array, *, n: int) -> Array:
+def add_rows(values: Array, rows: Array, scale: Array, tiles: Array | int, *, n: int) -> Array:
     """Returns y [n, D], in the dtype of `values`; see the head of this file.
 
     Raises:
@@ -36,11 +36,11 @@ def add_rows(values: Array, rows: Array, scale: Array, tiles: Array, *, n: int) 
     need = _bytes(n, t, columns, values.dtype.itemsize)
     return pl.pallas_call(
         _body,
-        out_shape=output((n, features), values, rows, scale, tiles),
+        out_shape=output((n, features), values, rows, scale),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             # One tile at least, even of padding, because its last step writes y.
-            grid=(features // columns, jnp.maximum(tiles, 1)),
+            grid=(features // columns, max(tiles, 1) if isinstance(tiles, int) else jnp.maximum(tiles, 1)),
             in_specs=[pl.BlockSpec((t, columns), lambda j, i, *_: (i, j))],
             out_specs=pl.BlockSpec((n, columns), lambda j, i, *_: (0, j)),
             scratch_shapes=[pltpu.VMEM((n + 8, columns), jnp.float32), pltpu.VMEM((t, columns), jnp.float32)],

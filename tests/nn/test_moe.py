@@ -187,7 +187,7 @@ def test_nan_in_a_row_stays_in_it():
     mesh, moe = layer((2, 4), 8, 2)
     x = drawn().at[1, 3, 0].set(jnp.nan)
     with jax.set_mesh(mesh):
-        y = np.asarray(moe(jax.device_put(x, jax.NamedSharding(mesh, P("data", "model", None)))))
+        y = np.array(moe(jax.device_put(x, jax.NamedSharding(mesh, P("data", "model", None)))))
     assert np.isnan(y[1, 3]).all()
     y[1, 3] = 0
     assert np.isfinite(y).all()

@@ -103,7 +103,7 @@ class TilesOf:
         """The number of tiles."""
         return self.ends[-1]
 
-    def take(self, start: Array, count: int) -> Tiles:
+    def take(self, start: Index, count: int) -> Tiles:
         """Returns the tiles `start` .. `start` + `count`; those beyond the last one are padding of the last expert."""
         tile = start + lax.iota(jnp.int32, count)
         group = jnp.minimum(jnp.sum(tile[:, None] >= self.ends, axis=1, dtype=jnp.int32), self.ends.size - 1)

@@ -113,7 +113,7 @@ def _for_each(
         return add(tiles_of.take(start, some), jnp.clip(tiles_of.count - start, 0, some), carry)
 
     if experts.capacity is not None and some == most:
-        return turn(jnp.int32(0), begin)  # there cannot be more
+        return add(tiles_of.take(0, some), tiles_of.count, begin)  # there cannot be more
     if some > 1:
         carry, done = turn(jnp.int32(0), begin), 1
     else:
