@@ -49,7 +49,7 @@ OPS: dict[str, Support] = {
     "mesh_matmul": Support(
         ("none", "xla_gemm", "serial", "fused", "overlapped"), default="none", kernels={"kernels": "overlapped"}
     ),
-    "expert_mlp": Support(RINGS),
+    "expert_mlp": Support(RINGS, default="none"),  # CPU devices share their cores: nothing is hidden by a ring
     "ring_attention": Support(RINGS, aliases={"gather": "none"}),
     "lookup_reduce_scatter": Support(RINGS),
 }

@@ -15,9 +15,11 @@ from flaxasync.hardware import chip as chip_named
 from flaxasync.ops import trust
 from flaxasync.ops.costs import collective_matmul
 from flaxasync.ops.costs.cost import Cost, Shape, mesh_matmul_costs, ring_attention_costs
+from flaxasync.ops.costs.experts import expert_mlp_costs
 
 MODELS: dict[str, Callable[..., dict[str, Cost]]] = {
     "all_gather_matmul": collective_matmul.all_gather_matmul_costs,
+    "expert_mlp": expert_mlp_costs,
     "matmul_all_reduce": collective_matmul.matmul_all_reduce_costs,
     "matmul_reduce_scatter": collective_matmul.matmul_reduce_scatter_costs,
     "mesh_matmul": mesh_matmul_costs,
@@ -72,7 +74,7 @@ def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int | tuple
 
     Args:
       op: A function of this package, or its name: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
-        "mesh_matmul" or "ring_attention".
+        "mesh_matmul", "ring_attention" or "expert_mlp", for rows that are spread evenly over the experts.
       *shapes: The shapes of its operands on one device, in its order; those of a tuple of w one after the other.
       chip: "v5e", "v5e:2x4", or a `flaxasync.hardware.Chip`.
       ring: The number of devices on the axis; for mesh_matmul the numbers on both axes, (x, y).
@@ -151,6 +153,10 @@ def _misfit(op: str, ring: tuple[int, ...], x: Shape, *others: Shape) -> str | N
             if not len(x) == len(k) == 4 or (k[0], k[1], k[3]) != (x[0], x[1], x[3]) or x[2] % k[2]:
                 return f"q {list(x)} cannot attend to k or v {list(k)}"
         return None
+    if op == "expert_mlp":
+        ids, _, *kernels = others
+        fits = ids[:-1] == x[:-1] and all(len(w) == 3 and x[-1] in w[1:] for w in kernels)
+        return None if fits and kernels else f"x {list(x)} cannot go to experts {list(map(list, kernels))}"
     x_devices, y_devices = ring if len(ring) == 2 else (1, 1)
     for w in others:
         if len(x) < 2 or len(w) != 2 or x[-1] * y_devices != w[0] * x_devices:

@@ -205,7 +205,7 @@ def _shapes(op: str, size: str, mesh: tuple[int, ...]) -> tuple[Shape, ...]:
         return (32 * y if small else rows * y, k // y), (k // x, wide)
     attention = (batch, sequence, heads, head), (batch, sequence, heads // 2, head)
     gathered: tuple[Shape, ...] = (batch, ring * rows, wide), (wide, wide)
-    experts: tuple[Shape, ...] = ((rows, 2), (rows, wide), (rows, 2), *((2, wide, wide),) * 3)
+    experts: tuple[Shape, ...] = ((rows, wide), *((rows, 2),) * 2, *((2, wide, wide),) * 3)
     by_op: dict[str, tuple[Shape, ...]] = {
         "expert_mlp": experts,
         "expert_products": experts,

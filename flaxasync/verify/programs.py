@@ -37,7 +37,7 @@ def _causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(*wide, is_causal=True).astype(q.dtype)
 
 
-def _experts(ids: jax.Array, x: jax.Array, weights: jax.Array, *kernels: jax.Array) -> jax.Array:
+def _experts(x: jax.Array, ids: jax.Array, weights: jax.Array, *kernels: jax.Array) -> jax.Array:
     """Applies all experts to all rows, and adds what the rows chose."""
     x, weights = x.astype(jnp.float32), weights.astype(jnp.float32)
     y = jnp.zeros_like(x)
@@ -62,9 +62,19 @@ class Form:
     result: P
     names: tuple[str, ...]  # of the operands that have gradients
     formula: Callable[..., jax.Array]  # the result as a function of the global operands
+    ids: int | None = None  # the place of an operand of integers, which has no gradient
+
+    def varied[T](self, operands: Sequence[T]) -> list[T]:
+        """Returns those of the operands that have gradients."""
+        return [operand for place, operand in enumerate(operands) if place != self.ids]
+
+    def with_ids[T](self, varied: Sequence[T], operands: Sequence[T]) -> list[T]:
+        """Returns the operands with others in place of those that have gradients."""
+        rest = iter(varied)
+        return [operand if place == self.ids else next(rest) for place, operand in enumerate(operands)]
 
 
-EXPERTS = Form((P(AXIS),) * 6, P(AXIS), ("x", "weights", "gate", "up", "down"), _experts)
+EXPERTS = Form((P(AXIS),) * 6, P(AXIS), ("x", "weights", "gate", "up", "down"), _experts, ids=1)
 FORMS = {
     "expert_mlp": EXPERTS,
     "expert_products": EXPERTS,
@@ -74,7 +84,7 @@ FORMS = {
     "mesh_matmul": Form((P("x", "y"), P("x", None)), P("x", None), ("lhs", "rhs"), _product),
     "ring_attention": Form((P(None, AXIS),) * 3, P(None, AXIS), ("q", "k", "v"), _causal_attention),
     "attention": Form((P(AXIS),) * 3, P(AXIS), ("q", "k", "v"), _causal_attention),
-    "lookup_reduce_scatter": Form((P(), P(AXIS, None)), BY_ROWS, ("table",), lambda ids, table: table[ids]),
+    "lookup_reduce_scatter": Form((P(), P(AXIS, None)), BY_ROWS, ("table",), lambda ids, table: table[ids], ids=0),
     "ppermute": Form((P(AXIS),), P(AXIS), ("x",), lambda x: jnp.roll(x, x.shape[0] // _devices(), axis=0)),
     # Block d of the columns is what device d gathers.
     "all_gather": Form((P(AXIS),), P(None, AXIS), ("x",), lambda x: jnp.tile(x, (1, _devices()))),
@@ -120,8 +130,7 @@ def make_program(case: Case, *, reference: bool = False) -> Callable:
     def verified(operands: tuple, dy: jax.Array) -> dict[str, jax.Array]:
         if not case.gradient:
             return {"y": whole(*operands)}
-        constant = operands[: len(operands) - len(form.names)]  # the ids of a look-up or of experts
-        y, pull = jax.vjp(lambda *varied: whole(*constant, *varied), *operands[len(constant) :])
+        y, pull = jax.vjp(lambda *varied: whole(*form.with_ids(varied, operands)), *form.varied(operands))
         return {"y": y} | {f"d{name}": d for name, d in zip(form.names, pull(dy), strict=True)}
 
     return jax.jit(verified)
@@ -133,8 +142,8 @@ def abstract_arguments(case: Case, mesh: Mesh) -> tuple[tuple[jax.ShapeDtypeStru
     if case.op in ("ring_attention", "attention"):
         shapes.append(shapes[1])  # k and v have one shape
     operands = [_global(mesh, shape, spec, case.dtype) for shape, spec in zip(shapes, form.operands, strict=True)]
-    if case.op in ("lookup_reduce_scatter", "expert_mlp", "expert_products"):
-        operands[0] = jax.ShapeDtypeStruct(operands[0].shape, jnp.int32, sharding=operands[0].sharding)
+    if form.ids is not None:
+        operands[form.ids] = operands[form.ids].update(dtype=jnp.int32)
     shape = jax.eval_shape(form.formula, *operands).shape
     dy = jax.ShapeDtypeStruct(shape, operands[-1].dtype, sharding=NamedSharding(mesh, form.result))
     return tuple(operands), dy
@@ -146,8 +155,8 @@ def local_values(results: dict[str, jax.Array], case: Case, mesh: Mesh) -> dict[
     Results of one case, and of its reference, are then laid out alike.
     """
     form = form_of(case)
-    varied = form.operands[len(form.operands) - len(form.names) :]  # the others have no gradient
-    parts = {"y": form.result} | {f"d{name}": spec for name, spec in zip(form.names, varied, strict=True)}
+    varied = zip(form.names, form.varied(form.operands), strict=True)
+    parts = {"y": form.result} | {f"d{name}": spec for name, spec in varied}
 
     def held(name: str, result: jax.Array) -> np.ndarray:
         if result.is_fully_addressable:
@@ -181,8 +190,8 @@ def _op(case: Case) -> Callable:
         return functools.partial(_direct, pairs[case.op])
     expert_mlp: Callable = functools.partial(fa.expert_mlp, axis_name=AXIS, directions=case.directions)  # type: ignore[arg-type]
     others: dict[str, Callable] = {
-        "expert_mlp": lambda ids, x, *rest: expert_mlp(x, ids, *rest, backend=backend, kernel="reference"),
-        "expert_products": lambda ids, x, *rest: expert_mlp(x, ids, *rest, backend="none", kernel=backend),
+        "expert_mlp": lambda *operands: expert_mlp(*operands, backend=backend, kernel="reference"),
+        "expert_products": lambda *operands: expert_mlp(*operands, backend="none", kernel=backend),
         "attention": lambda q, k, v: fa.attention(q, k, v, kernel=backend),
         "mesh_matmul": lambda lhs, rhs: fa.mesh_matmul(lhs, rhs, MESH_AXES, backend=backend),
         "ppermute": lambda x: fa.ppermute(x, AXIS, 1, backend),

@@ -65,7 +65,8 @@ def expert_mlp(
       capacity: The most of this device's rows that an expert takes; it leaves out the last of those that chose it.
         Where two directions halve the rows, each half has half of it, rounded up. None for all rows.
       backend: What moves the rows: "none" (one all-gather, and one reduce-scatter), or "xla", "pallas" or "stateful",
-        rings as in `flaxasync.all_gather_matmul`. None chooses as there.
+        rings as in `flaxasync.all_gather_matmul`. None stands for the trusted backend that `flaxasync.plan` predicts to
+        be fastest on the TPUs of the mesh, and for "none" on other devices.
       kernel: What multiplies the rows: "grouped" (Pallas kernels; TPU; needs a gate, float32 or bfloat16, and features
         in multiples of 128), or "reference" (JAX's products, one tile of rows of one expert at a time). None stands for
         "grouped" where that can serve and was verified (`flaxasync.ops.trust`), and for "reference" elsewhere.
@@ -84,7 +85,11 @@ def expert_mlp(
     columns = (up,) if gate is None else (up, gate)
     count = up.shape[0] * (size if split == "experts" else 1)
     _check(op, x, ids, weights, columns, down, split, capacity, count)
-    execution = decide(op, backend, ring=size, directions=directions, unroll=unroll)
+    shapes = [x.shape, ids.shape, weights.shape, *(w.shape for w in (*columns, down))]
+    execution = decide(
+        op, backend, ring=size, shapes=shapes, itemsize=x.dtype.itemsize, directions=directions, unroll=unroll,
+        split=split,
+    )  # fmt: skip
     varying = frozenset({axis_name}).union(
         *(jax.typeof(operand).mat.varying for operand in (x, ids, weights, *columns, down))
     )
