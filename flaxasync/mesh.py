@@ -86,7 +86,7 @@ class AxisReport:
       hops: The links of each hop to the next device on the axis, of the ring with the longest hop; the last hop closes
         the ring. Empty if the devices have no coordinates, or if the axis goes across slices.
       across_slices: Whether the axis goes across slices, whose devices no links connect.
-      unmatched: On the last axis of a mesh of two, the share of devices that begin `fa.mesh_matmul` over the two without
+      unmatched: On the last axis of a mesh of two, the share of devices that begin a `fa.mesh_matmul` over both without
         the rows of RHS that meet their columns of LHS: 1 - 1/N on N x N devices. None elsewhere.
     """
 

@@ -73,9 +73,8 @@ def test_axes_are_explicit_by_default_as_in_jax():
     assert mesh == jax.make_mesh((2, 4), ("data", "model"))
     auto = fa.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     assert auto.axis_types == (AxisType.Auto,) * 2
-    assert [str(axis) for axis in fa.mesh_report(mesh)] == [
-        "data: the devices have no coordinates", "model: the devices have no coordinates; 50% of the devices begin mesh_matmul without matching operands",
-    ]  # fmt: skip
+    links, both = "the devices have no coordinates", "50% of the devices begin mesh_matmul without matching operands"
+    assert [str(axis) for axis in fa.mesh_report(mesh)] == [f"data: {links}", f"model: {links}; {both}"]
 
 
 def test_fewer_axes_than_devices_take_the_first_devices():

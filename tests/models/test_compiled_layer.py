@@ -14,7 +14,7 @@ from flaxasync import check
 from models.config import TransformerConfig
 from models.transformer import DecoderLayer
 
-ROWS, WIDTH = 1024, 1024
+ROWS, WIDTH = 512, 512
 TURNS, DIRECTIONS = 2, 2
 
 
