@@ -17,16 +17,17 @@ from flaxasync.verify.platform import DEFECTS
 AXIS = "model"
 MESH_AXES = ("x", "y")
 BACKENDS: dict[str, tuple[str, ...]] = {
+    "platform": tuple(DEFECTS),
     **{op: support.backends for op, support in execution.OPS.items()},
     "ppermute": ("xla", "pallas"),
     "all_gather": ("xla", "pallas"),
     "all_to_all": ("xla", "pallas"),
     "prefetch": ("xla", "pallas"),
     "attention": ("reference", "flash"),
-    "platform": tuple(DEFECTS),
 }
-"""The backends of everything that is verified. Those of `attention` are what its argument `kernel` names, those of
-`prefetch` what moves the weights and gradients of `scan_with_prefetch`, and those of `platform` are known defects."""
+"""The backends of everything that is verified, in the order of the cases; the first asks for the most vector memory.
+Those of `attention` are what its argument `kernel` names, those of `prefetch` what moves the weights and gradients of
+`scan_with_prefetch`, and those of `platform` are known defects."""
 PLAIN = {"ppermute": "xla", "all_gather": "xla", "all_to_all": "xla", "prefetch": "xla", "attention": "reference"}
 """The backend that is plain XLA and serves as the reference of times; "none" for ops that are not listed here."""
 PAIRS = ("pallas", "stateful")
