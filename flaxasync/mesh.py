@@ -86,11 +86,14 @@ class AxisReport:
       hops: The links of each hop to the next device on the axis, of the ring with the longest hop; the last hop closes
         the ring. Empty if the devices have no coordinates, or if the axis goes across slices.
       across_slices: Whether the axis goes across slices, whose devices no links connect.
+      unmatched: On the last axis of a mesh of two, the share of devices that begin a `fa.mesh_matmul` over both without
+        the rows of RHS that meet their columns of LHS: 1 - 1/N on N x N devices. None elsewhere.
     """
 
     name: str
     hops: tuple[int, ...]
     across_slices: bool = False
+    unmatched: float | None = None
 
     @property
     def closed(self) -> bool:
@@ -98,6 +101,9 @@ class AxisReport:
         return bool(self.hops) and max(self.hops) <= 1
 
     def __str__(self) -> str:
+        if self.unmatched is not None:
+            links = dataclasses.replace(self, unmatched=None)
+            return f"{links}; {self.unmatched:.0%} of the devices begin mesh_matmul without matching operands"
         if self.across_slices:
             return f"{self.name}: across slices"
         if not self.hops:
@@ -127,7 +133,14 @@ def mesh_report(mesh: Mesh) -> tuple[AxisReport, ...]:
                 (tuple(int(n) for n in ring) for ring in grid.hops(order, 1)), key=lambda ring: (max(ring), ring)
             )
         reports.append(AxisReport(name, hops, across))
+    if len(reports) == 2:
+        reports[1] = dataclasses.replace(reports[1], unmatched=_unmatched(*mesh.devices.shape))
     return tuple(reports)
+
+
+def _unmatched(x: int, y: int) -> float:
+    """Returns the share of X x Y devices (i, j) whose block j of Y of the contraction is not within block i of X."""
+    return 1 - sum(i * y <= j * x and (j + 1) * x <= (i + 1) * y for i in range(x) for j in range(y)) / (x * y)
 
 
 def mesh_axis_size(caller: str, axis_name: str) -> int:

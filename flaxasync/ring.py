@@ -137,6 +137,9 @@ def staggered_loop(
     * The last turn is outside the loop, so that every transfer that is started is also waited for.
     * The first turn is outside the loop, so that XLA sees that a carry of zeros is zeros, and never stores it.
 
+    The loop runs its body twice or more, so with two turns in it there is a loop from six hops on: rings of seven
+    devices or more have one, and smaller rings are written out, as are all of `ring_visit` below nine devices.
+
     Args:
       transport: What moves a block.
       axis_name: The ring's mesh axis.

@@ -53,10 +53,19 @@ def test_the_last_axis_gets_closed_rings_and_the_axis_before_it_the_shortest_hop
 
 def test_the_report_reads_like_a_sentence():
     axes = report("v5e:2x4", (2, 4))
-    assert str(axes["model"]) == "model: closed ring, links per hop 4 x 1"
+    assert str(axes["model"]) == (
+        "model: closed ring, links per hop 4 x 1; 50% of the devices begin mesh_matmul without matching operands"
+    )
     assert str(axes["data"]) == "data: ring, links per hop 2, 2"
     line = fa.mesh_report(jax.sharding.Mesh(np.array(fa.check.topology_devices("v5e:2x4")), ("x",)))[0]
     assert str(line) == "x: ring, links per hop 1, 2, 1, 2, 1, 2, 1, 4"
+
+
+@pytest.mark.parametrize(("shape", "unmatched"), [((2, 2), 0.5), ((4, 4), 0.75), ((4, 2), 1.0), ((1, 4), 0.0)])
+def test_the_devices_that_begin_mesh_matmul_without_matching_operands(shape, unmatched):
+    devices = [Device(i, (i, 0, 0)) for i in range(math.prod(shape))]
+    first, last = fa.mesh_report(fa.make_mesh(shape, ("x", "y"), devices=devices))
+    assert (first.unmatched, last.unmatched) == (None, unmatched)
 
 
 def test_axes_are_explicit_by_default_as_in_jax():
@@ -64,9 +73,8 @@ def test_axes_are_explicit_by_default_as_in_jax():
     assert mesh == jax.make_mesh((2, 4), ("data", "model"))
     auto = fa.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     assert auto.axis_types == (AxisType.Auto,) * 2
-    assert [str(axis) for axis in fa.mesh_report(mesh)] == [
-        "data: the devices have no coordinates", "model: the devices have no coordinates",
-    ]  # fmt: skip
+    links, both = "the devices have no coordinates", "50% of the devices begin mesh_matmul without matching operands"
+    assert [str(axis) for axis in fa.mesh_report(mesh)] == [f"data: {links}", f"model: {links}; {both}"]
 
 
 def test_fewer_axes_than_devices_take_the_first_devices():

@@ -98,6 +98,21 @@ def test_every_window_stands_between_a_start_and_its_done(hops):
     assert blocks == (hops,)
 
 
+@pytest.mark.parametrize(("unroll", "smallest"), [(1, 5), (2, 7)])
+def test_the_smallest_ring_with_a_loop(unroll, smallest):
+    def loops(size):
+        def visit(x):
+            through = ring.Ring("x", transport.get("xla"), unroll=unroll)
+            return ring.ring_gather(through, x, x, lambda block, row, carry: carry + block)
+
+        mesh = jax.make_mesh((size,), ("x",), devices=jax.devices()[:size])
+        x = jax.ShapeDtypeStruct((size, 1), jnp.float32, sharding=jax.NamedSharding(mesh, P("x")))
+        mapped = jax.shard_map(visit, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+        return str(jax.make_jaxpr(mapped)(x)).count("scan[")
+
+    assert [loops(size) for size in range(2, 9)] == [int(size >= smallest) for size in range(2, 9)]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("unroll", [1, 2, 8])
 def test_both_directions_bring_every_block(size, unroll):

@@ -6,6 +6,7 @@ A prediction is made of data-sheet rates (`flaxasync.hardware`) and of a few num
 
 import dataclasses
 import inspect
+import math
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -104,6 +105,9 @@ def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int | tuple
         reason = f"nothing fits: even {least} {_too_much(costs[least], spec)}; {reason}"
     if costs[first].kept:
         reason += f"; it keeps the gathered x, {costs[first].kept / 2**20:.0f} MiB, which spares its second trip"
+    intensity = _intensity(name, 1 if isinstance(ring, tuple) else ring, options.get("itemsize", 2), *shapes)
+    reason += f"; its products have an arithmetic intensity of {intensity:.0f} flops a byte, where the balance of a "
+    reason += f"{spec.name} is {spec.flops / spec.hbm_bandwidth:.0f}"
     evidence = trust.Evidence("none") if costs.keys() <= trust.PLAIN else trust.known(spec.name)
     kernels = [backend for backend in costs if backend not in trust.PLAIN]
     unverified = tuple(b for b in kernels if evidence.verdict(trust.key(name, b, ring)) != trust.PASSED)
@@ -164,6 +168,20 @@ def _misfit(op: str, ring: tuple[int, ...], x: Shape, *others: Shape) -> str | N
     if op == "matmul_reduce_scatter" and x[-2] % ring[0]:
         return f"the rows of x {list(x)} cannot be shared out equally to {ring[0]} devices"
     return None
+
+
+def _intensity(op: str, ring: int, itemsize: int, x: Shape, *others: Shape) -> float:
+    """Returns the flops of a device's forward products for each byte of their operands and results.
+
+    Those of attention are of all scores, without a mask.
+    """
+    if op == "ring_attention":
+        _, rows, heads, features = x
+        flops, moved = 4 * rows * heads * ring * rows * features, 2 * rows * features * (heads + ring * others[0][2])
+    else:
+        m, k, n = math.prod(x[:-1]) * (ring if op == "all_gather_matmul" else 1), x[-1], sum(w[-1] for w in others)
+        flops, moved = 2 * m * k * n, m * k + k * n + m * n
+    return flops / (itemsize * moved)
 
 
 def _reason(first: str, others: list[str], costs: Mapping[str, Cost], ring: int | tuple[int, int], chip: Chip) -> str:

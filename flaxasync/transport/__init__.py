@@ -22,6 +22,8 @@ from flaxasync.transport.local import slice_done as slice_done
 from flaxasync.transport.local import slice_start as slice_start
 from flaxasync.transport.pair import Future as Future
 from flaxasync.transport.pair import Pair as Pair
+from flaxasync.transport.pair import done_kernel as done_kernel
+from flaxasync.transport.pair import start_kernel as start_kernel
 from flaxasync.transport.permute import TRANSPORTS as TRANSPORTS
 from flaxasync.transport.permute import PendingPermute as PendingPermute
 from flaxasync.transport.permute import get as get

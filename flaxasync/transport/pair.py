@@ -32,13 +32,14 @@ from flaxasync.mesh import UnsupportedError
 type Ref = Any  # a Ref of `jax.new_ref`, or one that a kernel is given
 type Semaphore = Any  # a DMA semaphore: outside kernels an int32 scalar
 type Scalar = Any  # an int or an int32 scalar
+type Arrays = Any  # an array, or a pytree of arrays
 
 _SEMAPHORE, _HBM = (pl.BlockSpec(memory_space=space) for space in (pltpu.SEMAPHORE, pltpu.HBM))
 _MOVED = "8, 16 and 32 bit integers, bfloat16, float32 and the floats below 16 bits"
 
 
 class Aval(NamedTuple):
-    """What a future remembers about its x. The axes are the mesh axes over which x varies."""
+    """What a future remembers about an array of its x. The axes are the mesh axes over which x varies."""
 
     shape: tuple[int, ...]
     dtype: jnp.dtype
@@ -49,15 +50,17 @@ class Aval(NamedTuple):
         return cls(x.shape, jnp.dtype(x.dtype), frozenset(jax.typeof(x).mat.varying))
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["semaphores", "buffer"], meta_fields=["pair", "aval"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["semaphores", "buffer"], meta_fields=["pair", "avals"]
+)
 @dataclasses.dataclass(eq=False)
 class Future:
     """A transfer under way. It is a pytree of arrays, so it passes through `fori_loop`, `scan` and `cond`."""
 
     semaphores: tuple[Semaphore, ...]  # they count the bytes that the transfer has read and written
-    buffer: jax.Array  # the memory that is being written; it must not be read: `done` returns it with the result
+    buffer: Arrays  # the memory that is being written; it must not be read: `done` returns it with the result
     pair: "Pair"
-    aval: Aval  # the type of the x that belongs to the future
+    avals: tuple[Aval, ...]  # the types of the arrays of the x that belongs to the future
     done_in: list[Any] = dataclasses.field(default_factory=list, init=False, repr=False)  # traces that waited for it
 
 
@@ -82,19 +85,22 @@ class Pair:
     `start_body(*scalars, x_ref, y_ref, *semaphores)` starts every transfer and waits for none. Scalars are refs [1] in
     SMEM. `done_body(x_ref, y_ref, *semaphores)` waits until x_ref has been read and y_ref has been written. A wait
     takes only the number of bytes from its refs.
+
+    Both x and y may be pytrees of arrays, such as tuples. The bodies then get the refs of all arrays of x, in the order
+    of `jax.tree.leaves`, and after those the refs of y.
     """
 
     name: str  # the two kernels are called name_start and name_done
     start_body: Callable[..., None]
     done_body: Callable[..., None]
-    out: Callable[[jax.Array], jax.Array] = lambda x: x  # x -> y, which is traced only for the shape and dtype of y
+    out: Callable[[Any], Arrays] = lambda x: x  # x -> y, which is traced only for the shapes and dtypes of y
     semaphores: int = 1  # DMA semaphores that the two kernels share
     memory_space: Any = pltpu.HBM  # of y; `pltpu.VMEM` for something that fits and is used next
     collective_id: int | None = None  # of the barrier that start_body uses, if it uses one without a tag
     remote: bool = False  # whether start_body sends to another device
-    elementwise: bool = False  # whether the bodies move any shape alike; `jax.vmap` then moves the whole batch at once
+    elementwise: bool = False  # whether the bodies move any x alike, to a y like it; `jax.vmap` moves a batch at once
 
-    def start(self, x: jax.Array, *scalars: Scalar) -> tuple[jax.Array, Future]:
+    def start(self, x: Arrays, *scalars: Scalar) -> tuple[Any, Future]:
         """Begins the transfer from x; the scalars are int32, for start_body.
 
         Returns:
@@ -104,15 +110,16 @@ class Pair:
         Raises:
           NotImplementedError: TPU DMAs cannot move arrays of this dtype or shape.
         """
-        check_movable(self.name, x)
+        for leaf in jax.tree.leaves(x):
+            check_movable(self.name, leaf)
         start, count = self._start, self.semaphores
         if self.elementwise:
             start = custom_batching.custom_vmap(start)
-            start.def_vmap(lambda size, batched, x: (self._start(x), (True, True, (False,) * count)))
+            start.def_vmap(lambda size, batched, x: (self._start(x), (*[_all_batched(x)] * 2, (False,) * count)))
         sent, buffer, semaphores = start(x, *scalars)
-        return sent, Future(semaphores, buffer, self, Aval.of(x))
+        return sent, Future(semaphores, buffer, self, tuple(map(Aval.of, jax.tree.leaves(x))))
 
-    def done(self, x: jax.Array, future: Future) -> jax.Array:
+    def done(self, x: Arrays, future: Future) -> Any:
         """Waits for the transfer and returns y.
 
         Raises:
@@ -122,31 +129,37 @@ class Pair:
         if not isinstance(future, Future) or future.pair != self:
             other = future.pair.name if isinstance(future, Future) else type(future).__name__
             raise ValueError(f"{self.name}_done needs a future of {self.name}_start: got one of {other}")
-        check_aval(f"{self.name}_done", x, future.aval)
+        check_avals(f"{self.name}_done", x, future.avals)
         _check_first_wait(f"{self.name}_done", future)
         done = self._done
         if self.elementwise:
             done = custom_batching.custom_vmap(done)
-            done.def_vmap(lambda size, batched, x, buffer, semaphores: (self._done(x, buffer, semaphores), True))
+            done.def_vmap(lambda size, batched, x, *others: (self._done(x, *others), _all_batched(x)))
         return done(x, future.buffer, future.semaphores)
 
-    def _start(self, x: jax.Array, *scalars: Scalar) -> tuple[jax.Array, jax.Array, tuple[Semaphore, ...]]:
-        semaphores, (x,), (buffer,) = start_kernel(
+    def _start(self, x: Arrays, *scalars: Scalar) -> tuple[Arrays, Arrays, tuple[Semaphore, ...]]:
+        arrays, x_structure = jax.tree.flatten(x)
+        types, y_structure = jax.tree.flatten(jax.eval_shape(self.out, x))
+        semaphores, arrays, buffers = start_kernel(
             f"{self.name}_start",
             self.start_body,
-            (x,),
-            made=(self.memory_space.like(jax.eval_shape(self.out, x)),),
+            arrays,
+            made=[self.memory_space.like(type_) for type_ in types],
             scalars=scalars,
             semaphores=self.semaphores,
             collective_id=self.collective_id,
-            remote=self.remote,
+            sent=sum(array.size * array.dtype.itemsize for array in arrays) if self.remote else 0,
         )
-        return x, buffer, tuple(semaphores)
+        sent = jax.tree.unflatten(x_structure, arrays)
+        return sent, jax.tree.unflatten(y_structure, buffers), tuple(semaphores)
 
-    def _done(self, x: jax.Array, buffer: jax.Array, semaphores: tuple[Semaphore, ...]) -> jax.Array:
-        spaces = (pltpu.HBM, self.memory_space)
-        name, arrays = f"{self.name}_done", (x, buffer)
-        return done_kernel(name, self.done_body, arrays, semaphores, returned=(1,), spaces=spaces)[0]
+    def _done(self, x: Arrays, buffer: Arrays, semaphores: tuple[Semaphore, ...]) -> Arrays:
+        arrays, (buffers, y_structure) = jax.tree.leaves(x), jax.tree.flatten(buffer)
+        spaces = (pltpu.HBM,) * len(arrays) + (self.memory_space,) * len(buffers)
+        operands, returned = (*arrays, *buffers), range(len(arrays), len(spaces))
+        name = f"{self.name}_done"
+        results = done_kernel(name, self.done_body, operands, semaphores, returned=returned, spaces=spaces)
+        return jax.tree.unflatten(y_structure, results)
 
 
 def start_kernel(
@@ -158,13 +171,13 @@ def start_kernel(
     scalars: Sequence[Scalar] = (),
     semaphores: int = 1,
     collective_id: int | None = None,
-    remote: bool = False,
+    sent: int = 0,
 ) -> tuple[list[Semaphore], list[jax.Array], list[jax.Array]]:
     """Calls the start of a pair: `body(*scalars, *arrays, *made, *semaphores)` returns before its transfers end.
 
     The scalars are int32, and the body gets refs of shape [1] in SMEM. Each of the arrays, in HBM, is aliased to a
     result. The kernel creates arrays of the types `made`, such as `pltpu.HBM(shape, dtype)`, and so many semaphores.
-    It returns the semaphores, the arrays, and what was created.
+    It returns the semaphores, the arrays, and what was created. `sent` are the bytes that leave the device.
     """
     count, size = len(scalars), len(arrays)
     made_spaces = tuple(pl.BlockSpec(memory_space=type_.memory_space) for type_ in made)
@@ -174,7 +187,6 @@ def start_kernel(
         sems, made_refs = refs[:semaphores], refs[semaphores + size :]
         body(*given, *array_refs, *made_refs, *sems)
 
-    sent = sum(x.size * x.dtype.itemsize for x in arrays) // size if remote else 0
     results = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -241,19 +253,26 @@ def check_movable(name: str, x: Any) -> None:
         )
 
 
-def check_aval(caller: str, x: jax.Array, needed: Aval) -> None:
+def check_avals(caller: str, x: Arrays, needed: Sequence[Aval]) -> None:
     """Raises ValueError if `x` is not what a future belongs to."""
-    found = Aval.of(x)
-    if (found.shape, found.dtype) != (needed.shape, needed.dtype):
+    found = [Aval.of(leaf) for leaf in jax.tree.leaves(x)]
+    if [aval[:2] for aval in found] != [aval[:2] for aval in needed]:
+        given, wanted = (", ".join(f"{a.dtype}{list(a.shape)}" for a in avals) for avals in (found, needed))
         raise ValueError(
-            f"{caller} was given {x.dtype}{list(x.shape)} with the future of {needed.dtype}{list(needed.shape)}; "
-            "pass the x that the start returned beside the future"
+            f"{caller} was given {given} with the future of {wanted}; pass the x that the start returned beside the "
+            "future"
         )
-    if found.varying != needed.varying:
-        raise ValueError(
-            f"{caller} was given an x that varies over {sorted(found.varying)} with the future of one that varies over "
-            f"{sorted(needed.varying)}: a future of another axis; pass the x that the start returned beside it"
-        )
+    for has, needs in zip(found, needed, strict=True):
+        if has.varying != needs.varying:
+            raise ValueError(
+                f"{caller} was given an x that varies over {sorted(has.varying)} with the future of one that varies "
+                f"over {sorted(needs.varying)}: a future of another axis; pass the x that the start returned beside it"
+            )
+
+
+def _all_batched(x: Arrays) -> Arrays:
+    """Returns what `custom_vmap` is told of results of which each has the batch as its first dimension."""
+    return jax.tree.map(lambda _: True, x)
 
 
 def _check_first_wait(caller: str, future: Future) -> None:

@@ -9,7 +9,7 @@ from jax import lax
 from flaxasync import mesh, ring
 from flaxasync.mesh import UnsupportedError, cast_to_varying, mapped_axis_size
 from flaxasync.transport import pallas
-from flaxasync.transport.pair import Aval, Future, check_aval
+from flaxasync.transport.pair import Aval, Future, check_avals
 from flaxasync.transport.stateful import StatefulTransport
 from flaxasync.transport.xla import XlaTransport
 
@@ -104,9 +104,9 @@ def ppermute_done(x: jax.Array, future: PendingPermute | Future) -> jax.Array:
     """
     if not isinstance(future, PendingPermute | Future):
         raise ValueError(f"ppermute_done needs the future that ppermute_start returned: got {type(future).__name__}")
-    check_aval("ppermute_done", x, future.aval)
     if isinstance(future, Future):
         return future.pair.done(x, future)
+    check_avals("ppermute_done", x, [future.aval])
     permutation = ring.permutation(lax.axis_size(future.axis_name), future.shift)
     return lax.ppermute(future.block, future.axis_name, permutation)
 

@@ -12,7 +12,8 @@ Both kernels read and write both Refs, so they run in program order with each ot
 the Refs. The body of a loop makes two hops, there and back. A pair is kept even if nothing uses its result, also in a
 loop.
 
-The Refs must be whole Refs of `jax.new_ref`, because a view of a Ref would be copied before the DMA.
+The Refs must be whole Refs, of `jax.new_ref` or those of a function that `pl.run_state` calls, at whose end their lives
+end. A view of a Ref would be copied before the DMA.
 """
 
 import dataclasses
@@ -59,7 +60,7 @@ def ppermute_start_stateful(
     start_body = pallas.permute(axis_name, shift % size, collective_id).start_body
     sems, (x_ref[...], y_ref[...]), _ = pair.start_kernel(
         "ppermute_stateful_start", start_body, (x_ref[...], y_ref[...]), semaphores=2, collective_id=collective_id,
-        remote=True,
+        sent=x_ref.size * x_ref.dtype.itemsize,
     )  # fmt: skip
     return sems[0], sems[1]
 

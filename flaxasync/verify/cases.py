@@ -17,6 +17,7 @@ from flaxasync.verify.platform import DEFECTS
 AXIS = "model"
 MESH_AXES = ("x", "y")
 BACKENDS: dict[str, tuple[str, ...]] = {
+    "platform": tuple(DEFECTS),
     **{op: support.backends for op, support in execution.OPS.items()},
     "ppermute": ("xla", "pallas"),
     "all_gather": ("xla", "pallas"),
@@ -24,11 +25,10 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "prefetch": ("xla", "pallas"),
     "attention": ("reference", "flash"),
     "expert_products": ("reference", "grouped"),
-    "platform": tuple(DEFECTS),
 }
-"""The backends of everything that is verified. Those of `attention`, and of `expert_products` for `expert_mlp`, are
-what the argument `kernel` names, those of `prefetch` what moves the weights and gradients of `scan_with_prefetch`, and
-those of `platform` are known defects."""
+"""The backends of everything that is verified, in the order of the cases; the first asks for the most vector memory.
+Those of `attention`, and of `expert_products` for `expert_mlp`, are what the argument `kernel` names, those of
+`prefetch` what moves the weights and gradients of `scan_with_prefetch`, and those of `platform` are known defects."""
 PLAIN = {
     "ppermute": "xla", "all_gather": "xla", "all_to_all": "xla", "prefetch": "xla", "attention": "reference",
     "expert_products": "reference",

@@ -1,4 +1,4 @@
-"""Known defects of the platform: small programs that gave wrong results on a TPU, by public reports.
+"""Known defects of the platform: small programs that gave wrong results on a TPU, or would, by public reports.
 
 Each is a case of the op "platform". A program is what its report has, with the smallest changes: the operand is random,
 and no compiler option is set. Some are not jitted here, because the defect shows only without.
@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+
+from flaxasync.kernels.engine.call import available, vmem_limit
 
 HBM = pl.BlockSpec(memory_space=pltpu.HBM)
 
@@ -25,9 +27,29 @@ class Defect:
     shape: tuple[int, ...]  # of the operand of the program, float32
     program: Callable[[jax.Array], jax.Array]  # what gives a wrong result, on one device
     reference: Callable[[jax.Array], jax.Array]  # what it should compute
+    fails: bool = False  # whether the defect can also be that the program does not compile or end
 
     def __str__(self) -> str:
         return f"{self.symptom} ({self.report}): {self.workaround}"
+
+
+def through_all_vector_memory(x: jax.Array) -> jax.Array:
+    """Returns x [8, 128] as the difference of both ends of the largest buffer that kernels of this package ask for."""
+    size = available()  # of the mesh in which this is called
+
+    def kernel(x_ref: jax.Array, y_ref: jax.Array, buffer_ref: jax.Array) -> None:
+        first, last = pl.ds(0, x.shape[0]), pl.ds(buffer_ref.shape[0] - x.shape[0], x.shape[0])
+        buffer_ref[first, :] = x_ref[...]
+        buffer_ref[last, :] = 2 * buffer_ref[first, :]
+        y_ref[...] = buffer_ref[last, :] - buffer_ref[first, :]
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch_shapes=[pltpu.VMEM((size // (x.shape[1] * x.dtype.itemsize), x.shape[1]), x.dtype)],
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_limit(size)),
+        name="through_all_vector_memory",
+    )(x)
 
 
 @jax.jit
@@ -76,6 +98,15 @@ def gradient_of_gather(dy: jax.Array) -> jax.Array:
 
 _ISSUES = "https://github.com/jax-ml/jax/issues"
 DEFECTS = {
+    "vmem": Defect(
+        "https://considerthebulldog.com/pallas-sharded-matmuls",
+        "a kernel cannot use the vector memory that the chip table gives it",
+        "name tiles that need less, and backend='xla' or 'none' for the ops whose kernels fail",
+        (8, 128),
+        through_all_vector_memory,
+        lambda x: x,
+        fails=True,
+    ),
     "unused": Defect(
         f"{_ISSUES}/39744",
         "a DMA from HBM in a kernel that has an unused operand gives zeros",

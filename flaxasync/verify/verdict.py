@@ -132,8 +132,9 @@ def summarize(results: Sequence[Result], machine: dict[str, Any]) -> str:
     """Says in a few lines what a person can conclude and do."""
     counts = {verdict: sum(r.verdict is verdict for r in results) for verdict in Verdict}
     lines = [", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "nothing was verified"]
-    defects = [r for r in results if r.case.op == "platform" and r.verdict is Verdict.WRONG]
-    lines += [f"Known defect of this platform: {DEFECTS[r.case.backend]}." for r in defects]
+    found = [(r, DEFECTS[r.case.backend]) for r in results if r.case.op == "platform" and r.verdict.bad]
+    defects = [r for r, defect in found if r.verdict is Verdict.WRONG or defect.fails]
+    lines += [f"Known defect of this platform: {defect}." for r, defect in found if r in defects]
     bad = [r for r in results if r.verdict.bad and r not in defects]
     for is_plain, advice in (
         (False, "A call without a backend does not take them."),

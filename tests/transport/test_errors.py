@@ -45,6 +45,9 @@ def test_tpu_kernels_on_another_device_name_what_runs_there(call, instead):
         trace(call)
 
 
+NOTHING = Pair("nothing", lambda *_: None, lambda *_: None)
+
+
 def done_twice(x):
     x, future = start(x)
     return fa.ppermute_done(x, future) + fa.ppermute_done(x, future)
@@ -64,6 +67,8 @@ def done_twice(x):
     (lambda x: transport.copy_done(*start(x)), "needs the future that copy_start returned: got one of ppermute"),
     (lambda x: Pair("mine", lambda *_: None, lambda *_: None).done(*start(x)),
      "mine_done needs a future of mine_start: got one of ppermute"),
+    (lambda x: NOTHING.done(x, NOTHING.start((x, x[:8]))[1]),
+     r"given float32\[16, 128\] with the future of float32\[16, 128\], float32\[8, 128\]"),
     (done_twice, "waited for before: its semaphores are spent"),
     (lambda x: transport.slice_start(x[0], 0)[0],
      r"slice_start needs an array of two dimensions or more: got float32\[128\]"),

@@ -11,10 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync import check
-from flaxasync.transport import Pair, copy_done, copy_start, pair, slice_done, slice_start
+from flaxasync.transport import (
+    Pair,
+    copy_done,
+    copy_start,
+    done_kernel,
+    ppermute_done_stateful,
+    ppermute_start_stateful,
+    slice_done,
+    slice_start,
+    start_kernel,
+    while_travelling,
+)
 from tests.transport.forms import compile_form, done, kernels, start
 from tests.transport.test_simulated import on_ring
 
@@ -85,13 +97,13 @@ def stateful_copies(x):
     refs = [jax.new_ref(x), jax.new_ref(jnp.zeros_like(x)), jax.new_ref(jnp.zeros_like(x))]
 
     def begin(to):
-        sems, (refs[0][...], refs[to][...]), _ = pair.start_kernel("copy_start", _begin, (refs[0][...], refs[to][...]))
+        sems, (refs[0][...], refs[to][...]), _ = start_kernel("copy_start", _begin, (refs[0][...], refs[to][...]))
         return sems
 
     sems = begin(1), begin(2)
     for to in (1, 2):
         contents = (refs[0][...], refs[to][...])
-        refs[0][...], refs[to][...] = pair.done_kernel("copy_done", _wait, contents, sems[to - 1], returned=(0, 1))
+        refs[0][...], refs[to][...] = done_kernel("copy_done", _wait, contents, sems[to - 1], returned=(0, 1))
     return refs[1][...], refs[2][...]
 
 
@@ -105,6 +117,44 @@ LAST = Pair(
 
 def pair_of_ones_own(x):
     return LAST.done(*LAST.start(planes(x)))
+
+
+def _begin_two(x_ref, w_ref, y_ref, row_ref, x_sem, w_sem):
+    pltpu.make_async_copy(x_ref, y_ref, x_sem).start()
+    pltpu.make_async_copy(w_ref.at[1], row_ref, w_sem).start()
+
+
+def _wait_for_two(x_ref, w_ref, y_ref, row_ref, x_sem, w_sem):
+    pltpu.make_async_copy(x_ref, y_ref, x_sem).wait()
+    pltpu.make_async_copy(w_ref.at[1], row_ref, w_sem).wait()
+
+
+TWO = Pair("two", _begin_two, _wait_for_two, out=lambda arrays: (arrays[0], arrays[1][1]), semaphores=2)
+
+
+def several_arrays_in_and_out(x):
+    """One pair copies x and a row of w. Its future passes through a loop."""
+
+    def turn(_, carry):
+        y, _ = TWO.done(*carry)
+        return TWO.start((y, planes(y)))
+
+    arrays, future = lax.fori_loop(0, 4, turn, TWO.start((x, planes(x))), unroll=2)
+    arrays, doubled = while_travelling(arrays, lambda arrays: arrays[0] * 2, arrays)
+    return *TWO.done(arrays, future), doubled
+
+
+def scoped_by_run_state(x):
+    """The two Refs live as long as the function that `run_state` calls."""
+
+    @pl.run_state
+    def there_and_back(refs):
+        x_ref, y_ref = refs
+        ppermute_done_stateful(*ppermute_start_stateful(x_ref, y_ref, "x"), x_ref, y_ref)
+        sems = ppermute_start_stateful(y_ref, x_ref, "x")
+        ppermute_done_stateful(*sems, y_ref, x_ref)
+
+    return there_and_back((x, jnp.zeros_like(x)))
 
 
 def each(i):
@@ -131,6 +181,10 @@ SCENARIOS = {
     "remote_copies": Scenario(remote_copies, lambda b: (rolled(1)(b), rolled(-1)(b)), 2),
     "stateful_copies": Scenario(stateful_copies, lambda b: (b, b), 2),
     "pair_of_ones_own": Scenario(pair_of_ones_own, each(lambda device: 3), 1),
+    "several_arrays_in_and_out": Scenario(
+        several_arrays_in_and_out, lambda b: (b, each(lambda device: 1)(b), 2 * b), 3
+    ),
+    "scoped_by_run_state": Scenario(scoped_by_run_state, lambda b: (rolled(2)(b), rolled(1)(b)), 2),
 }
 
 

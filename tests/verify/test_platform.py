@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
-from flaxasync import check
+from flaxasync import check, hardware
 from flaxasync.verify import cases, measure, platform
 from flaxasync.verify.__main__ import record_verdicts
 from flaxasync.verify.verdict import Verdict, compare_times, judge, summarize
@@ -51,6 +51,32 @@ def test_a_defect_is_named_with_its_report_and_its_workaround_and_is_no_verdict_
     assert "Do not use here" not in summary
     assert "Please open an issue" not in summary
     assert record_verdicts([wrong], TPU) is None
+
+
+def test_the_most_vector_memory_is_tried_first_and_a_refusal_is_the_defect():
+    case = case_of("vmem", "tpu")
+    assert cases.list_cases("tpu", 4, quick=True)[0] == case
+    crashed = judge({"error": "RESOURCE_EXHAUSTED"}, case)
+    assert crashed.verdict is Verdict.CRASHED
+    summary = summarize([crashed], TPU)
+    assert (
+        "Known defect of this platform: a kernel cannot use the vector memory that the chip table gives it" in summary
+    )
+    assert "Do not use here" not in summary
+
+
+@pytest.mark.parametrize("chip", ["v5e", pytest.param("v6e", marks=pytest.mark.slow)])
+def test_the_compiler_gives_a_kernel_that_much_vector_memory_and_no_more(chip, monkeypatch):
+    def compile_kernel():
+        mesh = check.topology_mesh(f"{chip}:1x1", (1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        with jax.set_mesh(mesh):
+            x = jax.ShapeDtypeStruct((8, 128), "float32", sharding=jax.NamedSharding(mesh, P()))
+            check.compile_for(f"{chip}:1x1", jax.jit(lambda x: platform.through_all_vector_memory(x)), x)
+
+    compile_kernel()
+    monkeypatch.setattr(platform, "available", lambda: hardware.CHIPS[chip].vmem_bytes + hardware.MIB)
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        compile_kernel()
 
 
 def test_the_page_has_every_report_and_workaround():

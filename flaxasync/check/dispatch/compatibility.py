@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from flaxasync.check.compile.program import CompiledProgram
-from flaxasync.check.dispatch.command_buffers import may_capture_loops
+from flaxasync.check.dispatch.command_buffers import cuda_note, flags_for, may_capture_loops
 from flaxasync.check.dispatch.signals import Callback, Program, read_flags, read_program, read_traced
 
 _GPU = ("gpu", "cuda", "rocm")
@@ -164,9 +164,10 @@ def _of_decisions(platform: str, program: Program) -> list[_Judgement]:
         )
         return [_Judgement(True, reason)]
     captured = may_capture_loops(os.environ.get("XLA_FLAGS", ""))
+    commands = ["WHILE"] * bool(program.dynamic_loops) + ["CONDITIONAL"] * bool(program.branches)
     remedy = (
-        "give loops a trip count that is known when they are compiled (scan, or fori_loop with Python bounds), "
-        "or add flaxasync.check.command_buffer_flags() to XLA_FLAGS"
+        "give loops a trip count that is known when they are compiled (scan, or fori_loop with Python bounds), or add "
+        f"{flags_for(*commands)} to XLA_FLAGS, which flaxasync.check.command_buffer_flags() tries ({cuda_note()[1]})"
     )
     judged = []
     for what, found, why in (

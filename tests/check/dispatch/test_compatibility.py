@@ -1,8 +1,10 @@
 """What is read from a compiled function agrees with what is measured, and does not need private attributes of JAX."""
 
 import inspect
+import re
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +104,10 @@ def test_on_a_gpu_loops_without_a_trip_count_and_branches_make_the_host_wait(mon
         assert check.check_async_compatible(compiled(fn)).compatible is expected
     info = check.check_async_compatible(compiled(dynamic_while))
     assert "functions.py:" in info.reasons[0]
-    assert "command_buffer_flags" in info.remedies[0]
+    assert f"add {command_buffers.flags_for('WHILE')} to XLA_FLAGS" in info.remedies[0]
+    assert "JAX does not know its version of CUDA here" in info.remedies[0]
+    (remedy,) = check.check_async_compatible(compiled(functions.cond)).remedies
+    assert "--xla_gpu_enable_command_buffer=+CONDITIONAL --xla_gpu_graph_min_graph_size=1" in remedy
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=+WHILE")
     info = check.check_async_compatible(compiled(dynamic_while))
     assert info.compatible is None
@@ -159,6 +164,28 @@ print(check.check_async_compatible(fn.lower(x).compile()).reasons, check.measure
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "jax_cpu_enable_async_dispatch is False" in done.stdout
     assert "the host waits: dispatch" in done.stdout
+
+
+@pytest.mark.parametrize(("version", "suits", "note"), [
+    (12080, False, "CUDA 12.8 is older than 12.9, and 12.8 crashes .*: install 12.9 or later"),
+    (12090, True, "CUDA 12.9 runs conditional nodes"),
+    (13010, True, "CUDA 13.1 runs conditional nodes"),
+    (None, None, "JAX does not know its version of CUDA here; .* use 12.9 or later"),
+])  # fmt: skip
+def test_cuda_that_crashes_with_conditional_nodes_gets_no_flags(version, suits, note, monkeypatch, caplog):
+    query = None if version is None else types.SimpleNamespace(cuda_runtime_get_version=lambda: version)
+    monkeypatch.setattr("jax._src.lib.cuda_versions", query)
+    monkeypatch.setattr(command_buffers, "_is_accepted", lambda flag: True)
+    found, why = command_buffers.cuda_note()
+    assert found is suits
+    assert re.search(note, why)
+    make = command_buffers.command_buffer_flags.__wrapped__
+    if suits is False:
+        with pytest.raises(NotImplementedError, match=note):
+            make()
+    else:
+        assert make() == f"{command_buffers.LOOPS} {command_buffers.SMALL_GRAPHS}"
+    assert ("its version of CUDA" in caplog.text) == (suits is None)
 
 
 @pytest.mark.slow
