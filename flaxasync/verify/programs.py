@@ -155,8 +155,8 @@ def local_values(results: dict[str, jax.Array], case: Case, mesh: Mesh) -> dict[
     Results of one case, and of its reference, are then laid out alike.
     """
     form = form_of(case)
-    varied = zip(form.names, form.varied(form.operands), strict=True)
-    parts = {"y": form.result} | {f"d{name}": spec for name, spec in varied}
+    varied = form.varied(form.operands) if form.names else ()
+    parts = {"y": form.result} | {f"d{name}": spec for name, spec in zip(form.names, varied, strict=True)}
 
     def held(name: str, result: jax.Array) -> np.ndarray:
         if result.is_fully_addressable:

@@ -134,7 +134,7 @@ def _take(x: Array, tiles: Tiles) -> Array:
 
 
 def _weighted(rows: Array, tiles: Tiles) -> Array:
-    return (rows * tiles.weights[:, None]).astype(rows.dtype)
+    return (rows.astype(tiles.weights.dtype) * tiles.weights[:, None]).astype(rows.dtype)
 
 
 def _add(y: Array | None, x: Array, tiles: Tiles, rows: Array) -> Array:
