@@ -6,7 +6,15 @@ import pytest
 import flaxasync as fa
 from flaxasync.ops import execution, plan
 
-SHAPES = {  # of a call that plan can predict
+SHAPES = {
+    "expert_mlp": (
+        (64, 128),
+        (64, 2),
+        (64, 2),
+        (1, 128, 256),
+        (1, 128, 256),
+        (1, 256, 128),
+    ),  # of a call that plan can predict
     "all_gather_matmul": [(256, 4096), (4096, 4096)],
     "matmul_reduce_scatter": [(2048, 4096), (4096, 4096)],
     "matmul_all_reduce": [(2048, 4096), (4096, 4096)],
