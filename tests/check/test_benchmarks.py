@@ -1,4 +1,4 @@
-"""The tables of docs/check.md, docs/async.md and docs/tpu.md are what their benchmarks make with the installed compiler."""
+"""The tables of docs/check.md, docs/async.md and docs/tpu.md are what their benchmarks make with this compiler."""
 
 import itertools
 import pathlib
