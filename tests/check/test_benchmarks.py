@@ -1,4 +1,4 @@
-"""The tables of docs/check.md and docs/async.md are what their benchmarks make with the installed compiler."""
+"""The tables of docs/check.md, docs/async.md and docs/tpu.md are what their benchmarks make with this compiler."""
 
 import itertools
 import pathlib
@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks import async_starts
+from benchmarks import async_starts, vector_memory
 from benchmarks import timeline as benchmark
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
@@ -62,3 +62,9 @@ def test_a_crash_of_the_compiler_is_an_entry(message, entry, monkeypatch):
 
     monkeypatch.setattr(async_starts.check, "compile_for", fails)
     assert {row[1] for row in async_starts.table_rows(["v5e"])} == {entry}
+
+
+@SLOW
+@pytest.mark.parametrize("chip", vector_memory.TOPOLOGIES)
+def test_the_page_has_the_vector_memory_that_the_compiler_gives(chip):
+    assert vector_memory.row(chip) in section("tpu.md", "vector memory")[1]

@@ -234,8 +234,8 @@ def test_a_quick_run_passes_on_this_machine(tmp_path, capsys):
 @pytest.mark.parametrize(("options", "message"), [
     ("--json /dev/null/verdicts.json", "error: --json cannot be written: "),
     ("--quick --platform gpu", "error: the devices could not be opened: ended with code 1; its last words:"),
-    ("--ops matmul", "error: --ops got 'matmul': it must be OP or OP/BACKEND of platformmul: none, xla,"),
-    ("--ops attention/fused", "error: --ops got 'attention/fused': it must be OP or OP/BACKEND of platform"),
+    ("--ops matmul", "error: --ops got 'matmul': it must be OP or OP/BACKEND of platform: vmem, unused,"),
+    ("--ops attention/fused", "error: --ops got 'attention/fused': it must be OP or OP/BACKEND of platform: "),
     ("--rehearse v5e:3x5", "error: topology must be one that libtpu describes, like 'v5e:2x4': got 'v5e:3x5'"),
     ("--distributed --platform cpu", "--distributed is for a TPU pod, SLURM or Open MPI, which JAX did not find: "),
 ])  # fmt: skip

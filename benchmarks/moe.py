@@ -1,0 +1,122 @@
+"""A mixture of experts, forward and backward, on eight chips: the ring and the gathered form, predicted without a TPU.
+
+    python benchmarks/moe.py --programs DIR --write docs/moe.md       a ring takes minutes to compile
+    python benchmarks/moe.py --programs DIR --only v5e                rows of some chips, models or backends
+
+Each device has 4096 rows, which are spread evenly over the experts: as many rows for each as its capacity. Group sizes
+are constants of these programs, and the kernels that read them are simulated with these. "peak" is the time of the nine
+products of each row's experts at the chip's rate; the backward pass computes two of them again. DIR keeps what was
+compiled.
+"""
+
+import collections
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from benchmarks.programs import array, compile_once
+from benchmarks.table import write_rows
+from flaxasync import check
+from flaxasync.kernels.grouped_matmul import Blocks
+from flaxasync.ops.experts.assignments import Tiles, TilesOf
+from flaxasync.ops.trust import trusting
+
+DEVICES, ROWS = 8, 4096
+HEADER = ("model", "chips", "backend", "ms", "exposed", "of peak", "temporaries, GiB")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """The experts of a layer."""
+
+    name: str
+    features: int
+    experts: int
+    per_row: int
+    hidden: int
+
+
+LAYERS = Layer("Mixtral 8x7B", 4096, 8, 2, 14_336), Layer("Qwen3-30B-A3B", 2048, 128, 8, 768)
+CASES = [
+    (layer, topology, backend)
+    for layer in LAYERS for topology in ("v5e:2x4", "v6e:2x4") for backend in ("none", "xla")
+]  # fmt: skip
+
+
+def compiled(layer: Layer, topology: str, backend: str, folder: pathlib.Path) -> check.CompiledProgram:
+    """Compiles the layer with its gradients, once."""
+    mesh = fa.make_mesh((DEVICES,), ("model",), devices=check.topology_devices(topology))
+    split, capacity = P("model"), ROWS * layer.per_row // layer.experts
+
+    def both(x: Array, ids: Array, weights: Array, gate: Array, up: Array, down: Array, dy: Array) -> Any:
+        def apply(x: Array, weights: Array, gate: Array, up: Array, down: Array) -> Array:
+            options: Any = {"backend": backend, "kernel": "grouped", "capacity": capacity}
+            return fa.expert_mlp(x, ids, weights, gate, up, down, "model", **options)
+
+        y, pull = jax.vjp(apply, x, weights, gate, up, down)
+        return y, pull(dy)
+
+    rows, choices = (DEVICES * ROWS, layer.features), (DEVICES * ROWS, layer.per_row)
+    kernel = layer.experts, layer.features, layer.hidden
+    arguments = [
+        array(rows, mesh, split), array(choices, mesh, split, jnp.int32), array(choices, mesh, split, jnp.float32),
+        array(kernel, mesh, split), array(kernel, mesh, split), array((kernel[0], *kernel[:0:-1]), mesh, split),
+        array(rows, mesh, split),
+    ]  # fmt: skip
+    with jax.set_mesh(mesh), trusting("predicted"):
+        fn = jax.jit(jax.shard_map(both, in_specs=split, out_specs=split))
+        return compile_once(folder, f"{layer.name} {backend}", topology, fn, *arguments)
+
+
+def row(case: tuple[Layer, str, str], folder: pathlib.Path) -> tuple[str, ...]:
+    layer, topology, backend = case
+    local, take, table = layer.experts // DEVICES, TilesOf.take, Blocks.table
+    tables: dict[tuple[int, ...], list[list[int]]] = collections.defaultdict(list)
+
+    def balanced_count(tiles: TilesOf) -> int:
+        of_expert = tiles.none // tiles.blocks * layer.per_row // layer.experts
+        return tiles.ends.size * -(-of_expert // tiles.rows.shape[1])
+
+    def balanced_take(tiles: TilesOf, start: int, count: int) -> Tiles:
+        experts: Any = np.repeat(np.arange(local, dtype=np.int32), count // local)
+        return take(tiles, start, count)._replace(experts=experts)
+
+    def noted_table(blocks: Blocks, experts: Any, tiles: Any) -> Any:
+        found = table(blocks, experts, tiles)
+        tables[found.shape].append(found.reshape(-1).tolist())
+        return found
+
+    def integers(kernel: str, shape: tuple[int, ...]) -> Sequence[int] | None:
+        if shape in tables:
+            return min(tables[shape], key=lambda values: values[-1])  # of kernels with equally many tiles, the least
+        if len(shape) == 1:
+            return np.repeat(np.arange(local), shape[0] // local).tolist()
+        return np.random.default_rng(0).integers(0, ROWS, shape).reshape(-1).tolist()
+
+    with (
+        mock.patch.object(TilesOf, "count", property(balanced_count)),
+        mock.patch.object(TilesOf, "take", balanced_take),
+        mock.patch.object(Blocks, "table", noted_table),
+    ):
+        program = compiled(layer, topology, backend, folder)
+    timeline = check.timeline(program, kernels="play", integers=integers)
+    print(*timeline.notes, sep="\n")
+    peak = 18 * ROWS * layer.per_row * layer.features * layer.hidden / check.CHIPS[program.chip].flops
+    return (
+        layer.name, topology, backend, f"{timeline.seconds * 1e3:.2f}", f"{timeline.exposed / timeline.seconds:.1%}",
+        f"{peak / timeline.seconds:.0%}", f"{program.bytes_by_kind['temporaries'] / 2**30:.2f}",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    write_rows(__doc__, "experts", HEADER, CASES, row)
