@@ -8,12 +8,12 @@ def gpt2_124m() -> Config:
     """Trains on 10 billion tokens, half a million per step; `--data.path` must name a .bin file of uint16 tokens.
 
     The size of the vocabulary is rounded up from 50257 to a multiple of 128, so that every power of two up to 128
-    devices divides it. On a ring of eight a layer contains the loop of `flaxasync.ring`; its 12 heads are padded to 16.
+    devices divides it.
     """
     return Config(
         workdir="runs/gpt2_124m",
         steps=19_073,
-        mesh=MeshConfig(data=-1, model=8),
+        mesh=MeshConfig(data=-1, model=4),
         model=TransformerConfig(
             vocab_size=50_304,
             layers=12,

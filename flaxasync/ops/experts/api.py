@@ -125,6 +125,11 @@ def _takes_kernels(
         return False
     try:
         mesh.check_tpu(f"{op} with kernel='grouped'", "kernel='reference'")
+        if not mesh.all_axes_mapped():
+            raise UnsupportedError(
+                f"{op} with kernel='grouped' needs every mesh axis of more than one device to be mapped by shard_map: "
+                "XLA cannot partition a Pallas kernel; use kernel='reference'"
+            )
         if len(weights.columns) == 1 or precision is not None:
             lacks = "a gate" if len(weights.columns) == 1 else "the default precision alone"
             raise UnsupportedError(f"{op} with kernel='grouped' takes {lacks}; use kernel='reference'")

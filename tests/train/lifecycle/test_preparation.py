@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from models.transformer import Transformer
+from models.transformer import Losses, Transformer
 from train.lifecycle.preparation import describe_dispatch
 from train.run import main
 from train.step.trainer import Trainer
@@ -17,13 +17,13 @@ from train.step.trainer import Trainer
 def print_in_the_loss(monkeypatch):
     """Replaces the loss by a small one that prints; returns "file:line" of the print."""
 
-    def printing_loss(self, tokens, targets):
+    def printing_losses(self, tokens, targets, *, routed):
         value = jnp.mean(self.embed(tokens) ** 2)
         jax.debug.print("loss {}", value)
-        return value
+        return Losses(value)
 
-    monkeypatch.setattr(Transformer, "loss", printing_loss)
-    lines, first = inspect.getsourcelines(printing_loss)
+    monkeypatch.setattr(Transformer, "losses", printing_losses)
+    lines, first = inspect.getsourcelines(printing_losses)
     return f"{__file__}:{first + next(n for n, line in enumerate(lines) if 'jax.debug.print' in line)}"
 
 
