@@ -69,13 +69,13 @@ def layer(shape, experts, k, types=AxisType.Explicit, **options):
         return mesh, fa.nn.ParallelMoE(FEATURES, HIDDEN, experts, experts_per_token=k, rngs=nnx.Rngs(0), **options)
 
 
-@pytest.mark.parametrize("types", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("types", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("shape", "experts", "k", "fsdp"), [
-    ((1, 8), 16, 2, None),
+    pytest.param((1, 8), 16, 2, None, marks=pytest.mark.slow),
     ((2, 4), 8, 2, "data"),
     ((2, 4), 6, 1, None),  # padded to 8
     ((1, 8), 4, 2, None),  # hidden features are split
-    ((4, 1), 4, 4, "data"),
+    pytest.param((4, 1), 4, 4, "data", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_agrees_with_all_experts(shape, experts, k, fsdp, types):
     mesh, moe = layer(shape, experts, k, types, fsdp_axis=fsdp)
@@ -112,7 +112,7 @@ def test_gradients_agree_with_those_of_all_experts():
     close(found["router"]["kernel"].get_value(), wanted["router"])
 
 
-@pytest.mark.parametrize("rows", [8, 3])
+@pytest.mark.parametrize("rows", [pytest.param(8, marks=pytest.mark.slow), 3])
 def test_rows_that_all_devices_have(rows):
     mesh, moe = layer((2, 4), 8, 2)
     x = drawn()[:, :rows]
@@ -125,7 +125,7 @@ def test_rows_that_all_devices_have(rows):
 ROUTERS = [
     (fa.nn.RouterOptions(choose_first=True), 0.0),
     (fa.nn.RouterOptions(scores="sigmoid", scale=2.5), 0.0),
-    (fa.nn.RouterOptions(normalize=False), 0.0),
+    pytest.param(fa.nn.RouterOptions(normalize=False), 0.0, marks=pytest.mark.slow),
     (fa.nn.RouterOptions(scores="sigmoid", selection_bias=True), np.linspace(-0.5, 0.5, 8)),
 ]
 

@@ -131,6 +131,7 @@ def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_p
         ("matmul_all_reduce", "xla"): "CRASHED",
         ("ring_attention", "xla"): "CRASHED",
         ("ppermute", "xla"): "PASS",
+        ("platform", "vmem"): "PASS",
         ("platform", "unused"): "WRONG",
         ("platform", "bytes4"): "PASS",
         ("platform", "gather"): "PASS",
@@ -228,7 +229,7 @@ def test_a_quick_run_passes_on_this_machine(tmp_path, capsys):
     assert main(["--quick", "--platform", "cpu", "--json", str(file)]) == 0, capsys.readouterr().out
     results = json.loads(file.read_text())["results"]
     assert {r["verdict"] for r in results} == {"PASS", "NOT SUPPORTED"}
-    assert sum(r["case"]["simulate"] and r["verdict"] == "PASS" for r in results) == 13
+    assert sum(r["case"]["simulate"] and r["verdict"] == "PASS" for r in results) == 15
 
 
 @pytest.mark.parametrize(("options", "message"), [
