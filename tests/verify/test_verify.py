@@ -142,7 +142,7 @@ def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_p
     assert "died of SIGABRT; its last words: the last words of a process" in reasons["matmul_all_reduce"]
     assert reasons["ring_attention"] == "NotImplementedError: a planted error, such as the compiler of kernels raises"
     out = capsys.readouterr().out
-    assert "7 PASS, 2 WRONG, 1 HUNG, 2 CRASHED" in out
+    assert "8 PASS, 2 WRONG, 1 HUNG, 2 CRASHED" in out
     assert "Do not use here: all_gather_matmul/xla, matmul_all_reduce/xla" in out
     assert "This is plain XLA, which calls still take: name another backend." in out
 
