@@ -23,6 +23,7 @@ from flaxasync.nn.shards import Call, Linear, Part
 from flaxasync.nn.uneven_shares import Shares
 from flaxasync.ops.execution import if_available
 from flaxasync.ops.experts.api import expert_mlp
+from flaxasync.ops.experts.assignments import dropped
 from flaxasync.ops.experts.local import Split
 from flaxasync.ops.matmul.mlp import Activation
 
@@ -178,7 +179,7 @@ def _apply(static: _Static, x: Array, linears: tuple[Linear, ...], biases: tuple
     )  # fmt: skip
     ids, weights, scores = route(logits, static.k, static.router, *(biases or (None,)))
     rows, chosen, factors = (y.reshape(-1, y.shape[-1]) for y in (x.astype(settings.dtype), ids, weights))
-    count, devices = rows.shape[0], lax.axis_size(axis_name)
+    count = rows.shape[0]
     if not static.call.rows_sharded:  # every device has all rows, and takes its part of them
         rows, chosen, factors = (_part(y, axis_name) for y in (rows, chosen, factors))
     capacity = None
@@ -192,8 +193,10 @@ def _apply(static: _Static, x: Array, linears: tuple[Linear, ...], biases: tuple
     )  # fmt: skip
     if not static.call.rows_sharded:
         y = lax.all_gather(y, axis_name, axis=0, tiled=True, to="invarying")[:count]
-        capacity = None if capacity is None else capacity * devices
-    return y.reshape(x.shape), routing(logits, scores, ids, capacity, jax.typeof(x).mat.varying)
+    left_out = jnp.int32(0) if capacity is None else dropped(chosen, static.experts, capacity)
+    if capacity is not None and not static.call.rows_sharded:
+        left_out = lax.psum(left_out, axis_name)
+    return y.reshape(x.shape), routing(logits, scores, ids, left_out, jax.typeof(x).mat.varying)
 
 
 def _part(y: Array, axis_name: str) -> Array:

@@ -68,25 +68,24 @@ def route(logits: Array, k: int, options: RouterOptions, bias: Array | None) -> 
     return ids, weights * options.scale, scores
 
 
-def routing(logits: Array, scores: Array, ids: Array, capacity: int | None, axes: frozenset[str]) -> Routing:
+def routing(logits: Array, scores: Array, ids: Array, dropped: Array, axes: frozenset[str]) -> Routing:
     """Returns how the rows of this device and of all devices on `axes` were routed. Inside shard_map.
 
-    `capacity` is that of an expert for this device's rows.
+    `dropped` counts the choices of this device's rows that were dropped.
     """
     experts = logits.shape[-1]
     flat, chosen = scores.reshape(-1, experts), ids.reshape(-1)
     counts = jnp.sum(chosen[:, None] == jnp.arange(experts, dtype=ids.dtype), axis=0).astype(scores.dtype)
-    left_out = jnp.zeros_like(counts) if capacity is None else jnp.maximum(counts - capacity, 0)
     sums = (
         jnp.sum(flat / jnp.sum(flat, axis=-1, keepdims=True), axis=0),
         jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1))),
         counts,
-        jnp.sum(left_out),
+        dropped.astype(scores.dtype),
         jnp.asarray(flat.shape[0], scores.dtype),
     )
     names = tuple(sorted(axes))
-    score, z, counts, dropped, rows = (lax.psum(cast_to_varying(x, axes), names) if names else x for x in sums)
+    score, z, counts, left_out, rows = (lax.psum(cast_to_varying(x, axes), names) if names else x for x in sums)
     rows = jnp.maximum(rows, 1)
     choices = rows * ids.shape[-1]
     share = lax.stop_gradient(counts / choices)
-    return Routing(experts * jnp.sum(share * score / rows), z / rows, share, dropped / choices)
+    return Routing(experts * jnp.sum(share * score / rows), z / rows, share, left_out / choices)

@@ -14,9 +14,10 @@ from flaxasync.kernels.grouped_matmul import check_grouped
 from flaxasync.mesh import UnsupportedError, cast_to_varying, mapped_axis_size
 from flaxasync.ops import trust
 from flaxasync.ops.execution import Directions, check_mapped, decide
+from flaxasync.ops.experts.assignments import capacity_of_half
 from flaxasync.ops.experts.local import Experts
 from flaxasync.ops.experts.products import Grouped, OneTile, Products, Weights
-from flaxasync.ops.experts.ring import multiply
+from flaxasync.ops.experts.ring import block_shifts, multiply
 from flaxasync.ops.matmul.mlp import Activation
 from flaxasync.ops.matmul.products import accumulator_dtype
 
@@ -62,8 +63,8 @@ def expert_mlp(
       activation: An elementwise function.
       split: What the devices share out: "experts", e = E / R on each, in order; or "hidden", F / R features of every
         expert on each, for fewer experts than devices.
-      capacity: The most of this device's rows that an expert takes; it leaves out the last of those that chose it.
-        Where two directions halve the rows, each half has half of it, rounded up. None for all rows.
+      capacity: The most of this device's rows that an expert takes: half of it, rounded up, of each half of the rows,
+        of which it leaves out the last ones that chose it. None for all rows.
       backend: What moves the rows: "none" (one all-gather, and one reduce-scatter), or "xla", "pallas" or "stateful",
         rings as in `flaxasync.all_gather_matmul`. None stands for the trusted backend that `flaxasync.plan` predicts to
         be fastest on the TPUs of the mesh, and for "none" on other devices.
@@ -103,15 +104,14 @@ def expert_mlp(
     ids = jnp.where(known, ids, 0).astype(jnp.int32)
     weights = jnp.where(known, weights, jnp.nan)
     ring = execution.ring(axis_name)
-    if capacity is not None and ring.transport is not None and size > 1 and ring.directions == 2:
-        capacity = -(-capacity // 2)
+    blocks = len(block_shifts(ring, rows.shape[0]))
     kernels = jax.tree.map(lambda kernel: kernel.astype(x.dtype), kernels)
-    blocks = 2 if ring.transport is not None and size > 1 and ring.directions == 2 else 1
     tile_rows = _tile_rows(ids.size // count // blocks)
     products: Products = OneTile(activation, precision)
     if _takes_kernels(op, kernel, rows, kernels, precision, size if ring.transport is None else 1):
         products, tile_rows = Grouped(activation), max(tile_rows, LANES)
-    experts = Experts(axis_name, split, count, ids.shape[1], tile_rows, capacity, products)
+    of_half = None if capacity is None else capacity_of_half(capacity)
+    experts = Experts(axis_name, split, count, ids.shape[1], tile_rows, 2 // blocks, of_half, products)
     return multiply(experts, ring, rows, ids, weights, kernels).reshape(x.shape)
 
 

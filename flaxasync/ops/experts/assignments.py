@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from flaxasync.ring import Index
+from flaxasync.ring import Index, split_rows
 
 
 class Assignments(NamedTuple):
@@ -27,14 +27,15 @@ class Assignments(NamedTuple):
 
 
 def sort(
-    ids: Array, weights: Array, experts: int, *, capacity: int | None, tile_rows: int
+    ids: Array, weights: Array, experts: int, *, parts: int, capacity: int | None, tile_rows: int
 ) -> tuple[Assignments, Array]:
     """Sorts the assignments of a block into tiles.
 
     Args:
       ids, weights: [n, k].
       experts: E, the number of all experts.
-      capacity: The most assignments of an expert that count; those of its last rows do not. None for all.
+      parts: How many parts the rows have, as `split_rows` splits them.
+      capacity: The most assignments of an expert in each part that count; those of its last rows do not. None for all.
       tile_rows: t.
 
     Returns:
@@ -46,12 +47,16 @@ def sort(
     if last >= 2**31:
         raise ValueError(f"expert_mlp counts {number} choices of {experts} experts in 32 bits: give it fewer rows")
     keys = ids.reshape(-1) * one + lax.iota(jnp.int32, number)  # by expert, and by place within each
-    counts = jnp.sum(ids.reshape(-1, 1) == jnp.arange(experts, dtype=jnp.int32), axis=0, dtype=jnp.int32)
-    weights = weights.reshape(-1)
+    of_parts = counts_of_parts(ids, experts, parts)
+    counts, weights = jnp.sum(of_parts, axis=1, dtype=jnp.int32), weights.reshape(-1)
     if capacity is not None:
         keys, weights = lax.sort((keys, weights), num_keys=1)
-        rank = lax.iota(jnp.int32, number) - (jnp.cumsum(counts, dtype=jnp.int32) - counts)[keys // one]
-        keys, counts = jnp.where(rank < capacity, keys, last), jnp.minimum(counts, capacity)
+        expert, place = keys // one, keys % one
+        part = sum((place >= first * k).astype(jnp.int32) for first, _ in split_rows(n, parts)[1:])
+        before = jnp.cumsum(of_parts, dtype=jnp.int32).reshape(experts, parts) - of_parts
+        rank = lax.iota(jnp.int32, number) - before[expert, part]
+        keys = jnp.where(rank < capacity, keys, last)
+        counts = jnp.sum(jnp.minimum(of_parts, capacity), axis=1, dtype=jnp.int32)
     missing = jnp.arange(t, dtype=jnp.int32) < (-counts % t)[:, None]
     padding = jnp.where(missing, jnp.arange(experts, dtype=jnp.int32)[:, None] * one + number, last)
     keys = lax.concatenate([keys, padding.reshape(-1)], 0)
@@ -60,6 +65,24 @@ def sort(
     places = keys % one
     rows = jnp.where(places == number, n, places // k)
     return Assignments(rows, weights, -(-counts // t)), places
+
+
+def counts_of_parts(ids: Array, experts: int, parts: int) -> Array:
+    """Returns how many of the choices [n, k] in each part of the rows are for each expert, [E, parts]."""
+    numbers = jnp.arange(experts, dtype=ids.dtype)
+    ranges = split_rows(ids.shape[0], parts)
+    counts = [jnp.sum(ids[i : i + rows].reshape(-1, 1) == numbers, axis=0, dtype=jnp.int32) for i, rows in ranges]
+    return jnp.stack(counts, axis=1)
+
+
+def dropped(ids: Array, experts: int, capacity: int) -> Array:
+    """Returns how many of the choices [n, k] of a device `expert_mlp` drops with this capacity."""
+    return jnp.sum(jnp.maximum(counts_of_parts(ids, experts, 2) - capacity_of_half(capacity), 0))
+
+
+def capacity_of_half(capacity: int) -> int:
+    """Returns the capacity of an expert for each half of the rows of a device."""
+    return -(-capacity // 2)
 
 
 def unsort(values: Array, places: Array, shape: tuple[int, int], *, dropless: bool) -> Array:

@@ -30,7 +30,8 @@ class Experts:
     count: int  # of all experts
     per_row: int  # how many of them a row chose
     tile_rows: int
-    capacity: int | None
+    parts: int  # of the rows of a block, each with a capacity: 2, or 1 where a block has half of the rows of a device
+    capacity: int | None  # of each expert for one of these parts
     products: Products
 
 
@@ -104,7 +105,7 @@ def _for_each(
     mean = [-(-size * experts.per_row // experts.count) for size in sizes]
     some = experts.products.tiles(mean, local, experts.tile_rows)
     if experts.capacity is not None:
-        most = local * sum(-(-min(experts.capacity, size) // experts.tile_rows) for size in sizes)
+        most = local * sum(-(-min(experts.parts * experts.capacity, size) // experts.tile_rows) for size in sizes)
         some = most if most < some else some
     varying = frozenset().union(*(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves((weights, blocks))))
 

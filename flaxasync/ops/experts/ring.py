@@ -82,17 +82,23 @@ def _blocks(
 ) -> tuple[Blocks, list[Array]]:
     """Returns this device's half-blocks, or its whole block, and the places of their assignments in `ids`."""
     blocks, places = [], []
-    for start, rows in split_rows(x.shape[0], len(_shifts(ring, x.shape[0]))):
+    for start, rows in split_rows(x.shape[0], len(block_shifts(ring, x.shape[0]))):
         mine = slice(start, start + rows)
         found, place = sort(
-            ids[mine], weights[mine], experts.count, capacity=experts.capacity, tile_rows=experts.tile_rows
+            ids[mine],
+            weights[mine],
+            experts.count,
+            parts=experts.parts,
+            capacity=experts.capacity,
+            tile_rows=experts.tile_rows,
         )
         blocks.append(Block(x[mine], found, None if dy is None else dy[mine]))
         places.append(place)
     return tuple(blocks), places
 
 
-def _shifts(ring: Ring, rows: int) -> tuple[int, ...]:
+def block_shifts(ring: Ring, rows: int) -> tuple[int, ...]:
+    """Returns the shift of each half-block of a device with so many rows, or of its whole block."""
     return (1,) if ring.transport is None or lax.axis_size(ring.axis_name) == 1 else shifts(ring.directions, rows)
 
 
@@ -124,7 +130,7 @@ def _for_all_devices(ring: Ring, blocks: Blocks, carry: Any, work: Work) -> tupl
         return jax.tree.map(jnp.zeros_like, shapes)
 
     return ring_visit(
-        ring, blocks, carry, visit, last, add=_add, shifts=_shifts(ring, sum(b.x.shape[0] for b in blocks)),
+        ring, blocks, carry, visit, last, add=_add, shifts=block_shifts(ring, sum(b.x.shape[0] for b in blocks)),
         hops=size - 1,
     )  # fmt: skip
 
