@@ -11,16 +11,20 @@ dy                             x               x
 dw           x                 x                       stays in vector memory for all tiles of an expert
 ```
 
+There can be several x with their dy, such as those of two turns of a ring: the tiles of an expert in all of them follow
+each other, and dw is read and written once. To read and write float32 dw takes as long as to multiply hundreds of rows.
+
 The kernel stores dw itself, each sub-block as soon as it is finished in the last tile of the expert, because a whole
 block at once would keep the next tiles of x and dy waiting.
 """
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -38,50 +42,53 @@ from flaxasync.kernels.engine.operands import (
     largest_divisor,
     output,
 )
-from flaxasync.kernels.engine.slots import OutgoingTiles, start_copy
+from flaxasync.kernels.engine.slots import OutgoingTiles, start_copy, wait
 from flaxasync.kernels.grouped_matmul import STEP_SECONDS, check_grouped, divisors
 
 HEIGHT, WIDTH = 512, 1024  # the sides of what is multiplied at once
 
 
+class Factors(NamedTuple):
+    """Sorted rows, and what they are multiplied by. Rows of padding in live tiles must be zero in one of the two."""
+
+    x: Array  # [M, K]
+    dys: tuple[Array, ...]  # [M, N]
+    experts: Array  # [M / t]: the expert of each tile, ascending over the live ones
+    tiles: Array  # []: the number of live tiles, 1 or more
+
+
 def grouped_weight_gradient(
-    x: Array,
-    dys: Sequence[Array],
-    experts: Array,
-    tiles: Array,
-    expert_count: int,
-    *,
-    tile_rows: int,
-    initial: Sequence[Array] = (),
+    factors: Sequence[Factors], expert_count: int, *, tile_rows: int, initial: Sequence[Array] = ()
 ) -> tuple[Array, ...]:
-    """Returns the gradients of weights [E, K, N] for each dy; see the head of this file.
+    """Returns the gradients of weights [E, K, N] for each dy, summed over `factors`; see the head of this file.
 
     Args:
-      x, dys: The operands; all dy have the same shape. Rows of padding must be zero in x or in dy.
-      experts, tiles: The expert of each tile and the number of live tiles. Every expert has a live tile, or else its
-        gradients are not written.
+      factors: The operands. All x have the same K, and all dy the same N.
       expert_count: The number of experts, E.
       tile_rows: The rows of a tile, a multiple of 128.
-      initial: What to add to, one float32 array [E, K, N] for each dy; the results take its memory. None by default.
+      initial: What to add to, one float32 array [E, K, N] for each dy; the results take its memory. Zeros by default.
 
     Raises:
       NotImplementedError: The kernel cannot serve such operands.
     """
-    (m, k), n = x.shape, dys[0].shape[1]
+    x, dys = factors[0].x, factors[0].dys
+    k, n = x.shape[1], dys[0].shape[1]
     check_grouped("grouped_weight_gradient", x.dtype, tile_rows, k, n)
-    blocks, vmem_bytes = _choose(x, dys, expert_count, tile_rows, len(initial))
-    grid, count, block = (k // blocks.k, n // blocks.n), len(dys), (blocks.k, blocks.n)
+    blocks, vmem_bytes = _choose(factors, expert_count, tile_rows, len(initial))
+    grid, count, block, streamed = (k // blocks.k, n // blocks.n), len(dys), (blocks.k, blocks.n), 1 + len(dys)
     scratch: list[Ref] = [OutgoingTiles.allocate(2, block, jnp.float32)] * count
-    like = output((expert_count, k, n), x, *dys, *initial).update(dtype=jnp.float32)
+    operands = [array for one in factors for array in (one.x, *one.dys)]
+    like = output((expert_count, k, n), *operands, *initial).update(dtype=jnp.float32)
 
-    def body(experts: Ref, x_tile: Ref, *refs: Ref) -> None:
+    def body(order: Ref, *refs: Ref) -> None:
         """Does one step of the grid. x [t, k], each dy [t, n] and each initial [k, n] are in VMEM, each dw in HBM."""
-        dy_tiles, old, dws, outgoing = refs[:count], refs[count : -2 * count], refs[-2 * count : -count], refs[-count:]
-        (i, j, tile), end = (pl.program_id(axis) for axis in range(3)), pl.num_programs(2) - 1
-        expert = experts[tile]
-        first = (tile == 0) | (experts[jnp.maximum(tile - 1, 0)] != expert)
-        last = (tile == end) | (experts[jnp.minimum(tile + 1, end)] != expert)
-        number = (i * grid[1] + j) * expert_count + expert  # of the block, because every expert has a tile
+        tiles, old = refs[: len(operands)], refs[len(operands) : -2 * count]
+        dws, outgoing = refs[-2 * count : -count], refs[-count:]
+        (i, j, step), end = (pl.program_id(axis) for axis in range(3)), pl.num_programs(2) - 1
+        expert = order[0, step]
+        first = (step == 0) | (order[0, jnp.maximum(step - 1, 0)] != expert)
+        last = (step == end) | (order[0, jnp.minimum(step + 1, end)] != expert)
+        number = (i * grid[1] + j) * (order[1, end] + 1) + order[1, step]  # of the block, in the order of storing
         slot = outgoing[0].slot(number)
         sums = [one.tiles.at[slot] for one in outgoing]
 
@@ -89,47 +96,115 @@ def grouped_weight_gradient(
             for one in outgoing:
                 one.wait(one.slot(number), *block)
 
+        def target(dw: Ref, expert: Scalar, rows: pl.Slice, columns: pl.Slice) -> Ref:
+            here = (
+                aligned(i * blocks.k + rows.start, rows.size, LANES),
+                aligned(j * blocks.n + columns.start, columns.size, LANES),
+            )
+            return dw.at[expert, *here]
+
         def store(rows: pl.Slice, columns: pl.Slice) -> None:
             for one, dw in zip(outgoing, dws, strict=True):
-                target = (
-                    aligned(i * blocks.k + rows.start, rows.size, LANES),
-                    aligned(j * blocks.n + columns.start, columns.size, LANES),
-                )
-                start_copy(one.tiles.at[slot, rows, columns], dw.at[expert, *target], one.sems.at[slot])
+                start_copy(one.tiles.at[slot, rows, columns], target(dw, expert, rows, columns), one.sems.at[slot])
+
+        def store_zeros(start: Scalar, stop: Scalar) -> None:
+            """Stores the gradients of experts without tiles; the slot is free."""
+
+            @pl.when(start < stop)
+            def store_some() -> None:
+                sums[0][...] = jnp.zeros(block, jnp.float32)
+
+                @pl.loop(start, stop)
+                def on_expert(expert: Scalar) -> None:
+                    for dw in dws:
+                        start_copy(
+                            sums[0],
+                            target(dw, expert, pl.ds(0, blocks.k), pl.ds(0, blocks.n)),
+                            outgoing[0].sems.at[slot],
+                        )
+                        wait(sums[0], outgoing[0].sems.at[slot])
 
         pl.when(first)(lambda: outgoing[0].free(number, wait_for))
-        for terms, condition in ((old or None, first), (sums, jnp.logical_not(first))):
-            pl.when(condition)(functools.partial(_add, x_tile, dy_tiles, sums, terms, last, store))
-        is_end = (i == grid[0] - 1) & (j == grid[1] - 1) & (tile == end)
-        pl.when(is_end)(lambda: outgoing[0].finish(math.prod(grid) * expert_count, wait_for))
+        if not initial:
+            before = jnp.where(step == 0, -1, order[0, jnp.maximum(step - 1, 0)])
+            pl.when(first)(lambda: store_zeros(before + 1, expert))
+            pl.when(step == 0)(lambda: store_zeros(order[0, end] + 1, expert_count))
+        for which in range(len(factors)):
+            x_tile, *dy_tiles = tiles[which * streamed :][:streamed]
+            for terms, condition in ((old or None, first), (sums, jnp.logical_not(first))):
+                add = functools.partial(_add, x_tile, dy_tiles, sums, terms, last, store)
+                pl.when(condition & (order[2, step] == which))(add)
 
+        @pl.when((i == grid[0] - 1) & (j == grid[1] - 1) & (step == end))
+        def finish() -> None:
+            wait_for(number)
+            pl.when(number > 0)(lambda: wait_for(number - 1))
+
+    in_specs = []
+    for which in range(len(factors)):
+        row = 3 + which
+        in_specs += [
+            pl.BlockSpec((tile_rows, blocks.k), lambda i, j, step, order, row=row: (order[row, step], i)),
+            *[pl.BlockSpec((tile_rows, blocks.n), lambda i, j, step, order, row=row: (order[row, step], j))] * count,
+        ]
     dws = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(*grid, tiles),
+            grid=(*grid, sum(one.tiles for one in factors)),
             in_specs=[
-                pl.BlockSpec((tile_rows, blocks.k), lambda i, j, tile, experts: (tile, i)),
-                *[pl.BlockSpec((tile_rows, blocks.n), lambda i, j, tile, experts: (tile, j))] * count,
-                *[pl.BlockSpec((None, *block), lambda i, j, tile, experts: (experts[tile], i, j))] * len(initial),
+                *in_specs,
+                *[pl.BlockSpec((None, *block), lambda i, j, step, order: (order[0, step], i, j))] * len(initial),
             ],
             out_specs=[HBM] * count,
             scratch_shapes=scratch,
         ),
         out_shape=[like] * count,
-        input_output_aliases={2 + count + i: i for i in range(len(initial))},
+        input_output_aliases={1 + len(operands) + i: i for i in range(len(initial))},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",) * 3, vmem_limit_bytes=vmem_limit(vmem_bytes)
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * m * k * n * count,
+            flops=2 * _rows(factors) * k * n * count,
             transcendentals=0,
-            bytes_accessed=x.dtype.itemsize * m * (k * grid[1] + count * n * grid[0])
+            bytes_accessed=x.dtype.itemsize * _rows(factors) * (k * grid[1] + count * n * grid[0])
             + 4 * expert_count * k * n * (count + len(initial)),
         ),
         name="grouped_weight_gradient",
-    )(experts, x, *dys, *initial)
+    )(order_of_tiles(factors), *operands, *initial)
     return tuple(dws)
+
+
+def order_of_tiles(factors: Sequence[Factors]) -> Array:
+    """Returns the order in which tiles are multiplied, [3 + len(factors), steps].
+
+    Its rows are the expert of each step, how many experts came before, which of `factors` the step's tile is of, and
+    for each of them the last tile that has come.
+    """
+    constant = all(isinstance(one.experts, np.ndarray) for one in factors)
+    xp: Any = np if constant else jnp  # tables of constants have to be constants to be simulated
+    steps = sum(one.experts.size for one in factors)
+    step, places = xp.arange(steps, dtype=np.int32), []
+    for number, one in enumerate(factors):
+        tile = xp.arange(one.experts.size, dtype=np.int32)
+        place = tile
+        for other_number, other in enumerate(factors):
+            if other_number != number:
+                earlier = xp.less_equal if other_number < number else xp.less
+                live = xp.arange(other.experts.size, dtype=np.int32) < other.tiles
+                place = place + xp.sum(live & earlier(other.experts, one.experts[:, None]), axis=1, dtype=np.int32)
+        places.append(xp.where(tile < one.tiles, place, steps))
+    came = [xp.maximum(xp.sum(place <= step[:, None], axis=1, dtype=np.int32) - 1, 0) for place in places]
+    which, expert = xp.zeros(steps, np.int32), factors[0].experts[came[0]]
+    for number, one in enumerate(factors[1:], 1):
+        here = xp.any(places[number] == step[:, None], axis=1)
+        which, expert = xp.where(here, number, which), xp.where(here, one.experts[came[number]], expert)
+    changes = xp.cumsum(expert[1:] != expert[:-1], dtype=np.int32)
+    return xp.stack([expert, xp.concatenate([xp.zeros(1, np.int32), changes]), which, *came]).astype(np.int32)
+
+
+def _rows(factors: Sequence[Factors]) -> int:
+    return sum(one.x.shape[0] for one in factors)
 
 
 def _add(
@@ -161,13 +236,14 @@ def _add(
             pl.when(last)(lambda: store(rows, columns))
 
 
-def _choose(x: Array, dys: Sequence[Array], experts: int, rows: int, initial: int) -> tuple[Tiles, int]:
+def _choose(factors: Sequence[Factors], experts: int, rows: int, initial: int) -> tuple[Tiles, int]:
     """Returns the blocks that are the fastest of those that fit into vector memory, and what they take of it."""
-    (m, k), n, itemsize, chip = x.shape, dys[0].shape[1], x.dtype.itemsize, chip_in_use()
+    x, dys, m, chip = factors[0].x, factors[0].dys, _rows(factors), chip_in_use()
+    k, n, itemsize = x.shape[1], dys[0].shape[1], x.dtype.itemsize
     bandwidth = chip.hbm_bandwidth * chip.hbm_efficiency
 
     def vmem_bytes(tiles: Tiles) -> int:
-        streamed = itemsize * rows * (tiles.k + len(dys) * tiles.n)
+        streamed = itemsize * rows * (tiles.k + len(dys) * tiles.n) * len(factors)
         return 2 * streamed + 4 * tiles.k * tiles.n * (2 * len(dys) + 2 * initial) + 8 * HEIGHT * WIDTH
 
     def seconds(tiles: Tiles) -> float:

@@ -15,6 +15,8 @@ from flaxasync.kernels import grouped_weight_gradient
 from flaxasync.kernels.engine.call import available
 from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.grouped_matmul import Blocks, grouped_matmul, grouped_sum
+from flaxasync.kernels.grouped_weight_gradient import Factors
+from flaxasync.kernels.grouped_weight_gradient import grouped_weight_gradient as weight_gradients
 from tests.kernels.conftest import as_float32, assert_close, draw
 from tests.simulator.split_pairs import quick_callbacks
 
@@ -113,21 +115,42 @@ def test_an_epilogue_of_two_products_of_one_x():
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(("adds", "sides"), [(False, (128, 256)), (True, (256, 128))])
-def test_weight_gradients(adds, sides, monkeypatch):
-    """Each of the two blocks of dw in vector memory is stored three times."""
+@pytest.mark.parametrize(
+    ("adds", "sides", "times"), [(False, (128, 256), 1), (True, (256, 128), 1), (False, (256, 256), 2)]
+)
+def test_weight_gradients(adds, sides, times, monkeypatch):
+    """Blocks of dw are stored several times; of six experts, the first and two others have no tile."""
     monkeypatch.setattr(grouped_weight_gradient, "_choose", lambda *arguments: (Tiles(ROWS, *sides), 2**20))
-    x, dys = rows(K), (rows(N, seed=1), rows(N, seed=2))
-    initial = draw_weights(K, N) if adds else ()
-
-    def gradients(x, dys, initial, *tiling, **options):
-        return grouped_weight_gradient.grouped_weight_gradient(x, dys, *tiling, COUNT, initial=initial, **options)
-
-    for number, (dw, dy) in enumerate(zip(compute(gradients, x, dys, initial), dys, strict=True)):
-        want = np.zeros((COUNT, K, N), np.float32) + (initial[number] if adds else 0)
-        for x_tile, dy_tile, expert in zip(by_tile(x), by_tile(dy), EXPERTS, strict=False):
-            want[expert] += x_tile.T @ dy_tile
+    experts = [np.where(EXPERTS > 1, 4, EXPERTS + 1), np.array([1, *[2] * 7])][:times]
+    factors = [
+        Factors(rows(K, seed=i), (rows(N, seed=i + 1), rows(N, seed=i + 2)), tiles.astype(np.int32), np.int32(TILES))
+        for i, tiles in enumerate(experts)
+    ]
+    initial = tuple(draw((6, K, N), "float32", seed) for seed in (7, 8)) if adds else ()
+    call = jax.jit(lambda *operands: weight_gradients(operands[0], 6, tile_rows=ROWS, initial=operands[1]))
+    for number, dw in enumerate(call(factors, initial)):
+        want = np.zeros((6, K, N), np.float32) + (initial[number] if adds else 0)
+        for one in factors:
+            for x_tile, dy_tile, expert in zip(by_tile(one.x), by_tile(one.dys[number]), one.experts, strict=False):
+                want[expert] += x_tile.T @ dy_tile
         assert_close(dw, want)
+
+
+@pytest.mark.parametrize("xp", [np, jnp])
+def test_tiles_of_an_expert_follow_each_other(xp):
+    experts = xp.array([0, 0, 2, 9], np.int32), xp.array([0, 1, 2, 2], np.int32)
+    nothing = jax.ShapeDtypeStruct((4 * ROWS, K), np.float32)
+    order = grouped_weight_gradient.order_of_tiles([
+        Factors(nothing, (nothing,), tiles, xp.int32(count)) for tiles, count in zip(experts, (3, 4), strict=True)
+    ])  # fmt: skip
+    assert np.asarray(order)[:, :7].tolist() == [
+        [0, 0, 0, 1, 2, 2, 2],  # the expert
+        [0, 0, 0, 1, 2, 2, 2],  # how many came before
+        [0, 0, 1, 1, 0, 1, 1],  # whose tile
+        [0, 1, 1, 1, 2, 2, 2],
+        [0, 0, 0, 1, 1, 2, 3],
+    ]
+    assert isinstance(order, np.ndarray) == (xp is np)
 
 
 @pytest.mark.parametrize(("features", "dtype", "message"), [
@@ -162,9 +185,8 @@ def test_the_program_for_a_tpu_is_the_kernels_alone():
             x, ws, experts, tiles, tile_rows=ROWS, epilogue=Gate(), operands=(operand,), transposed=True
         )
         dx = grouped_sum(products, ws, experts, tiles, tile_rows=ROWS)
-        return dx, grouped_weight_gradient.grouped_weight_gradient(
-            x, products, experts, tiles, COUNT, tile_rows=ROWS, initial=dws
-        )
+        factors = Factors(x, products, experts, tiles)
+        return dx, weight_gradients([factors, factors], COUNT, tile_rows=ROWS, initial=dws)
 
     x, operand, w = array(1024, 256), array(1024, 512), array(COUNT, 512, 256)
     dw, experts, tiles = array(COUNT, 256, 512, dtype=jnp.float32), array(8, dtype=jnp.int32), array(dtype=jnp.int32)
@@ -172,6 +194,7 @@ def test_the_program_for_a_tpu_is_the_kernels_alone():
         fn = jax.jit(step, donate_argnums=3)
         program = check.compile_for("v5e:1x1", fn, x, operand, (w, w), (dw, dw), experts, tiles)
     instructions = check.parse(program.as_text()).entry.instructions
-    kernels = sorted(i.name.partition(".")[0] for i in instructions if i.opcode == "custom-call")
+    calls = [i for i in instructions if i.opcode == "custom-call" and i.custom_call_target != "ConcatBitcast"]
+    kernels = sorted(i.name.partition(".")[0] for i in calls)
     assert kernels == ["grouped_matmul", "grouped_sum", "grouped_weight_gradient"]
     assert not [i for i in instructions if i.opcode == "copy" and i.shape.element_type == "f32"]

@@ -123,14 +123,14 @@ class TilesOf:
 
     @property
     def count(self) -> Array:
-        """The number of tiles."""
-        return self.ends[-1]
+        """The number of tiles; 1, of padding, if there are none."""
+        return jnp.maximum(self.ends[-1], 1)
 
     def take(self, start: Index, count: int) -> Tiles:
         """Returns the tiles `start` .. `start` + `count`; those beyond the last one are padding of the last expert."""
         tile = start + lax.iota(jnp.int32, count)
         group = jnp.minimum(jnp.sum(tile[:, None] >= self.ends, axis=1, dtype=jnp.int32), self.ends.size - 1)
-        live = tile < self.count
+        live = tile < self.ends[-1]
         places = jnp.where(live, tile + self.shifts[group], 0)
         rows, weights = (x.at[places].get(mode="promise_in_bounds") for x in (self.rows, self.weights))
         return Tiles(

@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from flaxasync.mesh import cast_to_varying
 from flaxasync.ops.experts.assignments import Assignments, Tiles, TilesOf
-from flaxasync.ops.experts.products import Products, Weights
+from flaxasync.ops.experts.products import Products, ToAdd, Weights
 from flaxasync.ops.matmul.products import Arrays, accumulator_dtype
 from flaxasync.ring import Index
 
@@ -50,6 +50,13 @@ class BlockGradients(NamedTuple):
     dweights: Array
 
 
+class Sums(NamedTuple):
+    """The gradients of the weights: what was added up, and what is kept until it can be added with more."""
+
+    gradients: Weights | None = None  # None for zeros
+    kept: ToAdd | None = None
+
+
 def forward(experts: Experts, weights: Weights, blocks: tuple[Block, ...]) -> Arrays:
     """Returns what the experts of this device make of each block, [n, D], in its dtype or that which accumulates."""
     sizes = tuple(block.x.shape[0] for block in blocks)
@@ -63,27 +70,48 @@ def forward(experts: Experts, weights: Weights, blocks: tuple[Block, ...]) -> Ar
 
 
 def backward(
-    experts: Experts, weights: Weights, blocks: tuple[Block, ...], gradients: Weights
-) -> tuple[tuple[BlockGradients, ...], Weights]:
-    """Returns the gradients of each block, and adds those of the weights to `gradients`."""
+    experts: Experts, weights: Weights, blocks: tuple[Block, ...], sums: Sums
+) -> tuple[tuple[BlockGradients, ...], Sums]:
+    """Returns the gradients of each block, and adds those of the weights to `sums`.
+
+    Where many tiles are multiplied at once, every other call keeps what it found for the next one, so that gradients
+    are read and written half as often. `added_up` adds what is kept at the end.
+    """
     sizes, places = tuple(b.x.shape[0] for b in blocks), tuple(b.assignments.rows.shape[0] for b in blocks)
     x, dy = _joined([b.x for b in blocks]), _joined([b.dy for b in blocks if b.dy is not None])
 
-    def add(tiles: Tiles, count: Array, carry: Any) -> tuple[Array, Array, Weights]:
-        dx, dweights, gradients = carry
-        dx, found, gradients = experts.products.backward(dx, x, dy, weights, tiles, count, gradients)
-        found = found.reshape(-1, experts.tile_rows).astype(dweights.dtype)
-        return dx, dweights.at[tiles.places].set(found, mode="drop"), gradients
+    def add(tiles: Tiles, count: Array, carry: Any) -> tuple[Array, Array, Sums]:
+        dx, dweights, sums = carry
+        is_first = dx is None
+        dx, dweight, found = experts.products.backward(dx, x, dy, weights, tiles, count)
+        if is_first and sums.gradients is not None and sums.kept is None:
+            sums = sums._replace(kept=found)
+        elif is_first:
+            sums = _plus(experts, weights, sums, found)
+        else:
+            sums = _plus(experts, weights, Sums(sums.gradients), found)._replace(kept=sums.kept)
+        dweight = dweight.reshape(-1, experts.tile_rows).astype(dweights.dtype)
+        return dx, dweights.at[tiles.places].set(dweight, mode="drop"), sums
 
     wide = accumulator_dtype(x)
-    rest = jnp.zeros((sum(places), experts.tile_rows), wide), gradients
-    begin, zeros = (None, *rest), (jnp.zeros(x.shape, wide), *rest)
-    dx, dweights, gradients = _for_each(experts, weights, blocks, add, begin, zeros)
+    dweights = jnp.zeros((sum(places), experts.tile_rows), wide)
+    zeros = jnp.zeros(x.shape, wide), dweights, sums if sums.gradients else Sums(_no_gradients(weights))
+    dx, dweights, sums = _for_each(experts, weights, blocks, add, (None, dweights, sums), zeros)
     parts = zip(lax.split(dx, sizes, axis=0), lax.split(dweights, places, axis=0), strict=True)
-    return tuple(BlockGradients(*part) for part in parts), gradients
+    return tuple(BlockGradients(*part) for part in parts), sums
 
 
-def no_gradients(weights: Weights) -> Weights:
+def added_up(experts: Experts, weights: Weights, sums: Sums) -> Sums:
+    """Returns the sums with what was kept added."""
+    return _plus(experts, weights, sums) if sums.kept else sums
+
+
+def _plus(experts: Experts, weights: Weights, sums: Sums, *found: ToAdd) -> Sums:
+    found = (sums.kept, *found) if sums.kept else found
+    return Sums(experts.products.add(sums.gradients, found, weights.down.shape[0]))
+
+
+def _no_gradients(weights: Weights) -> Weights:
     """Returns zeros in which gradients are added up."""
     return jax.tree.map(
         lambda w: cast_to_varying(jnp.zeros(w.shape, accumulator_dtype(w)), jax.typeof(w).mat.varying), weights

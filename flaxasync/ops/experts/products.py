@@ -10,6 +10,7 @@ backward   dh   = dys @ down.T,   dweight = sum(h * dh)                dys: rows
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -18,7 +19,7 @@ from jax import Array, lax
 
 from flaxasync.kernels.add_rows import add_rows
 from flaxasync.kernels.grouped_matmul import grouped_matmul, grouped_sum
-from flaxasync.kernels.grouped_weight_gradient import grouped_weight_gradient
+from flaxasync.kernels.grouped_weight_gradient import Factors, grouped_weight_gradient
 from flaxasync.ops.experts.assignments import Tiles
 from flaxasync.ops.matmul.mlp import Activate, ActivateGradient, Activation, activate
 from flaxasync.ops.matmul.products import Arrays, accumulator_dtype, dot, sum_of_products, weight_gradient
@@ -29,6 +30,13 @@ class Weights(NamedTuple):
 
     columns: Arrays  # up, and gate if there is one: [e, D, F]
     down: Array  # [e, F, D]
+
+
+class ToAdd(NamedTuple):
+    """What is still to be multiplied and added to gradients."""
+
+    columns: Factors  # weighted rows, and the gradients of each product of them
+    down: Factors  # h, and weighted rows of dy
 
 
 class Products(Protocol):
@@ -43,9 +51,13 @@ class Products(Protocol):
         ...
 
     def backward(
-        self, dx: Array | None, x: Array, dy: Array, weights: Weights, tiles: Tiles, count: Array, gradients: Weights
-    ) -> tuple[Array, Array, Weights]:
-        """Adds to dx as `forward` does to y; returns it, dweight of every row of the tiles, and adds to `gradients`."""
+        self, dx: Array | None, x: Array, dy: Array, weights: Weights, tiles: Tiles, count: Array
+    ) -> tuple[Array, Array, ToAdd]:
+        """Adds to dx as `forward` does to y; returns it, dweight of every row of the tiles, and what gradients take."""
+        ...
+
+    def add(self, gradients: Weights | None, found: Sequence[ToAdd], experts: int) -> Weights:
+        """Adds to the gradients of a device's experts, from zeros if they are None."""
         ...
 
 
@@ -66,19 +78,27 @@ class OneTile:
         return _add(y, x, tiles, out)
 
     def backward(
-        self, dx: Array | None, x: Array, dy: Array, weights: Weights, tiles: Tiles, count: Array, gradients: Weights
-    ) -> tuple[Array, Array, Weights]:
+        self, dx: Array | None, x: Array, dy: Array, weights: Weights, tiles: Tiles, count: Array
+    ) -> tuple[Array, Array, ToAdd]:
         rows, dys, weights = _take(x, tiles), _take(dy, tiles), _of_expert(weights, tiles)
         wholes = tuple(dot(rows, w, self.precision) for w in weights.columns)
         h, pull = jax.vjp(lambda wholes: activate(self.activation, wholes), wholes)
         dh = dot(dys, weights.down, self.precision, transposed=True)
         dwholes = tuple(d.astype(rows.dtype) for d in pull(dh)[0])
-        columns = tuple(weight_gradient(_weighted(rows, tiles), d, self.precision) for d in dwholes)
-        down = weight_gradient(h.astype(rows.dtype), _weighted(dys, tiles), self.precision)
-        expert = tiles.experts[0]
-        gradients = jax.tree.map(lambda sums, new: sums.at[expert].add(new), gradients, Weights(columns, down))
         drows = sum_of_products(dwholes, weights.columns, self.precision, transposed=True)
-        return _add(dx, x, tiles, drows), jnp.sum(h * dh, axis=-1), gradients
+        found = _to_add(rows, dwholes, h.astype(rows.dtype), dys, tiles, count)
+        return _add(dx, x, tiles, drows), jnp.sum(h * dh, axis=-1), found
+
+    def add(self, gradients: Weights | None, found: Sequence[ToAdd], experts: int) -> Weights:
+        assert gradients is not None  # tiles are added in a loop, whose carry begins with zeros
+        for one in found:
+            columns, down = (
+                tuple(weight_gradient(side.x, dy, self.precision) for dy in side.dys)
+                for side in (one.columns, one.down)
+            )
+            expert, new = one.down.experts[0], Weights(columns, *down)
+            gradients = jax.tree.map(lambda sums, new, expert=expert: sums.at[expert].add(new), gradients, new)
+        return gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,24 +119,26 @@ class Grouped:
         return self._add(y, x, tiles, count, out)
 
     def backward(
-        self, dx: Array | None, x: Array, dy: Array, weights: Weights, tiles: Tiles, count: Array, gradients: Weights
-    ) -> tuple[Array, Array, Weights]:
-        rows, dys, e = _take(x, tiles), _take(dy, tiles), weights.down.shape[0]
-        t = tiles.rows.size // tiles.experts.size
+        self, dx: Array | None, x: Array, dy: Array, weights: Weights, tiles: Tiles, count: Array
+    ) -> tuple[Array, Array, ToAdd]:
+        rows, dys, t = _take(x, tiles), _take(dy, tiles), tiles.rows.size // tiles.experts.size
         up, gate = grouped_matmul(rows, weights.columns, tiles.experts, count, tile_rows=t)
         dup, dgate, h = grouped_matmul(
             dys, (weights.down,), tiles.experts, count, tile_rows=t, transposed=True,
             epilogue=ActivateGradient(self.activation, 2), operands=(up, gate),
         )  # fmt: skip
         drows = grouped_sum((dup, dgate), weights.columns, tiles.experts, count, tile_rows=t, transposed=True)
-        columns = grouped_weight_gradient(
-            _weighted(rows, tiles), (dup, dgate), tiles.experts, count, e, tile_rows=t, initial=gradients.columns
-        )
-        (down,) = grouped_weight_gradient(
-            h, (_weighted(dys, tiles),), tiles.experts, count, e, tile_rows=t, initial=(gradients.down,)
-        )
         dweight = jnp.sum(up.astype(jnp.float32) * dup.astype(jnp.float32), axis=-1)  # as h * dh, because h is act * up
-        return self._add(dx, x, tiles, count, drows), dweight, Weights(columns, down)
+        return self._add(dx, x, tiles, count, drows), dweight, _to_add(rows, (dup, dgate), h, dys, tiles, count)
+
+    def add(self, gradients: Weights | None, found: Sequence[ToAdd], experts: int) -> Weights:
+        initial = ((), ()) if gradients is None else (gradients.columns, (gradients.down,))
+        tile_rows = found[0].down.x.shape[0] // found[0].down.experts.size
+        columns, down = (
+            grouped_weight_gradient(sides, experts, tile_rows=tile_rows, initial=old)
+            for sides, old in zip(zip(*found, strict=True), initial, strict=True)
+        )
+        return Weights(columns, *down)
 
     def _add(self, y: Array | None, x: Array, tiles: Tiles, count: Array, out: Array) -> Array:
         shape = tiles.experts.size, -1
@@ -131,6 +153,13 @@ def _of_expert(weights: Weights, tiles: Tiles) -> Weights:
 def _take(x: Array, tiles: Tiles) -> Array:
     """Returns the rows of the tiles, zeros for padding."""
     return x.at[tiles.rows].get(mode="fill", fill_value=0)
+
+
+def _to_add(rows: Array, dwholes: Arrays, h: Array, dys: Array, tiles: Tiles, count: Array) -> ToAdd:
+    return ToAdd(
+        Factors(_weighted(rows, tiles), dwholes, tiles.experts, count),
+        Factors(h, (_weighted(dys, tiles),), tiles.experts, count),
+    )
 
 
 def _weighted(rows: Array, tiles: Tiles) -> Array:

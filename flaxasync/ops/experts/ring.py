@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync.ops.experts import local
 from flaxasync.ops.experts.assignments import sort, unsort
-from flaxasync.ops.experts.local import Block, BlockGradients, Experts
+from flaxasync.ops.experts.local import Block, BlockGradients, Experts, Sums
 from flaxasync.ops.experts.products import Weights
 from flaxasync.ops.matmul.products import accumulator_dtype
 from flaxasync.ops.saved import PRODUCT, first_only
@@ -59,12 +59,15 @@ def _multiply_bwd(experts: Experts, ring: Ring, saved: Any, dy: Array) -> tuple[
     x, ids, weights, kernels, dy = _first_derivative_only(*saved, dy)
     blocks, places = _blocks(experts, ring, x, ids, weights, dy)
 
-    def work(held: Blocks, gradients: Weights) -> tuple[tuple[BlockGradients, ...], Weights]:
-        found, gradients = local.backward(experts, kernels, held, gradients)
-        return tuple(one._replace(dx=one.dx.astype(x.dtype)) for one in found), gradients
+    def work(held: Blocks, sums: Sums) -> tuple[tuple[BlockGradients, ...], Sums]:
+        found, sums = local.backward(experts, kernels, held, sums)
+        if ring.unroll % 2:  # two turns of one loop body can share an addition
+            sums = local.added_up(experts, kernels, sums)
+        return tuple(one._replace(dx=one.dx.astype(x.dtype)) for one in found), sums
 
     with jax.named_scope("expert_mlp_gradient"):
-        found, gradients = _for_all_devices(ring, blocks, local.no_gradients(kernels), work)
+        found, sums = _for_all_devices(ring, blocks, Sums(), work)
+        gradients = local.added_up(experts, kernels, sums).gradients
     dweights = [
         unsort(one.dweights, place, (one.dx.shape[0], ids.shape[1]), dropless=experts.capacity is None)
         for one, place in zip(found, places, strict=True)
