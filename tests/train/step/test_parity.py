@@ -55,8 +55,11 @@ def losses(on, trainer_of):
 
 @pytest.fixture(scope="module")
 def alone():
-    """The losses of one device and the state at the beginning, once a test has computed them."""
-    return []
+    """The losses of one device and the state at the beginning, once a test has computed them with its compiler options.
+
+    Optimized programs round differently, which twenty steps of Adam make 0.002 of.
+    """
+    return {}
 
 
 def batches(config, mesh, start, steps):
@@ -119,9 +122,10 @@ def check_shards(state, mesh):
     pytest.param((4, 1, 1, 2), "auto", "prefetch", "layer", marks=SLOW),
 ], ids=str)  # fmt: skip
 def test_losses_match_those_of_one_device_and_the_state_stays_sharded(losses, alone, sizes, backend, overlap, remat):
-    if not alone:
-        alone[:] = losses(ALONE)
-    expected, began = alone
+    options = jax.config.jax_disable_most_optimizations
+    if options not in alone:
+        alone[options] = losses(ALONE)
+    expected, began = alone[options]
     history, _ = losses(sizes, began, backend, model={"fsdp_overlap": overlap, "remat": remat})
     np.testing.assert_allclose(history, expected, atol=1e-4)
     assert history[-1] < 0.8 * history[0]
