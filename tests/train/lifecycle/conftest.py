@@ -48,11 +48,14 @@ def fault(*names: str) -> Callable:
 def start(preset, compile_little) -> Iterator[Callable[..., subprocess.Popen]]:
     """A function that starts train/run.py in a process, on the minuscule run unless it gets another preset."""
     runs = []
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # XLA says that a collective waits where the machine is busy
 
     def start(*options: object, on: Path | None = None, **environment: str) -> subprocess.Popen:
         command = list(map(str, [sys.executable, SCRIPT, on or preset(), *options]))
         pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-        runs.append(subprocess.Popen(command, env=os.environ | compile_little | environment, text=True, **pipes))
+        runs.append(
+            subprocess.Popen(command, env=os.environ | compile_little | quiet | environment, text=True, **pipes)
+        )
         return runs[-1]
 
     yield start

@@ -45,12 +45,12 @@ def state_of(workdir: Path) -> dict:
 
 
 @fault("kill -9 while it starts", "kill -9 between two checkpoints", "kill -9 during the write of a checkpoint")
-@pytest.mark.parametrize("experts", [0, 4])
-def test_a_run_killed_ten_times_ends_as_one_that_was_not_killed(experts, start, tmp_path):
+def test_a_run_killed_ten_times_ends_as_one_that_was_not_killed(start, tmp_path):
+    """The model is a mixture of experts, which has all that a dense one has."""
     one, killed = tmp_path / "one", tmp_path / "killed"
 
     def start_in(workdir):  # with all optimizations, as a real run
-        options = ("--steps", STEPS, "--workdir", workdir, "--model.experts", experts)
+        options = ("--steps", STEPS, "--workdir", workdir, "--model.experts", 4)
         return start(*options, JAX_DISABLE_MOST_OPTIMIZATIONS="0")
 
     resumed_from, dice = [], random.Random(SEED)
