@@ -44,14 +44,24 @@ class Semaphores:
         self._waits: list[Wait | None] = [None] * len(state.machines)  # None for a device that waits for no semaphore
         self._state, self._resume = state, resume
         self._messages: list[dict[int, Progress]] = [{} for _ in state.machines]  # what each semaphore has carried
+        self._kinds: list[dict[int, str]] = [{} for _ in state.machines]  # what last raised each semaphore
 
     def add(
-        self, machine: Machine, semaphore: int, amount: int, now: float, cause: str, message: Progress | None
+        self,
+        machine: Machine,
+        semaphore: int,
+        amount: int,
+        now: float,
+        cause: str,
+        message: Progress | None,
+        kind: str = "signal",
     ) -> None:
         """Adds to a semaphore of a device, and lets the device go on if this ends its wait, which had the given cause.
 
-        `message` is the progress that the sender knew; None if the device's own transfer raises the semaphore.
+        `message` is the progress that the sender knew; None if the device's own transfer raises the semaphore. `kind`
+        is that of the transfer.
         """
+        self._kinds[machine.device][semaphore] = kind
         machine.semaphores[semaphore] = value = signed(machine.semaphores[semaphore] + amount)
         if message is not None and amount > 0:
             carried = self._messages[machine.device].get(semaphore, message)
@@ -61,7 +71,7 @@ class Semaphores:
             return
         self._waits[machine.device] = None
         name = wait.operation.operation.comment or wait.operation.operation.name
-        machine.recorder.wait(machine.now, now, name, cause)
+        machine.recorder.wait(machine.now, now, name, cause, kind)
         machine.wait_until(now)
         self._learn(machine, semaphore)
         self._state.at(machine.now, functools.partial(self._resume, machine))
@@ -73,6 +83,7 @@ class Semaphores:
         wait = Wait(values[0], comparison, signed(values[1]), operation)
         if wait.is_over(machine.semaphores[wait.semaphore]):
             self._learn(machine, wait.semaphore)
+            machine.recorder.wait(machine.now, machine.now, "", "", self._kinds[machine.device].get(wait.semaphore, ""))
             return True
         self._waits[machine.device] = wait
         return False

@@ -16,6 +16,7 @@ from flaxasync.check.player.bundle_text import MARK_END, MARK_RUN, MARK_START
 from flaxasync.check.player.collectives import ModelledCollective, can_be_simulated, modelled_collective
 from flaxasync.check.player.dump import TOP
 from flaxasync.check.player.machine import Machine
+from flaxasync.check.player.result import RING_MODEL
 from flaxasync.check.player.scalar_operations import signed
 from flaxasync.check.player.semaphores import SEMAPHORE_MASK, Semaphores
 from flaxasync.check.player.state import State
@@ -178,8 +179,8 @@ class Simulation:
         end = machine.now + joined.cycles(group, self._state.chip)
         self._state.clocks.synchronize(group)
         for member in (self._state.machines[device] for device in group):
-            member.recorder.wait(member.now, end, name, "collective")
-            member.recorder.bytes["collective (ring model)"] += joined.sent_bytes(group)
+            member.recorder.wait(member.now, end, name, "collective", RING_MODEL)
+            member.recorder.bytes[RING_MODEL] += joined.sent_bytes(group)
             member.wait_until(end)
             if member is not machine:
                 self._state.at(end, functools.partial(self._go_on, member))
