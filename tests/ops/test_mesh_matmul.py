@@ -69,6 +69,7 @@ def parity(shape, mode="on_wait", dtype="float32", m=64, k=512, n=256, **options
         ("overlapped", (3, 1), "on_wait", {"k": 768, "m": 96}),
         ("overlapped", (1, 1), "on_wait", {}),
         *(("overlapped", s, "eager", PARTIAL | sizes) for s, sizes in EIGHT.items()),
+        *(("overlapped", s, "on_wait", {"directions": 1} | PARTIAL | EIGHT[s]) for s in ((2, 4), (4, 2))),
         *(("fused", s, "eager", EIGHT[s]) for s in ((2, 4), (3, 2))),
     ]),
 ])  # fmt: skip
@@ -218,6 +219,14 @@ def test_eight_devices_play_without_a_finding():
     fns = [program(name, mesh, (1024, 1024, 512), tiles, directions) for name, directions in forms]
     together = jax.jit(lambda *arguments: sum(fn(*arguments).astype(jnp.float32) for fn, *_ in fns))
     assert not fa.check.play(together, *fns[0][1:], topology="v5e:2x4").notes
+
+
+@pytest.mark.parametrize("directions", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_four_rows_of_four_play_without_a_finding(directions):
+    """No scalar is read before it was written: the order of blocks, whose last one comes over the most hops here."""
+    mesh = fa.check.topology_mesh("v5e:4x4", (4, 4), ("x", "y"))
+    fn, *arguments = program("overlapped", mesh, (1024, 2048, 512), Tiles(64, 256, 256), directions)
+    assert not fa.check.play(fn, *arguments, topology="v5e:4x4").notes
 
 
 def test_a_barrier_with_one_neighbour_alone_is_seen(monkeypatch):

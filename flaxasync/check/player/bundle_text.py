@@ -78,29 +78,6 @@ class Program:
         return f"{self.path.name}:{self.lines[index]} (bundle {index:#x})"
 
 
-class Operations(NamedTuple):
-    """The operations in the bundles of a program, each counted once however often it is executed."""
-
-    bundles: int
-    kinds: int  # of operations, by their whole names
-    multiplies: int  # vmatmul of all matrix units
-    pushes: int  # of weights, to all matrix units
-    pops: int  # of results, from all matrix units
-    memory: int  # vector loads and stores
-    vector: int  # all other operations of the vector units that have a result
-
-
-def operations(program: Program) -> Operations:
-    """Counts the operations of a program."""
-    every = [operation for bundle in program.bundles for operation in bundle]
-    vector = [o for o in every if o.unit[0] == "v"]
-    of_units = [sum(o.unit.startswith(unit) for o in vector) for unit in ("vmatmul", "vmatpush")]
-    pops = sum("mxu" in o.name for o in vector) - sum(of_units)
-    memory = sum(o.unit in ("vld", "vst") for o in vector)
-    others = sum(bool(o.result) for o in vector if "mxu" not in o.name and o.unit != "vld")
-    return Operations(len(program.bundles), len({o.name for o in every}), *of_units, pops, memory, others)
-
-
 def read_program(name: str, bundles: pathlib.Path, original: pathlib.Path) -> Program:
     """Reads one program. DumpError says that its text has another form, or ends too early."""
     text = bundles.read_text(errors="replace")

@@ -7,10 +7,10 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from flaxasync.check.player.bundle_text import operations
 from flaxasync.check.player.chips import PlayedChip, chip_grid, coords_of_partitions, played_chip
 from flaxasync.check.player.dump import TESTED_LIBTPU, Note, read_dump, write_note
 from flaxasync.check.player.errors import MeshMismatchError
+from flaxasync.check.player.matrix_unit import operations
 from flaxasync.check.player.result import Result
 from flaxasync.check.player.simulation import Simulation
 from flaxasync.check.player.state import State

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flaxasync.check.estimate.timeline import DeviceTime, Slice, Timeline
-from flaxasync.check.player.bundle_text import Operations
 from flaxasync.check.player.chips import PlayedChip
+from flaxasync.check.player.matrix_unit import Operations
 
 # What a device can wait for.
 CAUSES = {
@@ -150,7 +150,7 @@ class Result:
     def waits(
         self, device: int, phase: str = "", kind: str = "", *, begin: float = 0.0, end: float = math.inf
     ) -> WaitTimes:
-        """Returns the waits of a device in phases whose names begin so, from `begin` to `end` (seconds), of one kind."""
+        """Returns a device's waits of one kind in phases whose names begin so, from `begin` to `end` (seconds)."""
         found = (w for w in self.all_waits if w.device == device and w.phase.startswith(phase))
         return WaitTimes(tuple(sorted(w.seconds for w in found if kind in ("", w.kind) and begin <= w.start < end)))
 
