@@ -51,14 +51,10 @@ def operations(program: Program) -> Operations:
     counts: Counter[str] = Counter()
     for name, count in names.items():
         unit = name.partition(".")[0]
-        kinds = {
-            "vmatmul": "multiplies",
-            "vld": "loads",
-            "vst": "stores",
-            "vpop": "pops" if "mxu" in name else "vector",
-        }
-        kind = "pushes" if unit.startswith("vmatpush") else kinds.get(unit, "vector")
-        counts[kind] += count * (unit in VECTOR_FAMILIES)
+        if unit in VECTOR_FAMILIES:
+            of_matrix_unit = "pops" if unit == "vpop" else "multiplies" if unit == "vmatmul" else "pushes"
+            others = {"vld": "loads", "vst": "stores"}
+            counts[of_matrix_unit if _UNIT.search(name) else others.get(unit, "vector")] += count
     return Operations(len(program.bundles), len(names), *(counts[kind] for kind in Operations._fields[2:]))
 
 

@@ -6,8 +6,8 @@ link on its route. Resources are shared by these rules, which were chosen by com
 
 * The transfers within a chip use its HBM one at a time, in the order in which they were issued.
 * A chip sends one transfer at a time over each outgoing link, in the order in which they were issued.
-* If transfers between chips and transfers within a chip use the same HBM, those between chips go first. They are as
-  slow as their link, and hardly ever wait. They share links and HBM evenly with each other (max-min fairness).
+* Transfers between chips, and the one within a chip, share links and HBM evenly (max-min fairness). Those between chips
+  are as slow as their link, and hardly ever wait.
 """
 
 import dataclasses
@@ -31,7 +31,6 @@ class Flow:
     size: int  # bytes
     uses: tuple[Use, ...]
     done: Callable[[float, "Flow"], None]  # called with the time and the flow when the transfer ends
-    between_chips: bool
     left: float  # bytes that have not moved yet
     rate: float = 0.0  # bytes per cycle at the current time
     started: float = -1.0  # when its first byte moved; -1 before that
@@ -56,7 +55,7 @@ class Network:
         link = next((resource for resource, _ in uses if resource[0] == "link"), None)
         name = link or (uses[0][0] if uses else self._count)
         queue = self._queues.setdefault(name, deque())
-        queue.append(Flow(self._count, size, uses, done, link is not None, float(max(size, 1))))
+        queue.append(Flow(self._count, size, uses, done, float(max(size, 1))))
         if len(queue) == 1:
             self._share()
 
@@ -85,14 +84,9 @@ class Network:
 
     def _share(self) -> None:
         heads = sorted((queue[0] for queue in self._queues.values()), key=lambda flow: flow.number)
-        between = [flow for flow in heads if flow.between_chips]
-        within = [flow for flow in heads if not flow.between_chips]
         used = {resource for flow in heads for resource, _ in flow.uses}
-        free = {resource: self._capacity[resource[0]] for resource in used}
-        _share_evenly(between, free)
-        for flow in within:
-            flow.rate = min((free[resource] / share for resource, share in flow.uses), default=_UNLIMITED)
-        self._moving = [f for f in between + within if f.rate > _EPSILON]
+        _share_evenly(heads, {resource: self._capacity[resource[0]] for resource in used})
+        self._moving = [flow for flow in heads if flow.rate > _EPSILON]
         self.next = math.inf
         for flow in self._moving:
             if flow.started < 0:
@@ -106,7 +100,9 @@ def _share_evenly(flows: list[Flow], free: dict[Resource, float]) -> None:
     It raises all rates evenly until a resource is used up, fixes the flows that need that resource, and goes on with
     the rest.
     """
-    left = list(flows)
+    left = [flow for flow in flows if flow.uses]
+    for flow in flows:
+        flow.rate = _UNLIMITED
     while left:
         wanted: dict[Resource, float] = {}
         for flow in left:

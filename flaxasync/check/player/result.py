@@ -23,7 +23,7 @@ CAUSES = {
     "sync": "a signal of another device",
     "collective": "a collective of XLA that is timed by a ring model",
 }
-RING_MODEL = "collective (ring model)"  # the kind of the bytes of such a collective, and of waits for it
+RING_MODEL, SIGNAL = "collective (ring model)", "signal"  # what raises semaphores beside transfers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,14 +79,14 @@ class Device(Times):
         return max(found, key=lambda p: p.seconds)
 
 
-class Wait(NamedTuple):
+class EndedWait(NamedTuple):
     """One wait of a device for a semaphore. It takes no time if the semaphore has been raised before."""
 
     device: int
     phase: str
     start: float  # in seconds
     seconds: float
-    kind: str  # of the transfer that last raised the semaphore, as in `Times.bytes`, or "signal"
+    kind: str  # of the transfer that last raised the semaphore, as in `Times.bytes`; SIGNAL or RING_MODEL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Result:
     notes: tuple[str, ...]  # what a reader should know beside the figures
     operations: Mapping[str, Operations]  # of each fusion, of each kernel, and of the top level program ("TLP")
     slices: tuple[Slice, ...] = dataclasses.field(repr=False)  # what each lane of each device did when
-    all_waits: tuple[Wait, ...] = dataclasses.field(repr=False)  # of all devices, in the order in which they ended
+    all_waits: tuple[EndedWait, ...] = dataclasses.field(repr=False)  # of all devices, in the order in which they ended
     measured: float | None = None  # seconds that the program took on a TPU, if it was measured
 
     @property
@@ -216,7 +216,7 @@ class _Phase:
 class Recorder:
     """The record of one device. `slices` and `waits` collect those of all devices, in the order in which they end."""
 
-    def __init__(self, device: int, chip: PlayedChip, slices: list[Slice], waits: list[Wait]):
+    def __init__(self, device: int, chip: PlayedChip, slices: list[Slice], waits: list[EndedWait]):
         # What the device has done so far: the cycles in which a bundle was issued ("issue") or waited for a matrix unit
         # ("stall"), in which the busiest matrix unit multiplied ("busy"), and those of waits by cause.
         self.cycles: Counter[str] = Counter()
@@ -255,7 +255,7 @@ class Recorder:
 
     def wait(self, start: float, end: float, name: str, cause: str, kind: str) -> None:
         seconds = self._chip.seconds
-        self._waits.append(Wait(self._device, self.phase, seconds(start), seconds(end - start), kind))
+        self._waits.append(EndedWait(self._device, self.phase, seconds(start), seconds(end - start), kind))
         if end > start:
             self.run_until(start)
             self.cycles[cause] += end - start  # type: ignore[assignment]

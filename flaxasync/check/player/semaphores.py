@@ -8,6 +8,7 @@ from collections.abc import Callable
 from flaxasync.check.player.basic_blocks import ExternalOperation
 from flaxasync.check.player.errors import DeadlockError, LeftoverSemaphoreError
 from flaxasync.check.player.machine import Machine
+from flaxasync.check.player.result import SIGNAL
 from flaxasync.check.player.scalar_operations import signed
 from flaxasync.check.player.state import Progress, State
 
@@ -47,19 +48,12 @@ class Semaphores:
         self._kinds: list[dict[int, str]] = [{} for _ in state.machines]  # what last raised each semaphore
 
     def add(
-        self,
-        machine: Machine,
-        semaphore: int,
-        amount: int,
-        now: float,
-        cause: str,
-        message: Progress | None,
-        kind: str = "signal",
+        self, machine: Machine, semaphore: int, amount: int, now: float, kind: str, message: Progress | None
     ) -> None:
-        """Adds to a semaphore of a device, and lets the device go on if this ends its wait, which had the given cause.
+        """Adds to a semaphore of a device, and lets the device go on if this ends its wait.
 
-        `message` is the progress that the sender knew; None if the device's own transfer raises the semaphore. `kind`
-        is that of the transfer.
+        `kind` is that of the transfer that raises the semaphore, or SIGNAL. `message` is the progress that the sender
+        knew; None if the device's own transfer has left.
         """
         self._kinds[machine.device][semaphore] = kind
         machine.semaphores[semaphore] = value = signed(machine.semaphores[semaphore] + amount)
@@ -71,6 +65,10 @@ class Semaphores:
             return
         self._waits[machine.device] = None
         name = wait.operation.operation.comment or wait.operation.operation.name
+        if kind == SIGNAL or "remote" not in kind:
+            cause = "sync" if kind == SIGNAL else "memory"
+        else:
+            cause = "send" if message is None else "receive"
         machine.recorder.wait(machine.now, now, name, cause, kind)
         machine.wait_until(now)
         self._learn(machine, semaphore)

@@ -215,9 +215,9 @@ class TransferEngine:
             recorder.transfer(lane, flow.started, now, name)
             self._claims.release(claims)
             if transfer.sent >= 0:
-                add(machine, transfer.sent, transfer.raised, now, "send" if remote else "memory", None, kind)
-            arrived, cause = now + latency, "receive" if remote else "memory"
-            state.at(arrived, lambda: add(target, transfer.received, transfer.raised, arrived, cause, message, kind))
+                add(machine, transfer.sent, transfer.raised, now, kind, None)
+            arrived = now + latency
+            state.at(arrived, lambda: add(target, transfer.received, transfer.raised, arrived, kind, message))
 
         ends = [(transfer.source, machine.device), (transfer.target, target.device)]
         uses = Counter(end for end in ends if end[0] == "hbm") | Counter(route)
