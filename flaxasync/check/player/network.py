@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-_EPSILON = 1e-12
 _UNLIMITED = 1e9  # bytes per cycle of a transfer that uses no resource
 
 Resource = tuple[Any, ...]  # ("hbm", device), or ("link", from, to)
@@ -83,10 +82,8 @@ class Network:
             flow.done(now, flow)
 
     def _share(self) -> None:
-        heads = sorted((queue[0] for queue in self._queues.values()), key=lambda flow: flow.number)
-        used = {resource for flow in heads for resource, _ in flow.uses}
-        _share_evenly(heads, {resource: self._capacity[resource[0]] for resource in used})
-        self._moving = [flow for flow in heads if flow.rate > _EPSILON]
+        self._moving = sorted((queue[0] for queue in self._queues.values()), key=lambda flow: flow.number)
+        _share_evenly(self._moving, self._capacity)
         self.next = math.inf
         for flow in self._moving:
             if flow.started < 0:
@@ -94,22 +91,23 @@ class Network:
             self.next = min(self.next, self._now + max(flow.left, 0.0) / flow.rate)
 
 
-def _share_evenly(flows: list[Flow], free: dict[Resource, float]) -> None:
-    """Sets max-min fair rates of flows, and subtracts them from the free capacity of the resources.
+def _share_evenly(flows: list[Flow], capacity: Mapping[str, float]) -> None:
+    """Sets max-min fair rates of flows.
 
     It raises all rates evenly until a resource is used up, fixes the flows that need that resource, and goes on with
     the rest.
     """
-    left = [flow for flow in flows if flow.uses]
     for flow in flows:
         flow.rate = _UNLIMITED
+    left = [flow for flow in flows if flow.uses]
+    free = {resource: capacity[resource[0]] for flow in left for resource, _ in flow.uses}
     while left:
         wanted: dict[Resource, float] = {}
         for flow in left:
             for resource, share in flow.uses:
                 wanted[resource] = wanted.get(resource, 0.0) + share
         scarcest = min(wanted, key=lambda resource: free[resource] / wanted[resource])
-        rate = max(free[scarcest] / wanted[scarcest], 0.0)
+        rate = free[scarcest] / wanted[scarcest]
         for flow in [f for f in left if any(resource == scarcest for resource, _ in f.uses)]:
             flow.rate = rate
             for resource, share in flow.uses:

@@ -169,7 +169,7 @@ HBM, LINK, OTHER = ("hbm", 0), ("link", 0, 1), ("link", 1, 2)
 
 @pytest.mark.parametrize(("flows", "ends"), [
     ([(0, 100, ((HBM, 1.0),)), (0, 100, ((HBM, 2.0),))], [10, 30]),  # within a chip: one at a time
-    ([(0, 100, ((HBM, 1.0),)), (0, 10, ((LINK, 1.0), (HBM, 1.0)))], [11, 10]),  # between chips: before those within
+    ([(0, 100, ((HBM, 1.0),)), (0, 10, ((LINK, 1.0), (HBM, 1.0)))], [11, 10]),  # between chips: as fast as the link
     ([(0, 10, ((LINK, 1.0),)), (0, 10, ((LINK, 1.0),))], [10, 20]),  # a chip sends one at a time over a link
     ([(0, 10, ((LINK, 1.0), (OTHER, 1.0))), (0, 10, ((OTHER, 1.0),))], [20, 20]),  # two chips share a link
 ])  # fmt: skip
