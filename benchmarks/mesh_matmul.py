@@ -1,10 +1,10 @@
-"""`fa.mesh_matmul` on every backend, with the sizes of a published 2 x 2 study.
+"""`fa.mesh_matmul` on every backend, with the sizes of a published 2 x 2 study, and scaled to 4 x 4.
 
-    python benchmarks/mesh_matmul.py [--write docs/kernels/mesh_matmul.md]     a quarter of an hour; no TPU
+    python benchmarks/mesh_matmul.py [--write docs/kernels/mesh_matmul.md] [--meshes]     a quarter of an hour; no TPU
 
 The matmul is LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N] in bfloat16 on four v5e chips. "Published" times are those that
-the study measured for its own kernel of that name. A last table has the layer made of the op, and its gradients, beside
-those that XLA makes of `jnp.matmul`.
+the study measured for its own kernel of that name. `--meshes` makes the table of other meshes alone. A last table has
+the layer made of the op, and its gradients, beside those that XLA makes of `jnp.matmul`.
 """
 
 import functools
@@ -26,7 +26,13 @@ STUDY = (16384, 16384, 8192)  # m, k, n
 TOPOLOGY = "v5e:2x2"
 PUBLISHED = {"none": 12.05, "xla_gemm": 12.5, "serial": 13.17, "fused": 12.3}  # measured by the study, in ms
 BACKENDS = ("none", "xla_gemm", "serial", "fused", "overlapped")
-MESHES = (("v5e:2x2", (4, 1)), ("v5e:2x2", (1, 4)), ("v5e:2x4", (2, 4)), ("v5e:2x4", (4, 2)))
+SCALED = (32768, 32768, 8192)  # a device of a 4 x 4 mesh multiplies as much as in the study
+MESHES = (
+    *((topology, mesh, STUDY) for topology, mesh in [
+        ("v5e:2x2", (4, 1)), ("v5e:2x2", (1, 4)), ("v5e:2x4", (2, 4)), ("v5e:2x4", (4, 2)), ("v5e:4x4", (4, 4)),
+    ]),
+    ("v5e:4x4", (4, 4), SCALED),
+)  # fmt: skip
 FORMS: tuple[tuple[str, Directions], ...] = (("none", None), ("overlapped", 1), ("overlapped", 2))  # on other meshes
 XLA = "XLA (jnp.matmul)"
 LAYER_HEADER = ("program", "forward ms", "waits for others", "of peak", "backward ms", "waits for others", "of peak")
@@ -53,13 +59,25 @@ def row(backend: str) -> tuple[str, ...]:
     return backend, published, f"{total:.3f}", error, *times, f"{result.slowest.share_of_peak:.0%}"
 
 
-def mesh_row(topology: str, mesh_shape: tuple[int, int], backend: str, directions: Directions) -> tuple[str, ...]:
+def mesh_row(
+    topology: str, mesh_shape: tuple[int, int], shape: tuple[int, ...], backend: str, directions: Directions
+) -> tuple[str, ...]:
     mesh = fa.check.topology_mesh(topology, mesh_shape, ("x", "y"))
-    fn, *arguments = program(backend, mesh, STUDY, directions=directions)
+    fn, *arguments = program(backend, mesh, shape, directions=directions)
     result, compiled = play_program(topology, fn, *arguments)
-    total, size = seconds_without_exit_copies(result, compiled) * 1e3, "x".join(map(str, mesh_shape))
+    total = seconds_without_exit_copies(result, compiled) * 1e3
+    size, product = ("x".join(map(str, sides)) for sides in (mesh_shape, shape))
     share = f"{result.slowest.matrix_busy / total * 1e3:.0%}"
-    return topology, size, backend, str(directions or "-"), f"{total:.2f}", f"{result.exposed * 1e3:.2f}", share
+    return (
+        product,
+        topology,
+        size,
+        backend,
+        str(directions or "-"),
+        f"{total:.2f}",
+        f"{result.exposed * 1e3:.2f}",
+        share,
+    )
 
 
 def layer_row(title: str) -> tuple[str, ...]:
@@ -82,11 +100,15 @@ def layer_row(title: str) -> tuple[str, ...]:
 
 
 def main() -> None:
-    chosen = command_line(__doc__).parse_args()
-    write_between_markers(chosen.write, "mesh matmul", print_table(HEADER, [row(backend) for backend in BACKENDS]))
-    header = ("topology", "mesh", "backend", "directions", "predicted ms", "waits for others", "of peak")
+    parser = command_line(__doc__)
+    parser.add_argument("--meshes", action="store_true", help="make the table of other meshes alone")
+    chosen = parser.parse_args()
+    header = ("m x k x n", "topology", "mesh", "backend", "directions", "predicted ms", "waits for others", "of peak")
     rows = [mesh_row(*mesh, *form) for mesh in MESHES for form in FORMS]
     write_between_markers(chosen.write, "mesh matmul meshes", print_table(header, rows))
+    if chosen.meshes:
+        return
+    write_between_markers(chosen.write, "mesh matmul", print_table(HEADER, [row(backend) for backend in BACKENDS]))
     rows = [layer_row(title) for title in (XLA, "fa.nn.MeshLinear")]
     write_between_markers(chosen.write, "mesh matmul layer", print_table(LAYER_HEADER, rows))
 

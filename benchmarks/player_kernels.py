@@ -102,8 +102,8 @@ def all_reduce(x: jax.Array, tiles: Tiles) -> jax.Array:
 def gather_gemm(x: jax.Array, w: jax.Array, tiles: operands.Tiles) -> jax.Array:
     """Returns x @ the half of w that this mesh column multiplies, in one kernel.
 
-    A device on the diagonal holds that half. It sends it to the other device of its mesh column, which waits for all of
-    it, and both multiply.
+    Every device sends its half to the other device of its mesh column. A device on the diagonal multiplies with its own
+    half meanwhile; the others wait for all of theirs, and multiply with it.
     """
     (m, k), n = x.shape, w.shape[1]
     tiles = tiles.within(m, k, n)
@@ -119,18 +119,18 @@ def gather_gemm(x: jax.Array, w: jax.Array, tiles: operands.Tiles) -> jax.Array:
             in_specs=[x_spec, w_spec],
             out_specs=[o_spec],
         )
-        ring.enter("gather_gemm", [], None, conditional=[(other, jnp.logical_not(holds), holds)])
+        ring.enter("gather_gemm", [other], None)
+        send.start()
 
         @pl.when(holds)
         def _() -> None:
-            send.start()
             multiply(x_ref, w_ref, o_ref)
-            send.wait_send()
+            send.wait()
 
         @pl.when(jnp.logical_not(holds))
         def _() -> None:
             with jax.named_scope("wait"):
-                send.wait_recv()
+                send.wait()
             multiply(x_ref, received, o_ref)
 
     return pl.pallas_call(

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from flaxasync import check
 from flaxasync.check.compile.compile_for import FLAGS
 from flaxasync.check.player import Result, play_dump
+from flaxasync.check.player.dump import Note, write_note
 from flaxasync.check.player.errors import UnknownOperationError
 
 COMPILE_SECONDS = 7200  # a large program takes two minutes on an idle machine, and much longer on a busy one
@@ -51,7 +52,9 @@ def play_program(
         program = check.compile_for(
             topology, fn, *arguments, keep_dumps=folder, compiler_options=compiler_options, timeout=COMPILE_SECONDS
         )
-        return play_dump(folder, topology=topology, coords=program.coords), program
+        note = Note(topology, importlib.metadata.version("libtpu"), program.coords)
+        write_note(pathlib.Path(folder), note)
+        return play_dump(folder), program
 
 
 def play_or_synchronize(topology: str, fn: Callable, *arguments: Any) -> tuple[Result, check.CompiledProgram, str]:

@@ -15,10 +15,10 @@ from tests.simulator.split_pairs import quick_callbacks
 
 
 @contextlib.contextmanager
-def simulated(shape, names, mode="on_wait"):
-    """The ambient mesh is one of simulated TPUs. A race raises; so does a semaphore that is left over."""
+def simulated(shape, names, mode="on_wait", *, races=True):
+    """The ambient mesh is one of simulated TPUs. A race raises, if `races`, and a semaphore that is left over."""
     mesh = Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), names)
-    params = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True, on_race="raise", vector_clock_size=1024)
+    params = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=races, on_race="raise", vector_clock_size=1024)
     jax.clear_caches()
     pltpu.reset_tpu_interpret_mode_state()
     with (

@@ -42,9 +42,9 @@ def on_mesh(mesh, lhs, rhs):
     return tuple(jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((lhs, rhs), SPECS, strict=True))
 
 
-def parity(shape, mode="on_wait", dtype="float32", m=64, k=512, n=256, **options):
+def parity(shape, mode="on_wait", dtype="float32", m=64, k=512, n=256, *, races=True, **options):
     lhs, rhs, _ = operands(dtype, m, k, n)
-    with simulated(shape, ("x", "y"), mode) as mesh:
+    with simulated(shape, ("x", "y"), mode, races=races) as mesh:
         got = jax.jit(sharded(**options))(*on_mesh(mesh, lhs, rhs))
         assert_close(as_float32(got), as_float32(lhs) @ as_float32(rhs), dtype, "o")
 
@@ -74,6 +74,13 @@ def parity(shape, mode="on_wait", dtype="float32", m=64, k=512, n=256, **options
 ])  # fmt: skip
 def test_kernels_on_any_mesh(backend, shape, mode, options):
     parity(shape, mode, backend=backend, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 4), (4, 2)])
+def test_values_with_one_direction_on_eight_devices(shape):
+    """Values alone: the simulator does not look for races here."""
+    parity(shape, backend="overlapped", directions=1, races=False, **PARTIAL | EIGHT[shape])
 
 
 def check_gradients(mesh, fn, **sizes):
@@ -218,6 +225,14 @@ def test_eight_devices_play_without_a_finding():
     fns = [program(name, mesh, (1024, 1024, 512), tiles, directions) for name, directions in forms]
     together = jax.jit(lambda *arguments: sum(fn(*arguments).astype(jnp.float32) for fn, *_ in fns))
     assert not fa.check.play(together, *fns[0][1:], topology="v5e:2x4").notes
+
+
+@pytest.mark.parametrize("directions", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_four_rows_of_four_play_without_a_finding(directions):
+    """No scalar is read before it was written: the order of blocks, whose last one comes over the most hops here."""
+    mesh = fa.check.topology_mesh("v5e:4x4", (4, 4), ("x", "y"))
+    fn, *arguments = program("overlapped", mesh, (1024, 2048, 512), Tiles(64, 256, 256), directions)
+    assert not fa.check.play(fn, *arguments, topology="v5e:4x4").notes
 
 
 def test_a_barrier_with_one_neighbour_alone_is_seen(monkeypatch):

@@ -9,10 +9,10 @@ It is therefore computed once for each state.
 """
 
 import re
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple
 
-from flaxasync.check.player.bundle_text import Operation
+from flaxasync.check.player.bundle_text import Operation, Program
 from flaxasync.check.player.chips import PlayedChip
 
 # The operations of the vector, permute and transpose units that were seen in dumps, by their name up to the first dot.
@@ -30,6 +30,32 @@ _UNIT = re.compile(r"mxu(\d)")
 _PACKED = re.compile(r"\.(?:bf16|packed|f8\w*|s8|u8|s4|u4|fp8\w*)(?:\.|$)")
 
 MULTIPLY, PUSH, POP = 0, 1, 2
+
+
+class Operations(NamedTuple):
+    """The operations in the bundles of a program, each counted once however often it is executed."""
+
+    bundles: int
+    names: int  # the number of different operations
+    multiplies: int  # vmatmul, on all matrix units
+    pushes: int  # of weights, to all matrix units
+    pops: int  # of results, from all matrix units
+    loads: int  # of vector registers
+    stores: int  # of vector registers
+    vector: int  # all others of the vector units
+
+
+def operations(program: Program) -> Operations:
+    """Counts the operations of a program."""
+    names = Counter(operation.name for bundle in program.bundles for operation in bundle)
+    counts: Counter[str] = Counter()
+    for name, count in names.items():
+        unit = name.partition(".")[0]
+        if unit in VECTOR_FAMILIES:
+            of_matrix_unit = "pops" if unit == "vpop" else "multiplies" if unit == "vmatmul" else "pushes"
+            others = {"vld": "loads", "vst": "stores"}
+            counts[of_matrix_unit if _UNIT.search(name) else others.get(unit, "vector")] += count
+    return Operations(len(program.bundles), len(names), *(counts[kind] for kind in Operations._fields[2:]))
 
 
 class MatrixOperation(NamedTuple):

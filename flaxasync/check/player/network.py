@@ -6,8 +6,8 @@ link on its route. Resources are shared by these rules, which were chosen by com
 
 * The transfers within a chip use its HBM one at a time, in the order in which they were issued.
 * A chip sends one transfer at a time over each outgoing link, in the order in which they were issued.
-* If transfers between chips and transfers within a chip use the same HBM, those between chips go first. They are as
-  slow as their link, and hardly ever wait. They share links and HBM evenly with each other (max-min fairness).
+* Transfers between chips, and the one within a chip, share links and HBM evenly (max-min fairness). Those between chips
+  are as slow as their link, and hardly ever wait.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-_EPSILON = 1e-12
 _UNLIMITED = 1e9  # bytes per cycle of a transfer that uses no resource
 
 Resource = tuple[Any, ...]  # ("hbm", device), or ("link", from, to)
@@ -31,7 +30,6 @@ class Flow:
     size: int  # bytes
     uses: tuple[Use, ...]
     done: Callable[[float, "Flow"], None]  # called with the time and the flow when the transfer ends
-    between_chips: bool
     left: float  # bytes that have not moved yet
     rate: float = 0.0  # bytes per cycle at the current time
     started: float = -1.0  # when its first byte moved; -1 before that
@@ -56,7 +54,7 @@ class Network:
         link = next((resource for resource, _ in uses if resource[0] == "link"), None)
         name = link or (uses[0][0] if uses else self._count)
         queue = self._queues.setdefault(name, deque())
-        queue.append(Flow(self._count, size, uses, done, link is not None, float(max(size, 1))))
+        queue.append(Flow(self._count, size, uses, done, float(max(size, 1))))
         if len(queue) == 1:
             self._share()
 
@@ -84,15 +82,8 @@ class Network:
             flow.done(now, flow)
 
     def _share(self) -> None:
-        heads = sorted((queue[0] for queue in self._queues.values()), key=lambda flow: flow.number)
-        between = [flow for flow in heads if flow.between_chips]
-        within = [flow for flow in heads if not flow.between_chips]
-        used = {resource for flow in heads for resource, _ in flow.uses}
-        free = {resource: self._capacity[resource[0]] for resource in used}
-        _share_evenly(between, free)
-        for flow in within:
-            flow.rate = min((free[resource] / share for resource, share in flow.uses), default=_UNLIMITED)
-        self._moving = [f for f in between + within if f.rate > _EPSILON]
+        self._moving = sorted((queue[0] for queue in self._queues.values()), key=lambda flow: flow.number)
+        _share_evenly(self._moving, self._capacity)
         self.next = math.inf
         for flow in self._moving:
             if flow.started < 0:
@@ -100,20 +91,23 @@ class Network:
             self.next = min(self.next, self._now + max(flow.left, 0.0) / flow.rate)
 
 
-def _share_evenly(flows: list[Flow], free: dict[Resource, float]) -> None:
-    """Sets max-min fair rates of flows, and subtracts them from the free capacity of the resources.
+def _share_evenly(flows: list[Flow], capacity: Mapping[str, float]) -> None:
+    """Sets max-min fair rates of flows.
 
     It raises all rates evenly until a resource is used up, fixes the flows that need that resource, and goes on with
     the rest.
     """
-    left = list(flows)
+    for flow in flows:
+        flow.rate = _UNLIMITED
+    left = [flow for flow in flows if flow.uses]
+    free = {resource: capacity[resource[0]] for flow in left for resource, _ in flow.uses}
     while left:
         wanted: dict[Resource, float] = {}
         for flow in left:
             for resource, share in flow.uses:
                 wanted[resource] = wanted.get(resource, 0.0) + share
         scarcest = min(wanted, key=lambda resource: free[resource] / wanted[resource])
-        rate = max(free[scarcest] / wanted[scarcest], 0.0)
+        rate = free[scarcest] / wanted[scarcest]
         for flow in [f for f in left if any(resource == scarcest for resource, _ in f.uses)]:
             flow.rate = rate
             for resource, share in flow.uses:

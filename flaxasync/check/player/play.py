@@ -10,6 +10,7 @@ from typing import Any
 from flaxasync.check.player.chips import PlayedChip, chip_grid, coords_of_partitions, played_chip
 from flaxasync.check.player.dump import TESTED_LIBTPU, Note, read_dump, write_note
 from flaxasync.check.player.errors import MeshMismatchError
+from flaxasync.check.player.matrix_unit import operations
 from flaxasync.check.player.result import Result
 from flaxasync.check.player.simulation import Simulation
 from flaxasync.check.player.state import State
@@ -122,7 +123,9 @@ def _result(state: State, measured: float | None, notes: list[str]) -> Result:
         known_error=chip.known_error,
         devices=devices,
         notes=tuple(notes),
+        operations={name: operations(program) for name, program in state.dump.programs.items()},
         slices=tuple(state.slices),
+        all_waits=tuple(state.waits),
         measured=measured,
     )
 

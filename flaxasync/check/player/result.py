@@ -6,12 +6,14 @@ begins at 0.
 
 import dataclasses
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from flaxasync.check.estimate.timeline import DeviceTime, Slice, Timeline
 from flaxasync.check.player.chips import PlayedChip
+from flaxasync.check.player.matrix_unit import Operations
 
 # What a device can wait for.
 CAUSES = {
@@ -21,6 +23,7 @@ CAUSES = {
     "sync": "a signal of another device",
     "collective": "a collective of XLA that is timed by a ring model",
 }
+RING_MODEL, SIGNAL = "collective (ring model)", "signal"  # what raises semaphores beside transfers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +79,32 @@ class Device(Times):
         return max(found, key=lambda p: p.seconds)
 
 
+class EndedWait(NamedTuple):
+    """One wait of a device for a semaphore. It takes no time if the semaphore has been raised before."""
+
+    device: int
+    phase: str
+    start: float  # in seconds
+    seconds: float
+    kind: str  # of the transfer that last raised the semaphore, as in `Times.bytes`; SIGNAL or RING_MODEL
+
+
+@dataclasses.dataclass(frozen=True)
+class WaitTimes:
+    """How long some waits took, in seconds, the shortest first."""
+
+    seconds: tuple[float, ...]
+
+    def percentile(self, share: float) -> float:
+        """Returns the least time that `share` percent of the waits do not exceed; 0.0 if there are no waits."""
+        rank = math.ceil(share / 100 * len(self.seconds))
+        return self.seconds[max(rank, 1) - 1] if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"p{share} {self.percentile(share) * 1e6:.3f}" for share in (50, 90, 99, 100))
+        return f"{len(self.seconds)} waits of {sum(self.seconds) * 1e6:.1f} us in all, {shown} us"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
     """A simulated program. The totals are those of the slowest device. `print` shows a table."""
@@ -87,7 +116,9 @@ class Result:
     known_error: str  # how far such times were from a measurement, if one is known
     devices: tuple[Device, ...]  # in the order of the partitions
     notes: tuple[str, ...]  # what a reader should know beside the figures
+    operations: Mapping[str, Operations]  # of each fusion, of each kernel, and of the top level program ("TLP")
     slices: tuple[Slice, ...] = dataclasses.field(repr=False)  # what each lane of each device did when
+    all_waits: tuple[EndedWait, ...] = dataclasses.field(repr=False)  # of all devices, in the order in which they ended
     measured: float | None = None  # seconds that the program took on a TPU, if it was measured
 
     @property
@@ -116,6 +147,13 @@ class Result:
     def bytes(self) -> dict[str, int]:
         return dict(sum((Counter(d.bytes) for d in self.devices), Counter()))
 
+    def waits(
+        self, device: int, phase: str = "", kind: str = "", *, begin: float = 0.0, end: float = math.inf
+    ) -> WaitTimes:
+        """Returns a device's waits of one kind in phases whose names begin so, from `begin` to `end` (seconds)."""
+        found = (w for w in self.all_waits if w.device == device and w.phase.startswith(phase))
+        return WaitTimes(tuple(sorted(w.seconds for w in found if kind in ("", w.kind) and begin <= w.start < end)))
+
     def timeline(self) -> Timeline:
         """Returns the result as a `Timeline`, which `fa.check.timeline` also returns."""
         devices = tuple(
@@ -132,9 +170,9 @@ class Result:
         return Timeline(self.name, self.chip, self.basis, self.known_error, self.slices, devices, self.notes)
 
     def to_json(self) -> str:
-        """Returns everything except the slices as JSON."""
-        fields = dataclasses.asdict(dataclasses.replace(self, slices=()))
-        del fields["slices"]
+        """Returns everything except the slices and the single waits as JSON."""
+        fields = dataclasses.asdict(dataclasses.replace(self, slices=(), all_waits=()))
+        del fields["slices"], fields["all_waits"]
         totals = ("seconds", "share_of_peak", "exposed", "error", "bytes")
         return json.dumps(fields | {name: getattr(self, name) for name in totals}, indent=1)
 
@@ -152,6 +190,7 @@ class Result:
             if p.seconds > 0.002 * slowest.seconds:
                 runs = f" x{p.runs}" if p.runs > 1 else ""
                 lines.append(_row("  " * (1 + p.depth) + p.name + runs + (" (ring model)" if p.analytic else ""), p))
+        lines.append(f"  device {slowest.device} has {self.waits(slowest.device)}")
         moved = ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in sorted(self.bytes.items()))
         lines += [f"  bytes of all devices: {moved}", f"  basis: {self.basis}", f"  known error: {self.known_error}"]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
@@ -175,14 +214,14 @@ class _Phase:
 
 
 class Recorder:
-    """The record of one device. `slices` collects those of all devices, in the order in which they end."""
+    """The record of one device. `slices` and `waits` collect those of all devices, in the order in which they end."""
 
-    def __init__(self, device: int, chip: PlayedChip, slices: list[Slice]):
+    def __init__(self, device: int, chip: PlayedChip, slices: list[Slice], waits: list[EndedWait]):
         # What the device has done so far: the cycles in which a bundle was issued ("issue") or waited for a matrix unit
         # ("stall"), in which the busiest matrix unit multiplied ("busy"), and those of waits by cause.
         self.cycles: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()  # that its transfers moved, by kind
-        self._device, self._chip, self._slices = device, chip, slices
+        self._device, self._chip, self._slices, self._waits = device, chip, slices, waits
         # The phases that the device is in: their names, when it entered, and its cycles and bytes then.
         self._open: list[tuple[str, float, Counter[str], Counter[str]]] = []
         self._ended: dict[str, _Phase] = {}
@@ -214,7 +253,9 @@ class Recorder:
             self._slice("core", self.phase or "program", "compute", self._run_start, now)
         self._run_start = now
 
-    def wait(self, start: float, end: float, name: str, cause: str) -> None:
+    def wait(self, start: float, end: float, name: str, cause: str, kind: str) -> None:
+        seconds = self._chip.seconds
+        self._waits.append(EndedWait(self._device, self.phase, seconds(start), seconds(end - start), kind))
         if end > start:
             self.run_until(start)
             self.cycles[cause] += end - start  # type: ignore[assignment]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from flaxasync.check.player.basic_blocks import ExternalOperation
 from flaxasync.check.player.errors import DeadlockError, LeftoverSemaphoreError
 from flaxasync.check.player.machine import Machine
+from flaxasync.check.player.result import SIGNAL
 from flaxasync.check.player.scalar_operations import signed
 from flaxasync.check.player.state import Progress, State
 
@@ -44,14 +45,17 @@ class Semaphores:
         self._waits: list[Wait | None] = [None] * len(state.machines)  # None for a device that waits for no semaphore
         self._state, self._resume = state, resume
         self._messages: list[dict[int, Progress]] = [{} for _ in state.machines]  # what each semaphore has carried
+        self._kinds: list[dict[int, str]] = [{} for _ in state.machines]  # what last raised each semaphore
 
     def add(
-        self, machine: Machine, semaphore: int, amount: int, now: float, cause: str, message: Progress | None
+        self, machine: Machine, semaphore: int, amount: int, now: float, kind: str, message: Progress | None
     ) -> None:
-        """Adds to a semaphore of a device, and lets the device go on if this ends its wait, which had the given cause.
+        """Adds to a semaphore of a device, and lets the device go on if this ends its wait.
 
-        `message` is the progress that the sender knew; None if the device's own transfer raises the semaphore.
+        `kind` is that of the transfer that raises the semaphore, or SIGNAL. `message` is the progress that the sender
+        knew; None if the device's own transfer has left.
         """
+        self._kinds[machine.device][semaphore] = kind
         machine.semaphores[semaphore] = value = signed(machine.semaphores[semaphore] + amount)
         if message is not None and amount > 0:
             carried = self._messages[machine.device].get(semaphore, message)
@@ -61,7 +65,11 @@ class Semaphores:
             return
         self._waits[machine.device] = None
         name = wait.operation.operation.comment or wait.operation.operation.name
-        machine.recorder.wait(machine.now, now, name, cause)
+        if kind == SIGNAL or "remote" not in kind:
+            cause = "sync" if kind == SIGNAL else "memory"
+        else:
+            cause = "send" if message is None else "receive"
+        machine.recorder.wait(machine.now, now, name, cause, kind)
         machine.wait_until(now)
         self._learn(machine, semaphore)
         self._state.at(machine.now, functools.partial(self._resume, machine))
@@ -73,6 +81,7 @@ class Semaphores:
         wait = Wait(values[0], comparison, signed(values[1]), operation)
         if wait.is_over(machine.semaphores[wait.semaphore]):
             self._learn(machine, wait.semaphore)
+            machine.recorder.wait(machine.now, machine.now, "", "", self._kinds[machine.device].get(wait.semaphore, ""))
             return True
         self._waits[machine.device] = wait
         return False

@@ -16,6 +16,7 @@ from flaxasync.check.player.bundle_text import MARK_END, MARK_RUN, MARK_START
 from flaxasync.check.player.collectives import ModelledCollective, can_be_simulated, modelled_collective
 from flaxasync.check.player.dump import TOP
 from flaxasync.check.player.machine import Machine
+from flaxasync.check.player.result import RING_MODEL, SIGNAL
 from flaxasync.check.player.scalar_operations import signed
 from flaxasync.check.player.semaphores import SEMAPHORE_MASK, Semaphores
 from flaxasync.check.player.state import State
@@ -88,7 +89,7 @@ class Simulation:
             self._engine.start(machine, external, values)
         elif name == "vsyncadd":
             message = self._state.clocks.known_to(machine.device)
-            self._semaphores.add(machine, values[0], signed(values[1]), machine.now, "sync", message)
+            self._semaphores.add(machine, values[0], signed(values[1]), machine.now, SIGNAL, message)
         elif name == "vsyncadd.remote":
             self._signal(machine, values)
         elif unit == "vsyncpa":  # the life of a semaphore begins, or ends
@@ -131,7 +132,7 @@ class Simulation:
         links = len(state.grid.route(machine.coords, target.coords))
         delay = state.chip.cycles(state.chip.route_latency(links, signal=True)) if target is not machine else 0.0
         now = machine.now + delay
-        state.at(now, lambda: self._semaphores.add(target, semaphore, amount, now, "sync", message))
+        state.at(now, lambda: self._semaphores.add(target, semaphore, amount, now, SIGNAL, message))
 
     def _halted(self, machine: Machine, external: ExternalOperation) -> errors.ProtocolError:
         comment = external.operation.comment
@@ -178,8 +179,8 @@ class Simulation:
         end = machine.now + joined.cycles(group, self._state.chip)
         self._state.clocks.synchronize(group)
         for member in (self._state.machines[device] for device in group):
-            member.recorder.wait(member.now, end, name, "collective")
-            member.recorder.bytes["collective (ring model)"] += joined.sent_bytes(group)
+            member.recorder.wait(member.now, end, name, "collective", RING_MODEL)
+            member.recorder.bytes[RING_MODEL] += joined.sent_bytes(group)
             member.wait_until(end)
             if member is not machine:
                 self._state.at(end, functools.partial(self._go_on, member))

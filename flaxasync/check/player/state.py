@@ -17,7 +17,7 @@ from flaxasync.check.player.dump import TOP, Dump
 from flaxasync.check.player.errors import PlayerError
 from flaxasync.check.player.machine import Machine
 from flaxasync.check.player.memory import Addresses, Buffer, padded_bytes
-from flaxasync.check.player.result import Recorder
+from flaxasync.check.player.result import EndedWait, Recorder
 
 _PROFILE_COUNTERS = 0x180000  # an address beyond all scalar memory that a program uses
 
@@ -79,6 +79,7 @@ class State:
         self.tables: dict[Buffer, list[int]] = {}  # the words of the buffers that the runtime has filled
         parameters, pointers = self._prepare_memory()
         self.slices: list[Slice] = []  # of all devices, in the order in which they ended
+        self.waits: list[EndedWait] = []  # likewise
         self.notes: Counter[str] = Counter()  # what the simulation could not know, and how often
         top = self.codes[TOP]
         self.machines: list[Machine] = []
@@ -87,7 +88,8 @@ class State:
             scalars = {"chip ID": chip_id, "core index": core, "partition id": device} | pointers
             machine = Machine(
                 device=device, coords=coords[device], addresses=self.addresses, code=top, position=first_bundle(top),
-                parameters=parameters, scalars=scalars, recorder=Recorder(device, chip, self.slices), notes=self.notes,
+                parameters=parameters, scalars=scalars, recorder=Recorder(device, chip, self.slices, self.waits),
+                notes=self.notes,
             )  # fmt: skip
             self.machines.append(machine)
         self.clocks = VectorClocks(len(coords))

@@ -204,7 +204,8 @@ class TransferEngine:
         state, recorder, add = self._state, machine.recorder, self._semaphores.add
         remote = target is not machine
         size = transfer.granules * GRANULE
-        recorder.bytes[f"{transfer.source} to {'remote ' if remote else ''}{transfer.target}"] += size
+        kind = f"{transfer.source} to {'remote ' if remote else ''}{transfer.target}"
+        recorder.bytes[kind] += size
         lane, name = f"link to {target.device}" if remote else "memory", recorder.phase
         message = state.clocks.known_to(machine.device)
         route = state.grid.route(machine.coords, target.coords)
@@ -214,9 +215,9 @@ class TransferEngine:
             recorder.transfer(lane, flow.started, now, name)
             self._claims.release(claims)
             if transfer.sent >= 0:
-                add(machine, transfer.sent, transfer.raised, now, "send" if remote else "memory", None)
-            arrived, cause = now + latency, "receive" if remote else "memory"
-            state.at(arrived, lambda: add(target, transfer.received, transfer.raised, arrived, cause, message))
+                add(machine, transfer.sent, transfer.raised, now, kind, None)
+            arrived = now + latency
+            state.at(arrived, lambda: add(target, transfer.received, transfer.raised, arrived, kind, message))
 
         ends = [(transfer.source, machine.device), (transfer.target, target.device)]
         uses = Counter(end for end in ends if end[0] == "hbm") | Counter(route)

@@ -213,7 +213,7 @@ class Weights:
             for turn in (interval * together + one for one in range(together)):
                 before, rank = split(turn, blocks.most_alike)
                 hops = jnp.minimum(before + 1, blocks.ring.size - 2)
-                t = self.scratch.order[jnp.minimum(first[hops] + rank, blocks.needed)]
+                t = self.scratch.order[jnp.minimum(first[hops] + rank, blocks.needed - 1)]
                 exists = (turn < self.turns) & (first[hops] + rank < first[hops + 1])
                 pl.when(exists)(functools.partial(self._receive, here.chunk + 1, t))
 

@@ -51,6 +51,29 @@ def test_a_program_with_regions_and_comments_over_several_lines(tmp_path):
     assert program.declarations["allocation0"].size == 8
 
 
+def test_operations_are_counted_by_what_they_do(tmp_path):
+    operations = (
+        "vmatmul.bf16.gmra.mxu0 %v1", "vmatmul.bf16.gmra.mxu1 %v1", "vmatpush1.bf16.msra.mxu0 %v1",
+        "vpop.f32.mrf.mxu0", "vpop.permute.xlu0 0", "vld [vmem:[#allocation0]]", "vst [vmem:[#allocation0]] 255, %v1",
+        "vadd.f32 %v1, %v2", "vadd.f32 %v2, %v2", "sadd.s32 %s1_s0, 4", "vsyncadd [#allocation1], 1",
+    )  # fmt: skip
+    program = write(
+        tmp_path, "     0   :  { " + "  ;;  ".join(f"%{n} = {o}" for n, o in enumerate(operations)) + " }\n"
+    )
+    counts = matrix_unit.operations(program)._asdict()
+    expected = {
+        "bundles": 1,
+        "names": 10,
+        "multiplies": 2,
+        "pushes": 1,
+        "pops": 1,
+        "loads": 1,
+        "stores": 1,
+        "vector": 3,
+    }
+    assert counts == expected
+
+
 @pytest.mark.parametrize(("bundles", "message"), [
     ("", "no bundle"),
     ("     0   :  { }\n   0x2   :  {}\n", "bundle 0x1 is missing"),
@@ -146,7 +169,7 @@ HBM, LINK, OTHER = ("hbm", 0), ("link", 0, 1), ("link", 1, 2)
 
 @pytest.mark.parametrize(("flows", "ends"), [
     ([(0, 100, ((HBM, 1.0),)), (0, 100, ((HBM, 2.0),))], [10, 30]),  # within a chip: one at a time
-    ([(0, 100, ((HBM, 1.0),)), (0, 10, ((LINK, 1.0), (HBM, 1.0)))], [11, 10]),  # between chips: before those within
+    ([(0, 100, ((HBM, 1.0),)), (0, 10, ((LINK, 1.0), (HBM, 1.0)))], [11, 10]),  # between chips: as fast as the link
     ([(0, 10, ((LINK, 1.0),)), (0, 10, ((LINK, 1.0),))], [10, 20]),  # a chip sends one at a time over a link
     ([(0, 10, ((LINK, 1.0), (OTHER, 1.0))), (0, 10, ((OTHER, 1.0),))], [20, 20]),  # two chips share a link
 ])  # fmt: skip
