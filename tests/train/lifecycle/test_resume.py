@@ -12,7 +12,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import pytest
 
 from tests.train.lifecycle.conftest import fault
 from tests.train.runs import checkpoints_of, lines_of
