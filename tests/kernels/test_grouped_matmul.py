@@ -14,6 +14,7 @@ from flaxasync import check
 from flaxasync.kernels import grouped_weight_gradient
 from flaxasync.kernels.engine.call import available
 from flaxasync.kernels.engine.operands import Tiles
+from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.grouped_matmul import Blocks, grouped_matmul, grouped_sum
 from flaxasync.kernels.grouped_weight_gradient import Factors
 from flaxasync.kernels.grouped_weight_gradient import grouped_weight_gradient as weight_gradients
@@ -134,6 +135,24 @@ def test_weight_gradients(adds, sides, times, monkeypatch):
             for x_tile, dy_tile, expert in zip(by_tile(one.x), by_tile(one.dys[number]), one.experts, strict=False):
                 want[expert] += x_tile.T @ dy_tile
         assert_close(dw, want)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(("slots", "what", "wrong"), [(IncomingTiles, "wait", "y"), (OutgoingTiles, "free", "dw")])
+def test_a_wait_that_is_left_out_is_seen(slots, what, wrong, monkeypatch):
+    """Negative test: transfers of the interpreter move nothing before they are waited for, so that values are wrong."""
+    monkeypatch.setattr(Blocks, "choose", lambda *arguments: (FORMS["K whole"], 2**20))
+    monkeypatch.setattr(grouped_weight_gradient, "_choose", lambda *arguments: (Tiles(ROWS, 128, 128), 2**20))
+    monkeypatch.setattr(slots, what, lambda *arguments: None)
+    x, w = rows(K), draw_weights(K, N)[0]
+    if wrong == "y":
+        got, want = live(compute(grouped_matmul, x, (w,))[0]), product(x, w)
+    else:
+        factors = Factors(x, (x,), EXPERTS, np.int32(TILES))
+        (got,) = weight_gradients([factors], COUNT, tile_rows=ROWS)
+        want = np.stack([sum(t.T @ t for t, e in zip(by_tile(x), EXPERTS, strict=False) if e == i) for i in range(3)])
+    with pytest.raises(AssertionError):
+        assert_close(got, want)
 
 
 @pytest.mark.parametrize("xp", [np, jnp])
