@@ -14,8 +14,9 @@ dw           x                 x                       stays in vector memory fo
 There can be several x with their dy, such as those of two turns of a ring: the tiles of an expert in all of them follow
 each other, and dw is read and written once. To read and write float32 dw takes as long as to multiply hundreds of rows.
 
-The kernel stores dw itself, each sub-block as soon as it is finished in the last tile of the expert, because a whole
-block at once would keep the next tiles of x and dy waiting.
+The kernel moves dw itself. A block is stored sub-block by sub-block, as they are finished in the last tile of the
+expert, because all at once would keep the next tiles of x and dy waiting. What is added to is fetched into the memory
+of the sums a whole block ahead: one tile would be too short for it.
 """
 
 import functools
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -43,9 +44,11 @@ from flaxasync.kernels.engine.operands import (
     output,
 )
 from flaxasync.kernels.engine.slots import OutgoingTiles, start_copy, wait
+from flaxasync.kernels.engine.tiling import split
 from flaxasync.kernels.grouped_matmul import STEP_SECONDS, check_grouped, divisors
 
 HEIGHT, WIDTH = 512, 1024  # the sides of what is multiplied at once
+_NONE = np.iinfo(np.int32).max
 
 
 class Factors(NamedTuple):
@@ -74,27 +77,33 @@ def grouped_weight_gradient(
     x, dys = factors[0].x, factors[0].dys
     k, n = x.shape[1], dys[0].shape[1]
     check_grouped("grouped_weight_gradient", x.dtype, tile_rows, k, n)
-    blocks, vmem_bytes = _choose(factors, expert_count, tile_rows, len(initial))
+    blocks, vmem_bytes = _choose(factors, expert_count, tile_rows, initial)
     grid, count, block, streamed = (k // blocks.k, n // blocks.n), len(dys), (blocks.k, blocks.n), 1 + len(dys)
-    scratch: list[Ref] = [OutgoingTiles.allocate(2, block, jnp.float32)] * count
+    scratch: list[Ref] = [OutgoingTiles.allocate(_slots(initial), block, jnp.float32)] * count
     operands = [array for one in factors for array in (one.x, *one.dys)]
     like = output((expert_count, k, n), *operands, *initial).update(dtype=jnp.float32)
 
     def body(order: Ref, *refs: Ref) -> None:
-        """Does one step of the grid. x [t, k], each dy [t, n] and each initial [k, n] are in VMEM, each dw in HBM."""
+        """Does one step of the grid. x [t, k] and each dy [t, n] are in VMEM, each initial and dw in HBM."""
         tiles, old = refs[: len(operands)], refs[len(operands) : -2 * count]
         dws, outgoing = refs[-2 * count : -count], refs[-count:]
         (i, j, step), end = (pl.program_id(axis) for axis in range(3)), pl.num_programs(2) - 1
-        expert = order[0, step]
+        expert, experts = order[0, step], order[1, end] + 1  # those that have tiles
         first = (step == 0) | (order[0, jnp.maximum(step - 1, 0)] != expert)
         last = (step == end) | (order[0, jnp.minimum(step + 1, end)] != expert)
-        number = (i * grid[1] + j) * (order[1, end] + 1) + order[1, step]  # of the block, in the order of storing
+        number = (i * grid[1] + j) * experts + order[1, step]  # of the block, in the order of storing
         slot = outgoing[0].slot(number)
         sums = [one.tiles.at[slot] for one in outgoing]
 
         def wait_for(number: Scalar) -> None:
             for one in outgoing:
                 one.wait(one.slot(number), *block)
+
+        def fetch(number: Scalar, expert: Scalar) -> None:
+            at, to = split(lax.div(number, experts), grid[1]), outgoing[0].slot(number)
+            here = tuple(aligned(index * size, size, LANES) for index, size in zip(at, block, strict=True))
+            for one, ref in zip(outgoing, old, strict=True):
+                start_copy(ref.at[expert, *here], one.tiles.at[to], one.sems.at[to])
 
         def target(dw: Ref, expert: Scalar, rows: pl.Slice, columns: pl.Slice) -> Ref:
             here = (
@@ -124,15 +133,20 @@ def grouped_weight_gradient(
                         )
                         wait(sums[0], outgoing[0].sems.at[slot])
 
-        pl.when(first)(lambda: outgoing[0].free(number, wait_for))
-        if not initial:
+        pl.when(first & (number >= 2))(lambda: wait_for(number - 2))  # its slot is the next one to be written
+        if initial:
+            pl.when((number == 0) & first)(lambda: fetch(number, expert))
+            pl.when(first & (number + 1 < grid[0] * grid[1] * experts))(lambda: fetch(number + 1, order[3, step]))
+            pl.when(first)(lambda: wait_for(number))
+        else:
             before = jnp.where(step == 0, -1, order[0, jnp.maximum(step - 1, 0)])
             pl.when(first)(lambda: store_zeros(before + 1, expert))
             pl.when(step == 0)(lambda: store_zeros(order[0, end] + 1, expert_count))
         for which in range(len(factors)):
             x_tile, *dy_tiles = tiles[which * streamed :][:streamed]
-            for terms, condition in ((old or None, first), (sums, jnp.logical_not(first))):
-                add = functools.partial(_add, x_tile, dy_tiles, sums, terms, last, store)
+            is_begun = True if initial else jnp.logical_not(first)
+            for begun, condition in ((True, is_begun), (False, first))[: 1 if initial else 2]:
+                add = functools.partial(_add, x_tile, dy_tiles, sums, begun, last, store)
                 pl.when(condition & (order[2, step] == which))(add)
 
         @pl.when((i == grid[0] - 1) & (j == grid[1] - 1) & (step == end))
@@ -142,7 +156,7 @@ def grouped_weight_gradient(
 
     in_specs = []
     for which in range(len(factors)):
-        row = 3 + which
+        row = 4 + which
         in_specs += [
             pl.BlockSpec((tile_rows, blocks.k), lambda i, j, step, order, row=row: (order[row, step], i)),
             *[pl.BlockSpec((tile_rows, blocks.n), lambda i, j, step, order, row=row: (order[row, step], j))] * count,
@@ -152,10 +166,7 @@ def grouped_weight_gradient(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(*grid, sum(one.tiles for one in factors)),
-            in_specs=[
-                *in_specs,
-                *[pl.BlockSpec((None, *block), lambda i, j, step, order: (order[0, step], i, j))] * len(initial),
-            ],
+            in_specs=[*in_specs, *[HBM] * len(initial)],
             out_specs=[HBM] * count,
             scratch_shapes=scratch,
         ),
@@ -176,10 +187,10 @@ def grouped_weight_gradient(
 
 
 def order_of_tiles(factors: Sequence[Factors]) -> Array:
-    """Returns the order in which tiles are multiplied, [3 + len(factors), steps].
+    """Returns the order in which tiles are multiplied, [4 + len(factors), steps].
 
-    Its rows are the expert of each step, how many experts came before, which of `factors` the step's tile is of, and
-    for each of them the last tile that has come.
+    Its rows are the expert of each step, how many experts came before, which of `factors` the step's tile is of, the
+    next expert, which is the first one after the last, and for each of `factors` the last tile that has come.
     """
     constant = all(isinstance(one.experts, np.ndarray) for one in factors)
     xp: Any = np if constant else jnp  # tables of constants have to be constants to be simulated
@@ -200,7 +211,16 @@ def order_of_tiles(factors: Sequence[Factors]) -> Array:
         here = xp.any(places[number] == step[:, None], axis=1)
         which, expert = xp.where(here, number, which), xp.where(here, one.experts[came[number]], expert)
     changes = xp.cumsum(expert[1:] != expert[:-1], dtype=np.int32)
-    return xp.stack([expert, xp.concatenate([xp.zeros(1, np.int32), changes]), which, *came]).astype(np.int32)
+    live = step < sum(one.tiles for one in factors)
+    later = xp.min(xp.where(live & (expert > expert[:, None]), expert, _NONE), axis=1)
+    following = xp.where(later == _NONE, expert[0], later)
+    rows = [expert, xp.concatenate([xp.zeros(1, np.int32), changes]), which, following, *came]
+    return xp.stack(rows).astype(np.int32)
+
+
+def _slots(initial: Sequence[Array]) -> int:
+    """Returns how many blocks of a dw are in vector memory: one grows, one leaves, and one comes."""
+    return 3 if initial else 2
 
 
 def _rows(factors: Sequence[Factors]) -> int:
@@ -211,11 +231,11 @@ def _add(
     x_tile: Ref,
     dy_tiles: Sequence[Ref],
     sums: Sequence[Ref],
-    terms: Sequence[Ref] | None,
+    begun: bool,
     last: Condition,
     store: Callable[[pl.Slice, pl.Slice], None],
 ) -> None:
-    """Makes x.T @ dy plus a term, if there is one, each sum [k, n] in vector memory.
+    """Adds x.T @ dy to each sum [k, n] in vector memory, which it is made where they are not begun.
 
     In the last tile of an expert `store` is called for each sub-block of the sums as soon as it is finished.
     """
@@ -232,11 +252,11 @@ def _add(
             columns = aligned(j * width, width, LANES)
             for number, dy in enumerate(dy_tiles):
                 value = dot(x_transposed, dy[:, columns])
-                sums[number][rows, columns] = value if terms is None else terms[number][rows, columns] + value
+                sums[number][rows, columns] = sums[number][rows, columns] + value if begun else value
             pl.when(last)(lambda: store(rows, columns))
 
 
-def _choose(factors: Sequence[Factors], experts: int, rows: int, initial: int) -> tuple[Tiles, int]:
+def _choose(factors: Sequence[Factors], experts: int, rows: int, initial: Sequence[Array]) -> tuple[Tiles, int]:
     """Returns the blocks that are the fastest of those that fit into vector memory, and what they take of it."""
     x, dys, m, chip = factors[0].x, factors[0].dys, _rows(factors), chip_in_use()
     k, n, itemsize = x.shape[1], dys[0].shape[1], x.dtype.itemsize
@@ -244,11 +264,11 @@ def _choose(factors: Sequence[Factors], experts: int, rows: int, initial: int) -
 
     def vmem_bytes(tiles: Tiles) -> int:
         streamed = itemsize * rows * (tiles.k + len(dys) * tiles.n) * len(factors)
-        return 2 * streamed + 4 * tiles.k * tiles.n * (2 * len(dys) + 2 * initial) + 8 * HEIGHT * WIDTH
+        return 2 * streamed + 4 * tiles.k * tiles.n * len(dys) * _slots(initial) + 8 * HEIGHT * WIDTH
 
     def seconds(tiles: Tiles) -> float:
         streamed = itemsize * m * (k * (n // tiles.n) + len(dys) * n * (k // tiles.k))
-        stored = 4 * experts * k * n * (len(dys) + initial)
+        stored = 4 * experts * k * n * (len(dys) + len(initial))
         last = 4 * len(dys) * tiles.k * tiles.n  # nothing is multiplied meanwhile
         steps = (k // tiles.k) * (n // tiles.n) * (m // rows)
         moving = max((streamed + stored) / bandwidth, 2 * m * k * n * len(dys) / chip.flops)

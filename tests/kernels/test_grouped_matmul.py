@@ -138,7 +138,7 @@ def test_weight_gradients(adds, sides, times, monkeypatch):
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(("slots", "what", "wrong"), [(IncomingTiles, "wait", "y"), (OutgoingTiles, "free", "dw")])
+@pytest.mark.parametrize(("slots", "what", "wrong"), [(IncomingTiles, "wait", "y"), (OutgoingTiles, "wait", "dw")])
 def test_a_wait_that_is_left_out_is_seen(slots, what, wrong, monkeypatch):
     """Negative test: transfers of the interpreter move nothing before they are waited for, so that values are wrong."""
     monkeypatch.setattr(Blocks, "choose", lambda *arguments: (FORMS["K whole"], 2**20))
@@ -166,6 +166,7 @@ def test_tiles_of_an_expert_follow_each_other(xp):
         [0, 0, 0, 1, 2, 2, 2],  # the expert
         [0, 0, 0, 1, 2, 2, 2],  # how many came before
         [0, 0, 1, 1, 0, 1, 1],  # whose tile
+        [1, 1, 1, 2, 0, 0, 0],  # the next expert
         [0, 1, 1, 1, 2, 2, 2],
         [0, 0, 0, 1, 1, 2, 3],
     ]
