@@ -9,8 +9,6 @@ from flaxasync.ops.costs.cost import Cost, Shape, hbm, hop_seconds
 
 EFFICIENCY = 0.9
 """The share of the peak FLOP/s, or of HBM's rate, that the grouped kernels reach: assumed for all shapes."""
-SUMS = 1.25
-"""Seconds of adding to gradients for each second in which HBM moves them: 1.81 ms for 1.43, played on v5e."""
 
 
 def expert_mlp_costs(
@@ -37,8 +35,8 @@ def expert_mlp_costs(
         return work(products, weight_bytes, blocks) + blocks * passes
 
     def gradient(blocks: int) -> float:
-        """The gradients of the weights are float32, which each call reads and writes."""
-        sums = SUMS * 8 * weight_bytes / itemsize
+        """The gradients of the weights are float32: written once, or read and written in every other turn of a ring."""
+        sums = 4 * weight_bytes / itemsize
         return work(2 * products - 1, 2 * weight_bytes, blocks) + work(products, sums, blocks) + 2 * blocks * passes
 
     def hop(arrays: int) -> float:
