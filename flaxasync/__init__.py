@@ -37,6 +37,7 @@ Ops on the local shards of a `jax.shard_map`:
   all_gather_matmul          Multiplies the gathered rows of all devices, each block as it arrives.
   matmul_reduce_scatter      Multiplies and sums over devices; each device ends with its own rows.
   matmul_all_reduce          Multiplies and sums over devices; each device ends with all rows.
+  Quantization               How the matmuls of an op or a layer are quantised to 8 bits.
   save_matmuls               Policy of jax.checkpoint that keeps the results of matmuls, those of these ops included.
   save_costly                Policy of jax.checkpoint that also keeps the results of attention and gathered kernels.
   offload_operands           Policy of jax.checkpoint that keeps in the memory of the host what attention reads.
@@ -86,6 +87,7 @@ if TYPE_CHECKING:
     from flaxasync.ops.matmul.api import matmul_reduce_scatter as matmul_reduce_scatter
     from flaxasync.ops.mesh_matmul import mesh_matmul as mesh_matmul
     from flaxasync.ops.plan import plan as plan
+    from flaxasync.ops.quantization import Quantization as Quantization
     from flaxasync.ops.saved import offload_most as offload_most
     from flaxasync.ops.saved import offload_operands as offload_operands
     from flaxasync.ops.saved import save_costly as save_costly
@@ -111,6 +113,7 @@ _HOMES = {
     "flaxasync.ops.matmul.api": ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"),
     "flaxasync.ops.mesh_matmul": ("mesh_matmul",),
     "flaxasync.ops.plan": ("plan",),
+    "flaxasync.ops.quantization": ("Quantization",),
     "flaxasync.ops.saved": ("offload_most", "offload_operands", "save_costly", "save_matmuls"),
     "flaxasync.transport": (
         "copy_done", "copy_start", "ppermute", "ppermute_done", "ppermute_done_stateful", "ppermute_start",
