@@ -242,9 +242,9 @@ def choose_executor(
     return kind(execution.ring(axis_name), options.precision, options.reduce_dtype, quantization), execution.keep
 
 
-def cast_to_vary_alike(xs: Arrays, ws: Operands, axis_name: str) -> tuple[Arrays, Operands]:
-    """Casts all operands to vary over the mesh axes over which any of them varies, and over `axis_name`."""
-    axes = frozenset({axis_name}).union(*(jax.typeof(array).mat.varying for array in jax.tree.leaves((xs, ws))))
+def cast_to_vary_alike(xs: Arrays, ws: Operands, *axis_names: str) -> tuple[Arrays, Operands]:
+    """Casts all operands to vary over the mesh axes over which any of them varies, and over `axis_names`."""
+    axes = frozenset(axis_names).union(*(jax.typeof(array).mat.varying for array in jax.tree.leaves((xs, ws))))
     return jax.tree.map(lambda array: cast_to_varying(array, axes), (xs, ws))
 
 
