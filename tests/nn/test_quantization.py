@@ -106,7 +106,7 @@ def test_what_is_refused():
                 make(8, 8, quantization=8, rngs=nnx.Rngs(0))
         wide = drawn(lambda: column(4, quantization="int8", preferred_element_type=jnp.float32)(jnp.bfloat16))
         with pytest.raises(
-            NotImplementedError, match="preferred_element_type=float32 is wider .*: leave one of the two"
+            NotImplementedError, match=r"preferred_element_type=float32 is wider .*: leave one of the two"
         ):
             wide(x)
         attention = drawn(lambda: fa.nn.ParallelSelfAttention(
