@@ -45,13 +45,14 @@ def state_of(workdir: Path) -> dict:
 
 
 @fault("kill -9 while it starts", "kill -9 between two checkpoints", "kill -9 during the write of a checkpoint")
-@pytest.mark.parametrize("experts", [0, 4])
-def test_a_run_killed_ten_times_ends_as_one_that_was_not_killed(experts, start, tmp_path):
+@pytest.mark.parametrize(
+    "options", [(), ("--model.experts", 4), ("--model.quantization", "int8", "--model.quantization_backward", "int8")]
+)
+def test_a_run_killed_ten_times_ends_as_one_that_was_not_killed(options, start, tmp_path):
     one, killed = tmp_path / "one", tmp_path / "killed"
 
     def start_in(workdir):  # with all optimizations, as a real run
-        options = ("--steps", STEPS, "--workdir", workdir, "--model.experts", experts)
-        return start(*options, JAX_DISABLE_MOST_OPTIMIZATIONS="0")
+        return start("--steps", STEPS, "--workdir", workdir, *options, JAX_DISABLE_MOST_OPTIMIZATIONS="0")
 
     resumed_from, dice = [], random.Random(SEED)
     for awaited, seconds in MOMENTS:
