@@ -21,7 +21,8 @@ from flaxasync.ops.quantization import Quantization
 LAYERS = (ColumnParallelLinear, RowParallelLinear, ParallelMLP, AttentionLayer)
 FORWARD = {jnp.dtype(jnp.int8): "int8", jnp.dtype(jnp.float8_e4m3fn): "fp8"}
 BACKWARD = {None: None, jnp.dtype(jnp.int8): "int8", jnp.dtype(jnp.float8_e5m2): "fp8"}
-IGNORED: dict[str, tuple[Any, ...]] = {  # attributes of rules that say what the layers lack, and the values with which they do nothing
+# Attributes of rules that say what the layers lack, and the values with which they do nothing.
+IGNORED: dict[str, tuple[Any, ...]] = {
     "tile_size": (None,), "act_static_scale": (None, False), "weight_calibration_method": ("absmax",),
     "act_calibration_method": (None, "absmax"), "bwd_calibration_method": ("absmax",),
     "bwd_weight_grad_tile_size": (None,), "additional_qt_config": (None, {}),
