@@ -194,6 +194,8 @@ def backward_operands(
     if quantization is None or quantization.backward is None:
         return dys, whole
     kind, scale = quantization.backward, quantization.scale
+    if len(dys) == len(whole) > 1:  # one longer product, whose sum is not stored between its parts
+        dys, whole = (lax.concatenate(dys, dys[0].ndim - 1),), (lax.concatenate(whole, 1),)
     dys_8 = tuple(quantize(dy, kind, -1, scale=scale, rounding=quantization.rounding) for dy in dys)
     return dys_8, tuple(quantize(w, kind, 1, scale=scale) for w in whole)
 
