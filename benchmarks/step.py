@@ -6,8 +6,7 @@
 
 docs/kernels/layers.md says what is computed. "flaxasync" is the layer of models/transformer.py, whose ops choose their
 backends. "automatic" is the same layer of nnx.Linear, whose collective operations XLA chooses. All of them use the
-attention kernel of `flaxasync.attention`. "int8" keeps gathered rows and has products in 8 bits, docs/quantization.md.
-benchmarks/whole_step.py has the whole step of llama_8b.
+attention kernel of `flaxasync.attention`. benchmarks/whole_step.py has the whole step of llama_8b.
 
 A * marks a program that had to be compiled with synchronous collectives. "Of peak" compares with all matmuls at the
 peak of the data sheet: the causal half of attention alone, and gradients as twice the forward pass. A play takes
@@ -42,11 +41,7 @@ TOPOLOGIES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
 PRESETS: dict[str, Callable[[], Config]] = {"llama_8b": llama_8b, "llama_70b": llama_70b}
 BATCH, SEQUENCE = 4, 4096  # sequences, and tokens of each
 KEPT = "flaxasync, gathered x kept"
-INT8: dict[str, Any] = {  # how the variants in 8 bits are quantised
-    "int8 forward": {"quantization": "int8"},
-    "int8 forward and dx": {"quantization": "int8", "quantization_backward": "int8"},
-}
-OURS = ("flaxasync", KEPT, *INT8)
+OURS = ("flaxasync", KEPT)
 VARIANTS = (*OURS, "automatic")
 HEADER = ("layer", "topology", "program", "predicted ms", "estimate", "of peak", "matrix units busy ms", "exposed ms",
           "temporaries MiB")  # fmt: skip
@@ -69,11 +64,8 @@ class Played:
 
 def architecture(preset: str, variant: str) -> TransformerConfig:
     """Returns the architecture of a preset, with everything in bfloat16 and without rematerialization."""
-    model, mib = PRESETS[preset]().model, 0 if variant == "flaxasync" else 128
-    options = INT8.get(variant, {})
-    return dataclasses.replace(
-        model, dtype="bfloat16", param_dtype="bfloat16", remat="none", gathered_mib=mib, **options
-    )
+    model, mib = PRESETS[preset]().model, 128 if variant == KEPT else 0
+    return dataclasses.replace(model, dtype="bfloat16", param_dtype="bfloat16", remat="none", gathered_mib=mib)
 
 
 def peak_seconds(config: TransformerConfig, batch: int, sequence: int, topology: str) -> float:

@@ -75,7 +75,13 @@ def assert_near(gots, wants, tolerance=1e-6):
 
 @pytest.mark.parametrize(
     ("op", "size", "kind", "backend"),
-    sparse(OPS, SIZES, ["int8", "fp8"], ["none", "xla"], keep=lambda *numbers: sum(numbers) % 4 == 0),
+    sparse(
+        OPS,
+        SIZES,
+        ["int8", "fp8"],
+        ["none", "xla"],
+        keep=lambda op, size, kind, backend: (op + size + 2 * kind + backend) % 5 == 0,
+    ),
 )
 def test_results_and_gradients_are_those_of_the_model(op, size, kind, backend):
     arrays = operands(op, size)
@@ -111,18 +117,18 @@ def check_integer_sums(op, size, **options):
 
 @pytest.mark.parametrize(
     ("op", "size", "backend"),
-    sparse(OPS, SIZES, ["xla", "none"], keep=lambda op, size, backend: size == 2 or not backend),
+    sparse(OPS, SIZES, ["xla", "none"], keep=lambda op, size, backend: (op + size + backend) % 4 == 3),
 )
 def test_integer_sums_are_equal_bit_for_bit_on_the_executors_of_every_device(op, size, backend):
     check_integer_sums(op, size, backend=backend)
 
 
-@pytest.mark.parametrize("limit", [0, 10**6])
+@pytest.mark.parametrize("limit", [pytest.param(0, marks=pytest.mark.slow), 10**6])
 def test_executors_agree_where_blocks_travel_whatever_is_kept(limit):
     """The owner of a block quantises it, so that y is equal bit for bit; rows that are kept are kept in 8 bits."""
-    arrays, options = operands("all_gather_matmul", 8), {"quantization": fa.Quantization("int8", "int8")}
-    none = run("all_gather_matmul", arrays, 8, backend="none", **options)
-    ring = run("all_gather_matmul", arrays, 8, backend="xla", gathered_bytes=limit, wrap=jax.checkpoint, **options)
+    arrays, options = operands("all_gather_matmul", 3), {"quantization": fa.Quantization("int8", "int8")}
+    none = run("all_gather_matmul", arrays, 3, backend="none", **options)
+    ring = run("all_gather_matmul", arrays, 3, backend="xla", gathered_bytes=limit, wrap=jax.checkpoint, **options)
     np.testing.assert_array_equal(ring[0], none[0])
     assert_near(ring, none)
 

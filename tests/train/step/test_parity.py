@@ -128,7 +128,8 @@ def test_losses_match_those_of_one_device_and_the_state_stays_sharded(losses, al
 
 
 @pytest.mark.parametrize(("sizes", "backend", "quantized"), [
-    ((1, 2, 1, 4), "xla", {"quantization": "int8", "quantization_backward": "int8"}),
+    pytest.param((1, 2, 1, 4), "xla", {"quantization": "int8", "quantization_backward": "int8"}, marks=SLOW),
+    ((1, 1, 1, 2), "none", {"quantization": "int8"}),
     pytest.param((2, 1, 1, 4), "none", {"quantization": "fp8"}, marks=SLOW),
 ])  # fmt: skip
 def test_steps_in_8_bits_learn_as_those_of_one_device_do(losses, alone, sizes, backend, quantized):
