@@ -117,7 +117,7 @@ def check_integer_sums(op, size, **options):
 
 @pytest.mark.parametrize(
     ("op", "size", "backend"),
-    sparse(OPS, SIZES, ["xla", "none"], keep=lambda op, size, backend: (op + size + backend) % 4 == 3),
+    sparse(OPS, SIZES, ["xla", "none"], keep=lambda op, size, backend: (op + size + backend) % 5 == 3),
 )
 def test_integer_sums_are_equal_bit_for_bit_on_the_executors_of_every_device(op, size, backend):
     check_integer_sums(op, size, backend=backend)
@@ -133,8 +133,7 @@ def test_executors_agree_where_blocks_travel_whatever_is_kept(limit):
     assert_near(ring, none)
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "kind"), sparse(OPS, ["int8", "fp8"], keep=lambda op, kind: (op + kind) % 2 == 0))
 def test_gradients_with_quantised_cotangents(op, kind):
     """dx is near that of the model, and not equal to it; so is dw where the cotangents travel."""
     arrays = operands(op, 3)
