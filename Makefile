@@ -90,6 +90,7 @@ bench-long: .venv/.bench  ## predict the tables that take hours; what is in runs
 	$(CPU) $(BIN)/python benchmarks/plan.py --results $(CACHE)/plan.jsonl --write docs/plan.md
 	$(CPU) $(BIN)/python benchmarks/plan_layers.py --cache $(CACHE) --write docs/plan.md
 	$(CPU) $(BIN)/python benchmarks/recipes.py --programs $(CACHE) --write docs/scaling.md
+	$(CPU) $(BIN)/python benchmarks/quantization.py --programs $(CACHE) --write docs/quantization.md
 	$(CPU) $(BIN)/python benchmarks/whole_step.py --programs $(CACHE) --write docs/scaling.md
 	$(CPU) $(BIN)/python benchmarks/soak.py --write docs/operations.md
 

@@ -22,6 +22,7 @@ Layers, as `nnx.Module`s on global arrays and the ambient mesh:
   nn.parallel_dot_general    A dot_general for nnx.Linear that does the product of a parallel layer.
   nn.scan_with_prefetch      Scan over fully sharded layers that gathers the next layer's weights while one computes.
   nn.parallelize             Replaces the layers of a model by parallel ones, by the paths of its modules.
+  nn.quantize                Quantises the parallel layers of a model, by rules of qwix.
   nn.Replaced                A layer that parallelize replaced.
   nn.load                    Puts plain arrays into a parallel model, by names, under its shardings.
   nn.Loaded                  What load did, name by name.
@@ -37,6 +38,7 @@ Ops on the local shards of a `jax.shard_map`:
   all_gather_matmul          Multiplies the gathered rows of all devices, each block as it arrives.
   matmul_reduce_scatter      Multiplies and sums over devices; each device ends with its own rows.
   matmul_all_reduce          Multiplies and sums over devices; each device ends with all rows.
+  Quantization               How the matmuls of an op or a layer are quantised to 8 bits.
   save_matmuls               Policy of jax.checkpoint that keeps the results of matmuls, those of these ops included.
   save_costly                Policy of jax.checkpoint that also keeps the results of attention and gathered kernels.
   offload_operands           Policy of jax.checkpoint that keeps in the memory of the host what attention reads.
@@ -86,6 +88,7 @@ if TYPE_CHECKING:
     from flaxasync.ops.matmul.api import matmul_reduce_scatter as matmul_reduce_scatter
     from flaxasync.ops.mesh_matmul import mesh_matmul as mesh_matmul
     from flaxasync.ops.plan import plan as plan
+    from flaxasync.ops.quantization import Quantization as Quantization
     from flaxasync.ops.saved import offload_most as offload_most
     from flaxasync.ops.saved import offload_operands as offload_operands
     from flaxasync.ops.saved import save_costly as save_costly
@@ -111,6 +114,7 @@ _HOMES = {
     "flaxasync.ops.matmul.api": ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter"),
     "flaxasync.ops.mesh_matmul": ("mesh_matmul",),
     "flaxasync.ops.plan": ("plan",),
+    "flaxasync.ops.quantization": ("Quantization",),
     "flaxasync.ops.saved": ("offload_most", "offload_operands", "save_costly", "save_matmuls"),
     "flaxasync.transport": (
         "copy_done", "copy_start", "ppermute", "ppermute_done", "ppermute_done_stateful", "ppermute_start",

@@ -8,7 +8,8 @@ bandwidth of a chip, divided by its ports and by two directions, gives 50 GB/s (
 of that arrive: 45 and 90 GB/s in the table of Austin et al., "How to Scale Your Model" (2025, chapter 2). The v5e study
 in docs/player.md agrees with 45 GB/s. Clocks are the `cycles_per_microsecond` that libtpu 0.0.51 writes into its
 schedules, and HBM sizes are those that it leaves to programs. The sizes of vector memory are those of
-`jax.experimental.pallas.tpu.get_tpu_info`.
+`jax.experimental.pallas.tpu.get_tpu_info`. Peak rates of 8-bit products are those of the same pages of Google Cloud: of
+int8 on v5e, v5p and v6e, and of fp8 on TPU7x. The pages name none of the other type, and none is assumed.
 """
 
 import dataclasses
@@ -43,6 +44,8 @@ class Chip:
       host_bandwidth: The rate of PCIe for one device in each direction, in bytes per second, from the same table as the
         link bandwidth; None where none is known. That of v6e is 16 lanes of PCIe Gen5: with the 32 GB/s of the table a
         published step that offloads (docs/scaling.md) would take 21 % longer than was measured.
+      int8: The peak rate of int8 products, in operations per second; None where the pages name none.
+      fp8: The peak rate of products of 8-bit floats, in FLOP per second; None where the pages name none.
       cores: The cores of a device. Its rates are those of all of them together; the vector memory is that of one. XLA
         divides its products among them, but a Pallas kernel runs on one of them unless a dimension of its grid is
         parallel: on v5p the simulated bundles of core 0 hold half of XLA's product, and all of a fused kernel's.
@@ -61,7 +64,13 @@ class Chip:
     vmem_bytes_per_cycle: float = 2500
     vmem_relayout_bytes_per_cycle: float = 240
     host_bandwidth: float | None = None
+    int8: float | None = None
+    fp8: float | None = None
     cores: int = 1
+
+    def rate(self, kind: str | None) -> float | None:
+        """Returns the peak rate of products of a type, "int8" or "fp8"; of bfloat16 products for None."""
+        return self.flops if kind is None else {"int8": self.int8, "fp8": self.fp8}[kind]
 
     def wraps(self, sizes: Sequence[int]) -> tuple[bool, ...]:
         """Says which dimensions of a whole slice close into rings.
@@ -79,10 +88,12 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5e", 1.5e9, 197e12, 15.75 * GIB, 819e9, 45e9, 16, 128 * MIB, host_bandwidth=15e9),
-        Chip("v6e", 1.75e9, 918e12, 31.24 * GIB, 1638e9, 90e9, 16, 128 * MIB, host_bandwidth=63e9),
-        Chip("v5p", 1.75e9, 459e12, 95.73 * GIB, 2765e9, 90e9, CUBE, 64 * MIB, host_bandwidth=15e9, cores=2),
-        Chip("tpu7x", 1.9e9, 1153.5e12, 94.74 * GIB, 3690e9, 90e9, CUBE, 64 * MIB),
+        Chip("v5e", 1.5e9, 197e12, 15.75 * GIB, 819e9, 45e9, 16, 128 * MIB, host_bandwidth=15e9, int8=394e12),
+        Chip("v6e", 1.75e9, 918e12, 31.24 * GIB, 1638e9, 90e9, 16, 128 * MIB, host_bandwidth=63e9, int8=1836e12),
+        Chip(
+            "v5p", 1.75e9, 459e12, 95.73 * GIB, 2765e9, 90e9, CUBE, 64 * MIB, host_bandwidth=15e9, int8=918e12, cores=2
+        ),
+        Chip("tpu7x", 1.9e9, 1153.5e12, 94.74 * GIB, 3690e9, 90e9, CUBE, 64 * MIB, fp8=2307e12),
     )
 }
 

@@ -210,33 +210,40 @@ def staggered_loop(
 
 
 def ring_gather(
-    ring: Ring, x: jax.Array, carry: Carry, use: Callable[[jax.Array, Index, Carry], Carry], *, axis: int = -2
+    ring: Ring, x: Block, carry: Carry, use: Callable[[Block, Index, Carry], Carry], *, axis: int = -2
 ) -> Carry:
     """Calls `use` with every device's rows of `x`, one block at a time, while the next blocks travel.
 
     Args:
       ring: How the blocks travel.
-      x: This device's rows: m of them on dimension `axis`. Device i has rows i * m .. (i + 1) * m of the gathered x.
+      x: This device's rows: m of them on dimension `axis`. Device i has rows i * m .. (i + 1) * m of the gathered x. It
+        may be a pytree, whose arrays all have their rows on the same dimension, counted from the front.
       carry: A pytree that `use` updates.
       use: `(block, row, carry) -> carry`, where `block` holds consecutive rows of the gathered x that begin at `row`.
-      axis: The dimension of rows.
+      axis: The dimension of rows, of the first array if there are several.
 
     Returns:
       The carry, after every row of the gathered x was used once.
     """
+    first = jax.tree.leaves(x)[0]
+    axis, rows = axis % first.ndim, first.shape[axis]
     if ring.transport is None:
-        return use(lax.all_gather(x, ring.axis_name, axis=axis % x.ndim, tiled=True), 0, carry)
-    size, index, rows = lax.axis_size(ring.axis_name), lax.axis_index(ring.axis_name), x.shape[axis]
+        gather = functools.partial(lax.all_gather, axis_name=ring.axis_name, axis=axis, tiled=True)
+        return use(jax.tree.map(gather, x), 0, carry)
+    size, index = lax.axis_size(ring.axis_name), lax.axis_index(ring.axis_name)
     block_shifts = shifts(ring.directions if size > 1 else 1, rows)
     row_ranges = split_rows(rows, len(block_shifts))
 
-    def window(hop: Index, blocks: tuple[jax.Array, ...], carry: Carry) -> tuple[tuple[jax.Array, ...], Carry]:
+    def rows_of(start: int, count: int) -> Block:
+        return jax.tree.map(lambda array: lax.slice_in_dim(array, start, start + count, axis=axis), x)
+
+    def window(hop: Index, blocks: tuple[Block, ...], carry: Carry) -> tuple[tuple[Block, ...], Carry]:
         for block, shift, (offset, _) in zip(blocks, block_shifts, row_ranges, strict=True):
             owner = gathered_owner(index, hop, size=size, shift=shift)
             carry = use(block, owner * rows + offset, carry)
         return blocks, carry
 
-    blocks = tuple(lax.slice_in_dim(x, start, start + count, axis=axis) for start, count in row_ranges)
+    blocks = tuple(rows_of(start, count) for start, count in row_ranges)
     blocks, carry = staggered_loop(
         ring.transport, ring.axis_name, blocks, carry, window, shifts=block_shifts, hops=size - 1, unroll=ring.unroll
     )

@@ -14,7 +14,7 @@ type ContextLayout = Literal["zigzag", "contiguous"]
 
 HOW_IT_RUNS = frozenset({
     "dtype", "remat", "fsdp_overlap", "gathered_mib", "exchange_heads", "capacity_factor", "load_balance_weight",
-    "router_z_weight",
+    "router_z_weight", "quantization", "quantization_backward",
 })  # fmt: skip
 """The fields of `TransformerConfig` that say how a model is computed or trained, and not what it is."""
 
@@ -106,6 +106,10 @@ class TransformerConfig:
     gathered_mib: int = 0
     """The most MiB for which a layer keeps the rows that a product gathers, until its gradient, instead of sending them
     again. Attention and MLP of a layer may keep as much: of all layers, or of one at a time with remat "layer"."""
+    quantization: Literal["int8", "fp8"] | None = None
+    """The 8-bit type in which Dense layers multiply and gather; None for dtype. Experts and logits keep dtype."""
+    quantization_backward: Literal["int8", "fp8"] | None = None
+    """The 8-bit type of the gradients that they multiply for the gradients of their inputs; None for dtype."""
     fsdp_overlap: FsdpOverlap | None = None
     """Who hides the transfers of fsdp: XLA, as far as it can; or a scan that gathers the next layer's weights while one
     computes, by permutes (prefetch) or, on TPUs, by copies of Pallas kernels (prefetch_pallas). Without an fsdp axis,
@@ -149,6 +153,11 @@ def check_fits(
     for name, size in {**sizes, "sequence_length": sequence_length}.items():
         if size < 1:
             raise ValueError(f"{name} must be 1 or more: got {size}")
+    if config.quantization_backward is not None and config.quantization is None:
+        raise ValueError(
+            f"quantization_backward needs a quantization: got {config.quantization_backward!r} and None; give both, or "
+            "leave it out"
+        )
     if config.gathered_mib < 0:
         raise ValueError(f"gathered_mib must be 0 or more: got {config.gathered_mib}; use 0 to keep nothing")
     if config.head_dim is not None and (config.head_dim < 2 or config.head_dim % 2):

@@ -73,7 +73,7 @@ class DecoderLayer(nnx.Module):
         rngs: nnx.Rngs,
     ):
         options: Any = _layer_options(config, axis_name, fsdp_axis, backend)
-        options |= {"gathered_bytes": config.gathered_mib * 2**20}
+        options |= {"gathered_bytes": config.gathered_mib * 2**20, "quantization": quantization_of(config)}
         self.attention_norm = RMSNorm(config, rngs=rngs)
         self.attention = fa.nn.ParallelSelfAttention(
             config.width,
@@ -400,6 +400,11 @@ def _experts(
         rngs=rngs,
         **_layer_options(config, axis_name, fsdp_axis, backend),
     )
+
+
+def quantization_of(config: TransformerConfig) -> fa.Quantization | None:
+    """Returns how the decoder layers are quantised."""
+    return config.quantization and fa.Quantization(config.quantization, config.quantization_backward)
 
 
 def _rope_scaling(config: TransformerConfig) -> fa.nn.RopeScaling | None:

@@ -6,6 +6,7 @@ from flaxasync.nn.adopt.parallelize import Replaced as Replaced
 from flaxasync.nn.adopt.parallelize import parallelize as parallelize
 from flaxasync.nn.adopt.products import ParallelLoRA as ParallelLoRA
 from flaxasync.nn.adopt.products import parallel_dot_general as parallel_dot_general
+from flaxasync.nn.adopt.quantize import quantize as quantize
 from flaxasync.nn.attention.heads import AttentionOptions as AttentionOptions
 from flaxasync.nn.attention.heads import ParallelAttentionOptions as ParallelAttentionOptions
 from flaxasync.nn.attention.layer import ParallelAttention as ParallelAttention

@@ -32,6 +32,7 @@ from jax.typing import DTypeLike
 from flaxasync.mesh import cast_to_varying, mesh_axis_size
 from flaxasync.nn.options import Settings
 from flaxasync.nn.placement import Entry, axes_of, axis_types, spec_of
+from flaxasync.ops.quantization import Operand, Quantization, Quantized, quantize
 from flaxasync.ops.saved import PARAMETER
 
 
@@ -141,36 +142,60 @@ def stored_spec(layer: str, name: str, shape: tuple[int, ...], needed: P, settin
     )
 
 
-def gather(parameter: Array, stored: P | None, like: Array, axis_name: str, dtype: DTypeLike | None) -> Array:
+def gather(
+    parameter: Array, stored: P | None, like: Array, axis_name: str, dtype: DTypeLike | None,
+    quantization: Quantization | None = None,
+) -> Operand:  # fmt: skip
     """Returns a parameter, inside shard_map, as the layer needs it, and in `dtype` if it had to be gathered.
+
+    With a quantization, a kernel that one axis shards is gathered in 8 bits with its scales, and stays quantised.
 
     Nothing is gathered over the layer's axis, and where an enclosing shard_map of the user does not shard the
     parameter. The gradient is summed over the mesh axes over which `like` varies, as the batch does.
     """
     varying = jax.typeof(like).mat.varying - {axis_name}
     held, whole = jax.typeof(parameter).mat.varying, parameter
-    for dim, entry in enumerate(stored or ()):
-        for axis in reversed([name for name in axes_of(entry) if name != axis_name and name in held]):
-            with jax.named_scope("gather_parameter"):
-                if axis in varying:
-                    whole = cast_to_varying(whole, varying)
-                    whole = _gather(whole, axis, dim, jnp.dtype(dtype), whole.dtype)
-                else:  # the batch is the same on all devices of the axis, and so is the gradient
-                    whole = lax.all_gather(whole.astype(dtype), axis, axis=dim, tiled=True, to="invarying")
+    trips = [
+        (dim, axis)
+        for dim, entry in enumerate(stored or ())
+        for axis in reversed([name for name in axes_of(entry) if name != axis_name and name in held])
+    ]
+    for dim, axis in trips:
+        with jax.named_scope("gather_parameter"):
+            if axis in varying:
+                whole, once = cast_to_varying(whole, varying), quantization if len(trips) == 1 else None
+                whole = _gather(whole, axis, dim, jnp.dtype(dtype), whole.dtype, once)
+            else:  # the batch is the same on all devices of the axis, and so is the gradient
+                whole = lax.all_gather(whole.astype(dtype), axis, axis=dim, tiled=True, to="invarying")
     return parameter if whole is parameter else checkpoint_name(whole, PARAMETER)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gather(shard: Array, axis: str, dim: int, dtype: jnp.dtype, stored: jnp.dtype) -> Array:
-    return lax.all_gather(shard.astype(dtype), axis, axis=dim, tiled=True)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
+def _gather(
+    shard: Array, axis: str, dim: int, dtype: jnp.dtype, stored: jnp.dtype, quantization: Quantization | None
+) -> Operand:
+    shard = shard.astype(dtype)
+    if quantization is None:
+        return lax.all_gather(shard, axis, axis=dim, tiled=True)
+    over = (axis,) if dim == 0 else ()  # the product contracts dimension 0 of a kernel
+    quantized = quantize(shard, quantization.forward, 0, scale=quantization.scale, over=over)
+    values = lax.all_gather(quantized.values, axis, axis=dim, tiled=True)
+    scales = quantized.scales if over else lax.all_gather(quantized.scales, axis, axis=0, tiled=True)
+    return Quantized(values, scales, dtype, jnp.zeros_like(values, dtype))
 
 
-def _gather_fwd(shard: Array, axis: str, dim: int, dtype: jnp.dtype, stored: jnp.dtype) -> tuple[Array, None]:
-    return _gather(shard, axis, dim, dtype, stored), None
+def _gather_fwd(
+    shard: Array, axis: str, dim: int, dtype: jnp.dtype, stored: jnp.dtype, quantization: Quantization | None
+) -> tuple[Operand, None]:
+    return _gather(shard, axis, dim, dtype, stored, quantization), None
 
 
-def _gather_bwd(axis: str, dim: int, dtype: jnp.dtype, stored: jnp.dtype, _: None, gradient: Array) -> tuple[Array]:
-    return (lax.psum_scatter(gradient.astype(stored), axis, scatter_dimension=dim, tiled=True),)
+def _gather_bwd(
+    axis: str, dim: int, dtype: jnp.dtype, stored: jnp.dtype, quantization: Quantization | None, _: None,
+    gradient: Operand,
+) -> tuple[Array]:  # fmt: skip
+    dw = gradient.weight if isinstance(gradient, Quantized) else gradient
+    return (lax.psum_scatter(dw.astype(stored), axis, scatter_dimension=dim, tiled=True),)
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)

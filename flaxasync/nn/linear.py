@@ -54,6 +54,7 @@ class _ParallelLinear(DenseLayer):
     dtype, param_dtype, precision = map(of_settings, ("dtype", "param_dtype", "precision"))
     use_bias, kernel_init, bias_init = map(of_settings, ("use_bias", "kernel_init", "bias_init"))
     promote_dtype, dot_general = map(of_settings, ("promote_dtype", "dot_general"))
+    quantization = of_settings("quantization")
     preferred_element_type = of_settings("preferred_element_type")
 
     def __init__(

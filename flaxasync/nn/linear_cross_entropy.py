@@ -69,7 +69,8 @@ def linear_cross_entropy(
       A scalar, the same on all devices; float32, or float64 for float64 operands.
 
     Raises:
-      NotImplementedError: The layer has a bias or a `dot_general` of its own, or is another one, such as an adapter.
+      NotImplementedError: The layer has a bias, a `dot_general` of its own or a quantization, or is another one, as
+        an adapter is.
       ValueError: No mesh is set, it lacks the axis, the shapes do not match, targets are not integers, or block_rows
         is not positive.
     """
@@ -122,8 +123,12 @@ def _parameters(
         return (output.parameters()[0], None), Part(output.stored[0], None, output.shares, 0), settings, output.features
     if isinstance(output, ColumnParallelLinear):
         kernel, bias = output.parameters()
-        if bias is not None or output.dot_general is not lax.dot_general:
-            what = "a dot_general of its own" if bias is None else "a bias"
+        has = {
+            "a bias": bias is not None,
+            "a dot_general of its own": output.dot_general is not lax.dot_general,
+            "a quantization": output.settings.quantization is not None,
+        }
+        if what := next((name for name, is_so in has.items() if is_so), None):
             raise NotImplementedError(
                 f"{_NAME} multiplies with the kernel alone, and the layer has {what}: leave it out, or use "
                 "softmax_cross_entropy(output(x), targets)"

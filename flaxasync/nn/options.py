@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from flaxasync.ops.costs.collective_matmul import check_gathered_bytes
+from flaxasync.ops.quantization import Quantization, quantization_of
 
 
 class LayerOptions(TypedDict, total=False):
@@ -68,6 +69,8 @@ class LinearOptions(LayerOptions, total=False):
         backward pass; 0, the default, for none. See `flaxasync.all_gather_matmul`. Layers that gather no rows make no
         use of it. With a `dot_general` of one's own, or a `preferred_element_type` wider than the computation, gathered
         rows are always kept.
+      quantization: "int8", "fp8" or a `flaxasync.Quantization`, in which rows and kernels of the layer are multiplied
+        and travel, with their overlap; None, the default, for the dtype of the computation. See docs/quantization.md.
       preferred_element_type: The dtype of the output; that of the computation by default. If this type is wider than
         that of the computation, products and sums use it, too, and nothing overlaps, as with a `dot_general`.
     """
@@ -79,6 +82,7 @@ class LinearOptions(LayerOptions, total=False):
     bias_metadata: Mapping[str, Any]
     dot_general: DotGeneralT
     gathered_bytes: int
+    quantization: Quantization | str | None
     preferred_element_type: DTypeLike | None
 
 
@@ -113,6 +117,7 @@ class Settings:
     bias_metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
     dot_general: DotGeneralT = lax.dot_general
     gathered_bytes: int = 0
+    quantization: Quantization | None = None
     preferred_element_type: DTypeLike | None = None
 
 
@@ -128,10 +133,13 @@ def settings_of(
             )
     if options.get("dot_general", ...) is None:  # as `nnx.MultiHeadAttention` has it by default
         options = {name: value for name, value in options.items() if name != "dot_general"}
-    settings = Settings(**options)
+    quantization = quantization_of(layer, options.get("quantization"))
+    settings = Settings(**{**options, "quantization": quantization})
     _check_function(layer, "promote_dtype", settings.promote_dtype)
     _check_function(layer, "dot_general", settings.dot_general)
     check_gathered_bytes(layer, settings.gathered_bytes)
+    if settings.dot_general is not lax.dot_general and quantization is not None:
+        raise ValueError(f"{layer} got a dot_general and a quantization, which are two ways to multiply: leave one out")
     if settings.dot_general is not lax.dot_general and settings.backend not in (None, "none"):
         raise NotImplementedError(
             f"{layer} with a dot_general of its own lacks backend={settings.backend!r}, whose blocks and gradients are "

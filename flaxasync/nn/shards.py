@@ -15,15 +15,23 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from flaxasync import mesh
 from flaxasync.mesh import cast_to_varying
 from flaxasync.nn import fully_sharded
 from flaxasync.nn.options import Settings
 from flaxasync.nn.uneven_shares import Shares
-from flaxasync.ops.matmul.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from flaxasync.ops.matmul.api import (
+    all_gather_matmul,
+    cast_to_vary_alike,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 from flaxasync.ops.matmul.mlp import Activation, parallel_mlp
 from flaxasync.ops.matmul.products import dot
+from flaxasync.ops.matmul.vjp import multiply
+from flaxasync.ops.quantization import Operand, Quantized, check_chip
 
-type Linear = tuple[Array, Array | None]  # kernel, bias
+type Linear = tuple[Operand, Array | None]  # kernel, bias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +60,13 @@ class Call:
     def take(self, x: Array, linears: Sequence[Linear], dtype: DTypeLike | None = None) -> list[Linear]:
         """Returns the parameters with which this device computes.
 
-        Those that are fully sharded are gathered in `dtype`, which is that of the computation by default.
+        Those that are fully sharded are gathered in `dtype`, which is that of the computation by default, or in 8 bits.
         """
         axis_name, dtype = self.settings.axis_name, self.settings.dtype if dtype is None else dtype
         gathered = []
         for part, (kernel, bias) in zip(self.parts, linears, strict=True):
-            kernel = fully_sharded.gather(kernel, part.kernel, x, axis_name, dtype)
+            quantization = self.settings.quantization if part.shares is None or part.shares.whole else None
+            kernel = fully_sharded.gather(kernel, part.kernel, x, axis_name, dtype, quantization)
             if bias is not None:
                 bias = fully_sharded.gather(bias, part.bias, x, axis_name, dtype)
             gathered.append((kernel, bias))
@@ -78,10 +87,10 @@ def bind_columns(x: Array, linears: Sequence[Linear], settings: Settings, *, row
         rows = lax.all_gather(x, settings.axis_name, axis=x.ndim - 2, tiled=True) if rows_sharded else x
         return lambda: [_multiply(rows, kernel, settings) for kernel in kernels]
     if not rows_sharded:
-        return lambda: [dot(x, kernel, settings.precision).astype(settings.dtype) for kernel in kernels]
+        return lambda: [_local_product(x, kernel, settings) for kernel in kernels]
     return functools.partial(
         all_gather_matmul, x, kernels, settings.axis_name, backend=settings.backend, precision=settings.precision,
-        gathered_bytes=settings.gathered_bytes,
+        gathered_bytes=settings.gathered_bytes, quantization=settings.quantization,
     )  # fmt: skip
 
 
@@ -98,7 +107,10 @@ def row(x: Array, linear: Linear, settings: Settings, *, rows_sharded: bool) -> 
             y = lax.psum(y, settings.axis_name)
     else:
         op = matmul_reduce_scatter if rows_sharded else matmul_all_reduce
-        y = op(x, kernel, settings.axis_name, backend=settings.backend, precision=settings.precision)
+        y = op(
+            x, kernel, settings.axis_name, backend=settings.backend, precision=settings.precision,
+            quantization=settings.quantization,
+        )  # fmt: skip
     return finish(y, bias, settings)
 
 
@@ -111,7 +123,7 @@ def mlp(x: Array, columns: Sequence[Linear], down: Linear, activation: Activatio
     ws, w_down = tuple(cast(kernel, x, settings.dtype) for kernel, _ in columns), cast(down[0], x, settings.dtype)
     y = parallel_mlp(
         x, ws, w_down, settings.axis_name, activation, backend=settings.backend, precision=settings.precision,
-        gathered_bytes=settings.gathered_bytes,
+        gathered_bytes=settings.gathered_bytes, quantization=settings.quantization,
     )  # fmt: skip
     return finish(y, down[1], settings)
 
@@ -125,9 +137,22 @@ def _take_share(linear: Linear, part: Part, axis_name: str) -> Linear:
     return kernel, bias if bias is None or part.dim == 0 else part.shares.take(bias, axis_name, 0)
 
 
-def cast(parameter: Array, x: Array, dtype: DTypeLike | None) -> Array:
-    """Returns a parameter that varies over the mesh axes over which `x` varies, in the dtype of the computation."""
-    return cast_to_varying(parameter, jax.typeof(x).mat.varying).astype(dtype)
+def cast(parameter: Operand, x: Array, dtype: DTypeLike | None) -> Operand:
+    """Returns a parameter that varies over the mesh axes over which `x` varies, in the dtype of the computation.
+
+    One that was quantised before it was gathered stays as it is.
+    """
+    parameter = jax.tree.map(lambda array: cast_to_varying(array, jax.typeof(x).mat.varying), parameter)
+    return parameter if isinstance(parameter, Quantized) else parameter.astype(dtype)
+
+
+def _local_product(x: Array, kernel: Operand, settings: Settings) -> Array:
+    """Returns x @ kernel where every device has all rows."""
+    if settings.quantization is None:
+        return dot(x, kernel, settings.precision).astype(settings.dtype)
+    check_chip("a Dense layer", settings.quantization, mesh.chip())
+    (x,), (kernel,) = cast_to_vary_alike((x,), (kernel,))
+    return multiply(settings.quantization, settings.precision, x, kernel)
 
 
 def _multiply(x: Array, kernel: Array, settings: Settings) -> Array:
@@ -156,6 +181,11 @@ def multiplies_locally(settings: Settings) -> bool:
     """
     preferred = settings.preferred_element_type
     wider = preferred is not None and jnp.dtype(preferred).itemsize > jnp.dtype(settings.dtype).itemsize
+    if wider and settings.quantization is not None:
+        raise NotImplementedError(
+            f"preferred_element_type={jnp.dtype(preferred).name} is wider than the computation in "
+            f"{jnp.dtype(settings.dtype).name}, the dtype of quantised products: leave one of the two out"
+        )
     if wider and settings.backend not in (None, "none"):
         raise NotImplementedError(
             f"preferred_element_type={jnp.dtype(preferred).name} is wider than the computation in "

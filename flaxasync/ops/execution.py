@@ -19,6 +19,7 @@ from flaxasync.mesh import UnsupportedError
 from flaxasync.ops import trust
 from flaxasync.ops.costs.cost import Shape
 from flaxasync.ops.plan import Plan, plan
+from flaxasync.ops.quantization import Quantization
 from flaxasync.ring import Ring
 from flaxasync.transport import TRANSPORTS
 
@@ -73,14 +74,14 @@ def decide(
     op: str, requested: str | None, *,
     ring: int | tuple[int, int], shapes: Sequence[Shape] = (), itemsize: int = 2, gathered_bytes: int = 0,
     directions: Directions = None, halves: bool = True, unroll: int = 2,
-    check: Callable[[str], None] = lambda backend: None, **options: Any,
+    check: Callable[[str], None] = lambda backend: None, quantization: Quantization | None = None, **options: Any,
 ) -> Execution:  # fmt: skip
     """Decides how a call of `op` is executed.
 
     Args:
       requested: The backend that the caller named; None to choose.
-      ring, shapes, itemsize, gathered_bytes, **options: As `flaxasync.plan` takes them. Without shapes the op's default
-        is chosen.
+      ring, shapes, itemsize, gathered_bytes, quantization, **options: As `flaxasync.plan` takes them. Without shapes
+        the op's default is chosen.
       directions: What the caller asked for. None stands for 2 on rings of three or more TPUs, whose links carry both
         directions at once.
       halves: Whether the op may halve blocks by itself, to send each half in one direction.
@@ -95,12 +96,16 @@ def decide(
     if unroll < 1:
         raise ValueError(f"{op} needs unroll to be 1 or more: got {unroll}")
     backend = None if requested is None else _named(op, requested, check)
-    gathered = ring * math.prod(shapes[0]) * itemsize if isinstance(ring, int) and shapes else 0
+    gathered = (
+        ring * math.prod(shapes[0]) * (1 if quantization else itemsize) if isinstance(ring, int) and shapes else 0
+    )
     may_keep = ring != 1 and 0 < gathered <= gathered_bytes
     found = None
     if backend is None or may_keep:
         if op == "all_gather_matmul":
             options["gathered_bytes"] = gathered_bytes
+        if quantization is not None:
+            options["quantization"] = quantization
         found = _plan(op, shapes, ring, check, {"itemsize": itemsize, **options})
     if backend is None:
         backend = _fastest(op, found, ring)

@@ -93,3 +93,27 @@ def test_more_sequences_hide_more_of_the_exchange():
     found = [times_as_fast(block(4, batch, 4096, 4096), v6e, 4, 2) for batch in (1, 2, 4)]
     assert found == sorted(found)
     assert found[0] < 1 < found[-1]
+
+
+@pytest.mark.parametrize(("backend", "quantization", "ms"), [
+    ("none", None, 3.81), ("xla", None, 2.59), ("none", "int8", 2.00), ("xla", "int8", 1.47),
+])  # fmt: skip
+def test_products_and_blocks_in_eight_bits_take_what_compiled_programs_take(backend, quantization, ms):
+    """The times of `fa.check.timeline` for the gathered product of the MLP of the 8B preset on v5e:2x4."""
+    shapes, options = ((4, 512, 4096), (4096, 3584)), {"chip": "v5e", "ring": 8, "backward": False}
+    plan = fa.plan("all_gather_matmul", *shapes, quantization=quantization, **options)
+    assert plan.seconds[backend] * 1e3 == pytest.approx(ms, rel=0.11)
+    assert ("fused" in plan.seconds) == (quantization is None)
+
+
+def test_only_what_is_quantised_is_faster():
+    shapes, options = ((4, 4096, 1792), (1792, 4096)), {"chip": "v5e", "ring": 8}
+    kinds = (None, "int8", fa.Quantization("int8", "int8"))
+    plans = [fa.plan("matmul_reduce_scatter", *shapes, quantization=kind, **options) for kind in kinds]
+    plain, forward, both = (plan.costs["none"] for plan in plans)
+    assert forward.exposed == plain.exposed > both.exposed  # sums travel as they are, and cotangents in 8 bits
+    assert both.compute < forward.compute < plain.compute
+    with pytest.raises(
+        NotImplementedError, match="matmul_reduce_scatter got quantization in fp8, for which a v5e has no"
+    ):
+        fa.plan("matmul_reduce_scatter", *shapes, quantization="fp8", **options)

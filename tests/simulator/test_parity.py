@@ -12,6 +12,7 @@ from tests.nn import test_linear as linear
 from tests.ops.attention import test_api as ring_attention
 from tests.ops.experts import test_experts as experts
 from tests.ops.matmul import test_api as ops
+from tests.ops.matmul import test_quantized as quantized
 from tests.simulator.split_pairs import session
 
 
@@ -36,6 +37,15 @@ FORMS = [("on_wait", "pallas", 2), ("eager", "pallas", 1), ("eager", "stateful",
 ], indirect=["simulator"])  # fmt: skip
 def test_ops(op, backend, directions):
     ops.parity(op, 4, rows=3, batch=2, backend=backend, directions=directions)
+
+
+@pytest.mark.parametrize(("op", "simulator", "backend", "directions"), [
+    pytest.param(op, *form, marks=[] if i + j == 1 else repeats)
+    for i, op in enumerate(ops.OPS) for j, form in enumerate(FORMS)
+], indirect=["simulator"])  # fmt: skip
+def test_quantised_ops(op, backend, directions):
+    """Blocks travel with their scales, forward and backward, and all integer sums are exact."""
+    quantized.check_integer_sums(op, 3, backend=backend, directions=directions)
 
 
 SETTINGS = [

@@ -150,7 +150,8 @@ class ReportConfig:
     hang_seconds: float = 1800.0
     """Time without any progress after which the process ends, to be started again; 0 waits forever (seconds)."""
     peak_tflops: float | None = None
-    """Peak rate of one device, for the utilization; None takes it from the chip table (1e12 FLOP per second)."""
+    """Peak rate of one device, for the utilization; None takes that of bfloat16, also with a model.quantization, from
+    the chip table (1e12 FLOP per second)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -135,6 +135,7 @@ class DryRun:
             "exposed_share": t.exposed / t.seconds,
             "model_flops_per_token": model_flops_per_token(model, length),
             "model_flops": FORMULA,
+            "utilization_is_of": f"{chip.flops:.6g} FLOP/s a device, the peak rate of bfloat16",
             "basis": t.basis,
             "known_error": t.known_error,
             "notes": list(t.notes),
@@ -166,8 +167,8 @@ class DryRun:
             f"step       {time_text(t.seconds)} estimated: work {t.compute / t.seconds:.1%}, waiting for other devices "
             f"{f['exposed_share']:.1%}, for its own memory {t.slowest.memory / t.seconds:.1%}; nothing was run",
             f"speed      {speed:,.0f} tokens/s, {speed / chips:,.0f} per device; MFU {causal:.1%} of "
-            f"{chip.flops / 1e12:g} TFLOP/s (with half of attention, as it is causal; {mfu:.1%} with all of it)",
-            f"           hardware FLOPs utilization {hardware:.1%} of the compiled step, recomputed products included",
+            f"{chip.flops / 1e12:g} TFLOP/s in bfloat16 (with half of attention, as it is causal; {mfu:.1%} with all)",
+            f"           hardware FLOPs utilization {hardware:.1%} of that rate, recomputed products included",
             f"           model FLOPs: {f['model_flops_per_token']:.4g} per token = {FORMULA}",
         ]
         for part, seconds in Phases(self.program).waits(t)[:LISTED]:

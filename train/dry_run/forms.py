@@ -20,7 +20,7 @@ from flaxasync.ops import trust
 from models.config import FsdpOverlap, Remat
 from train.config import Config, replace_options
 from train.dry_run.mesh_costs import AUTOMATIC, Prediction, form_options, predict, predicted_memory
-from train.lifecycle.errors import InputError
+from train.lifecycle.errors import InputError, as_input_errors
 from train.metrics.output import gib, say, time_text
 from train.step.mesh import FSDP, check_fits_mesh, mesh_shape
 
@@ -146,10 +146,11 @@ def _forms(config: Config, chip: Chip, mesh: Mapping[str, int], *, linked: bool 
     overlaps = linking if model.fsdp_overlap is None else (model.fsdp_overlap,)
     remats = AUTOMATIC if model.remat is None else (model.remat,)
     found = []
-    for form in itertools.product(remats, overlaps):
-        with contextlib.suppress(InputError):
-            check_fits_mesh(tried := with_form(config, *form), mesh)
-            found.append(predict(tried, chip, mesh))
+    with as_input_errors(NotImplementedError):  # for a type of products that the chip lacks
+        for form in itertools.product(remats, overlaps):
+            with contextlib.suppress(InputError):
+                check_fits_mesh(tried := with_form(config, *form), mesh)
+                found.append(predict(tried, chip, mesh))
     return found
 
 

@@ -31,6 +31,7 @@ from flaxasync.check.estimate.costs import collective_seconds
 from flaxasync.hardware import Chip
 from flaxasync.ops.costs.cost import hbm
 from models.config import FsdpOverlap, Remat, TransformerConfig
+from models.transformer import quantization_of
 from train.config import Config
 from train.step.mesh import CONTEXT, FSDP, batch_shards
 from train.step.products import (
@@ -276,9 +277,10 @@ def _gathered_bytes(config: Config, mesh: Mapping[str, int], chip: Chip | None) 
     """Returns the bytes of gathered rows that attention and MLP of one layer keep on a device for their gradients."""
     model, ring = config.model, mesh["model"]
     limit, computed = model.gathered_mib * 2**20, _BYTES[model.dtype]
+    travelling = computed if model.quantization is None else 1
     batch = config.data.batch_size // (batch_shards(mesh) * config.data.microbatches)
     length = config.data.sequence_length // mesh.get(CONTEXT, 1)
-    each = batch * length * model.width * computed
+    each = batch * length * model.width * travelling
     if ring == 1 or each > limit:
         return 0
     if chip is None:
@@ -286,7 +288,8 @@ def _gathered_bytes(config: Config, mesh: Mapping[str, int], chip: Chip | None) 
     kept = 0
     for op, x, w in products_of_a_layer(model, batch=batch, length=length, ring=ring):
         if op == "all_gather_matmul":
-            plan = fa.plan(op, x, w, chip=chip, ring=ring, itemsize=computed, gathered_bytes=limit)
+            options = {"itemsize": computed, "gathered_bytes": limit, "quantization": quantization_of(model)}
+            plan = fa.plan(op, x, w, chip=chip, ring=ring, **options)
             kept += plan.costs.get(config.backend, plan.costs[plan.backend]).kept
     return kept
 
@@ -302,12 +305,14 @@ def _layer(config: Config, chip: Chip, batch: int, length: int, context: int, ri
     heads, kv_heads = local_heads(model, ring)
     width, hidden, rows = model.width, hidden_of_a_token(model) // ring, length // ring
     repeated = POLICIES[model.remat or "none"].repeats
-    bytes_each = {"itemsize": _BYTES[model.dtype]}
+    bytes_each: dict[str, Any] = {"itemsize": _BYTES[model.dtype]}
+    quantized = {"quantization": quantization_of(model)}
     work = wait = 0.0
     for op, x, w in products_of_a_layer(model, batch=batch, length=length, ring=ring):
         limit = {"gathered_bytes": model.gathered_mib * 2**20} if op == "all_gather_matmul" else {}
+        asked = bytes_each | quantized | limit
         for backward in (True, False)[: 1 + ("matmuls" in repeated)]:
-            busy, waiting = _cost(chip, ring, op, (x, w), config.backend, backward=backward, **bytes_each, **limit)
+            busy, waiting = _cost(chip, ring, op, (x, w), config.backend, backward=backward, **asked)
             work, wait = work + busy, wait + waiting
     q, k = ((batch, length, number, model.head_features) for number in (heads, kv_heads))
     options = bytes_each | ({"layout": config.mesh.context_layout} if context > 1 else {})

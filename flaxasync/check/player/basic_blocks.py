@@ -106,7 +106,7 @@ class Code:
                 reads += before
                 writes += after
             source += [f" {line}" for line in reads + writes]
-            matrix = tuple(m for o in operations if (m := matrix_unit.matrix_operation(o, self.chip)))
+            matrix = tuple(m for o in operations for m in matrix_unit.matrix_operations(o, self.chip))
             if matrix:
                 work.append((index - start, matrix))
         source.append(" return branch, external")

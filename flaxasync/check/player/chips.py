@@ -9,6 +9,7 @@ those chips say so.
 |---|---|---|
 | `push`, `latency`, `results` | the spacing that the compiler keeps between a push, a multiply and its pop | the same |
 | `occupancy` bf16 | 16: 4 units x 16x128x128 MACs / 16 cycles x 1.5 GHz = 197 TFLOP/s, the data sheet | likewise |
+| `occupancy` 8 bits | 16, for 32 rows: the int8 rate of the data sheet, twice that of bf16 | likewise; fp8 on tpu7x |
 | `occupancy` others | 8: as many rows in a cycle | likewise; libtpu issues a float32 multiply every 4 cycles on v6e |
 | `hbm_efficiency` | 0.801: a 128 MiB copy (read + write) in 0.41 ms, published with the 2x2 study | assumed equal |
 | `link_efficiency` | 1.0367: a 128 MiB permute in 2.877 ms, same study | assumed 1 |
@@ -46,7 +47,7 @@ class PlayedChip:
 
     sheet: Chip
     known_error: str  # how far simulated times were from a measurement, if one is known
-    occupancy: Mapping[str, int]  # cycles for which one vmatmul occupies its unit, by type; "" is every one but bf16
+    occupancy: Mapping[str, int]  # cycles for which one vmatmul occupies its unit, by type; "" is every other type
     push: int  # cycles for which one weight push occupies the port of its unit
     latency: int  # cycles from a vmatmul to its first result
     results: Mapping[str, int]  # the number of pops for one vmatmul, by type
@@ -97,13 +98,16 @@ def _chip(name: str, known_error: str = _ASSUMED, **constants: Any) -> PlayedChi
     return PlayedChip(sheet=CHIPS[name], known_error=known_error.format(name), **constants)
 
 
-_UNIT_128: dict[str, Any] = {"occupancy": {"bf16": 16, "": 8}, "push": 4, "latency": 100, "results": {"bf16": 2, "": 1}}
-_UNIT_256: dict[str, Any] = {"occupancy": {"bf16": 8, "": 4}, "push": 2, "latency": 160}
+_UNIT_128: dict[str, Any] = {
+    "occupancy": {"8 bits": 16, "bf16": 16, "": 8}, "push": 4, "latency": 100,
+    "results": {"8 bits": 4, "bf16": 2, "": 1},
+}  # fmt: skip
+_UNIT_256: dict[str, Any] = {"occupancy": {"8 bits": 8, "bf16": 8, "": 4}, "push": 2, "latency": 160}
 PLAYED_CHIPS = {
     "v5e": _chip("v5e", _V5E_ERROR, **_UNIT_128, link_efficiency=1.0367, hbm_unit=512),
-    "v6e": _chip("v6e", **_UNIT_256, results={"bf16": 4, "": 2}),
+    "v6e": _chip("v6e", **_UNIT_256, results={"8 bits": 8, "bf16": 4, "": 2}),
     "v5p": _chip("v5p", **_UNIT_128),
-    "tpu7x": _chip("tpu7x", **_UNIT_256, results={"bf16": 2, "": 1}, branch_delay=1),
+    "tpu7x": _chip("tpu7x", **_UNIT_256, results={"8 bits": 4, "bf16": 2, "": 1}, branch_delay=1),
 }
 
 

@@ -27,7 +27,8 @@ VECTOR_FAMILIES = frozenset(
     """.split()  # noqa: SIM905, one a line would fill the page
 )
 _UNIT = re.compile(r"mxu(\d)")
-_PACKED = re.compile(r"\.(?:bf16|packed|f8\w*|s8|u8|s4|u4|fp8\w*)(?:\.|$)")
+_BYTES = re.compile(r"\.(?:f8\w*|s8|u8|s4|u4|fp8\w*)(?:\.|$)")
+_PACKED = re.compile(r"\.(?:bf16|packed)(?:\.|$)")
 
 MULTIPLY, PUSH, POP = 0, 1, 2
 
@@ -83,21 +84,22 @@ class Cost(NamedTuple):
 IDLE: tuple = ()  # the state of units that have no work
 
 
-def matrix_operation(operation: Operation, chip: PlayedChip) -> MatrixOperation | None:
-    """Returns what an operation asks of a matrix unit; None for every other operation."""
+def matrix_operations(operation: Operation, chip: PlayedChip) -> tuple[MatrixOperation, ...]:
+    """Returns what an operation asks of matrix units: of two if it pops and adds their results, else of one or none."""
     if not operation.unit.startswith(("vmat", "vpop")):
-        return None
-    unit = int(match[1]) if (match := _UNIT.search(operation.name)) else 0
+        return ()
+    units = [int(unit) for unit in _UNIT.findall(operation.name)]
+    unit = units[0] if units else 0
     if operation.unit == "vmatmul":
         # `lmr` multiplies 8 rows of a loaded register, whatever their type. A float32 multiply does the same.
-        packed = _PACKED.search(operation.name) and ".lmr." not in operation.name
-        kind = "bf16" if packed else ""
-        return MatrixOperation(MULTIPLY, unit, chip.occupancy[kind], chip.results[kind])
+        loaded = ".lmr." in operation.name
+        kind = "" if loaded else "8 bits" if _BYTES.search(operation.name) else "bf16"
+        if kind == "bf16" and not _PACKED.search(operation.name):
+            kind = ""
+        return (MatrixOperation(MULTIPLY, unit, chip.occupancy[kind], chip.results[kind]),)
     if operation.unit.startswith("vmatpush"):
-        return MatrixOperation(PUSH, unit, chip.push)
-    if operation.unit == "vpop" and match:
-        return MatrixOperation(POP, unit, 0)
-    return None
+        return (MatrixOperation(PUSH, unit, chip.push),)
+    return tuple(MatrixOperation(POP, unit, 0) for unit in units if operation.unit == "vpop")
 
 
 def cost(bundles: int, work: list[tuple[int, tuple[MatrixOperation, ...]]], state: tuple, latency: int) -> Cost:

@@ -61,7 +61,9 @@ class ParallelLoRA(nnx.LoRA):
         base = self.base_module
         assert isinstance(base, ColumnParallelLinear | RowParallelLinear)
         a, b = self.lora_a[...], self.lora_b[...]
-        plain = dataclasses.replace(base.settings, dot_general=lax.dot_general, preferred_element_type=None)
+        plain = dataclasses.replace(
+            base.settings, dot_general=lax.dot_general, quantization=None, preferred_element_type=None
+        )
         settings = with_dtype(plain, x, a, b)
         x = x.astype(settings.dtype)
         y = base(x, **kwargs)  # of the x that was promoted with the factors, as nnx.LoRA does it

@@ -77,6 +77,7 @@ def choose(call: Call, x: Array, weights: Weights, inputs: Inputs[Array]) -> For
         ", ".join(given): bool(given),
         "an input that every device has whole": not call.rows_sharded,
         "split sequences": call.attention.context_axis is not None,
+        "quantization": settings.quantization is not None,
         "dot_general, and a wider preferred_element_type": shards.multiplies_locally(settings),
     }
     if lacking := [what for what, is_so in lacks.items() if is_so]:

@@ -26,6 +26,7 @@ from flaxasync.hardware import Chip
 from flaxasync.kernels.exchange import vmem_bytes
 from flaxasync.ops.costs.cost import Cost, Shape, hop_seconds
 from flaxasync.ops.costs.trips import LARGEST_BLOCK, Trip, directions, fused, product, ring_of_blocks, serial
+from flaxasync.ops.quantization import Quantization, check_chip, quantization_of
 
 KEEPING_GAINS = 0.05
 """The op keeps what it gathers only if that saves this share of its time: predictions are no better than that."""
@@ -49,6 +50,7 @@ LAYOUT_SECONDS = 0.3e-6
 def all_gather_matmul_costs(
     chip: Chip, ring: int, x: Shape, *ws: Shape,
     itemsize: int = 2, backward: bool = True, kernels: bool = True, gathered_bytes: int = 0,
+    quantization: Quantization | str | None = None,
 ) -> dict[str, Cost]:  # fmt: skip
     """Returns the cost of each backend for x [..., m, k] and each w [k, n] of one device.
 
@@ -58,12 +60,15 @@ def all_gather_matmul_costs(
     check_gathered_bytes("all_gather_matmul", gathered_bytes)
     widths = tuple(w[1] for w in ws)
     rows, k, n = math.prod(x[:-1]), x[-1], sum(widths)
-    sent = rows * k * itemsize
-    gather = Trip("gather", sent, rows, k, n, widths=widths)
+    forward, dx = _kinds("all_gather_matmul", chip, quantization)
+    kernels &= forward is None
+    sent = rows * k * (itemsize if forward is None else 1)
+    gather = Trip("gather", sent, rows, k, n, widths=widths, quantized=forward)
     if not backward:
         return _costs(chip, ring, [gather], itemsize, kernels)
     # The order of the kernels is dw, reduce, gather.
-    reduce = Trip("reduce", sent, rows, n, k, behind=2 * ring * rows * k * n / chip.flops, widths=widths)
+    behind = 2 * ring * rows * k * n / chip.flops
+    reduce = Trip("reduce", rows * k * itemsize, rows, n, k, behind=behind, widths=widths, quantized=dx)
     costs = _costs(chip, ring, [gather, reduce, Trip("dw", sent, k, rows, n)], itemsize, kernels)
     if ring == 1 or ring * sent > gathered_bytes:
         return costs
@@ -85,23 +90,27 @@ def check_gathered_bytes(caller: str, gathered_bytes: Any) -> None:
 
 
 def matmul_reduce_scatter_costs(
-    chip: Chip, ring: int, x: Shape, w: Shape, *, itemsize: int = 2, backward: bool = True, kernels: bool = True
-) -> dict[str, Cost]:
+    chip: Chip, ring: int, x: Shape, w: Shape, *, itemsize: int = 2, backward: bool = True, kernels: bool = True,
+    quantization: Quantization | str | None = None,
+) -> dict[str, Cost]:  # fmt: skip
     """Returns the cost of each backend for x [..., R*m, k] and w [k, n] of one device.
 
     Where several products are summed, k is the sum of theirs.
     """
     rows, (k, n) = math.prod(x[:-1]) // ring, w
-    sent = rows * n * itemsize
-    trips = [Trip("reduce", sent, rows, k, n, behind=math.inf if backward else 0.0)]
+    forward, dx = _kinds("matmul_reduce_scatter", chip, quantization)
+    behind = math.inf if backward else 0.0
+    trips = [Trip("reduce", rows * n * itemsize, rows, k, n, behind=behind, quantized=forward)]
     if backward:  # before the reduction stands XLA's product of what was gathered, never shorter than fetching w
-        trips += [Trip("gather", sent, rows, n, k), Trip("gathered", 0, k, ring * rows, n)]
-    return _costs(chip, ring, trips, itemsize, kernels)
+        sent = rows * n * (itemsize if dx is None else 1)
+        trips += [Trip("gather", sent, rows, n, k, quantized=dx), Trip("gathered", 0, k, ring * rows, n)]
+    return _costs(chip, ring, trips, itemsize, kernels and forward is None)
 
 
 def matmul_all_reduce_costs(
     chip: Chip, ring: int, x: Shape, w: Shape, *,
     itemsize: int = 2, backward: bool = True, kernels: bool = True, exchange: bool = True,
+    quantization: Quantization | str | None = None,
 ) -> dict[str, Cost]:  # fmt: skip
     """Returns the cost of each backend for x [..., m, k] and w [k, n] of one device.
 
@@ -110,11 +119,13 @@ def matmul_all_reduce_costs(
     """
     rows, (k, n) = math.prod(x[:-1]), w
     share, size = -(-rows // ring), rows * n * itemsize
-    local = [Trip("local", 0, rows, n, k), Trip("local", 0, k, rows, n)] if backward else []
+    forward, dx = _kinds("matmul_all_reduce", chip, quantization)
+    local = [Trip("local", 0, rows, n, k, quantized=dx), Trip("local", 0, k, rows, n)] if backward else []
     gather = (ring - 1) * hop_seconds(chip, share * n * itemsize, directions(ring))
-    rings = _costs(chip, ring, [Trip("reduce", share * n * itemsize, share, k, n), *local], itemsize, kernels)
+    reduce = Trip("reduce", share * n * itemsize, share, k, n, quantized=forward)
+    rings = _costs(chip, ring, [reduce, *local], itemsize, kernels and forward is None)
     costs = {name: dataclasses.replace(cost, exposed=cost.exposed + gather) for name, cost in rings.items()}
-    products = [Trip("local", 0, rows, k, n), *local]
+    products = [Trip("local", 0, rows, k, n, quantized=forward), *local]
     compute = sum(product(chip, trip, 1, itemsize, "none") for trip in products)
     costs["none"] = Cost(compute, all_reduce_seconds(chip, ring, size), len(products), size, 0.0)
     held = vmem_bytes(ring, size, exchange_steps(ring, size))
@@ -154,6 +165,13 @@ def exchange_gains(chip: Chip, ring: int, rows: int, row_bytes: int) -> bool:
         return False
     most = (1 - EXCHANGE_GAINS) * all_reduce_seconds(chip, ring, rows * row_bytes)
     return exchange_seconds(chip, ring, rows, row_bytes) <= most
+
+
+def _kinds(op: str, chip: Chip, quantization: Quantization | str | None) -> tuple[str | None, str | None]:
+    """Returns the 8-bit types of the products of y and of dx; None for those that are not quantised."""
+    quantization = quantization_of(op, quantization)
+    check_chip(op, quantization, chip)
+    return (None, None) if quantization is None else (quantization.forward, quantization.backward)
 
 
 def _costs(chip: Chip, ring: int, trips: list[Trip], itemsize: int, kernels: bool) -> dict[str, Cost]:

@@ -93,6 +93,11 @@ class Trip:
     n: int
     behind: float = 0.0  # the seconds of a device's product before this trip, when XLA can fetch w into vector memory
     widths: tuple[int, ...] = ()  # of several w, the part of each in n for "gather" and in k for "reduce"
+    quantized: str | None = None  # "int8" or "fp8" if both operands of the product have 8 bits
+
+    def operand_bytes(self, itemsize: int) -> int:
+        """Returns the bytes of an element of the operands; its results have `itemsize`."""
+        return itemsize if self.quantized is None else 1
 
     @property
     def travels(self) -> bool:
@@ -114,7 +119,7 @@ def product(
     """
     m, k, n, reduces = trip.m, trip.k, trip.n, trip.kind == "reduce"
     # XLA multiplies with each of several w. Between them x, or the sums before and after an addition, may leave.
-    between = blocks * m * (n * 2 * 4 if reduces else k * itemsize)
+    between = blocks * m * (n * 2 * 4 if reduces else k * trip.operand_bytes(itemsize))
     if len(trip.widths) > 1 and backend != "fused" and between > RESIDENT * chip.vmem_bytes:
         one = dataclasses.replace(trip, widths=())
         parts = [dataclasses.replace(one, k=w) if reduces else dataclasses.replace(one, n=w) for w in trip.widths]
@@ -124,8 +129,8 @@ def product(
         k *= blocks
     else:
         m *= blocks
-    moved = (m * k + weights * k * n) * itemsize + (m * n * itemsize if result is None else result)
-    flops = 2 * m * k * n / (chip.flops * EFFICIENCY[backend])
+    moved = (m * k + weights * k * n) * trip.operand_bytes(itemsize) + (m * n * itemsize if result is None else result)
+    flops = 2 * m * k * n / ((chip.rate(trip.quantized) or chip.flops) * EFFICIENCY[backend])
     return (flops**OVERLAP_EXPONENT + (moved / hbm(chip)) ** OVERLAP_EXPONENT) ** (1 / OVERLAP_EXPONENT)
 
 
@@ -224,7 +229,8 @@ def _first_operand(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) 
     Returns the seconds of the copy, and how many times each product reads w after it.
     """
     first = trips[0]
-    w, x, most = first.k * first.n * itemsize, ring * first.m * first.k * itemsize, RESIDENT * chip.vmem_bytes
+    itemsize, most = first.operand_bytes(itemsize), RESIDENT * chip.vmem_bytes
+    w, x = first.k * first.n * itemsize, ring * first.m * first.k * itemsize
     if w > most:
         return 0.0, 1.0
     alone = first.kind == "reduce" and len(trips) == 1

@@ -12,17 +12,20 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from flaxasync import mesh
 from flaxasync.mesh import cast_to_varying, mapped_axis_size
 from flaxasync.ops.costs.collective_matmul import check_gathered_bytes
 from flaxasync.ops.costs.cost import Shape
-from flaxasync.ops.execution import Directions, check_mapped, decide
+from flaxasync.ops.execution import Directions, cannot_serve, check_mapped, decide
 from flaxasync.ops.matmul import vjp
 from flaxasync.ops.matmul.fused import FusedExecutor, check_kernels
-from flaxasync.ops.matmul.products import Arrays
+from flaxasync.ops.matmul.products import Arrays, Operands
 from flaxasync.ops.matmul.ring import ExchangeExecutor, RingExecutor, check_exchange
 from flaxasync.ops.matmul.vjp import Executor
+from flaxasync.ops.quantization import Quantization, check_chip, quantization_of
 
 type OneOrMore = Float[Array, "..."] | tuple[Float[Array, "..."], ...]
+type Quantizing = Quantization | str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Options:
     precision: lax.PrecisionLike = None
     reduce_dtype: DTypeLike | None = None
     gathered_bytes: int = 0
+    quantization: Quantizing = None
 
 
 def all_gather_matmul(
@@ -48,6 +52,7 @@ def all_gather_matmul(
     precision: lax.PrecisionLike = None,
     reduce_dtype: DTypeLike | None = None,
     gathered_bytes: int = 0,
+    quantization: Quantizing = None,
 ) -> OneOrMore:
     """Multiplies the rows of all devices by this device's columns, each block as it arrives.
 
@@ -79,6 +84,9 @@ def all_gather_matmul(
         pass. If they suffice, the op keeps all_gather(x) where `flaxasync.plan` predicts a gain, and always on devices
         that `plan` does not know. With 0, the default, the op keeps x, which travels again for dw; docs/plan.md tells
         when XLA keeps more, and what happens under `jax.checkpoint`.
+      quantization: "int8", "fp8" or a `flaxasync.Quantization`: x travels, is multiplied and is kept in 8 bits, with a
+        scale for each row, and w has one for each column. None, the default, for the dtype of the operands. "fused"
+        only takes None. Partial sums always travel in `reduce_dtype`.
 
     Returns:
       y, in the dtype of x; a tuple if w is one.
@@ -86,10 +94,10 @@ def all_gather_matmul(
     Raises:
       ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; the backend is unknown;
         `gathered_bytes` is no integer of 0 or more.
-      NotImplementedError: The backend cannot serve this call.
+      NotImplementedError: The backend cannot serve this call, or the chip has no rate for the type of `quantization`.
     """
     op, ws = "all_gather_matmul", _as_tuple(w)
-    options = Options(backend, directions, unroll, precision, reduce_dtype, gathered_bytes)
+    options = Options(backend, directions, unroll, precision, reduce_dtype, gathered_bytes, quantization)
     size = check_operands(op, (x,), ws, axis_name)
     for position, w_shard in enumerate(ws):
         _check_contraction(op, x, w_shard, position)
@@ -110,6 +118,7 @@ def matmul_reduce_scatter(
     unroll: int = 2,
     precision: lax.PrecisionLike = None,
     reduce_dtype: DTypeLike | None = None,
+    quantization: Quantizing = None,
 ) -> Float[Array, "*batch m n"]:
     """Multiplies this device's columns, and sums each block of rows over all devices on its way to its owner.
 
@@ -128,7 +137,7 @@ def matmul_reduce_scatter(
       w: This device's rows; a tuple if x is one.
       axis_name: The mesh axis along which k is split and y will be sharded by rows.
       backend: What executes the op, as in `all_gather_matmul`; "none" multiplies, then reduce-scatters.
-      directions, unroll, precision: As in `all_gather_matmul`.
+      directions, unroll, precision, quantization: As in `all_gather_matmul`; rows and columns are those of this device.
       reduce_dtype: The dtype of the partial sums while they travel; by default that of x.
 
     Returns:
@@ -139,7 +148,7 @@ def matmul_reduce_scatter(
         backend is unknown.
       NotImplementedError: The backend cannot serve this call.
     """
-    options = Options(backend, directions, unroll, precision, reduce_dtype)
+    options = Options(backend, directions, unroll, precision, reduce_dtype, quantization=quantization)
     return _sum_of_products("matmul_reduce_scatter", vjp.multiply_and_scatter, x, w, axis_name, options)
 
 
@@ -153,6 +162,7 @@ def matmul_all_reduce(
     unroll: int = 2,
     precision: lax.PrecisionLike = None,
     reduce_dtype: DTypeLike | None = None,
+    quantization: Quantizing = None,
 ) -> Float[Array, "*batch m n"]:
     """Multiplies this device's columns and gives every device the sum over all of them.
 
@@ -177,7 +187,7 @@ def matmul_all_reduce(
         same with a Pallas kernel in which all devices send to all others, for few rows (TPU, float32 and bfloat16). The
         others reduce-scatter, and then gather with one collective operation.
       directions, unroll: As in `all_gather_matmul`; "none" and "exchange" have no ring and ignore them.
-      precision, reduce_dtype: As in `matmul_reduce_scatter`.
+      precision, reduce_dtype, quantization: As in `matmul_reduce_scatter`.
 
     Returns:
       y, in the dtype of x. Its type says that it does not vary over `axis_name`.
@@ -186,7 +196,7 @@ def matmul_all_reduce(
       ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; the backend is unknown.
       NotImplementedError: The backend cannot serve this call.
     """
-    options = Options(backend, directions, unroll, precision, reduce_dtype)
+    options = Options(backend, directions, unroll, precision, reduce_dtype, quantization=quantization)
     return _sum_of_products("matmul_all_reduce", vjp.multiply_and_reduce, x, w, axis_name, options)
 
 
@@ -211,8 +221,12 @@ def choose_executor(
 
     `shapes` are what `flaxasync.plan` takes.
     """
+    quantization = quantization_of(op, options.quantization)
+    check_chip(op, quantization, mesh.chip())
 
     def check(backend: str) -> None:
+        if backend == "fused" and quantization is not None:
+            raise cannot_serve(op, backend, "has no 8-bit kernels: got a quantization", "use backend='xla' or None")
         if backend == "fused":
             check_kernels(op, axis_name, size, shapes, dtype, options.unroll, options.precision, options.reduce_dtype)
         if backend == "exchange":
@@ -220,21 +234,21 @@ def choose_executor(
 
     execution = decide(
         op, options.backend, ring=size, shapes=shapes, directions=options.directions, unroll=options.unroll,
-        check=check, itemsize=dtype.itemsize, gathered_bytes=options.gathered_bytes,
+        check=check, itemsize=dtype.itemsize, gathered_bytes=options.gathered_bytes, quantization=quantization,
     )  # fmt: skip
     if execution.backend == "fused":
         return FusedExecutor(axis_name, execution.directions), execution.keep
     kind = ExchangeExecutor if execution.backend == "exchange" else RingExecutor
-    return kind(execution.ring(axis_name), options.precision, options.reduce_dtype), execution.keep
+    return kind(execution.ring(axis_name), options.precision, options.reduce_dtype, quantization), execution.keep
 
 
-def cast_to_vary_alike(xs: Arrays, ws: Arrays, axis_name: str) -> tuple[Arrays, Arrays]:
-    """Casts all operands to vary over the mesh axes over which any of them varies, and over `axis_name`."""
-    axes = frozenset({axis_name}).union(*(jax.typeof(operand).mat.varying for operand in (*xs, *ws)))
-    return tuple(cast_to_varying(x, axes) for x in xs), tuple(cast_to_varying(w, axes) for w in ws)
+def cast_to_vary_alike(xs: Arrays, ws: Operands, *axis_names: str) -> tuple[Arrays, Operands]:
+    """Casts all operands to vary over the mesh axes over which any of them varies, and over `axis_names`."""
+    axes = frozenset(axis_names).union(*(jax.typeof(array).mat.varying for array in jax.tree.leaves((xs, ws))))
+    return jax.tree.map(lambda array: cast_to_varying(array, axes), (xs, ws))
 
 
-def check_operands(op: str, xs: Arrays, ws: Arrays, axis_name: str) -> int:
+def check_operands(op: str, xs: Arrays, ws: Operands, axis_name: str) -> int:
     """Checks what all ops check alike, and returns the number of devices on the axis."""
     size = mapped_axis_size(op, axis_name)
     if not ws or not xs:
@@ -251,8 +265,8 @@ def check_operands(op: str, xs: Arrays, ws: Arrays, axis_name: str) -> int:
             f"{op} needs all operands of one floating dtype: got {', '.join(sorted(map(str, dtypes)))}; "
             "cast them before the call (the modules of flaxasync.nn do)"
         )
-    for operand in (*xs, *ws):
-        check_mapped(op, operand)
+    for array in jax.tree.leaves((xs, ws)):
+        check_mapped(op, array)
     return size
 
 

@@ -30,6 +30,7 @@ class FusedExecutor:
     axis_name: str
     directions: int
     precision: None = None  # the matrix unit's default, the only one that the kernels have
+    quantization: None = None
 
     def gather(
         self, x: Array, ws: Arrays, *, transposed: bool = False, keep: bool = False,

@@ -27,7 +27,8 @@ from jax.ad_checkpoint import checkpoint_name
 from flaxasync.kernels.engine.matmul import Values
 from flaxasync.ops.matmul import api, vjp
 from flaxasync.ops.matmul.fused import FusedExecutor
-from flaxasync.ops.matmul.products import Arrays, weight_gradient
+from flaxasync.ops.matmul.products import Arrays, Operands, weight_gradient
+from flaxasync.ops.quantization import Operand, Quantization
 from flaxasync.ops.saved import GATHERED, PRODUCT, first_only
 
 type Activation = Callable[[Array], Array]
@@ -43,14 +44,14 @@ def activate(activation: Activation, products: Values) -> Array:
 
 
 def parallel_mlp(
-    x: Array, ws: Arrays, down: Array, axis_name: str, activation: Activation, *,
-    backend: str | None, precision: lax.PrecisionLike, gathered_bytes: int,
+    x: Array, ws: Operands, down: Operand, axis_name: str, activation: Activation, *,
+    backend: str | None, precision: lax.PrecisionLike, gathered_bytes: int, quantization: Quantization | None = None,
 ) -> Array:  # fmt: skip
     """Returns y = reduce_scatter(activate(all_gather(x) @ ws) @ down); the ops have the operands and options.
 
     Where both ops are executed by "fused" and an epilogue pays, h is computed of products that are not rounded.
     """
-    options = api.Options(backend, precision=precision)
+    options = api.Options(backend, precision=precision, quantization=quantization)
     size = api.check_operands("all_gather_matmul", (x,), (*ws, down), axis_name)
     options_up = dataclasses.replace(options, gathered_bytes=gathered_bytes)
     h = (*x.shape[:-2], size * x.shape[-2], down.shape[0])
@@ -66,10 +67,10 @@ def parallel_mlp(
         and gather.gains_by_epilogue(x, [w.shape[1] for w in ws])
         and scatter.gains_by_epilogue(x, [down.shape[0]], transposed=True)
     ):
-        return _mlp(gather, keep, activation, x, ws, down)
+        return _mlp(gather, keep, activation, x, ws, down)  # of arrays: these executors take no quantization
 
     @jax.checkpoint  # otherwise all that lies between products and h would be saved: six arrays instead of two
-    def finish(products: Arrays, down: Array) -> Array:
+    def finish(products: Arrays, down: Operand) -> Array:
         return vjp.multiply_and_scatter(scatter, (activate(activation, products).astype(x.dtype),), (down,))
 
     return finish(vjp.gather_and_multiply(gather, keep, x, ws), down)

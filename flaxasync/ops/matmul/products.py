@@ -3,64 +3,85 @@
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from flaxasync.ops.quantization import Operand, Quantized, dense
+
 type Arrays = tuple[Array, ...]
+type Operands = tuple[Operand, ...]
 
 
-def accumulator_dtype(x: Array) -> jnp.dtype:
+def accumulator_dtype(x: Operand) -> jnp.dtype:
     """Returns the dtype for sums of many products of `x`: float32, or float64 where `x` is float64."""
     return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
 
-def dot(x: Array, w: Array, precision: lax.PrecisionLike = None, *, transposed: bool = False) -> Array:
-    """Returns x @ w, or x @ w.T, in the dtype in which it is accumulated."""
+def dot(x: Operand, w: Operand, precision: lax.PrecisionLike = None, *, transposed: bool = False) -> Array:
+    """Returns x @ w, or x @ w.T, in the dtype in which it is accumulated; of quantised operands, in that of scales."""
     contracting = ((x.ndim - 1,), (1 if transposed else 0,))
+    if isinstance(x, Quantized) and isinstance(w, Quantized):
+        exact = x.values.dtype == jnp.int8
+        sums = lax.dot_general(
+            x.values, w.values, (contracting, ((), ())), preferred_element_type=jnp.int32 if exact else jnp.float32
+        )
+        return sums.astype(x.scales.dtype) * x.scales[..., None] * w.scales
     return lax.dot_general(
         x, w, (contracting, ((), ())), precision=precision, preferred_element_type=accumulator_dtype(x)
     )
 
 
-def sum_of_products(xs: Arrays, ws: Arrays, precision: lax.PrecisionLike = None, *, transposed: bool = False) -> Array:
+def sum_of_products(
+    xs: Operands, ws: Operands, precision: lax.PrecisionLike = None, *, transposed: bool = False
+) -> Array:
     """Returns the sum of x @ w, or of x @ w.T, over all pairs."""
     products = [dot(x, w, precision, transposed=transposed) for x, w in zip(xs, ws, strict=True)]
     return functools.reduce(jnp.add, products)
 
 
-def weight_gradient(x: Array, dy: Array, precision: lax.PrecisionLike = None) -> Array:
+def weight_gradient(x: Operand, dy: Operand, precision: lax.PrecisionLike = None) -> Array:
     """Returns x.T @ dy over all rows of all batches, in the dtype in which it is accumulated."""
-    rows = tuple(range(x.ndim - 1))
+    x, dy, rows = dense(x), dense(dy), tuple(range(x.ndim - 1))
     return lax.dot_general(
         x, dy, ((rows, rows), ((), ())), precision=precision, preferred_element_type=accumulator_dtype(x)
     )
 
 
-def weight_gradients(x: Array, dys: Arrays, precision: lax.PrecisionLike = None) -> Arrays:
+def weight_gradients(x: Operand, dys: Arrays, precision: lax.PrecisionLike = None) -> Arrays:
     """Returns x.T @ dy for each dy, in x's dtype, over all rows of all batches.
 
     Narrow dys are joined, so that one product reads x once. Joining them moves them twice, so wide ones are not.
     """
-    widths = [dy.shape[-1] for dy in dys]
+    x, widths = dense(x), [dy.shape[-1] for dy in dys]
     if (len(dys) - 1) * x.shape[-1] <= 2 * sum(widths):
         return tuple(weight_gradient(x, dy, precision).astype(x.dtype) for dy in dys)
     dw = weight_gradient(x, lax.concatenate(dys, x.ndim - 1), precision).astype(x.dtype)
     return tuple(lax.split(dw, widths, axis=1))
 
 
-def scatter_then_gather(reduce: Callable[[Arrays], Array], xs: Arrays, axis_name: str) -> Array:
+def merge_batches(x: Operand) -> Operand:
+    """Returns x [..., rows, k] as [rows, k]."""
+    leading = x.ndim - 1
+    return jax.tree.map(lambda array: array.reshape(-1, *array.shape[leading:]), x)
+
+
+def scatter_then_gather(reduce: Callable[[Operands], Array], xs: Operands, axis_name: str) -> Array:
     """Returns the all-reduce of what `reduce` reduce-scatters; rows are padded to a multiple of the ring.
 
     Where the ring does not divide the rows of a batch, the batches are merged first, so that one of them is padded.
     """
     size, (*batch, rows, _) = lax.axis_size(axis_name), xs[0].shape
     if batch and rows % size and xs[0].size:
-        merged = scatter_then_gather(reduce, tuple(x.reshape(-1, x.shape[-1]) for x in xs), axis_name)
+        merged = scatter_then_gather(reduce, tuple(map(merge_batches, xs)), axis_name)
         return merged.reshape(*batch, rows, merged.shape[-1])
-    padding = [(0, 0, 0)] * (xs[0].ndim - 2) + [(0, -rows % size, 0), (0, 0, 0)]
-    padded = tuple(lax.pad(x, jnp.zeros((), x.dtype), padding) for x in xs) if rows % size else xs
-    y_shard = reduce(padded)
+
+    def pad(x: Array) -> Array:
+        padding = [(0, -rows % size if dim == len(batch) else 0, 0) for dim in range(x.ndim)]
+        return lax.pad(x, jnp.zeros((), x.dtype), padding)
+
+    y_shard = reduce(jax.tree.map(pad, xs) if rows % size else xs)
     y = lax.all_gather(y_shard, axis_name, axis=y_shard.ndim - 2, tiled=True, to="invarying")
     return lax.slice_in_dim(y, 0, rows, axis=-2)
 

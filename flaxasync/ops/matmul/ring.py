@@ -23,7 +23,8 @@ from flaxasync.ops.costs.collective_matmul import exchange_steps
 from flaxasync.ops.costs.cost import Shape
 from flaxasync.ops.execution import cannot_serve
 from flaxasync.ops.matmul import products
-from flaxasync.ops.matmul.products import Arrays, accumulator_dtype
+from flaxasync.ops.matmul.products import Arrays, Operands, accumulator_dtype
+from flaxasync.ops.quantization import Operand, Quantization
 from flaxasync.ring import Index, Ring, ring_gather, ring_reduce
 
 
@@ -34,45 +35,52 @@ class RingExecutor:
     ring: Ring
     precision: lax.PrecisionLike = None
     reduce_dtype: DTypeLike | None = None  # of partial sums while they travel; None for that of the operands
+    quantization: Quantization | None = None
 
     @property
     def axis_name(self) -> str:
         return self.ring.axis_name
 
     def gather(
-        self, x: Array, ws: Arrays, *, transposed: bool = False, keep: bool = False
-    ) -> tuple[Arrays, Array | None]:
-        rows = x.shape[-2] * lax.axis_size(self.axis_name)
+        self, x: Operand, ws: Operands, *, transposed: bool = False, keep: bool = False
+    ) -> tuple[Arrays, Operand | None]:
+        rows, axis, (like, *_) = x.shape[-2] * lax.axis_size(self.axis_name), x.ndim - 2, jax.tree.leaves(x)
 
         def output(columns: int) -> Array:
-            return uninitialised((*x.shape[:-2], rows, columns), x)
+            return uninitialised((*x.shape[:-2], rows, columns), like, x.dtype)
 
-        def write(block: Array, row: Index, carry: Any) -> Any:
+        def all_rows(array: Array) -> Array:
+            return uninitialised((*array.shape[:axis], rows, *array.shape[axis + 1 :]), array)
+
+        def write(block: Operand, row: Index, carry: Any) -> Any:
+            def write_rows(x: Array, block: Array) -> Array:
+                return lax.dynamic_update_slice_in_dim(x, block, row, axis=axis)
+
             ys, gathered = carry
-            blocks = [products.dot(block, w, self.precision, transposed=transposed).astype(x.dtype) for w in ws]
-            ys = tuple(_write_rows(y, y_block, row) for y, y_block in zip(ys, blocks, strict=True))
-            return ys, _write_rows(gathered, block, row) if keep else None
+            blocks = tuple(products.dot(block, w, self.precision, transposed=transposed).astype(x.dtype) for w in ws)
+            ys = jax.tree.map(write_rows, ys, blocks)
+            return ys, jax.tree.map(write_rows, gathered, block) if keep else None
 
         ys = tuple(_vary_like(output(w.shape[0 if transposed else 1]), *ws) for w in ws)
-        return ring_gather(self.ring, x, (ys, output(x.shape[-1]) if keep else None), write)
+        return ring_gather(self.ring, x, (ys, jax.tree.map(all_rows, x) if keep else None), write)
 
-    def reduce(self, xs: Arrays, ws: Arrays, *, transposed: bool = False) -> Array:
-        rows = xs[0].shape[-2] // lax.axis_size(self.axis_name)
+    def reduce(self, xs: Operands, ws: Operands, *, transposed: bool = False) -> Array:
+        rows, axis = xs[0].shape[-2] // lax.axis_size(self.axis_name), xs[0].ndim - 2
 
         def produce(row: Index, count: int) -> Array:
-            blocks = tuple(lax.dynamic_slice_in_dim(x, row, count, axis=-2) for x in xs)
+            blocks = jax.tree.map(lambda array: lax.dynamic_slice_in_dim(array, row, count, axis=axis), xs)
             return products.sum_of_products(blocks, ws, self.precision, transposed=transposed)
 
         return ring_reduce(self.ring, rows, produce, self._travel_dtype(xs[0])).astype(xs[0].dtype)
 
-    def all_reduce(self, xs: Arrays, ws: Arrays) -> Array:
+    def all_reduce(self, xs: Operands, ws: Operands) -> Array:
         if self.ring.transport is None:
             partial_sum = products.sum_of_products(xs, ws, self.precision)
             return lax.psum(partial_sum.astype(self._travel_dtype(xs[0])), self.axis_name).astype(xs[0].dtype)
         return products.scatter_then_gather(lambda xs: self.reduce(xs, ws), xs, self.axis_name)
 
-    def weight_gradient(self, x: Array, dys: Arrays) -> Arrays:
-        def add(block: Array, row: Index, dws: Arrays) -> Arrays:
+    def weight_gradient(self, x: Operand, dys: Arrays) -> Arrays:
+        def add(block: Operand, row: Index, dws: Arrays) -> Arrays:
             def product(dy: Array) -> Array:
                 rows = lax.dynamic_slice_in_dim(dy, row, block.shape[-2], axis=-2)
                 return products.weight_gradient(block, rows, self.precision)
@@ -83,7 +91,7 @@ class RingExecutor:
         dws = ring_gather(self.ring, x, tuple(_vary_like(zero, x, *dys) for zero in zeros), add)
         return tuple(dw.astype(x.dtype) for dw in dws)
 
-    def _travel_dtype(self, x: Array) -> jnp.dtype:
+    def _travel_dtype(self, x: Operand) -> jnp.dtype:
         return jnp.dtype(self.reduce_dtype or x.dtype)
 
 
@@ -91,7 +99,7 @@ class RingExecutor:
 class ExchangeExecutor(RingExecutor):
     """Sums few rows with a kernel in which all devices send to all others; their gradients need no communication."""
 
-    def all_reduce(self, xs: Arrays, ws: Arrays) -> Array:
+    def all_reduce(self, xs: Operands, ws: Operands) -> Array:
         partial_sum = products.sum_of_products(xs, ws, self.precision).astype(self._travel_dtype(xs[0]))
         return _exchange_all(partial_sum, self.axis_name, lax.axis_size(self.axis_name)).astype(xs[0].dtype)
 
@@ -137,23 +145,21 @@ def _layout(shape: Shape, dtype: DTypeLike) -> tuple[int, int]:
     return (rows, shape[-1]) if rows % unit == 0 else (unit, -(-math.prod(shape) // unit))
 
 
-def _write_rows(x: Array, block: Array, row: Index) -> Array:
-    return lax.dynamic_update_slice_in_dim(x, block, row, axis=-2)
-
-
-def _vary_like(value: Array, *others: Array) -> Array:
+def _vary_like(value: Array, *others: Operand) -> Array:
     """Casts `value` to vary over each mesh axis that any of `others` varies over."""
-    return cast_to_varying(value, frozenset().union(*(jax.typeof(other).mat.varying for other in others)))
+    return cast_to_varying(value, frozenset().union(*(jax.typeof(o).mat.varying for o in jax.tree.leaves(others))))
 
 
-def uninitialised(shape: tuple[int, ...], x: Array) -> Array:
-    """Returns an array of x's dtype that will be written before it is read.
+def uninitialised(shape: tuple[int, ...], x: Array, dtype: DTypeLike | None = None) -> Array:
+    """Returns an array, by default of x's dtype, that will be written before it is read.
 
     For a TPU `lax.empty` allocates and writes nothing. Elsewhere `lax.empty` is zeros: a constant, which XLA hoists out
     of a scan over layers and then copies in every turn. So elsewhere one element of x is broadcast where it is needed.
     """
+    dtype = dtype or x.dtype
     if mesh.platform() in ("tpu", None):
-        return _vary_like(lax.empty(shape, x.dtype), x)
+        return _vary_like(lax.empty(shape, dtype), x)
     if not x.size:
-        return _vary_like(jnp.zeros(shape, x.dtype), x)
-    return lax.broadcast(lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim)), shape)
+        return _vary_like(jnp.zeros(shape, dtype), x)
+    element = lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
+    return lax.broadcast(element.astype(dtype), shape)

@@ -17,7 +17,8 @@ matmul_all_reduce        x [..., m, k]     w [k, n]   y [..., m, n]
 
 The rules assume valid input in which all operands vary over the same mesh axes. Saved are x and w as they were given,
 both of them shards; or all_gather(x) instead of x, where that is kept. Several w share one trip of x, and several
-products are summed before they travel. `ops.saved` has the names of what is computed.
+products are summed before they travel. `ops.saved` has the names of what is computed. With a quantization, x and w
+stand for their values in 8 bits with scales, which travel, are multiplied and are saved (`ops.quantization`).
 
 `all_gather_matmul` has nothing but the products of dw to hide the second trip of x behind, so it multiplies each block
 while the next one travels. `matmul_reduce_scatter` has the products of dx for that. It keeps the blocks of dy and
@@ -35,7 +36,15 @@ import jax
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from flaxasync.ops.matmul.products import Arrays, dot, weight_gradient, weight_gradients
+from flaxasync.ops.matmul.products import (
+    Arrays,
+    Operands,
+    dot,
+    sum_of_products,
+    weight_gradient,
+    weight_gradients,
+)
+from flaxasync.ops.quantization import Operand, Quantization, backward_operands, cotangents, dense, forward_operands
 from flaxasync.ops.saved import GATHERED, PRODUCT
 
 
@@ -48,37 +57,42 @@ class Executor(Protocol):
     @property
     def precision(self) -> lax.PrecisionLike: ...
 
+    @property
+    def quantization(self) -> Quantization | None: ...
+
     def gather(
-        self, x: Array, ws: Arrays, *, transposed: bool = False, keep: bool = False
-    ) -> tuple[Arrays, Array | None]:
+        self, x: Operand, ws: Operands, *, transposed: bool = False, keep: bool = False
+    ) -> tuple[Arrays, Operand | None]:
         """Returns all_gather(x) @ w for each w [k, n], or @ w.T for w [n, k], and all_gather(x) if `keep`, else None.
 
         Leading dimensions of all_gather(x) [..., R*m, k] are merged where a weight gradient is faster on it so.
         """
         ...
 
-    def reduce(self, xs: Arrays, ws: Arrays, *, transposed: bool = False) -> Array:
+    def reduce(self, xs: Operands, ws: Operands, *, transposed: bool = False) -> Array:
         """Returns reduce_scatter(sum of x @ w), or of x @ w.T, for x [..., R*m, k]."""
         ...
 
-    def all_reduce(self, xs: Arrays, ws: Arrays) -> Array:
+    def all_reduce(self, xs: Operands, ws: Operands) -> Array:
         """Returns all_reduce(sum of x @ w), whose type says that it does not vary over the axis."""
         ...
 
-    def weight_gradient(self, x: Array, dys: Arrays) -> Arrays:
+    def weight_gradient(self, x: Operand, dys: Arrays) -> Arrays:
         """Returns all_gather(x).T @ dy for each dy [..., R*m, n], over all rows of all batches, in x's dtype."""
         ...
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def gather_and_multiply(executor: Executor, keep: bool, x: Array, ws: Arrays) -> Arrays:
+def gather_and_multiply(executor: Executor, keep: bool, x: Operand, ws: Operands) -> Arrays:
     with jax.named_scope("all_gather_matmul"):
+        (x,), ws = forward_operands(executor.quantization, (x,), ws)
         return executor.gather(x, ws)[0]
 
 
 def _gather_and_multiply_fwd(
-    executor: Executor, keep: bool, x: Array, ws: Arrays
-) -> tuple[Arrays, tuple[Array, Arrays]]:
+    executor: Executor, keep: bool, x: Operand, ws: Operands
+) -> tuple[Arrays, tuple[Operand, Operands]]:
+    (x,), ws = forward_operands(executor.quantization, (x,), ws)
     if not keep:
         return checkpoint_name(gather_and_multiply(executor, keep, x, ws), PRODUCT), (x, ws)
     ys, gathered = _gather_and_keep(executor, x, ws)
@@ -86,24 +100,24 @@ def _gather_and_multiply_fwd(
 
 
 def gather_and_multiply_bwd(
-    executor: Executor, keep: bool, saved: tuple[Array, Arrays], dys: Arrays
-) -> tuple[Array, Arrays]:
+    executor: Executor, keep: bool, saved: tuple[Operand, Operands], dys: Arrays
+) -> tuple[Array, tuple[Any, ...]]:
     """Returns dx and the dw of `all_gather_matmul`; `saved` are all_gather(x) if `keep`, and x if not, and ws."""
     x, ws = saved
     with jax.named_scope("all_gather_matmul_dx"):
-        dx = executor.reduce(dys, ws, transposed=True)
+        dx = executor.reduce(*backward_operands(executor.quantization, dys, ws), transposed=True)
     with jax.named_scope("all_gather_matmul_dw"):
         if not keep:
-            return dx, executor.weight_gradient(x, dys)
+            return dx, cotangents(ws, executor.weight_gradient(x, dys))
         alike = tuple(dy.reshape(*x.shape[:-1], dy.shape[-1]) for dy in dys)
-        return dx, weight_gradients(x, alike, executor.precision)
+        return dx, cotangents(ws, weight_gradients(x, alike, executor.precision))
 
 
 gather_and_multiply.defvjp(_gather_and_multiply_fwd, gather_and_multiply_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather_and_keep(executor: Executor, x: Array, ws: Arrays) -> tuple[Arrays, Array]:
+def _gather_and_keep(executor: Executor, x: Operand, ws: Operands) -> tuple[Arrays, Operand]:
     """Returns the products and all_gather(x).
 
     It has a rule of its own, which is that of automatic differentiation, so that a policy of `jax.checkpoint` sees one
@@ -116,7 +130,7 @@ def _gather_and_keep(executor: Executor, x: Array, ws: Arrays) -> tuple[Arrays, 
     return ys, gathered
 
 
-def _gather_and_keep_fwd(executor: Executor, x: Array, ws: Arrays) -> tuple[Any, Callable[[Any], Any]]:
+def _gather_and_keep_fwd(executor: Executor, x: Operand, ws: Operands) -> tuple[Any, Callable[[Any], Any]]:
     return jax.vjp(lambda x, ws: executor.gather(x, ws, keep=True), x, ws)
 
 
@@ -128,46 +142,87 @@ _gather_and_keep.defvjp(_gather_and_keep_fwd, _gather_and_keep_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply_and_scatter(executor: Executor, xs: Arrays, ws: Arrays) -> Array:
+def multiply_and_scatter(executor: Executor, xs: Operands, ws: Operands) -> Array:
     with jax.named_scope("matmul_reduce_scatter"):
-        return executor.reduce(xs, ws)
+        return executor.reduce(*forward_operands(executor.quantization, xs, ws))
 
 
-def _multiply_and_scatter_fwd(executor: Executor, xs: Arrays, ws: Arrays) -> tuple[Array, tuple[Arrays, Arrays]]:
-    return checkpoint_name(multiply_and_scatter(executor, xs, ws), PRODUCT), (xs, ws)
+def _multiply_and_scatter_fwd(
+    executor: Executor, xs: Operands, ws: Operands
+) -> tuple[Array, tuple[Operands, Operands]]:
+    saved = forward_operands(executor.quantization, xs, ws)
+    return checkpoint_name(multiply_and_scatter(executor, *saved), PRODUCT), saved
 
 
-def _multiply_and_scatter_bwd(executor: Executor, saved: tuple[Arrays, Arrays], dy: Array) -> tuple[Arrays, Arrays]:
+def _multiply_and_scatter_bwd(
+    executor: Executor, saved: tuple[Operands, Operands], dy: Array
+) -> tuple[Arrays, tuple[Any, ...]]:
     xs, ws = saved
     with jax.named_scope("matmul_reduce_scatter_dx"):
-        dxs, gathered = executor.gather(dy, ws, transposed=True, keep=True)
+        (dy_given,), ws_given = backward_operands(executor.quantization, (dy,), ws)
+        dxs, gathered = executor.gather(dy_given, ws_given, transposed=True, keep=True)
     assert gathered is not None
     with jax.named_scope("matmul_reduce_scatter_dw"):
-        alike = (x.reshape(*gathered.shape[:-1], x.shape[-1]) for x in xs)
-        return dxs, tuple(weight_gradient(x, gathered, executor.precision).astype(x.dtype) for x in alike)
+        alike = (dense(x).reshape(*gathered.shape[:-1], x.shape[-1]) for x in xs)
+        dws = tuple(weight_gradient(x, gathered, executor.precision).astype(dy.dtype) for x in alike)
+        return dxs, cotangents(ws, dws)
 
 
 multiply_and_scatter.defvjp(_multiply_and_scatter_fwd, _multiply_and_scatter_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply_and_reduce(executor: Executor, xs: Arrays, ws: Arrays) -> Array:
+def multiply_and_reduce(executor: Executor, xs: Operands, ws: Operands) -> Array:
     with jax.named_scope("matmul_all_reduce"):
-        return executor.all_reduce(xs, ws)
+        return executor.all_reduce(*forward_operands(executor.quantization, xs, ws))
 
 
-def _multiply_and_reduce_fwd(executor: Executor, xs: Arrays, ws: Arrays) -> tuple[Array, tuple[Arrays, Arrays]]:
-    return checkpoint_name(multiply_and_reduce(executor, xs, ws), PRODUCT), (xs, ws)
+def _multiply_and_reduce_fwd(executor: Executor, xs: Operands, ws: Operands) -> tuple[Array, tuple[Operands, Operands]]:
+    saved = forward_operands(executor.quantization, xs, ws)
+    return checkpoint_name(multiply_and_reduce(executor, *saved), PRODUCT), saved
 
 
-def _multiply_and_reduce_bwd(executor: Executor, saved: tuple[Arrays, Arrays], dy: Array) -> tuple[Arrays, Arrays]:
-    xs, ws = saved
-    if executor.axis_name not in jax.typeof(xs[0]).mat.varying:
+def _multiply_and_reduce_bwd(
+    executor: Executor, saved: tuple[Operands, Operands], dy: Array
+) -> tuple[Arrays, tuple[Any, ...]]:
+    if executor.axis_name not in jax.typeof(jax.tree.leaves(saved)[0]).mat.varying:
         # Under check_vma=False no type says that y is the same everywhere, and shard_map hands each device a share of
         # dy.
         dy = lax.psum(dy, executor.axis_name)
-    dxs = tuple(dot(dy, w, executor.precision, transposed=True).astype(x.dtype) for x, w in zip(xs, ws, strict=True))
-    return dxs, tuple(weight_gradient(x, dy, executor.precision).astype(x.dtype) for x in xs)
+    return local_gradients(executor.quantization, executor.precision, saved, dy)
 
 
 multiply_and_reduce.defvjp(_multiply_and_reduce_fwd, _multiply_and_reduce_bwd)
+
+
+def local_gradients(
+    quantization: Quantization | None, precision: lax.PrecisionLike, saved: tuple[Operands, Operands], dy: Array
+) -> tuple[Arrays, tuple[Any, ...]]:
+    """Returns the gradients of the sum of x @ w over all pairs, which need no communication."""
+    xs, ws = saved
+    (dy_given,), ws_given = backward_operands(quantization, (dy,), ws)
+    dxs = tuple(dot(dy_given, w, precision, transposed=True).astype(dy.dtype) for w in ws_given)
+    return dxs, cotangents(ws, tuple(weight_gradient(x, dy, precision).astype(dy.dtype) for x in xs))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def multiply(quantization: Quantization, precision: lax.PrecisionLike, x: Operand, w: Operand) -> Array:
+    """Returns the quantised product x @ w of one device, in the dtype of x."""
+    return sum_of_products(*forward_operands(quantization, (x,), (w,))).astype(x.dtype)
+
+
+def _multiply_fwd(
+    quantization: Quantization, precision: lax.PrecisionLike, x: Operand, w: Operand
+) -> tuple[Array, tuple[Operands, Operands]]:
+    (x,), (w,) = saved = forward_operands(quantization, (x,), (w,))
+    return checkpoint_name(multiply(quantization, precision, x, w), PRODUCT), saved
+
+
+def _multiply_bwd(
+    quantization: Quantization, precision: lax.PrecisionLike, saved: tuple[Operands, Operands], dy: Array
+) -> tuple[Array, Any]:
+    (dx,), (dw,) = local_gradients(quantization, precision, saved, dy)
+    return dx, dw
+
+
+multiply.defvjp(_multiply_fwd, _multiply_bwd)

@@ -129,7 +129,8 @@ def test_floats_are_kept_as_bits_and_addresses_are_added():
 
 
 def matrix(text, chip="v5e"):
-    return matrix_unit.matrix_operation(parse_operation(text), PLAYED_CHIPS[chip])
+    (operation,) = matrix_unit.matrix_operations(parse_operation(text), PLAYED_CHIPS[chip])
+    return operation
 
 
 def test_a_multiply_holds_its_unit():
@@ -147,6 +148,15 @@ def test_a_pop_waits_for_its_result_and_less_after_other_waits():
     assert matrix_unit.cost(1, [(0, (pop,))], matrix_unit.aged(cost.state, 60), latency=100).stall == 39
     nothing_to_wait_for = ((0, 0, 0, (0,)),)  # but one result to pop
     assert matrix_unit.aged(cost.state, 1000) == nothing_to_wait_for
+
+
+def test_a_multiply_of_bytes_takes_as_long_as_one_of_bfloat16_and_has_twice_the_rows():
+    """So libtpu counts too: in its programs for int8, each multiply has this many pops, and none of them stalls."""
+    for chip, name in (("v5e", "s8"), ("v6e", "s8"), ("v5p", "s8"), ("tpu7x", "f8e4m3fn")):
+        eight, wide = (matrix(f"%1 = vmatmul.{kind}.gmra.mxu0 %v1_v0", chip) for kind in (name, "bf16"))
+        assert (eight.cycles, eight.results) == (wide.cycles, 2 * wide.results)
+    pops = matrix_unit.matrix_operations(parse_operation("%v2_v1 = vpop.add.s32.mrf.mxu0.mxu1"), PLAYED_CHIPS["v6e"])
+    assert [(pop.kind, pop.unit) for pop in pops] == [(matrix_unit.POP, 0), (matrix_unit.POP, 1)]
 
 
 # How transfers share HBM and links.
@@ -229,6 +239,8 @@ def test_occupancy_agrees_with_the_data_sheet(chip):
     rate = 2 * 16 * side * side / chip.occupancy["bf16"] * units * chip.clock * chip.cores
     assert rate == pytest.approx(chip.sheet.flops, rel=0.15 if chip.name == "tpu7x" else 0.005)
     assert 2 * chip.occupancy[""] == chip.occupancy["bf16"]
+    eight = chip.sheet.int8 or chip.sheet.fp8
+    assert 32 / chip.occupancy["8 bits"] / (16 / chip.occupancy["bf16"]) == eight / chip.sheet.flops
 
 
 def test_routes():

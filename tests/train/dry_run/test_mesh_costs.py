@@ -14,7 +14,9 @@ from configs.llama_8b import llama_8b
 from flaxasync.hardware import CHIPS
 from models.config import FsdpOverlap, Remat, TransformerConfig
 from models.transformer import Transformer
+from train.dry_run.forms import rank
 from train.dry_run.mesh_costs import AUTOMATIC, POLICIES, predict, predicted_memory
+from train.lifecycle.errors import InputError
 from train.step.mesh import make_mesh
 
 GIB = 2**30
@@ -113,6 +115,19 @@ def test_float32_waits_longer_because_twice_the_bytes_travel(step):
     for axis, wait in (("model", "model: activations"), ("context", "context: keys and values")):
         short, long = (step(**{axis: 16}, chip="v6e", dtype=dtype).waits[wait] for dtype in ("bfloat16", "float32"))
         assert long > 1.5 * short > 0, axis
+
+
+def test_eight_bits_work_and_wait_less_where_the_chip_has_a_rate(step, replace):
+    plain, forward, both = (
+        step(model=16, quantization=kind, quantization_backward=back)
+        for kind, back in ((None, None), ("int8", None), ("int8", "int8"))
+    )
+    assert both.work < forward.work < plain.work
+    assert both.exposed < forward.exposed
+    with pytest.raises(
+        InputError, match=r"quantization in fp8, for which a v5e has no rate .*; use quantization='int8'"
+    ):
+        rank(replace(llama_8b(), model={"quantization": "fp8"}), CHIPS["v5e"], 8)
 
 
 def test_scores_are_counted_where_all_of_them_are_in_memory(step):

@@ -131,6 +131,20 @@ def test_losses_match_those_of_one_device_and_the_state_stays_sharded(losses, al
     assert history[-1] < 0.8 * history[0]
 
 
+@pytest.mark.parametrize(("sizes", "backend", "quantized"), [
+    pytest.param((1, 2, 1, 4), "xla", {"quantization": "int8", "quantization_backward": "int8"}, marks=SLOW),
+    ((1, 1, 1, 2), "none", {"quantization": "int8"}),
+    pytest.param((2, 1, 1, 4), "none", {"quantization": "fp8"}, marks=SLOW),
+])  # fmt: skip
+def test_steps_in_8_bits_learn_as_those_of_one_device_do(losses, alone, sizes, backend, quantized):
+    if not alone:
+        alone[:] = losses(ALONE)
+    expected, began = np.array(alone[0]), alone[1]
+    history = np.array(losses(sizes, began, backend, model=quantized)[0])
+    np.testing.assert_allclose(history, expected, rtol=2e-2)
+    assert np.abs(history / expected - 1).max() > 1e-5, "nothing was quantised"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("separator", [None, 2], ids=["", "documents"])
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 4), (2, 2, 1, 2), (1, 2, 2, 2)], ids=str)

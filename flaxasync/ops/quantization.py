@@ -1,0 +1,241 @@
+"""Quantised operands of matmuls: 8-bit values beside the scales that they are multiplied with.
+
+```
+x  [..., m, k]  ->  values [..., m, k] in 8 bits, scales [..., m]     one scale for each row of x
+w  [k, n]       ->  values [k, n] in 8 bits,      scales [n]          one scale for each column of w
+
+x @ w  =  (values of x @ values of w) * scales of x * scales of w     int8 sums in int32, fp8 sums in float32
+```
+
+A scale is the largest magnitude of its row or column on this device, divided by the largest number of the 8-bit type.
+A row of zeros has the scale 1. A row with an infinity or a NaN has that as its scale, so its products are not finite.
+
+The gradients are those of the product of the values that were rounded (straight-through: the rounding counts as the
+identity): dx = dy @ w.T and dw = x.T @ dy with x and w as values * scales, in the dtype of the operands. With
+`Quantization.backward` the products of dx are quantised too, and dw is not. This is the recipe of Wortsman et al.,
+"Stable and low-precision training for large-scale vision-language models" (2023): errors of dw do not average out over
+the features, because it sums over far more rows than the other products do over features.
+"""
+
+import dataclasses
+from typing import Any, Literal, cast, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from flaxasync.hardware import Chip
+from flaxasync.mesh import UnsupportedError
+from flaxasync.ops.saved import first_only
+
+type Operand = Any  # an array, or a `Quantized` that stands for one
+
+Kind = Literal["int8", "fp8"]
+Rounding = Literal["stochastic", "nearest"]
+Scale = Literal["vector", "tensor"]
+
+LONGEST = (2**31 - 1) // 127**2  # the most int8 products whose sum cannot leave int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """How the matmuls of an op or a layer are quantised. A string, "int8" or "fp8", stands for its `forward` alone.
+
+    Attributes:
+      forward: The type of both operands: "int8", or "fp8" for float8_e4m3fn.
+      backward: The type in which cotangents travel and are multiplied for dx: "int8", or "fp8" for float8_e5m2, with
+        weights in float8_e4m3fn. None, the default, for the dtype of the operands.
+      rounding: How cotangents are rounded with `backward`. "stochastic" rounds up with the probability that makes the
+        expected value right. The bits come from the values and their positions, so equal steps round equally.
+      scale: "vector" for a scale of each row of x and each column of w; "tensor" for one of each array on a device.
+    """
+
+    forward: Kind
+    backward: Kind | None = None
+    rounding: Rounding = "stochastic"
+    scale: Scale = "vector"
+
+    def __post_init__(self) -> None:
+        kinds = get_args(Kind)
+        allowed = {
+            "forward": kinds,
+            "backward": (None, *kinds),
+            "rounding": get_args(Rounding),
+            "scale": get_args(Scale),
+        }
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                choices = ", ".join(map(repr, values))
+                raise ValueError(f"Quantization needs {name} to be one of {choices}: got {getattr(self, name)!r}")
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """The types of the products."""
+        return frozenset(kind for kind in (self.forward, self.backward) if kind is not None)
+
+
+def quantization_of(caller: str, given: "Quantization | str | None") -> Quantization | None:
+    """Returns what an option `quantization` stands for. Raises ValueError, which begins with the caller's name."""
+    if given is None or isinstance(given, Quantization):
+        return given
+    if given not in get_args(Kind):
+        raise ValueError(
+            f"{caller} needs quantization to be None, 'int8', 'fp8' or a flaxasync.Quantization: got {given!r}"
+        )
+    return Quantization(cast(Kind, given))
+
+
+def check_chip(caller: str, quantization: Quantization | None, chip: Chip | None) -> None:
+    """Raises NotImplementedError for a type of products for which the chip table has no rate.
+
+    A chip that the table lacks, such as a CPU, is None, and takes every type.
+    """
+    if quantization is None or chip is None:
+        return
+    for kind in sorted(quantization.kinds):
+        if chip.rate(kind) is None:
+            has = [f"quantization={other!r}" for other in get_args(Kind) if chip.rate(other)]
+            raise UnsupportedError(
+                f"{caller} got quantization in {kind}, for which a {chip.name} has no rate of its own; use "
+                f"{' or '.join([*has, 'quantization=None'])}"
+            )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """An operand in 8 bits; see the head of this file.
+
+    `weight` is there if the weight was quantised before the op: an array of w's shape whose values nobody reads, and
+    whose cotangent is dw. What is saved for the backward pass has () in its place.
+    """
+
+    values: Array
+    scales: Array
+    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})  # of the operand that this stands for
+    weight: Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    @property
+    def size(self) -> int:
+        return self.values.size
+
+
+def quantize(
+    x: Array, kind: Kind, contracted: int, *, scale: Scale = "vector", rounding: Rounding | None = None,
+    over: tuple[str, ...] = (),
+) -> Quantized:  # fmt: skip
+    """Quantises an operand whose dimension `contracted` a product contracts.
+
+    Args:
+      rounding: None for an operand of the forward pass, whose type is float8_e4m3fn if it is no integer. Otherwise it
+        is a cotangent, of type float8_e5m2, and this says how it is rounded.
+      over: Mesh axes that split the contracted dimension, whose devices use one scale together.
+    """
+    if kind == "int8" and x.shape[contracted] > LONGEST:
+        raise UnsupportedError(
+            f"int8 products are summed in int32, which holds {LONGEST} of them: got {x.shape[contracted]} features on "
+            "a device; use quantization=None, or a larger axis"
+        )
+    wide = jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+    type_ = jnp.int8 if kind == "int8" else jnp.float8_e4m3fn if rounding is None else jnp.float8_e5m2
+    largest = 127.0 if kind == "int8" else float(jnp.finfo(type_).max)
+    values = x.astype(wide)
+    most = jnp.max(jnp.abs(values), contracted, initial=0)
+    if scale == "tensor":
+        most = jnp.broadcast_to(jnp.max(most, initial=0), most.shape)
+    if over:
+        most = lax.pmax(most, over)
+    scales = jnp.where(most > 0, most * jnp.asarray(1 / largest, wide), jnp.where(most == 0, 1, most))
+    ratio = values / jnp.expand_dims(scales, contracted)
+    ratio = jnp.where(jnp.isnan(ratio), jnp.sign(values), ratio)  # an infinity divided by an infinite scale
+    if kind == "int8":
+        ratio = jnp.floor(ratio + _uniform(values)) if rounding == "stochastic" else jnp.round(ratio)
+    elif rounding == "stochastic":
+        ratio = _round_to_two_bits(ratio.astype(jnp.float32), _bits(values))
+    return Quantized(jnp.clip(ratio, -largest, largest).astype(type_), scales, x.dtype)
+
+
+def dense(x: Operand, contracted: int = -1) -> Array:
+    """Returns values * scales in the dtype of the operand; an array as it is."""
+    if not isinstance(x, Quantized):
+        return x
+    return (x.values.astype(x.scales.dtype) * jnp.expand_dims(x.scales, contracted)).astype(x.dtype)
+
+
+def forward_operands(
+    quantization: Quantization | None, xs: tuple[Operand, ...], ws: tuple[Operand, ...]
+) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
+    """Returns what is multiplied, and saved, in the forward pass. What is quantised already stays as it is."""
+    if quantization is None:
+        return xs, ws
+    kind, scale = quantization.forward, quantization.scale
+
+    def quantized(x: Operand, contracted: int) -> Quantized:
+        if isinstance(x, Quantized):
+            return x if x.weight is None else dataclasses.replace(x, weight=())
+        return quantize(_first_derivative_only(x)[0], kind, contracted, scale=scale)
+
+    return tuple(quantized(x, -1) for x in xs), tuple(quantized(w, 0) for w in ws)
+
+
+def backward_operands(
+    quantization: Quantization | None, dys: tuple[Array, ...], ws: tuple[Operand, ...]
+) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
+    """Returns what is multiplied for dx: dys, and the ws of the forward pass, as dy @ w.T contracts them."""
+    whole = tuple(dense(w, 0) for w in ws)
+    if quantization is None or quantization.backward is None:
+        return dys, whole
+    kind, scale = quantization.backward, quantization.scale
+    if len(dys) == len(whole) > 1:  # one longer product, whose sum is not stored between its parts
+        dys, whole = (lax.concatenate(dys, dys[0].ndim - 1),), (lax.concatenate(whole, 1),)
+    dys_8 = tuple(quantize(dy, kind, -1, scale=scale, rounding=quantization.rounding) for dy in dys)
+    return dys_8, tuple(quantize(w, kind, 1, scale=scale) for w in whole)
+
+
+def cotangents(ws: tuple[Operand, ...], dws: tuple[Array, ...]) -> tuple[Any, ...]:
+    """Returns the cotangents of the weights that an op was given, of which `ws` were saved."""
+
+    def of(w: Operand, dw: Array) -> Any:
+        if not isinstance(w, Quantized) or w.weight is None:
+            return dw
+        none: Any = None  # integers and scales have no cotangent
+        return dataclasses.replace(w, values=none, scales=none, weight=dw)
+
+    return tuple(of(w, dw) for w, dw in zip(ws, dws, strict=True))
+
+
+_first_derivative_only = first_only(
+    "a quantised product", "the gradient of its rounding is not that of the values", "use quantization=None"
+)
+
+
+def _bits(x: Array) -> Array:
+    """Returns 32 bits for each element, which depend on its value and its position, mixed as a hash mixes them.
+
+    The multipliers are those of Wellons' hash function "lowbias32".
+    """
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    bits ^= lax.broadcasted_iota(jnp.uint32, (x.size,), 0).reshape(x.shape) * jnp.uint32(0x9E3779B9)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    return bits ^ (bits >> 16)
+
+
+def _uniform(x: Array) -> Array:
+    """Returns a number of 0 or more and less than 1 for each element."""
+    return (_bits(x) >> 8).astype(x.dtype) * jnp.asarray(2**-24, x.dtype)
+
+
+def _round_to_two_bits(x: Array, bits: Array) -> Array:
+    """Rounds float32 stochastically to a mantissa of two bits, that of float8_e5m2."""
+    dropped = jnp.uint32(2**21 - 1)
+    sum_ = lax.bitcast_convert_type(x, jnp.uint32) + (bits & dropped)
+    return lax.bitcast_convert_type(sum_ & ~dropped, jnp.float32)
