@@ -16,7 +16,8 @@ A group is a run of tiles of one expert. If K is whole, it is all tiles of the e
 call. Otherwise the float32 sums of a group stay in vector memory until all blocks of K are added, and memory limits it.
 
 Pallas fetches x and stores y, a step ahead. The kernel fetches w itself, a group ahead, because one step is too short
-for a block of w if tiles have few rows. `Blocks.choose` takes the sizes that are the fastest.
+for a block of w if tiles have few rows. `Blocks.choose` takes the sizes that are the fastest. Two cores of a chip share
+the columns out, and nothing is fetched ahead from one block of columns to the next.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -136,7 +137,8 @@ class Blocks:
             first_and_last = (
                 len(ws) * blocks.k * blocks.width + rows * blocks.k + results * rows * blocks.n
             )  # nothing is multiplied meanwhile
-            products = 2 * m * k * n * len(ws) / chip.flops + m * n * joined * (blocks.depth - 1) / SUMS_RATE
+            products = 2 * m * k * n * len(ws) / chip.flops * imbalance(blocks.columns, chip.cores)
+            products += m * n * joined * (blocks.depth - 1) / SUMS_RATE
             steps = blocks.columns * blocks.depth * (m // rows)
             return max(products, elements * second) + first_and_last * second + steps * STEP_SECONDS
 
@@ -184,6 +186,16 @@ def _width(k: int, n: int, joined: int) -> int:
     return largest_divisor(n, max(unit, min(max(NARROWEST, n // PANELS), PANEL // (k * joined))), unit)
 
 
+def outer_semantics(cores: int) -> Literal["parallel", "arbitrary"]:
+    """Returns the semantics of an outer dimension of a grid, whose steps the cores of a chip share out."""
+    return "parallel" if cores > 1 else "arbitrary"
+
+
+def imbalance(steps: int, cores: int) -> float:
+    """Returns how much longer so many equal steps take than if the cores could divide them evenly."""
+    return pl.cdiv(steps, cores) * cores / steps
+
+
 def divisors(size: int) -> Iterator[int]:
     """Returns the sides that a block of a dimension of this size may have."""
     unit = math.gcd(size, 2 * LANES)  # the side of the matrix units of some chips
@@ -200,6 +212,7 @@ class _Kernel:
     joined: int  # arrays w for each x
     epilogue: Epilogue | None
     operands: int
+    cores: int
 
     def __call__(self, table: Ref, *refs: Ref) -> None:
         """Does one step of the grid: one block of each x times one block of each w.
@@ -217,16 +230,16 @@ class _Kernel:
         next_j = jnp.where(ends & jnp.logical_not(same), j + 1, j)
         tile = jnp.where(same, at.first, jnp.where(ends, 0, end))
 
-        @pl.when((j == 0) & (step == 0))
+        @pl.when((step == 0) if self.cores > 1 else (j == 0) & (step == 0))
         def begin() -> None:
             last_slot[0] = 1
-            self.start_w(w_tiles, 0, ws, table[0, 0], 0, 0, 0, 1)
+            self.start_w(w_tiles, 0, ws, table[0, 0], 0, j, 0, 1)
 
         @pl.when(at.tile == 0)
         def begin_group() -> None:
             last_slot[0] = 1 - last_slot[0]
 
-        @pl.when(next_j < self.blocks.columns)
+        @pl.when(next_j == j if self.cores > 1 else next_j < self.blocks.columns)
         def begin_next_group() -> None:
             next_k = jnp.where(same, at.k + 1, 0)
             self.start_w(w_tiles, 1 - last_slot[0], ws, table[0, tile], next_k, next_j, at.tile, at.size)
@@ -325,7 +338,7 @@ def _call(
     check_grouped(caller, xs[0].dtype, rows, k, n)
     results = epilogue.results if epilogue else joined
     blocks, vmem_bytes = Blocks.choose(xs, ws, n, rows, len(operands) + results)
-    kernel = _Kernel(blocks, transposed, len(xs), joined, epilogue, len(operands))
+    kernel = _Kernel(blocks, transposed, len(xs), joined, epilogue, len(operands), chip_in_use().cores)
     y_spec = pl.BlockSpec((rows, blocks.n), blocks.y_index)
     ys = pl.pallas_call(
         kernel,
@@ -342,7 +355,7 @@ def _call(
         ),
         out_shape=[output((m, n), xs[0], *xs[1:], *ws, *operands)] * results,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=vmem_limit(vmem_bytes)
+            dimension_semantics=(outer_semantics(kernel.cores), "arbitrary"), vmem_limit_bytes=vmem_limit(vmem_bytes)
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * m * k * n * len(ws),

@@ -16,7 +16,7 @@ each other, and dw is read and written once. To read and write float32 dw takes 
 
 The kernel moves dw itself. A block is stored sub-block by sub-block, as they are finished in the last tile of the
 expert, because all at once would keep the next tiles of x and dy waiting. What is added to is fetched into the memory
-of the sums a whole block ahead: one tile would be too short for it.
+of the sums a whole block ahead: one tile would be too short for it. Two cores of a chip share the blocks of K out.
 """
 
 import functools
@@ -45,7 +45,7 @@ from flaxasync.kernels.engine.operands import (
 )
 from flaxasync.kernels.engine.slots import OutgoingTiles, start_copy, wait
 from flaxasync.kernels.engine.tiling import split
-from flaxasync.kernels.grouped_matmul import STEP_SECONDS, check_grouped, divisors
+from flaxasync.kernels.grouped_matmul import STEP_SECONDS, check_grouped, divisors, imbalance, outer_semantics
 
 HEIGHT, WIDTH = 512, 1024  # the sides of what is multiplied at once
 _NONE = np.iinfo(np.int32).max
@@ -79,6 +79,7 @@ def grouped_weight_gradient(
     check_grouped("grouped_weight_gradient", x.dtype, tile_rows, k, n)
     blocks, vmem_bytes = _choose(factors, expert_count, tile_rows, initial)
     grid, count, block, streamed = (k // blocks.k, n // blocks.n), len(dys), (blocks.k, blocks.n), 1 + len(dys)
+    cores = chip_in_use().cores
     scratch: list[Ref] = [OutgoingTiles.allocate(_slots(initial), block, jnp.float32)] * count
     operands = [array for one in factors for array in (one.x, *one.dys)]
     like = output((expert_count, k, n), *operands, *initial).update(dtype=jnp.float32)
@@ -91,7 +92,8 @@ def grouped_weight_gradient(
         expert, experts = order[0, step], order[1, end] + 1  # those that have tiles
         first = (step == 0) | (order[0, jnp.maximum(step - 1, 0)] != expert)
         last = (step == end) | (order[0, jnp.minimum(step + 1, end)] != expert)
-        number = (i * grid[1] + j) * experts + order[1, step]  # of the block, in the order of storing
+        before, blocks_in_all = (0, grid[1]) if cores > 1 else (i * grid[1], grid[0] * grid[1])
+        number, numbers = (before + j) * experts + order[1, step], blocks_in_all * experts  # in the order of storing
         slot = outgoing[0].slot(number)
         sums = [one.tiles.at[slot] for one in outgoing]
 
@@ -100,7 +102,8 @@ def grouped_weight_gradient(
                 one.wait(one.slot(number), *block)
 
         def fetch(number: Scalar, expert: Scalar) -> None:
-            at, to = split(lax.div(number, experts), grid[1]), outgoing[0].slot(number)
+            row, column = split(lax.div(number, experts), grid[1])
+            at, to = (i if cores > 1 else row, column), outgoing[0].slot(number)
             here = tuple(aligned(index * size, size, LANES) for index, size in zip(at, block, strict=True))
             for one, ref in zip(outgoing, old, strict=True):
                 start_copy(ref.at[expert, *here], one.tiles.at[to], one.sems.at[to])
@@ -136,11 +139,11 @@ def grouped_weight_gradient(
         pl.when(first & (number >= 2))(lambda: wait_for(number - 2))  # its slot is the next one to be written
         if initial:
             pl.when((number == 0) & first)(lambda: fetch(number, expert))
-            pl.when(first & (number + 1 < grid[0] * grid[1] * experts))(lambda: fetch(number + 1, order[3, step]))
+            pl.when(first & (number + 1 < numbers))(lambda: fetch(number + 1, order[3, step]))
             pl.when(first)(lambda: wait_for(number))
         else:
-            before = jnp.where(step == 0, -1, order[0, jnp.maximum(step - 1, 0)])
-            pl.when(first)(lambda: store_zeros(before + 1, expert))
+            previous = jnp.where(step == 0, -1, order[0, jnp.maximum(step - 1, 0)])
+            pl.when(first)(lambda: store_zeros(previous + 1, expert))
             pl.when(step == 0)(lambda: store_zeros(order[0, end] + 1, expert_count))
         for which in range(len(factors)):
             x_tile, *dy_tiles = tiles[which * streamed :][:streamed]
@@ -149,7 +152,7 @@ def grouped_weight_gradient(
                 add = functools.partial(_add, x_tile, dy_tiles, sums, begun, last, store)
                 pl.when(condition & (order[2, step] == which))(add)
 
-        @pl.when((i == grid[0] - 1) & (j == grid[1] - 1) & (step == end))
+        @pl.when((number + 1 == numbers) & (step == end))
         def finish() -> None:
             wait_for(number)
             pl.when(number > 0)(lambda: wait_for(number - 1))
@@ -173,7 +176,8 @@ def grouped_weight_gradient(
         out_shape=[like] * count,
         input_output_aliases={1 + len(operands) + i: i for i in range(len(initial))},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",) * 3, vmem_limit_bytes=vmem_limit(vmem_bytes)
+            dimension_semantics=(outer_semantics(cores), "arbitrary", "arbitrary"),
+            vmem_limit_bytes=vmem_limit(vmem_bytes),
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * _rows(factors) * k * n * count,
@@ -271,7 +275,8 @@ def _choose(factors: Sequence[Factors], experts: int, rows: int, initial: Sequen
         stored = 4 * experts * k * n * (len(dys) + len(initial))
         last = 4 * len(dys) * tiles.k * tiles.n  # nothing is multiplied meanwhile
         steps = (k // tiles.k) * (n // tiles.n) * (m // rows)
-        moving = max((streamed + stored) / bandwidth, 2 * m * k * n * len(dys) / chip.flops)
+        products = 2 * m * k * n * len(dys) / chip.flops * imbalance(k // tiles.k, chip.cores)
+        moving = max((streamed + stored) / bandwidth, products)
         return moving + last / bandwidth + steps * STEP_SECONDS
 
     choices = [Tiles(rows, *sides) for sides in itertools.product(divisors(k), divisors(n))]

@@ -1,6 +1,7 @@
 """The grouped products and their weight gradients beside NumPy, in JAX's TPU interpreter on a CPU."""
 
 import dataclasses
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync import check
+from flaxasync import check, hardware
 from flaxasync.kernels import grouped_weight_gradient
 from flaxasync.kernels.engine.call import available
 from flaxasync.kernels.engine.operands import Tiles
@@ -153,6 +154,21 @@ def test_a_wait_that_is_left_out_is_seen(slots, what, wrong, monkeypatch):
         want = np.stack([sum(t.T @ t for t, e in zip(by_tile(x), EXPERTS, strict=False) if e == i) for i in range(3)])
     with pytest.raises(AssertionError):
         assert_close(got, want)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_two_cores_share_the_outer_blocks(monkeypatch):
+    """Each core begins with nothing fetched and leaves nothing behind, whichever blocks it gets."""
+    for module in (sys.modules[grouped_matmul.__module__], grouped_weight_gradient):
+        monkeypatch.setattr(module, "chip_in_use", lambda: hardware.chip("v5p"))
+    monkeypatch.setattr(Blocks, "choose", lambda *arguments: (FORMS["K whole"], 2**20))
+    monkeypatch.setattr(grouped_weight_gradient, "_choose", lambda *arguments: (Tiles(ROWS, 128, 128), 2**20))
+    x, w, initial = rows(K), draw_weights(K, N)[0], draw((COUNT, K, K), "float32", seed=3)
+    assert_close(live(compute(grouped_matmul, x, (w,))[0]), product(x, w))
+    factors = Factors(x, (x,), EXPERTS, np.int32(TILES))
+    (got,) = weight_gradients([factors], COUNT, tile_rows=ROWS, initial=(initial,))
+    sums = [sum(t.T @ t for t, e in zip(by_tile(x), EXPERTS, strict=False) if e == i) for i in range(COUNT)]
+    assert_close(got, initial + np.stack(sums))
 
 
 @pytest.mark.parametrize("xp", [np, jnp])
