@@ -47,11 +47,8 @@ SMALL_PARTS = tiling, "SUB_BLOCK", 16
     (3, None, RAGGED | {"batch": 3, "m": 16, "ks": (640, 384), "n": 256, "dtype": "bfloat16"}),  # batches 2 + 1
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
         (2, None, {"directions": 1}),  # the neighbour is one and the same
-        (4, None, {"directions": 2, "batch": 4, "m": 8, "n": 384, "tiles": None}),  # all of the contraction at once
         (4, None, {"m": 64, "ks": (384,), "transposed": True, "mode": "eager"}),
         (3, W_COMES_AGAIN, {"batch": 2, "ks": (256, 128), "dtype": "bfloat16", "mode": "eager"}),
-        (4, W_COMES_AGAIN, {"m": 64, "ks": (384,), "transposed": True}),
-        (2, None, RAGGED | {"directions": 1, "m": 40, "mode": "eager"}),  # rows 24 + 16
         # Rows in three parts of 16, of which the last is half full.
         (4, SMALL_PARTS, RAGGED | {"m": 40, "tiles": Tiles(64, 384, 384), "transposed": True, "mode": "eager"}),
     ]),

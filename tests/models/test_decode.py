@@ -48,8 +48,7 @@ def decode(config, tokens, mesh, prompt):
 @pytest.mark.parametrize(("name", "shape", "batch"), [
     ("gemma2", (2, 4), 1),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        ("llama", (2, 4), 2), ("llama", (1, 1), 2), ("qwen3", (1, 8), 1), ("qwen3", (2, 2), 3), ("gemma", (2, 4), 2),
-        ("gemma2", (1, 8), 2), ("mixtral", (1, 8), 1), ("qwen3_moe", (2, 4), 2),
+        ("llama", (2, 4), 2), ("qwen3", (2, 2), 3), ("mixtral", (1, 8), 1), ("qwen3_moe", (2, 4), 2),
     ]),
 ])  # fmt: skip
 def test_decoding_equals_recomputing_the_prefix(name, shape, batch):

@@ -49,7 +49,9 @@ MESHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "on"), sparse(FORMS, MESHES, keep=lambda form, mesh: (form + mesh) % 2 == 0))
+@pytest.mark.parametrize(("form", "on"), sparse(
+    FORMS, MESHES, keep=lambda form, mesh: (form + mesh) % 2 == 0, slow=lambda form, mesh: mesh in (3, 4, 5)
+))  # fmt: skip
 def test_parity(form, on):
     make, options, x_spec, y_spec = FORMS[form]
     size, rows, common, more = on

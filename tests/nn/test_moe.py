@@ -69,13 +69,14 @@ def layer(shape, experts, k, types=AxisType.Explicit, **options):
         return mesh, fa.nn.ParallelMoE(FEATURES, HIDDEN, experts, experts_per_token=k, rngs=nnx.Rngs(0), **options)
 
 
-@pytest.mark.parametrize("types", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("shape", "experts", "k", "fsdp"), [
-    pytest.param((1, 8), 16, 2, None, marks=pytest.mark.slow),
-    ((2, 4), 8, 2, "data"),
-    ((2, 4), 6, 1, None),  # padded to 8
-    ((1, 8), 4, 2, None),  # hidden features are split
-    pytest.param((4, 1), 4, 4, "data", marks=pytest.mark.slow),
+@pytest.mark.parametrize(("shape", "experts", "k", "fsdp", "types"), [
+    ((2, 4), 8, 2, "data", AxisType.Explicit),
+    ((2, 4), 6, 1, None, AxisType.Explicit),  # padded to 8
+    ((1, 8), 4, 2, None, AxisType.Explicit),  # hidden features are split
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ((1, 8), 16, 2, None, AxisType.Explicit), ((4, 1), 4, 4, "data", AxisType.Explicit),
+        ((2, 4), 8, 2, "data", AxisType.Auto), ((1, 8), 4, 2, None, AxisType.Auto),
+    ]),
 ])  # fmt: skip
 def test_agrees_with_all_experts(shape, experts, k, fsdp, types):
     mesh, moe = layer(shape, experts, k, types, fsdp_axis=fsdp)

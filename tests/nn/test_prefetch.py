@@ -106,9 +106,8 @@ def assert_alike(found, expected, atol):
 @pytest.mark.parametrize(("sizes", "layers", "policy", "then"), [
     ((2, 2, 1, 2), 3, "costly", True),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        ((1, 4, 1, 2), 2, "matmuls", True), ((1, 2, 1, 4), 2, "all", True), ((1, 8, 1, 1), 2, None, True),
-        ((2, 2, 1, 2), 2, "offload", True), ((1, 4, 1, 2), 3, "most", True),
-        ((2, 2, 1, 2), 3, None, False), ((1, 4, 1, 2), 1, None, False), ((1, 1, 1, 4), 2, None, False),
+        ((1, 8, 1, 1), 2, "matmuls", True), ((2, 2, 1, 2), 2, "offload", True),
+        ((1, 4, 1, 2), 1, None, False), ((1, 1, 1, 4), 2, None, False),
     ]),
 ])  # fmt: skip
 def test_value_and_gradients_are_those_of_a_plain_scan_and_stay_sharded(sizes, layers, policy, then):
@@ -194,7 +193,7 @@ def sums_of_kernels(module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["all", "most"])
 def test_weights_and_further_arguments_are_not_among_what_is_kept(policy):
     """What the backward pass gathers again, or has anyway, would be kept once for each layer."""
     kept = []

@@ -12,7 +12,6 @@ import flaxasync as fa
 from flaxasync.ops.experts import api
 from tests.kernels.conftest import assert_close, run
 
-ROUTES = ("even", "zipf", "one")
 ROWS, FEATURES, HIDDEN = 12, 16, 24  # rows of a device
 
 
@@ -98,16 +97,12 @@ def test_agrees_with_all_experts_on_all_rows(devices, experts, k, backend, direc
     check(found, expected(operands, cotangent))
 
 
-SIZES = [(1, 8), (2, 60), (3, 60), (4, 128), (8, 8), (8, 128)]  # devices, experts
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("devices", "experts", "k", "backend", "route"), [
-    (*size, k, ("none", "xla")[(i + j) % 2], route)
-    for i, size in enumerate(SIZES) for j, k in enumerate((1, 2, 8)) for m, route in enumerate(ROUTES)
-    if (i + j + m) % 3 == 0
+    (1, 8, 8, "none", "zipf"), (2, 60, 8, "xla", "even"), (3, 60, 1, "none", "zipf"), (4, 128, 2, "none", "one"),
+    (4, 128, 8, "xla", "zipf"), (8, 8, 8, "none", "even"), (8, 128, 1, "xla", "zipf"),
 ])  # fmt: skip
-def test_agrees_for_every_size(devices, experts, k, backend, route):
+def test_agrees_for_more_sizes(devices, experts, k, backend, route):
     operands = drawn(devices * ROWS, experts, k, route)
     found, cotangent = both(devices, operands, backend=backend, directions=2)
     check(found, expected(operands, cotangent))

@@ -28,21 +28,24 @@ def parity(op, size, *, rows, **options):
     check_parity(op, size, m=rows if op == "matmul_all_reduce" else rows * size, k=6 * size, ns=[4 * size], **options)
 
 
-@pytest.mark.parametrize(
-    ("op", "size", "directions"), sparse(OPS, SIZES, [1, 2], keep=lambda *numbers: sum(numbers) % 2 == 0)
-)
+@pytest.mark.parametrize(("op", "size", "directions"), sparse(
+    OPS, SIZES, [1, 2], keep=lambda *numbers: sum(numbers) % 2 == 0, slow=lambda op, size, _: SIZES[size] in (3, 8)
+))  # fmt: skip
 def test_ring_matches_the_reference(op, size, directions):
     parity(op, size, rows=3, batch=3, backend="xla", directions=directions)
 
 
-@pytest.mark.parametrize(("op", "size"), sparse(OPS, [1, 2, 5], keep=lambda op, size: op == size))
+@pytest.mark.parametrize(("op", "size"), sparse(
+    OPS, [1, 2, 5], keep=lambda op, size: op == size, slow=lambda op, size: (op + 1) % 3 == size
+))  # fmt: skip
 def test_one_collective_matches_the_reference(op, size):
     parity(op, size, rows=3, batch=1, backend="none")
 
 
-@pytest.mark.parametrize(
-    ("op", "backend", "form"), sparse(OPS, BACKENDS, MESH_FORMS, keep=lambda *numbers: sum(numbers) % 2 == 0)
-)
+@pytest.mark.parametrize(("op", "backend", "form"), sparse(
+    OPS, BACKENDS, MESH_FORMS, keep=lambda *numbers: sum(numbers) % 2 == 0,
+    slow=lambda op, backend, form: BACKENDS[backend] == "xla",
+))  # fmt: skip
 def test_on_a_sub_axis_the_weight_gradient_is_summed_over_the_rest_once(op, backend, form):
     parity(op, 4, rows=2, data=2, backend=backend, **form)
 
@@ -235,14 +238,11 @@ def test_an_axis_that_shard_map_leaves_unmapped_is_named():
 @pytest.mark.parametrize(("op", "size", "options"), [
     ("matmul_reduce_scatter", 3, {"batch": 3, "m": 3 * 10, "k": 3 * 50, "ns": [100], "mode": "eager"}),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        ("all_gather_matmul", 2, {"ns": [512] * 2}),
         ("matmul_all_reduce", 3, {"m": 20, "k": 3 * 128, "mode": "eager"}),
         ("all_gather_matmul", 4, {"dtype": "bfloat16", "ns": [512], "batch": 4}),
-        ("matmul_reduce_scatter", 4, {"dtype": "bfloat16", "k": 512}),
         ("all_gather_matmul", 3, {"batch": 1, "m": 3 * 10, "k": 100, "ns": [3 * 70], "mode": "eager",
                                   "check_vma": False}),
         ("matmul_reduce_scatter", 2, {"ns": [256] * 2, "check_vma": False}),
-        ("matmul_all_reduce", 2, {"check_vma": False}),
     ]),
 ])  # fmt: skip
 def test_fused_kernels_in_the_simulator(op, size, options):

@@ -13,8 +13,8 @@ from train.data.batches import TrainingBatches, split
 from train.data.corpus import open_corpora
 from train.step.mesh import make_mesh
 
-CHANGES = 24
-STEPS_BETWEEN = 2
+CHANGES = 8
+STEPS_BETWEEN = 5
 MESHES = [
     {"data": data, "fsdp": fsdp, "context": context, "model": 8 // (data * fsdp * context)}
     for data, fsdp, context in itertools.product((1, 2, 4, 8), repeat=3)
@@ -54,11 +54,9 @@ def train(config, replace, trainer_of, tmp_path):
 
 
 @pytest.mark.slow
-def test_losses_do_not_depend_on_24_random_changes_of_the_mesh(train):
+def test_losses_do_not_depend_on_8_random_changes_of_the_mesh(train):
     dice = random.Random(0)
-    meshes = dice.sample(MESHES, len(MESHES))
-    while len(meshes) <= CHANGES:
-        meshes.append(dice.choice([mesh for mesh in MESHES if mesh != meshes[-1]]))
+    meshes = dice.sample(MESHES, CHANGES + 1)
     expected = train("one", MESHES[4], STEPS_BETWEEN * len(meshes))
     assert expected[-1] < expected[0] - 0.3, "the run must learn something"
     losses = []

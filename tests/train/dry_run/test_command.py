@@ -99,7 +99,6 @@ def test_the_kernels_are_those_predicted_or_only_those_verified(mode, preset, mo
 
 @pytest.mark.parametrize(("refusals", "smaller"), [
     pytest.param(1, {"data.batch_size": 4}, marks=pytest.mark.slow),
-    pytest.param(2, {"data.batch_size": 2}, marks=pytest.mark.slow),
     pytest.param(3, {"data.batch_size": 2, "model.param_dtype": "bfloat16"}, marks=pytest.mark.slow),
     (4, {"data.batch_size": 2, "model.param_dtype": "bfloat16", "model.layers": 1}),
 ])  # fmt: skip

@@ -69,10 +69,9 @@ def test_two_processes_train_as_one_and_stop_together(preset, launch, tmp_path, 
 
 
 @fault("several processes: other signals, to one or all of them")
-@pytest.mark.parametrize("after", [0, 3], ids=["while they compile", "after a step"])
-@pytest.mark.parametrize(
-    ("to", "number", "codes"), [((1,), signal.SIGINT, [75, 130]), ((0, 1), signal.SIGHUP, [75, 75])]
-)
+@pytest.mark.parametrize(("to", "number", "codes", "after"), [
+    ((1,), signal.SIGINT, [75, 130], 0), ((0, 1), signal.SIGHUP, [75, 75], 3)
+], ids=["while they compile", "after a step"])  # fmt: skip
 def test_a_signal_stops_all_after_the_same_step_which_they_save(to, number, codes, after, launch, tmp_path):
     both = launch(*FOREVER)
     after_step(both[0], after) if after else both[0].stdout.readline()
@@ -100,8 +99,7 @@ def test_ctrl_c_ends_a_process_that_waits_for_another(start):
 
 
 @fault("several processes: kill -9 of one of them", "several processes: a machine that falls silent")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("victim", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_the_end_of_one_process_ends_the_others(victim, number, launch):
     """SIGSTOP stands for a machine that hangs or has lost its network."""
     both = launch(*FOREVER)

@@ -9,7 +9,6 @@ import pytest
 
 import flaxasync as fa
 from flaxasync import check
-from flaxasync.hardware import CHIPS
 from flaxasync.ops import trust
 from train.checkpoints.record import identify_run
 from train.config.command import parse as parse_command
@@ -195,7 +194,7 @@ def test_libtpu_refuses_a_flag_that_it_takes_on_other_chips():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", ["v6e", "v5p"])  # v5e has the flags of v6e, and tpu7x has none
 def test_libtpu_takes_what_auto_chooses(chip, replace, config):
     flags = wanted(replace(config, mesh={"model": 1}), chip)
     assert refusal(flags, chip) == ""

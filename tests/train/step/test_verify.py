@@ -217,11 +217,11 @@ def test_the_check_before_a_run_is_rehearsed_and_the_next_run_reads_its_verdicts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_check_before_a_run_of_each_preset(name, replace, capsys):
-    """Mesh, options and head size are those of the preset; sequences are short, and wide models have fewer heads."""
+@pytest.mark.parametrize("name", ["gpt2_124m", "llama_8b", "tiny_moe"])
+def test_the_check_before_a_run_of_a_preset(name, replace, capsys):
+    """Mesh, options and head size are those of the preset; sequences are short, and a wide model has fewer heads."""
     config = replace(preset(name), mesh={"platform": "tpu"}, data={"sequence_length": 512, "batch_size": 8})
-    model, share = config.model, {"llama_8b": 4, "llama_70b": 8, "qwen3_30b_a3b": 4, "mixtral_8x7b": 4}.get(name, 1)
+    model, share = config.model, 4 if name == "llama_8b" else 1
     sizes = {field: getattr(model, field) // share for field in ("width", "heads", "kv_heads", "mlp_width")}
     config = replace(config, model=sizes)
     lines = rehearse(config, capsys)
