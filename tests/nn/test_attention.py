@@ -69,7 +69,7 @@ def pair(heads, kv_heads, *, head_dim=4, causal=True, rope_theta=100.0, use_bias
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "form", "input_form"), [
-    (2, 1, {}, {"size": 1}), (6, 3, {}, {"size": 3}), pytest.param(16, 8, {}, {"size": 8}, marks=slow),
+    (2, 1, {}, {"size": 1}), (6, 3, {}, {"size": 3}),
     (8, 4, {"use_bias": True, "backend": "none"}, {"size": 4, "data": 2}),
     (8, 4, {"use_bias": True, "backend": "xla"}, {"size": 4, "data": 2, "axis_type": AxisType.Auto}),
     (4, 4, {"causal": False, "window": 3}, {"size": 4}),

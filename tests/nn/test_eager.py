@@ -84,7 +84,7 @@ def test_forward_mode_is_refused_by_its_reason():
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in ("mlp", "column") else pytest.param(kind, marks=pytest.mark.slow) for kind in LAYERS]
+    "kind", ["mlp", "column", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("attention", "embed"))]
 )
 def test_vmap_over_a_sharded_batch(kind):
     """The values and gradients are those of a call on the whole batch."""
@@ -104,7 +104,7 @@ def test_vmap_over_a_sharded_batch(kind):
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5), got, want)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "embed", pytest.param("attention", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["mlp", "embed"])
 def test_a_layer_is_displayed_and_a_table_leaves_its_class_as_it_was(capsys, kind):
     with jax.set_mesh(make_mesh(2, 4)):
         layer, x = example(kind)

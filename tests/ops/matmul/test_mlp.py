@@ -73,7 +73,6 @@ def parity(size, *, columns=2, activation=jax.nn.silu, m=16, d=128, f=128, dtype
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [
-    {"size": 4},
     {"size": 4, "mode": "eager", "dtype": "bfloat16", "activation": jax.nn.gelu},
     {"size": 4, "columns": 1, "activation": jax.nn.relu},
     {"size": 3, "m": 10, "d": 100, "f": 70, "mode": "eager"},  # padded
