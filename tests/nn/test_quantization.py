@@ -43,11 +43,9 @@ def test_a_layer_is_the_plain_layer_with_quantised_products(form, quantization):
     check_parity(layer, plain, (2, 8, 16), size=4, data=2, x_spec=x_spec, y_spec=y_spec)
 
 
-FSDP = ["column_uneven", "row", "mlp", "attention", "shared_heads", "column_pad", "projections", "ring"]
-
-
 @pytest.mark.parametrize("name", [
-    name if name in ("row", "column_uneven") else pytest.param(name, marks=pytest.mark.slow) for name in FSDP
+    "column_uneven", "row",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("attention", "column_pad", "projections", "ring")),
 ])  # fmt: skip
 def test_a_fully_sharded_layer_computes_the_same(name):
     """Kernels are quantised before they are gathered; the devices that share a column have one scale for it."""
