@@ -89,8 +89,8 @@ def assert_gradients_close(got, want, tolerance=2e-5):
 
 @pytest.mark.parametrize(("config", "changes", "axis_type"), [
     (CONFIG, {"tie_embeddings": True}, AxisType.Auto),
-    (LLAMA_AND_QWEN, {}, AxisType.Explicit),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        (LLAMA_AND_QWEN, {}, AxisType.Explicit),
         (GEMMA, {}, AxisType.Explicit),
         (MIXTURE, {}, AxisType.Explicit),
         (MIXTURE, {"experts": 2, "experts_per_token": 1}, AxisType.Auto),  # each is split over the devices
@@ -200,9 +200,9 @@ def on_device(policy):
     return keep
 
 
-@pytest.mark.parametrize("overlap", ["xla", "prefetch"])
+@pytest.mark.parametrize("overlap", [pytest.param("xla", marks=pytest.mark.slow), "prefetch"])
 @pytest.mark.parametrize(("remat", "offloaded"), [
-    ("offload", {"2,8,1,4"}),  # heads of queries, keys and values
+    pytest.param("offload", {"2,8,1,4"}, marks=pytest.mark.slow),  # heads of queries, keys and values
     ("offload_most", {"2,8,1,4", "2,8,4"}),  # and what attention returns
 ])  # fmt: skip
 def test_offloading_changes_no_bit_of_loss_and_gradients(remat, offloaded, overlap, monkeypatch):

@@ -216,6 +216,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_child_ends_with_its_parent(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

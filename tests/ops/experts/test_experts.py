@@ -84,7 +84,7 @@ def check(found, wanted, tolerance=1e-5):
 CASES = [  # devices, experts, k, backend, directions, route
     (4, 8, 2, "none", 1, "even"),
     (8, 16, 2, "xla", 1, "zipf"),
-    (3, 60, 8, "xla", 2, "one"),
+    pytest.param(3, 60, 8, "xla", 2, "one", marks=pytest.mark.slow),
     (2, 4, 1, "xla", 2, "one"),
     (1, 4, 2, "xla", 1, "even"),
 ]

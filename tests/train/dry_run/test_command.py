@@ -97,9 +97,10 @@ def test_the_kernels_are_those_predicted_or_only_those_verified(mode, preset, mo
         dry_run_module.dry_run(load_preset(preset("auto")), "v5e:2x4", mode)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("refusals", "smaller"), [
-    pytest.param(1, {"data.batch_size": 4}, marks=pytest.mark.slow),
-    pytest.param(3, {"data.batch_size": 2, "model.param_dtype": "bfloat16"}, marks=pytest.mark.slow),
+    (1, {"data.batch_size": 4}),
+    (3, {"data.batch_size": 2, "model.param_dtype": "bfloat16"}),
     (4, {"data.batch_size": 2, "model.param_dtype": "bfloat16", "model.layers": 1}),
 ])  # fmt: skip
 def test_a_smaller_step_is_estimated_if_the_requested_one_does_not_fit(refusals, smaller, dry_run, tmp_path):

@@ -157,6 +157,7 @@ def test_documents_do_not_see_each_other(config, mesh, trainer_of):
     assert np.abs(together[0] - together[1]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_near_temperature_zero_every_token_is_the_most_likely_one(config, trainer, replace):
     """The reference has other padding on the right, so this also proves that the padding has no influence."""
     state = trainer.init()
