@@ -48,6 +48,7 @@ from flaxasync.kernels.engine.tiling import split
 from flaxasync.kernels.grouped_matmul import STEP_SECONDS, check_grouped, divisors, imbalance, outer_semantics
 
 HEIGHT, WIDTH = 512, 1024  # the sides of what is multiplied at once
+EXPERT, RANK, FACTOR, NEXT, FIRST_TILE = range(5)  # the rows of `order_of_tiles`
 _NONE = np.iinfo(np.int32).max
 
 
@@ -89,11 +90,11 @@ def grouped_weight_gradient(
         tiles, old = refs[: len(operands)], refs[len(operands) : -2 * count]
         dws, outgoing = refs[-2 * count : -count], refs[-count:]
         (i, j, step), end = (pl.program_id(axis) for axis in range(3)), pl.num_programs(2) - 1
-        expert, experts = order[0, step], order[1, end] + 1  # those that have tiles
-        first = (step == 0) | (order[0, jnp.maximum(step - 1, 0)] != expert)
-        last = (step == end) | (order[0, jnp.minimum(step + 1, end)] != expert)
+        expert, experts = order[EXPERT, step], order[RANK, end] + 1  # those that have tiles
+        first = (step == 0) | (order[EXPERT, jnp.maximum(step - 1, 0)] != expert)
+        last = (step == end) | (order[EXPERT, jnp.minimum(step + 1, end)] != expert)
         before, blocks_in_all = (0, grid[1]) if cores > 1 else (i * grid[1], grid[0] * grid[1])
-        number, numbers = (before + j) * experts + order[1, step], blocks_in_all * experts  # in the order of storing
+        number, numbers = (before + j) * experts + order[RANK, step], blocks_in_all * experts  # in the order of storing
         slot = outgoing[0].slot(number)
         sums = [one.tiles.at[slot] for one in outgoing]
 
@@ -139,18 +140,18 @@ def grouped_weight_gradient(
         pl.when(first & (number >= 2))(lambda: wait_for(number - 2))  # its slot is the next one to be written
         if initial:
             pl.when((number == 0) & first)(lambda: fetch(number, expert))
-            pl.when(first & (number + 1 < numbers))(lambda: fetch(number + 1, order[3, step]))
+            pl.when(first & (number + 1 < numbers))(lambda: fetch(number + 1, order[NEXT, step]))
             pl.when(first)(lambda: wait_for(number))
         else:
-            previous = jnp.where(step == 0, -1, order[0, jnp.maximum(step - 1, 0)])
+            previous = jnp.where(step == 0, -1, order[EXPERT, jnp.maximum(step - 1, 0)])
             pl.when(first)(lambda: store_zeros(previous + 1, expert))
-            pl.when(step == 0)(lambda: store_zeros(order[0, end] + 1, expert_count))
+            pl.when(step == 0)(lambda: store_zeros(order[EXPERT, end] + 1, expert_count))
         for which in range(len(factors)):
             x_tile, *dy_tiles = tiles[which * streamed :][:streamed]
-            is_begun = True if initial else jnp.logical_not(first)
-            for begun, condition in ((True, is_begun), (False, first))[: 1 if initial else 2]:
+            cases = ((True, True),) if initial else ((True, jnp.logical_not(first)), (False, first))
+            for begun, condition in cases:
                 add = functools.partial(_add, x_tile, dy_tiles, sums, begun, last, store)
-                pl.when(condition & (order[2, step] == which))(add)
+                pl.when(condition & (order[FACTOR, step] == which))(add)
 
         @pl.when((number + 1 == numbers) & (step == end))
         def finish() -> None:
@@ -159,7 +160,7 @@ def grouped_weight_gradient(
 
     in_specs = []
     for which in range(len(factors)):
-        row = 4 + which
+        row = FIRST_TILE + which
         in_specs += [
             pl.BlockSpec((tile_rows, blocks.k), lambda i, j, step, order, row=row: (order[row, step], i)),
             *[pl.BlockSpec((tile_rows, blocks.n), lambda i, j, step, order, row=row: (order[row, step], j))] * count,
@@ -239,7 +240,7 @@ def _add(
     last: Condition,
     store: Callable[[pl.Slice, pl.Slice], None],
 ) -> None:
-    """Adds x.T @ dy to each sum [k, n] in vector memory, which it is made where they are not begun.
+    """Adds x.T @ dy to each sum [k, n] in vector memory, or writes it there if `begun` is False.
 
     In the last tile of an expert `store` is called for each sub-block of the sums as soon as it is finished.
     """

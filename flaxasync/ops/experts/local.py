@@ -82,14 +82,14 @@ def backward(
 
     def add(tiles: Tiles, count: Array, carry: Any) -> tuple[Array, Array, Sums]:
         dx, dweights, sums = carry
-        is_first = dx is None
+        is_in_loop = dx is not None  # where a carry keeps its structure: what is kept stays
         dx, dweight, found = experts.products.backward(dx, x, dy, weights, tiles, count)
-        if is_first and sums.gradients is not None and sums.kept is None:
-            sums = sums._replace(kept=found)
-        elif is_first:
-            sums = _plus(experts, weights, sums, found)
-        else:
+        if is_in_loop:
             sums = _plus(experts, weights, Sums(sums.gradients), found)._replace(kept=sums.kept)
+        elif sums.gradients is not None and sums.kept is None:
+            sums = sums._replace(kept=found)
+        else:  # the first call of all, whose gradients are written and not read, or the second one of a pair
+            sums = _plus(experts, weights, sums, found)
         dweight = dweight.reshape(-1, experts.tile_rows).astype(dweights.dtype)
         return dx, dweights.at[tiles.places].set(dweight, mode="drop"), sums
 

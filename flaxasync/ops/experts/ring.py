@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from flaxasync.ops.experts import local
 from flaxasync.ops.experts.assignments import sort, unsort
 from flaxasync.ops.experts.local import Block, BlockGradients, Experts, Sums
+from flaxasync.ops.experts.packing import pack, unpack
 from flaxasync.ops.experts.products import Weights
 from flaxasync.ops.matmul.products import accumulator_dtype
 from flaxasync.ops.saved import PRODUCT, first_only
@@ -116,26 +117,38 @@ def _for_all_devices(ring: Ring, blocks: Blocks, carry: Any, work: Work) -> tupl
         found, carry = work(tuple(jax.tree.map(lambda leaf: leaf[i], gathered) for i in range(size)), carry)
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
         return (jax.tree.map(lambda leaf: lax.psum_scatter(leaf, ring.axis_name), stacked),), carry
-    first, rest = blocks[:1], blocks[1:]
+    (_, features), dtype = blocks[0].x.shape, blocks[0].x.dtype
 
-    def visit(hop: Index, held: Blocks, carry: Any) -> tuple[tuple[Any, ...], Any]:
+    def packed(tree: Any) -> Array:
+        return pack(tree, features, dtype)
+
+    results = jax.eval_shape(lambda blocks: work(blocks, carry)[0], blocks)
+    result_of = {jax.eval_shape(packed, like).shape: like for like in results}  # halves can differ by a row
+
+    def visit(hop: Index, held: tuple[Array, ...], carry: Any) -> tuple[tuple[Array, ...], Any]:
+        unpacked = tuple(map(unpack, held, blocks))
         if not (isinstance(hop, int) and hop == 0):
-            return work(held, carry)
-        found, carry = work(first, carry)
-        return (*found, *_nothing(rest)), carry
+            found, carry = work(unpacked, carry)
+            return tuple(map(packed, found)), carry
+        found, carry = work(unpacked[:1], carry)
+        return (packed(found[0]), *nothing(results[1:])), carry
 
-    def last(carry: Any) -> tuple[tuple[Any, ...], Any]:
-        found, carry = work(rest, carry) if rest else ((), carry)
-        return (*_nothing(first), *found), carry
+    def last(carry: Any) -> tuple[tuple[Array, ...], Any]:
+        found, carry = work(blocks[1:], carry) if blocks[1:] else ((), carry)
+        return (*nothing(results[:1]), *map(packed, found)), carry
 
-    def _nothing(some: Blocks) -> tuple[Any, ...]:
-        shapes = jax.eval_shape(lambda some: work(some, carry)[0], some) if some else ()
-        return jax.tree.map(jnp.zeros_like, shapes)
+    def nothing(some: tuple[Any, ...]) -> tuple[Array, ...]:
+        return tuple(packed(jax.tree.map(jnp.zeros_like, one)) for one in some)
 
-    return ring_visit(
-        ring, blocks, carry, visit, last, add=_add, shifts=block_shifts(ring, sum(b.x.shape[0] for b in blocks)),
-        hops=size - 1,
+    def add(arrived: Array, addend: Array) -> Array:
+        like = result_of[arrived.shape]
+        return packed(_add(unpack(arrived, like), unpack(addend, like)))
+
+    sums, carry = ring_visit(
+        ring, tuple(map(packed, blocks)), carry, visit, last, add=add,
+        shifts=block_shifts(ring, sum(b.x.shape[0] for b in blocks)), hops=size - 1,
     )  # fmt: skip
+    return tuple(map(unpack, sums, results)), carry
 
 
 def _add(arrived: Any, addend: Any) -> Any:
