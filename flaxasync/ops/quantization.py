@@ -180,7 +180,10 @@ def forward_operands(
 
     def quantized(x: Operand, contracted: int) -> Quantized:
         if isinstance(x, Quantized):
-            return x if x.weight is None else dataclasses.replace(x, weight=())
+            if isinstance(x.weight, Array):
+                _, scales = _first_derivative_only(x.weight, x.scales)  # JAX drops a call without used results
+                return dataclasses.replace(x, scales=scales, weight=())
+            return x
         return quantize(_first_derivative_only(x)[0], kind, contracted, scale=scale)
 
     return tuple(quantized(x, -1) for x in xs), tuple(quantized(w, 0) for w in ws)

@@ -103,6 +103,16 @@ def test_what_is_refused():
                 make(8, 8, dot_general=differentiable, quantization="int8", rngs=nnx.Rngs(0))
             with pytest.raises(ValueError, match=f"{name} needs quantization to be .*: got 8"):
                 make(8, 8, quantization=8, rngs=nnx.Rngs(0))
+        for stored in ({}, {"fsdp_axis": "data"}):
+            layer = drawn(lambda stored=stored: column(4, quantization="int8", **stored)(None))
+            graph, state = nnx.split(layer)
+
+            def slope(state, graph=graph):
+                gradient = jax.grad(lambda state: jnp.sum(nnx.merge(graph, state)(x) ** 2))(state)
+                return sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient))
+
+            with pytest.raises(NotImplementedError, match="a quantised product has a first derivative only"):
+                jax.grad(slope)(state)
         wide = drawn(lambda: column(4, quantization="int8", preferred_element_type=jnp.float32)(jnp.bfloat16))
         with pytest.raises(
             NotImplementedError, match=r"preferred_element_type=float32 is wider .*: leave one of the two"
