@@ -48,6 +48,7 @@ class Quantization:
       rounding: How cotangents are rounded with `backward`. "stochastic" rounds up with the probability that makes the
         expected value right. The bits come from the values and their positions, so equal steps round equally.
       scale: "vector" for a scale of each row of x and each column of w; "tensor" for one of each array on a device.
+        The cotangents of several products of one x are joined for dx, and then share one scale for each row.
     """
 
     forward: Kind
@@ -197,7 +198,8 @@ def backward_operands(
     if quantization is None or quantization.backward is None:
         return dys, whole
     kind, scale = quantization.backward, quantization.scale
-    if len(dys) == len(whole) > 1:  # one longer product, whose sum is not stored between its parts
+    servable = kind != "int8" or sum(dy.shape[-1] for dy in dys) <= LONGEST
+    if len(dys) == len(whole) > 1 and servable:  # one longer product, whose sum is not stored between its parts
         dys, whole = (lax.concatenate(dys, dys[0].ndim - 1),), (lax.concatenate(whole, 1),)
     dys_8 = tuple(quantize(dy, kind, -1, scale=scale, rounding=quantization.rounding) for dy in dys)
     return dys_8, tuple(quantize(w, kind, 1, scale=scale) for w in whole)

@@ -43,16 +43,18 @@ def test_a_layer_is_the_plain_layer_with_quantised_products(form, quantization):
     check_parity(layer, plain, (2, 8, 16), size=4, data=2, x_spec=x_spec, y_spec=y_spec)
 
 
-@pytest.mark.parametrize("name", [
-    "column_uneven", "row",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("attention", "column_pad", "projections", "ring")),
+@pytest.mark.parametrize(("name", "scale"), [
+    ("column_uneven", "vector"), ("row", "vector"), ("row", "tensor"),
+    *(pytest.param(name, "vector", marks=pytest.mark.slow)
+      for name in ("attention", "column_pad", "projections", "ring")),
 ])  # fmt: skip
-def test_a_fully_sharded_layer_computes_the_same(name):
+def test_a_fully_sharded_layer_computes_the_same(name, scale):
     """Kernels are quantised before they are gathered; the devices that share a column have one scale for it."""
+    quantization = fa.Quantization("int8", scale=scale)
     make, spec_x, features = LAYERS[name]
     sizes = (1, 2, 2, 2) if name == "ring" else (2, 2, 1, 2)
     results = [
-        run(make, *data(features), sizes=sizes, spec_x=spec_x, quantization="int8", **stored)[1]
+        run(make, *data(features), sizes=sizes, spec_x=spec_x, quantization=quantization, **stored)[1]
         for stored in ({}, {"fsdp_axis": "fsdp"})
     ]
     if name in ("row", "column_uneven"):

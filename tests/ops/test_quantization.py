@@ -8,7 +8,7 @@ import pytest
 
 import flaxasync as fa
 from flaxasync import hardware
-from flaxasync.ops.quantization import LONGEST, check_chip, dense, quantization_of, quantize
+from flaxasync.ops.quantization import LONGEST, backward_operands, check_chip, dense, quantization_of, quantize
 
 FORWARD = {"int8": (127, np.int8), "fp8": (448, ml_dtypes.float8_e4m3fn)}
 
@@ -82,6 +82,13 @@ def test_a_scale_of_the_whole_array_and_a_float64_operand():
 def test_what_is_refused(error, message, call):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_cotangents_are_joined_where_int32_holds_their_sum():
+    for kind, width, joined in (("int8", LONGEST // 2, True), ("int8", LONGEST, False), ("fp8", LONGEST, True)):
+        dys, ws = (tuple(jax.ShapeDtypeStruct((rows, width), jnp.bfloat16) for _ in range(2)) for rows in (1, 4))
+        made = jax.eval_shape(lambda dys, ws, kind=kind: backward_operands(fa.Quantization(kind, kind), dys, ws), dys, ws)
+        assert [len(operands) for operands in made] == ([1, 1] if joined else [2, 2])
 
 
 def test_types_for_which_a_chip_has_no_rate():
