@@ -182,7 +182,9 @@ def test_rules_that_the_layers_cannot_follow_change_nothing(error, message, rule
 def test_a_model_that_is_itself_a_layer():
     with jax.set_mesh(make_mesh(2, 4)):
         mlp = drawn(lambda: fa.nn.ParallelMLP(16, 32, rngs=nnx.Rngs(0)))
-        with pytest.raises(ValueError, match=r"for all of the model: got None for it and .* for up; give a rule for \.\*"):
+        with pytest.raises(
+            ValueError, match=r"for all of the model: got None for it and .* for up; give a rule for \.\*"
+        ):
             fa.nn.quantize(mlp, [Rule("up")])
         assert mlp.up.quantization is None
         assert set(fa.nn.quantize(mlp, [Rule()])) == {"", "up", "gate", "down"}

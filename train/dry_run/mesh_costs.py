@@ -235,9 +235,9 @@ def _parameter_waits(config: Config, chip: Chip, mesh: Mapping[str, int], work: 
     output = 0 if model.tie_embeddings or not beside else _parameters_outside(model) // 2
     gather, scatter, total = seconds(_parameters_outside(model) - output)
     travels = float(computed)
-    if model.quantization is not None and not beside:  # one byte, but for experts and their router
-        exact = model.experts and model.width * model.experts * (3 * model.expert_features + 1)
-        travels = (exact * computed + kernels - exact) / kernels
+    if model.quantization is not None and not beside:  # those of a mixture of experts are not quantised
+        attention = 2 * model.width * model.head_features * (model.heads + model.kv_heads)
+        travels -= (computed - 1) * (attention / kernels if model.experts else 1)
     layer, last = seconds(kernels, copied=direct, travels=travels), seconds(output, copied=direct)
     if not beside:
         gathers = 1 if "kernels" in POLICIES[model.remat or "none"].keeps else 2

@@ -59,7 +59,8 @@ def test_operations_are_counted_by_what_they_do(tmp_path):
     operations = (
         "vmatmul.bf16.gmra.mxu0 %v1", "vmatmul.bf16.gmra.mxu1 %v1", "vmatpush1.bf16.msra.mxu0 %v1",
         "vpop.f32.mrf.mxu0", "vpop.permute.xlu0 0", "vld [vmem:[#allocation0]]", "vst [vmem:[#allocation0]] 255, %v1",
-        "vmatprep.subr.mxu0 %v1", "vadd.f32 %v1, %v2", "vadd.f32 %v2, %v2", "sadd.s32 %s1_s0, 4", "vsyncadd [#allocation1], 1",
+        "vmatprep.subr.mxu0 %v1", "vadd.f32 %v1, %v2", "vadd.f32 %v2, %v2", "sadd.s32 %s1_s0, 4",
+        "vsyncadd [#allocation1], 1",
     )  # fmt: skip
     program = write(
         tmp_path, "     0   :  { " + "  ;;  ".join(f"%{n} = {o}" for n, o in enumerate(operations)) + " }\n"
