@@ -8,7 +8,7 @@ its optimizer. A layer needs the parameter sharded over its own axis alone. For 
 column-parallel   P(fsdp, model)      P(None, model)    in
 row-parallel      P(model, fsdp)      P(model, None)    out
 
-forward   w  = all_gather(cast(w_shard))        in the dtype of the computation: it is cast before the trip
+forward   w  = all_gather(cast(w_shard))        in the dtype of the computation or 8 bits: it is cast before the trip
 backward  dw_shard = reduce_scatter(dw)         summed in the dtype of the parameter
 ```
 
@@ -177,10 +177,10 @@ def _gather(
     shard = shard.astype(dtype)
     if quantization is None:
         return lax.all_gather(shard, axis, axis=dim, tiled=True)
-    over = (axis,) if dim == 0 else ()  # the product contracts dimension 0 of a kernel
-    quantized = quantize(shard, quantization.forward, 0, scale=quantization.scale, over=over)
+    shared = dim == 0 or quantization.scale == "tensor"  # the product contracts dimension 0 of a kernel
+    quantized = quantize(shard, quantization.forward, 0, scale=quantization.scale, over=(axis,) if shared else ())
     values = lax.all_gather(quantized.values, axis, axis=dim, tiled=True)
-    scales = quantized.scales if over else lax.all_gather(quantized.scales, axis, axis=0, tiled=True)
+    scales = quantized.scales if dim == 0 else lax.all_gather(quantized.scales, axis, axis=0, tiled=True)
     return Quantized(values, scales, dtype, jnp.zeros_like(values, dtype))
 
 

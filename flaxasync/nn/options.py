@@ -25,8 +25,8 @@ class LayerOptions(TypedDict, total=False):
     Attributes:
       axis_name: The axis that splits the layer, of the mesh of `jax.set_mesh`; "model" by default.
       fsdp_axis: A mesh axis over which the parameters are stored sharded as well, one of those that split the batch;
-        None, the default, for none. The layer gathers them, in the dtype of the computation, and their gradients are
-        scattered as they are summed; see `flaxasync.nn.fully_sharded`.
+        None, the default, for none. The layer gathers them, in the dtype of the computation or, with a `quantization`,
+        kernels in 8 bits, and their gradients are scattered as they are summed; see `flaxasync.nn.fully_sharded`.
       dtype: The dtype of the computation; by default the common type of the input and the parameters.
       param_dtype: The dtype of the parameters; float32 by default.
       precision: The precision of the matmuls, as in `lax.dot_general`.

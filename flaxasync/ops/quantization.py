@@ -12,9 +12,10 @@ A row of zeros has the scale 1. A row with an infinity or a NaN has that as its 
 
 The gradients are those of the product of the values that were rounded (straight-through: the rounding counts as the
 identity): dx = dy @ w.T and dw = x.T @ dy with x and w as values * scales, in the dtype of the operands. With
-`Quantization.backward` the products of dx are quantised too, and dw is not. This is the recipe of Wortsman et al.,
-"Stable and low-precision training for large-scale vision-language models" (2023): errors of dw do not average out over
-the features, because it sums over far more rows than the other products do over features.
+`Quantization.backward` the products of dx are quantised too, and those of dw are not; but dw of `matmul_reduce_scatter`
+takes the dy that travelled for dx, which is rounded then. This is the recipe of Wortsman et al., "Stable and
+low-precision training for large-scale vision-language models" (2023): errors of dw do not average out over the
+features, because it sums over far more rows than the other products do over features.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ Kind = Literal["int8", "fp8"]
 Rounding = Literal["stochastic", "nearest"]
 Scale = Literal["vector", "tensor"]
 
-LONGEST = (2**31 - 1) // 127**2  # the most int8 products whose sum cannot leave int32
+MAX_INT8_PRODUCTS = (2**31 - 1) // 127**2  # the most int8 products whose sum cannot leave int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Quantization:
       rounding: How cotangents are rounded with `backward`. "stochastic" rounds up with the probability that makes the
         expected value right. The bits come from the values and their positions, so equal steps round equally.
       scale: "vector" for a scale of each row of x and each column of w; "tensor" for one of each array on a device.
+        The cotangents of several products of one x are joined for dx, and then share one scale for each row.
     """
 
     forward: Kind
@@ -139,10 +141,10 @@ def quantize(
         is a cotangent, of type float8_e5m2, and this says how it is rounded.
       over: Mesh axes that split the contracted dimension, whose devices use one scale together.
     """
-    if kind == "int8" and x.shape[contracted] > LONGEST:
+    if kind == "int8" and x.shape[contracted] > MAX_INT8_PRODUCTS:
         raise UnsupportedError(
-            f"int8 products are summed in int32, which holds {LONGEST} of them: got {x.shape[contracted]} features on "
-            "a device; use quantization=None, or a larger axis"
+            f"int8 products are summed in int32, which holds {MAX_INT8_PRODUCTS} of them: got {x.shape[contracted]} "
+            "features on a device; use quantization=None, or a larger axis"
         )
     wide = jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
     type_ = jnp.int8 if kind == "int8" else jnp.float8_e4m3fn if rounding is None else jnp.float8_e5m2
@@ -163,7 +165,7 @@ def quantize(
     return Quantized(jnp.clip(ratio, -largest, largest).astype(type_), scales, x.dtype)
 
 
-def dense(x: Operand, contracted: int = -1) -> Array:
+def dequantize(x: Operand, contracted: int = -1) -> Array:
     """Returns values * scales in the dtype of the operand; an array as it is."""
     if not isinstance(x, Quantized):
         return x
@@ -180,7 +182,10 @@ def forward_operands(
 
     def quantized(x: Operand, contracted: int) -> Quantized:
         if isinstance(x, Quantized):
-            return x if x.weight is None else dataclasses.replace(x, weight=())
+            if isinstance(x.weight, Array):
+                _, scales = _first_derivative_only(x.weight, x.scales)  # JAX drops a call without used results
+                return dataclasses.replace(x, scales=scales, weight=())
+            return x
         return quantize(_first_derivative_only(x)[0], kind, contracted, scale=scale)
 
     return tuple(quantized(x, -1) for x in xs), tuple(quantized(w, 0) for w in ws)
@@ -190,11 +195,12 @@ def backward_operands(
     quantization: Quantization | None, dys: tuple[Array, ...], ws: tuple[Operand, ...]
 ) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
     """Returns what is multiplied for dx: dys, and the ws of the forward pass, as dy @ w.T contracts them."""
-    whole = tuple(dense(w, 0) for w in ws)
+    whole = tuple(dequantize(w, 0) for w in ws)
     if quantization is None or quantization.backward is None:
         return dys, whole
     kind, scale = quantization.backward, quantization.scale
-    if len(dys) == len(whole) > 1:  # one longer product, whose sum is not stored between its parts
+    servable = kind != "int8" or sum(dy.shape[-1] for dy in dys) <= MAX_INT8_PRODUCTS
+    if len(dys) == len(whole) > 1 and servable:  # one longer product, whose sum is not stored between its parts
         dys, whole = (lax.concatenate(dys, dys[0].ndim - 1),), (lax.concatenate(whole, 1),)
     dys_8 = tuple(quantize(dy, kind, -1, scale=scale, rounding=quantization.rounding) for dy in dys)
     return dys_8, tuple(quantize(w, kind, 1, scale=scale) for w in whole)

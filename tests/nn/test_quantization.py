@@ -43,16 +43,18 @@ def test_a_layer_is_the_plain_layer_with_quantised_products(form, quantization):
     check_parity(layer, plain, (2, 8, 16), size=4, data=2, x_spec=x_spec, y_spec=y_spec)
 
 
-@pytest.mark.parametrize("name", [
-    "column_uneven", "row",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("attention", "column_pad", "projections", "ring")),
+@pytest.mark.parametrize(("name", "scale"), [
+    ("column_uneven", "vector"), ("row", "vector"), ("row", "tensor"),
+    *(pytest.param(name, "vector", marks=pytest.mark.slow)
+      for name in ("attention", "column_pad", "projections", "ring")),
 ])  # fmt: skip
-def test_a_fully_sharded_layer_computes_the_same(name):
+def test_a_fully_sharded_layer_computes_the_same(name, scale):
     """Kernels are quantised before they are gathered; the devices that share a column have one scale for it."""
+    quantization = fa.Quantization("int8", scale=scale)
     make, spec_x, features = LAYERS[name]
     sizes = (1, 2, 2, 2) if name == "ring" else (2, 2, 1, 2)
     results = [
-        run(make, *data(features), sizes=sizes, spec_x=spec_x, quantization="int8", **stored)[1]
+        run(make, *data(features), sizes=sizes, spec_x=spec_x, quantization=quantization, **stored)[1]
         for stored in ({}, {"fsdp_axis": "fsdp"})
     ]
     if name in ("row", "column_uneven"):
@@ -103,6 +105,16 @@ def test_what_is_refused():
                 make(8, 8, dot_general=differentiable, quantization="int8", rngs=nnx.Rngs(0))
             with pytest.raises(ValueError, match=f"{name} needs quantization to be .*: got 8"):
                 make(8, 8, quantization=8, rngs=nnx.Rngs(0))
+        for stored in ({}, {"fsdp_axis": "data"}):
+            layer = drawn(lambda stored=stored: column(4, quantization="int8", **stored)(None))
+            graph, state = nnx.split(layer)
+
+            def slope(state, graph=graph):
+                gradient = jax.grad(lambda state: jnp.sum(nnx.merge(graph, state)(x) ** 2))(state)
+                return sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient))
+
+            with pytest.raises(NotImplementedError, match="a quantised product has a first derivative only"):
+                jax.grad(slope)(state)
         wide = drawn(lambda: column(4, quantization="int8", preferred_element_type=jnp.float32)(jnp.bfloat16))
         with pytest.raises(
             NotImplementedError, match=r"preferred_element_type=float32 is wider .*: leave one of the two"
@@ -165,6 +177,18 @@ def test_rules_that_the_layers_cannot_follow_change_nothing(error, message, rule
         with pytest.raises(error, match=message):
             fa.nn.quantize(model, [rule])
         assert model.mlp.up.quantization is model.out.quantization is None
+
+
+def test_a_model_that_is_itself_a_layer():
+    with jax.set_mesh(make_mesh(2, 4)):
+        mlp = drawn(lambda: fa.nn.ParallelMLP(16, 32, rngs=nnx.Rngs(0)))
+        with pytest.raises(
+            ValueError, match=r"for all of the model: got None for it and .* for up; give a rule for \.\*"
+        ):
+            fa.nn.quantize(mlp, [Rule("up")])
+        assert mlp.up.quantization is None
+        assert set(fa.nn.quantize(mlp, [Rule()])) == {"", "up", "gate", "down"}
+        assert mlp.settings.quantization == mlp.up.quantization == fa.Quantization("int8", rounding="nearest")
 
 
 @pytest.mark.slow  # qwix comes with what the slow tests need

@@ -8,7 +8,14 @@ import pytest
 
 import flaxasync as fa
 from flaxasync import hardware
-from flaxasync.ops.quantization import LONGEST, check_chip, dense, quantization_of, quantize
+from flaxasync.ops.quantization import (
+    MAX_INT8_PRODUCTS,
+    backward_operands,
+    check_chip,
+    dequantize,
+    quantization_of,
+    quantize,
+)
 
 FORWARD = {"int8": (127, np.int8), "fp8": (448, ml_dtypes.float8_e4m3fn)}
 
@@ -30,19 +37,19 @@ def test_values_and_scales_are_those_of_the_model(kind, contracted):
     got, (values, scales) = jax.jit(lambda x: quantize(x, kind, contracted))(x), quantized(x, kind, contracted)
     np.testing.assert_array_equal(np.asarray(got.values, np.float32), values.astype(np.float32))
     np.testing.assert_array_equal(got.scales, scales.squeeze(contracted))
-    np.testing.assert_array_equal(dense(got, contracted), values.astype(np.float32) * scales)
+    np.testing.assert_array_equal(dequantize(got, contracted), values.astype(np.float32) * scales)
 
 
 @pytest.mark.parametrize("rounding", [None, "stochastic"])
 @pytest.mark.parametrize("kind", FORWARD)
 def test_rows_that_are_not_finite_stay_so_and_small_rows_stay_finite(kind, rounding):
     x = np.array([[1, -np.inf, 2], [np.nan, 1, 2], [0, 0, 0], [1e-45, 0, -1e-45], [3e38, -3e38, 1]], np.float32)
-    got = dense(quantize(jnp.asarray(x), kind, -1, rounding=rounding))
+    got = dequantize(quantize(jnp.asarray(x), kind, -1, rounding=rounding))
     assert got[0, 1] == -np.inf
     assert not np.isfinite(got[:2]).any()
     assert np.isfinite(got[2:]).all()
     np.testing.assert_allclose(got[4], x[4], atol=2e36)
-    assert dense(quantize(jnp.ones((3, 1)), kind, -1)).tolist() == [[1.0]] * 3  # rows of one element are exact
+    assert dequantize(quantize(jnp.ones((3, 1)), kind, -1)).tolist() == [[1.0]] * 3  # rows of one element are exact
 
 
 @pytest.mark.parametrize(("kind", "step"), [("int8", 1 / 127), ("fp8", 2**-2)])
@@ -51,12 +58,12 @@ def test_stochastic_rounding_is_right_on_average(kind, step):
     x = np.full((20_000, 2), 0.3, np.float32)
     x[:, 1] = 1
     x[:, 0] += np.linspace(0, 1e-6, len(x))
-    got = np.asarray(dense(quantize(jnp.asarray(x), kind, -1, rounding="stochastic")))[:, 0]
+    got = np.asarray(dequantize(quantize(jnp.asarray(x), kind, -1, rounding="stochastic")))[:, 0]
     assert len(np.unique(got.round(5))) == 2
     assert np.ptp(got) <= step
     bound = 4 * step / np.sqrt(len(x))
     assert abs(got.mean() - 0.3) < bound
-    nearest = np.asarray(dense(quantize(jnp.asarray(x), kind, -1, rounding="nearest")))[:, 0]
+    nearest = np.asarray(dequantize(quantize(jnp.asarray(x), kind, -1, rounding="nearest")))[:, 0]
     assert abs(nearest.mean() - 0.3) > bound
 
 
@@ -66,8 +73,8 @@ def test_a_scale_of_the_whole_array_and_a_float64_operand():
     assert np.unique(got.scales).size == 1
     with jax.enable_x64(True):
         got = quantize(jnp.asarray(x), "int8", -1)
-        assert got.scales.dtype == dense(got).dtype == jnp.float64
-        np.testing.assert_allclose(dense(got), x, atol=np.abs(x).max() / 127)
+        assert got.scales.dtype == dequantize(got).dtype == jnp.float64
+        np.testing.assert_allclose(dequantize(got), x, atol=np.abs(x).max() / 127)
 
 
 @pytest.mark.parametrize(("error", "message", "call"), [
@@ -76,12 +83,27 @@ def test_a_scale_of_the_whole_array_and_a_float64_operand():
     (ValueError, "rounding to be one of", lambda: fa.Quantization("int8", rounding="up")),
     (ValueError, "scale to be one of 'vector', 'tensor'", lambda: fa.Quantization("int8", scale="row")),
     (ValueError, "^an op needs quantization to be .*: got 'int4'", lambda: quantization_of("an op", "int4")),
-    (NotImplementedError, f"int32, which holds {LONGEST} .*: got {LONGEST + 1} features",
-     lambda: jax.eval_shape(lambda x: quantize(x, "int8", -1), jax.ShapeDtypeStruct((1, LONGEST + 1), jnp.bfloat16))),
+    (NotImplementedError, f"int32, which holds {MAX_INT8_PRODUCTS} .*: got {MAX_INT8_PRODUCTS + 1} features",
+     lambda: jax.eval_shape(
+         lambda x: quantize(x, "int8", -1), jax.ShapeDtypeStruct((1, MAX_INT8_PRODUCTS + 1), jnp.bfloat16)
+     )),
 ])  # fmt: skip
 def test_what_is_refused(error, message, call):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_cotangents_are_joined_where_int32_holds_their_sum():
+    for kind, width, joined in (
+        ("int8", MAX_INT8_PRODUCTS // 2, True),
+        ("int8", MAX_INT8_PRODUCTS, False),
+        ("fp8", MAX_INT8_PRODUCTS, True),
+    ):
+        dys, ws = (tuple(jax.ShapeDtypeStruct((rows, width), jnp.bfloat16) for _ in range(2)) for rows in (1, 4))
+        made = jax.eval_shape(
+            lambda dys, ws, kind=kind: backward_operands(fa.Quantization(kind, kind), dys, ws), dys, ws
+        )
+        assert [len(operands) for operands in made] == ([1, 1] if joined else [2, 2])
 
 
 def test_types_for_which_a_chip_has_no_rate():

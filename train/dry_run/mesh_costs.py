@@ -223,18 +223,22 @@ def _parameter_waits(config: Config, chip: Chip, mesh: Mapping[str, int], work: 
     stored, computed = _BYTES[model.param_dtype], _BYTES[model.dtype]
     direct, beside = model.fsdp_overlap == "prefetch_pallas", model.fsdp_overlap not in (None, "xla")
 
-    def seconds(parameters: int, *, copied: bool = False) -> tuple[float, float, float]:
+    def seconds(parameters: int, *, copied: bool = False, travels: float = computed) -> tuple[float, float, float]:
         """Returns those of a gather and of a reduce-scatter over fsdp, and of an all-reduce of the shard over data."""
         # Direct copies send R^2 / 8 blocks over a link where a ring sends (R - 1) / 2, and gradients as they are made.
         whole, longer = parameters / mesh["model"], fsdp**2 / (4 * (fsdp - 1)) if copied else 1.0
-        gather = collective_seconds("all-gather", 0, int(whole * computed), fsdp, chip)
+        gather = collective_seconds("all-gather", 0, int(whole * travels), fsdp, chip)
         scatter = collective_seconds("reduce-scatter", int(whole * (computed if copied else stored)), 0, fsdp, chip)
         shard = int(whole / fsdp * stored)
         return gather * longer, scatter * longer, collective_seconds("all-reduce", shard, shard, others, chip)
 
     output = 0 if model.tie_embeddings or not beside else _parameters_outside(model) // 2
     gather, scatter, total = seconds(_parameters_outside(model) - output)
-    layer, last = seconds(kernels, copied=direct), seconds(output, copied=direct)
+    travels = float(computed)
+    if model.quantization is not None and not beside:  # those of a mixture of experts are not quantised
+        attention = 2 * model.width * model.head_features * (model.heads + model.kv_heads)
+        travels -= (computed - 1) * (attention / kernels if model.experts else 1)
+    layer, last = seconds(kernels, copied=direct, travels=travels), seconds(output, copied=direct)
     if not beside:
         gathers = 1 if "kernels" in POLICIES[model.remat or "none"].keeps else 2
         return gather + scatter + layers * (gathers * layer[0] + layer[1]), total + layers * layer[2], 0.0

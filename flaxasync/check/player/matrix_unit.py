@@ -53,9 +53,10 @@ def operations(program: Program) -> Operations:
     for name, count in names.items():
         unit = name.partition(".")[0]
         if unit in VECTOR_FAMILIES:
-            of_matrix_unit = "pops" if unit == "vpop" else "multiplies" if unit == "vmatmul" else "pushes"
-            others = {"vld": "loads", "vst": "stores"}
-            counts[of_matrix_unit if _UNIT.search(name) else others.get(unit, "vector")] += count
+            kinds = {"vmatmul": "multiplies", "vmatpush": "pushes", "vpop": "pops"}
+            if not _UNIT.search(name):
+                kinds = {"vld": "loads", "vst": "stores"}
+            counts[kinds.get(unit.rstrip("123"), "vector")] += count  # each set of weights has its own push
     return Operations(len(program.bundles), len(names), *(counts[kind] for kind in Operations._fields[2:]))
 
 

@@ -86,7 +86,7 @@ class EndedWait(NamedTuple):
     phase: str
     start: float  # in seconds
     seconds: float
-    kind: str  # of the transfer that last raised the semaphore, as in `Times.bytes`; SIGNAL or RING_MODEL
+    kind: str  # of the transfer that last raised the semaphore, as in `Times.bytes`; SIGNAL, RING_MODEL; "" for none
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,11 +55,12 @@ class Semaphores:
         `kind` is that of the transfer that raises the semaphore, or SIGNAL. `message` is the progress that the sender
         knew; None if the device's own transfer has left.
         """
-        self._kinds[machine.device][semaphore] = kind
         machine.semaphores[semaphore] = value = signed(machine.semaphores[semaphore] + amount)
-        if message is not None and amount > 0:
-            carried = self._messages[machine.device].get(semaphore, message)
-            self._messages[machine.device][semaphore] = list(map(max, carried, message))
+        if amount > 0:
+            self._kinds[machine.device][semaphore] = kind
+            if message is not None:
+                carried = self._messages[machine.device].get(semaphore, message)
+                self._messages[machine.device][semaphore] = list(map(max, carried, message))
         wait = self._waits[machine.device]
         if wait is None or wait.semaphore != semaphore or not wait.is_over(value):
             return

@@ -53,18 +53,19 @@ def quantize(model: nnx.Module, rules: Sequence[Any]) -> dict[str, Quantization]
     layers = {path: module for path, module in modules.items() if isinstance(module, LAYERS)}
     chosen = {path: next((rule for rule in rules if _matches(rule, path)), None) for path in layers}
     for rule in rules:
-        if not any(found is rule for found in chosen.values()):
+        if not any(taken is rule for taken in chosen.values()):
             paths = ", ".join(layers) or "none"
             raise ValueError(
                 f"quantize got a rule for {rule.module_path!r}, which no layer takes; the layers are {paths}"
             )
     found = {path: rule and _quantization(rule) for path, rule in chosen.items()}
     for path, quantization in found.items():
-        for part in (part for part in found if part.startswith(f"{path}/")):
+        prefix = f"{path}/" if path else ""  # the model itself has the path ""
+        for part in (part for part in found if part != path and part.startswith(prefix)):
             if found[part] != quantization:
                 raise ValueError(
-                    f"quantize needs one quantization for all of {path}: got {quantization} for it and {found[part]} "
-                    f"for {part}; give a rule for {path}.*"
+                    f"quantize needs one quantization for all of {path or 'the model'}: got {quantization} for it and "
+                    f"{found[part]} for {part}; give a rule for {path}.*"
                 )
         if quantization is not None and layers[path].settings.dot_general is not lax.dot_general:
             raise ValueError(f"quantize got a rule for {path}, which has a dot_general of its own: leave one out")

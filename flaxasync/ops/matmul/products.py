@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from flaxasync.ops.quantization import Operand, Quantized, dense
+from flaxasync.ops.quantization import Operand, Quantized, dequantize
 
 type Arrays = tuple[Array, ...]
 type Operands = tuple[Operand, ...]
@@ -43,7 +43,7 @@ def sum_of_products(
 
 def weight_gradient(x: Operand, dy: Operand, precision: lax.PrecisionLike = None) -> Array:
     """Returns x.T @ dy over all rows of all batches, in the dtype in which it is accumulated."""
-    x, dy, rows = dense(x), dense(dy), tuple(range(x.ndim - 1))
+    x, dy, rows = dequantize(x), dequantize(dy), tuple(range(x.ndim - 1))
     return lax.dot_general(
         x, dy, ((rows, rows), ((), ())), precision=precision, preferred_element_type=accumulator_dtype(x)
     )
@@ -54,7 +54,7 @@ def weight_gradients(x: Operand, dys: Arrays, precision: lax.PrecisionLike = Non
 
     Narrow dys are joined, so that one product reads x once. Joining them moves them twice, so wide ones are not.
     """
-    x, widths = dense(x), [dy.shape[-1] for dy in dys]
+    x, widths = dequantize(x), [dy.shape[-1] for dy in dys]
     if (len(dys) - 1) * x.shape[-1] <= 2 * sum(widths):
         return tuple(weight_gradient(x, dy, precision).astype(x.dtype) for dy in dys)
     dw = weight_gradient(x, lax.concatenate(dys, x.ndim - 1), precision).astype(x.dtype)

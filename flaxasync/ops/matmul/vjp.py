@@ -44,7 +44,14 @@ from flaxasync.ops.matmul.products import (
     weight_gradient,
     weight_gradients,
 )
-from flaxasync.ops.quantization import Operand, Quantization, backward_operands, cotangents, dense, forward_operands
+from flaxasync.ops.quantization import (
+    Operand,
+    Quantization,
+    backward_operands,
+    cotangents,
+    dequantize,
+    forward_operands,
+)
 from flaxasync.ops.saved import GATHERED, PRODUCT
 
 
@@ -163,7 +170,7 @@ def _multiply_and_scatter_bwd(
         dxs, gathered = executor.gather(dy_given, ws_given, transposed=True, keep=True)
     assert gathered is not None
     with jax.named_scope("matmul_reduce_scatter_dw"):
-        alike = (dense(x).reshape(*gathered.shape[:-1], x.shape[-1]) for x in xs)
+        alike = (dequantize(x).reshape(*gathered.shape[:-1], x.shape[-1]) for x in xs)
         dws = tuple(weight_gradient(x, gathered, executor.precision).astype(dy.dtype) for x in alike)
         return dxs, cotangents(ws, dws)
 

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -13,6 +15,8 @@ from flaxasync.check.player.bundle_text import HEADER, parse_operation, read_pro
 from flaxasync.check.player.chips import PLAYED_CHIPS, chip_grid, coords_of_partitions, played_chip
 from flaxasync.check.player.errors import DumpError
 from flaxasync.check.player.network import Network
+from flaxasync.check.player.result import SIGNAL
+from flaxasync.check.player.semaphores import Semaphores
 from flaxasync.check.player.state import VectorClocks
 
 
@@ -55,7 +59,8 @@ def test_operations_are_counted_by_what_they_do(tmp_path):
     operations = (
         "vmatmul.bf16.gmra.mxu0 %v1", "vmatmul.bf16.gmra.mxu1 %v1", "vmatpush1.bf16.msra.mxu0 %v1",
         "vpop.f32.mrf.mxu0", "vpop.permute.xlu0 0", "vld [vmem:[#allocation0]]", "vst [vmem:[#allocation0]] 255, %v1",
-        "vadd.f32 %v1, %v2", "vadd.f32 %v2, %v2", "sadd.s32 %s1_s0, 4", "vsyncadd [#allocation1], 1",
+        "vmatprep.subr.mxu0 %v1", "vadd.f32 %v1, %v2", "vadd.f32 %v2, %v2", "sadd.s32 %s1_s0, 4",
+        "vsyncadd [#allocation1], 1",
     )  # fmt: skip
     program = write(
         tmp_path, "     0   :  { " + "  ;;  ".join(f"%{n} = {o}" for n, o in enumerate(operations)) + " }\n"
@@ -63,13 +68,13 @@ def test_operations_are_counted_by_what_they_do(tmp_path):
     counts = matrix_unit.operations(program)._asdict()
     expected = {
         "bundles": 1,
-        "names": 10,
+        "names": 11,
         "multiplies": 2,
         "pushes": 1,
         "pops": 1,
         "loads": 1,
         "stores": 1,
-        "vector": 3,
+        "vector": 4,
     }
     assert counts == expected
 
@@ -224,6 +229,20 @@ def test_devices_that_meet_know_the_same_though_one_skipped_a_branch():
     clocks.synchronize((0, 1))
     assert clocks.knows_to_have_entered(0, 1, "start")
     assert (clocks.known_to(0), clocks.known_to(2)) == ([2, 1, 0], [0, 0, 0])
+
+
+def test_the_kind_of_a_wait_is_that_of_what_raised_the_semaphore():
+    """The second of two tiles is there already when the first wait is over and the core has lowered the semaphore."""
+    kinds = []
+    recorder = SimpleNamespace(wait=lambda start, end, name, cause, kind: kinds.append(kind))
+    machine = SimpleNamespace(device=0, semaphores=Counter(), now=0.0, recorder=recorder)
+    semaphores = Semaphores(SimpleNamespace(machines=[machine]), lambda machine: None)
+    wait = SimpleNamespace(operation=SimpleNamespace(unit="dma", name="dma.done.wait"))
+    semaphores.add(machine, 5, 20, 0.0, "hbm to vmem", None)
+    for _ in range(2):
+        assert semaphores.wait(machine, wait, (5, 10))
+        semaphores.add(machine, 5, -10, 0.0, SIGNAL, None)
+    assert kinds == ["hbm to vmem"] * 2
 
 
 # The chip table and the routes between chips.

@@ -124,6 +124,13 @@ def test_eight_bits_work_and_wait_less_where_the_chip_has_a_rate(step, replace):
     )
     assert both.work < forward.work < plain.work
     assert both.exposed < forward.exposed
+    fsdp = "fsdp: weights and gradients"
+    for overlap, least, most in (
+        ("xla", 0.7, 0.85),
+        ("prefetch", 1, 1),
+    ):  # kernels that are prefetched are not in 8 bits
+        plain, eight = (step(fsdp=4, model=4, fsdp_overlap=overlap, quantization=q).waits[fsdp] for q in (None, "int8"))
+        assert least <= eight / plain <= most
     with pytest.raises(
         InputError, match=r"quantization in fp8, for which a v5e has no rate .*; use quantization='int8'"
     ):
