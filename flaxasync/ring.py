@@ -343,7 +343,7 @@ def ring_visit(
         return visit(2 + hop, tuple(block for _, block in travelling), carry)
 
     def merge(travelling: Block, addend: Block) -> Block:
-        return add(travelling[0], addend), travelling[1]
+        return lax.optimization_barrier((add(travelling[0], addend), travelling[1]))  # they leave together
 
     blocks, (own_sums, carry) = onward(blocks, carry, own, hops=1)
     if hops == 1:
