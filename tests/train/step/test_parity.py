@@ -54,12 +54,21 @@ def losses(on, trainer_of):
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """The losses of one device and the state at the beginning, once a test has computed them with its compiler options.
+def computed():
+    """The references that were computed."""
+    return {}
+
+
+@pytest.fixture
+def alone(computed, losses):
+    """The losses of one device, and the state at the beginning: computed once for the compiler options of the test.
 
     Optimized programs round differently, which twenty steps of Adam make 0.002 of.
     """
-    return {}
+    options = jax.config.values["jax_disable_most_optimizations"]
+    if options not in computed:
+        computed[options] = losses(ALONE)
+    return computed[options]
 
 
 def batches(config, mesh, start, steps):
@@ -118,10 +127,7 @@ def check_shards(state, mesh):
     pytest.param((2, 1, 1, 4), "auto", "prefetch", "none", marks=SLOW),
 ], ids=str)  # fmt: skip
 def test_losses_match_those_of_one_device_and_the_state_stays_sharded(losses, alone, sizes, backend, overlap, remat):
-    options = jax.config.jax_disable_most_optimizations
-    if options not in alone:
-        alone[options] = losses(ALONE)
-    expected, began = alone[options]
+    expected, began = alone
     history, _ = losses(sizes, began, backend, model={"fsdp_overlap": overlap, "remat": remat})
     np.testing.assert_allclose(history, expected, atol=1e-4)
     assert history[-1] < 0.8 * history[0]
@@ -133,8 +139,6 @@ def test_losses_match_those_of_one_device_and_the_state_stays_sharded(losses, al
     pytest.param((2, 1, 1, 4), "none", {"quantization": "fp8"}, marks=SLOW),
 ])  # fmt: skip
 def test_steps_in_8_bits_learn_as_those_of_one_device_do(losses, alone, sizes, backend, quantized):
-    if not alone:
-        alone[:] = losses(ALONE)
     expected, began = np.array(alone[0]), alone[1]
     history = np.array(losses(sizes, began, backend, model=quantized)[0])
     np.testing.assert_allclose(history, expected, rtol=2e-2)
