@@ -15,7 +15,7 @@ compiled.
 import collections
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -98,8 +98,7 @@ def compiled(layer: Layer, topology: str, backend: str, folder: pathlib.Path) ->
 
 def row(case: tuple[Layer, str, str], folder: pathlib.Path) -> tuple[str, ...]:
     layer, topology, backend = case
-    local, take, table = layer.experts // DEVICES, TilesOf.take, Blocks.table
-    order = grouped_weight_gradient.order_of_tiles
+    local, take = layer.experts // DEVICES, TilesOf.take
     tables: dict[tuple[int, ...], list[list[int]]] = collections.defaultdict(list)
 
     def balanced_count(tiles: TilesOf) -> int:
@@ -110,15 +109,13 @@ def row(case: tuple[Layer, str, str], folder: pathlib.Path) -> tuple[str, ...]:
         experts: Any = np.repeat(np.arange(local, dtype=np.int32), count // local)
         return take(tiles, start, count)._replace(experts=experts)
 
-    def noted_table(blocks: Blocks, experts: Any, tiles: Any) -> Any:
-        found = table(blocks, experts, tiles)
-        tables[found.shape].append(found.reshape(-1).tolist())
-        return found
+    def noting(make: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            found = make(*arguments)
+            tables[found.shape].append(found.reshape(-1).tolist())
+            return found
 
-    def noted_order(factors: Sequence[grouped_weight_gradient.Factors]) -> Any:
-        found = order(factors)
-        tables[found.shape].append(found.reshape(-1).tolist())
-        return found
+        return noted
 
     def integers(kernel: str, shape: tuple[int, ...]) -> Sequence[int] | None:
         if shape in tables:
@@ -128,8 +125,8 @@ def row(case: tuple[Layer, str, str], folder: pathlib.Path) -> tuple[str, ...]:
     with (
         mock.patch.object(TilesOf, "count", property(balanced_count)),
         mock.patch.object(TilesOf, "take", balanced_take),
-        mock.patch.object(Blocks, "table", noted_table),
-        mock.patch.object(grouped_weight_gradient, "order_of_tiles", noted_order),
+        mock.patch.object(Blocks, "table", noting(Blocks.table)),
+        mock.patch.object(grouped_weight_gradient, "order_of_tiles", noting(grouped_weight_gradient.order_of_tiles)),
     ):
         program = compiled(layer, topology, backend, folder)
     timeline = check.timeline(program, kernels="play", integers=integers)

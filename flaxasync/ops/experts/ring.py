@@ -62,7 +62,7 @@ def _multiply_bwd(experts: Experts, ring: Ring, saved: Any, dy: Array) -> tuple[
 
     def work(held: Blocks, sums: Sums) -> tuple[tuple[BlockGradients, ...], Sums]:
         found, sums = local.backward(experts, kernels, held, sums)
-        if ring.unroll % 2:  # two turns of one loop body can share an addition
+        if ring.unroll % 2:  # or else a body of the loop would begin with nothing kept, and end with something
             sums = local.added_up(experts, kernels, sums)
         return tuple(one._replace(dx=one.dx.astype(x.dtype)) for one in found), sums
 
