@@ -29,7 +29,7 @@ from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.check import compile_for, topology_mesh
 from flaxasync.check.player import play_dump, played_chip
 from models.config import TransformerConfig
-from models.transformer import DecoderLayer
+from models.layer import DecoderLayer
 
 TOPOLOGIES = ("v5e:2x4", "v6e:2x4")
 DEVICES = 8

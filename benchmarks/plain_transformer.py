@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 import flaxasync as fa
 from models.config import TransformerConfig
-from models.transformer import RMSNorm
+from models.layer import RMSNorm
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,7 @@ from configs.llama_70b import llama_70b
 from flaxasync import check, hardware
 from flaxasync.check import topology_devices, topology_size
 from models.config import TransformerConfig
-from models.transformer import DecoderLayer
+from models.layer import DecoderLayer
 from train.config import Config
 
 TOPOLOGIES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from flaxasync import check
 from models.config import TransformerConfig
-from models.transformer import DecoderLayer
+from models.layer import DecoderLayer
 
 ROWS, WIDTH = 512, 512
 TURNS, DIRECTIONS = 2, 2

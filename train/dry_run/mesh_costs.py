@@ -31,7 +31,7 @@ from flaxasync.check.estimate.costs import collective_seconds
 from flaxasync.hardware import Chip
 from flaxasync.ops.costs.cost import hbm
 from models.config import FsdpOverlap, Remat, TransformerConfig
-from models.transformer import quantization_of
+from models.layer import quantization_of
 from train.config import Config
 from train.step.mesh import CONTEXT, FSDP, batch_shards
 from train.step.products import (
