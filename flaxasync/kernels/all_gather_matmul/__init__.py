@@ -88,9 +88,3 @@ def all_gather_matmul(
     )
     ys = tuple(y.reshape(batch, size * m, -1) for y in outputs[: len(y_widths)])
     return ys, outputs[-1].reshape(batch, size * m, k) if keep_gathered else None
-
-
-def stays_resident(x: jax.ShapeDtypeStruct, widths: list[int], size: int, transposed: bool, directions: int) -> bool:
-    """Says whether the gathered x would stay in vector memory without an epilogue: then the kernel is faster so."""
-    layout = BlockLayout.of(x.shape[0], x.shape[1], sublanes(x.dtype), directions)
-    return resident.plan(Work(layout, size, x.shape[2], widths, transposed, x.dtype)) is not None

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -78,8 +79,13 @@ def rotary_tables(
     return RotaryTables(jnp.cos(angle), jnp.sin(angle))
 
 
+@jax.custom_vjp
 def rotate(x: Float[Array, "*batch s h d"], tables: RotaryTables) -> Float[Array, "*batch s h d"]:
-    """Rotates heads by the angles of `rotary_tables`; see `rotary_embedding`."""
+    """Rotates heads by the angles of `rotary_tables`; see `rotary_embedding`.
+
+    The gradient of a rotation is the rotation by the negative angles. As a rule of its own it needs nothing but the
+    tables, and a policy of `jax.checkpoint` that keeps products does not see, and keep, the one below.
+    """
     cos, sin = tables.cos[:, None, :], tables.sin[:, None, :]
     if platform() == "tpu":
         # A product with a permutation of 1 and -1 is exact. XLA copies halves of registers to registers of their own.
@@ -90,3 +96,14 @@ def rotate(x: Float[Array, "*batch s h d"], tables: RotaryTables) -> Float[Array
         return (x.astype(cos.dtype) * cos + turned * sin).astype(x.dtype)
     first, second = jnp.split(x.astype(cos.dtype), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _rotate_fwd(x: Array, tables: RotaryTables) -> tuple[Array, RotaryTables]:
+    return rotate(x, tables), tables
+
+
+def _rotate_bwd(tables: RotaryTables, dy: Array) -> tuple[Array, None]:
+    return rotate(dy, RotaryTables(tables.cos, -tables.sin)), None
+
+
+rotate.defvjp(_rotate_fwd, _rotate_bwd)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from flaxasync.kernels.all_gather_matmul import all_gather_matmul, stays_resident
+from flaxasync.kernels.all_gather_matmul import all_gather_matmul
 from flaxasync.kernels.engine.matmul import Epilogue
 from flaxasync.kernels.engine.operands import DTYPES, LANES, sublanes
 from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
@@ -59,15 +59,6 @@ class FusedExecutor:
         # All rows in one dimension: for a product over batches and rows XLA changes the layout of x, and of all that is
         # computed beside it, with copies.
         return ys, None if gathered is None else _unpad(gathered, size, m, k).reshape(-1, k)
-
-    def gains_by_epilogue(self, x: Array, widths: list[int], *, transposed: bool = False) -> bool:
-        """Says whether `gather`, of x and as many w of these columns, should have an epilogue.
-
-        It saves a pass over the products in HBM. Where the gathered x would stay in vector memory otherwise, the kernel
-        is slower with it.
-        """
-        block, padded = jax.eval_shape(_block, x), [-(-n // LANES) * LANES for n in widths]
-        return not stays_resident(block, padded, lax.axis_size(self.axis_name), transposed, self._directions(block))
 
     def _directions(self, block: Array | jax.ShapeDtypeStruct) -> int:
         """Returns how many directions blocks can travel in: a block that has no two halves takes one."""

@@ -30,6 +30,7 @@ from flaxasync.ops.matmul.fused import FusedExecutor
 from flaxasync.ops.matmul.products import Arrays, Operands, weight_gradient
 from flaxasync.ops.quantization import Operand, Quantization
 from flaxasync.ops.saved import GATHERED, PRODUCT, first_only
+from flaxasync.transport.schedule import tie
 
 type Activation = Callable[[Array], Array]
 
@@ -49,7 +50,7 @@ def parallel_mlp(
 ) -> Array:  # fmt: skip
     """Returns y = reduce_scatter(activate(all_gather(x) @ ws) @ down); the ops have the operands and options.
 
-    Where both ops are executed by "fused" and an epilogue pays, h is computed of products that are not rounded.
+    Where both ops are executed by "fused", h is computed of products that are not rounded.
     """
     options = api.Options(backend, precision=precision, quantization=quantization)
     size = api.check_operands("all_gather_matmul", (x,), (*ws, down), axis_name)
@@ -64,8 +65,6 @@ def parallel_mlp(
         activation in FUSED
         and isinstance(gather, FusedExecutor)
         and isinstance(scatter, FusedExecutor)
-        and gather.gains_by_epilogue(x, [w.shape[1] for w in ws])
-        and scatter.gains_by_epilogue(x, [down.shape[0]], transposed=True)
     ):
         return _mlp(gather, keep, activation, x, ws, down)  # of arrays: these executors take no quantization
 
@@ -143,7 +142,8 @@ def _mlp_bwd(
     assert dys is not None
     with jax.named_scope("matmul_reduce_scatter_dw"):
         d_down = weight_gradient(h.reshape(-1, h.shape[-1]), dys).astype(down.dtype)
-    return *vjp.gather_and_multiply_bwd(executor, keep, (x, ws), tuple(dproducts)), d_down
+    d_down, dproducts = tie(d_down, tuple(dproducts))  # d_down can travel beside what follows, and h and dys end here
+    return *vjp.gather_and_multiply_bwd(executor, keep, (x, ws), dproducts), d_down
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)

@@ -35,12 +35,6 @@ def test_the_epilogues_are_the_activation_and_its_gradient(activation, columns):
     assert hash(Activate(activation, 2)) == hash(Activate(activation, 2))
 
 
-@pytest.fixture
-def without_residency(monkeypatch):
-    """The gathered x of small operands fits in vector memory, and the kernel would have no epilogue."""
-    monkeypatch.setattr(fused, "stays_resident", lambda *args: False)
-
-
 def wanted(activation, x, ws, down):
     return activate(activation, tuple(x @ w for w in ws)) @ down
 
@@ -78,7 +72,7 @@ def parity(size, *, columns=2, activation=jax.nn.silu, m=16, d=128, f=128, dtype
     {"size": 3, "m": 10, "d": 100, "f": 70, "mode": "eager"},  # padded
     {"size": 2, "gathered_bytes": 2**30, "mode": "eager"},
 ])  # fmt: skip
-def test_values_and_gradients(without_residency, options):
+def test_values_and_gradients(options):
     parity(**options)
 
 
@@ -99,16 +93,16 @@ def traced_kernels(wrap=lambda fn: fn, gathered_bytes=0):
     (functools.partial(jax.checkpoint, policy=fa.save_costly), (2, 2, 1)),
     (jax.checkpoint, (3, 3, 1)),
 ])  # fmt: skip
-def test_a_policy_that_keeps_products_repeats_no_kernel(without_residency, wrap, counts):
+def test_a_policy_that_keeps_products_repeats_no_kernel(wrap, counts):
     """Without one the products are computed again; and y, for the loss here is computed from it."""
     assert traced_kernels(wrap) == counts
 
 
-def test_the_gathered_rows_are_kept_where_they_may_be(without_residency):
+def test_the_gathered_rows_are_kept_where_they_may_be():
     assert traced_kernels(gathered_bytes=2**30)[2] == 0
 
 
-def test_a_second_derivative_is_refused(without_residency):
+def test_a_second_derivative_is_refused():
     with pytest.raises(NotImplementedError, match="ParallelMLP with backend='fused' has a first derivative only"):
         traced_kernels(lambda loss: lambda x, *rest: jnp.sum(jax.grad(loss)(x, *rest)))
 
@@ -151,7 +145,7 @@ def test_an_mlp_that_no_epilogue_serves_falls_back():
     assert has_epilogue(gated=False, activation=jax.nn.relu)
     assert not has_epilogue(activation=shifted)
     assert not has_epilogue(use_bias=True)
-    assert not has_epilogue(batch=1, rows=1024)  # the gathered x stays in vector memory
+    assert has_epilogue(batch=1, rows=1024)
     assert not has_epilogue(preferred_element_type=jnp.float16)
 
 

@@ -1,0 +1,129 @@
+"""Four layers of a 4B decoder on data 2 x model 4, forward and with all gradients: predicted without a TPU.
+
+    python benchmarks/data_axis.py --cache DIR [--write docs/scaling.md] [--topologies v5e:2x4 v6e:2x4]
+
+Layers of width 2560 with 32 heads of 128, 8 key-value heads and an MLP of 9728, on 8 sequences of 2048 tokens, all in
+bfloat16. No product or attention is computed twice. "plain NNX" is the layer of benchmarks/plain_transformer.py under
+`nnx.scan`, "flaxasync" that of models/transformer.py, and "summed beside" the same under `fa.nn.scan_with_prefetch`,
+whose permutes sum gradients over the data axis, and which keeps what `fa.save_costly` names. "Kept" is
+`gathered_mib=128`. All of them use the attention kernel of `fa.attention`.
+
+With --estimate the times are those of `fa.check.timeline` with simulated kernels, in a minute for each program, and
+without it those of the simulation of the whole program, which takes many. A * marks a program that had to be compiled
+with synchronous collectives. "Of plain" is the time of plain NNX divided by that of the row.
+"""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import flaxasync as fa
+from benchmarks.plain_transformer import Layout, PlainLayer
+from benchmarks.programs import COMPILE_SECONDS, array, kept, play_or_synchronize, split_layer
+from benchmarks.table import command_line, print_table, write_between_markers
+from flaxasync import check
+from models.config import TransformerConfig
+from models.layer import DecoderLayer
+
+TOPOLOGIES = ("v5e:2x4", "v6e:2x4")
+PLAIN, OURS, BESIDE = "plain NNX", "flaxasync", "flaxasync, summed beside"
+KEPT = f"{BESIDE}, gathered x kept"
+VARIANTS = (PLAIN, OURS, BESIDE, KEPT)
+LAYERS, BATCH, SEQUENCE = 4, 8, 2048
+CONFIG = TransformerConfig(
+    width=2560, heads=32, kv_heads=8, head_dim=128, mlp_width=9728, dtype="bfloat16", param_dtype="bfloat16"
+)
+HEADER = ("topology", "program", "ms a layer", "exposed ms a layer", "of plain")
+
+
+def make_layer(variant: str, rngs: nnx.Rngs) -> nnx.Module:
+    if variant == PLAIN:
+        return PlainLayer(CONFIG, layout=Layout(flash=True), rngs=rngs)
+    config = dataclasses.replace(CONFIG, gathered_mib=128 if variant == KEPT else 0)
+    return DecoderLayer(
+        config, axis_name="model", fsdp_axis=None, context_axis=None, context_layout="contiguous", backend=None,
+        rngs=rngs,
+    )  # fmt: skip
+
+
+def program(variant: str, mesh: Mesh) -> tuple[Any, tuple]:
+    """Returns the jitted forward and backward pass of all layers, and its arguments without values.
+
+    It must be called under `jax.set_mesh(mesh)`. The function returns y, the gradients of the parameters, and dx.
+    """
+    unnamed = {nnx.PARTITION_NAME: None}
+
+    def stack() -> nnx.Module:
+        make = nnx.vmap(lambda rngs: make_layer(variant, rngs), in_axes=0, out_axes=0, transform_metadata=unnamed)
+        return nnx.split_rngs(splits=LAYERS)(make)(nnx.Rngs(0))
+
+    graph, state = split_layer(stack, mesh)
+    x = array((BATCH, SEQUENCE, CONFIG.width), mesh, P("data", "model", None))
+
+    def apply(state: Any, x: jax.Array) -> jax.Array:
+        if variant in (BESIDE, KEPT):
+            return fa.nn.scan_with_prefetch(
+                lambda layer, x: layer(x), nnx.merge(graph, state), x, fsdp_axis=None, dtype=jnp.bfloat16,
+                policy=fa.save_costly,
+            )  # fmt: skip
+        scan = nnx.scan(
+            lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=unnamed
+        )
+        return scan(nnx.merge(graph, state), x)
+
+    def forward_and_backward(state: Any, x: jax.Array, dy: jax.Array) -> tuple[jax.Array, Any, jax.Array]:
+        y, backward = jax.vjp(apply, state, x)
+        return y, *backward(dy)
+
+    shardings = (x.sharding, jax.tree.map(lambda value: value.sharding, state), x.sharding)
+    return jax.jit(forward_and_backward, out_shardings=shardings), (state, x, x)
+
+
+def measured(variant: str, topology: str, *, estimate: bool, cache: pathlib.Path | None) -> dict[str, Any]:
+    """Returns the predicted seconds of the step, how many of them are exposed, and the mark of its row."""
+    kind = AxisType.Auto if variant == PLAIN else AxisType.Explicit
+    devices = check.topology_devices(topology)
+    mesh = fa.make_mesh((2, len(devices) // 2), ("data", "model"), devices=devices, axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        fn, arguments = program(variant, mesh)
+
+        def simulate() -> dict[str, Any]:
+            if estimate:
+                compiled = check.compile_for(
+                    topology, fn, *arguments, compiler_options=check.HLO_ONLY, timeout=COMPILE_SECONDS
+                )
+                timeline = check.timeline(compiled, kernels="play")
+                return {"seconds": timeline.seconds, "exposed": timeline.exposed, "mark": ""}
+            result, _, mark = play_or_synchronize(topology, fn, *arguments)
+            return {"seconds": result.seconds, "exposed": result.exposed, "mark": mark}
+
+        facts = estimate, topology, str(mesh.devices.tolist()), fn.lower(*arguments).as_text()
+        return kept(cache, facts, simulate)
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES), metavar="NAME", help="as v5e:2x4")
+    parser.add_argument("--estimate", action="store_true", help="do not simulate whole programs")
+    parser.add_argument("--cache", type=pathlib.Path, metavar="DIR", help="folder of programs that were played")
+    chosen = parser.parse_args()
+    rows = []
+    for topology in chosen.topologies:
+        plain = measured(PLAIN, topology, estimate=chosen.estimate, cache=chosen.cache)
+        for variant in VARIANTS:
+            found = measured(variant, topology, estimate=chosen.estimate, cache=chosen.cache)
+            each, exposed = (found[key] / LAYERS * 1e3 for key in ("seconds", "exposed"))
+            ratio = f"{plain['seconds'] / found['seconds']:.2f}"
+            rows.append((topology, variant, f"{each:.2f}{found['mark']}", f"{exposed:.2f}", ratio))
+            print(*rows[-1], flush=True)
+    write_between_markers(chosen.write, "data axis", print_table(HEADER, rows))
+
+
+if __name__ == "__main__":
+    main()
