@@ -61,11 +61,7 @@ def parallel_mlp(
     scatter, _ = api.choose_executor("matmul_reduce_scatter", [h, down.shape], x.dtype, axis_name, size, options)
     (x,), (*ws_alike, down) = api.cast_to_vary_alike((x,), (*ws, down), axis_name)
     ws = tuple(ws_alike)
-    if (
-        activation in FUSED
-        and isinstance(gather, FusedExecutor)
-        and isinstance(scatter, FusedExecutor)
-    ):
+    if activation in FUSED and isinstance(gather, FusedExecutor) and isinstance(scatter, FusedExecutor):
         return _mlp(gather, keep, activation, x, ws, down)  # of arrays: these executors take no quantization
 
     @jax.checkpoint  # otherwise all that lies between products and h would be saved: six arrays instead of two

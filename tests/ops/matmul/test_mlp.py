@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from flaxasync import check
-from flaxasync.ops.matmul import fused
 from flaxasync.ops.matmul.mlp import FUSED, Activate, ActivateGradient, activate, parallel_mlp
 from tests.kernels.conftest import as_float32, draw, simulated
 
