@@ -6,7 +6,7 @@ sharded by features; around them, by rows of the sequence, so that norms and res
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Unpack
 
 import jax
 from flax import nnx
@@ -21,19 +21,21 @@ from flaxasync.nn.placement import Layout, check_divides, check_output_layout, p
 from flaxasync.nn.shards import Call, Linear, Part
 from flaxasync.nn.uneven_shares import Shares
 
-type Split = Literal["in_features", "out_features"]
-
 
 class DenseLayer(StoredLayer):
     """The parameters of `nnx.Linear`, under its names and in its global shapes, so that its checkpoints load."""
 
     names = ("kernel", "bias")
     stored: tuple[P, P | None]
+    dtype, param_dtype, precision = map(of_settings, ("dtype", "param_dtype", "precision"))
+    use_bias, kernel_init, bias_init = map(of_settings, ("use_bias", "kernel_init", "bias_init"))
+    promote_dtype = of_settings("promote_dtype")
 
     def _add_parameters(
         self, layer: str, shape: tuple[int, int], needed: tuple[P, P], settings: Settings, rngs: nnx.Rngs
     ) -> None:
         """Draws the kernel and the bias, which the layer needs sharded as `needed` says."""
+        self.settings = settings
         self.in_features, self.out_features = shape
         kernel = settings.kernel_init(rngs.params(), shape, settings.param_dtype)
         self.kernel, kernel_spec = stored_parameter(
@@ -48,14 +50,12 @@ class DenseLayer(StoredLayer):
 
 
 class _ParallelLinear(DenseLayer):
-    split: ClassVar[Split]
+    dim: ClassVar[int]  # the dimension of the kernel that the axis splits
     layout: Layout = "replicated"
     pad: bool = False
-    dtype, param_dtype, precision = map(of_settings, ("dtype", "param_dtype", "precision"))
-    use_bias, kernel_init, bias_init = map(of_settings, ("use_bias", "kernel_init", "bias_init"))
-    promote_dtype, dot_general = map(of_settings, ("promote_dtype", "dot_general"))
-    quantization = of_settings("quantization")
-    preferred_element_type = of_settings("preferred_element_type")
+    dot_general, quantization, preferred_element_type = map(
+        of_settings, ("dot_general", "quantization", "preferred_element_type")
+    )
 
     def __init__(
         self,
@@ -66,20 +66,19 @@ class _ParallelLinear(DenseLayer):
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
-        layer, features = type(self).__name__, {"in_features": in_features, "out_features": out_features}
-        self.settings = settings = settings_of(layer, options)
-        size, axis_name = features[self.split], settings.axis_name
+        layer, shape = type(self).__name__, (in_features, out_features)
+        settings = settings_of(layer, options)
+        size, axis_name = shape[self.dim], settings.axis_name
         if shares is None and not self.pad:
-            check_divides(layer, axis_name, **{self.split: size})
+            check_divides(layer, axis_name, **{("in_features", "out_features")[self.dim]: size})
         self.shares = shares or Shares.equal(size, mesh_axis_size(layer, axis_name))
-        shape, column = (in_features, out_features), self.split == "out_features"
-        bias_spec = self.shares.spec(axis_name, shape[1:], 0) if column else P(None)
-        self._add_parameters(layer, shape, (self.shares.spec(axis_name, shape, column), bias_spec), settings, rngs)
+        bias_spec = self.shares.spec(axis_name, shape[1:], 0) if self.dim else P(None)
+        self._add_parameters(layer, shape, (self.shares.spec(axis_name, shape, self.dim), bias_spec), settings, rngs)
 
     @property
     def part(self) -> Part:
         """How the parameters are stored, and which part of them a device computes with."""
-        return Part(*self.stored, self.shares, dim=int(self.split == "out_features"))
+        return Part(*self.stored, self.shares, self.dim)
 
     def __call__(self, x: Float[Array, "*batch s in"]) -> Float[Array, "*batch s out"]:
         """Applies the layer.
@@ -120,7 +119,7 @@ class ColumnParallelLinear(_ParallelLinear):
       ValueError: The axis does not divide out_features.
     """
 
-    split = "out_features"
+    dim = 1
 
     def __init__(
         self,
@@ -162,7 +161,7 @@ class RowParallelLinear(_ParallelLinear):
       ValueError: The axis does not divide in_features, or the layout is unknown.
     """
 
-    split = "in_features"
+    dim = 0
 
     def __init__(
         self,
@@ -264,18 +263,18 @@ def _row(call: Call, x: Array, linears: tuple[Linear]) -> Array:
     return shards.row(x, linear, call.settings, rows_sharded=call.rows_sharded)
 
 
-def multiply(caller: str, x: Array, kernel: Array, settings: Settings, split: Split, layout: Layout) -> Array:
-    """Returns x @ kernel as the layer does that splits these features; the messages of its errors begin with `caller`.
+def multiply(caller: str, x: Array, kernel: Array, settings: Settings, dim: int, layout: Layout) -> Array:
+    """Returns x @ kernel as the layer does that splits this dimension of the kernel; errors begin with `caller`.
 
     `layout` is that of the rows of the output where the input features are split.
     """
-    column, axis_name = split == "out_features", settings.axis_name
-    if column:
+    axis_name = settings.axis_name
+    if dim == 1:
         check_divides(caller, axis_name, out_features=kernel.shape[1])
-    spec = P(None, axis_name) if column else P(axis_name, None)
+    shares = Shares.equal(kernel.shape[dim], mesh_axis_size(caller, axis_name))
+    spec = P(None, axis_name) if dim == 1 else P(axis_name, None)
     check_sharded(caller, "kernel", kernel, spec)
-    shares = Shares.equal(kernel.shape[int(column)], mesh_axis_size(caller, axis_name))
-    part = Part(spec, None, shares, dim=int(column))
+    part = Part(spec, None, shares, dim)
     return _bind(caller, x, kernel.shape[0], (kernel, None), settings, part, layout, pad=False)()
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from flaxasync.mesh import cast_to_varying
 from flaxasync.nn import shards
 from flaxasync.nn.linear import DenseLayer, with_dtype
-from flaxasync.nn.options import of_settings, settings_of
+from flaxasync.nn.options import settings_of
 from flaxasync.nn.placement import check_divides, place
 from flaxasync.nn.shards import Call, Linear, Part
 from flaxasync.ops.mesh_matmul import mesh_matmul
@@ -39,11 +39,6 @@ class MeshLinearOptions(TypedDict, total=False):
     kernel_metadata: Mapping[str, Any]
     bias_metadata: Mapping[str, Any]
     promote_dtype: PromoteDtypeFn
-
-
-@dataclasses.dataclass(frozen=True)
-class _MeshCall(Call):
-    axis_names: tuple[str, str]
 
 
 class MeshLinear(DenseLayer):
@@ -71,10 +66,6 @@ class MeshLinear(DenseLayer):
       ValueError: No mesh is set, or the mesh lacks an axis; an axis does not divide in_features.
     """
 
-    dtype, param_dtype, precision = map(of_settings, ("dtype", "param_dtype", "precision"))
-    use_bias, kernel_init, bias_init = map(of_settings, ("use_bias", "kernel_init", "bias_init"))
-    promote_dtype = of_settings("promote_dtype")
-
     def __init__(
         self,
         in_features: int,
@@ -90,9 +81,9 @@ class MeshLinear(DenseLayer):
         for name in axis_names:
             check_divides("MeshLinear", name, in_features=in_features)
         self.axis_names = rows_axis, _ = (axis_names[0], axis_names[1])
-        self.settings = dataclasses.replace(settings, axis_name=rows_axis)
-        shape, needed = (in_features, out_features), (P(rows_axis, None), P(None))
-        self._add_parameters("MeshLinear", shape, needed, self.settings, rngs)
+        settings = dataclasses.replace(settings, axis_name=rows_axis)
+        needed = P(rows_axis, None), P(None)
+        self._add_parameters("MeshLinear", (in_features, out_features), needed, settings, rngs)
 
     def __call__(self, x: Float[Array, "*batch m in"]) -> Float[Array, "*batch m out"]:
         """Applies the layer.
@@ -105,15 +96,17 @@ class MeshLinear(DenseLayer):
         placement = place(
             "MeshLinear", x, features_axis, self.settings.in_spec, "features", self.in_features, rows_axis
         )
-        call = _MeshCall(with_dtype(self.settings, x, *linear), (Part(*self.stored),), True, self.axis_names)
-        return placement.bind(_apply, call, (x, (linear,)), (placement.in_spec, call.specs), placement.spec())()
+        call = Call(with_dtype(self.settings, x, *linear), (Part(*self.stored),), True)
+        static, in_specs = (call, self.axis_names), (placement.in_spec, call.specs)
+        return placement.bind(_apply, static, (x, (linear,)), in_specs, placement.spec())()
 
 
-def _apply(call: _MeshCall, x: Array, linears: tuple[Linear]) -> Array:
+def _apply(static: tuple[Call, tuple[str, str]], x: Array, linears: tuple[Linear]) -> Array:
     """Returns this device's rows of the output; leading dimensions are merged with the rows."""
+    call, axis_names = static
     ((kernel, bias),), settings = call.take(x, linears), call.settings
     rows = x.reshape(-1, x.shape[-1]).astype(settings.dtype)
     # The op sums the gradient of the kernel over the mesh row, so the kernel is not cast to vary along it.
-    kernel = cast_to_varying(kernel, jax.typeof(x).mat.varying - {call.axis_names[1]}).astype(settings.dtype)
-    y = mesh_matmul(rows, kernel, call.axis_names, backend=settings.backend, precision=settings.precision)
+    kernel = cast_to_varying(kernel, jax.typeof(x).mat.varying - {axis_names[1]}).astype(settings.dtype)
+    y = mesh_matmul(rows, kernel, axis_names, backend=settings.backend, precision=settings.precision)
     return shards.finish(y.reshape(*x.shape[:-1], kernel.shape[1]), bias, settings)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, Split, multiply, with_dtype
+from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, multiply, with_dtype
 from flaxasync.nn.options import Settings
 from flaxasync.nn.placement import Layout, check_output_layout
 
@@ -67,10 +67,10 @@ class ParallelLoRA(nnx.LoRA):
         settings = with_dtype(plain, x, a, b)
         x = x.astype(settings.dtype)
         y = base(x, **kwargs)  # of the x that was promoted with the factors, as nnx.LoRA does it
-        if base.split == "out_features":
-            low_rank = multiply("ParallelLoRA", x @ a.astype(x.dtype), b, settings, base.split, base.layout)
+        if base.dim == 1:
+            low_rank = multiply("ParallelLoRA", x @ a.astype(x.dtype), b, settings, base.dim, base.layout)
         else:
-            hidden = multiply("ParallelLoRA", x, a, settings, base.split, base.layout)
+            hidden = multiply("ParallelLoRA", x, a, settings, base.dim, base.layout)
             low_rank = hidden @ b.astype(hidden.dtype)
         with jax.numpy_dtype_promotion("standard"):  # the layer may prefer another dtype
             return y + low_rank
@@ -107,7 +107,6 @@ def parallel_dot_general(
     if split not in ("column", "row"):
         raise ValueError(f"parallel_dot_general got {split!r}: it must be 'column' or 'row'")
     check_output_layout("parallel_dot_general", layout)
-    features: Split = "out_features" if split == "column" else "in_features"
 
     def dot_general(
         x: Array,
@@ -129,7 +128,9 @@ def parallel_dot_general(
         settings = Settings(
             axis_name=axis_name, backend=backend, precision=precision, preferred_element_type=preferred_element_type
         )
-        return multiply("parallel_dot_general", x, kernel, with_dtype(settings, x, kernel), features, layout)
+        return multiply(
+            "parallel_dot_general", x, kernel, with_dtype(settings, x, kernel), int(split == "column"), layout
+        )
 
     dot_general.has_collectives = True  # type: ignore[attr-defined]  # parallel layers refuse it as their own product
     return dot_general
