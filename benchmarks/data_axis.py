@@ -46,10 +46,7 @@ def make_layer(variant: str, rngs: nnx.Rngs) -> nnx.Module:
     if variant == PLAIN:
         return PlainLayer(CONFIG, layout=Layout(flash=True), rngs=rngs)
     config = dataclasses.replace(CONFIG, gathered_mib=128 if variant == KEPT else 0)
-    return DecoderLayer(
-        config, axis_name="model", fsdp_axis=None, context_axis=None, context_layout="contiguous", backend=None,
-        rngs=rngs,
-    )  # fmt: skip
+    return DecoderLayer(config, rngs=rngs)
 
 
 def program(variant: str, mesh: Mesh) -> tuple[Any, tuple]:

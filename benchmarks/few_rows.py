@@ -54,10 +54,9 @@ def planned(topology: str, batch: int) -> tuple[str, ...]:
 def layer_program(topology: str, batch: int, backend: str | None) -> Program:
     """Returns the program that adds one token to each sequence of a batch, in one decoder layer."""
     mesh = topology_mesh(topology, (1, DEVICES), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    options: Any = {"axis_name": "model", "fsdp_axis": None, "context_axis": None, "context_layout": "zigzag"}
 
     def make() -> nnx.Module:
-        layer = DecoderLayer(CONFIG, **options, backend=backend, rngs=nnx.Rngs(0))
+        layer = DecoderLayer(CONFIG, backend=backend, rngs=nnx.Rngs(0))
         layer.attention.init_cache((batch, CACHE, CONFIG.width), jnp.bfloat16)
         return layer
 

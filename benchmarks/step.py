@@ -78,10 +78,7 @@ def peak_seconds(config: TransformerConfig, batch: int, sequence: int, topology:
 
 def make_layer(variant: str, config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:
     if variant in OURS:
-        return DecoderLayer(
-            config, axis_name="model", fsdp_axis=None, context_axis=None, context_layout="contiguous", backend=None,
-            rngs=rngs,
-        )  # fmt: skip
+        return DecoderLayer(config, rngs=rngs)
     return PlainLayer(config, layout=Layout(flash=True), rngs=rngs)
 
 

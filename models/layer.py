@@ -3,7 +3,7 @@
 Shape suffixes: B batch, L sequence, D width; `models.transformer` says how they are sharded.
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +26,13 @@ class DecoderLayer(nnx.Module):
         self,
         config: TransformerConfig,
         *,
-        axis_name: str,
-        fsdp_axis: str | None,
-        context_axis: str | None,
-        context_layout: ContextLayout,
-        backend: str | None,
+        context_axis: str | None = None,
+        context_layout: ContextLayout = "zigzag",
         rngs: nnx.Rngs,
+        **given: Unpack[fa.nn.LayerOptions],
     ):
-        options: Any = layer_options(config, axis_name, fsdp_axis, backend)
-        options |= {"gathered_bytes": config.gathered_mib * 2**20, "quantization": quantization_of(config)}
+        shared: Any = layer_options(config, given)
+        options = shared | {"gathered_bytes": config.gathered_mib * 2**20, "quantization": quantization_of(config)}
         self.attention_norm = RMSNorm(config, rngs=rngs)
         self.attention = fa.nn.ParallelSelfAttention(
             config.width,
@@ -55,14 +53,25 @@ class DecoderLayer(nnx.Module):
             **options,
         )
         self.mlp_norm = RMSNorm(config, rngs=rngs)
-        self.mlp = _experts(config, axis_name, fsdp_axis, backend, rngs) if config.experts else fa.nn.ParallelMLP(
-            config.width,
-            config.mlp_width,
-            activation=_ACTIVATIONS[config.activation],
-            use_bias=config.mlp_bias,
-            rngs=rngs,
-            **options,
-        )  # fmt: skip
+        activation = _ACTIVATIONS[config.activation]
+        self.mlp: fa.nn.ParallelMLP | fa.nn.ParallelMoE
+        if config.experts:
+            self.mlp = fa.nn.ParallelMoE(
+                config.width,
+                config.expert_features,
+                config.experts,
+                experts_per_token=config.experts_per_token,
+                router=fa.nn.RouterOptions(config.router_scores, normalize=config.normalize_expert_weights),
+                shared_hidden=config.shared_expert_width,
+                capacity_factor=config.capacity_factor,
+                activation=activation,
+                rngs=rngs,
+                **shared,
+            )
+        else:
+            self.mlp = fa.nn.ParallelMLP(
+                config.width, config.mlp_width, activation=activation, use_bias=config.mlp_bias, rngs=rngs, **options
+            )
         self.post_attention_norm = RMSNorm(config, rngs=rngs) if config.post_norms else None
         self.post_mlp_norm = RMSNorm(config, rngs=rngs) if config.post_norms else None
 
@@ -113,34 +122,9 @@ class RMSNorm(nnx.Module):
         return (x * (jax.lax.rsqrt(mean_square + self.config.norm_epsilon) * scale_D)).astype(self.config.dtype)
 
 
-def layer_options(
-    config: TransformerConfig, axis_name: str, fsdp_axis: str | None, backend: str | None
-) -> fa.nn.LayerOptions:
-    """Returns the keywords that all parallel layers share."""
-    return {
-        "axis_name": axis_name,
-        "fsdp_axis": fsdp_axis,
-        "dtype": jnp.dtype(config.dtype),
-        "param_dtype": jnp.dtype(config.param_dtype),
-        "backend": backend,
-    }
-
-
-def _experts(
-    config: TransformerConfig, axis_name: str, fsdp_axis: str | None, backend: str | None, rngs: nnx.Rngs
-) -> fa.nn.ParallelMoE:
-    return fa.nn.ParallelMoE(
-        config.width,
-        config.expert_features,
-        config.experts,
-        experts_per_token=config.experts_per_token,
-        router=fa.nn.RouterOptions(config.router_scores, normalize=config.normalize_expert_weights),
-        shared_hidden=config.shared_expert_width,
-        capacity_factor=config.capacity_factor,
-        activation=_ACTIVATIONS[config.activation],
-        rngs=rngs,
-        **layer_options(config, axis_name, fsdp_axis, backend),
-    )
+def layer_options(config: TransformerConfig, given: fa.nn.LayerOptions) -> fa.nn.LayerOptions:
+    """Returns the keywords that all parallel layers share: those that are given, and those of the configuration."""
+    return {**given, "dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}
 
 
 def quantization_of(config: TransformerConfig) -> fa.Quantization | None:

@@ -85,7 +85,8 @@ class Transformer(nnx.Module):
         backend: str | None = None,
         rngs: nnx.Rngs,
     ):
-        options = layer_options(config, axis_name, fsdp_axis, backend)
+        given: fa.nn.LayerOptions = {"axis_name": axis_name, "fsdp_axis": fsdp_axis, "backend": backend}
+        options = layer_options(config, given)
         self.config = dataclasses.replace(
             config, remat=config.remat or "none", fsdp_overlap=config.fsdp_overlap or "xla"
         )
@@ -97,25 +98,13 @@ class Transformer(nnx.Module):
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
         def stack(rngs: nnx.Rngs) -> DecoderLayer:
-            return DecoderLayer(
-                config,
-                axis_name=axis_name,
-                fsdp_axis=fsdp_axis,
-                context_axis=context_axis,
-                context_layout=context_layout,
-                backend=backend,
-                rngs=rngs,
-            )
+            return DecoderLayer(config, context_axis=context_axis, context_layout=context_layout, rngs=rngs, **given)
 
         self.layers = stack(rngs)
         self.final_norm = RMSNorm(config, rngs=rngs)
-        self.output = (
-            None
-            if config.tie_embeddings
-            else fa.nn.ColumnParallelLinear(
-                config.width, config.vocab_size, use_bias=False, pad=True, rngs=rngs, **options
-            )
-        )
+        self.output = None if config.tie_embeddings else fa.nn.ColumnParallelLinear(
+            config.width, config.vocab_size, use_bias=False, pad=True, rngs=rngs, **options
+        )  # fmt: skip
 
     def __call__(
         self, tokens_BL: Int[Array, "B L"], segment_ids_BL: Int[Array, "B L"] | None = None

@@ -24,10 +24,7 @@ def compiled_layer(backend):
     )
     mesh = check.topology_mesh("v5e:2x4", (1, 8), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
-        graph, params = nnx.split(nnx.eval_shape(lambda: DecoderLayer(
-            config, axis_name="model", fsdp_axis=None, context_axis=None, context_layout="zigzag", backend=backend,
-            rngs=nnx.Rngs(0),
-        )))  # fmt: skip
+        graph, params = nnx.split(nnx.eval_shape(lambda: DecoderLayer(config, backend=backend, rngs=nnx.Rngs(0))))
         rows = jax.NamedSharding(mesh, P("data", "model", None))
         x = jax.ShapeDtypeStruct((1, ROWS, WIDTH), jnp.bfloat16, sharding=rows)
         layer = jax.jit(lambda params, x: nnx.merge(graph, params)(x))
