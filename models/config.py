@@ -171,13 +171,8 @@ def check_fits(
         raise ValueError(f"heads must be a multiple of kv_heads: got heads={config.heads}, kv_heads={config.kv_heads}")
     if config.experts:
         _check_experts(config, mesh_shape["model"])
-    fsdp = mesh_shape.get("fsdp", 1)
-    if config.width % fsdp:
-        raise ValueError(
-            f"width must be divisible by the 'fsdp' axis: got width={config.width} on {fsdp} devices; use "
-            f"{-(-config.width // fsdp) * fsdp}, or a smaller axis"
-        )
-    data = mesh_shape.get("data", 1)
+    fsdp, data = mesh_shape.get("fsdp", 1), mesh_shape.get("data", 1)
+    _check_divides("fsdp", fsdp, width=config.width)
     if config.fsdp_overlap == "prefetch_pallas" and fsdp == 1:
         raise ValueError(
             f"fsdp_overlap='prefetch_pallas' needs an 'fsdp' axis of 2 devices or more: got {fsdp}; use "
@@ -214,12 +209,15 @@ def check_fits(
             f"{-(-sequence_length // shares) * shares}, or smaller axes"
         )
     hidden = "shared_expert_width" if config.experts else "mlp_width"
-    for name, size in {hidden: getattr(config, hidden), "sequence_length": sequence_length}.items():
+    _check_divides("model", devices, **{hidden: getattr(config, hidden), "sequence_length": sequence_length})
+
+
+def _check_divides(axis: str, devices: int, **sizes: int) -> None:
+    for name, size in sizes.items():
         if size % devices:
-            up = -(-size // devices) * devices
             raise ValueError(
-                f"{name} must be divisible by the 'model' axis: got {name}={size} on {devices} devices; "
-                f"use {up}, or a smaller axis"
+                f"{name} must be divisible by the {axis!r} axis: got {name}={size} on {devices} devices; use "
+                f"{-(-size // devices) * devices}, or a smaller axis"
             )
 
 

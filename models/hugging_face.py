@@ -69,7 +69,7 @@ def import_parameters(folder: Path, family: Family, abstract: Any, report: Repor
     leaves, tree = jax.tree.flatten_with_path(abstract)
     files = TensorFiles(folder)
     with jax.set_mesh(_mesh_of(leaves[0][1])):
-        names = {name: leaf for path, leaf in leaves for name in [_name(path)]}
+        names = {_name(path): leaf for path, leaf in leaves}
         _check(files, family, names, folder)
         total, done = sum(leaf.size * leaf.dtype.itemsize for leaf in names.values()), 0
         values = []
@@ -106,11 +106,10 @@ def export_parameters(
         raise NotImplementedError("export needs all parameters in one process; run it in a process of its own")
     family, written = write_config(config, length=length)
     named = {_name(path): leaf for path, leaf in jax.tree.flatten_with_path(params)[0]}
-    sizes = {}
+    sizes: dict[str, int] = {}
     for name, leaf in named.items():
-        width = np.dtype(dtype or leaf.dtype).itemsize
-        for their_name in _their_names(family.tensors[name], leaf):
-            sizes[their_name] = leaf.size * width // len(_their_names(family.tensors[name], leaf))
+        theirs = _their_names(family.tensors[name], leaf)
+        sizes |= dict.fromkeys(theirs, leaf.size * np.dtype(dtype or leaf.dtype).itemsize // len(theirs))
     tensors = _fetch_all(family, named, dtype, sum(sizes.values()), report)
     safetensors_files.write(folder, tensors, sizes, shard_bytes=shard_bytes)
     stored = {str(np.dtype(dtype or leaf.dtype)) for leaf in named.values()}
