@@ -76,6 +76,11 @@ class VocabParallelEmbed(StoredLayer):
         )
         self.stored = (stored,)
 
+    @property
+    def part(self) -> Part:
+        """How the embedding is stored, and which part of it a device computes with."""
+        return Part(self.stored[0], None, self.shares, dim=0)
+
     def __call__(self, ids: Int[Array, "*batch s"], *, layout: Layout | None = None) -> Float[Array, "*batch s d"]:
         """Looks up `ids`. An id outside 0 .. V-1 gives zeros.
 
@@ -111,7 +116,7 @@ class VocabParallelEmbed(StoredLayer):
         promote = functools.partial(self.settings.promote_dtype, dtype=self.settings.dtype, **promotion)
         dtype = jax.eval_shape(promote, arrays)[0].dtype
         settings = dataclasses.replace(self.settings, dtype=dtype, backend=backend)
-        return Call(settings, (Part(self.stored[0], None, self.shares, dim=0),), rows_sharded)
+        return Call(settings, (self.part,), rows_sharded)
 
 
 def softmax_cross_entropy(
@@ -187,9 +192,7 @@ def _lookup(call: Call, ids: Array, linear: Linear) -> Array:
 def _attend(call: Call, x: Array, linear: Linear) -> Array:
     ((table, _),) = call.take(x, (linear,))
     logits = shards.column(x, ((table.T, None),), call.settings, rows_sharded=call.rows_sharded)[0]
-    shares = call.parts[0].shares
-    assert shares is not None
-    return shares.mask_padding(logits, call.settings.axis_name)
+    return call.parts[0].shares.mask_padding(logits, call.settings.axis_name)
 
 
 def _cross_entropy(static: tuple[str, vocabulary.LossOptions], logits: Array, targets: Array) -> Array:

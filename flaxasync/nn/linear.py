@@ -27,15 +27,23 @@ class DenseLayer(StoredLayer):
 
     names = ("kernel", "bias")
     stored: tuple[P, P | None]
+    shares: Shares
+    dim: ClassVar[int] = 1  # the dimension of the kernel that is shared out
     dtype, param_dtype, precision = map(of_settings, ("dtype", "param_dtype", "precision"))
     use_bias, kernel_init, bias_init = map(of_settings, ("use_bias", "kernel_init", "bias_init"))
     promote_dtype = of_settings("promote_dtype")
 
     def _add_parameters(
-        self, layer: str, shape: tuple[int, int], needed: tuple[P, P], settings: Settings, rngs: nnx.Rngs
+        self,
+        layer: str,
+        shape: tuple[int, int],
+        shares: Shares,
+        needed: tuple[P, P],
+        settings: Settings,
+        rngs: nnx.Rngs,
     ) -> None:
         """Draws the kernel and the bias, which the layer needs sharded as `needed` says."""
-        self.settings = settings
+        self.settings, self.shares = settings, shares
         self.in_features, self.out_features = shape
         kernel = settings.kernel_init(rngs.params(), shape, settings.param_dtype)
         self.kernel, kernel_spec = stored_parameter(
@@ -48,9 +56,13 @@ class DenseLayer(StoredLayer):
             self.bias, bias_spec = stored_parameter(layer, "bias", bias, settings, needed[1], settings.bias_metadata)
         self.stored = kernel_spec, bias_spec
 
+    @property
+    def part(self) -> Part:
+        """How the parameters are stored, and which part of them a device computes with."""
+        return Part(*self.stored, self.shares, self.dim)
+
 
 class _ParallelLinear(DenseLayer):
-    dim: ClassVar[int]  # the dimension of the kernel that the axis splits
     layout: Layout = "replicated"
     pad: bool = False
     dot_general, quantization, preferred_element_type = map(
@@ -71,14 +83,10 @@ class _ParallelLinear(DenseLayer):
         size, axis_name = shape[self.dim], settings.axis_name
         if shares is None and not self.pad:
             check_divides(layer, axis_name, **{("in_features", "out_features")[self.dim]: size})
-        self.shares = shares or Shares.equal(size, mesh_axis_size(layer, axis_name))
-        bias_spec = self.shares.spec(axis_name, shape[1:], 0) if self.dim else P(None)
-        self._add_parameters(layer, shape, (self.shares.spec(axis_name, shape, self.dim), bias_spec), settings, rngs)
-
-    @property
-    def part(self) -> Part:
-        """How the parameters are stored, and which part of them a device computes with."""
-        return Part(*self.stored, self.shares, self.dim)
+        shares = shares or Shares.equal(size, mesh_axis_size(layer, axis_name))
+        bias_spec = shares.spec(axis_name, shape[1:], 0) if self.dim else P(None)
+        needed = shares.spec(axis_name, shape, self.dim), bias_spec
+        self._add_parameters(layer, shape, shares, needed, settings, rngs)
 
     def __call__(self, x: Float[Array, "*batch s in"]) -> Float[Array, "*batch s out"]:
         """Applies the layer.
@@ -118,8 +126,6 @@ class ColumnParallelLinear(_ParallelLinear):
     Raises:
       ValueError: The axis does not divide out_features.
     """
-
-    dim = 1
 
     def __init__(
         self,
@@ -181,12 +187,8 @@ class WholeLinear(DenseLayer):
     """A Dense layer that is the same on all devices of its axis. Other axes may store its parameters."""
 
     def __init__(self, layer: str, in_features: int, out_features: int, settings: Settings, rngs: nnx.Rngs):
-        self._add_parameters(layer, (in_features, out_features), (P(None, None), P(None)), settings, rngs)
-
-    @property
-    def part(self) -> Part:
-        """How the parameters are stored; every device computes with all of them."""
-        return Part(*self.stored)
+        shares, needed = Shares.equal(out_features, devices=1), (P(None, None), P(None))
+        self._add_parameters(layer, (in_features, out_features), shares, needed, settings, rngs)
 
 
 class ColumnParallelProjections(nnx.Module):
@@ -253,9 +255,7 @@ def _column(call: Call, x: Array, linears: tuple[Linear]) -> Array:
 
 
 def _padded_column(call: Call, x: Array, linears: tuple[Linear]) -> Array:
-    shares = call.parts[0].shares
-    assert shares is not None
-    return shares.mask_padding(_column(call, x, linears), call.settings.axis_name)
+    return call.parts[0].shares.mask_padding(_column(call, x, linears), call.settings.axis_name)
 
 
 def _row(call: Call, x: Array, linears: tuple[Linear]) -> Array:

@@ -92,7 +92,6 @@ def linear_cross_entropy(
     if ignore is not None:
         weights = jnp.where(targets == ignore, jnp.zeros((), weights.dtype), weights)
     shares = part.shares
-    assert shares is not None
     options = LossOptions(ignore, label_smoothing, z_loss, None if shares.whole else shares.size)
     call = Call(with_dtype(settings, x, linear[0]), (part,), placement.rows_sharded)
     loss = BlockLoss(
@@ -120,7 +119,7 @@ def _parameters(
     """Returns the kernel, how it is stored, the settings of what makes logits, and the features of its input."""
     if isinstance(output, VocabParallelEmbed):
         settings = dataclasses.replace(output.settings, in_spec=None)  # it is that of ids
-        return (output.parameters()[0], None), Part(output.stored[0], None, output.shares, 0), settings, output.features
+        return (output.parameters()[0], None), output.part, settings, output.features
     if isinstance(output, ColumnParallelLinear):
         kernel, bias = output.parameters()
         has = {

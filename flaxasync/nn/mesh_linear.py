@@ -12,12 +12,13 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from flaxasync.mesh import cast_to_varying
+from flaxasync.mesh import cast_to_varying, mesh_axis_size
 from flaxasync.nn import shards
 from flaxasync.nn.linear import DenseLayer, with_dtype
 from flaxasync.nn.options import settings_of
 from flaxasync.nn.placement import check_divides, place
-from flaxasync.nn.shards import Call, Linear, Part
+from flaxasync.nn.shards import Call, Linear
+from flaxasync.nn.uneven_shares import Shares
 from flaxasync.ops.mesh_matmul import mesh_matmul
 
 
@@ -66,6 +67,8 @@ class MeshLinear(DenseLayer):
       ValueError: No mesh is set, or the mesh lacks an axis; an axis does not divide in_features.
     """
 
+    dim = 0
+
     def __init__(
         self,
         in_features: int,
@@ -82,8 +85,9 @@ class MeshLinear(DenseLayer):
             check_divides("MeshLinear", name, in_features=in_features)
         self.axis_names = rows_axis, _ = (axis_names[0], axis_names[1])
         settings = dataclasses.replace(settings, axis_name=rows_axis)
+        shares = Shares.equal(in_features, mesh_axis_size("MeshLinear", rows_axis))
         needed = P(rows_axis, None), P(None)
-        self._add_parameters("MeshLinear", (in_features, out_features), needed, settings, rngs)
+        self._add_parameters("MeshLinear", (in_features, out_features), shares, needed, settings, rngs)
 
     def __call__(self, x: Float[Array, "*batch m in"]) -> Float[Array, "*batch m out"]:
         """Applies the layer.
@@ -96,7 +100,7 @@ class MeshLinear(DenseLayer):
         placement = place(
             "MeshLinear", x, features_axis, self.settings.in_spec, "features", self.in_features, rows_axis
         )
-        call = Call(with_dtype(self.settings, x, *linear), (Part(*self.stored),), True)
+        call = Call(with_dtype(self.settings, x, *linear), (self.part,), True)
         static, in_specs = (call, self.axis_names), (placement.in_spec, call.specs)
         return placement.bind(_apply, static, (x, (linear,)), in_specs, placement.spec())()
 

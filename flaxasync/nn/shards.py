@@ -40,7 +40,7 @@ class Part:
 
     kernel: P
     bias: P | None
-    shares: Shares | None = None  # of dimension `dim` of the kernel; None where every device has the whole kernel
+    shares: Shares  # of dimension `dim` of the kernel
     dim: int = 1
 
 
@@ -65,7 +65,7 @@ class Call:
         axis_name, dtype = self.settings.axis_name, self.settings.dtype if dtype is None else dtype
         gathered = []
         for part, (kernel, bias) in zip(self.parts, linears, strict=True):
-            quantization = self.settings.quantization if part.shares is None or part.shares.whole else None
+            quantization = self.settings.quantization if part.shares.whole else None
             kernel = fully_sharded.gather(kernel, part.kernel, x, axis_name, dtype, quantization)
             if bias is not None:
                 bias = fully_sharded.gather(bias, part.bias, x, axis_name, dtype)
@@ -131,8 +131,6 @@ def mlp(x: Array, columns: Sequence[Linear], down: Linear, activation: Activatio
 def _take_share(linear: Linear, part: Part, axis_name: str) -> Linear:
     """Returns this device's share of a kernel, and of its bias where that is split as well."""
     kernel, bias = linear
-    if part.shares is None:
-        return linear
     kernel = part.shares.take(kernel, axis_name, part.dim)
     return kernel, bias if bias is None or part.dim == 0 else part.shares.take(bias, axis_name, 0)
 

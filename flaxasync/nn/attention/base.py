@@ -80,9 +80,13 @@ def make_call(
     linears, parts = tuple(p.parameters() for p in projections), tuple(p.part for p in projections)
     norms = Norms(*(None if norm is None else norm.scale[...] for norm in (layer.query_ln, layer.key_ln)))
     settings = with_dtype(layer.settings, x, *(parameter for linear in linears for parameter in linear))
-    rows, kv_rows = (parts[0].shares is not None and p.rows_sharded for p in (placement, kv_placement))
     attention = dataclasses.replace(layer.attention, causal=layer.attention.causal or is_causal)
-    return Call(settings, parts, rows, attention=attention, kv_rows_sharded=kv_rows), linears, norms
+    splits_heads = attention.context_axis != settings.axis_name
+    call = Call(
+        settings, parts, splits_heads and placement.rows_sharded, attention=attention, splits_heads=splits_heads,
+        kv_rows_sharded=splits_heads and kv_placement.rows_sharded,
+    )  # fmt: skip
+    return call, linears, norms
 
 
 def run(
@@ -124,7 +128,7 @@ def _take_inputs(call: Call, x: Array, inputs: Inputs[Array]) -> Inputs[Array]:
     axis_name, shares = call.settings.axis_name, call.parts[0].shares
 
     def of_own_heads(scores: Array | None) -> Array | None:
-        if shares is None or scores is None or scores.shape[1] == 1:
+        if scores is None or scores.shape[1] == 1:
             return scores
         return shares.local_entries(scores, axis_name, 1)
 

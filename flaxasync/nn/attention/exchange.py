@@ -39,12 +39,8 @@ class Call(shards.Call):
     """What is static in a call. Hashable. The parts are in the order of `Weights`."""
 
     attention: HeadAttention
+    splits_heads: bool  # whether each device has a share of the heads, and not all of them
     kv_rows_sharded: bool  # whether the layer's axis shards the rows that the projections of keys and values need
-
-    @property
-    def splits_heads(self) -> bool:
-        """Whether each device has a share of the heads, and not all of them."""
-        return self.parts[0].shares is not None
 
 
 def project_inputs(call: Call, x: Array, w: Weights, inputs: Inputs[Array]) -> tuple[Array, ...]:

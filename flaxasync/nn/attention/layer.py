@@ -146,8 +146,7 @@ class ParallelAttention(AttentionLayer):
         `input_shape` is that of the longest input that is decoded, [b, length, features]. A stack of layers, as
         `nnx.vmap` makes it, has its size before b.
         """
-        shares = self.key.part.shares
-        assert shares is not None
+        shares = self.key.shares
         *stack, batch, length, _ = input_shape
         axis_name, mesh = self.settings.axis_name, jax.sharding.get_abstract_mesh()
         shape = (*stack, batch, length, shares.devices * shares.local, self.head_dim)
