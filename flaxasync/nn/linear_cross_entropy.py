@@ -81,12 +81,12 @@ def linear_cross_entropy(
         raise ValueError(f"{_NAME} needs block_rows to be 1 or more: got {block_rows}")
     placement = place(_NAME, x, settings.axis_name, settings.in_spec, "rows", features)
     place_tokens(_NAME, targets, settings.axis_name, None)
-    rows = x.shape[-2] * (placement.size if placement.manual and placement.rows_sharded else 1)
+    shape = (*x.shape[:-2], placement.all_rows(x))
     for name, array in (("targets", targets), ("weights", targets if weights is None else weights)):
-        if array.shape != (*x.shape[:-2], rows):
+        if array.shape != shape:
             raise ValueError(
                 f"{_NAME} needs one element of {name} a row of x: got {list(array.shape)} for x {list(x.shape)}; "
-                f"needed {[*x.shape[:-2], rows]}"
+                f"needed {list(shape)}"
             )
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else lax.stop_gradient(weights)
     if ignore is not None:
@@ -98,7 +98,7 @@ def linear_cross_entropy(
         settings.axis_name, placement.rows_sharded, options, logit_softcap, block_rows, settings.precision
     )  # fmt: skip
     tokens = placement.token_spec()
-    in_specs = (placement.in_spec, call.specs[0], tokens, tokens)
+    in_specs = placement.in_spec, call.specs[0], tokens, tokens
     return placement.bind(_mean, (call, loss), (x, linear, targets, weights), in_specs, jax.P())()
 
 

@@ -49,6 +49,10 @@ class Placement:
         """Returns the spec of an array [*batch, rows] that is the same on every device of `axis_name`."""
         return spec_of((*self.batch, self.rows))
 
+    def all_rows(self, x: jax.Array) -> int:
+        """Returns the rows of a sequence, of which an enclosing shard_map may give this device a share."""
+        return x.shape[-2] * (self.size if self.manual and self.rows_sharded else 1)
+
     def check_output_rows(self, layer: str, rows: int, layout: Layout) -> None:
         """Raises ValueError if the rows of a layer's output are to be sharded and cannot be shared out equally."""
         axes = (*self.rows, self.axis_name)
@@ -89,7 +93,7 @@ def place(
     """Reads how `x` [..., rows, features] is sharded. `axis_name` may split the dimension `sharded` alone.
 
     `features` is the number for which the layer was built, on all devices of the axis together; None takes any. A
-    second axis of the layer, `rows_axis`, must split the rows.
+    second axis of the layer, `rows_axis`, splits the rows; where `axis_name` splits the features, it must.
     """
     size = mesh_axis_size(layer, axis_name)
     if x.ndim < 2:
@@ -113,7 +117,7 @@ def place(
     else:
         fits = fits and axis_name not in rows and last == ((axis_name,) if size > 1 or last else ())
         needed = f"whose features (dimension -1) are sharded over {axis_name!r}"
-    if rows_axis is not None:
+    if rows_axis is not None and not by_rows:
         rows = rows if rows_axis in rows or mesh_axis_size(layer, rows_axis) > 1 else (*rows, rows_axis)
         needed = f"whose rows (dimension -2) are sharded over {rows_axis!r}, and {needed}"
         fits = fits and rows_axis in rows
@@ -168,8 +172,8 @@ def _entries(
 ) -> list[Entry]:  # fmt: skip
     """Returns the mesh axes of every dimension of x: by the type, by `in_spec`, or by the usual sharding.
 
-    In the usual sharding the first of `batch_dims` leading dimensions is sharded over all other axes, dimension `split`
-    over `axis_name`, and dimension -2 over `rows_axis`, each if the axes divide it.
+    In the usual sharding the first of `batch_dims` leading dimensions is sharded over all other axes, dimension -2 over
+    `rows_axis`, and dimension `split` over `axis_name`, each if the axes divide it.
     """
     typed = [axes_of(entry) for entry in jax.typeof(x).sharding.spec]
     typed += [()] * (x.ndim - len(typed))
@@ -184,10 +188,10 @@ def _entries(
             )
         return given
     wishes = [(0, tuple(name for name in auto if name not in (axis_name, rows_axis)))] if batch_dims else []
+    if rows_axis in auto:
+        wishes.append((-2, (rows_axis,)))
     if split is not None and axis_name in auto:
         wishes.append((split, (axis_name,)))
-    if rows_axis is not None and rows_axis in auto:
-        wishes.append((-2, (rows_axis,)))
     mesh = jax.sharding.get_abstract_mesh()
     for dim, names in wishes:
         if x.shape[dim] % math.prod(mesh.shape[name] for name in (*typed[dim], *names)) == 0:

@@ -61,11 +61,14 @@ class AttentionLayer(nnx.Module):
             self.query_ln, self.key_ln = norm(attention.head_dim, **form), norm(attention.head_dim, **form)
 
 
-def place_input(layer: AttentionLayer, x: Array, segment_ids: Array | None, in_spec: P | None) -> Placement:
+def place_input(
+    layer: AttentionLayer, x: Array, segment_ids: Array | None, context_axis: str | None = None
+) -> Placement:
     """Reads how the input of a layer is sharded, and checks the input and its segments."""
     name = type(layer).__name__
     check_no_adapter(name, layer.query, layer.key, layer.value, layer.out)
-    placement = place(name, x, layer.settings.axis_name, in_spec, "rows", layer.query.in_features)
+    settings, features = layer.settings, layer.query.in_features
+    placement = place(name, x, settings.axis_name, settings.in_spec, "rows", features, context_axis)
     check_segments(name, segment_ids, x.shape)
     if x.ndim != 3:
         raise ValueError(f"{name} needs an input [batch, rows, features]: got {list(x.shape)}")
@@ -171,7 +174,7 @@ def attend_cached(layer: AttentionLayer, x: Array, inputs: Inputs[Array]) -> Arr
     for argument in ("inputs_k", "bias", "segment_ids"):
         if getattr(inputs, argument) is not None:
             raise NotImplementedError(f"{name} with decode=True lacks {argument}; leave it out")
-    placement = place_input(layer, x, None, layer.settings.in_spec)
+    placement = place_input(layer, x, None)
     if keys is None or values is None or index is None:
         raise ValueError(f"{name} decodes with a cache of keys and values, and has none: call init_cache first")
     if layer.attention.attention_fn is not None or placement.manual:

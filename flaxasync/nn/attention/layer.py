@@ -6,8 +6,6 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -16,7 +14,7 @@ from flaxasync.nn.attention.base import AttentionLayer, attend_cached, place_inp
 from flaxasync.nn.attention.heads import AttentionOptions, HeadAttention, Inputs, ParallelAttentionOptions
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear
 from flaxasync.nn.options import settings_of
-from flaxasync.nn.placement import Placement, axis_types, place
+from flaxasync.nn.placement import Placement, place
 from flaxasync.nn.uneven_shares import head_shares
 from flaxasync.ops import execution
 from flaxasync.ops.attention.layouts import check_sequence_rows
@@ -159,10 +157,8 @@ class ParallelAttention(AttentionLayer):
         self.cache_index = nnx.Cache(jnp.zeros(tuple(stack), jnp.int32))
 
     def _attend(self, x: Array, inputs: Inputs[Array], *, is_causal: bool = False) -> Array:
-        layer, attention, in_spec = type(self).__name__, self.attention, self.settings.in_spec
-        if attention.context_axis is not None and in_spec is None:
-            in_spec = _context_in_spec(x, self.settings.axis_name, attention.context_axis)
-        placement = place_input(self, x, inputs.segment_ids, in_spec)
+        layer, attention = type(self).__name__, self.attention
+        placement = place_input(self, x, inputs.segment_ids, attention.context_axis)
         if attention.context_axis is not None:
             _check_split_sequence(layer, x, inputs, placement, attention)
         elif placement.rows:
@@ -173,7 +169,7 @@ class ParallelAttention(AttentionLayer):
             )
         kv_placement = self._place_keys(x, inputs, placement)
         keys = x if inputs.inputs_k is None else inputs.inputs_k
-        shape = x.shape[0], attention.heads, _all_rows(x, placement), _all_rows(keys, kv_placement)
+        shape = x.shape[0], attention.heads, placement.all_rows(x), kv_placement.all_rows(keys)
         mask, bias = scores_array(layer, "mask", inputs.mask, shape), scores_array(layer, "bias", inputs.bias, shape)
         return run(self, x, inputs._replace(mask=mask, bias=bias), placement, kv_placement, is_causal=is_causal)
 
@@ -206,22 +202,6 @@ class ParallelAttention(AttentionLayer):
         stream = rngs or self.rngs
         assert stream is not None
         return jax.random.key_data(stream.dropout() if isinstance(stream, nnx.Rngs) else stream())
-
-
-def _all_rows(x: Array, placement: Placement) -> int:
-    """Returns the rows of a sequence, of which an enclosing shard_map may give this device a share."""
-    return x.shape[1] * (placement.size if placement.manual and placement.rows_sharded else 1)
-
-
-def _context_in_spec(x: Array, axis_name: str, context_axis: str) -> P | None:
-    """Returns how an input with split sequences is sharded under Auto axes; None where its type says it."""
-    mesh = jax.sharding.get_abstract_mesh()
-    auto = [name for name, kind in axis_types().items() if kind == AxisType.Auto]
-    if not {context_axis, axis_name} <= set(auto):
-        return None
-    others = tuple(name for name in auto if name not in (context_axis, axis_name))
-    fits = x.shape[0] % math.prod(mesh.shape[name] for name in others) == 0
-    return P(others if others and fits else None, (context_axis, axis_name), None)
 
 
 def _check_split_sequence(

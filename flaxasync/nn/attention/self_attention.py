@@ -134,12 +134,12 @@ class RingSelfAttention(AttentionLayer):
           ValueError: x has other features or dimensions, is sharded otherwise, or has rows that cannot be shared out
             equally.
         """
-        placement = place_input(self, x, segment_ids, self.settings.in_spec)
+        placement = place_input(self, x, segment_ids)
         if (not placement.rows_sharded and placement.size > 1) or placement.rows:
             raise ValueError(
                 f"RingSelfAttention needs its input's rows sharded over {placement.axis_name!r} alone: got "
                 f"{placement.in_spec}; reshard it with jax.reshard, or use ParallelSelfAttention for rows on two axes"
             )
-        rows = x.shape[1] * (placement.size if placement.manual else 1)
-        check_sequence_rows("RingSelfAttention", self.attention.context_layout, rows, placement.size)
+        layout, rows = self.attention.context_layout, placement.all_rows(x)
+        check_sequence_rows("RingSelfAttention", layout, rows, placement.size)
         return run(self, x, Inputs(segment_ids=segment_ids), placement, placement, is_causal=False)
