@@ -19,7 +19,7 @@ from flaxasync.nn.adopt.parallel_form import (
     parallel_form,
     variables_of,
 )
-from flaxasync.nn.placement import is_eager
+from flaxasync.nn.placement import is_eager, put
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,14 +227,10 @@ def _places(parents: list[nnx.Module], paths: Mapping[int, str]) -> dict[str, li
 
 def _place_rest(model: nnx.Module) -> None:
     """Puts what is not on the mesh yet on all of its devices. Explicit axes do not mix with arrays elsewhere."""
-    if not is_eager():
-        return  # all that a traced program computes is on the mesh already
-    mesh = jax.sharding.get_mesh()
-    replicated = jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def place(value: Any) -> Any:
-        if not isinstance(value, jax.Array) or getattr(value.sharding, "mesh", None) == mesh:
-            return value
-        return jax.device_put(value, replicated)
+        is_elsewhere = isinstance(value, jax.Array) and getattr(value.sharding, "mesh", None) != jax.sharding.get_mesh()
+        return put(value, jax.P()) if is_elsewhere else value
 
-    nnx.update(model, jax.tree.map(place, nnx.state(model)))
+    if is_eager():  # all that a traced program computes is on the mesh already
+        nnx.update(model, jax.tree.map(place, nnx.state(model)))

@@ -19,8 +19,8 @@ from flaxasync.nn.mlp import ParallelMLP
 from flaxasync.ops.quantization import Quantization
 
 LAYERS = (ColumnParallelLinear, RowParallelLinear, ParallelMLP, AttentionLayer)
-FORWARD = {jnp.dtype(jnp.int8): "int8", jnp.dtype(jnp.float8_e4m3fn): "fp8"}
-BACKWARD = {None: None, jnp.dtype(jnp.int8): "int8", jnp.dtype(jnp.float8_e5m2): "fp8"}
+FORWARD = {"int8": "int8", "float8_e4m3fn": "fp8"}
+BACKWARD = {None: None, "int8": "int8", "float8_e5m2": "fp8"}
 # Attributes of rules that say what the layers lack, and the values with which they do nothing.
 IGNORED: dict[str, tuple[Any, ...]] = {
     "tile_size": (None,), "act_static_scale": (None, False), "weight_calibration_method": ("absmax",),
@@ -49,8 +49,7 @@ def quantize(model: nnx.Module, rules: Sequence[Any]) -> dict[str, Quantization]
       ValueError: A rule matches no layer, or parts of a layer differ; a layer has a dot_general of its own.
       NotImplementedError: A rule asks for what the layers lack. Nothing was changed then, as with all errors.
     """
-    modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
-    layers = {path: module for path, module in modules.items() if isinstance(module, LAYERS)}
+    layers = {"/".join(map(str, path)): layer for path, layer in nnx.iter_modules(model) if isinstance(layer, LAYERS)}
     chosen = {path: next((rule for rule in rules if _matches(rule, path)), None) for path in layers}
     for rule in rules:
         if not any(taken is rule for taken in chosen.values()):
@@ -60,9 +59,9 @@ def quantize(model: nnx.Module, rules: Sequence[Any]) -> dict[str, Quantization]
             )
     found = {path: rule and _quantization(rule) for path, rule in chosen.items()}
     for path, quantization in found.items():
-        prefix = f"{path}/" if path else ""  # the model itself has the path ""
-        for part in (part for part in found if part != path and part.startswith(prefix)):
-            if found[part] != quantization:
+        for part in found:
+            is_inside = part.startswith(f"{path}/" if path else "")  # the model itself has the path ""
+            if is_inside and found[part] != quantization:
                 raise ValueError(
                     f"quantize needs one quantization for all of {path or 'the model'}: got {quantization} for it and "
                     f"{found[part]} for {part}; give a rule for {path}.*"
@@ -86,16 +85,14 @@ def _quantization(rule: Any) -> Quantization | None:
             raise NotImplementedError(
                 f"quantize got a rule for {rule.module_path!r} with {name}={value!r}: leave it out"
             )
-    weight, act, back = (
-        None if kind is None else jnp.dtype(kind)
-        for kind in (rule.weight_qtype, rule.act_qtype, getattr(rule, "bwd_qtype", None))
-    )
+    given = rule.weight_qtype, rule.act_qtype, getattr(rule, "bwd_qtype", None)
+    weight, act, back = (None if kind is None else jnp.dtype(kind).name for kind in given)
     if weight is act is back is None:
         return None
     if weight != act or weight not in FORWARD or back not in BACKWARD:
         raise NotImplementedError(
             f"quantize got a rule for {rule.module_path!r} with weight_qtype={weight}, act_qtype={act} and "
-            f"bwd_qtype={back}: needed one of {', '.join(map(str, FORWARD))} for both weights and activations, and "
+            f"bwd_qtype={back}: needed one of {', '.join(FORWARD)} for both weights and activations, and "
             "None, int8 or float8_e5m2 for gradients"
         )
     rounding = "stochastic" if getattr(rule, "bwd_stochastic_rounding", None) else "nearest"
