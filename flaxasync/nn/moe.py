@@ -17,7 +17,7 @@ from flaxasync.nn.fully_sharded import StoredLayer, stored_parameter
 from flaxasync.nn.linear import WholeLinear, with_dtype
 from flaxasync.nn.mlp import ParallelMLP
 from flaxasync.nn.options import ExpertOptions, Settings, settings_of
-from flaxasync.nn.placement import place
+from flaxasync.nn.placement import check_divides, place
 from flaxasync.nn.router import RouterOptions, Routing, route, routing
 from flaxasync.nn.shards import Call, Linear, Part
 from flaxasync.nn.uneven_shares import Shares
@@ -103,16 +103,11 @@ class ParallelMoE(StoredLayer):
         self.activation, self.router_options = activation, router
         devices = mesh_axis_size("ParallelMoE", settings.axis_name)
         self.split: Split = "experts" if experts >= devices else "hidden"
-        if self.split == "hidden" and hidden % devices:
-            raise ValueError(
-                f"ParallelMoE splits the hidden features of {experts} experts over {devices} devices of "
-                f"{settings.axis_name!r}: got hidden={hidden}; use {-(-hidden // devices) * devices}, or a smaller axis"
-            )
+        if self.split == "hidden":
+            check_divides("ParallelMoE with fewer experts than devices", settings.axis_name, hidden=hidden)
         self.router = Router(features, experts, router.selection_bias, settings, rngs)
-        size = experts if self.split == "experts" else hidden
-        self.shares = Shares.equal(size, devices)
-        dims = (0, 0, 0) if self.split == "experts" else (2, 2, 1)
-        self.dims = dict(zip(self.names, dims, strict=True))
+        self.shares = Shares.equal(experts if self.split == "experts" else hidden, devices)
+        self.dims = dict(zip(self.names, (0, 0, 0) if self.split == "experts" else (2, 2, 1), strict=True))
         self.gate: nnx.Param[jax.Array] | None = nnx.data(None)
         stored: list[P | None] = []
         for name, dim in self.dims.items():
@@ -138,7 +133,7 @@ class ParallelMoE(StoredLayer):
 
     def with_routing(self, x: Float[Array, "*batch s d"]) -> tuple[Float[Array, "*batch s d"], Routing]:
         """Applies the layer, and returns how rows were routed as well, over all devices."""
-        settings, bias = self.settings, self.router.selection_bias
+        settings, selection_bias = self.settings, self.router.selection_bias
         placement = place("ParallelMoE", x, settings.axis_name, settings.in_spec, "rows", self.features)
         kernels = tuple((kernel, None) for kernel in self.parameters() if kernel is not None)
         linears = (self.router.parameters(), *kernels)
@@ -151,10 +146,9 @@ class ParallelMoE(StoredLayer):
             call, self.experts_per_token, self.experts, self.router_options, self.capacity_factor, self.activation,
             self.split,
         )  # fmt: skip
-        biases = () if bias is None else (bias[...],)
-        in_specs = (placement.in_spec, call.specs, (P(None),) * len(biases))
-        out_specs = placement.in_spec, P()
-        y, routing = placement.bind(_apply, static, (x, linears, biases), in_specs, out_specs)()
+        bias, bias_spec = (None, None) if selection_bias is None else (selection_bias[...], P(None))
+        in_specs, out_specs = (placement.in_spec, call.specs, bias_spec), (placement.in_spec, P())
+        y, routing = placement.bind(_apply, static, (x, linears, bias), in_specs, out_specs)()
         return (y if self.shared is None else y + self.shared(x)), routing
 
 
@@ -169,7 +163,7 @@ class _Static:
     split: Split
 
 
-def _apply(static: _Static, x: Array, linears: tuple[Linear, ...], biases: tuple[Array, ...]) -> tuple[Array, Routing]:
+def _apply(static: _Static, x: Array, linears: tuple[Linear, ...], bias: Array | None) -> tuple[Array, Routing]:
     settings, axis_name = static.call.settings, static.call.settings.axis_name
     (router, _), *kernels = static.call.take(x, linears)
     wide = jnp.promote_types(jnp.float32, x.dtype)
@@ -177,7 +171,7 @@ def _apply(static: _Static, x: Array, linears: tuple[Linear, ...], biases: tuple
         x.astype(wide), shards.cast(router, x, wide), (((x.ndim - 1,), (0,)), ((), ())),
         precision=lax.Precision.HIGHEST,
     )  # fmt: skip
-    ids, weights, scores = route(logits, static.k, static.router, *(biases or (None,)))
+    ids, weights, scores = route(logits, static.k, static.router, bias)
     rows, chosen, factors = (y.reshape(-1, y.shape[-1]) for y in (x.astype(settings.dtype), ids, weights))
     count = rows.shape[0]
     if not static.call.rows_sharded:  # every device has all rows, and takes its part of them

@@ -205,7 +205,7 @@ def test_nan_in_a_row_stays_in_it():
         ({"experts_per_token": 9}, "experts_per_token=9; use 1 to 8"),
         ({"experts_per_token": 0}, "experts_per_token=0"),
         ({"capacity_factor": 0}, "capacity_factor above 0"),
-        ({"experts": 3, "hidden": 30}, "hidden=30; use 32"),
+        ({"experts": 3, "hidden": 30}, "hidden=30 on 4 devices; use 28 or 32"),
     ],
 )
 def test_refuses_what_does_not_fit(options, message):
