@@ -17,7 +17,7 @@ from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn import shards
 from flaxasync.nn.fully_sharded import StoredLayer, check_sharded, stored_parameter
 from flaxasync.nn.options import LinearOptions, Settings, of_settings, settings_of
-from flaxasync.nn.placement import Layout, check_divides, check_output_layout, place
+from flaxasync.nn.placement import Layout, Placement, check_divides, check_output_layout, place
 from flaxasync.nn.shards import Call, Linear, Part
 from flaxasync.nn.uneven_shares import Shares
 
@@ -216,12 +216,9 @@ class ColumnParallelProjections(nnx.Module):
         """Applies the layers, and returns their outputs in the order of their names."""
         layers = [getattr(self, name) for name in self.names]
         check_no_adapter("ColumnParallelProjections", *layers)
-        settings = layers[0].settings
-        in_features = layers[0].in_features
-        placement = place("ColumnParallelProjections", x, settings.axis_name, settings.in_spec, "rows", in_features)
-        linears = tuple(layer.parameters() for layer in layers)
-        parts = tuple(layer.part for layer in layers)
-        call = Call(with_dtype(settings, x, *linears[0]), parts, placement.rows_sharded)
+        settings, features = layers[0].settings, layers[0].in_features
+        placement = place("ColumnParallelProjections", x, settings.axis_name, settings.in_spec, "rows", features)
+        call, linears = call_of(settings, x, placement, *layers)
         out_specs = (placement.spec(features=True),) * len(layers)
         return placement.bind(_project, call, (x, linears), (placement.in_spec, call.specs), out_specs)()
 
@@ -276,6 +273,13 @@ def multiply(caller: str, x: Array, kernel: Array, settings: Settings, dim: int,
     check_sharded(caller, "kernel", kernel, spec)
     part = Part(spec, None, shares, dim)
     return _bind(caller, x, kernel.shape[0], (kernel, None), settings, part, layout, pad=False)()
+
+
+def call_of(settings: Settings, x: Array, placement: Placement, *layers: DenseLayer) -> tuple[Call, tuple[Linear, ...]]:
+    """Returns what is static in a call that multiplies for several layers, and their parameters."""
+    linears = tuple(layer.parameters() for layer in layers)
+    settings = with_dtype(settings, x, *linears[0])
+    return Call(settings, tuple(layer.part for layer in layers), placement.rows_sharded), linears
 
 
 def check_no_adapter(layer: str, *linears: nnx.Module | None) -> None:

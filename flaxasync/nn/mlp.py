@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from flaxasync.nn import shards
-from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, check_no_adapter, with_dtype
+from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, call_of, check_no_adapter
 from flaxasync.nn.options import LinearOptions, settings_of
 from flaxasync.nn.placement import place
 from flaxasync.nn.shards import Call, Linear
@@ -58,9 +58,7 @@ class ParallelMLP(nnx.Module):
         columns = (self.up,) if self.gate is None else (self.up, self.gate)
         check_no_adapter("ParallelMLP", *columns, self.down)
         placement = place("ParallelMLP", x, self.settings.axis_name, self.settings.in_spec, "rows", self.up.in_features)
-        linears = tuple(layer.parameters() for layer in (*columns, self.down))
-        parts = tuple(layer.part for layer in (*columns, self.down))
-        call = Call(with_dtype(self.settings, x, *linears[0]), parts, placement.rows_sharded)
+        call, linears = call_of(self.settings, x, placement, *columns, self.down)
         static, in_specs = (call, self.activation), (placement.in_spec, call.specs)
         return placement.bind(_mlp, static, (x, linears), in_specs, placement.in_spec)()
 

@@ -43,6 +43,12 @@ class Part:
     shares: Shares  # of dimension `dim` of the kernel
     dim: int = 1
 
+    def take(self, linear: Linear, axis_name: str) -> Linear:
+        """Returns this device's share of a kernel, and of its bias where that is split as well."""
+        kernel, bias = linear
+        kernel = self.shares.take(kernel, axis_name, self.dim)
+        return kernel, bias if bias is None or self.dim == 0 else self.shares.take(bias, axis_name, 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -70,7 +76,7 @@ class Call:
             if bias is not None:
                 bias = fully_sharded.gather(bias, part.bias, x, axis_name, dtype)
             gathered.append((kernel, bias))
-        return [_take_share(linear, part, axis_name) for linear, part in zip(gathered, self.parts, strict=True)]
+        return [part.take(linear, axis_name) for linear, part in zip(gathered, self.parts, strict=True)]
 
 
 def column(x: Array, linears: Sequence[Linear], settings: Settings, *, rows_sharded: bool) -> tuple[Array, ...]:
@@ -126,13 +132,6 @@ def mlp(x: Array, columns: Sequence[Linear], down: Linear, activation: Activatio
         gathered_bytes=settings.gathered_bytes, quantization=settings.quantization,
     )  # fmt: skip
     return finish(y, down[1], settings)
-
-
-def _take_share(linear: Linear, part: Part, axis_name: str) -> Linear:
-    """Returns this device's share of a kernel, and of its bias where that is split as well."""
-    kernel, bias = linear
-    kernel = part.shares.take(kernel, axis_name, part.dim)
-    return kernel, bias if bias is None or part.dim == 0 else part.shares.take(bias, axis_name, 0)
 
 
 def cast(parameter: Operand, x: Array, dtype: DTypeLike | None) -> Operand:
