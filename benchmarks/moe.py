@@ -52,7 +52,8 @@ class Layer:
 LAYERS = Layer("Mixtral 8x7B", 4096, 8, 2, 14_336), Layer("Qwen3-30B-A3B", 2048, 128, 8, 768)
 CASES = [
     (layer, topology, backend)
-    for layer in LAYERS for topology in ("v5e:2x4", "v6e:2x4", "v5p:2x2x2") for backend in ("einsum", "none", "xla")
+    for layer in LAYERS for topology in ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
+    for backend in ("einsum", "none", "xla", "exchange")
 ]  # fmt: skip
 
 
@@ -78,7 +79,8 @@ def compiled(layer: Layer, topology: str, backend: str, folder: pathlib.Path) ->
         def apply(x: Array, weights: Array, gate: Array, up: Array, down: Array) -> Array:
             if backend == "einsum":
                 return einsum(x, ids, weights, gate, up, down)
-            options: Any = {"backend": backend, "kernel": "grouped", "capacity": capacity}
+            most = 5 * capacity // 4 if backend == "exchange" else capacity  # the buffers that travel are that large
+            options: Any = {"backend": backend, "kernel": "grouped", "capacity": most}
             return fa.expert_mlp(x, ids, weights, gate, up, down, "model", **options)
 
         y, pull = jax.vjp(apply, x, weights, gate, up, down)
@@ -102,11 +104,13 @@ def row(case: tuple[Layer, str, str], folder: pathlib.Path) -> tuple[str, ...]:
     tables: dict[tuple[int, ...], list[list[int]]] = collections.defaultdict(list)
 
     def balanced_count(tiles: TilesOf) -> int:
-        of_expert = tiles.none // tiles.blocks * layer.per_row // layer.experts
+        rows = ROWS if backend == "exchange" else tiles.none // tiles.blocks  # of the device that sent a block
+        of_expert = rows * layer.per_row // layer.experts
         return tiles.ends.size * -(-of_expert // tiles.rows.shape[1])
 
     def balanced_take(tiles: TilesOf, start: int, count: int) -> Tiles:
-        experts: Any = np.repeat(np.arange(local, dtype=np.int32), count // local)
+        of_each = np.arange(count, dtype=np.int32) // (balanced_count(tiles) // local)
+        experts: Any = np.minimum(of_each, local - 1)
         return take(tiles, start, count)._replace(experts=experts)
 
     def noting(make: Callable[..., Any]) -> Callable[..., Any]:

@@ -48,7 +48,8 @@ class ParallelMoE(StoredLayer):
     ```
 
     It is `flaxasync.expert_mlp`: no row is dropped, unless a capacity says so. Experts that the axis does not divide
-    are padded where the layer computes; parameters, gradients and checkpoints have the shapes above.
+    are padded where the layer computes; parameters, gradients and checkpoints have the shapes above. Rows travel around
+    a ring, or with `backend="exchange"` only to devices that have an expert they chose; see docs/moe.md for which.
 
     `y, routing = moe.with_routing(x)` also returns the losses and statistics of the choice, for training. `moe(x)`
     records them as `nnx.Intermediate`, under the name "routing", for `nnx.capture`.

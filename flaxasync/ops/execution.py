@@ -40,6 +40,7 @@ class Support:
     # For each option of `plan` that says whether kernels can serve, the backend whose limits say so.
     kernels: Mapping[str, str] = dataclasses.field(default_factory=dict)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)  # names of older callers, and what they mean
+    anywhere: tuple[str, ...] = ON_EVERY_DEVICE  # which backends run on devices other than TPUs, too
 
 
 OPS: dict[str, Support] = {
@@ -50,7 +51,8 @@ OPS: dict[str, Support] = {
     "mesh_matmul": Support(
         ("none", "xla_gemm", "serial", "fused", "overlapped"), default="none", kernels={"kernels": "overlapped"}
     ),
-    "expert_mlp": Support(RINGS, default="none"),  # CPU devices share their cores: nothing is hidden by a ring
+    # CPU devices share their cores: nothing is hidden by a ring.
+    "expert_mlp": Support((*RINGS, "exchange"), default="none", anywhere=(*ON_EVERY_DEVICE, "exchange")),
     "ring_attention": Support(RINGS, aliases={"gather": "none"}),
     "lookup_reduce_scatter": Support(RINGS),
 }
@@ -150,7 +152,7 @@ def _named(op: str, requested: str, check: Callable[[str], None]) -> str:
         if name not in BACKENDS:
             raise ValueError(f"{op} got backend={requested!r}: it must be one of {has}, or None to choose")
         raise UnsupportedError(f"{op} has no {requested!r} backend: it has {has}; use {anywhere}")
-    if name not in ON_EVERY_DEVICE:
+    if name not in support.anywhere:
         mesh.check_tpu(f"{op} with backend={name!r}", anywhere)
     check(name)
     return name

@@ -87,6 +87,11 @@ class Case:
         return flash_lacks(jnp.dtype(self.dtype), head, rows, rows // (self.directions or 1)) is None
 
     @property
+    def sums_few_rows(self) -> bool:
+        """Whether this is a sum of few rows, which all devices send to all others in one step or in two."""
+        return self.op == "matmul_all_reduce" and self.backend == "exchange"
+
+    @property
     def text(self) -> str:
         """The case as JSON, under which its verdict is stored."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
@@ -134,7 +139,7 @@ def stand_in(case: Case) -> Case:
     devices, size = min(case.devices, 4), "cpu" if case.backend in trust.PLAIN else "simulated"
     small = _case(case.op, case.backend, devices, size, pairs=False)
     small = dataclasses.replace(small, directions=case.directions if devices > 2 else None, gradient=case.gradient)
-    if case.backend == "exchange":
+    if case.sums_few_rows:
         small = dataclasses.replace(small, shapes=_few_rows(small, 1 if case.shapes[0][1] == 1 else 2))
     return small
 
@@ -173,7 +178,7 @@ def _variants(case: Case, quick: bool) -> list[Case]:
     ways: tuple[int | None, ...] = (1, 2) if is_ring and case.devices > 2 else (None,)
     gradients = (False,) if case.op in ("all_gather", "all_to_all", "prefetch") else (True,) if quick else (False, True)
     cases = [case]
-    if case.backend == "exchange":  # each beside XLA's sum of the same rows
+    if case.sums_few_rows:  # each beside XLA's sum of the same rows
         names = ("exchange",) if case.simulate else ("none", "exchange")
         shapes = [_few_rows(case, count) for count in (1, 2)]
         cases = [dataclasses.replace(case, backend=name, shapes=s) for s in shapes for name in names]

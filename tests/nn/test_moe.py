@@ -87,8 +87,9 @@ def test_agrees_with_all_experts(shape, experts, k, fsdp, types):
     close(y, dense(moe, x, k))
 
 
-def test_gradients_agree_with_those_of_all_experts():
-    mesh, moe = layer((2, 4), 6, 2)
+@pytest.mark.parametrize("backend", [None, pytest.param("exchange", marks=pytest.mark.slow)])
+def test_gradients_agree_with_those_of_all_experts(backend):
+    mesh, moe = layer((2, 4), 6, 2, backend=backend)
 
     def loss(weights, x):
         logits = jax.nn.softmax(x @ weights["router"])

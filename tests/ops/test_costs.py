@@ -117,3 +117,20 @@ def test_only_what_is_quantised_is_faster():
         NotImplementedError, match="matmul_reduce_scatter got quantization in fp8, for which a v5e has no"
     ):
         fa.plan("matmul_reduce_scatter", *shapes, quantization="fp8", **options)
+
+
+def mixture(experts, per_row, hidden, *, features=4096, rows=4096, chip="v6e", ring=8, **options):
+    local = max(1, experts // ring)
+    kernels = [(local, features, hidden)] * 2 + [(local, hidden, features)]
+    shapes = (rows, features), (rows, per_row), (rows, per_row), *kernels
+    return fa.plan("expert_mlp", *shapes, chip=chip, ring=ring, **options)
+
+
+def test_rows_of_experts_are_exchanged_where_a_capacity_bounds_what_a_device_needs_of_another_one():
+    """Two of eight experts, and a capacity of 1.25: a device needs a third of the rows of each other one at most."""
+    assert mixture(8, 2, 14_336, capacity=1280).backend == "exchange"
+    for options in ({}, {"capacity": 4096}, {"capacity": 1280, "split": "hidden"}):
+        assert "exchange" not in mixture(8, 2, 14_336, **options).costs
+    assert "exchange" not in mixture(128, 8, 768, features=2048, capacity=320).costs  # all rows may go to one device
+    few = mixture(8, 2, 128, capacity=1280).costs
+    assert few["exchange"].exposed < few["none"].exposed, "a link carries fewer bytes"

@@ -1,5 +1,6 @@
 """The public op of a mixture of experts: its checks, and what executes it. `flaxasync.nn.ParallelMoE` is the layer."""
 
+import functools
 from typing import Literal
 
 import jax
@@ -13,8 +14,9 @@ from flaxasync.kernels.engine.operands import LANES
 from flaxasync.kernels.grouped_matmul import check_grouped
 from flaxasync.mesh import UnsupportedError, cast_to_varying, mapped_axis_size
 from flaxasync.ops import trust
-from flaxasync.ops.execution import Directions, check_mapped, decide
+from flaxasync.ops.execution import Directions, cannot_serve, check_mapped, decide
 from flaxasync.ops.experts.assignments import capacity_of_half
+from flaxasync.ops.experts.exchange import Exchange
 from flaxasync.ops.experts.local import Experts
 from flaxasync.ops.experts.products import Grouped, OneTile, Products, Weights
 from flaxasync.ops.experts.ring import block_shifts, multiply
@@ -65,9 +67,11 @@ def expert_mlp(
         expert on each, for fewer experts than devices.
       capacity: The most of this device's rows that an expert takes: half of it, rounded up, of each half of the rows,
         of which it leaves out the last ones that chose it. None for all rows.
-      backend: What moves the rows: "none" (one all-gather, and one reduce-scatter), or "xla", "pallas" or "stateful",
-        rings as in `flaxasync.all_gather_matmul`. None stands for the trusted backend that `flaxasync.plan` predicts to
-        be fastest on the TPUs of the mesh, and for "none" on other devices.
+      backend: What moves the rows: "none" (one all-gather, and one reduce-scatter); "xla", "pallas" or "stateful",
+        rings as in `flaxasync.all_gather_matmul`; or "exchange", by which a row travels only to devices that have an
+        expert it chose, and one sum back from each, in buffers for all rows unless there is a capacity. None stands for
+        the trusted backend that `flaxasync.plan` predicts to be fastest on the TPUs of the mesh, and for "none" on
+        other devices.
       kernel: What multiplies the rows: "grouped" (Pallas kernels; TPU; needs a gate, float32 or bfloat16, and features
         in multiples of 128), or "reference" (JAX's products, one tile of rows of one expert at a time). None stands for
         "grouped" where that can serve and was verified (`flaxasync.ops.trust`), and for "reference" elsewhere.
@@ -89,7 +93,7 @@ def expert_mlp(
     shapes = [x.shape, ids.shape, weights.shape, *(w.shape for w in (*columns, down))]
     execution = decide(
         op, backend, ring=size, shapes=shapes, itemsize=x.dtype.itemsize, directions=directions, unroll=unroll,
-        split=split,
+        split=split, capacity=capacity, check=functools.partial(_check_backend, op, split),
     )  # fmt: skip
     varying = frozenset({axis_name}).union(
         *(jax.typeof(operand).mat.varying for operand in (x, ids, weights, *columns, down))
@@ -103,16 +107,24 @@ def expert_mlp(
     known = (ids >= 0) & (ids < count)
     ids = jnp.where(known, ids, 0).astype(jnp.int32)
     weights = jnp.where(known, weights, jnp.nan)
-    ring = execution.ring(axis_name)
+    ring = Exchange(axis_name) if execution.backend == "exchange" else execution.ring(axis_name)
     blocks = len(block_shifts(ring, rows.shape[0]))
     kernels = jax.tree.map(lambda kernel: kernel.astype(x.dtype), kernels)
     tile_rows = _tile_rows(ids.size // count // blocks)
     products: Products = OneTile(activation, precision)
-    if _takes_kernels(op, kernel, rows, kernels, precision, size if ring.transport is None else 1):
+    together = 2 if isinstance(ring, Exchange) else size if ring.transport is None else 1
+    if _takes_kernels(op, kernel, rows, kernels, precision, together):
         products, tile_rows = Grouped(activation), max(tile_rows, LANES)
     of_half = None if capacity is None else capacity_of_half(capacity)
-    experts = Experts(axis_name, split, count, ids.shape[1], tile_rows, 2 // blocks, of_half, products)
+    mean = -(-ids.size // (count * blocks))
+    experts = Experts(axis_name, split, count, mean, tile_rows, 2 // blocks, of_half, products)
     return multiply(experts, ring, rows, ids, weights, kernels).reshape(x.shape)
+
+
+def _check_backend(op: str, split: str, backend: str) -> None:
+    if backend == "exchange" and split == "hidden":
+        limit = "sends rows to the devices that have their experts: got split='hidden', where all devices have a part"
+        raise cannot_serve(op, backend, f"{limit} of every expert", "use backend='xla'")
 
 
 def _takes_kernels(

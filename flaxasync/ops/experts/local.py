@@ -28,7 +28,7 @@ class Experts:
     axis_name: str
     split: Split  # what the devices share out: experts, or the hidden features of each
     count: int  # of all experts
-    per_row: int  # how many of them a row chose
+    mean: int  # the rows of a device's block that choose an expert if all experts are chosen alike
     tile_rows: int
     parts: int  # of the rows of a block, each with a capacity: 2, or 1 where a block has half of the rows of a device
     capacity: int | None  # of each expert for one of these parts
@@ -130,18 +130,17 @@ def _for_each(
     local, sizes = weights.down.shape[0], tuple(block.x.shape[0] for block in blocks)
     first: Index = lax.axis_index(experts.axis_name) * local if experts.split == "experts" else 0
     tiles_of = TilesOf(tuple(block.assignments for block in blocks), first, local, sizes)
-    mean = [-(-size * experts.per_row // experts.count) for size in sizes]
-    some = experts.products.tiles(mean, local, experts.tile_rows)
+    some = experts.products.tiles([experts.mean] * len(sizes), local, experts.tile_rows)
     if experts.capacity is not None:
         most = local * sum(-(-min(experts.parts * experts.capacity, size) // experts.tile_rows) for size in sizes)
-        some = most if most < some else some
+        some = most if some > 1 and most <= 2 * some else some  # few more tiles than are expected spare a loop
     varying = frozenset().union(*(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves((weights, blocks))))
 
     def turn(number: Array, carry: Any) -> Any:
         start = number * some
         return add(tiles_of.take(start, some), jnp.clip(tiles_of.count - start, 0, some), carry)
 
-    if experts.capacity is not None and some == most:
+    if experts.capacity is not None and some == most > 1:
         return add(tiles_of.take(0, some), tiles_of.count, begin)  # there cannot be more
     if some > 1:
         carry, done = turn(jnp.int32(0), begin), 1

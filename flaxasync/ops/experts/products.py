@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from flaxasync.kernels.add_rows import add_rows
+from flaxasync.kernels.engine.operands import LANES
 from flaxasync.kernels.grouped_matmul import grouped_matmul, grouped_sum
 from flaxasync.kernels.grouped_weight_gradient import Factors, grouped_weight_gradient
 from flaxasync.ops.experts.assignments import Tiles
@@ -60,6 +61,10 @@ class Products(Protocol):
         """Adds to the gradients of a device's experts, from zeros if they are None."""
         ...
 
+    def add_rows(self, y: Array, values: Array, rows: Array) -> Array:
+        """Returns y [n, D] with each of the values [m, D] added to the row that it names; none where that is n."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class OneTile:
@@ -99,6 +104,10 @@ class OneTile:
             expert, new = one.down.experts[0], Weights(columns, *down)
             gradients = jax.tree.map(lambda sums, new, expert=expert: sums.at[expert].add(new), gradients, new)
         return gradients
+
+    def add_rows(self, y: Array, values: Array, rows: Array) -> Array:
+        wide = accumulator_dtype(y)
+        return y.astype(wide).at[rows].add(values.astype(wide), mode="drop").astype(y.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,10 +149,14 @@ class Grouped:
         )
         return Weights(columns, *down)
 
+    def add_rows(self, y: Array, values: Array, rows: Array) -> Array:
+        rows = rows.reshape(-1, LANES)
+        return _sum(y, add_rows(values, rows, jnp.ones(rows.shape, jnp.float32), rows.shape[0], n=y.shape[0]))
+
     def _add(self, y: Array | None, x: Array, tiles: Tiles, count: Array, out: Array) -> Array:
         shape = tiles.experts.size, -1
         new = add_rows(out, tiles.rows.reshape(shape), tiles.weights.reshape(shape), count, n=x.shape[0])
-        return new if y is None else (y.astype(jnp.float32) + new.astype(jnp.float32)).astype(y.dtype)
+        return new if y is None else _sum(y, new)
 
 
 def _of_expert(weights: Weights, tiles: Tiles) -> Weights:
@@ -164,6 +177,10 @@ def _to_add(rows: Array, dwholes: Arrays, h: Array, dys: Array, tiles: Tiles, co
 
 def _weighted(rows: Array, tiles: Tiles) -> Array:
     return (rows.astype(tiles.weights.dtype) * tiles.weights[:, None]).astype(rows.dtype)
+
+
+def _sum(y: Array, new: Array) -> Array:
+    return (y.astype(jnp.float32) + new.astype(jnp.float32)).astype(y.dtype)
 
 
 def _add(y: Array | None, x: Array, tiles: Tiles, rows: Array) -> Array:

@@ -1,5 +1,7 @@
 """How tokens and experts come together: a ring of blocks ("xla", "pallas", "stateful"), or one gather ("none").
 
+The third way, in which rows travel only to where they are needed, is in `exchange`; the VJP rule here is that of all.
+
 A block is the rows of a device with their assignments. It visits every device, whose experts multiply the rows that
 chose them while the block travels on, and the sum of what they return follows one turn behind (`ring_visit`). The
 gradient is the same ring with the cotangents of the outputs in the block. With two directions there are two
@@ -24,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync.ops.experts import local
 from flaxasync.ops.experts.assignments import sort, unsort
+from flaxasync.ops.experts.exchange import Exchange, exchange
 from flaxasync.ops.experts.local import Block, BlockGradients, Experts, Sums
 from flaxasync.ops.experts.packing import pack, unpack
 from flaxasync.ops.experts.products import Weights
@@ -38,36 +41,37 @@ _first_derivative_only = first_only("expert_mlp", "its gradient is a ring of its
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def multiply(experts: Experts, ring: Ring, x: Array, ids: Array, weights: Array, kernels: Weights) -> Array:
+def multiply(experts: Experts, ring: Ring | Exchange, x: Array, ids: Array, weights: Array, kernels: Weights) -> Array:
     blocks, _ = _blocks(experts, ring, x, ids, weights)
 
     def work(held: Blocks, carry: None) -> tuple[tuple[Array, ...], None]:
         return tuple(y.astype(x.dtype) for y in local.forward(experts, kernels, held)), carry
 
     with jax.named_scope("expert_mlp"):
-        ys, _ = _for_all_devices(ring, blocks, None, work)
+        ys, _ = _for_all_devices(experts, ring, blocks, None, work)
     return lax.concatenate(ys, 0)
 
 
 def _multiply_fwd(
-    experts: Experts, ring: Ring, x: Array, ids: Array, weights: Array, kernels: Weights
+    experts: Experts, ring: Ring | Exchange, x: Array, ids: Array, weights: Array, kernels: Weights
 ) -> tuple[Array, Any]:
     operands = _first_derivative_only(x, ids, weights, kernels)
     return checkpoint_name(multiply(experts, ring, *operands), PRODUCT), operands
 
 
-def _multiply_bwd(experts: Experts, ring: Ring, saved: Any, dy: Array) -> tuple[Array, None, Array, Weights]:
+def _multiply_bwd(experts: Experts, ring: Ring | Exchange, saved: Any, dy: Array) -> tuple[Array, None, Array, Weights]:
     x, ids, weights, kernels, dy = _first_derivative_only(*saved, dy)
     blocks, places = _blocks(experts, ring, x, ids, weights, dy)
 
     def work(held: Blocks, sums: Sums) -> tuple[tuple[BlockGradients, ...], Sums]:
         found, sums = local.backward(experts, kernels, held, sums)
-        if ring.unroll % 2:  # or else a body of the loop would begin with nothing kept, and end with something
+        # A body of a loop must begin with nothing kept if it ends so.
+        if isinstance(ring, Ring) and ring.unroll % 2:
             sums = local.added_up(experts, kernels, sums)
         return tuple(one._replace(dx=one.dx.astype(x.dtype)) for one in found), sums
 
     with jax.named_scope("expert_mlp_gradient"):
-        found, sums = _for_all_devices(ring, blocks, Sums(), work)
+        found, sums = _for_all_devices(experts, ring, blocks, Sums(), work)
         gradients = local.added_up(experts, kernels, sums).gradients
     dweights = [
         unsort(one.dweights, place, (one.dx.shape[0], ids.shape[1]), dropless=experts.capacity is None)
@@ -82,7 +86,7 @@ multiply.defvjp(_multiply_fwd, _multiply_bwd)
 
 
 def _blocks(
-    experts: Experts, ring: Ring, x: Array, ids: Array, weights: Array, dy: Array | None = None
+    experts: Experts, ring: Ring | Exchange, x: Array, ids: Array, weights: Array, dy: Array | None = None
 ) -> tuple[Blocks, list[Array]]:
     """Returns this device's half-blocks, or its whole block, and the places of their assignments in `ids`."""
     blocks, places = [], []
@@ -101,16 +105,24 @@ def _blocks(
     return tuple(blocks), places
 
 
-def block_shifts(ring: Ring, rows: int) -> tuple[int, ...]:
+def block_shifts(ring: Ring | Exchange, rows: int) -> tuple[int, ...]:
     """Returns the shift of each half-block of a device with so many rows, or of its whole block."""
+    if isinstance(ring, Exchange):
+        return (1,)
     return (1,) if ring.transport is None or lax.axis_size(ring.axis_name) == 1 else shifts(ring.directions, rows)
 
 
-def _for_all_devices(ring: Ring, blocks: Blocks, carry: Any, work: Work) -> tuple[tuple[Any, ...], Any]:
+def _for_all_devices(
+    experts: Experts, ring: Ring | Exchange, blocks: Blocks, carry: Any, work: Work
+) -> tuple[tuple[Any, ...], Any]:
     """Returns the sum of what all devices make of each of this device's blocks, and the carry of this device's work."""
     size = lax.axis_size(ring.axis_name)
     if size == 1:
         return work(blocks, carry)
+    if isinstance(ring, Exchange):
+        (block,) = blocks
+        result, carry = exchange(experts, ring.axis_name, block, carry, work)
+        return (result,), carry
     if ring.transport is None:
         (block,) = blocks
         gathered = lax.all_gather(block, ring.axis_name)

@@ -9,7 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from flaxasync.ops.experts import api
+from flaxasync.ops.experts import api, exchange
+from flaxasync.ops.experts.assignments import sort as assignments_of
+from flaxasync.ops.experts.local import Block, Experts
+from flaxasync.ops.experts.products import OneTile
 from tests.kernels.conftest import assert_close, run
 
 ROWS, FEATURES, HIDDEN = 12, 16, 24  # rows of a device
@@ -87,6 +90,8 @@ CASES = [  # devices, experts, k, backend, directions, route
     pytest.param(3, 60, 8, "xla", 2, "one", marks=pytest.mark.slow),
     (2, 4, 1, "xla", 2, "one"),
     (1, 4, 2, "xla", 1, "even"),
+    (4, 8, 2, "exchange", 1, "zipf"),
+    (2, 4, 1, "exchange", 1, "one"),
 ]
 
 
@@ -100,7 +105,8 @@ def test_agrees_with_all_experts_on_all_rows(devices, experts, k, backend, direc
 @pytest.mark.slow
 @pytest.mark.parametrize(("devices", "experts", "k", "backend", "route"), [
     (1, 8, 8, "none", "zipf"), (2, 60, 8, "xla", "even"), (3, 60, 1, "none", "zipf"), (4, 128, 2, "none", "one"),
-    (4, 128, 8, "xla", "zipf"), (8, 8, 8, "none", "even"), (8, 128, 1, "xla", "zipf"),
+    (4, 128, 8, "xla", "zipf"), (8, 8, 8, "none", "even"), (8, 128, 1, "xla", "zipf"), (1, 4, 2, "exchange", "even"),
+    (3, 60, 8, "exchange", "even"), (8, 8, 8, "exchange", "one"), (8, 128, 2, "exchange", "zipf"),
 ])  # fmt: skip
 def test_agrees_for_more_sizes(devices, experts, k, backend, route):
     operands = drawn(devices * ROWS, experts, k, route)
@@ -114,10 +120,12 @@ def test_splits_hidden_features_of_few_experts():
     check(found, expected(operands, cotangent))
 
 
-@pytest.mark.parametrize(("capacity", "directions", "backend"), [(4, 2, "xla"), (1, 1, "none")])
-def test_drops_the_last_rows_of_each_half_beyond_the_capacity_in_every_form(capacity, directions, backend):
-    operands = drawn(2 * ROWS, 4, 2, "zipf")
-    found, cotangent = both(2, operands, capacity=capacity, directions=directions, backend=backend)
+@pytest.mark.parametrize(("devices", "capacity", "directions", "backend"), [
+    (2, 4, 2, "xla"), (2, 1, 1, "none"), (4, 3, 1, "exchange"),
+])  # fmt: skip
+def test_drops_the_last_rows_of_each_half_beyond_the_capacity_in_every_form(devices, capacity, directions, backend):
+    operands = drawn(devices * ROWS, 4, 2, "zipf")
+    found, cotangent = both(devices, operands, capacity=capacity, directions=directions, backend=backend)
 
     def loss(x, weights, *kernels):
         half = ROWS // 2
@@ -125,7 +133,7 @@ def test_drops_the_last_rows_of_each_half_beyond_the_capacity_in_every_form(capa
             dense(
                 x[i : i + half], operands[1][i : i + half], weights[i : i + half], *kernels, capacity=-(-capacity // 2)
             )
-            for i in range(0, 2 * ROWS, half)
+            for i in range(0, devices * ROWS, half)
         ]
         y = jnp.concatenate(parts)
         return jnp.sum(y * cotangent), y
@@ -202,6 +210,29 @@ def test_refuses_what_does_not_fit(change, options, message):
         apply(*operands, **options)
 
 
+def test_an_exchange_sends_a_row_once_to_each_device_that_needs_it():
+    """With a capacity the buffers have room for what the experts of a device take, and with none for all rows."""
+    ids = np.asarray([[0, 1], [2, 5], [3, 2], [7, 0], [1, 0], [6, 7]], np.int32)  # experts 0, 1 are on device 0, ...
+    for capacity, room in ((None, 6), (1, 4)):
+        options = {"parts": 2, "capacity": capacity, "tile_rows": 8}
+        assignments, _ = assignments_of(ids, np.ones(ids.shape, np.float32), 8, **options)
+        experts = Experts("ring", "experts", 8, 2, 8, 2, capacity, OneTile(jax.nn.silu))
+        limits = exchange.bounds(experts, Block(np.zeros((6, 4), np.float32), assignments), 4)
+        assert limits.rows == room
+        routes = exchange.find_routes(assignments, 6, 4, limits)
+        sent = [exchange.rows_for(routes, limits, device, 6).tolist() for device in range(4)]
+        of_device = [[row for row in range(6) if (ids[row] // 2 == device).any()] for device in range(4)]
+        if capacity:  # of each three rows an expert takes the first one
+            of_device = [[0, 3, 4], [1, 2], [1], [3, 5]]
+        assert sent == [rows + [6] * (room - len(rows)) for rows in of_device]
+
+
+def test_an_exchange_of_a_part_of_every_expert_is_refused():
+    message = "backend='exchange' sends rows .*: got split='hidden', where .* every expert; use backend='xla'"
+    with pytest.raises(NotImplementedError, match=message):
+        apply(*drawn(2 * ROWS, 4, 2, "even"), backend="exchange", split="hidden")
+
+
 @pytest.mark.parametrize("options", [{"kernel": "grouped"}, {"backend": "pallas"}])
 def test_kernels_need_tpus(options):
     with pytest.raises(NotImplementedError, match="TPU kernels"):
@@ -229,7 +260,10 @@ def test_bfloat16_adds_in_float32():
 
 
 @pytest.mark.slow  # simulated kernels take a minute
-@pytest.mark.parametrize(("backend", "route", "dtype"), [("xla", "zipf", "float32"), ("none", "one", "bfloat16")])
+@pytest.mark.parametrize(
+    ("backend", "route", "dtype"),
+    [("xla", "zipf", "float32"), ("none", "one", "bfloat16"), ("exchange", "zipf", "float32")],
+)
 def test_kernels_on_simulated_tpus(backend, route, dtype):
     """With one choice, and all for one expert, there are experts and a device that have no rows."""
     operands = drawn(2 * 32, 4, 1 if route == "one" else 2, route, features=128, hidden=128)
