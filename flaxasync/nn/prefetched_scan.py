@@ -177,7 +177,8 @@ def _forward(
         return carry, kept
 
     def loop(x: Carried, first: Leaves) -> tuple[Carried, Leaves, Any]:
-        in_loop = layers // scan.turns * scan.turns
+        # What follows the layers begins its backward pass with large gradients, which leave beside layers after the loop.
+        in_loop = (layers - (scan.finish is not None)) // scan.turns * scan.turns
         carry, stacks = lax.scan(body, (x, first), jnp.arange(0, in_loop, scan.turns, dtype=jnp.int32))
         rest = []
         for layer in range(in_loop, layers):
@@ -223,29 +224,32 @@ def _backward(scan: Scan, saved: tuple, dy: Any) -> tuple[Leaves, Leaves, Carrie
             carry = turn(carry, layer + n, kept[n])
         return carry, None
 
-    def loop(dy: Carried) -> tuple[Leaves, Carried]:
-        none = () if scan.axis is None else tuple(jnp.zeros_like(leaf) for leaf in _varying(whole, dy))
-        sums = tuple(
-            jnp.zeros_like(leaf if scan.sums_at_once(one) else varying)
-            for leaf, varying, one in zip(stacked, _varying(stacked, dy), whole, strict=True)
-        )
-        (stacks, rest), carry = kept, (dy, whole, none, sums)
+    stacks, rest = kept
+    in_loop = layers - len(rest)
+    none = () if scan.axis is None else tuple(jnp.zeros_like(leaf) for leaf in _varying(whole, dy))
+    sums = tuple(
+        jnp.zeros_like(leaf if scan.sums_at_once(one) else varying)
+        for leaf, varying, one in zip(stacked, _varying(stacked, dy), whole, strict=True)
+    )
+
+    def after_loop(dy: Carried) -> tuple:
+        carry = dy, whole, none, sums
         for n in reversed(range(len(rest))):
-            carry = turn(carry, jnp.int32(layers - len(rest) + n), rest[n])
-        steps = jnp.arange(0, layers - len(rest), scan.turns, dtype=jnp.int32), stacks
-        (dx, _, gradients, sums), _ = lax.scan(body, carry, steps, reverse=True)
-        if scan.axis is None:
-            return sums, dx
-        return _write(sums, scan.reduce(stacked, gradients, scan.dims).done(), 0), dx
+            carry = turn(carry, jnp.int32(in_loop + n), rest[n])
+        return carry
 
     dlast: Leaves = ()
     if pull is None:
-        sums, dx = loop(dy)
+        carry = after_loop(dy)
     else:
         dlast, dy = pull(dy)
         leaving = scan.reduce(last, dlast, scan.finish_dims)
-        sums, dx = meanwhile([leaving], loop, dy)
-        dlast = leaving.done()
+        carry = meanwhile([leaving], after_loop, dy)
+        dlast, carry = tie(leaving.done(), carry)  # whole gradients and what arrived of others end here
+    steps = jnp.arange(0, in_loop, scan.turns, dtype=jnp.int32), stacks
+    (dx, _, gradients, sums), _ = lax.scan(body, carry, steps, reverse=True)
+    if scan.axis is not None:
+        sums = _write(sums, scan.reduce(stacked, gradients, scan.dims).done(), 0)
     return tuple(map(_sum_like, sums, stacked)), tuple(map(_sum_like, dlast, last)), dx, None, None
 
 
