@@ -1,20 +1,15 @@
-"""Four layers of a 4B decoder on data 2 x model 4, forward and with all gradients: predicted without a TPU.
+"""Four layers of a 4B decoder on data 2 x model 4, forward and with all gradients: estimated without a TPU.
 
-    python benchmarks/data_axis.py --cache DIR [--write docs/scaling.md] [--topologies v5e:2x4 v6e:2x4]
+    python benchmarks/data_axis.py [--write docs/scaling.md] [--topologies v5e:2x4 v6e:2x4]
 
 Layers of width 2560 with 32 heads of 128, 8 key-value heads and an MLP of 9728, on 8 sequences of 2048 tokens, all in
 bfloat16. No product or attention is computed twice. "plain NNX" is the layer of benchmarks/plain_transformer.py under
-`nnx.scan`, "flaxasync" that of models/transformer.py, and "summed beside" the same under `fa.nn.scan_with_prefetch`,
-whose permutes sum gradients over the data axis, and which keeps what `fa.save_costly` names. "Kept" is
-`gathered_mib=128`. All of them use the attention kernel of `fa.attention`.
-
-With --estimate the times are those of `fa.check.timeline` with simulated kernels, in a minute for each program, and
-without it those of the simulation of the whole program, which takes many. A * marks a program that had to be compiled
-with synchronous collectives. "Of plain" is the time of plain NNX divided by that of the row.
+`nnx.scan`, "flaxasync" that of models/layer.py, and "summed beside" the same under `fa.nn.scan_with_prefetch`, whose
+permutes sum gradients over the data axis, and which keeps what `fa.save_costly` names. "Kept" is `gathered_mib=128`.
+All of them use the attention kernel of `fa.attention`. "Of plain" is the time of plain NNX divided by that of the row.
 """
 
 import dataclasses
-import pathlib
 from typing import Any
 
 import jax
@@ -25,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from benchmarks.plain_transformer import Layout, PlainLayer
-from benchmarks.programs import COMPILE_SECONDS, array, kept, play_or_synchronize, split_layer
+from benchmarks.programs import COMPILE_SECONDS, array, split_layer
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync import check
 from models.config import TransformerConfig
@@ -82,42 +77,26 @@ def program(variant: str, mesh: Mesh) -> tuple[Any, tuple]:
     return jax.jit(forward_and_backward, out_shardings=shardings), (state, x, x)
 
 
-def measured(variant: str, topology: str, *, estimate: bool, cache: pathlib.Path | None) -> dict[str, Any]:
-    """Returns the predicted seconds of the step, how many of them are exposed, and the mark of its row."""
+def estimate(variant: str, topology: str) -> check.Timeline:
     kind = AxisType.Auto if variant == PLAIN else AxisType.Explicit
     devices = check.topology_devices(topology)
     mesh = fa.make_mesh((2, len(devices) // 2), ("data", "model"), devices=devices, axis_types=(kind, kind))
     with jax.set_mesh(mesh):
         fn, arguments = program(variant, mesh)
-
-        def simulate() -> dict[str, Any]:
-            if estimate:
-                compiled = check.compile_for(
-                    topology, fn, *arguments, compiler_options=check.HLO_ONLY, timeout=COMPILE_SECONDS
-                )
-                timeline = check.timeline(compiled, kernels="play")
-                return {"seconds": timeline.seconds, "exposed": timeline.exposed, "mark": ""}
-            result, _, mark = play_or_synchronize(topology, fn, *arguments)
-            return {"seconds": result.seconds, "exposed": result.exposed, "mark": mark}
-
-        facts = estimate, topology, str(mesh.devices.tolist()), fn.lower(*arguments).as_text()
-        return kept(cache, facts, simulate)
+        compiled = check.compile_for(topology, fn, *arguments, compiler_options=check.HLO_ONLY, timeout=COMPILE_SECONDS)
+    return check.timeline(compiled, kernels="play")
 
 
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES), metavar="NAME", help="as v5e:2x4")
-    parser.add_argument("--estimate", action="store_true", help="do not simulate whole programs")
-    parser.add_argument("--cache", type=pathlib.Path, metavar="DIR", help="folder of programs that were played")
     chosen = parser.parse_args()
     rows = []
     for topology in chosen.topologies:
-        plain = measured(PLAIN, topology, estimate=chosen.estimate, cache=chosen.cache)
-        for variant in VARIANTS:
-            found = measured(variant, topology, estimate=chosen.estimate, cache=chosen.cache)
-            each, exposed = (found[key] / LAYERS * 1e3 for key in ("seconds", "exposed"))
-            ratio = f"{plain['seconds'] / found['seconds']:.2f}"
-            rows.append((topology, variant, f"{each:.2f}{found['mark']}", f"{exposed:.2f}", ratio))
+        found = {variant: estimate(variant, topology) for variant in VARIANTS}
+        for variant, timeline in found.items():
+            each, exposed = (f"{seconds / LAYERS * 1e3:.2f}" for seconds in (timeline.seconds, timeline.exposed))
+            rows.append((topology, variant, each, exposed, f"{found[PLAIN].seconds / timeline.seconds:.2f}"))
             print(*rows[-1], flush=True)
     write_between_markers(chosen.write, "data axis", print_table(HEADER, rows))
 
