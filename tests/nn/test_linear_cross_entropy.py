@@ -70,6 +70,14 @@ def check(mesh, output_of, given, *, x_spec=ROWS, tolerance=1e-6, **options):
         np.testing.assert_allclose(np.float32(one) / scale, np.float32(other) / scale, atol=tolerance, err_msg=name)
 
 
+def put(x, kernel, *per_row):
+    return (
+        jax.device_put(x, ROWS),
+        jax.device_put(kernel, P(None, "model")),
+        *(jax.device_put(a, TOKENS) for a in per_row),
+    )
+
+
 def column(kernel, **options):
     layer = nnx.eval_shape(lambda: fa.nn.ColumnParallelLinear(
         *kernel.shape, use_bias=False, pad=True, dtype=kernel.dtype, rngs=nnx.Rngs(0), **options
@@ -148,17 +156,14 @@ def test_a_kernel_inside_shard_map_is_this_devices_columns():
         mapped = jax.shard_map(
             fa.nn.linear_cross_entropy, in_specs=(ROWS, P(None, "model"), TOKENS), out_specs=P()
         )  # fmt: skip
-        given = jax.device_put(x, ROWS), jax.device_put(kernel, P(None, "model")), jax.device_put(targets, TOKENS)
-        value = jax.jit(mapped)(*given)
+        value = jax.jit(mapped)(*put(x, kernel, targets))
     np.testing.assert_allclose(value, reference(x, kernel, targets, np.ones((BATCH, 8), np.float32))[0], rtol=1e-6)
 
 
 def test_float64_and_no_rows_at_all():
     x, kernel, targets, weights = arrays(8, 24, "float64")
     with jax.enable_x64(True), jax.set_mesh(make_mesh(2, 4)):
-        placed = [jax.device_put(one, spec) for one, spec in (
-            (x, ROWS), (kernel, P(None, "model")), (np.abs(targets) % 24, TOKENS), (weights, TOKENS)
-        )]  # fmt: skip
+        placed = put(x, kernel, np.abs(targets) % 24, weights)
         loss, gradient = jax.jit(jax.value_and_grad(lambda x, kernel, targets, weights: fa.nn.linear_cross_entropy(
             x, kernel, targets, weights=weights, block_rows=SMALL
         )))(*placed)  # fmt: skip
@@ -167,24 +172,14 @@ def test_float64_and_no_rows_at_all():
     assert float(nothing) == 0.0
 
 
-def test_weights_have_no_gradient():
-    x, kernel, targets, weights = arrays(8, 24)
+def test_weights_have_no_gradient_and_no_loss_where_all_are_zero():
     with jax.set_mesh(make_mesh(2, 4)):
-        placed = jax.device_put(x, ROWS), jax.device_put(kernel, P(None, "model")), jax.device_put(targets, TOKENS)
-        gradient = jax.jit(jax.grad(lambda weights: fa.nn.linear_cross_entropy(*placed, weights=weights, ignore=-100)))(
-            jax.device_put(weights, TOKENS)
-        )
-    np.testing.assert_array_equal(gradient, 0)
-
-
-def test_weights_that_are_all_zero_give_no_loss():
-    x, kernel, targets, _ = arrays(8, 16)
-    with jax.set_mesh(make_mesh(2, 4)):
-        x, targets = jax.device_put(x, ROWS), jax.device_put(targets, TOKENS)
-        loss = jax.jit(
-            lambda x, kernel, targets: fa.nn.linear_cross_entropy(x, kernel, targets, weights=jnp.zeros_like(targets))
-        )
-        assert loss(x, jax.device_put(kernel, P(None, "model")), targets) == 0
+        *placed, weights = put(*arrays(8, 24))
+        loss = jax.jit(jax.value_and_grad(lambda w: fa.nn.linear_cross_entropy(*placed, weights=w, ignore=-100)))
+        value, gradient = loss(weights)
+        assert value > 0
+        np.testing.assert_array_equal(gradient, 0)
+        assert loss(jnp.zeros_like(weights))[0] == 0
 
 
 @pytest.mark.parametrize(("change", "error", "message"), [
@@ -200,11 +195,9 @@ def test_errors(change, error, message):
     x, kernel, targets, weights = arrays(8, 16)
     given = {"targets": targets, "weights": weights} | change
     with jax.set_mesh(make_mesh(2, 4)):
-        output = jax.device_put(kernel, P(None, "model"))
+        x, output, given["targets"], given["weights"] = put(x, kernel, given["targets"], given["weights"])
         if layer := given.pop("layer", None):
             output = layer(FEATURES, 16, rngs=nnx.Rngs(0))
-        given |= {name: jax.device_put(given[name], TOKENS) for name in ("targets", "weights")}
-        x = jax.device_put(x, ROWS)
         with pytest.raises(error, match=re.escape(message)):
             fa.nn.linear_cross_entropy(x, output, **given)
 

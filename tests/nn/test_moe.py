@@ -1,18 +1,16 @@
 """`fa.nn.ParallelMoE` against all experts on all rows in NumPy: meshes, routers, storage, statistics, errors."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
+from tests.nn.conftest import ROWS, SAME, make_mesh
 
-FEATURES, HIDDEN, BATCH, ROWS = 16, 24, 4, 8
+FEATURES, HIDDEN, BATCH, LENGTH = 16, 24, 4, 8
 
 
 def softmax(x):
@@ -53,20 +51,25 @@ def dense(moe, x, k, options=None, bias=0.0):
     return y
 
 
-def drawn():
-    return jax.random.normal(jax.random.key(1), (BATCH, ROWS, FEATURES))
+X = np.random.default_rng(1).standard_normal((BATCH, LENGTH, FEATURES)).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def mesh():
+    with jax.set_mesh(make_mesh(2, 4)):
+        yield
+
+
+def make(experts=8, k=2, **options):
+    return fa.nn.ParallelMoE(FEATURES, HIDDEN, experts, experts_per_token=k, rngs=nnx.Rngs(0), **options)
+
+
+def apply(moe, x, spec=ROWS):
+    return nnx.jit(lambda moe, x: moe(x))(moe, jax.device_put(x, spec))
 
 
 def close(got, want, tolerance=1e-5):
     np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=tolerance * np.abs(want).max())
-
-
-@functools.cache
-def layer(shape, experts, k, types=AxisType.Explicit, **options):
-    """Returns a mesh, and a layer that was made on it."""
-    mesh = fa.make_mesh(shape, ("data", "model"), axis_types=(types,) * 2)
-    with jax.set_mesh(mesh):
-        return mesh, fa.nn.ParallelMoE(FEATURES, HIDDEN, experts, experts_per_token=k, rngs=nnx.Rngs(0), **options)
 
 
 @pytest.mark.parametrize(("shape", "experts", "k", "fsdp", "types"), [
@@ -79,18 +82,13 @@ def layer(shape, experts, k, types=AxisType.Explicit, **options):
     ]),
 ])  # fmt: skip
 def test_agrees_with_all_experts(shape, experts, k, fsdp, types):
-    mesh, moe = layer(shape, experts, k, types, fsdp_axis=fsdp)
-    x = drawn()
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(x, jax.NamedSharding(mesh, P("data", "model", None)))
-        y = nnx.jit(lambda moe, x: moe(x))(moe, placed)
-    close(y, dense(moe, x, k))
+    with jax.set_mesh(make_mesh(*shape, types)):
+        moe = make(experts, k, fsdp_axis=fsdp)
+        close(apply(moe, X), dense(moe, X, k))
 
 
 @pytest.mark.parametrize("backend", [None, pytest.param("exchange", marks=pytest.mark.slow)])
 def test_gradients_agree_with_those_of_all_experts(backend):
-    mesh, moe = layer((2, 4), 6, 2, backend=backend)
-
     def loss(weights, x):
         logits = jax.nn.softmax(x @ weights["router"])
         values, ids = jax.lax.top_k(logits, 2)
@@ -101,13 +99,12 @@ def test_gradients_agree_with_those_of_all_experts(backend):
             y += jnp.sum(jnp.where(ids == expert, values, 0), -1, keepdims=True) * (h @ weights["down"][expert])
         return jnp.sum(jnp.sin(y))
 
+    moe = make(6, backend=backend)
+    grad = nnx.grad(lambda moe, x: jnp.sum(jnp.sin(moe(x))), argnums=(0, 1))
+    found, dx = nnx.jit(grad)(moe, jax.device_put(X, ROWS))
     weights = {name: jnp.asarray(np.asarray(getattr(moe, name)[...])) for name in ("up", "gate", "down")}
     weights["router"] = jnp.asarray(np.asarray(moe.router.kernel[...]))
-    wanted, dx_wanted = jax.grad(loss, (0, 1))(weights, drawn())
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(drawn(), jax.NamedSharding(mesh, P("data", "model", None)))
-        grad = nnx.grad(lambda moe, x: jnp.sum(jnp.sin(moe(x))), argnums=(0, 1))
-        found, dx = nnx.jit(grad)(moe, placed)
+    wanted, dx_wanted = jax.grad(loss, (0, 1))(weights, X)
     close(dx, dx_wanted)
     for name in ("up", "gate", "down"):
         close(found[name].get_value(), wanted[name])
@@ -116,12 +113,8 @@ def test_gradients_agree_with_those_of_all_experts(backend):
 
 @pytest.mark.parametrize("rows", [pytest.param(8, marks=pytest.mark.slow), 3])
 def test_rows_that_all_devices_have(rows):
-    mesh, moe = layer((2, 4), 8, 2)
-    x = drawn()[:, :rows]
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(x, jax.NamedSharding(mesh, P("data", None, None)))
-        y = nnx.jit(lambda moe, x: moe(x))(moe, placed)
-    close(y, dense(moe, x, 2))
+    moe, x = make(), X[:, :rows]
+    close(apply(moe, x, SAME), dense(moe, x, 2))
 
 
 ROUTERS = [
@@ -134,28 +127,21 @@ ROUTERS = [
 
 @pytest.mark.parametrize(("options", "bias"), ROUTERS)
 def test_routers(options, bias):
-    mesh, _ = layer((2, 4), 8, 2)
-    with jax.set_mesh(mesh):
-        moe = fa.nn.ParallelMoE(FEATURES, HIDDEN, 8, experts_per_token=3, router=options, rngs=nnx.Rngs(0))
-        if options.selection_bias:
-            moe.router.selection_bias[...] = jnp.asarray(bias, jnp.float32)
-        placed = jax.device_put(drawn(), jax.NamedSharding(mesh, P("data", "model", None)))
-        y = nnx.jit(lambda moe, x: moe(x))(moe, placed)
-        gradients = jax.eval_shape(nnx.grad(lambda moe: jnp.sum(moe(placed))), moe)
-    close(y, dense(moe, drawn(), 3, options, bias))
+    moe = make(k=3, router=options)
+    if options.selection_bias:
+        moe.router.selection_bias[...] = jnp.asarray(bias, jnp.float32)
+    close(apply(moe, X), dense(moe, X, 3, options, bias))
+    gradients = jax.eval_shape(nnx.grad(lambda moe: jnp.sum(moe(jax.device_put(X, ROWS)))), moe)
     assert "selection_bias" not in gradients["router"]
 
 
 def test_losses_and_statistics_are_those_of_all_rows():
-    mesh, moe = layer((2, 4), 8, 2)
-    x = np.asarray(drawn(), np.float64)
+    moe, x = make(), X.astype(np.float64)
     logits = x @ np.asarray(moe.router.kernel[...], np.float64)
     ids, _ = routed(moe, x, 2)
     share = np.bincount(ids.reshape(-1), minlength=8) / ids.size
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(drawn(), jax.NamedSharding(mesh, P("data", "model", None)))
-        y, routing = moe.with_routing(placed)
-        again, recorded = nnx.capture(moe, nnx.Intermediate)(placed)
+    y, routing = moe.with_routing(jax.device_put(X, ROWS))
+    again, recorded = nnx.capture(moe, nnx.Intermediate)(jax.device_put(X, ROWS))
     close(again, np.asarray(y))
     close(routing.share, share)
     close(routing.load_balance_loss, 8 * np.sum(share * softmax(logits).mean((0, 1))))
@@ -165,54 +151,41 @@ def test_losses_and_statistics_are_those_of_all_rows():
 
 
 def test_capacity_drops_and_says_how_much():
-    mesh, _ = layer((2, 4), 8, 2)
-    with jax.set_mesh(mesh):
-        moe = fa.nn.ParallelMoE(FEATURES, HIDDEN, 8, experts_per_token=2, capacity_factor=2.0, rngs=nnx.Rngs(0))
-        placed = jax.device_put(drawn(), jax.NamedSharding(mesh, P("data", "model", None)))
-        y, routing = moe.with_routing(placed)
-    ids, _ = routed(moe, np.asarray(drawn(), np.float64), 2)
+    moe = make(capacity_factor=2.0)
+    y, routing = moe.with_routing(jax.device_put(X, ROWS))
+    ids, _ = routed(moe, X.astype(np.float64), 2)
     # A device has 2 rows of each of 2 sequences: 1.0 of them are the mean of an expert. Of each sequence it takes one.
-    halves = ids.reshape(BATCH, ROWS // 2, 2 * 2)
+    halves = ids.reshape(BATCH, LENGTH // 2, 2 * 2)
     left_out = sum(np.maximum(np.bincount(half, minlength=8) - 1, 0).sum() for half in halves.reshape(-1, 4))
     assert left_out > 0
     close(routing.dropped, left_out / ids.size)
-    assert np.abs(np.asarray(y) - dense(moe, drawn(), 2)).max() > 1e-3
+    assert np.abs(np.asarray(y) - dense(moe, X, 2)).max() > 1e-3
 
 
 def test_a_shared_expert_is_added():
-    mesh, _ = layer((2, 4), 8, 2)
-    with jax.set_mesh(mesh):
-        moe = fa.nn.ParallelMoE(FEATURES, HIDDEN, 8, experts_per_token=2, shared_hidden=32, rngs=nnx.Rngs(0))
-        placed = jax.device_put(drawn(), jax.NamedSharding(mesh, P("data", "model", None)))
-        y = nnx.jit(lambda moe, x: moe(x))(moe, placed)
+    moe, x = make(shared_hidden=32), X.astype(np.float64)
     gate, up, down = (np.asarray(getattr(moe.shared, n).kernel[...], np.float64) for n in ("gate", "up", "down"))
-    x = np.asarray(drawn(), np.float64)
-    close(y, dense(moe, x, 2) + (x @ gate * sigmoid(x @ gate) * (x @ up)) @ down)
+    close(apply(moe, X), dense(moe, x, 2) + (x @ gate * sigmoid(x @ gate) * (x @ up)) @ down)
 
 
 def test_nan_in_a_row_stays_in_it():
-    mesh, moe = layer((2, 4), 8, 2)
-    x = drawn().at[1, 3, 0].set(jnp.nan)
-    with jax.set_mesh(mesh):
-        y = np.array(moe(jax.device_put(x, jax.NamedSharding(mesh, P("data", "model", None)))))
+    x = X.copy()
+    x[1, 3, 0] = np.nan
+    y = np.array(make()(jax.device_put(x, ROWS)))
     assert np.isnan(y[1, 3]).all()
     y[1, 3] = 0
     assert np.isfinite(y).all()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"experts_per_token": 9}, "experts_per_token=9; use 1 to 8"),
-        ({"experts_per_token": 0}, "experts_per_token=0"),
-        ({"capacity_factor": 0}, "capacity_factor above 0"),
-        ({"experts": 3, "hidden": 30}, "hidden=30 on 4 devices; use 28 or 32"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"experts_per_token": 9}, "experts_per_token=9; use 1 to 8"),
+    ({"experts_per_token": 0}, "experts_per_token=0"),
+    ({"capacity_factor": 0}, "capacity_factor above 0"),
+    ({"experts": 3, "hidden": 30}, "hidden=30 on 4 devices; use 28 or 32"),
+])  # fmt: skip
 def test_refuses_what_does_not_fit(options, message):
     options = {"experts": 8, "hidden": HIDDEN, "experts_per_token": 2} | options
-    mesh, _ = layer((2, 4), 8, 2)
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
-        fa.nn.ParallelMoE(FEATURES, options.pop("hidden"), options.pop("experts"), rngs=nnx.Rngs(0), **options)
+    with pytest.raises(ValueError, match=message):
+        fa.nn.ParallelMoE(FEATURES, rngs=nnx.Rngs(0), **options)
     with pytest.raises(ValueError, match="'softmax' or 'sigmoid'"):
         fa.nn.RouterOptions(scores="tanh")
