@@ -94,7 +94,10 @@ def adapted_form(old: nnx.LoRA, base: Any, rule: Rule, options: Options) -> nnx.
 
 
 def _take_over(layer: nnx.Module, old: nnx.Module, without: str | None = None) -> None:
-    """Gives the abstract parameters of a layer the leading dimensions and the dtypes of those of a plain one."""
+    """Gives the abstract parameters of a layer the leading dimensions, dtypes and metadata of those of a plain one.
+
+    How they are sharded is the layer's.
+    """
     before, after = (
         {path: variable for path, variable in variables_of(one).items() if path[0] != without} for one in (old, layer)
     )
@@ -121,13 +124,7 @@ def _take_over(layer: nnx.Module, old: nnx.Module, without: str | None = None) -
         variable.set_value(jax.ShapeDtypeStruct((*stack, *value.shape), plain.dtype, sharding=sharding))
         if out_sharding := variable.get_metadata().get("out_sharding"):
             variable.set_metadata(out_sharding=(*whole, *out_sharding))
-
-
-def keep_metadata(layer: nnx.Module, old: nnx.Module) -> None:
-    """Copies the metadata of the parameters, but for how they are sharded."""
-    before = variables_of(old)
-    for path, variable in variables_of(layer).items():
-        metadata = before[path].get_metadata()
+        metadata = plain.get_metadata()
         variable.set_metadata(**{key: metadata[key] for key in metadata if key not in ("out_sharding", "mesh")})
 
 

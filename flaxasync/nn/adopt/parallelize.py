@@ -15,7 +15,6 @@ from flaxasync.nn.adopt.parallel_form import (
     Options,
     Rule,
     adapted_form,
-    keep_metadata,
     parallel_form,
     variables_of,
 )
@@ -104,7 +103,6 @@ def parallelize(
         values = [variable.get_value() for variable in variables_of(modules[path]).values()]
         if not any(isinstance(value, jax.ShapeDtypeStruct) for value in values):  # as `nnx.eval_shape` makes them
             load(layer, modules[path])
-        keep_metadata(layer, modules[path])
     done = []
     for path in (path for path in modules if path in new):
         old, layer = modules[path], new[path]
