@@ -147,9 +147,9 @@ class ParallelMoE(StoredLayer):
             call, self.experts_per_token, self.experts, self.router_options, self.capacity_factor, self.activation,
             self.split,
         )  # fmt: skip
-        bias, bias_spec = (None, None) if selection_bias is None else (selection_bias[...], P(None))
-        in_specs, out_specs = (placement.in_spec, call.specs, bias_spec), (placement.in_spec, P())
-        y, routing = placement.bind(_apply, static, (x, linears, bias), in_specs, out_specs)()
+        args = x, linears, None if selection_bias is None else selection_bias[...]
+        in_specs, out_specs = (placement.in_spec, call.specs, P(None)), (placement.in_spec, P())
+        y, routing = placement.bind(_apply, static, args, in_specs, out_specs)()
         return (y if self.shared is None else y + self.shared(x)), routing
 
 

@@ -67,16 +67,17 @@ class Placement:
     def bind(self, fn: Callable, static: Hashable, args: tuple, in_specs: tuple, out_specs: Any) -> Callable[[], Any]:
         """Returns a function without arguments that runs `fn(static, *shards)` on the shards of `args`.
 
-        It runs `fn` under `jax.shard_map`, or directly inside one. The layer calls it, so that no function of this file
-        is between the layer and `fn` in a traceback. Outside of `jax.jit` the program is compiled once for each `fn`,
-        `static` and type of `args`, so `fn` must not be a closure, which would be a new one in every call.
+        It runs `fn` under `jax.shard_map`, or directly inside one. A spec stands for all arrays of an argument that is
+        a pytree; None has none. The layer calls the function, so that no function of this file is between the layer and
+        `fn` in a traceback. Outside of `jax.jit` the program is compiled once for each `fn`, `static` and type of
+        `args`, so `fn` must not be a closure, which would be a new one in every call.
         """
         if self.manual:
             mapped: Callable = functools.partial(fn, static)
         else:
             types = axis_types()
             if all(kind == AxisType.Explicit for kind in types.values()):
-                args = jax.tree.map(_reshard, args, in_specs)
+                args = jax.tree.map(_reshard, in_specs, args)
             axes = frozenset(name for name, kind in types.items() if kind != AxisType.Manual)
             if len(axes) == len(types):
                 axes = frozenset()  # stands for all axes but those of `jax.vmap`, which takes an axis away
@@ -229,7 +230,7 @@ def put(x: Any, spec: PartitionSpec) -> jax.Array:
     if is_eager():
         return jax.device_put(x, jax.NamedSharding(jax.sharding.get_mesh(), spec))
     if all(kind == AxisType.Explicit for kind in axis_types().values()):
-        return _reshard(x, spec)
+        return _reshard(spec, x)
     return lax.with_sharding_constraint(x, spec)
 
 
@@ -249,11 +250,15 @@ def axis_types() -> dict[str, AxisType]:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
 
-def _reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Shards `x` as a layer needs it under Explicit axes: parameters that were loaded may be sharded otherwise."""
-    typed = jax.typeof(x).sharding.spec
-    same = [axes_of(entry) for entry in typed] == [axes_of(entry) for entry in spec]
-    return x if same else jax.reshard(x, spec)
+def _reshard(spec: PartitionSpec, args: Any) -> Any:
+    """Shards arrays as a layer needs them under Explicit axes: parameters that were loaded may be sharded otherwise."""
+
+    def reshard(x: jax.Array) -> jax.Array:
+        typed = jax.typeof(x).sharding.spec
+        same = [axes_of(entry) for entry in typed] == [axes_of(entry) for entry in spec]
+        return x if same else jax.reshard(x, spec)
+
+    return jax.tree.map(reshard, args)
 
 
 def axes_of(entry: Any) -> Entry:

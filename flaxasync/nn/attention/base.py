@@ -102,7 +102,7 @@ def run(
 ) -> Array:
     """Runs a layer on its shards. The output is sharded as x is."""
     call, linears, norms = make_call(layer, x, placement, kv_placement, is_causal=is_causal)
-    given = Inputs(
+    specs = Inputs(
         inputs_k=kv_placement.in_spec,
         inputs_v=kv_placement.in_spec,
         segment_ids=placement.token_spec() if call.splits_heads else P(*placement.in_spec[:2]),
@@ -110,8 +110,7 @@ def run(
         bias=scores_spec(inputs.bias, placement, x.shape[0]),
         dropout_key=P(None),
     )
-    specs = Inputs(*(None if array is None else spec for array, spec in zip(inputs, given, strict=True)))
-    in_specs = placement.in_spec, call.specs, jax.tree.map(lambda _: P(None), norms), specs
+    in_specs = placement.in_spec, call.specs, P(None), specs
     return placement.bind(_apply, call, (x, linears, norms, inputs), in_specs, placement.in_spec)()
 
 
@@ -157,11 +156,10 @@ def scores_array(layer: str, name: str, array: Array | None, shape: tuple[int, .
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
-def scores_spec(array: Array | None, placement: Placement, batch: int) -> P | None:
+def scores_spec(array: Array | None, placement: Placement, batch: int) -> P:
     """Returns how a mask or a bias of four dimensions is sharded: as the batch is, if it has one."""
-    if array is None:
-        return None
-    return P(placement.token_spec()[0] if array.shape[0] == batch else None, None, None, None)
+    has_batch = array is not None and array.shape[0] == batch
+    return P(placement.token_spec()[0] if has_batch else None, None, None, None)
 
 
 def attend_cached(layer: AttentionLayer, x: Array, inputs: Inputs[Array]) -> Array:
@@ -189,10 +187,9 @@ def attend_cached(layer: AttentionLayer, x: Array, inputs: Inputs[Array]) -> Arr
         )
     mask = scores_array(name, "mask", inputs.mask, (batch, 1, x.shape[1], length))
     call, linears, norms = make_call(layer, x, placement, placement)
-    heads, norm_specs = P(placement.spec()[0], None, placement.axis_name, None), jax.tree.map(lambda _: P(None), norms)
+    heads = P(placement.spec()[0], None, placement.axis_name, None)
     arguments = x, linears, norms, keys[...], values[...], index[...], mask
-    mask_spec = scores_spec(mask, placement, batch)
-    specs = placement.in_spec, call.specs, norm_specs, heads, heads, P(), mask_spec
+    specs = placement.in_spec, call.specs, P(None), heads, heads, P(), scores_spec(mask, placement, batch)
     out_specs = placement.in_spec, heads, heads
     y, keys[...], values[...] = placement.bind(_attend_new_rows, call, arguments, specs, out_specs)()
     index[...] += x.shape[1]
