@@ -1,7 +1,6 @@
 """An embedding whose vocabulary is split over a mesh axis, and the loss that goes with it."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Unpack
@@ -16,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn import shards
 from flaxasync.nn.fully_sharded import StoredLayer, stored_parameter
+from flaxasync.nn.linear import with_dtype
 from flaxasync.nn.options import LayerOptions, of_settings, settings_of
 from flaxasync.nn.placement import Layout, check_divides, check_output_layout, place, place_tokens
 from flaxasync.nn.shards import Call, Linear, Part
@@ -113,9 +113,7 @@ class VocabParallelEmbed(StoredLayer):
 
     def _call(self, rows_sharded: bool, *arrays: Array, backend: str | None, **promotion: bool) -> Call:
         """Returns what is static in a computation with these arrays, whose dtype is promoted as `nnx.Embed` does it."""
-        promote = functools.partial(self.settings.promote_dtype, dtype=self.settings.dtype, **promotion)
-        dtype = jax.eval_shape(promote, arrays)[0].dtype
-        settings = dataclasses.replace(self.settings, dtype=dtype, backend=backend)
+        settings = with_dtype(dataclasses.replace(self.settings, backend=backend), *arrays, **promotion)
         return Call(settings, (self.part,), rows_sharded)
 
 

@@ -5,8 +5,9 @@ sharded by features; around them, by rows of the sequence, so that norms and res
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
 import jax
 from flax import nnx
@@ -291,10 +292,7 @@ def check_no_adapter(layer: str, *linears: nnx.Module | None) -> None:
             )
 
 
-def with_dtype(settings: Settings, x: Array, *params: Array | None) -> Settings:
-    """Returns the settings with the dtype in which `x` is multiplied with these parameters."""
-
-    def promote(*arrays: Array | None) -> Any:
-        return settings.promote_dtype(arrays, dtype=settings.dtype)
-
-    return dataclasses.replace(settings, dtype=jax.eval_shape(promote, x, *params)[0].dtype)
+def with_dtype(settings: Settings, *arrays: Array | None, **promotion: bool) -> Settings:
+    """Returns the settings with the dtype in which an input and parameters are multiplied: one for all arrays."""
+    promote = functools.partial(settings.promote_dtype, dtype=settings.dtype, **promotion)
+    return dataclasses.replace(settings, dtype=jax.eval_shape(promote, arrays)[0].dtype)

@@ -57,9 +57,7 @@ def linear_cross_entropy(
       targets: [..., s], 0 .. V-1, the same on all devices of the axis.
       weights: [..., s], of the rows in the mean, not differentiated; None for ones. If they are all 0, so is the loss.
       axis_name: The mesh axis that splits the vocabulary; that of `output` where this is a layer.
-      ignore: The target of rows that do not count, such as -100 for padding; None for none.
-      label_smoothing: The share of the target distribution that is spread over all entries equally.
-      z_loss: The factor of log(sum(exp(logits)))**2, which is added; 0 for none.
+      ignore, label_smoothing, z_loss: As in `softmax_cross_entropy`. Rows that are ignored do not count in the mean.
       logit_softcap: Logits l become c * tanh(l / c) with this c; None for as they are.
       block_rows: The most rows of a block, of all sequences and all devices of the axis together, but at least one of
         each. Each block moves the gradient of the kernel through memory: with the default, XLA's products on v6e still

@@ -1,1 +1,1 @@
-"""Attention layers: `layer` and `self_attention` split heads over a mesh axis, `ring` splits the sequence alone."""
+"""Attention layers: `layer` and `self_attention` are what users build, on `base`, `heads`, `exchange`, `rotary`."""

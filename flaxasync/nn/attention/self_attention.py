@@ -14,14 +14,7 @@ from flaxasync.ops.attention.layouts import AttentionLayout, check_sequence_rows
 
 
 class ParallelSelfAttention(ParallelAttention):
-    """Multi-head self-attention with heads split over a mesh axis and grouped key-value heads.
-
-    ```
-    x        [b, s, features]              sharded by rows over axis_name, or the same on all of its devices
-    q        [b, s, heads, head_dim]       a share of the heads on each device, all rows
-    k, v     [b, s, kv_heads, head_dim]    likewise
-    y        [b, s, features]              sharded as x is
-    ```
+    """`ParallelAttention` of one input, [b, s, features], as decoders have it.
 
     With `context_axis` the sequence is split over a second axis, and each device computes its own heads for its own
     rows: x is sharded by rows over (context_axis, axis_name), and keys and values travel along context_axis as in
@@ -74,16 +67,10 @@ class ParallelSelfAttention(ParallelAttention):
 class RingSelfAttention(AttentionLayer):
     """Multi-head self-attention whose keys and values travel between devices that each hold rows of the sequence.
 
-    ```
-    x        [b, s, features]              sharded by rows over axis_name, as is everything below
-    q        [b, s, heads, head_dim]
-    k, v     [b, s, kv_heads, head_dim]
-    y        [b, s, features]
-    ```
-
-    This is `flaxasync.ring_attention` between four Dense layers, `query`, `key`, `value` and `out`. Their parameters
-    are those of `nnx.Linear`, and the same on all devices. Only keys and values cross the axis. To split the heads too,
-    over another axis, use `ParallelSelfAttention` with `context_axis`.
+    Its input [b, s, features], queries, keys, values and output are all sharded by rows over axis_name. This is
+    `flaxasync.ring_attention` between four Dense layers, `query`, `key`, `value` and `out`. Their parameters are those
+    of `nnx.Linear`, and the same on all devices. Only keys and values cross the axis. To split the heads too, over
+    another axis, use `ParallelSelfAttention` with `context_axis`.
 
     Args:
       heads, causal, rope_theta: As in `ParallelAttention`.
