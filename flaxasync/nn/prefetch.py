@@ -89,7 +89,7 @@ def scan_with_prefetch(
         )
     stack = _Parameters.of(layers, fsdp_axis, stacked=True)
     x_spec = jax.tree.map(_spec, x)
-    x_specs, arg_specs = tuple(map(_spec, jax.tree.leaves(x))), tuple(map(_spec, args))
+    x_specs = jax.tree.leaves(x_spec)
     if fsdp_axis is not None and not any(fsdp_axis in axes_of(entry) for spec in x_specs for entry in spec):
         raise ValueError(
             f"scan_with_prefetch needs its input sharded over {fsdp_axis!r}, as a part of the batch: got "
@@ -102,26 +102,18 @@ def scan_with_prefetch(
                 f"{arg.dtype}{list(arg.shape)}; make it a parameter of the layers, or use nnx.scan"
             )
     finish, modules, *arrays = then or (None, ())
-    out_spec, last = x_spec, _Parameters.of(modules, fsdp_axis)
-    array_specs = tuple(map(_spec, arrays))
-
-    def apply_whole(whole: Leaves, x: Any, args: tuple[Array, ...]) -> Any:
-        return apply(stack.module(whole, without=fsdp_axis), x, *args)
-
-    def finish_whole(whole: Leaves, x: Any, arrays: tuple[Array, ...]) -> Any:
-        assert finish is not None
-        return finish(last.module(whole, without=fsdp_axis), x, *arrays)
-
+    out_spec, last, last_arrays = x_spec, _Parameters.of(modules, fsdp_axis), tuple(arrays)
     if finish is not None:
-        y = jax.eval_shape(lambda leaves, x, *arrays: finish(last.module(leaves), x, *arrays), last.leaves, x, *arrays)
+        y = jax.eval_shape(last.applied(finish), last.leaves, x, last_arrays)
         out_spec = jax.tree.map(lambda leaf: leaf.sharding.spec, y)
-    whole = finish_whole if finish else None
-    scan = Scan(apply_whole, fsdp_axis, stack.dims, jnp.dtype(dtype), backend, policy, whole, last.dims)
+        finish = last.applied(finish, without=fsdp_axis)
+    apply = stack.applied(apply, without=fsdp_axis)
+    scan = Scan(apply, fsdp_axis, stack.dims, jnp.dtype(dtype), backend, policy, finish, last.dims)
     return jax.shard_map(
         functools.partial(run, scan),
-        in_specs=(stack.specs, last.specs, x_spec, arg_specs, array_specs),
+        in_specs=(stack.specs, last.specs, x_spec, *jax.tree.map(_spec, (args, last_arrays))),
         out_specs=out_spec,
-    )(stack.leaves, last.leaves, x, args, tuple(arrays))
+    )(stack.leaves, last.leaves, x, args, last_arrays)
 
 
 def _spec(x: Array) -> P:
@@ -158,12 +150,19 @@ class _Parameters:
         dims = tuple(map(functools.partial(_dimension, fsdp_axis, stacked), paths, specs))
         return cls(tuple(leaves), specs, dims, graph, tree)
 
-    def module(self, leaves: Leaves, *, without: str | None = None) -> Any:
-        """Makes the module with other parameters; `without` is an axis over which they were gathered."""
-        module = nnx.merge(self.graph, jax.tree.unflatten(self.tree, leaves))
-        if without is not None:
-            without_axis(module, without)
-        return module
+    def applied(self, function: Callable[..., Any], *, without: str | None = None) -> Callable[..., Any]:
+        """Returns a function (leaves, x, args) that calls `function` with the module that has these parameters.
+
+        `without` is an axis over which they were gathered.
+        """
+
+        def apply(leaves: Leaves, x: Any, args: tuple[Array, ...]) -> Any:
+            module = nnx.merge(self.graph, jax.tree.unflatten(self.tree, leaves))
+            if without is not None:
+                without_axis(module, without)
+            return function(module, x, *args)
+
+        return apply
 
 
 def _dimension(fsdp_axis: str | None, stacked: bool, path: tuple, spec: P) -> int | None:
