@@ -56,14 +56,10 @@ def load(module: nnx.Module, params: nnx.Module | Mapping[Any, Any], *, strict: 
       ValueError: A shape does not fit, names do not (`strict`), or a list is in the place of an array. Nothing was
         loaded then.
     """
-    graph_state = nnx.state(module)
-    flat = nnx.to_flat_state(graph_state)
-    targets = {_path(path): variable for path, variable in flat if isinstance(variable, nnx.Variable)}
-    needed = {path for path, variable in targets.items() if not isinstance(variable, nnx.RngState)}
-    source = _flatten(params)
-    specs = _layer_specs(module)
+    targets = {_path(path): variable for path, variable in variables_of(module).items()}
+    source, specs = _flatten(params), _layer_specs(module)
     found, reshaped, errors = {}, {}, []
-    for path in sorted(needed & source.keys()):
+    for path in sorted(targets.keys() & source.keys()):
         value, target = source[path], targets[path].get_value()
         if value.shape != target.shape:
             if not _merges(value.shape, target.shape):
@@ -71,9 +67,9 @@ def load(module: nnx.Module, params: nnx.Module | Mapping[Any, Any], *, strict: 
                 continue
             reshaped[_name(path)] = value.shape, target.shape
         found[path] = value
-    missing = tuple(map(_name, sorted(needed - source.keys())))
-    constants = {_path(path) for path, _ in flat}  # arrays of the model that are no variables stay as they are
-    unexpected = tuple(map(_name, sorted(source.keys() - constants)))
+    missing = tuple(map(_name, sorted(targets.keys() - source.keys())))
+    known = {_path(path) for path, _ in nnx.to_flat_state(nnx.state(module))}  # constants and random streams, too
+    unexpected = tuple(map(_name, sorted(source.keys() - known)))
     if strict and missing:
         errors.append(f"missing in the source: {', '.join(missing)}")
     if strict and unexpected:
@@ -92,8 +88,13 @@ def load(module: nnx.Module, params: nnx.Module | Mapping[Any, Any], *, strict: 
             spec = P(*(None,) * (target.ndim - len(spec)), *spec)  # a stack of layers has leading dimensions
             variable.set_metadata(out_sharding=tuple(spec))
         variable.set_value(_put(value, target, spec))
-    nnx.update(module, graph_state)
     return Loaded(tuple(map(_name, found)), missing, unexpected, reshaped)
+
+
+def variables_of(module: nnx.Module) -> dict[tuple, nnx.Variable]:
+    """Returns the variables of a module that are no random streams, by their paths."""
+    found = {path: value for path, value in nnx.iter_graph(module) if isinstance(value, nnx.Variable)}
+    return {path: variable for path, variable in found.items() if not isinstance(variable, nnx.RngState)}
 
 
 def _put(value: Any, target: Any, spec: P) -> jax.Array:
@@ -107,8 +108,7 @@ def _put(value: Any, target: Any, spec: P) -> jax.Array:
 def _flatten(params: Any, prefix: Path = ()) -> dict[Path, Any]:
     """Returns the arrays by their paths, but for the states of random streams."""
     if isinstance(params, nnx.Module):  # arrays of a module that are no variables stay as they are
-        variables = nnx.to_flat_state(nnx.state(params))
-        params = {path: variable for path, variable in variables if isinstance(variable, nnx.Variable)}
+        params = variables_of(params)
     elif isinstance(params, nnx.State):
         params = dict(nnx.to_flat_state(params))
     flat: dict[Path, Any] = {}

@@ -12,6 +12,7 @@ from flax.typing import DotGeneralT
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from flaxasync.nn.adopt.loading import variables_of
 from flaxasync.nn.adopt.products import ParallelLoRA
 from flaxasync.nn.attention.layer import ParallelAttention
 from flaxasync.nn.embed import VocabParallelEmbed
@@ -126,12 +127,6 @@ def _take_over(layer: nnx.Module, old: nnx.Module, without: str | None = None) -
             variable.set_metadata(out_sharding=(*whole, *out_sharding))
         metadata = plain.get_metadata()
         variable.set_metadata(**{key: metadata[key] for key in metadata if key not in ("out_sharding", "mesh")})
-
-
-def variables_of(layer: nnx.Module) -> dict[tuple, nnx.Variable]:
-    """Returns the variables of a layer that are no random streams, by their paths."""
-    found = {path: value for path, value in nnx.iter_graph(layer) if isinstance(value, nnx.Variable)}
-    return {path: variable for path, variable in found.items() if not isinstance(variable, nnx.RngState)}
 
 
 def _stack(old: Any) -> tuple[int, ...]:

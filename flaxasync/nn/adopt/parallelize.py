@@ -9,15 +9,8 @@ import jax
 from flax import nnx
 
 from flaxasync.mesh import mesh_axis_size
-from flaxasync.nn.adopt.loading import load
-from flaxasync.nn.adopt.parallel_form import (
-    RULES,
-    Options,
-    Rule,
-    adapted_form,
-    parallel_form,
-    variables_of,
-)
+from flaxasync.nn.adopt.loading import load, variables_of
+from flaxasync.nn.adopt.parallel_form import RULES, Options, Rule, adapted_form, parallel_form
 from flaxasync.nn.placement import is_eager, put
 
 
