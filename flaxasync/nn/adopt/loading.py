@@ -16,8 +16,6 @@ from jax.sharding import PartitionSpec as P
 from flaxasync.nn.fully_sharded import StoredLayer
 from flaxasync.nn.placement import put
 
-type Path = tuple[str, ...]
-
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
@@ -56,20 +54,19 @@ def load(module: nnx.Module, params: nnx.Module | Mapping[Any, Any], *, strict: 
       ValueError: A shape does not fit, names do not (`strict`), or a list is in the place of an array. Nothing was
         loaded then.
     """
-    targets = {_path(path): variable for path, variable in variables_of(module).items()}
-    source, specs = _flatten(params), _layer_specs(module)
+    targets, source, specs = variables_of(module), _flatten(params), _layer_specs(module)
     found, reshaped, errors = {}, {}, []
-    for path in sorted(targets.keys() & source.keys()):
-        value, target = source[path], targets[path].get_value()
+    for name in sorted(targets.keys() & source.keys()):
+        value, target = source[name], targets[name].get_value()
         if value.shape != target.shape:
             if not _merges(value.shape, target.shape):
-                errors.append(f"{_name(path)} is {list(value.shape)} in the source and {list(target.shape)} here")
+                errors.append(f"{name} is {list(value.shape)} in the source and {list(target.shape)} here")
                 continue
-            reshaped[_name(path)] = value.shape, target.shape
-        found[path] = value
-    missing = tuple(map(_name, sorted(targets.keys() - source.keys())))
-    known = {_path(path) for path, _ in nnx.to_flat_state(nnx.state(module))}  # constants and random streams, too
-    unexpected = tuple(map(_name, sorted(source.keys() - known)))
+            reshaped[name] = value.shape, target.shape
+        found[name] = value
+    missing = tuple(sorted(targets.keys() - source.keys()))
+    known = {_name(path) for path, _ in nnx.to_flat_state(nnx.state(module))}  # constants and random streams, too
+    unexpected = tuple(sorted(source.keys() - known))
     if strict and missing:
         errors.append(f"missing in the source: {', '.join(missing)}")
     if strict and unexpected:
@@ -79,22 +76,22 @@ def load(module: nnx.Module, params: nnx.Module | Mapping[Any, Any], *, strict: 
             f"load cannot put these arrays into a {type(module).__name__}: {'; '.join(errors)}"
             + ("; strict=False leaves names out" if strict else "")
         )
-    for path, value in found.items():
-        variable = targets[path]
-        target, spec = variable.get_value(), specs.get(path)
+    for name, value in found.items():
+        variable = targets[name]
+        target, spec = variable.get_value(), specs.get(name)
         if spec is None:
             spec = _current_spec(variable)
         else:
             spec = P(*(None,) * (target.ndim - len(spec)), *spec)  # a stack of layers has leading dimensions
             variable.set_metadata(out_sharding=tuple(spec))
         variable.set_value(_put(value, target, spec))
-    return Loaded(tuple(map(_name, found)), missing, unexpected, reshaped)
+    return Loaded(tuple(found), missing, unexpected, reshaped)
 
 
-def variables_of(module: nnx.Module) -> dict[tuple, nnx.Variable]:
-    """Returns the variables of a module that are no random streams, by their paths."""
-    found = {path: value for path, value in nnx.iter_graph(module) if isinstance(value, nnx.Variable)}
-    return {path: variable for path, variable in found.items() if not isinstance(variable, nnx.RngState)}
+def variables_of(module: nnx.Module) -> dict[str, nnx.Variable]:
+    """Returns the variables of a module that are no random streams, by their names."""
+    found = {_name(path): value for path, value in nnx.iter_graph(module) if isinstance(value, nnx.Variable)}
+    return {name: variable for name, variable in found.items() if not isinstance(variable, nnx.RngState)}
 
 
 def _put(value: Any, target: Any, spec: P) -> jax.Array:
@@ -105,32 +102,32 @@ def _put(value: Any, target: Any, spec: P) -> jax.Array:
     return jnp.asarray(value) if jax.sharding.get_abstract_mesh().empty else put(value, spec)
 
 
-def _flatten(params: Any, prefix: Path = ()) -> dict[Path, Any]:
-    """Returns the arrays by their paths, but for the states of random streams."""
+def _flatten(params: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns the arrays by their names, but for the states of random streams."""
     if isinstance(params, nnx.Module):  # arrays of a module that are no variables stay as they are
         params = variables_of(params)
     elif isinstance(params, nnx.State):
-        params = dict(nnx.to_flat_state(params))
-    flat: dict[Path, Any] = {}
-    for name, value in params.items():
-        path = (*prefix, *_path(name if isinstance(name, tuple) else str(name).split(".")))
+        params = {_name(path): value for path, value in nnx.to_flat_state(params)}
+    flat: dict[str, Any] = {}
+    for key, value in params.items():
+        name = f"{prefix}{_name(key) if isinstance(key, tuple) else key}"
         if isinstance(value, nnx.RngState):
             continue
         if isinstance(value, nnx.Variable):
             value = value.get_value()
         if isinstance(value, Mapping):
-            flat |= _flatten(value, path)
+            flat |= _flatten(value, f"{name}.")
         elif isinstance(value, list | tuple):
-            raise ValueError(f"load: {_name(path)} is a {type(value).__name__}; give an array")
+            raise ValueError(f"load: {name} is a {type(value).__name__}; give an array")
         else:
-            flat[path] = value
+            flat[name] = value
     return flat
 
 
-def _layer_specs(module: nnx.Module) -> dict[Path, P]:
-    """Returns how the parameters of parallel layers are stored, by their paths."""
+def _layer_specs(module: nnx.Module) -> dict[str, P]:
+    """Returns how the parameters of parallel layers are stored, by their names."""
     return {
-        (*_path(path), name): spec
+        _name((*path, name)): spec
         for path, layer in nnx.iter_modules(module)
         if isinstance(layer, StoredLayer)
         for name, spec in layer.specs.items()
@@ -154,9 +151,5 @@ def _merges(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return math.prod(one) == math.prod(other) and (ends <= other_ends or other_ends <= ends)
 
 
-def _path(path: Any) -> Path:
-    return tuple(map(str, path))
-
-
-def _name(path: Path) -> str:
-    return ".".join(path)
+def _name(path: tuple) -> str:
+    return ".".join(map(str, path))

@@ -100,15 +100,16 @@ def _take_over(layer: nnx.Module, old: nnx.Module, without: str | None = None) -
     How they are sharded is the layer's.
     """
     before, after = (
-        {path: variable for path, variable in variables_of(one).items() if path[0] != without} for one in (old, layer)
+        {name: variable for name, variable in variables_of(one).items() if name.split(".")[0] != without}
+        for one in (old, layer)
     )
     if before.keys() != after.keys():
-        has, needed = (sorted(".".join(map(str, path)) for path in one) for one in (before, after))
-        raise ValueError(f"it has the parameters {', '.join(has)}, and a layer of its options has {', '.join(needed)}")
+        has, needed = (", ".join(sorted(one)) for one in (before, after))
+        raise ValueError(f"it has the parameters {has}, and a layer of its options has {needed}")
     stack = _stack(old)
     whole = (None,) * len(stack)
-    for path, variable in after.items():
-        name, plain, value = ".".join(map(str, path)), before[path], variable.get_value()
+    for name, variable in after.items():
+        plain, value = before[name], variable.get_value()
         if type(plain) is not type(variable):
             raise ValueError(
                 f"its {name} is of type {type(plain).__name__}, and that of a parallel layer is of type "
