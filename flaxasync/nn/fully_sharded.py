@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 
 from flaxasync.mesh import cast_to_varying, mesh_axis_size
 from flaxasync.nn.options import Settings
-from flaxasync.nn.placement import Entry, axes_of, axis_types, spec_of
+from flaxasync.nn.placement import Entry, axes_of, axis_types, entries_of, spec_of
 from flaxasync.ops.quantization import Operand, Quantization, Quantized, quantize
 from flaxasync.ops.saved import PARAMETER
 
@@ -71,10 +71,9 @@ def check_sharded(layer: str, name: str, parameter: jax.Array, spec: P) -> None:
     typed = P(*jax.typeof(parameter).sharding.spec)
 
     def axes_that_split(spec: P) -> list[Entry]:
-        return [tuple(axis for axis in axes_of(entry) if mesh.shape[axis] > 1) for entry in spec]
+        return [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in entries_of(spec, parameter.ndim)]
 
-    whole = P(*typed, *(None,) * (parameter.ndim - len(typed)))
-    if axes_that_split(whole) != axes_that_split(spec):
+    if axes_that_split(typed) != axes_that_split(spec):
         raise ValueError(
             f"{layer}: the {name} {list(parameter.shape)} must be sharded {spec}: got {typed}; arrays that nnx.update "
             "or an assignment put into a layer keep the sharding that they have, and their gradients get the same: put "
@@ -111,7 +110,7 @@ def stored_spec(layer: str, name: str, shape: tuple[int, ...], needed: P, settin
     sharded over it. `annotation` is the `out_sharding` that the user gave; see `flaxasync.nn.LinearOptions`.
     """
     axis_name, fsdp_axis = settings.axis_name, settings.fsdp_axis
-    entries = [axes_of(entry) for entry in needed] + [()] * (len(shape) - len(needed))
+    entries = entries_of(needed, len(shape))
     if annotation is not None:
         extra = _extra_axes(layer, name, shape, entries, axis_name, annotation)
         for dim, axes in enumerate(extra):
@@ -205,12 +204,11 @@ def _extra_axes(
     layer: str, name: str, shape: tuple[int, ...], needed: list[Entry], axis_name: str, annotation: Any
 ) -> list[Entry]:
     """Returns the axes of an annotation other than the layer's, for each dimension."""
-    given = [axes_of(entry) for entry in annotation]
+    given = entries_of(annotation, len(shape))
     if len(given) > len(shape):
         raise ValueError(
             f"{layer}: the {name} {list(shape)} has {len(shape)} dimensions: got out_sharding={annotation}"
         )
-    given += [()] * (len(shape) - len(given))
     for entry in given:
         if axis_name in entry[1:]:
             raise ValueError(

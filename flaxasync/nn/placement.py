@@ -176,12 +176,10 @@ def _entries(
     In the usual sharding the first of `batch_dims` leading dimensions is sharded over all other axes, dimension -2 over
     `rows_axis`, and dimension `split` over `axis_name`, each if the axes divide it.
     """
-    typed = [axes_of(entry) for entry in jax.typeof(x).sharding.spec]
-    typed += [()] * (x.ndim - len(typed))
+    typed = entries_of(jax.typeof(x).sharding.spec, x.ndim)
     auto = tuple(name for name, kind in axis_types().items() if kind == AxisType.Auto)
     if in_spec is not None:
-        given = [axes_of(entry) for entry in in_spec]
-        given += [()] * (x.ndim - len(given))
+        given = entries_of(in_spec, x.ndim)
         if [tuple(name for name in entry if name not in auto) for entry in given] != typed:
             raise ValueError(
                 f"{layer} was built with in_spec={in_spec}, and its input {list(x.shape)} is sharded "
@@ -254,9 +252,8 @@ def _reshard(spec: PartitionSpec, args: Any) -> Any:
     """Shards arrays as a layer needs them under Explicit axes: parameters that were loaded may be sharded otherwise."""
 
     def reshard(x: jax.Array) -> jax.Array:
-        typed = jax.typeof(x).sharding.spec
-        same = [axes_of(entry) for entry in typed] == [axes_of(entry) for entry in spec]
-        return x if same else jax.reshard(x, spec)
+        is_so = entries_of(jax.typeof(x).sharding.spec, x.ndim) == entries_of(spec, x.ndim)
+        return x if is_so else jax.reshard(x, spec)
 
     return jax.tree.map(reshard, args)
 
@@ -266,6 +263,12 @@ def axes_of(entry: Any) -> Entry:
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def entries_of(spec: Iterable[Any], dims: int) -> list[Entry]:
+    """Returns the mesh axes that shard each of `dims` dimensions; a spec may leave the last ones out."""
+    entries = [axes_of(entry) for entry in spec]
+    return entries + [()] * (dims - len(entries))
 
 
 def spec_of(entries: Iterable[Entry]) -> PartitionSpec:
