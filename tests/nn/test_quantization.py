@@ -1,19 +1,18 @@
 """Layers in 8 bits: against plain layers that multiply so, fully sharded, and what is refused."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from flaxasync.ops.matmul.vjp import multiply
 from tests.nn.conftest import ROWS, assert_alike, check_parity, drawn, make_fsdp_mesh, make_mesh, ones, permutes
+from tests.nn.test_dot_general import differentiable
 from tests.nn.test_fully_sharded import LAYERS, collectives, data, run
 from tests.nn.test_linear import FORMS, column, linear
 
@@ -92,18 +91,15 @@ def test_a_quantised_layer_keeps_its_ring_and_trains():
         assert loss(layer) < 0.5 * before
 
 
-def differentiable(x, w, dimension_numbers, **options):
-    return lax.dot_general(x, w, dimension_numbers, **options)
-
-
 def test_what_is_refused():
     with jax.set_mesh(make_mesh(2, 4)):
         x = ones((2, 8, 16), ROWS)
-        for make in (fa.nn.ColumnParallelLinear, fa.nn.ParallelMLP, functools.partial(fa.nn.ParallelAttention)):
-            name = getattr(make, "__name__", "ParallelAttention")
-            with pytest.raises(ValueError, match=f"{name} got a dot_general and a quantization, .*: leave one out"):
+        for make in (fa.nn.ColumnParallelLinear, fa.nn.ParallelMLP, fa.nn.ParallelAttention):
+            with pytest.raises(
+                ValueError, match=f"{make.__name__} got a dot_general and a quantization, .*: leave one out"
+            ):
                 make(8, 8, dot_general=differentiable, quantization="int8", rngs=nnx.Rngs(0))
-            with pytest.raises(ValueError, match=f"{name} needs quantization to be .*: got 8"):
+            with pytest.raises(ValueError, match=f"{make.__name__} needs quantization to be .*: got 8"):
                 make(8, 8, quantization=8, rngs=nnx.Rngs(0))
         for stored in ({}, {"fsdp_axis": "data"}):
             layer = drawn(lambda stored=stored: column(4, quantization="int8", **stored)(None))

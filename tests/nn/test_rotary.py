@@ -7,22 +7,15 @@ import pytest
 
 import flaxasync as fa
 from flaxasync import check
-
-
-def rotated(x):
-    """Returns the rotation of x [B, S, H, D] as complex numbers: the reference."""
-    half = x.shape[-1] // 2
-    angle = np.arange(x.shape[1])[:, None] * 10_000.0 ** (-np.arange(half) / half)
-    z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)[:, None, :]
-    return np.concatenate([z.real, z.imag], axis=-1)
+from tests.nn.test_attention import rotate
 
 
 def test_the_gradient_is_the_rotation_by_the_negative_angles():
     x, dy = np.random.default_rng(0).normal(size=(2, 2, 5, 3, 8)).astype(np.float32)
     y, pull = jax.vjp(fa.nn.rotary_embedding, x)
-    np.testing.assert_allclose(y, rotated(x), atol=1e-6)
+    np.testing.assert_allclose(y, rotate(x, 10_000.0), atol=1e-6)
     (dx,) = pull(dy)
-    np.testing.assert_allclose(rotated(np.asarray(dx)), dy, atol=1e-6)
+    np.testing.assert_allclose(rotate(dx, 10_000.0), dy, atol=1e-6)
 
 
 @pytest.mark.parametrize("policy", [fa.save_matmuls, fa.save_costly])
