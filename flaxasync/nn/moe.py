@@ -176,7 +176,8 @@ def _apply(static: _Static, x: Array, linears: tuple[Linear, ...], bias: Array |
     rows, chosen, factors = (y.reshape(-1, y.shape[-1]) for y in (x.astype(settings.dtype), ids, weights))
     count = rows.shape[0]
     if not static.call.rows_sharded:  # every device has all rows, and takes its part of them
-        rows, chosen, factors = (_part(y, axis_name) for y in (rows, chosen, factors))
+        shares = Shares.equal(count, lax.axis_size(axis_name))
+        rows, chosen, factors = (shares.local_entries(y, axis_name, 0) for y in (rows, chosen, factors))
     capacity = None
     if static.capacity_factor is not None:
         capacity = max(1, int(static.capacity_factor * rows.shape[0] * static.k / static.experts))
@@ -192,14 +193,6 @@ def _apply(static: _Static, x: Array, linears: tuple[Linear, ...], bias: Array |
     if capacity is not None and not static.call.rows_sharded:
         left_out = lax.psum(left_out, axis_name)
     return y.reshape(x.shape), routing(logits, scores, ids, left_out, jax.typeof(x).mat.varying)
-
-
-def _part(y: Array, axis_name: str) -> Array:
-    """Returns this device's part of rows [n, d] that all devices have, padded by zeros."""
-    devices = lax.axis_size(axis_name)
-    rows = -(-y.shape[0] // devices)
-    padded = lax.pad(y, jnp.zeros((), y.dtype), [(0, rows * devices - y.shape[0], 0), (0, 0, 0)])
-    return lax.dynamic_slice_in_dim(padded, lax.axis_index(axis_name) * rows, rows)
 
 
 def _initial(init: Initializer, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
