@@ -1,7 +1,9 @@
 """A mixture of experts, forward and backward, on eight chips, predicted without a TPU.
 
-"xla" is the ring, "none" the gathered form with the same kernels, "einsum" what plain JAX is written as: a capacity of
-1.25 times the mean, rows moved by one-hot products and two `all_to_all`, and nothing computed again.
+"xla" is the ring, "none" the gathered form with the same kernels, "exchange" rows that travel to where they are needed,
+in blocks for 1.25 times the mean. "einsum" is what plain JAX is written as: a capacity of 1.25 times the mean, rows
+moved by one-hot products and two `all_to_all`, and nothing computed again. "ragged" sorts rows by expert, moves them
+with two `ragged_all_to_all` and multiplies them with our kernels, which compute as much again as in the other forms.
 
     python benchmarks/moe.py --programs DIR --write docs/moe.md       a ring takes minutes to compile
     python benchmarks/moe.py --programs DIR --only v5e                rows of some chips, models or backends
@@ -53,7 +55,7 @@ LAYERS = Layer("Mixtral 8x7B", 4096, 8, 2, 14_336), Layer("Qwen3-30B-A3B", 2048,
 CASES = [
     (layer, topology, backend)
     for layer in LAYERS for topology in ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
-    for backend in ("einsum", "none", "xla", "exchange")
+    for backend in ("einsum", "ragged", "none", "xla", "exchange")
 ]  # fmt: skip
 
 
@@ -70,15 +72,41 @@ def einsum(x: Array, ids: Array, weights: Array, gate: Array, up: Array, down: A
     return jnp.einsum("nec,ecd->nd", combine, out)
 
 
+def ragged(x: Array, ids: Array, weights: Array, gate: Array, up: Array, down: Array) -> Array:
+    """Applies the experts to rows that are sorted by expert and travel in one operation, with room for 1.25 of them."""
+    (n, k), local, me = ids.shape, up.shape[0], jax.lax.axis_index("model")
+    order, of_expert = jnp.argsort(ids.reshape(-1)), jnp.bincount(ids.reshape(-1), length=local * DEVICES)
+    counts = jax.lax.all_gather(of_expert.reshape(DEVICES, local), "model")  # [R, R, e]: from a device to an expert
+    sizes = jnp.sum(counts, axis=2)
+    begins, lands = jnp.cumsum(sizes, axis=1) - sizes, jnp.cumsum(sizes, axis=0) - sizes
+
+    def move(rows: Array, room: int, *where: Array) -> Array:
+        zeros = jax.lax.pcast(jnp.zeros((room, x.shape[1]), x.dtype), ("model", "one"), to="varying")
+        return jax.lax.ragged_all_to_all(rows, zeros, *where, axis_name="model")
+
+    rows = move(x[order // k], 5 * n * k // 4, begins[me], sizes[me], lands[me], sizes[:, me])
+    senders = jnp.tile(jnp.arange(local, dtype=ids.dtype), DEVICES)
+    expert = jnp.repeat(senders, counts[:, me].reshape(-1), total_repeat_length=rows.shape[0])[:, None]
+    out = fa.expert_mlp(
+        rows, expert, jnp.ones(expert.shape, jnp.float32), gate, up, down, "one", backend="none", kernel="grouped",
+        capacity=n * k // local,
+    )  # fmt: skip
+    back = move(out, n * k, lands[:, me], sizes[:, me], begins[:, me], sizes[me])
+    return jnp.einsum("nkd,nk->nd", back[jnp.argsort(order)].reshape(n, k, -1), weights.astype(x.dtype))
+
+
+PLAIN = {"einsum": einsum, "ragged": ragged}
+
+
 def compiled(layer: Layer, topology: str, backend: str, folder: pathlib.Path) -> check.CompiledProgram:
     """Compiles the layer with its gradients, once."""
-    mesh = fa.make_mesh((DEVICES,), ("model",), devices=check.topology_devices(topology))
-    split, capacity = P("model"), ROWS * layer.per_row // layer.experts
+    mesh = fa.make_mesh((DEVICES, 1), ("model", "one"), devices=check.topology_devices(topology))
+    split, capacity = P(("model", "one")), ROWS * layer.per_row // layer.experts
 
     def both(x: Array, ids: Array, weights: Array, gate: Array, up: Array, down: Array, dy: Array) -> Any:
         def apply(x: Array, weights: Array, gate: Array, up: Array, down: Array) -> Array:
-            if backend == "einsum":
-                return einsum(x, ids, weights, gate, up, down)
+            if backend in PLAIN:
+                return PLAIN[backend](x, ids, weights, gate, up, down)
             most = 5 * capacity // 4 if backend == "exchange" else capacity  # the buffers that travel are that large
             options: Any = {"backend": backend, "kernel": "grouped", "capacity": most}
             return fa.expert_mlp(x, ids, weights, gate, up, down, "model", **options)
@@ -104,8 +132,8 @@ def row(case: tuple[Layer, str, str], folder: pathlib.Path) -> tuple[str, ...]:
     tables: dict[tuple[int, ...], list[list[int]]] = collections.defaultdict(list)
 
     def balanced_count(tiles: TilesOf) -> int:
-        rows = ROWS if backend == "exchange" else tiles.none // tiles.blocks  # of the device that sent a block
-        of_expert = rows * layer.per_row // layer.experts
+        sent = {"exchange": ROWS, "ragged": ROWS * DEVICES}  # the rows that a block is of, where it has fewer, or more
+        of_expert = sent.get(backend, tiles.none // tiles.blocks) * layer.per_row // layer.experts
         return tiles.ends.size * -(-of_expert // tiles.rows.shape[1])
 
     def balanced_take(tiles: TilesOf, start: int, count: int) -> Tiles:

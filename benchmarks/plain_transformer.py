@@ -65,6 +65,32 @@ class PlainMLP(nnx.Module):
         return constrain(self.down(constrain(hidden, batch, None, "model")), batch, "model", None)
 
 
+class PlainExperts(nnx.Module):
+    """All experts, applied to all rows; what a row did not choose has the weight 0."""
+
+    def __init__(self, config: TransformerConfig, *, layout: Layout = PLAIN, rngs: nnx.Rngs):
+        self.layout, self.k = layout, config.experts_per_token
+        shape = config.experts, config.width, config.expert_features
+        self.router = linear(config.width, config.experts, (None, None), config, rngs)
+        self.up, self.gate = (self._kernel(shape, config, rngs) for _ in range(2))
+        self.down = self._kernel((shape[0], *shape[:0:-1]), config, rngs)
+
+    def _kernel(self, shape: tuple[int, ...], config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Param:
+        init = nnx.initializers.lecun_normal(batch_axis=0)
+        return nnx.Param(
+            init(rngs.params(), shape, jnp.dtype(config.param_dtype)), out_sharding=("model", self.layout.fsdp, None)
+        )
+
+    def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
+        values, ids = lax.top_k(jax.nn.softmax(self.router(x).astype(jnp.float32)), self.k)
+        values /= jnp.sum(values, axis=-1, keepdims=True)
+        weights = jnp.sum(jax.nn.one_hot(ids, self.up.shape[0]) * values[..., None], axis=-2).astype(x.dtype)
+        up, gate, down = (kernel[...].astype(x.dtype) for kernel in (self.up, self.gate, self.down))
+        hidden = jax.nn.silu(jnp.einsum("bld,edf->eblf", x, gate)) * jnp.einsum("bld,edf->eblf", x, up)
+        hidden = constrain(hidden, "model", self.layout.batch, None, None)
+        return constrain(jnp.einsum("eblf,efd,ble->bld", hidden, down, weights), self.layout.batch, "model", None)
+
+
 class PlainAttention(nnx.Module):
     """Causal self-attention with rotary positions and grouped key-value heads."""
 

@@ -1,6 +1,10 @@
 """Throughput of a training step with our layers and with plain nnx layers, on 8 simulated CPU devices (2 x 4).
 
     python benchmarks/train_throughput.py [--write README.md]
+    python benchmarks/train_throughput.py --experts [--write docs/moe.md]
+
+With --experts it is the model of configs/tiny_moe.py with its mixtures, or with plain ones in their place, in which all
+experts are applied to all rows, and masked.
 
 Every round runs one step of each variant, so that other work on the machine slows all of them, and the speedup over
 plain is the median of the ratios within the rounds.
@@ -19,13 +23,16 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from benchmarks.plain_transformer import PlainTransformer
+from benchmarks.plain_transformer import PlainExperts, PlainTransformer
 from benchmarks.table import command_line, print_table, write_between_markers
 from configs.tiny import tiny
+from configs.tiny_moe import tiny_moe
+from models.config import TransformerConfig
 from models.transformer import Transformer
 from train.step.optimizer import make_optimizer
 
 BACKENDS = ("xla", "none")
+EXPERT_BACKENDS = ("none", "xla")
 ROUNDS = 15
 HEADER = ("training step on 8 simulated CPU devices (2 x 4)", "layers", "tokens/s", "plain = 1")
 
@@ -45,6 +52,19 @@ def training_step(model: Any, tokens: jax.Array) -> Callable[[], Any]:
     opt_state = jax.jit(optimizer.init)(params)
     compiled = step.lower(params, opt_state, tokens).compile()
     return lambda: jax.block_until_ready(compiled(params, opt_state, tokens))
+
+
+def with_plain_experts(config: TransformerConfig) -> Transformer:
+    """Makes our decoder with plain experts in place of our mixtures."""
+    model: Any = Transformer(config, backend="none", rngs=nnx.Rngs(0))
+
+    @nnx.split_rngs(splits=config.layers)
+    @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
+    def stack(rngs: nnx.Rngs) -> PlainExperts:
+        return PlainExperts(config, rngs=rngs)
+
+    model.layers.mlp = stack(nnx.Rngs(0))
+    return model
 
 
 def measure(steps: dict[str, Callable[[], Any]], tokens: int, title: str) -> list[list[str]]:
@@ -68,22 +88,28 @@ def measure(steps: dict[str, Callable[[], Any]], tokens: int, title: str) -> lis
 
 
 def main() -> None:
-    chosen = command_line(__doc__).parse_args()
+    parser = command_line(__doc__)
+    parser.add_argument("--experts", action="store_true", help="the mixture of experts of configs/tiny_moe.py")
+    chosen = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    base = tiny()
-    wide = dataclasses.replace(base.model, width=4 * base.model.width, mlp_width=4 * base.model.mlp_width)
+    base, backends = (tiny_moe(), EXPERT_BACKENDS) if chosen.experts else (tiny(), BACKENDS)
+    configs = {"tiny_moe" if chosen.experts else "tiny model": base.model}
+    if not chosen.experts:
+        width = 4 * base.model.width
+        configs["4x wider model"] = dataclasses.replace(base.model, width=width, mlp_width=4 * base.model.mlp_width)
     batch, length = base.data.batch_size, base.data.sequence_length
     rows = []
     with jax.set_mesh(fa.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)):
         tokens = jax.random.randint(jax.random.key(0), (batch, length), 0, base.model.vocab_size)
         tokens = jax.device_put(tokens, P("data", None))
-        for name, config in (("tiny model", base.model), ("4x wider model", wide)):
-            models: dict[str, nnx.Module] = {"plain": PlainTransformer(config, rngs=nnx.Rngs(0))}
-            models |= {backend: Transformer(config, backend=backend, rngs=nnx.Rngs(0)) for backend in BACKENDS}
+        for name, config in configs.items():
+            plain = with_plain_experts(config) if chosen.experts else PlainTransformer(config, rngs=nnx.Rngs(0))
+            models: dict[str, nnx.Module] = {"plain": plain}
+            models |= {backend: Transformer(config, backend=backend, rngs=nnx.Rngs(0)) for backend in backends}
             steps = {label: training_step(model, tokens) for label, model in models.items()}
             rows += measure(steps, batch * length, f"{name} (width {config.width})")
-    write_between_markers(chosen.write, "throughput", print_table(HEADER, rows))
+    write_between_markers(chosen.write, "moe_throughput" if chosen.experts else "throughput", print_table(HEADER, rows))
 
 
 if __name__ == "__main__":
