@@ -122,8 +122,9 @@ class ParallelMoE(StoredLayer):
             setattr(self, name, parameter)
             stored.append(spec)
         self.stored = tuple(stored)
+        of_products: Any = {**options, "backend": if_available("all_gather_matmul", settings.backend)}
         self.shared = ParallelMLP(
-            features, shared_hidden, gated=gated, activation=activation, use_bias=False, rngs=rngs, **options
+            features, shared_hidden, gated=gated, activation=activation, use_bias=False, rngs=rngs, **of_products
         ) if shared_hidden else None  # fmt: skip
 
     def __call__(self, x: Float[Array, "*batch s d"]) -> Float[Array, "*batch s d"]:

@@ -11,6 +11,7 @@ stateful   the transport on Refs, and the public permute on Refs
 pair       makes a start and a done from two kernel bodies
 local      copies within a device
 direct     an all-gather and an all-to-all in which each device sends to all others
+counted_rows  as many rows of a block as there are, to one other device
 transfers  gathers of shards and reduce-scatters along a dimension, by permutes or by direct copies
 schedule   keeps compute between a start and its done
 ```

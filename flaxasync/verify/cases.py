@@ -92,6 +92,11 @@ class Case:
         return self.op == "matmul_all_reduce" and self.backend == "exchange"
 
     @property
+    def is_pair(self) -> bool:
+        """Whether transfers begin in one kernel and end in another."""
+        return self.backend in PAIRS or (self.op == "expert_mlp" and self.backend == "exchange")
+
+    @property
     def text(self) -> str:
         """The case as JSON, under which its verdict is stored."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
@@ -150,7 +155,7 @@ def unsupported(case: Case, platform: str, *, quick: bool) -> str | None:
         return "needs several devices"
     if not case.simulate:
         return None
-    if case.backend in PAIRS:
+    if case.is_pair:
         return f"needs TPUs: {FORGETS}"
     if platform != "cpu" or not quick:
         return "needs TPUs; on CPU devices --quick runs it in a simulator"

@@ -19,7 +19,7 @@ from flaxasync.check.player.errors import PlayerError, ProtocolError
 from flaxasync.mesh import UnsupportedError
 from flaxasync.ops import trust
 from flaxasync.verify import measure, programs
-from flaxasync.verify.cases import FORGETS, PAIRS, Case, stand_in
+from flaxasync.verify.cases import FORGETS, Case, stand_in
 from flaxasync.verify.measure import Measurement, Timing
 
 
@@ -49,7 +49,7 @@ def rehearse_case(case: Case, *, repeats: int, topology: str) -> Measurement:
         raise UnsupportedError(str(error)) from error
     small = stand_in(case)
     errors: dict[str, float] = {}
-    if case.backend in PAIRS:
+    if case.is_pair:
         if timing is None:
             raise UnsupportedError(f"no simulator executes it: {FORGETS}; {missing['time']}")
         missing["values"] = FORGETS

@@ -13,7 +13,7 @@ from flaxasync.ops import trust
 from flaxasync.ops.plan import MODELS
 from flaxasync.verify import cases, rehearsal
 from flaxasync.verify.__main__ import main, record_verdicts
-from flaxasync.verify.cases import BACKENDS, FORGETS, PAIRS, Case, stand_in
+from flaxasync.verify.cases import BACKENDS, FORGETS, Case, stand_in
 from flaxasync.verify.rehearsal import rehearse_case
 from flaxasync.verify.verdict import Result, Verdict, judge
 
@@ -44,7 +44,7 @@ def rehearse(topology, ops, folder, capsys):
         assert result["verdict"] in ("PASS", "SLOWER")
         assert (result["planned"] is None) == bool(missing.get("plan"))
         assert (result["seconds"] is None) == bool(missing.get("time"))
-        assert (not result["errors"]) == bool(missing.get("values")) == (case.backend in PAIRS)
+        assert (not result["errors"]) == bool(missing.get("values")) == case.is_pair
         assert case.op in MODELS or result["planned"] is None
     assert f"A rehearsal for {topology}: times are simulated" in out
     assert "read back, a run would trust " in out

@@ -65,7 +65,7 @@ def test_the_exchange_is_verified_in_one_step_and_in_two(platform, devices, quic
 
 
 @pytest.mark.parametrize("case", [
-    pytest.param(case, marks=pytest.mark.slow if case.backend in cases.PAIRS else [], id=case.label)
+    pytest.param(case, marks=pytest.mark.slow if case.is_pair else [], id=case.label)
     for case in every_case("tpu", 8)  # both numbers of directions, and both of these backends, have the same shapes
     if case.directions != 1 and case.backend != "stateful"
 ])  # fmt: skip

@@ -22,6 +22,7 @@ from flaxasync.ops.experts.products import Grouped, OneTile, Products, Weights
 from flaxasync.ops.experts.ring import block_shifts, multiply
 from flaxasync.ops.matmul.mlp import Activation
 from flaxasync.ops.matmul.products import accumulator_dtype
+from flaxasync.ring import Ring
 
 
 def expert_mlp(
@@ -107,7 +108,9 @@ def expert_mlp(
     known = (ids >= 0) & (ids < count)
     ids = jnp.where(known, ids, 0).astype(jnp.int32)
     weights = jnp.where(known, weights, jnp.nan)
-    ring = Exchange(axis_name) if execution.backend == "exchange" else execution.ring(axis_name)
+    ring: Ring | Exchange = execution.ring(axis_name)
+    if execution.backend == "exchange":
+        ring = Exchange(axis_name, direct=capacity is None and mesh.platform() == "tpu")
     blocks = len(block_shifts(ring, rows.shape[0]))
     kernels = jax.tree.map(lambda kernel: kernel.astype(x.dtype), kernels)
     tile_rows = _tile_rows(ids.size // count // blocks)

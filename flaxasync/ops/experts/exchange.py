@@ -2,7 +2,8 @@
 
 Each device sends to the one that is s positions onward, for every shift s, the rows that chose an expert there, in
 order, and the tiles of their assignments. A row that chose several experts of a device travels there once, and one sum
-of what they return comes back. Blocks of opposite shifts arrive together and are multiplied together.
+of what they return comes back. Blocks of opposite shifts arrive together and are multiplied together, while the next
+ones, and the sums of those before, travel.
 
 ```
 block        x [n, D], tiles [T, t]               of this device, sorted as for a ring
@@ -10,12 +11,13 @@ sent         x [m, D], tiles [T', t]              for each shift; m and T' are b
 returned     y [m, D], or dx [m, D], dweights     added to the rows and tiles that were sent
 ```
 
-Shapes are static, and without a capacity all rows may choose one device: m is then n. With a capacity it is the rows
-that the experts of a device take, if those are fewer.
+Shapes are static, and without a capacity all rows may choose one device: m is then n. On TPUs direct copies
+(`flaxasync.transport.counted_rows`) then move as many of them as there are. With a capacity, m is the rows that the
+experts of a device take, if those are fewer, and XLA's permutes move all of them.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,9 +26,11 @@ from jax import Array, lax
 
 from flaxasync.kernels.engine.operands import LANES
 from flaxasync.ops.experts.assignments import Assignments
-from flaxasync.ops.experts.local import Block, Experts
+from flaxasync.ops.experts.local import Block, BlockGradients, Experts
 from flaxasync.ops.experts.packing import pack, unpack
 from flaxasync.ring import Index, permutation
+from flaxasync.transport import counted_rows
+from flaxasync.transport.transfers import Transfer, Transfers, meanwhile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Exchange:
     """Rows are exchanged over this mesh axis. Hashable, in place of a `flaxasync.ring.Ring`."""
 
     axis_name: str
+    direct: bool = False  # whether kernels move as many rows as there are; TPU only
 
 
 class Bounds(NamedTuple):
@@ -54,52 +59,109 @@ class Routes(NamedTuple):
     first_tiles: Array  # [R]: where the tiles of each device begin
 
 
-def exchange(
-    experts: Experts, axis_name: str, block: Block, carry: Any, work: Callable[[tuple[Block, ...], Any], Any]
-) -> tuple[Any, Any]:
+def exchange(experts: Experts, way: Exchange, block: Block, carry: Any, work: Callable[..., Any]) -> tuple[Any, Any]:
     """Returns the sum of what all devices make of the block of this device, and the carry of this device's work.
 
     Args:
       work: `(blocks, carry) -> (result of each block, carry)`, as for a ring.
     """
-    devices, (n, features), dtype = lax.axis_size(axis_name), block.x.shape, block.x.dtype
-    limits, me = bounds(experts, block, devices), lax.axis_index(axis_name)
+    devices, (n, _), me = lax.axis_size(way.axis_name), block.x.shape, lax.axis_index(way.axis_name)
+    limits = bounds(experts, block, devices, way.direct)
     routes = find_routes(block.assignments, n, devices, limits)
+    counts = lax.all_gather(routes.row_counts, way.axis_name) if way.direct else None
     targets = {shift: (me + shift) % devices for shift in range(1, devices)}
-    sent_rows = {shift: rows_for(routes, limits, target, n) for shift, target in targets.items()}
-    sent = {
-        shift: _block_for(block, routes, limits, target, sent_rows[shift], devices) for shift, target in targets.items()
-    }
-
-    def send(tree: Any, shift: int) -> Array:
-        return lax.ppermute(pack(tree, features, dtype), axis_name, permutation(devices, shift))
-
-    with jax.named_scope("send_rows"):
-        arrived = {shift: unpack(send(sent[shift], shift), sent[shift]) for shift in _order(devices)}
-    (own,), carry = work((block,), carry)
-    returned: dict[int, Any] = {}
-    for shifts in _arrive_together(devices):
-        found, carry = work(tuple(arrived[shift] for shift in shifts), carry)
+    rows = {shift: rows_for(routes, limits, target, n) for shift, target in targets.items()}
+    results: dict[int, Any] = {}
+    returning: dict[int, Moving] = {}
+    held: dict[int, Block] = {0: block}
+    for shifts in (*_arrive_together(devices), ()):
+        with jax.named_scope("send_rows"):
+            sent = {s: _block_for(block, routes, limits, targets[s], rows[s], devices) for s in shifts}
+            coming = {s: _start(way, block, one, s, counts) for s, one in sent.items()}
+        moving = [one.transfers for one in (*coming.values(), *returning.values())]
+        found, carry = meanwhile(moving, work, tuple(held.values()), carry)
+        results |= {s: one.done() for s, one in returning.items()}
         with jax.named_scope("return_sums"):
-            returned |= {s: unpack(send(one, -s), one) for s, one in zip(shifts, found, strict=True)}
+            made = dict(zip(held, found, strict=True))
+            returning = {s: _start(way, block, one, -s, counts) for s, one in made.items() if s}
+        results |= {0: made[0]} if 0 in made else {}
+        held = {s: one.done() for s, one in coming.items()}
+    results |= {s: one.done() for s, one in returning.items()}
     with jax.named_scope("add_sums"):
-        shifts = tuple(returned)
-        of_rows, *of_tiles = zip(*map(jax.tree.leaves, returned.values()), strict=True)
-        own_rows, *own_tiles = jax.tree.leaves(own)
-        rows = lax.concatenate([sent_rows[shift] for shift in shifts], 0)
-        sums = experts.products.add_rows(own_rows, lax.concatenate(of_rows, 0), rows)
-        for parts in of_tiles:
-            firsts = [routes.first_tiles[targets[shift]] for shift in shifts]
-            own_tiles = [_add_tiles(own_tiles[0], parts, firsts)]
-    return jax.tree.unflatten(jax.tree.structure(own), [sums, *own_tiles]), carry
+        return _added(experts, results, rows, {s: routes.first_tiles[target] for s, target in targets.items()}), carry
 
 
-def bounds(experts: Experts, block: Block, devices: int) -> Bounds:
+@dataclasses.dataclass
+class Moving:
+    """A block, or what was made of one, on its way; `done` returns what arrives."""
+
+    transfers: Transfers  # of what was sent; in rows and the rest of it, packed, if it is direct
+    like: Any  # what is sent
+
+    def done(self) -> Any:
+        arrived: Any = self.transfers.done()[0]
+        return arrived if self.transfers.begun[0].future is None else _joined(self.like, arrived)
+
+
+def _start(way: Exchange, block: Block, sent: Any, shift: int, counts: Array | None) -> Moving:
+    """Begins to send a block, or what was made of one, to the device `shift` positions onward.
+
+    Rows of another device that were multiplied return by the shift that is opposite: as many as had come.
+    """
+    devices, me = lax.axis_size(way.axis_name), lax.axis_index(way.axis_name)
+    if counts is None:
+        packed = pack(sent, block.x.shape[1], block.x.dtype)
+        arrived = unpack(lax.ppermute(packed, way.axis_name, permutation(devices, shift)), sent)
+        return Moving(Transfers([Transfer(arrived)], "arrive"), sent)
+    there, behind = (me + shift) % devices, (me - shift) % devices
+    going, coming = (counts[me, there], counts[behind, me]) if shift > 0 else (counts[there, me], counts[me, behind])
+    rows, rest = _split(sent)
+    leaving, arriving = [going] * len(rows), [coming] * len(rows)
+    if rest is not None:  # as rows of words that all travel; by no permute, whose order beside kernels is not certain
+        words = pack(rest, LANES, rows[0].dtype)
+        rows.append(jnp.pad(words, ((0, -words.shape[0] % LANES), (0, 0))))
+        leaving, arriving = ([*numbers, jnp.int32(rows[-1].shape[0])] for numbers in (leaving, arriving))
+    x, future = counted_rows.start(way.axis_name, shift, rows, leaving, arriving)
+    return Moving(Transfers([Transfer(x, future)], "arrive"), sent)
+
+
+def _split(tree: Any) -> tuple[list[Array], Any]:
+    """Returns the arrays that have a row for each row that travels, and the rest."""
+    if isinstance(tree, Block):
+        return [tree.x] + ([] if tree.dy is None else [tree.dy]), tree.assignments
+    return ([tree.dx], tree.dweights) if isinstance(tree, BlockGradients) else ([tree], None)
+
+
+def _joined(like: Any, arrived: Sequence[Array]) -> Any:
+    """Returns what was split, with the arrays that arrived in place of those of `like`."""
+    _, rest = _split(like)
+    if rest is None:
+        return arrived[0]
+    unpacked = unpack(arrived[-1], rest)
+    return (
+        Block(arrived[0], unpacked, *arrived[1:-1]) if isinstance(like, Block) else BlockGradients(arrived[0], unpacked)
+    )
+
+
+def _added(experts: Experts, results: dict[int, Any], rows: dict[int, Array], first_tiles: dict[int, Array]) -> Any:
+    """Returns what this device made of its own block, with what came back added."""
+    own, (of_rows, *of_tiles) = results.pop(0), zip(*map(jax.tree.leaves, results.values()), strict=True)
+    own_rows, *own_tiles = jax.tree.leaves(own)
+    named = lax.concatenate([rows[shift] for shift in results], 0)
+    sums = experts.products.add_rows(own_rows, lax.concatenate(of_rows, 0), named)
+    tiles = [
+        _add_tiles(whole, parts, [first_tiles[shift] for shift in results])
+        for whole, parts in zip(own_tiles, of_tiles, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(own), [sums, *tiles])
+
+
+def bounds(experts: Experts, block: Block, devices: int, direct: bool = False) -> Bounds:
     """Returns the most rows and tiles that a device sends to another one."""
     (n, _), (tiles, t), local = block.x.shape, block.assignments.rows.shape, experts.count // devices
     taken = n if experts.capacity is None else min(n, experts.parts * experts.capacity)  # by one expert
     rows = min(n, local * taken)
-    if t % LANES == 0:  # kernels multiply, and add rows in whole tiles
+    if direct or t % LANES == 0:  # kernels copy and add rows in whole tiles
         rows = -(-rows // LANES) * LANES
     return Bounds(rows, min(tiles, local * (-(-taken // t))))
 
@@ -163,8 +225,3 @@ def _arrive_together(devices: int) -> list[tuple[int, ...]]:
     What the last ones return travels alone, so those are the nearest.
     """
     return [tuple({shift, devices - shift}) for shift in range(devices // 2, 0, -1)]
-
-
-def _order(devices: int) -> list[int]:
-    """Returns all shifts, in the order in which they are sent."""
-    return [shift for shifts in _arrive_together(devices) for shift in shifts]

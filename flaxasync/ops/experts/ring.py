@@ -121,7 +121,7 @@ def _for_all_devices(
         return work(blocks, carry)
     if isinstance(ring, Exchange):
         (block,) = blocks
-        result, carry = exchange(experts, ring.axis_name, block, carry, work)
+        result, carry = exchange(experts, ring, block, carry, work)
         return (result,), carry
     if ring.transport is None:
         (block,) = blocks

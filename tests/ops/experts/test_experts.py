@@ -14,6 +14,7 @@ from flaxasync.ops.experts.assignments import sort as assignments_of
 from flaxasync.ops.experts.local import Block, Experts
 from flaxasync.ops.experts.products import OneTile
 from tests.kernels.conftest import assert_close, run
+from tests.simulator import split_pairs
 
 ROWS, FEATURES, HIDDEN = 12, 16, 24  # rows of a device
 
@@ -227,6 +228,17 @@ def test_an_exchange_sends_a_row_once_to_each_device_that_needs_it():
         assert sent == [rows + [6] * (room - len(rows)) for rows in of_device]
 
 
+@pytest.mark.parametrize(("experts", "k", "route", "mode"), [(8, 2, "zipf", "eager"), (4, 1, "one", "on_wait")])
+def test_an_exchange_by_direct_copies(experts, k, route, mode):
+    """Without a capacity, TPUs send as many rows as there are. With one choice of all rows, devices send none."""
+    operands = drawn(4 * 128, experts, k, route)
+    with split_pairs.session(mode=mode) as report:
+        found, cotangent = both(4, operands, backend="exchange", kernel="reference")
+        found = jax.tree.map(np.asarray, found)
+    assert report.problems() == set()
+    check(found, expected(operands, cotangent))
+
+
 def test_an_exchange_of_a_part_of_every_expert_is_refused():
     message = "backend='exchange' sends rows .*: got split='hidden', where .* every expert; use backend='xla'"
     with pytest.raises(NotImplementedError, match=message):
@@ -272,7 +284,10 @@ def test_kernels_on_simulated_tpus(backend, route, dtype):
 
     def fn(x, ids, weights, gate, up, down, cotangent):
         x, gate, up, down, cotangent = (a.astype(dtype) for a in (x, gate, up, down, cotangent))
-        op = functools.partial(fa.expert_mlp, axis_name="ring", backend=backend, kernel="grouped", directions=2)
+        options = {"capacity": 64} if backend == "exchange" else {}  # of all rows; without one it is made of pairs
+        op = functools.partial(
+            fa.expert_mlp, axis_name="ring", backend=backend, kernel="grouped", directions=2, **options
+        )
         y, pull = jax.vjp(lambda x, w, *k: op(x, ids, w, *k), x, weights, gate, up, down)
         return y, pull(cotangent)
 
