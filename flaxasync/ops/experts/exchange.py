@@ -84,7 +84,8 @@ def exchange(experts: Experts, way: Exchange, block: Block, carry: Any, work: Ca
         with jax.named_scope("return_sums"):
             made = dict(zip(held, found, strict=True))
             returning = {s: _start(way, block, one, -s, counts) for s, one in made.items() if s}
-        results |= {0: made[0]} if 0 in made else {}
+        if 0 in made:  # this device's own block, in the first turn
+            results[0] = made[0]
         held = {s: one.done() for s, one in coming.items()}
     results |= {s: one.done() for s, one in returning.items()}
     with jax.named_scope("add_sums"):
