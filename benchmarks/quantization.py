@@ -42,7 +42,7 @@ FORWARD, BOTH = fa.Quantization("int8"), fa.Quantization("int8", "int8")
 CASES = tuple(
     Case(topology, *form)
     for topology in ("v5e:2x4", "v6e:2x4")
-    for form in (("fused", None), ("xla", None), ("xla", FORWARD), ("xla", BOTH))
+    for form in (("fused", None), ("fused", FORWARD), ("fused", BOTH), ("xla", None), ("xla", FORWARD), ("xla", BOTH))
 )
 
 

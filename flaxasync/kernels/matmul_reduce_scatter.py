@@ -33,8 +33,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import SEMAPHORES, available, call, check_vmem, matmul_bytes
-from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles
-from flaxasync.kernels.engine.operands import LANES, Condition, Index, Ref, Scalar, Tiles, output, sublanes
+from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles, Scales, laid_out_scales
+from flaxasync.kernels.engine.operands import LANES, Condition, DType, Index, Ref, Scalar, Tiles, output, sublanes
 from flaxasync.kernels.engine.ring import Acknowledgements, Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, wait
 from flaxasync.kernels.engine.tiling import IterationGrid, RowTiling, Tiling, remainder, split
@@ -108,6 +108,7 @@ class Scratch:
     received: IncomingTiles  # [2, batches, rows, n] partial sums of the neighbour, for this tile and the next one
     recv_sem: Ref  # [2, tiles of a block] DMA semaphores, one for each place in the receive buffers
     read: Acknowledgements
+    scales: Scales | None  # if x and w are 8-bit values
 
 
 def matmul_reduce_scatter(
@@ -116,11 +117,17 @@ def matmul_reduce_scatter(
     axis_name: str,
     *,
     transposed: bool = False,
+    scales: tuple[jax.Array, jax.Array] | None = None,
+    result: DType | None = None,
     tiles: Tiles | None = None,
     directions: int = 2,
     collective_id: int | None = None,
 ) -> jax.Array:
-    """Returns y, of x's dtype, in which sums travel, too; see the head of this file and that of `flaxasync.kernels`.
+    """Returns y, in the dtype in which sums travel, too; see the head of this file and that of `flaxasync.kernels`.
+
+    Args beside those:
+      scales: those of all rows, [B, R*m], and of the columns, [n], in float32, if the only x and w are 8-bit values.
+      result: the dtype of y; that of x by default.
 
     Raises:
       NotImplementedError: there are more tiles than semaphores.
@@ -128,28 +135,33 @@ def matmul_reduce_scatter(
     size = lax.axis_size(axis_name)
     (batch, all_rows, _), dtype, pairs = xs[0].shape, xs[0].dtype, len(xs)
     m, n, ks = all_rows // size, ws[0].shape[0 if transposed else 1], [x.shape[2] for x in xs]
-    schedule, vmem_bytes = _plan(xs, ws, transposed, tiles, size, directions)
+    result = jnp.dtype(result or dtype)
+    schedule, vmem_bytes = _plan(xs, ws, transposed, tiles, size, directions, result, scales is not None)
     ring, used = Ring(axis_name, size, schedule.directions), schedule.tiles
+    laid_out = [] if scales is None else laid_out_scales(scales[0].reshape(batch, size, m), scales[1:])
+    inputs = 2 * pairs + len(laid_out)
 
     def body(*refs: Ref) -> None:
-        device = _Device(ring, schedule, used, refs[:pairs], refs[pairs : 2 * pairs], *refs[2 * pairs :])
+        x_refs, w_refs, scale_refs = refs[:pairs], refs[pairs : 2 * pairs], refs[2 * pairs : inputs]
+        device = _Device(ring, schedule, used, x_refs, w_refs, scale_refs, *refs[inputs:])
         ring.enter(f"{CALLER} {transposed} {pairs}", collective_id)
         device.run()
 
     scratch = Scratch(
-        matmul=used.scratch(dtype, outgoing=schedule.outgoing, accumulators=int(schedule.depth > 1)),
-        received=IncomingTiles.allocate(2, used.result, dtype),
+        matmul=used.scratch(dtype, outgoing=schedule.outgoing, accumulators=int(schedule.depth > 1), result=result),
+        received=IncomingTiles.allocate(2, used.result, result),
         recv_sem=pltpu.SemaphoreType.DMA((2, schedule.block)),
         read=Acknowledgements(pltpu.SemaphoreType.REGULAR((ring.directions,))),
+        scales=None if scales is None else Scales.allocate(2, used),
     )
-    block_bytes = batch * m * n * dtype.itemsize
+    block_bytes = batch * m * n * result.itemsize
     w_trips = 1 if used.w_stays else size * used.rows.count
     streamed = sum(ks) * (size * used.columns.count * batch * m + w_trips * n) * dtype.itemsize
     y, _ = call(
         body,
-        [*(x.reshape(batch, size, m, -1) for x in xs), *ws],
+        [*(x.reshape(batch, size, m, -1) for x in xs), *ws, *laid_out],
         name=CALLER,
-        results=[output((batch, m, n), *xs, *ws), output((2, batch, m, n), *xs, *ws)],
+        results=[output(shape, *xs, *ws, dtype=result) for shape in ((batch, m, n), (2, batch, m, n))],
         scratch=[scratch],
         collective_id=collective_id,
         vmem_bytes=vmem_bytes,
@@ -161,8 +173,9 @@ def matmul_reduce_scatter(
 
 
 def _plan(
-    xs: Sequence[jax.Array], ws: Sequence[jax.Array], transposed: bool, tiles: Tiles | None, size: int, directions: int
-) -> tuple[Schedule, int]:
+    xs: Sequence[jax.Array], ws: Sequence[jax.Array], transposed: bool, tiles: Tiles | None, size: int,
+    directions: int, result: DType, scaled: bool,
+) -> tuple[Schedule, int]:  # fmt: skip
     """Returns the schedule, with two tiles of a block or more if possible, and the bytes of vector memory."""
     (batch, all_rows, _), dtype, unit = xs[0].shape, xs[0].dtype, sublanes(xs[0].dtype)
     m, n, ks = all_rows // size, ws[0].shape[0 if transposed else 1], [x.shape[2] for x in xs]
@@ -178,7 +191,7 @@ def _plan(
 
     def need(outgoing: int, t: Tiles) -> int:
         sums = 1 if sum(pl.cdiv(k, t.k) for k in ks) == 1 else 2  # the product, and the accumulator
-        return matmul_bytes(t, dtype, 2 + outgoing, sums)
+        return matmul_bytes(t, dtype, 2 + outgoing, sums, result) + (Scales.nbytes(2, t) if scaled else 0)
 
     used, (outgoing, fewest) = Tiles(rows.size, contraction.size, columns.size), OUTGOING
     while outgoing > fewest and need(outgoing, used) > available():
@@ -215,6 +228,7 @@ class _Device:
     tiles: MatmulTiles
     xs: Sequence[Ref]  # [B, R, m, k_i] HBM
     ws: Sequence[Ref]  # [k_i, n] or [n, k_i] HBM
+    scales: Sequence[Ref]  # of the rows, [B, R, m, LANES], and of the columns, [SUBLANES, n] HBM; or none
     y: Ref  # [B, m, n] HBM
     receive_buffers: Ref  # [2, B, m, n] HBM
     scratch: Scratch
@@ -244,6 +258,8 @@ class _Device:
             pl.when(here.new_w)(lambda: tiles.wait_w(scratch.w, here.w_slot, here.t, here.j))
             pl.when(last)(lambda: scratch.outgoing.free(here.number, self.wait_until_left))
             pl.when(last & (here.hop > 0))(lambda: self.wait_for_received(here))
+            if self.scratch.scales is not None:
+                pl.when(last)(functools.partial(self.wait_for_scales, self.scratch.scales, here))
         self.multiply(here)
         pl.when(last)(lambda: self.send(here))
         if not ahead:
@@ -259,13 +275,32 @@ class _Device:
             pl.when(there.new_x)(lambda: self.tiles.start_x(scratch.x, there.x_slot, there.i, there.t, source))
             new_w = functools.partial(self.tiles.start_w, scratch.w, there.w_slot, there.t, there.j, self.ws)
             pl.when(there.new_w)(new_w)
+            if self.scratch.scales is not None:
+                fetch = functools.partial(self.fetch_scales, self.scratch.scales, there, owner)
+                pl.when(there.t == self.schedule.depth - 1)(fetch)
+
+    def fetch_scales(self, scales: Scales, there: Coordinates, owner: Scalar) -> None:
+        """Starts to fetch the scales of a tile."""
+
+        def fetch(_: int, batches: pl.Slice, rows: pl.Slice, columns: pl.Slice) -> None:
+            of_rows, of_columns = self.scales
+            slot = scales.rows.slot(there.number)
+            scales.start(slot, of_rows.at[batches, owner, rows], [of_columns.at[:, columns]])
+
+        self.tiles.on_result(there.i, there.j, fetch)
+
+    def wait_for_scales(self, scales: Scales, here: Coordinates) -> None:
+        slot = scales.rows.slot(here.number)
+        self.tiles.on_result(here.i, here.j, lambda _, *tile: scales.wait(slot, *(side.size for side in tile)))
 
     def multiply(self, here: Coordinates) -> None:
         """Adds the product of two tiles to its sum. A finished sum is rounded into the slot that it leaves from."""
-        received, scratch = self.scratch.received, self.scratch.matmul
+        received, scratch, scales = self.scratch.received, self.scratch.matmul, self.scratch.scales
         slot, out_slot = received.slot(here.number), scratch.outgoing.slot(here.number)
 
         def finish(value: jax.Array, index: tuple[Index, ...]) -> None:
+            if scales is not None:
+                value = scales.apply(scales.rows.slot(here.number), value, index)
             scratch.outgoing.put(out_slot, value + received.tiles[slot, *index].astype(jnp.float32), index)
 
         x_tile, w_tile = scratch.x.tiles.at[here.x_slot], scratch.w.tiles.at[here.w_slot]

@@ -62,9 +62,9 @@ def test_values(monkeypatch, size, replaced, options):
 def test_w_stays_where_it_fits():
     """All of it, beside the other buffers; else it has two slots."""
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(4, 4096, 1792), (1792, 4096)])
-    assert reduce_scatter_form._plan((x,), (w,), False, None, 8, 2)[0].tiles.w_stays
+    assert reduce_scatter_form._plan((x,), (w,), False, None, 8, 2, jnp.bfloat16, scaled=False)[0].tiles.w_stays
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(4, 4096, 8192), (8192, 8192)])
-    schedule, _ = reduce_scatter_form._plan((x,), (w,), False, None, 8, 2)
+    schedule, _ = reduce_scatter_form._plan((x,), (w,), False, None, 8, 2, jnp.bfloat16, scaled=False)
     assert schedule.tiles.w_slots == 2
 
 

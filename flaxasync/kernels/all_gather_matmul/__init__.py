@@ -9,12 +9,13 @@ y  [B, R*m, n]   all rows, this device's columns
 Every block goes once around the ring, forwarded from where it arrived, with two directions half of it each way.
 `engine.gather` has the gather. There are two orders of work. In `stream` tiles of x come from HBM. In `resident` the
 gathered x stays in vector memory, where it has room, and the products follow a static `schedule`. With an epilogue the
-order is always `stream`.
+order is always `stream`, and so it is for 8-bit values, whose sums are multiplied with the scales of rows and columns.
 """
 
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from flaxasync.kernels.all_gather_matmul import resident, stream
@@ -22,8 +23,8 @@ from flaxasync.kernels.all_gather_matmul.stream import CALLER
 from flaxasync.kernels.all_gather_matmul.work import Work
 from flaxasync.kernels.engine.call import call
 from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
-from flaxasync.kernels.engine.matmul import Epilogue
-from flaxasync.kernels.engine.operands import Ref, Tiles, output, sublanes
+from flaxasync.kernels.engine.matmul import Epilogue, laid_out_scales
+from flaxasync.kernels.engine.operands import DType, Ref, Tiles, output, sublanes
 from flaxasync.kernels.engine.ring import Ring
 
 
@@ -36,6 +37,8 @@ def all_gather_matmul(
     keep_gathered: bool = False,
     epilogue: Epilogue | None = None,
     operands: Sequence[jax.Array] = (),
+    scales: tuple[jax.Array, Sequence[jax.Array]] | None = None,
+    result: DType | None = None,
     tiles: Tiles | None = None,
     directions: int = 2,
     collective_id: int | None = None,
@@ -46,28 +49,34 @@ def all_gather_matmul(
       transposed: multiply by w.T; then each w is [n, k].
       keep_gathered: whether the gathered x, [B, R*m, k], is a result, too.
       epilogue: what is made of the products of all w, which then have one shape, before they leave vector memory.
-      operands: the operands of the epilogue, each [B, R*m, n], of x's dtype.
+      operands: the operands of the epilogue, each [B, R*m, n], of the dtype of the results.
+      scales: those of all rows, [B, R*m], and of the columns of each w, [n], in float32, if x and ws are 8-bit values.
+      result: the dtype of the results; that of x by default.
     """
     size = lax.axis_size(axis_name)
     (batch, m, k), count, itemsize = x.shape, len(ws), x.dtype.itemsize
     widths, ring = [w.shape[0 if transposed else 1] for w in ws], Ring(axis_name, size, directions)
     layout = BlockLayout.of(batch, m, sublanes(x.dtype), directions)
-    work = Work(layout, size, k, widths, transposed, x.dtype, tiles, epilogue, len(operands))
-    plan = (None if epilogue else resident.plan(work)) or stream.plan(work)
+    result = result or x.dtype
+    scaled = scales is not None
+    work = Work(layout, size, k, widths, transposed, x.dtype, result, scaled, tiles, epilogue, len(operands))
+    plan = (None if epilogue or scaled else resident.plan(work)) or stream.plan(work)
     streams = isinstance(plan, stream.Schedule)
     y_widths = widths[:1] * epilogue.results if epilogue else widths
     shapes = [(batch, size, m, n) for n in y_widths] + [(batch, size, m, k)] * (streams or keep_gathered)
-    inputs = count + len(operands)
+    laid_out = [] if scales is None else laid_out_scales(scales[0].reshape(batch, size, m), scales[1])
+    inputs = count + len(operands) + len(laid_out)
 
     def body(x_ref: Ref, *refs: Ref) -> None:
-        w_refs, operand_refs, refs = refs[:count], refs[count:inputs], refs[inputs:]
+        w_refs, further, refs = refs[:count], refs[count:inputs], refs[inputs:]
+        operand_refs, scale_refs = further[: len(operands)], further[len(operands) :]
         y_refs, (*gathered, scratch, semaphores) = refs[: len(y_widths)], refs[len(y_widths) :]
         in_hbm, in_vmem = gathered[0] if gathered else None, None if streams else scratch.x
         gather = Gather(ring, plan.work.layout, x_ref, in_hbm, semaphores, in_vmem)
         parts = gather, w_refs, y_refs, keep_gathered, scratch
         device: stream.Stream | resident.Resident
         if isinstance(plan, stream.Schedule):
-            device = stream.Stream(plan, *parts, operand_refs)
+            device = stream.Stream(plan, *parts, operand_refs, scale_refs)
         else:
             device = resident.Resident(plan, *parts)
         device.begin()
@@ -76,14 +85,18 @@ def all_gather_matmul(
 
     outputs = call(
         body,
-        [x, *ws, *(operand.reshape(batch, size, m, -1) for operand in operands)],
+        [x, *ws, *(operand.reshape(batch, size, m, -1) for operand in operands), *laid_out],
         name=CALLER,
-        results=[output(shape, x, *ws, *operands) for shape in shapes],
+        results=[
+            output(shape, x, *ws, *operands, dtype=result if i < len(y_widths) else x.dtype)
+            for i, shape in enumerate(shapes)
+        ],
         scratch=[plan.scratch(), GatherSemaphores.allocate(plan.work.layout, size)],
         collective_id=collective_id,
         vmem_bytes=plan.vmem_bytes,
         flops=2 * size * batch * m * k * sum(widths),
-        hbm_bytes=itemsize * (plan.elements_read + size * batch * m * (sum(y_widths) + keep_gathered * k)),
+        hbm_bytes=itemsize * (plan.elements_read + size * batch * m * keep_gathered * k)
+        + jnp.dtype(result).itemsize * size * batch * m * sum(y_widths),
         sent=(size - 1) * x.size * itemsize,
     )
     ys = tuple(y.reshape(batch, size * m, -1) for y in outputs[: len(y_widths)])

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from flaxasync.kernels.all_gather_matmul.work import Work
 from flaxasync.kernels.engine.call import available, check_vmem, chip_in_use, matmul_bytes
 from flaxasync.kernels.engine.gather import Gather
-from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles
+from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles, Scales
 from flaxasync.kernels.engine.operands import LANES, Condition, Index, Ref, Scalar, Tiles, largest_divisor
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import IterationGrid, RowTiling, Tiling, remainder, split
@@ -56,6 +56,7 @@ class Scratch:
     matmul: MatmulScratch
     more_outgoing: tuple[OutgoingTiles, ...]  # for each result of an epilogue but the first
     operands: tuple[IncomingTiles, ...]  # [operand slots, batches, rows, n], for each operand of an epilogue
+    scales: Scales | None  # if x and w are 8-bit values
 
     @property
     def outgoing(self) -> tuple[OutgoingTiles, ...]:
@@ -77,6 +78,11 @@ class Schedule:
         return IterationGrid(
             (self.work.arrivals, passes, tiles.columns.count, tiles.contraction.count, self.accumulators)
         )
+
+    @property
+    def operand_slots(self) -> int:
+        """Slots for the tiles of each operand of the epilogue, and for scales: for all sums of a pass."""
+        return max(2, self.accumulators)
 
     @property
     def elements_read(self) -> int:
@@ -104,9 +110,10 @@ class Schedule:
         work, result = self.work, self.tiles.result
         results = work.epilogue.results if work.epilogue else 1
         return Scratch(
-            self.tiles.scratch(work.dtype, outgoing=2, accumulators=self.accumulators),
-            tuple(OutgoingTiles.allocate(2, result, work.dtype) for _ in range(results - 1)),
-            tuple(IncomingTiles.allocate(max(2, self.accumulators), result, work.dtype) for _ in range(work.operands)),
+            self.tiles.scratch(work.dtype, outgoing=2, accumulators=self.accumulators, result=work.result),
+            tuple(OutgoingTiles.allocate(2, result, work.result) for _ in range(results - 1)),
+            tuple(IncomingTiles.allocate(self.operand_slots, result, work.result) for _ in range(work.operands)),
+            Scales.allocate(self.operand_slots, self.tiles) if work.scaled else None,
         )
 
 
@@ -141,7 +148,9 @@ def _plan_of(work: Work) -> Schedule:
 
     def need(t: Tiles) -> int:
         wide = Tiles(t.m, t.k, joined * t.n)
-        return matmul_bytes(wide, dtype, 0, accumulators) + slots * t.m * t.n * jnp.dtype(dtype).itemsize
+        scales = Scales.nbytes(max(2, accumulators), wide) if work.scaled else 0
+        results_bytes = slots * t.m * t.n * jnp.dtype(work.result).itemsize
+        return matmul_bytes(wide, dtype, 0, accumulators) + results_bytes + scales
 
     sizes = Tiles(rows.size, used.contraction.size, columns.size)
     if epilogue and columns.size > LANES and need(sizes) > available():
@@ -159,6 +168,7 @@ class Stream:
     keep_gathered: bool
     scratch: Scratch
     operands: Sequence[Ref]  # of the epilogue, [B, R, m, n] HBM
+    scales: Sequence[Ref]  # of the rows, [B, R, m, LANES], and of the columns of each w, [SUBLANES, n] HBM; or none
 
     def begin(self) -> None:
         """Does what needs no neighbour: fetches the first tiles."""
@@ -193,6 +203,8 @@ class Stream:
             for operand in self.scratch.operands:
                 arrived = functools.partial(tiles.wait_result, operand, operand.slot(here.number), i, here.column)
                 pl.when(last)(arrived)
+            if self.scratch.scales is not None:
+                pl.when(last)(functools.partial(self.wait_for_scales, self.scratch.scales, here))
 
         x_tile, w_tile = scratch.x.tiles.at[x_slot], scratch.w.tiles.at[here.w_slot]
         accumulator, finish = scratch.accumulators.at[here.i], functools.partial(self.finish, here.number)
@@ -201,7 +213,9 @@ class Stream:
     def finish(self, number: Scalar, value: jax.Array, index: tuple[Index, ...]) -> None:
         """Puts a sub-block of a finished sum, or what the epilogue makes of it, where it leaves from."""
         slot = self.scratch.matmul.outgoing.slot(number)
-        epilogue = self.schedule.work.epilogue
+        epilogue, scales = self.schedule.work.epilogue, self.scratch.scales
+        if scales is not None:
+            value = scales.apply(scales.rows.slot(number), value, index)
         if epilogue is None:
             self.scratch.matmul.outgoing.put(slot, value, index)
             return
@@ -244,13 +258,31 @@ class Stream:
             pl.when(there.t == max(0, tiles.contraction.count - 2))(lambda: self.prefetch_operands(there))
 
     def prefetch_operands(self, there: Coordinates) -> None:
-        """Starts to fetch the tiles of the epilogue's operands for a sum."""
+        """Starts to fetch the tiles of the epilogue's operands for a sum, and its scales."""
         for operand, source in zip(self.scratch.operands, self.operands, strict=True):
 
             def start(_: int, *tile: Index, operand: IncomingTiles = operand, source: Ref = source) -> None:
                 operand.start(operand.slot(there.number), source.at[*tile])
 
             self.on_result(there, start)
+
+        if self.scratch.scales is not None:
+            self.fetch_scales(self.scratch.scales, there)
+
+    def fetch_scales(self, scales: Scales, there: Coordinates) -> None:
+        def of_tile(number: int, batches: pl.Slice, block: Scalar, rows: pl.Slice, columns: pl.Slice) -> None:
+            of_rows, *of_columns = self.scales
+            parts = [part.at[:, columns] for part in of_columns[number : number + self.schedule.tiles.joined]]
+            scales.start(scales.rows.slot(there.number), of_rows.at[batches, block, rows], parts)
+
+        self.on_result(there, of_tile)
+
+    def wait_for_scales(self, scales: Scales, here: Coordinates) -> None:
+        def of_tile(_: int, batches: pl.Slice, block: Scalar, rows: pl.Slice, columns: pl.Slice) -> None:
+            joined = self.schedule.tiles.joined
+            scales.wait(scales.rows.slot(here.number), batches.size, rows.size, joined * columns.size)
+
+        self.on_result(here, of_tile)
 
     def copy_own(self, step: Scalar) -> None:
         """Copies a batch of the own block to its place at every second step.

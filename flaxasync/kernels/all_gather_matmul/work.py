@@ -15,7 +15,9 @@ class Work:
     k: int  # length of the contraction
     widths: Sequence[int]  # columns of each w
     transposed: bool  # whether each w is [n, k]
-    dtype: DType
+    dtype: DType  # of x and w
+    result: DType  # of the results, and of the operands of the epilogue
+    scaled: bool = False  # whether x and w are 8-bit values with scales
     tiles: Tiles | None = None  # the largest tiles of a product, if they were asked for
     epilogue: Epilogue | None = None
     operands: int = 0  # operands of the epilogue

@@ -57,10 +57,11 @@ def available() -> int:
     return chip_in_use().vmem_bytes - RESERVED
 
 
-def matmul_bytes(tiles: Tiles, dtype: DType, results: int, sums: int) -> int:
-    """Returns the bytes of two tiles of x, two of w, some of the result, and some of float32 sums."""
-    streamed = 2 * tiles.m * tiles.k + 2 * tiles.k * tiles.n + results * tiles.m * tiles.n
-    return jnp.dtype(dtype).itemsize * streamed + 4 * sums * tiles.m * tiles.n
+def matmul_bytes(tiles: Tiles, dtype: DType, results: int, sums: int, result: DType | None = None) -> int:
+    """Returns the bytes of two tiles of x, two of w, some of the result, and some of 32-bit sums."""
+    operands = 2 * tiles.m * tiles.k + 2 * tiles.k * tiles.n
+    of_results = jnp.dtype(result or dtype).itemsize * results + 4 * sums
+    return jnp.dtype(dtype).itemsize * operands + of_results * tiles.m * tiles.n
 
 
 def fitting(tiles: Tiles | None, default: Tiles, fit: Callable[[Tiles], Tiles], need: Callable[[Tiles], int]) -> Tiles:

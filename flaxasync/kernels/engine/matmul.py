@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import available
-from flaxasync.kernels.engine.operands import LANES, Condition, DType, Index, Ref, Scalar
+from flaxasync.kernels.engine.operands import LANES, SUBLANES, Condition, DType, Index, Ref, Scalar, Tiles
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import RowTiling, Tiling, remainder
 
@@ -53,7 +53,52 @@ class MatmulScratch:
     x: IncomingTiles  # [2, batches, rows, k]
     w: IncomingTiles  # [w_slots, k, joined * n], or [w_slots, joined * n, k] if transposed
     outgoing: OutgoingTiles  # [outgoing, batches, rows, n] finished tiles of the result, rounded
-    accumulators: Ref  # [accumulators, batches, rows, joined * n] VMEM, float32; as small as can be if there are none
+    accumulators: (
+        Ref  # [accumulators, batches, rows, joined * n] VMEM, of 32 bits; as small as can be if there are none
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scales:
+    """The scales of a tile of the result, if x and w are 8-bit values: sums are multiplied with both.
+
+    Scales of rows lie in HBM as [.., rows, LANES], each in all lanes of its row, and those of columns as [SUBLANES, n].
+    So no value has to move between lanes.
+    """
+
+    rows: IncomingTiles  # [slots, batches, rows, LANES] float32
+    columns: IncomingTiles  # [slots, SUBLANES, joined * n] float32
+
+    @classmethod
+    def allocate(cls, slots: int, tiles: "MatmulTiles") -> "Scales":
+        columns = SUBLANES, tiles.joined * tiles.columns.size
+        return cls(
+            IncomingTiles.allocate(slots, (*tiles.rows.shape, LANES), jnp.float32),
+            IncomingTiles.allocate(slots, columns, jnp.float32),
+        )
+
+    @staticmethod
+    def nbytes(slots: int, tiles: Tiles) -> int:
+        """Returns the bytes that `slots` of them take; the tiles have the columns of all joined w."""
+        return 4 * slots * (tiles.m * LANES + SUBLANES * tiles.n)
+
+    def start(self, slot: Scalar, rows: Ref, columns: Sequence[Ref]) -> None:
+        """Starts to fetch the scales of a tile: of its rows, and of its columns of each joined w."""
+        self.rows.start(slot, rows)
+        for part, source in enumerate(columns):
+            self.columns.start(slot, source, offset=part * source.shape[1], axis=1)
+
+    def wait(self, slot: Scalar, batches: Scalar, rows: Scalar, columns: Scalar) -> None:
+        """Waits for the scales of a tile of this size; the columns are those of all joined w."""
+        self.rows.wait(slot, batches, rows, LANES)
+        self.columns.wait(slot, SUBLANES, columns)
+
+    def apply(self, slot: Scalar, sums: jax.Array, index: tuple[Index, ...]) -> jax.Array:
+        """Returns the float32 products of a sub-block [batches, rows, n] of sums, whose index in the tile is given."""
+        rows = self.rows.tiles[slot, *index[:2]]
+        columns = self.columns.tiles[slot, :1, : sums.shape[-1]]
+        return sums.astype(jnp.float32) * jnp.concatenate([rows] * (sums.shape[-1] // LANES), axis=-1) * columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +137,14 @@ class MatmulTiles:
         """Batches, rows and columns of a tile of the result that is not partial."""
         return (*self.rows.shape, self.columns.size)
 
-    def scratch(self, dtype: DType, *, outgoing: int, accumulators: int) -> MatmulScratch:
+    def scratch(self, dtype: DType, *, outgoing: int, accumulators: int, result: DType | None = None) -> MatmulScratch:
         k, n = self.contraction.size, self.columns.size
         sums = (*self.rows.shape, self.joined * n)
         return MatmulScratch(
             IncomingTiles.allocate(2, (*self.rows.shape, k), dtype),
             IncomingTiles.allocate(self.w_slots, self._w_shape(k, n), dtype),
-            OutgoingTiles.allocate(outgoing, self.result, dtype),
-            pltpu.VMEM((accumulators, *sums) if accumulators else (1, 1, 8, LANES), jnp.float32),
+            OutgoingTiles.allocate(outgoing, self.result, result or dtype),
+            pltpu.VMEM((accumulators, *sums) if accumulators else (1, 1, 8, LANES), sums_dtype(dtype)),
         )
 
     def start_x(self, x: IncomingTiles, slot: Scalar, i: Scalar, t: Scalar, source: Callable[..., Ref]) -> None:
@@ -134,7 +179,7 @@ class MatmulTiles:
     def multiply(
         self, i: Scalar, t: Scalar, j: Scalar, x_tile: Ref, w_tile: Ref, accumulator: Ref, finish: Callable[..., None]
     ) -> None:
-        """Adds the product of two tiles to the sum of tile (i, j) of the result, [batches, rows, n] float32 in VMEM.
+        """Adds the product of two tiles to the sum of tile (i, j) of the result, [batches, rows, n] in VMEM.
 
         finish(sum, index) puts a sub-block of a finished sum where it leaves from; index is that of the sub-block in a
         tile of the result. Of joined w the sum has the columns of all products, side by side.
@@ -179,10 +224,21 @@ class MatmulTiles:
         return (self.joined * n, k) if self.transposed else (k, self.joined * n)
 
 
+def laid_out_scales(rows: jax.Array, columns: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns scales of rows [..., m] and of the columns [n] of each w as a kernel fetches them; see `Scales`."""
+    in_lanes = jnp.broadcast_to(rows[..., None], (*rows.shape, LANES))
+    return [in_lanes, *(jnp.broadcast_to(one, (SUBLANES, *one.shape)) for one in columns)]
+
+
 def dot(x: jax.Array, w: jax.Array, *, transposed: bool = False) -> jax.Array:
-    """Returns x @ w, or x @ w.T, in float32."""
+    """Returns x @ w, or x @ w.T, in the dtype of sums."""
     dimensions = (((1,), (1 if transposed else 0,)), ((), ()))
-    return lax.dot_general(x, w, dimensions, preferred_element_type=jnp.float32)
+    return lax.dot_general(x, w, dimensions, preferred_element_type=sums_dtype(x.dtype))
+
+
+def sums_dtype(dtype: DType) -> DType:
+    """Returns the dtype in which products are added up: int32 for integers, else float32."""
+    return jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
 
 
 def accumulate(

@@ -26,6 +26,7 @@ type DType = jax.typing.DTypeLike
 HBM = pl.BlockSpec(memory_space=pltpu.HBM)
 
 LANES = 128  # columns of a hardware tile
+SUBLANES = 8  # rows of a hardware tile of 32 bits
 DTYPES = ("float32", "bfloat16")
 
 
@@ -62,7 +63,7 @@ def beginning(*sizes: Scalar) -> tuple[pl.Slice, ...]:
 
 def sublanes(dtype: DType) -> int:
     """Returns the rows of a hardware tile: 8 times the number of elements that share 32 bits."""
-    return 8 * 4 // jnp.dtype(dtype).itemsize
+    return SUBLANES * 4 // jnp.dtype(dtype).itemsize
 
 
 def largest_divisor(size: int, most: int, unit: int) -> int:
@@ -86,12 +87,13 @@ def check_operand(caller: str, name: str, shape: tuple[int, ...], dtype: DType) 
 
 
 def output(
-    shape: tuple[int, ...], like: jax.Array, *others: jax.Array, invarying: tuple[str, ...] = ()
-) -> jax.ShapeDtypeStruct:
-    """Returns the type of a kernel's output: its shape on one device, the dtype of an operand.
+    shape: tuple[int, ...], like: jax.Array, *others: jax.Array, invarying: tuple[str, ...] = (),
+    dtype: DType | None = None,
+) -> jax.ShapeDtypeStruct:  # fmt: skip
+    """Returns the type of a kernel's output: its shape on one device, and its dtype, by default that of an operand.
 
     It varies over the mesh axes over which any operand varies, except for `invarying`.
     """
     kind = jax.typeof(like).mat
     varying = kind.varying.union(*(jax.typeof(other).mat.varying for other in others)) - set(invarying)
-    return jax.ShapeDtypeStruct(shape, like.dtype, manual_axis_type=kind.update(varying=varying))
+    return jax.ShapeDtypeStruct(shape, dtype or like.dtype, manual_axis_type=kind.update(varying=varying))

@@ -16,7 +16,7 @@ from flaxasync import mesh
 from flaxasync.mesh import cast_to_varying, mapped_axis_size
 from flaxasync.ops.costs.collective_matmul import check_gathered_bytes
 from flaxasync.ops.costs.cost import Shape
-from flaxasync.ops.execution import Directions, cannot_serve, check_mapped, decide
+from flaxasync.ops.execution import Directions, check_mapped, decide
 from flaxasync.ops.matmul import vjp
 from flaxasync.ops.matmul.fused import FusedExecutor, check_kernels
 from flaxasync.ops.matmul.products import Arrays, Operands
@@ -85,8 +85,8 @@ def all_gather_matmul(
         that `plan` does not know. With 0, the default, the op keeps x, which travels again for dw; docs/plan.md tells
         when XLA keeps more, and what happens under `jax.checkpoint`.
       quantization: "int8", "fp8" or a `flaxasync.Quantization`: x travels, is multiplied and is kept in 8 bits, with a
-        scale for each row, and w has one for each column. None, the default, for the dtype of the operands. "fused"
-        only takes None. Partial sums always travel in `reduce_dtype`.
+        scale for each row, and w has one for each column. None, the default, for the dtype of the operands. A call
+        without a backend never takes "fused" in 8 bits. Partial sums always travel in `reduce_dtype`.
 
     Returns:
       y, in the dtype of x; a tuple if w is one.
@@ -225,8 +225,6 @@ def choose_executor(
     check_chip(op, quantization, mesh.chip())
 
     def check(backend: str) -> None:
-        if backend == "fused" and quantization is not None:
-            raise cannot_serve(op, backend, "has no 8-bit kernels: got a quantization", "use backend='xla' or None")
         if backend == "fused":
             check_kernels(op, axis_name, size, shapes, dtype, options.unroll, options.precision, options.reduce_dtype)
         if backend == "exchange":
@@ -237,7 +235,7 @@ def choose_executor(
         check=check, itemsize=dtype.itemsize, gathered_bytes=options.gathered_bytes, quantization=quantization,
     )  # fmt: skip
     if execution.backend == "fused":
-        return FusedExecutor(axis_name, execution.directions), execution.keep
+        return FusedExecutor(axis_name, execution.directions, quantization=quantization), execution.keep
     kind = ExchangeExecutor if execution.backend == "exchange" else RingExecutor
     return kind(execution.ring(axis_name), options.precision, options.reduce_dtype, quantization), execution.keep
 

@@ -5,6 +5,7 @@ whole is padded with zeros, which costs a copy.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -20,7 +21,8 @@ from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from flaxasync.kernels.weight_gradient import gather_weight_gradient
 from flaxasync.ops.execution import cannot_serve
 from flaxasync.ops.matmul import products
-from flaxasync.ops.matmul.products import Arrays
+from flaxasync.ops.matmul.products import Arrays, Operands
+from flaxasync.ops.quantization import Operand, Quantization, Quantized, dequantize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,27 +32,33 @@ class FusedExecutor:
     axis_name: str
     directions: int
     precision: None = None  # the matrix unit's default, the only one that the kernels have
-    quantization: None = None
+    quantization: Quantization | None = None
 
     def gather(
-        self, x: Array, ws: Arrays, *, transposed: bool = False, keep: bool = False,
+        self, x: Operand, ws: Operands, *, transposed: bool = False, keep: bool = False,
         epilogue: Epilogue | None = None, operands: Arrays = (),
-    ) -> tuple[Arrays, Array | None]:  # fmt: skip
+    ) -> tuple[Arrays, Operand | None]:  # fmt: skip
         """Returns what any executor does; with an epilogue, its results in place of the products.
 
         Its operands are [..., R*m, n], as are the products. Where these are padded, the epilogue sees zeros, and what
         it makes of them is dropped.
         """
         size, (*batch, m, k) = lax.axis_size(self.axis_name), x.shape
-        block = _block(x)
+        values, scales, of_rows = _values(x), None, None
+        if isinstance(x, Quantized):  # scales are few, and travel ahead
+            of_rows = lax.all_gather(x.scales, self.axis_name, axis=x.ndim - 2, tiled=True)
+            scales = _row_scales(of_rows, size, values.dtype), [_column_scales(w) for w in ws]
+        block, unit = _block(values), sublanes(values.dtype)
         ys, gathered = all_gather_matmul(
             block,
-            tuple(_pad(w, {0: LANES, 1: LANES}) for w in ws),
+            tuple(_pad(_values(w), {0: LANES, 1: LANES}) for w in ws),
             self.axis_name,
             transposed=transposed,
             keep_gathered=keep,
             epilogue=epilogue,
-            operands=tuple(_pad_blocks(operand, size, sublanes(x.dtype)) for operand in operands),
+            operands=tuple(_pad_blocks(operand, size, unit) for operand in operands),
+            scales=scales,
+            result=x.dtype,
             directions=self._directions(block),
         )
         widths = [w.shape[0 if transposed else 1] for w in ws]
@@ -58,31 +66,41 @@ class FusedExecutor:
         ys = tuple(_unpad(y, size, m, n).reshape(*batch, size * m, n) for y, n in zip(ys, widths, strict=True))
         # All rows in one dimension: for a product over batches and rows XLA changes the layout of x, and of all that is
         # computed beside it, with copies.
-        return ys, None if gathered is None else _unpad(gathered, size, m, k).reshape(-1, k)
+        if gathered is None:
+            return ys, None
+        rows = _unpad(gathered, size, m, k).reshape(-1, k)
+        return ys, rows if of_rows is None else Quantized(rows, of_rows.reshape(-1), x.dtype)
 
     def _directions(self, block: Array | jax.ShapeDtypeStruct) -> int:
         """Returns how many directions blocks can travel in: a block that has no two halves takes one."""
         halves = block.shape[0] % 2 == 0 or block.shape[1] % (2 * sublanes(block.dtype)) == 0
         return self.directions if halves else 1
 
-    def reduce(self, xs: Arrays, ws: Arrays, *, transposed: bool = False) -> Array:
-        size, (*batch, rows, _) = lax.axis_size(self.axis_name), xs[0].shape
-        m, n = rows // size, ws[0].shape[0 if transposed else 1]
+    def reduce(self, xs: Operands, ws: Operands, *, transposed: bool = False) -> Array:
+        (x, *more), size, (*batch, rows, _) = xs, lax.axis_size(self.axis_name), xs[0].shape
+        m, n, scales = rows // size, ws[0].shape[0 if transposed else 1], None
+        if isinstance(x, Quantized):
+            if more:  # their sums have scales of their own, and cannot be added before
+                each = (self.reduce((x,), (w,), transposed=transposed) for x, w in zip(xs, ws, strict=True))
+                return functools.reduce(jnp.add, each)
+            scales = _row_scales(x.scales, size, x.values.dtype), _column_scales(ws[0])
         y = matmul_reduce_scatter(
-            tuple(_pad_blocks(x, size, sublanes(x.dtype)) for x in xs),
-            tuple(_pad(w, {0: LANES, 1: LANES}) for w in ws),
+            tuple(_pad_blocks(_values(x), size, sublanes(_values(x).dtype)) for x in xs),
+            tuple(_pad(_values(w), {0: LANES, 1: LANES}) for w in ws),
             self.axis_name,
             transposed=transposed,
+            scales=scales,
+            result=x.dtype,
             directions=self.directions,
         )
         return _unpad(y, 1, m, n).reshape(*batch, m, n)
 
-    def all_reduce(self, xs: Arrays, ws: Arrays) -> Array:
+    def all_reduce(self, xs: Operands, ws: Operands) -> Array:
         return products.scatter_then_gather(lambda xs: self.reduce(xs, ws), xs, self.axis_name)
 
-    def weight_gradient(self, x: Array, dys: Arrays) -> Arrays:
+    def weight_gradient(self, x: Operand, dys: Arrays) -> Arrays:
         size, (*_, m, k) = lax.axis_size(self.axis_name), x.shape
-        x = x.reshape(-1, m, k)
+        x = dequantize(x).reshape(-1, m, k)
         unit = sublanes(x.dtype)
         if -(-m // unit) * unit * x.shape[0] % LANES:
             unit = math.lcm(unit, LANES // math.gcd(LANES, x.shape[0]))
@@ -118,6 +136,20 @@ def check_kernels(
         limit = f"is a kernel with loops of its own, which unroll does not reach: got unroll={unroll}"
     if limit is not None:
         raise cannot_serve(op, "fused", limit, instead)
+
+
+def _values(x: Operand) -> Array:
+    return x.values if isinstance(x, Quantized) else x
+
+
+def _row_scales(scales: Array, size: int, dtype: jnp.dtype) -> Array:
+    """Returns the float32 scales [..., size * m] of rows of 8-bit values as [batches, size * m']."""
+    blocks = scales.astype(jnp.float32).reshape(-1, size, scales.shape[-1] // size)
+    return _pad(blocks, {2: sublanes(dtype)}).reshape(blocks.shape[0], -1)
+
+
+def _column_scales(w: Quantized) -> Array:
+    return _pad(w.scales.astype(jnp.float32), {0: LANES})
 
 
 def _block(x: Array) -> Array:

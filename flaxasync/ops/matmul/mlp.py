@@ -19,6 +19,7 @@ Saved for the backward pass are x, or all_gather(x), and the products up and gat
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax import Array, lax
@@ -28,7 +29,7 @@ from flaxasync.kernels.engine.matmul import Values
 from flaxasync.ops.matmul import api, vjp
 from flaxasync.ops.matmul.fused import FusedExecutor
 from flaxasync.ops.matmul.products import Arrays, Operands, weight_gradient
-from flaxasync.ops.quantization import Operand, Quantization
+from flaxasync.ops.quantization import Operand, Quantization, backward_operands, cotangents, forward_operands
 from flaxasync.ops.saved import GATHERED, PRODUCT, first_only
 from flaxasync.transport.schedule import tie
 
@@ -62,7 +63,7 @@ def parallel_mlp(
     (x,), (*ws_alike, down) = api.cast_to_vary_alike((x,), (*ws, down), axis_name)
     ws = tuple(ws_alike)
     if activation in FUSED and isinstance(gather, FusedExecutor) and isinstance(scatter, FusedExecutor):
-        return _mlp(gather, keep, activation, x, ws, down)  # of arrays: these executors take no quantization
+        return _mlp(gather, keep, activation, x, ws, down)
 
     @jax.checkpoint  # otherwise all that lies between products and h would be saved: six arrays instead of two
     def finish(products: Arrays, down: Operand) -> Array:
@@ -108,38 +109,45 @@ _first_derivative_only = first_only(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _mlp(executor: FusedExecutor, keep: bool, activation: Activation, x: Array, ws: Arrays, down: Array) -> Array:
+def _mlp(executor: FusedExecutor, keep: bool, activation: Activation, x: Array, ws: Operands, down: Operand) -> Array:
     with jax.named_scope("all_gather_matmul"):
-        (h,), _ = executor.gather(x, ws, epilogue=Activate(activation, 0))
+        (x_given,), ws = forward_operands(executor.quantization, (x,), ws)
+        (h,), _ = executor.gather(x_given, ws, epilogue=Activate(activation, 0))
     with jax.named_scope("matmul_reduce_scatter"):
-        return executor.reduce((h,), (down,))
+        return executor.reduce(*forward_operands(executor.quantization, (h,), (down,)))
 
 
 def _mlp_fwd(
-    executor: FusedExecutor, keep: bool, activation: Activation, x: Array, ws: Arrays, down: Array
-) -> tuple[Array, tuple[Array, Arrays, Array, Arrays]]:
+    executor: FusedExecutor, keep: bool, activation: Activation, x: Array, ws: Operands, down: Operand
+) -> tuple[Array, tuple[Operand, Operands, Operand, Arrays]]:
     x, ws, down = _first_derivative_only(x, ws, down)
     with jax.named_scope("all_gather_matmul"):
-        (*products, h), gathered = executor.gather(x, ws, keep=keep, epilogue=Activate(activation, len(ws)))
+        (x_given,), ws = forward_operands(executor.quantization, (x,), ws)
+        (*products, h), gathered = executor.gather(x_given, ws, keep=keep, epilogue=Activate(activation, len(ws)))
     with jax.named_scope("matmul_reduce_scatter"):
-        y = executor.reduce((h,), (down,))
-    saved = x if gathered is None else checkpoint_name(gathered, GATHERED)
+        h_given, (down,) = forward_operands(executor.quantization, (h,), (down,))
+        y = executor.reduce(h_given, (down,))
+    saved = x_given if gathered is None else checkpoint_name(gathered, GATHERED)
     return checkpoint_name(y, PRODUCT), (saved, ws, down, checkpoint_name(tuple(products), PRODUCT))
 
 
 def _mlp_bwd(
-    executor: FusedExecutor, keep: bool, activation: Activation, saved: tuple[Array, Arrays, Array, Arrays], dy: Array
-) -> tuple[Array, Arrays, Array]:
+    executor: FusedExecutor, keep: bool, activation: Activation,
+    saved: tuple[Operand, Operands, Operand, Arrays], dy: Array,
+) -> tuple[Array, tuple[Any, ...], Any]:  # fmt: skip
     x, ws, down, products, dy = _first_derivative_only(*saved, dy)
     with jax.named_scope("matmul_reduce_scatter_dx"):
+        (dy_given,), down_given = backward_operands(executor.quantization, (dy,), (down,))
         (*dproducts, h), dys = executor.gather(
-            dy, (down,), transposed=True, keep=True, epilogue=ActivateGradient(activation, len(ws)), operands=products
-        )
+            dy_given, down_given, transposed=True, keep=True, epilogue=ActivateGradient(activation, len(ws)),
+            operands=products,
+        )  # fmt: skip
     assert dys is not None
     with jax.named_scope("matmul_reduce_scatter_dw"):
-        d_down = weight_gradient(h.reshape(-1, h.shape[-1]), dys).astype(down.dtype)
+        (h_given,), _ = forward_operands(executor.quantization, (h.reshape(-1, h.shape[-1]),), ())
+        d_down = weight_gradient(h_given, dys).astype(dy.dtype)
     d_down, dproducts = tie(d_down, tuple(dproducts))  # d_down can travel beside what follows, and h and dys end here
-    return *vjp.gather_and_multiply_bwd(executor, keep, (x, ws), dproducts), d_down
+    return *vjp.gather_and_multiply_bwd(executor, keep, (x, ws), dproducts), cotangents((down,), (d_down,))[0]
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)

@@ -75,6 +75,29 @@ def test_values_and_gradients(options):
     parity(**options)
 
 
+@pytest.mark.slow
+def test_eight_bits_are_scaled_before_the_activation():
+    """Other roundings of h, which is computed of products in float32, move few of its 8-bit values."""
+    shapes = (2, 32, 128), (128, 256), (128, 256), (256, 128), (2, 32, 128)
+    x, up, gate, down, dy = ((draw(shape, seed=i) / 8).astype(np.float32) for i, shape in enumerate(shapes))
+
+    def of(backend):
+        options = {"gathered_bytes": 0, "precision": None, "quantization": fa.Quantization("int8", "int8")}
+        local = functools.partial(parallel_mlp, axis_name="model", activation=jax.nn.silu, backend=backend, **options)
+        mapped = jax.shard_map(local, in_specs=(ROWS, COLUMNS, DOWN), out_specs=ROWS)
+
+        def run(x, up, gate, down, dy):
+            y, pull = jax.vjp(mapped, x, (up, gate), down)
+            return y, *pull(dy)
+
+        operands = zip((x, up, gate, down, dy), (ROWS, COLUMNS, COLUMNS, DOWN, ROWS), strict=True)
+        with simulated((2,), ("model",), "eager") as mesh:
+            return as_float32(jax.jit(run)(*(jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in operands)))
+
+    for ours, theirs in zip(jax.tree.leaves(of("fused")), jax.tree.leaves(of("none")), strict=True):
+        assert np.abs(ours - theirs).max() <= 2e-2 * np.abs(theirs).max()
+
+
 def traced_kernels(wrap=lambda fn: fn, gathered_bytes=0):
     """Returns the number of each kernel in the traced gradient of a loss."""
     with jax.set_mesh(check.topology_mesh("v5e:2x4", (8,), ("model",))):

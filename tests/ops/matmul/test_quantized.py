@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from tests.grids import sparse
 from tests.kernels.conftest import draw, simulated
+from tests.kernels.conftest import run as run_kernels
 from tests.ops.matmul.conftest import SPECS
 from tests.ops.test_quantization import quantized
 
@@ -130,6 +131,33 @@ def test_integer_sums_are_equal_bit_for_bit_on_the_executors_of_every_device(op,
     check_integer_sums(op, size, backend=backend)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("size", "mode"), [(2, "eager"), (3, "on_wait"), (4, "eager")])
+def test_the_fused_kernels_have_the_integer_sums_and_the_model_s_results(op, size, mode):
+    """With race detection, on operands that are padded to whole tiles."""
+    check_integer_sums(op, size, backend="fused", mode=mode)
+    arrays = operands(op, size)
+    got = run(op, arrays, size, backend="fused", quantization="int8", mode=mode)
+    assert_near(got, model(op, arrays, size, "int8"))
+
+
+@pytest.mark.slow
+def test_products_of_several_pairs_are_scaled_before_they_are_added():
+    x, w, _ = operands("matmul_reduce_scatter", 2)
+    fn = functools.partial(fa.matmul_reduce_scatter, axis_name="model", quantization="int8")
+
+    def of(backend):
+        specs = P(None, None, "model"), P("model")
+
+        def local(x, w):
+            return fn((x, 2 * x), (w, w), backend=backend)
+
+        return run_kernels(local, (x, w), specs, P(None, "model"), shape=(2,), names=("model",), mode="eager")
+
+    np.testing.assert_allclose(of("fused"), of("none"), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("limit", [pytest.param(0, marks=pytest.mark.slow), 10**6])
 def test_executors_agree_where_blocks_travel_whatever_is_kept(limit):
     """The owner of a block quantises it, so that y is equal bit for bit; rows that are kept are kept in 8 bits."""
@@ -199,8 +227,5 @@ def test_what_cannot_be_served_is_refused(op):
         run(op, arrays, 2, quantization="int4")
     with pytest.raises(NotImplementedError, match="a quantised product has a first derivative only"):
         run(op, arrays, 2, quantization="int8", wrap=lambda fn: jax.grad(lambda x, w: fn(x, w).sum()))
-    message = f"{op} with backend='fused' has no 8-bit kernels: .*; use backend='xla' or None"
-    with pytest.raises(NotImplementedError, match=message):
-        run(op, arrays, 2, quantization="int8", backend="fused", mode="eager")
     with pytest.raises(NotImplementedError, match=f"{op} got quantization in fp8, for which a v5e has no rate"):
         run(op, arrays, 2, quantization="fp8", mode="eager")

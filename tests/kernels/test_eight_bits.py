@@ -1,0 +1,79 @@
+"""The fused kernels on 8-bit values with scales, in several tiles of every dimension, against NumPy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from flaxasync.kernels.all_gather_matmul import all_gather_matmul
+from flaxasync.kernels.engine.matmul import Scales
+from flaxasync.kernels.engine.operands import Tiles
+from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+from tests.kernels.conftest import run
+
+TILES = Tiles(32, 128, 128)
+SIZE, BATCH, ROWS, K, N = 2, 2, 64, 256, 256
+RING = {"shape": (SIZE,), "names": ("model",), "mode": "eager"}
+
+
+def draw(rng, shape, dtype):
+    values = rng.integers(-127, 128, shape) if dtype == jnp.int8 else rng.normal(size=shape)
+    return np.asarray(values).astype(dtype)
+
+
+def wide(x):
+    return np.asarray(x, np.float64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "transposed"), [(jnp.int8, False), (jnp.int8, True), (jnp.float8_e4m3fn, False)])
+def test_gathered_values_are_multiplied_and_scaled(dtype, transposed):
+    rng = np.random.default_rng(0)
+    x, of_rows = draw(rng, (BATCH, SIZE * ROWS, K), dtype), rng.random((BATCH, SIZE * ROWS), np.float32)
+    ws = [draw(rng, (n, K) if transposed else (K, n), dtype) for n in (SIZE * N, SIZE * 128)]
+    of_columns = [rng.random(n, np.float32) for n in (SIZE * N, SIZE * 128)]
+
+    def local(x, ws, of_rows, of_columns):
+        return all_gather_matmul(
+            x, ws, "model", transposed=transposed, keep_gathered=True, scales=(of_rows, of_columns),
+            result=jnp.bfloat16, tiles=TILES,
+        )  # fmt: skip
+
+    columns = P("model") if transposed else P(None, "model")
+    in_specs = P(None, "model"), columns, P(), P("model")
+    out_specs = (P(None, None, "model"),) * 2, P(None, None, "model")
+    ys, gathered = run(local, (x, ws, of_rows, of_columns), in_specs, out_specs, **RING)
+    for y, w, scale in zip(ys, ws, of_columns, strict=True):
+        sums = wide(x) @ (wide(w).T if transposed else wide(w))
+        np.testing.assert_allclose(wide(y), sums * of_rows[..., None] * scale, rtol=2**-8, atol=1e-3)
+    np.testing.assert_array_equal(wide(gathered), np.concatenate([wide(x)] * SIZE, axis=-1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_scaled_sums_are_reduced(dtype):
+    rng = np.random.default_rng(1)
+    x, w = draw(rng, (BATCH, SIZE * ROWS, SIZE * K), dtype), draw(rng, (SIZE * K, N), dtype)
+    of_rows = rng.random((SIZE, BATCH, SIZE * ROWS), np.float32)
+    of_columns = rng.random((SIZE, N), np.float32)
+
+    def local(x, w, of_rows, of_columns):
+        scales = of_rows[0], of_columns[0]
+        return matmul_reduce_scatter((x,), (w,), "model", scales=scales, result=jnp.float32, tiles=TILES)
+
+    in_specs = P(None, None, "model"), P("model"), P("model"), P("model")
+    y = run(local, (x, w, of_rows, of_columns), in_specs, P(None, "model"), **RING)
+    xs, ws = np.split(wide(x), SIZE, -1), np.split(wide(w), SIZE)
+    want = sum(
+        (a @ b) * rows[..., None] * columns for a, b, rows, columns in zip(xs, ws, of_rows, of_columns, strict=True)
+    )
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.slow
+def test_scales_that_are_not_waited_for_are_seen(monkeypatch):
+    """The negative test: sums are multiplied with scales that have not arrived."""
+    monkeypatch.setattr(Scales, "wait", lambda *_: None)
+    monkeypatch.setitem(RING, "mode", "on_wait")
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        test_scaled_sums_are_reduced(jnp.int8)
