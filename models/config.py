@@ -14,7 +14,7 @@ type ContextLayout = Literal["zigzag", "contiguous"]
 
 HOW_IT_RUNS = frozenset({
     "dtype", "remat", "fsdp_overlap", "gathered_mib", "exchange_heads", "capacity_factor", "load_balance_weight",
-    "router_z_weight", "quantization", "quantization_backward",
+    "router_z_weight", "quantization", "quantization_backward", "quantization_weights",
 })  # fmt: skip
 """The fields of `TransformerConfig` that say how a model is computed or trained, and not what it is."""
 
@@ -110,6 +110,8 @@ class TransformerConfig:
     """The 8-bit type in which Dense layers multiply and gather; None for dtype. Experts and logits keep dtype."""
     quantization_backward: Literal["int8", "fp8"] | None = None
     """The 8-bit type of the gradients that they multiply for the gradients of their inputs; None for dtype."""
+    quantization_weights: Literal["int8", "fp8"] | None = None
+    """The 8-bit type in which they multiply the gradients of their weights, that of the two above; None for dtype."""
     fsdp_overlap: FsdpOverlap | None = None
     """Who hides the transfers of fsdp: XLA, as far as it can; or a scan that gathers the next layer's weights while one
     computes, by permutes (prefetch) or, on TPUs, by copies of Pallas kernels (prefetch_pallas). Without an fsdp axis,
@@ -153,10 +155,11 @@ def check_fits(
     for name, size in {**sizes, "sequence_length": sequence_length}.items():
         if size < 1:
             raise ValueError(f"{name} must be 1 or more: got {size}")
-    if config.quantization_backward is not None and config.quantization is None:
+    of_gradients = config.quantization_backward, config.quantization_weights
+    if config.quantization is None and of_gradients != (None, None):
         raise ValueError(
-            f"quantization_backward needs a quantization: got {config.quantization_backward!r} and None; give both, or "
-            "leave it out"
+            "quantization_backward and quantization_weights need a quantization: got "
+            f"{', '.join(map(repr, of_gradients))} and None; give it too, or leave them out"
         )
     if config.gathered_mib < 0:
         raise ValueError(f"gathered_mib must be 0 or more: got {config.gathered_mib}; use 0 to keep nothing")

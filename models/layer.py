@@ -129,7 +129,8 @@ def layer_options(config: TransformerConfig, given: fa.nn.LayerOptions) -> fa.nn
 
 def quantization_of(config: TransformerConfig) -> fa.Quantization | None:
     """Returns how the decoder layers are quantised."""
-    return config.quantization and fa.Quantization(config.quantization, config.quantization_backward)
+    kind, backward, weights = config.quantization, config.quantization_backward, config.quantization_weights
+    return kind and fa.Quantization(kind, backward, weights=weights)
 
 
 def _rope_scaling(config: TransformerConfig) -> fa.nn.RopeScaling | None:

@@ -152,7 +152,7 @@ def matmul_reduce_scatter(
         received=IncomingTiles.allocate(2, used.result, result),
         recv_sem=pltpu.SemaphoreType.DMA((2, schedule.block)),
         read=Acknowledgements(pltpu.SemaphoreType.REGULAR((ring.directions,))),
-        scales=None if scales is None else Scales.allocate(2, used),
+        scales=None if scales is None else Scales.allocate(2, used.rows.shape, used.columns.size),
     )
     block_bytes = batch * m * n * result.itemsize
     w_trips = 1 if used.w_stays else size * used.rows.count
@@ -191,7 +191,7 @@ def _plan(
 
     def need(outgoing: int, t: Tiles) -> int:
         sums = 1 if sum(pl.cdiv(k, t.k) for k in ks) == 1 else 2  # the product, and the accumulator
-        return matmul_bytes(t, dtype, 2 + outgoing, sums, result) + (Scales.nbytes(2, t) if scaled else 0)
+        return matmul_bytes(t, dtype, 2 + outgoing, sums, result) + (Scales.nbytes(2, t.m, t.n) if scaled else 0)
 
     used, (outgoing, fewest) = Tiles(rows.size, contraction.size, columns.size), OUTGOING
     while outgoing > fewest and need(outgoing, used) > available():

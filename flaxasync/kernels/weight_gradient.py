@@ -41,8 +41,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import call, check_vmem, matmul_bytes
-from flaxasync.kernels.engine.matmul import accumulate, dot
-from flaxasync.kernels.engine.operands import LANES, Ref, Scalar, Tiles, aligned, beginning, output, sublanes
+from flaxasync.kernels.engine.matmul import Scales, accumulate, dot, laid_out_scales, sums_dtype
+from flaxasync.kernels.engine.operands import (
+    LANES,
+    Condition,
+    DType,
+    Ref,
+    Scalar,
+    Tiles,
+    aligned,
+    beginning,
+    output,
+    sublanes,
+)
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_send, wait
 from flaxasync.kernels.engine.tiling import SUB_BLOCK, IterationGrid, RowTiling, Tiling, remainder, split
@@ -79,6 +90,14 @@ class Schedule:
     def grid(self) -> IterationGrid:
         return IterationGrid((self.chunks.count, self.size, self.rows.count, self.columns.count))
 
+    def is_last(self, here: Coordinates) -> Condition:
+        """Returns whether a step is the last one of its sum."""
+        return (here.hop == self.size - 1) & (here.i == self.rows.count - 1)
+
+    def result(self, here: Coordinates) -> Scalar:
+        """Returns the number of the tile of the result to which a step adds."""
+        return here.chunk * self.columns.count + here.j
+
     @property
     def half_blocks(self) -> tuple[pl.Slice, ...]:
         """What travels in each direction, in rows of a block."""
@@ -104,7 +123,8 @@ class Scratch:
     x: IncomingTiles  # [2, chunk, rows] of the transposed x
     y: IncomingTiles  # [2, batches, rows, n] of dy
     outgoing: OutgoingTiles  # [OUTGOING, chunk, n] rounded sums
-    accumulator: Ref  # [tiles of columns, chunk, n] VMEM, float32
+    accumulator: Ref  # [tiles of columns, chunk, n] VMEM, of 32 bits
+    scales: Scales | None  # if x and dys are 8-bit values: [1, chunk, LANES] of columns of x, and of columns of dy
     send_sem: Ref  # [directions] DMA semaphores
     recv_sem: Ref  # [BUFFER_SETS, directions, R - 1] DMA semaphores
 
@@ -114,51 +134,64 @@ def gather_weight_gradient(
     dys: tuple[jax.Array, ...],
     axis_name: str,
     *,
+    scales: tuple[jax.Array, Sequence[jax.Array]] | None = None,
+    result: DType | None = None,
     tiles: Tiles | None = None,
     directions: int = 2,
     collective_id: int | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Returns the dws, of x's dtype; see the head of this file and that of `flaxasync.kernels`.
+    """Returns the dws; see the head of this file and that of `flaxasync.kernels`.
 
     B*m is a multiple of 128. `tiles.m` counts columns of x in a chunk. `tiles.k` counts rows of x in a product, and
     `tiles.n` columns of dy.
+
+    Args beside those:
+      scales: those of the columns of x, [k], and of each dy, [n], in float32, if x and dys are 8-bit values.
+      result: the dtype of the dws; that of x by default.
     """
-    size = lax.axis_size(axis_name)
+    size, result = lax.axis_size(axis_name), jnp.dtype(result or x.dtype)
     (batch, m, k), itemsize, widths = x.shape, x.dtype.itemsize, [dy.shape[2] for dy in dys]
-    schedule, vmem_bytes = _plan(x, widths, tiles, size, directions)
+    schedule, vmem_bytes = _plan(x, widths, tiles, size, directions, result, scales is not None)
+    laid_out = [] if scales is None else laid_out_scales(scales[0][None], scales[1])
+    inputs = len(dys) + len(laid_out)
     ring, chunks = Ring(axis_name, size, schedule.directions), schedule.chunks
     receive_buffers = (min(BUFFER_SETS, chunks.count), size - 1, chunks.size, batch * m)
 
     def body(x_ref: Ref, *refs: Ref) -> None:
-        device = _Device(ring, schedule, x_ref, refs[: len(dys)], refs[len(dys) : -2], *refs[-2:])
+        dy_refs, scale_refs, dw_refs = refs[: len(dys)], refs[len(dys) : inputs], refs[inputs:-2]
+        device = _Device(ring, schedule, x_ref, dy_refs, scale_refs, dw_refs, *refs[-2:])
         ring.enter(f"{CALLER} {len(dys)}", collective_id)
         device.run()
 
     dma, n = pltpu.SemaphoreType.DMA, schedule.columns.size
     scratch = Scratch(
         x=IncomingTiles.allocate(2, (chunks.size, schedule.rows.size), x.dtype),
-        y=IncomingTiles.allocate(2, (*schedule.rows.shape, n), x.dtype),
-        outgoing=OutgoingTiles.allocate(OUTGOING, (chunks.size, n), x.dtype),
-        accumulator=pltpu.VMEM((schedule.columns.count, chunks.size, n), jnp.float32),
+        y=IncomingTiles.allocate(2, (*schedule.rows.shape, n), dys[0].dtype),
+        outgoing=OutgoingTiles.allocate(OUTGOING, (chunks.size, n), result),
+        accumulator=pltpu.VMEM((schedule.columns.count, chunks.size, n), sums_dtype(x.dtype)),
         send_sem=dma((ring.directions,)),
         recv_sem=dma((BUFFER_SETS, ring.directions, size - 1)),
+        scales=None if scales is None else Scales.allocate(2, (1, chunks.size), n),
     )
+    streamed = chunks.count * size * batch * m * sum(widths) + (3 * size - 2) * x.size
     *dws, _ = call(
         body,
-        [x.reshape(batch * m, k).T, *(dy.reshape(batch, size, m, -1) for dy in dys)],
+        [x.reshape(batch * m, k).T, *(dy.reshape(batch, size, m, -1) for dy in dys), *laid_out],
         name=CALLER,
-        results=[output(shape, x, *dys) for shape in (*((k, n) for n in widths), receive_buffers)],
+        results=[*(output((k, n), x, *dys, dtype=result) for n in widths), output(receive_buffers, x, *dys)],
         scratch=[scratch],
         collective_id=collective_id,
         vmem_bytes=vmem_bytes,
         flops=2 * size * x.size * sum(widths),
-        hbm_bytes=itemsize * ((chunks.count * size * batch * m + k) * sum(widths) + (3 * size - 2) * x.size),
+        hbm_bytes=itemsize * streamed + k * sum(widths) * result.itemsize,
         sent=(size - 1) * x.size * itemsize,
     )
     return tuple(dws)
 
 
-def _plan(x: jax.Array, widths: list[int], tiles: Tiles | None, size: int, directions: int) -> tuple[Schedule, int]:
+def _plan(
+    x: jax.Array, widths: list[int], tiles: Tiles | None, size: int, directions: int, result: DType, scaled: bool
+) -> tuple[Schedule, int]:
     """Returns the schedule, and the bytes of vector memory that it needs."""
     (batch, m, k), dtype, asked = x.shape, x.dtype, tiles or TILES
     columns = Tiling.of(widths, asked.n)
@@ -175,7 +208,8 @@ def _plan(x: jax.Array, widths: list[int], tiles: Tiles | None, size: int, direc
 
     def need(t: Tiles) -> int:
         across = sum(pl.cdiv(width, t.n) for width in widths)
-        return matmul_bytes(t, dtype, OUTGOING, across + 1)  # the sums, and the product
+        sums = matmul_bytes(t, dtype, OUTGOING, across + 1, result)  # and the product
+        return sums + (Scales.nbytes(2, t.m, t.n) if scaled else 0)
 
     return schedule, check_vmem(CALLER, Tiles(chunks.size, rows.size, columns.size), need)
 
@@ -186,6 +220,7 @@ class _Device:
     schedule: Schedule
     x: Ref  # [k, B*m] HBM
     dys: Sequence[Ref]  # [B, R, m, n_i] HBM
+    scales: Sequence[Ref]  # of columns of x, [1, k, LANES], and of columns of each dy, [SUBLANES, n_i] HBM; or none
     dws: Sequence[Ref]  # [k, n_i] HBM
     receive_buffers: Ref  # [BUFFER_SETS, R - 1, chunk, B*m] HBM
     scratch: Scratch
@@ -260,8 +295,20 @@ class _Device:
             pl.when(there.j == 0)(lambda: schedule.chunks.on_slice(there.chunk, fetch_x))
             schedule.columns.on_slice(there.j, fetch_y)
 
+        def fetch_scales(scales: Scales) -> None:
+            def of_columns(number: int, columns: pl.Slice, chunk: pl.Slice) -> None:
+                parts = [self.scales[1 + number].at[:, columns]]
+                scales.start(scales.rows.slot(schedule.result(there)), self.scales[0].at[:, chunk], parts)
+
+            schedule.chunks.on_slice(
+                there.chunk,
+                lambda _, chunk: schedule.columns.on_slice(there.j, functools.partial(of_columns, chunk=chunk)),
+            )
+
         with jax.named_scope("prefetch"):
             schedule.rows.on_slice(there.i, fetch)
+            if scratch.scales is not None:
+                pl.when(schedule.is_last(there))(functools.partial(fetch_scales, scratch.scales))
 
     def wait_for_operands(self, here: Coordinates) -> None:
         schedule, scratch = self.schedule, self.scratch
@@ -272,21 +319,34 @@ class _Device:
             pl.when(here.j == 0)(lambda: schedule.chunks.on_size(here.chunk, lambda chunk: wait_x(chunk, size)))
             schedule.columns.on_size(here.j, lambda n: scratch.y.wait(here.y_slot, batches.size, rows.size, n))
 
+        def wait_for_scales(scales: Scales) -> None:
+            wait = functools.partial(scales.wait, scales.rows.slot(schedule.result(here)), 1)
+            schedule.chunks.on_size(
+                here.chunk, lambda chunk: schedule.columns.on_size(here.j, functools.partial(wait, chunk))
+            )
+
         schedule.rows.on_slice(here.i, on_rows)
+        if scratch.scales is not None:
+            pl.when(schedule.is_last(here))(functools.partial(wait_for_scales, scratch.scales))
 
     def multiply(self, here: Coordinates, n: int) -> None:
         """Adds the product of two tiles, `n` columns wide, to its sum; a finished sum is rounded and stored."""
         schedule, scratch, outgoing = self.schedule, self.scratch, self.scratch.outgoing
-        number = here.chunk * schedule.columns.count + here.j
+        number, last = schedule.result(here), schedule.is_last(here)
         slot = outgoing.slot(number)
         first = (here.hop == 0) & (here.i == 0)
-        last = (here.hop == schedule.size - 1) & (here.i == schedule.rows.count - 1)
         rows_of_batch = schedule.rows.rows.size
 
         def product(depth: int, index: tuple[pl.Slice, slice]) -> jax.Array:
             batches, rows = (depth // rows_of_batch, rows_of_batch) if depth > rows_of_batch else (1, depth)
             x = scratch.x.tiles[here.x_slot, index[0], :depth]
             return dot(x, scratch.y.tiles[here.y_slot, :batches, :rows, :n].reshape(depth, n))
+
+        def finish(sums: jax.Array, index: tuple[pl.Slice, slice]) -> None:
+            if scratch.scales is not None:
+                of_tile = scratch.scales.rows.slot(number)
+                (sums,) = scratch.scales.apply(of_tile, sums[None], (slice(0, 1), *index))
+            outgoing.put(slot, sums, index)
 
         pl.when(last)(lambda: outgoing.free(number, self.wait_until_left))
         accumulate(
@@ -300,7 +360,7 @@ class _Device:
                 here.chunk, lambda columns: use((columns, slice(0, n)))
             ),
             product=product,
-            finish=functools.partial(outgoing.put, slot),
+            finish=finish,
         )
 
         def store(dw: int, columns: pl.Slice) -> None:

@@ -16,9 +16,14 @@ identity): dx = dy @ w.T and dw = x.T @ dy with x and w as values * scales, in t
 takes the dy that travelled for dx, which is rounded then. This is the recipe of Wortsman et al., "Stable and
 low-precision training for large-scale vision-language models" (2023): errors of dw do not average out over the
 features, because it sums over far more rows than the other products do over features.
+
+`Quantization.weights` quantises the products of dw as well. They sum over rows, so a scale of a row cannot wait until
+after the sum. The operand that travels, x or dy, keeps its 8-bit values. Its scales are multiplied into the other one,
+which is quantised again with a scale for each column (`weight_operands`).
 """
 
 import dataclasses
+import math
 from typing import Any, Literal, cast, get_args
 
 import jax
@@ -26,7 +31,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from flaxasync.hardware import Chip
-from flaxasync.mesh import UnsupportedError
+from flaxasync.mesh import UnsupportedError, cast_to_varying
 from flaxasync.ops.saved import first_only
 
 type Operand = Any  # an array, or a `Quantized` that stands for one
@@ -50,18 +55,22 @@ class Quantization:
         expected value right. The bits come from the values and their positions, so equal steps round equally.
       scale: "vector" for a scale of each row of x and each column of w; "tensor" for one of each array on a device.
         The cotangents of several products of one x are joined for dx, and then share one scale for each row.
+      weights: The type in which dw is multiplied: None, the default, for the dtype of the operands, or the type that
+        `forward` and `backward` have.
     """
 
     forward: Kind
     backward: Kind | None = None
     rounding: Rounding = "stochastic"
     scale: Scale = "vector"
+    weights: Kind | None = None
 
     def __post_init__(self) -> None:
         kinds = get_args(Kind)
         allowed = {
             "forward": kinds,
             "backward": (None, *kinds),
+            "weights": (None, *kinds),
             "rounding": get_args(Rounding),
             "scale": get_args(Scale),
         }
@@ -69,6 +78,11 @@ class Quantization:
             if getattr(self, name) not in values:
                 choices = ", ".join(map(repr, values))
                 raise ValueError(f"Quantization needs {name} to be one of {choices}: got {getattr(self, name)!r}")
+        if self.weights is not None and not self.weights == self.backward == self.forward:
+            raise ValueError(
+                "Quantization needs weights to be None, or the type of both forward and backward: got "
+                f"{self.weights!r}, {self.forward!r} and {self.backward!r}"
+            )
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -131,20 +145,24 @@ class Quantized:
 
 
 def quantize(
-    x: Array, kind: Kind, contracted: int, *, scale: Scale = "vector", rounding: Rounding | None = None,
-    over: tuple[str, ...] = (),
+    x: Array, kind: Kind, contracted: int | tuple[int, ...], *, scale: Scale = "vector",
+    rounding: Rounding | None = None, over: tuple[str, ...] = (),
 ) -> Quantized:  # fmt: skip
-    """Quantises an operand whose dimension `contracted` a product contracts.
+    """Quantises an operand of which a product contracts the dimension `contracted`, or several.
 
     Args:
       rounding: None for an operand of the forward pass, whose type is float8_e4m3fn if it is no integer. Otherwise it
         is a cotangent, of type float8_e5m2, and this says how it is rounded.
       over: Mesh axes that split the contracted dimension, whose devices use one scale together.
     """
-    if kind == "int8" and x.shape[contracted] > MAX_INT8_PRODUCTS:
+    count = x.shape[contracted] if isinstance(contracted, int) else math.prod(x.shape[dim] for dim in contracted)
+    if kind == "int8" and count > MAX_INT8_PRODUCTS:
+        what, instead = "features on a device", "quantization=None, or a larger axis"
+        if not isinstance(contracted, int):
+            what, instead = "rows in dw", "a Quantization without weights, or fewer rows in a microbatch"
         raise UnsupportedError(
-            f"int8 products are summed in int32, which holds {MAX_INT8_PRODUCTS} of them: got {x.shape[contracted]} "
-            "features on a device; use quantization=None, or a larger axis"
+            f"int8 products are summed in int32, which holds {MAX_INT8_PRODUCTS} of them: got {count} {what}; use "
+            f"{instead}"
         )
     wide = jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
     type_ = jnp.int8 if kind == "int8" else jnp.float8_e4m3fn if rounding is None else jnp.float8_e5m2
@@ -170,6 +188,11 @@ def dequantize(x: Operand, contracted: int = -1) -> Array:
     if not isinstance(x, Quantized):
         return x
     return (x.values.astype(x.scales.dtype) * jnp.expand_dims(x.scales, contracted)).astype(x.dtype)
+
+
+def values_of(x: Operand) -> Array:
+    """Returns the 8-bit values of an operand that is quantised; an array as it is."""
+    return x.values if isinstance(x, Quantized) else x
 
 
 def forward_operands(
@@ -204,6 +227,40 @@ def backward_operands(
         dys, whole = (lax.concatenate(dys, dys[0].ndim - 1),), (lax.concatenate(whole, 1),)
     dys_8 = tuple(quantize(dy, kind, -1, scale=scale, rounding=quantization.rounding) for dy in dys)
     return dys_8, tuple(quantize(w, kind, 1, scale=scale) for w in whole)
+
+
+def weight_operands(
+    quantization: Quantization | None, travelled: Operand, others: tuple[Operand, ...], *,
+    products: Literal["backward", "weights"] = "weights", axis_name: str | None = None,
+    others_are_cotangents: bool = False,
+) -> tuple[Operand, tuple[Operand, ...]]:  # fmt: skip
+    """Returns what is multiplied for the products travelled.T @ other over all rows, of all devices.
+
+    They are arrays, or what is quantised has a scale for each *column*.
+
+    Args:
+      products: Which products these are: "weights", or "backward" where w travelled, and dx is a sum over its rows.
+      travelled: [..., rows, k], whose scales are those of rows if it is quantised.
+      others: [..., rows, n]: all rows, those of `travelled` before it travels over `axis_name` as well.
+      others_are_cotangents: Whether `others` are cotangents; otherwise `travelled` is one.
+    """
+    whole = tuple(dequantize(other) for other in others)
+    kind = None if quantization is None else getattr(quantization, products)
+    if quantization is None or kind != quantization.forward:  # `travelled` has its values
+        return dequantize(travelled), whole
+    of_rows, rows = travelled.scales, tuple(range(whole[0].ndim - 1))
+    if axis_name is not None:
+        of_rows = lax.all_gather(of_rows, axis_name, axis=of_rows.ndim - 1, tiled=True)
+    ones = cast_to_varying(jnp.ones(travelled.shape[-1], of_rows.dtype), jax.typeof(of_rows).mat.varying)
+
+    def rescaled(other: Array) -> Quantized:
+        made = quantize(
+            other * of_rows[..., None], kind, rows, scale=quantization.scale,
+            rounding=quantization.rounding if others_are_cotangents else None,
+        )  # fmt: skip
+        return dataclasses.replace(made, dtype=other.dtype)
+
+    return Quantized(travelled.values, ones, travelled.dtype), tuple(map(rescaled, whole))
 
 
 def cotangents(ws: tuple[Operand, ...], dws: tuple[Array, ...]) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from flaxasync.kernels.all_gather_matmul import all_gather_matmul
 from flaxasync.kernels.engine.matmul import Scales
 from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+from flaxasync.kernels.weight_gradient import gather_weight_gradient
 from tests.kernels.conftest import run
 
 TILES = Tiles(32, 128, 128)
@@ -68,6 +69,26 @@ def test_scaled_sums_are_reduced(dtype):
         (a @ b) * rows[..., None] * columns for a, b, rows, columns in zip(xs, ws, of_rows, of_columns, strict=True)
     )
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "of_dy"), [(jnp.int8, jnp.int8), (jnp.float8_e4m3fn, jnp.float8_e5m2)])
+def test_the_sums_of_a_weight_gradient_are_scaled(dtype, of_dy):
+    rng = np.random.default_rng(2)
+    x, of_x = draw(rng, (BATCH, SIZE * ROWS, K), dtype), rng.random(K, np.float32)
+    dys = [draw(rng, (BATCH, SIZE * ROWS, SIZE * n), of_dy) for n in (N, 128)]
+    of_dys = [rng.random(SIZE * n, np.float32) for n in (N, 128)]
+
+    def local(x, dys, of_x, of_dys):
+        scales = of_x, of_dys
+        tiles = Tiles(128, 128, 128)
+        return gather_weight_gradient(x, tuple(dys), "model", scales=scales, result=jnp.float32, tiles=tiles)
+
+    in_specs = P(None, "model"), P(None, None, "model"), P(), P("model")
+    dws = run(local, (x, dys, of_x, of_dys), in_specs, (P(None, "model"),) * 2, **RING)
+    for dw, dy, scale in zip(dws, dys, of_dys, strict=True):
+        want = np.einsum("bmk,bmn->kn", wide(x), wide(dy)) * of_x[:, None] * scale
+        np.testing.assert_allclose(dw, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.slow

@@ -56,6 +56,28 @@ def test_segments_and_the_norms_of_heads_are_those_of_rows_that_travel():
         assert_alike(gradients(heads, x, dy, ids), gradients(rows, x, dy, ids))
 
 
+@pytest.mark.parametrize(("backward", "weights", "options"), [
+    (None, None, {"backend": "none"}),
+    ("int8", "int8", {"backend": "xla"}),
+    pytest.param("int8", None, {"backend": "xla"}, marks=pytest.mark.slow),
+    pytest.param("int8", "int8", {"backend": "none", "gathered_bytes": 2**20}, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_in_eight_bits_results_and_gradients_are_near_those_of_rows_that_travel(backward, weights, options):
+    rng = np.random.default_rng(0)
+    with jax.set_mesh(make_mesh(1, 4)):
+        x, dy = (jax.device_put(rng.standard_normal((3, 16, 64)).astype(np.float32), ROWS) for _ in range(2))
+        quantization = fa.Quantization("int8", backward, weights=weights)
+        (rows, heads), (_, exact) = (
+            layers(True, features=64, quantization=given, **options) for given in (quantization, None)
+        )
+        wants, plain = gradients(rows, x, dy), gradients(exact, x, dy)
+        for got, want, other in zip(*map(jax.tree.leaves, (gradients(heads, x, dy), wants, plain)), strict=True):
+            largest = np.abs(want).max()
+            assert np.abs(got - want).max() <= 3e-2 * largest
+            assert np.abs(got - other).max() <= 5e-2 * largest
+            assert got.ndim < 2 or np.abs(got - other).max() > 1e-4 * largest  # products are rounded
+
+
 @pytest.mark.slow
 def test_direct_copies_in_the_simulator():
     """Four devices with race detection: three sequences, of which two are on their way at a time."""

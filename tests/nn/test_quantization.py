@@ -117,9 +117,9 @@ def test_what_is_refused():
         ):
             wide(x)
         attention = drawn(lambda: fa.nn.ParallelSelfAttention(
-            16, 4, exchange_heads=True, quantization="int8", rngs=nnx.Rngs(0)
+            16, 4, exchange_heads=True, quantization="int8", fsdp_axis="data", rngs=nnx.Rngs(0)
         ))  # fmt: skip
-        with pytest.raises(NotImplementedError, match="exchange_heads=True lacks quantization: use"):
+        with pytest.raises(NotImplementedError, match="exchange_heads=True lacks kernels that were gathered in 8 bits"):
             attention(x)
         output = drawn(lambda: fa.nn.ColumnParallelLinear(16, 32, use_bias=False, quantization="fp8", rngs=nnx.Rngs(0)))
         with pytest.raises(NotImplementedError, match="and the layer has a quantization: leave it out"):

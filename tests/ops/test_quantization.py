@@ -80,12 +80,18 @@ def test_a_scale_of_the_whole_array_and_a_float64_operand():
 @pytest.mark.parametrize(("error", "message", "call"), [
     (ValueError, "forward to be one of 'int8', 'fp8': got 'int4'", lambda: fa.Quantization("int4")),
     (ValueError, "backward to be one of None, 'int8', 'fp8': got 'bf16'", lambda: fa.Quantization("int8", "bf16")),
+    (ValueError, "weights to be None, or the type of both forward and backward: got 'int8', 'int8' and None",
+     lambda: fa.Quantization("int8", weights="int8")),
     (ValueError, "rounding to be one of", lambda: fa.Quantization("int8", rounding="up")),
     (ValueError, "scale to be one of 'vector', 'tensor'", lambda: fa.Quantization("int8", scale="row")),
     (ValueError, "^an op needs quantization to be .*: got 'int4'", lambda: quantization_of("an op", "int4")),
     (NotImplementedError, f"int32, which holds {MAX_INT8_PRODUCTS} .*: got {MAX_INT8_PRODUCTS + 1} features",
      lambda: jax.eval_shape(
          lambda x: quantize(x, "int8", -1), jax.ShapeDtypeStruct((1, MAX_INT8_PRODUCTS + 1), jnp.bfloat16)
+     )),
+    (NotImplementedError, f"holds {MAX_INT8_PRODUCTS} .*: got {2 * MAX_INT8_PRODUCTS} rows in dw; use a Quant",
+     lambda: jax.eval_shape(
+         lambda x: quantize(x, "int8", (0, 1)), jax.ShapeDtypeStruct((2, MAX_INT8_PRODUCTS, 1), jnp.bfloat16)
      )),
 ])  # fmt: skip
 def test_what_is_refused(error, message, call):

@@ -113,7 +113,9 @@ class Schedule:
             self.tiles.scratch(work.dtype, outgoing=2, accumulators=self.accumulators, result=work.result),
             tuple(OutgoingTiles.allocate(2, result, work.result) for _ in range(results - 1)),
             tuple(IncomingTiles.allocate(self.operand_slots, result, work.result) for _ in range(work.operands)),
-            Scales.allocate(self.operand_slots, self.tiles) if work.scaled else None,
+            Scales.allocate(self.operand_slots, self.tiles.rows.shape, self.tiles.joined * self.tiles.columns.size)
+            if work.scaled
+            else None,
         )
 
 
@@ -148,7 +150,7 @@ def _plan_of(work: Work) -> Schedule:
 
     def need(t: Tiles) -> int:
         wide = Tiles(t.m, t.k, joined * t.n)
-        scales = Scales.nbytes(max(2, accumulators), wide) if work.scaled else 0
+        scales = Scales.nbytes(max(2, accumulators), wide.m, wide.n) if work.scaled else 0
         results_bytes = slots * t.m * t.n * jnp.dtype(work.result).itemsize
         return matmul_bytes(wide, dtype, 0, accumulators) + results_bytes + scales
 

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import available
-from flaxasync.kernels.engine.operands import LANES, SUBLANES, Condition, DType, Index, Ref, Scalar, Tiles
+from flaxasync.kernels.engine.operands import LANES, SUBLANES, Condition, DType, Index, Ref, Scalar
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import RowTiling, Tiling, remainder
 
@@ -71,17 +71,17 @@ class Scales:
     columns: IncomingTiles  # [slots, SUBLANES, joined * n] float32
 
     @classmethod
-    def allocate(cls, slots: int, tiles: "MatmulTiles") -> "Scales":
-        columns = SUBLANES, tiles.joined * tiles.columns.size
+    def allocate(cls, slots: int, rows: tuple[int, int], columns: int) -> "Scales":
+        """Returns what to allocate for tiles of (batches, rows), and of the columns of all joined w."""
         return cls(
-            IncomingTiles.allocate(slots, (*tiles.rows.shape, LANES), jnp.float32),
-            IncomingTiles.allocate(slots, columns, jnp.float32),
+            IncomingTiles.allocate(slots, (*rows, LANES), jnp.float32),
+            IncomingTiles.allocate(slots, (SUBLANES, columns), jnp.float32),
         )
 
     @staticmethod
-    def nbytes(slots: int, tiles: Tiles) -> int:
-        """Returns the bytes that `slots` of them take; the tiles have the columns of all joined w."""
-        return 4 * slots * (tiles.m * LANES + SUBLANES * tiles.n)
+    def nbytes(slots: int, rows: int, columns: int) -> int:
+        """Returns the bytes that `slots` of them take, for tiles of all these rows and columns."""
+        return 4 * slots * (rows * LANES + SUBLANES * columns)
 
     def start(self, slot: Scalar, rows: Ref, columns: Sequence[Ref]) -> None:
         """Starts to fetch the scales of a tile: of its rows, and of its columns of each joined w."""

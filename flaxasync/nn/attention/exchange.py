@@ -20,6 +20,7 @@ from flaxasync.ops import trust
 from flaxasync.ops.attention.exchanged import WORTH, ExchangedAttention, Sizes, exchanged_attention, times_as_fast
 from flaxasync.ops.matmul.api import executor_for_weights
 from flaxasync.ops.matmul.products import row_major
+from flaxasync.ops.quantization import Quantized
 from flaxasync.transport.direct import LANES, in_whole_tiles
 
 type Form = Literal["xla", "direct"]  # by XLA's all-to-all, or by copies from every device to every other one
@@ -73,7 +74,7 @@ def choose(call: Call, x: Array, weights: Weights, inputs: Inputs[Array]) -> For
         ", ".join(given): bool(given),
         "an input that every device has whole": not call.rows_sharded,
         "split sequences": call.attention.context_axis is not None,
-        "quantization": settings.quantization is not None,
+        "kernels that were gathered in 8 bits": any(isinstance(kernel, Quantized) for kernel, _ in weights),
         "dot_general, and a wider preferred_element_type": shards.multiplies_locally(settings),
     }
     if lacking := [what for what, is_so in lacks.items() if is_so]:
@@ -93,7 +94,7 @@ def choose(call: Call, x: Array, weights: Weights, inputs: Inputs[Array]) -> For
     chip = mesh.chip()
     if chip is None or not direct:
         return None
-    faster = times_as_fast(sizes, chip, size, dtype.itemsize, settings.gathered_bytes)
+    faster = times_as_fast(sizes, chip, size, dtype.itemsize, settings.gathered_bytes, settings.quantization)
     if faster < WORTH:
         return None
     if not trust.is_trusted("all_to_all", "pallas", chip.name, size):
@@ -124,7 +125,7 @@ def apply(call: Call, form: Form, x: Array, weights: Weights, norms: Norms, segm
     projections, output = (
         executor_for_weights(
             "ParallelSelfAttention", kernel, batch * rows, axis_name, backend=settings.backend,
-            precision=settings.precision,
+            precision=settings.precision, quantization=settings.quantization,
         )
         for kernel in (w, out)
     )  # fmt: skip

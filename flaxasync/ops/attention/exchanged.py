@@ -24,6 +24,11 @@ The sequences of the batch are exchanged one by one. While one of them attends, 
 leaves. The first arrival has the projection of the last sequence beside it, and backward the product of dout. The last
 departure of the backward pass has the products of dx beside it, if w was kept; that of the forward pass has nothing.
 
+With a quantization the weights travel in 8 bits, and heads in the dtype of x. x, w and dy are quantised over k. z and
+dheads have the scales of both. out and heads are quantised over m, so that all devices share the scales of out. `dx`
+sums over rows of w, so the scales of these are multiplied into dz, as `ops.quantization` says for dw. dw and dout sum
+over r and the sequences. Where their products are quantised, these are one sum, and have their scales together.
+
 The all-to-all is that of Jacobs et al., "DeepSpeed Ulysses" (2023), where the weights are whole on every device.
 """
 
@@ -39,9 +44,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync.hardware import Chip
 from flaxasync.ops.costs.cost import hbm, hop_seconds
-from flaxasync.ops.matmul.products import Arrays, dot, row_major, weight_gradient
+from flaxasync.ops.matmul.products import Arrays, Operands, dot, row_major, weight_gradient
 from flaxasync.ops.matmul.vjp import Executor
 from flaxasync.ops.plan import plan
+from flaxasync.ops.quantization import (
+    Operand,
+    Quantization,
+    backward_operands,
+    dequantize,
+    quantize,
+    weight_operands,
+)
 from flaxasync.ops.saved import GATHERED, PRODUCT, first_only
 from flaxasync.transport import direct
 from flaxasync.transport.transfers import Transfer, Transfers, meanwhile
@@ -114,16 +127,18 @@ def exchanged_attention(
 def _forward(
     block: ExchangedAttention, xs: Arrays, w: Array, out: Array, constants: tuple[Any, ...], shared: Any
 ) -> tuple[Arrays, tuple]:
-    xs = _first_derivative_only(block, xs)
-    some, last = (xs[:-1], xs[-1:]) if len(xs) > 1 else (xs, ())
+    xs, quantization = _first_derivative_only(block, xs), block.projections.quantization
+    w_given, *given = _in_8_bits(quantization, (w, *xs), -1)
+    xs_given = tuple(given)
+    some, last = (xs_given[:-1], xs_given[-1:]) if len(xs) > 1 else (xs_given, ())
     with jax.named_scope("project_inputs"):
-        zs, gathered = block.projections.gather(w, some, transposed=True, keep=block.keep or len(xs) > 1)
+        zs, gathered = block.projections.gather(w_given, some, transposed=True, keep=block.keep or len(xs) > 1)
 
     def other_zs(arriving: list[Transfers]) -> Arrays:
         with jax.named_scope("project_inputs"):
             return zs[1:] + tuple(meanwhile(arriving, product, gathered, x) for x in last)
 
-    def product(gathered: Array, x: Array) -> Array:
+    def product(gathered: Operand, x: Operand) -> Array:
         return dot(gathered, x, block.projections.precision, transposed=True).astype(x.dtype)
 
     def attend(i: int, z: Array) -> tuple[Array, Any]:
@@ -131,26 +146,38 @@ def _forward(
 
     heads, pulls = block.through(zs[0], other_zs, attend, lambda leaving, back: None)
     with jax.named_scope("project_output"):
-        ys = checkpoint_name(_transposed_product(block.output, out, heads), PRODUCT)
+        (out_given,) = _in_8_bits(quantization, (out,), 0, over=(block.output.axis_name,))
+        heads_given = _in_8_bits(quantization, heads, 0)
+        ys = checkpoint_name(_transposed_product(block.output, out_given, heads_given), PRODUCT)
     kept = checkpoint_name(gathered, GATHERED) if block.keep else None
-    return ys, (xs, w, kept, out, heads, pulls)
+    return ys, (xs_given, w_given, kept, out_given, heads_given, pulls)
 
 
 def _backward(block: ExchangedAttention, saved: tuple, dys: Arrays) -> tuple[Arrays, Array, Array, None, Any]:
     xs, w, gathered, out, heads, pulls = saved
-    dys = _first_derivative_only(block, dys)
+    dys, quantization = _first_derivative_only(block, dys), block.projections.quantization
     found: dict[str, Any] = {}
     with jax.named_scope("project_output_dx"):
-        dheads, _ = block.output.gather(out, dys, transposed=True)
+        dys_given, (out_given,) = backward_operands(quantization, dys, (out,))
+        dheads, _ = block.output.gather(out_given, dys_given, transposed=True)
+    xs, heads = tuple(map(dequantize, xs)), tuple(dequantize(one, 0) for one in heads)
 
     def reduce_dout(arriving: list[Transfers]) -> Arrays:
         with jax.named_scope("project_output_dw"):
-            found["dout"] = meanwhile(arriving, lambda *dys: block.output.reduce(heads, dys), *dys)
+            found["dout"] = meanwhile(
+                arriving, lambda *dys: _sum_over_sequences(block.output, heads, dys, of_x=False), *dys
+            )
         return dheads[1:]
+
+    def of_dx(w: Operand, dzs: Arrays, axis_name: str | None) -> tuple[Operand, Operands]:
+        return weight_operands(
+            quantization, w, dzs, products="backward", axis_name=axis_name, others_are_cotangents=True
+        )
 
     def local_dx(*dzs: Array) -> Arrays:
         with jax.named_scope("project_inputs_dx"):
-            return tuple(weight_gradient(dz, gathered, block.projections.precision).astype(w.dtype) for dz in dzs)
+            w_given, given = of_dx(gathered, dzs, None)
+            return tuple(weight_gradient(dz, w_given, block.projections.precision).astype(w.dtype) for dz in given)
 
     def first_dxs(leaving: list[Transfers], dzs: Arrays) -> None:
         if gathered is not None and dzs:
@@ -159,11 +186,11 @@ def _backward(block: ExchangedAttention, saved: tuple, dys: Arrays) -> tuple[Arr
     dzs, dshared = block.through(dheads[0], reduce_dout, lambda i, dy: pulls[i](dy), first_dxs)
     if gathered is None:
         with jax.named_scope("project_inputs_dx"):
-            dxs = _transposed_product(block.projections, w, dzs)
+            dxs = _transposed_product(block.projections, *of_dx(w, dzs, block.projections.axis_name))
     else:
         dxs = (*found.get("dxs", ()), *local_dx(dzs[-1]))
     with jax.named_scope("project_inputs_dw"):
-        dw = block.projections.reduce(dzs, xs)
+        dw = _sum_over_sequences(block.projections, dzs, xs, of_x=True)
     return dxs, dw, found["dout"], None, jax.tree.map(lambda *each: functools.reduce(jnp.add, each), *dshared)
 
 
@@ -171,8 +198,8 @@ exchanged_attention.defvjp(_forward, _backward)
 
 
 def _first_derivative_only(block: ExchangedAttention, arrays: Arrays) -> Arrays:
-    """Returns the arrays; those of a block with direct copies refuse a second derivative by name."""
-    return _one_derivative(*arrays) if block.direct else arrays
+    """Returns the arrays; those of a block with direct copies, or in 8 bits, refuse a second derivative by name."""
+    return _one_derivative(*arrays) if block.direct or block.projections.quantization else arrays
 
 
 _one_derivative = first_only(
@@ -180,7 +207,28 @@ _one_derivative = first_only(
 )
 
 
-def _transposed_product(executor: Executor, w: Array, zs: Arrays) -> Arrays:
+def _in_8_bits(
+    quantization: Quantization | None, arrays: Arrays, contracted: int, over: tuple[str, ...] = ()
+) -> Operands:
+    if quantization is None:
+        return arrays
+    kind, scale = quantization.forward, quantization.scale
+    return tuple(quantize(array, kind, contracted, scale=scale, over=over) for array in arrays)
+
+
+def _sum_over_sequences(executor: Executor, xs: Arrays, ys: Arrays, *, of_x: bool) -> Array:
+    """Returns reduce_scatter(sum of x @ y), a gradient of weights; `of_x` says that x and not y is a cotangent."""
+    quantization = executor.quantization
+    kind = None if quantization is None else quantization.weights
+    if quantization is None or kind is None:
+        return executor.reduce(xs, ys)
+    scale, roundings = quantization.scale, (None, quantization.rounding)
+    x = quantize(lax.concatenate(xs, 1), kind, 1, scale=scale, rounding=roundings[of_x])
+    y = quantize(lax.concatenate(ys, 0), kind, 0, scale=scale, rounding=roundings[not of_x])
+    return executor.reduce((x,), (y,))
+
+
+def _transposed_product(executor: Executor, w: Operand, zs: Operands) -> Arrays:
     """Returns z.T @ all_gather(w) for each z [R*m, r]."""
     return tuple(row_major(y.T) for y in executor.weight_gradient(w, zs))
 
@@ -201,7 +249,10 @@ class Sizes:
     out: int  # the features of the queries of this device's heads
 
 
-def times_as_fast(sizes: Sizes, chip: Chip, ring: int, itemsize: int, gathered_bytes: int = 0) -> float:
+def times_as_fast(
+    sizes: Sizes, chip: Chip, ring: int, itemsize: int, gathered_bytes: int = 0,
+    quantization: Quantization | None = None,
+) -> float:  # fmt: skip
     """Predicts the time with travelling rows divided by that with travelling heads, gradients included.
 
     Rows that travel are an all_gather_matmul and a matmul_reduce_scatter, and weights that travel two
@@ -210,7 +261,7 @@ def times_as_fast(sizes: Sizes, chip: Chip, ring: int, itemsize: int, gathered_b
     `gathered_bytes` of what it gathers: rows, or the weights of the inputs.
     """
     b, r, k = sizes.batch, sizes.rows, sizes.features
-    options: Any = {"chip": chip, "ring": ring, "itemsize": itemsize}
+    options: Any = {"chip": chip, "ring": ring, "itemsize": itemsize, "quantization": quantization}
     rows = [
         plan("all_gather_matmul", (b, r, k), (k, sizes.inputs), gathered_bytes=gathered_bytes, **options),
         plan("matmul_reduce_scatter", (b, ring * r, sizes.out), (sizes.out, k), **options),

@@ -201,14 +201,15 @@ def matmul_all_reduce(
 
 
 def executor_for_weights(
-    op: str, w: Array, rows: int, axis_name: str, *, backend: str | None, precision: lax.PrecisionLike
-) -> Executor:
+    op: str, w: Array, rows: int, axis_name: str, *, backend: str | None, precision: lax.PrecisionLike,
+    quantization: Quantization | None = None,
+) -> Executor:  # fmt: skip
     """Returns what executes products of all_gather(w), where w is [m, k], with `rows` rows of this device.
 
     A backend of None stands for what is predicted to be fastest in `all_gather_matmul` of the same shapes. `op` is the
     name in messages.
     """
-    options = Options(backend, precision=precision)
+    options = Options(backend, precision=precision, quantization=quantization)
     size = check_operands(op, (w,), (w,), axis_name)
     shapes = [w.shape, (w.shape[1], rows)]
     return choose_executor("all_gather_matmul", shapes, w.dtype, axis_name, size, options)[0]

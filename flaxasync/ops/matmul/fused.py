@@ -22,7 +22,7 @@ from flaxasync.kernels.weight_gradient import gather_weight_gradient
 from flaxasync.ops.execution import cannot_serve
 from flaxasync.ops.matmul import products
 from flaxasync.ops.matmul.products import Arrays, Operands
-from flaxasync.ops.quantization import Operand, Quantization, Quantized, dequantize
+from flaxasync.ops.quantization import Operand, Quantization, Quantized, values_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +44,14 @@ class FusedExecutor:
         it makes of them is dropped.
         """
         size, (*batch, m, k) = lax.axis_size(self.axis_name), x.shape
-        values, scales, of_rows = _values(x), None, None
+        values, scales, of_rows = values_of(x), None, None
         if isinstance(x, Quantized):  # scales are few, and travel ahead
             of_rows = lax.all_gather(x.scales, self.axis_name, axis=x.ndim - 2, tiled=True)
             scales = _row_scales(of_rows, size, values.dtype), [_column_scales(w) for w in ws]
         block, unit = _block(values), sublanes(values.dtype)
         ys, gathered = all_gather_matmul(
             block,
-            tuple(_pad(_values(w), {0: LANES, 1: LANES}) for w in ws),
+            tuple(_pad(values_of(w), {0: LANES, 1: LANES}) for w in ws),
             self.axis_name,
             transposed=transposed,
             keep_gathered=keep,
@@ -85,8 +85,8 @@ class FusedExecutor:
                 return functools.reduce(jnp.add, each)
             scales = _row_scales(x.scales, size, x.values.dtype), _column_scales(ws[0])
         y = matmul_reduce_scatter(
-            tuple(_pad_blocks(_values(x), size, sublanes(_values(x).dtype)) for x in xs),
-            tuple(_pad(_values(w), {0: LANES, 1: LANES}) for w in ws),
+            tuple(_pad_blocks(values_of(x), size, sublanes(values_of(x).dtype)) for x in xs),
+            tuple(_pad(values_of(w), {0: LANES, 1: LANES}) for w in ws),
             self.axis_name,
             transposed=transposed,
             scales=scales,
@@ -98,16 +98,19 @@ class FusedExecutor:
     def all_reduce(self, xs: Operands, ws: Operands) -> Array:
         return products.scatter_then_gather(lambda xs: self.reduce(xs, ws), xs, self.axis_name)
 
-    def weight_gradient(self, x: Operand, dys: Arrays) -> Arrays:
+    def weight_gradient(self, x: Operand, dys: Operands) -> Arrays:
         size, (*_, m, k) = lax.axis_size(self.axis_name), x.shape
-        x = dequantize(x).reshape(-1, m, k)
-        unit = sublanes(x.dtype)
-        if -(-m // unit) * unit * x.shape[0] % LANES:
-            unit = math.lcm(unit, LANES // math.gcd(LANES, x.shape[0]))
+        values = values_of(x).reshape(-1, m, k)
+        unit = sublanes(values.dtype)
+        if -(-m // unit) * unit * values.shape[0] % LANES:
+            unit = math.lcm(unit, LANES // math.gcd(LANES, values.shape[0]))
+        scales = (_column_scales(x), [_column_scales(dy) for dy in dys]) if isinstance(x, Quantized) else None
         dws = gather_weight_gradient(
-            _pad(x, {1: unit, 2: LANES}),
-            tuple(_pad_blocks(dy, size, unit) for dy in dys),
+            _pad(values, {1: unit, 2: LANES}),
+            tuple(_pad_blocks(values_of(dy), size, unit) for dy in dys),
             self.axis_name,
+            scales=scales,
+            result=x.dtype,
             directions=self.directions,
         )
         return tuple(dw[:k, : dy.shape[-1]] for dw, dy in zip(dws, dys, strict=True))
@@ -136,10 +139,6 @@ def check_kernels(
         limit = f"is a kernel with loops of its own, which unroll does not reach: got unroll={unroll}"
     if limit is not None:
         raise cannot_serve(op, "fused", limit, instead)
-
-
-def _values(x: Operand) -> Array:
-    return x.values if isinstance(x, Quantized) else x
 
 
 def _row_scales(scales: Array, size: int, dtype: jnp.dtype) -> Array:

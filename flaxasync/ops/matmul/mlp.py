@@ -29,7 +29,14 @@ from flaxasync.kernels.engine.matmul import Values
 from flaxasync.ops.matmul import api, vjp
 from flaxasync.ops.matmul.fused import FusedExecutor
 from flaxasync.ops.matmul.products import Arrays, Operands, weight_gradient
-from flaxasync.ops.quantization import Operand, Quantization, backward_operands, cotangents, forward_operands
+from flaxasync.ops.quantization import (
+    Operand,
+    Quantization,
+    backward_operands,
+    cotangents,
+    forward_operands,
+    weight_operands,
+)
 from flaxasync.ops.saved import GATHERED, PRODUCT, first_only
 from flaxasync.transport.schedule import tie
 
@@ -144,7 +151,10 @@ def _mlp_bwd(
         )  # fmt: skip
     assert dys is not None
     with jax.named_scope("matmul_reduce_scatter_dw"):
-        (h_given,), _ = forward_operands(executor.quantization, (h.reshape(-1, h.shape[-1]),), ())
+        h = h.reshape(-1, h.shape[-1])
+        if executor.quantization is not None and executor.quantization.weights is None:  # else it is rounded below
+            (h,), _ = forward_operands(executor.quantization, (h,), ())
+        dys, (h_given,) = weight_operands(executor.quantization, dys, (h,))
         d_down = weight_gradient(h_given, dys).astype(dy.dtype)
     d_down, dproducts = tie(d_down, tuple(dproducts))  # d_down can travel beside what follows, and h and dys end here
     return *vjp.gather_and_multiply_bwd(executor, keep, (x, ws), dproducts), cotangents((down,), (d_down,))[0]

@@ -8,14 +8,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from flaxasync.ops.quantization import Operand, Quantized, dequantize
+from flaxasync.ops.quantization import Operand, Quantized, values_of
 
 type Arrays = tuple[Array, ...]
 type Operands = tuple[Operand, ...]
 
 
 def accumulator_dtype(x: Operand) -> jnp.dtype:
-    """Returns the dtype for sums of many products of `x`: float32, or float64 where `x` is float64."""
+    """Returns the dtype for sums of many products of `x`: int32 for integers, float64 for it, or else float32."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return jnp.dtype(jnp.int32)
     return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
 
@@ -23,9 +25,8 @@ def dot(x: Operand, w: Operand, precision: lax.PrecisionLike = None, *, transpos
     """Returns x @ w, or x @ w.T, in the dtype in which it is accumulated; of quantised operands, in that of scales."""
     contracting = ((x.ndim - 1,), (1 if transposed else 0,))
     if isinstance(x, Quantized) and isinstance(w, Quantized):
-        exact = x.values.dtype == jnp.int8
         sums = lax.dot_general(
-            x.values, w.values, (contracting, ((), ())), preferred_element_type=jnp.int32 if exact else jnp.float32
+            x.values, w.values, (contracting, ((), ())), preferred_element_type=accumulator_dtype(x.values)
         )
         return sums.astype(x.scales.dtype) * x.scales[..., None] * w.scales
     return lax.dot_general(
@@ -42,22 +43,42 @@ def sum_of_products(
 
 
 def weight_gradient(x: Operand, dy: Operand, precision: lax.PrecisionLike = None) -> Array:
+    """Returns x.T @ dy over all rows of all batches, in the dtype in which it is accumulated, or that of scales.
+
+    Operands that are quantised are those of `weight_operands`.
+    """
+    return scaled_columns(sums_over_rows(values_of(x), values_of(dy), precision), x, dy)
+
+
+def sums_over_rows(x: Array, dy: Array, precision: lax.PrecisionLike = None) -> Array:
     """Returns x.T @ dy over all rows of all batches, in the dtype in which it is accumulated."""
-    x, dy, rows = dequantize(x), dequantize(dy), tuple(range(x.ndim - 1))
+    rows, contracted = tuple(range(x.ndim - 1)), None
+    if x.dtype.itemsize == 1:
+        # v5e multiplies 8-bit values at twice the rate only where those of the left operand lie along lanes.
+        x, dy, rows = row_major(row_major(merge_batches(x)).T), merge_batches(dy), (0,)
+        contracted = (1,)
     return lax.dot_general(
-        x, dy, ((rows, rows), ((), ())), precision=precision, preferred_element_type=accumulator_dtype(x)
+        x, dy, ((contracted or rows, rows), ((), ())), precision=precision, preferred_element_type=accumulator_dtype(x)
     )
 
 
-def weight_gradients(x: Operand, dys: Arrays, precision: lax.PrecisionLike = None) -> Arrays:
+def scaled_columns(sums: Array, x: Operand, dy: Operand) -> Array:
+    """Returns x.T @ dy of the sums [k, n] of its values."""
+    if not isinstance(x, Quantized):
+        return sums
+    return sums.astype(x.scales.dtype) * x.scales[:, None] * dy.scales
+
+
+def weight_gradients(x: Operand, dys: Operands, precision: lax.PrecisionLike = None) -> Arrays:
     """Returns x.T @ dy for each dy, in x's dtype, over all rows of all batches.
 
     Narrow dys are joined, so that one product reads x once. Joining them moves them twice, so wide ones are not.
     """
-    x, widths = dequantize(x), [dy.shape[-1] for dy in dys]
+    widths = [dy.shape[-1] for dy in dys]
     if (len(dys) - 1) * x.shape[-1] <= 2 * sum(widths):
         return tuple(weight_gradient(x, dy, precision).astype(x.dtype) for dy in dys)
-    dw = weight_gradient(x, lax.concatenate(dys, x.ndim - 1), precision).astype(x.dtype)
+    joined = jax.tree.map(lambda *parts: lax.concatenate(parts, parts[0].ndim - 1), *dys)
+    dw = weight_gradient(x, joined, precision).astype(x.dtype)
     return tuple(lax.split(dw, widths, axis=1))
 
 

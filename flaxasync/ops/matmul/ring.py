@@ -24,7 +24,7 @@ from flaxasync.ops.costs.cost import Shape
 from flaxasync.ops.execution import cannot_serve
 from flaxasync.ops.matmul import products
 from flaxasync.ops.matmul.products import Arrays, Operands, accumulator_dtype
-from flaxasync.ops.quantization import Operand, Quantization
+from flaxasync.ops.quantization import Operand, Quantization, values_of
 from flaxasync.ring import Index, Ring, ring_gather, ring_reduce
 
 
@@ -79,17 +79,19 @@ class RingExecutor:
             return lax.psum(partial_sum.astype(self._travel_dtype(xs[0])), self.axis_name).astype(xs[0].dtype)
         return products.scatter_then_gather(lambda xs: self.reduce(xs, ws), xs, self.axis_name)
 
-    def weight_gradient(self, x: Operand, dys: Arrays) -> Arrays:
-        def add(block: Operand, row: Index, dws: Arrays) -> Arrays:
-            def product(dy: Array) -> Array:
-                rows = lax.dynamic_slice_in_dim(dy, row, block.shape[-2], axis=-2)
-                return products.weight_gradient(block, rows, self.precision)
+    def weight_gradient(self, x: Operand, dys: Operands) -> Arrays:
+        values = values_of(x)
 
-            return tuple(dw + product(dy) for dw, dy in zip(dws, dys, strict=True))
+        def add(block: Array, row: Index, sums: Arrays) -> Arrays:
+            def product(dy: Operand) -> Array:
+                rows = lax.dynamic_slice_in_dim(values_of(dy), row, block.shape[-2], axis=-2)
+                return products.sums_over_rows(block, rows, self.precision)
 
-        zeros = tuple(jnp.zeros((x.shape[-1], dy.shape[-1]), accumulator_dtype(x)) for dy in dys)
-        dws = ring_gather(self.ring, x, tuple(_vary_like(zero, x, *dys) for zero in zeros), add)
-        return tuple(dw.astype(x.dtype) for dw in dws)
+            return tuple(sum_ + product(dy) for sum_, dy in zip(sums, dys, strict=True))
+
+        zeros = tuple(jnp.zeros((x.shape[-1], dy.shape[-1]), accumulator_dtype(values)) for dy in dys)
+        sums = ring_gather(self.ring, values, tuple(_vary_like(zero, x, *dys) for zero in zeros), add)
+        return tuple(products.scaled_columns(sum_, x, dy).astype(x.dtype) for sum_, dy in zip(sums, dys, strict=True))
 
     def _travel_dtype(self, x: Operand) -> jnp.dtype:
         return jnp.dtype(self.reduce_dtype or x.dtype)

@@ -51,6 +51,7 @@ from flaxasync.ops.quantization import (
     cotangents,
     dequantize,
     forward_operands,
+    weight_operands,
 )
 from flaxasync.ops.saved import GATHERED, PRODUCT
 
@@ -84,8 +85,11 @@ class Executor(Protocol):
         """Returns all_reduce(sum of x @ w), whose type says that it does not vary over the axis."""
         ...
 
-    def weight_gradient(self, x: Operand, dys: Arrays) -> Arrays:
-        """Returns all_gather(x).T @ dy for each dy [..., R*m, n], over all rows of all batches, in x's dtype."""
+    def weight_gradient(self, x: Operand, dys: Operands) -> Arrays:
+        """Returns all_gather(x).T @ dy for each dy [..., R*m, n], over all rows of all batches, in x's dtype.
+
+        Operands that are quantised are those of `weight_operands`.
+        """
         ...
 
 
@@ -114,10 +118,13 @@ def gather_and_multiply_bwd(
     with jax.named_scope("all_gather_matmul_dx"):
         dx = executor.reduce(*backward_operands(executor.quantization, dys, ws), transposed=True)
     with jax.named_scope("all_gather_matmul_dw"):
-        if not keep:
-            return dx, cotangents(ws, executor.weight_gradient(x, dys))
-        alike = tuple(dy.reshape(*x.shape[:-1], dy.shape[-1]) for dy in dys)
-        return dx, cotangents(ws, weight_gradients(x, alike, executor.precision))
+        if keep:
+            dys = tuple(dy.reshape(*x.shape[:-1], dy.shape[-1]) for dy in dys)
+        axis_name = None if keep else executor.axis_name
+        x, dys_given = weight_operands(executor.quantization, x, dys, axis_name=axis_name, others_are_cotangents=True)
+        if keep:
+            return dx, cotangents(ws, weight_gradients(x, dys_given, executor.precision))
+        return dx, cotangents(ws, executor.weight_gradient(x, dys_given))
 
 
 gather_and_multiply.defvjp(_gather_and_multiply_fwd, gather_and_multiply_bwd)
@@ -170,8 +177,9 @@ def _multiply_and_scatter_bwd(
         dxs, gathered = executor.gather(dy_given, ws_given, transposed=True, keep=True)
     assert gathered is not None
     with jax.named_scope("matmul_reduce_scatter_dw"):
-        alike = (dequantize(x).reshape(*gathered.shape[:-1], x.shape[-1]) for x in xs)
-        dws = tuple(weight_gradient(x, gathered, executor.precision).astype(dy.dtype) for x in alike)
+        alike = tuple(dequantize(x).reshape(*gathered.shape[:-1], x.shape[-1]) for x in xs)
+        gathered, alike_given = weight_operands(executor.quantization, gathered, alike)
+        dws = tuple(weight_gradient(x, gathered, executor.precision).astype(dy.dtype) for x in alike_given)
         return dxs, cotangents(ws, dws)
 
 
@@ -209,7 +217,11 @@ def local_gradients(
     xs, ws = saved
     (dy_given,), ws_given = backward_operands(quantization, (dy,), ws)
     dxs = tuple(dot(dy_given, w, precision, transposed=True).astype(dy.dtype) for w in ws_given)
-    return dxs, cotangents(ws, tuple(weight_gradient(x, dy, precision).astype(dy.dtype) for x in xs))
+    dws = []
+    for x in xs:
+        x_given, (dy_given,) = weight_operands(quantization, x, (dy,), others_are_cotangents=True)
+        dws.append(weight_gradient(x_given, dy_given, precision).astype(dy.dtype))
+    return dxs, cotangents(ws, tuple(dws))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -101,6 +101,7 @@ def integers(op, size):
     """
     arrays = [np.round(40 * a).clip(-126, 126) for a in operands(op, size)]
     arrays[0][..., ::K] = arrays[1][::K] = arrays[1][:, ::N] = arrays[2][..., ::N] = 127
+    arrays[0][:, 0] = arrays[2][:, 0] = 127
     return arrays
 
 
@@ -110,9 +111,9 @@ def exact(arrays):
 
 
 def check_integer_sums(op, size, **options):
-    """Compares an op and its gradients, which are quantised too, to the nearest integer."""
+    """Compares an op and its gradients, which are quantised too, all of them, to the nearest integer."""
     arrays = integers(op, size)
-    quantization = fa.Quantization("int8", "int8", rounding="nearest")
+    quantization = fa.Quantization("int8", "int8", "nearest", weights="int8")
     for got, want in zip(run(op, arrays, size, quantization=quantization, **options), exact(arrays), strict=True):
         np.testing.assert_array_equal(got, want)
 
@@ -181,6 +182,23 @@ def test_gradients_with_quantised_cotangents(op, kind):
     assert_near((y, dx, dw), wants, tolerance)
     assert np.abs(dx - wants[1]).max() > 1e-4
     assert (np.abs(dw - wants[2]).max() > 1e-4) == (op == "matmul_reduce_scatter")
+
+
+@pytest.mark.parametrize("limit", [0, pytest.param(10**6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("op", "kind"), sparse(
+    OPS, ["int8", "fp8"], keep=lambda op, kind: (op + kind) % 2 == 1, slow=lambda op, kind: op < 2
+))  # fmt: skip
+def test_dw_with_quantised_products(op, kind, limit):
+    """They leave y and dx as they were, and dw near that of the model; every executor has the same."""
+    arrays, eight = operands(op, 3), (kind, kind)
+    options = {"gathered_bytes": limit} if op == "all_gather_matmul" else {}
+    y, dx, dw = run(op, arrays, 3, quantization=fa.Quantization(*eight, weights=kind), backend="xla", **options)
+    old_y, old_dx, old_dw = run(op, arrays, 3, quantization=fa.Quantization(*eight), backend="xla", **options)
+    np.testing.assert_array_equal(y, old_y)
+    np.testing.assert_array_equal(dx, old_dx)
+    assert_near((y, dx, dw), model(op, arrays, 3, kind), {"int8": 2e-2, "fp8": 0.2}[kind])
+    assert np.abs(dw - old_dw).max() > 1e-4
+    assert_near((y, dx, dw), run(op, arrays, 3, quantization=fa.Quantization(*eight, weights=kind), backend="none"))
 
 
 @pytest.mark.parametrize(("op", "share"), [("all_gather_matmul", 0.55), ("matmul_reduce_scatter", 1.0)])
