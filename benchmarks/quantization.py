@@ -1,14 +1,17 @@
-"""The MLP of the 8B preset in bfloat16 and in 8 bits, forward and with all gradients, on eight TPUs: estimated.
+"""The MLP and the whole decoder layer of the 8B preset in bfloat16 and in 8 bits, on eight TPUs: estimated.
 
     python benchmarks/quantization.py --programs DIR --write docs/quantization.md     each takes minutes to compile
     python benchmarks/quantization.py --programs DIR --only v6e
 
-Times are those of `fa.check.timeline` of the compiled programs, with kernels that are played; nothing runs on a TPU.
-Gathered rows are kept where `fa.plan` predicts a gain. DIR keeps what was compiled.
+Both are forward and with all gradients. Times are those of `fa.check.timeline` of the compiled programs, with kernels
+that are played; nothing runs on a TPU. Gathered rows are kept where `fa.plan` predicts a gain. DIR keeps what was
+compiled.
 """
 
 import dataclasses
+import itertools
 import pathlib
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,44 +19,54 @@ from flax import nnx
 
 import flaxasync as fa
 from benchmarks.programs import compile_once
-from benchmarks.step import BATCH, SEQUENCE, architecture, layer_program, mesh_of
+from benchmarks.step import BATCH, KEPT, SEQUENCE, architecture, layer_program, mesh_of
 from benchmarks.table import write_rows
 from flaxasync import check
 from flaxasync.ops.trust import trusting
+from models.layer import DecoderLayer
 
-HEADER = ("topology", "products", "backend", "estimated ms", "work ms", "exposed ms")
-KEPT = 128 * 2**20  # bytes of gathered rows
+HEADER = ("topology", "part", "products", "backend", "estimated ms", "work ms", "exposed ms")
+PRODUCTS = {
+    "bfloat16": (None, None, None),
+    "int8": ("int8", None, None),
+    "int8, dx too": ("int8", "int8", None),
+    "int8, dx and dw too": ("int8", "int8", "int8"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     topology: str
+    part: Literal["MLP", "layer"]
+    products: str
     backend: str
-    quantization: fa.Quantization | None
-
-    @property
-    def products(self) -> str:
-        if self.quantization is None:
-            return "bfloat16"
-        return f"{self.quantization.forward}, {'dx too' if self.quantization.backward else 'gradients in bfloat16'}"
 
 
-FORWARD, BOTH = fa.Quantization("int8"), fa.Quantization("int8", "int8")
 CASES = tuple(
     Case(topology, *form)
     for topology in ("v5e:2x4", "v6e:2x4")
-    for form in (("fused", None), ("fused", FORWARD), ("fused", BOTH), ("xla", None), ("xla", FORWARD), ("xla", BOTH))
+    for form in (
+        *itertools.product(["MLP"], PRODUCTS, ["fused", "xla"]),
+        *itertools.product(["layer"], PRODUCTS, ["fused"]),
+    )
 )
 
 
 def row(case: Case, folder: pathlib.Path) -> tuple[str, ...]:
-    model = architecture("llama_8b", "flaxasync")
-    mesh = mesh_of(check.topology_devices(case.topology), "flaxasync", model)
+    kind, backward, weights = PRODUCTS[case.products]
+    model = dataclasses.replace(
+        architecture("llama_8b", KEPT),
+        quantization=kind, quantization_backward=backward, quantization_weights=weights,
+    )  # fmt: skip
+    mesh = mesh_of(check.topology_devices(case.topology), KEPT, model)
 
     def make() -> nnx.Module:
+        if case.part == "layer":
+            return DecoderLayer(model, backend=case.backend, rngs=nnx.Rngs(0))
         return fa.nn.ParallelMLP(
             model.width, model.mlp_width, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, backend=case.backend,
-            quantization=case.quantization, gathered_bytes=KEPT, rngs=nnx.Rngs(0),
+            quantization=kind and fa.Quantization(kind, backward, weights=weights),
+            gathered_bytes=model.gathered_mib * 2**20, rngs=nnx.Rngs(0),
         )  # fmt: skip
 
     with jax.set_mesh(mesh), trusting("predicted"):
@@ -62,7 +75,7 @@ def row(case: Case, folder: pathlib.Path) -> tuple[str, ...]:
         program = compile_once(folder, f"{case}", case.topology, fn, *arguments)
     timeline = check.timeline(program, kernels="play")
     times = (f"{seconds * 1e3:.2f}" for seconds in (timeline.seconds, timeline.compute, timeline.exposed))
-    return case.topology, case.products, case.backend, *times
+    return case.topology, case.part, case.products, case.backend, *times
 
 
 if __name__ == "__main__":

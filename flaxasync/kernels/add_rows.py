@@ -34,17 +34,16 @@ def add_rows(values: Array, rows: Array, scale: Array, tiles: Array | int, *, n:
     (_, features), t = values.shape, rows.shape[1]
     columns = check_add_rows("add_rows", values.dtype, n, t, features)
     need = _bytes(n, t, columns, values.dtype.itemsize)
+    # Those of one tile at a time: where all are in scalar memory, little is left of it, and libtpu spills into HBM.
+    of_tile = pl.BlockSpec((1, 1, t), lambda j, i: (i, 0, 0), memory_space=pltpu.SMEM)
     return pl.pallas_call(
         _body,
         out_shape=output((n, features), values, rows, scale),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            # One tile at least, even of padding, because its last step writes y.
-            grid=(features // columns, max(tiles, 1) if isinstance(tiles, int) else jnp.maximum(tiles, 1)),
-            in_specs=[pl.BlockSpec((t, columns), lambda j, i, *_: (i, j))],
-            out_specs=pl.BlockSpec((n, columns), lambda j, i, *_: (0, j)),
-            scratch_shapes=[pltpu.VMEM((n + 8, columns), jnp.float32), pltpu.VMEM((t, columns), jnp.float32)],
-        ),
+        # One tile at least, even of padding, because its last step writes y.
+        grid=(features // columns, max(tiles, 1) if isinstance(tiles, int) else jnp.maximum(tiles, 1)),
+        in_specs=[of_tile, of_tile, pl.BlockSpec((t, columns), lambda j, i: (i, j))],
+        out_specs=pl.BlockSpec((n, columns), lambda j, i: (0, j)),
+        scratch_shapes=[pltpu.VMEM((n + 8, columns), jnp.float32), pltpu.VMEM((t, columns), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit(need)
         ),
@@ -54,7 +53,7 @@ def add_rows(values: Array, rows: Array, scale: Array, tiles: Array | int, *, n:
             bytes_accessed=(values.size + n * features) * values.dtype.itemsize,
         ),
         name="add_rows",
-    )(rows, scale, values)
+    )(rows[:, None], scale[:, None], values)
 
 
 def check_add_rows(caller: str, dtype: jnp.dtype, n: int, tile_rows: int, features: int) -> int:
@@ -91,8 +90,8 @@ def _body(rows: Ref, scale: Ref, values: Ref, y: Ref, sums: Ref, wide: Ref) -> N
     def add(turn: Scalar, _: None) -> None:
         for i in range(UNROLLED):
             row = turn * UNROLLED + i
-            at = pl.ds(rows[tile, row], 1)
-            sums[at, :] += scale[tile, row] * wide[pl.ds(row, 1), :]
+            at = pl.ds(rows[0, 0, row], 1)
+            sums[at, :] += scale[0, 0, row] * wide[pl.ds(row, 1), :]
 
     lax.fori_loop(0, values.shape[0] // UNROLLED, add, None)
 

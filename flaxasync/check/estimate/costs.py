@@ -40,7 +40,9 @@ class KernelTime:
 
     seconds: float
     exposed: float  # the seconds of it in which the device waits for other devices
-    guessed: bool = False  # whether it reads scalars that the program does not determine, and that are taken as 0
+    guessed: bool = False
+    """Whether it reads scalars that the program does not determine, and that are taken as 0, such as the sizes of
+    groups. Then it may have done nothing: its own estimate, of all it can have to do, counts where that is longer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,10 +155,11 @@ class Costs:
         both = (i, *computation.operands(i))
         if any(leaf.memory_space == SEMAPHORE for one in both for _, leaf in one.shape.leaves()):
             return 0.0, "nothing"  # one half of an asynchronous pair
-        if i.name in self.played:
-            return self.played[i.name].seconds, "played"
-        moved, flops = self._bytes_seconds(computation, i), i.kernel_flops
-        return (moved, "bytes") if flops is None else (max(moved, flops / self.chip.flops), "estimate")
+        moved, flops, played = self._bytes_seconds(computation, i), i.kernel_flops, self.played.get(i.name)
+        least = moved if flops is None else max(moved, flops / self.chip.flops)
+        if played is not None and not (played.guessed and flops is not None and played.seconds < least):
+            return played.seconds, "played"
+        return least, "bytes" if flops is None else "estimate"
 
     def _given(self, kernel: str) -> float | None:
         return self.kernels.get(kernel, self.kernels.get(_NUMBER.sub("", kernel)))

@@ -103,7 +103,10 @@ def kernel_times(
             partial.replace(file)  # so that another process never reads a part of it
         found |= dict.fromkeys(names, time)
         if time.guessed:
-            lines.append(f"{names[0]} was simulated with 0 for scalars that the text of the program does not determine")
+            lines.append(
+                f"{names[0]} was simulated with 0 for scalars that the text of the program does not determine; where "
+                "its own cost estimate is longer, that counts"
+            )
     return found, tuple(lines)
 
 
