@@ -51,6 +51,7 @@ class Case:
     kept: int = 0
     model: Literal["8B", "70B"] = "8B"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights and moments
+    kind: Literal["int8"] | None = None  # of all products of the decoder layers, gradients too, on the fused kernels
 
 
 # On v5e and v5p libtpu takes the flags of v6e except the limit of scoped vector memory, which is that of the chip.
@@ -67,6 +68,7 @@ CASES: tuple[Case | Recipe, ...] = (
     Case("v5p:2x2x2", (1, 8, 1), 2, 8192, remat="cheap", overlap="prefetch_pallas"),
     Recipe("8B", "v5p:2x2x2", math.nan, 2, offloaded=(), saved=(*PROJECTIONS, "gate", "up"), flags=V5P),
     Case("v5e:4x4", (1, 4, 4), 1, 4096, overlap="prefetch_pallas"),
+    Case("v5e:4x4", (1, 4, 4), 1, 4096, overlap="prefetch_pallas", kind="int8"),
     Recipe("8B", "v5e:4x4", math.nan, 1, length=4096),
 )
 
@@ -78,8 +80,16 @@ def config_of(case: Case) -> Config:
         config,
         mesh=dataclasses.replace(config.mesh, data=data, fsdp=fsdp, model=model),
         model=dataclasses.replace(
-            config.model, remat=case.remat, fsdp_overlap=case.overlap, gathered_mib=case.kept, param_dtype=case.dtype
+            config.model,
+            remat=case.remat,
+            fsdp_overlap=case.overlap,
+            gathered_mib=case.kept,
+            param_dtype=case.dtype,
+            quantization=case.kind,
+            quantization_backward=case.kind,
+            quantization_weights=case.kind,
         ),
+        backend="fused" if case.kind else config.backend,
         data=dataclasses.replace(
             config.data, batch_size=case.sequences * chips, sequence_length=case.length, microbatches=1
         ),
@@ -103,7 +113,7 @@ def row(case: Case | Recipe, folder: pathlib.Path) -> tuple[str, ...]:
         program = compiled(case, folder)
         timeline = check.timeline(program, kernels="play")
         overlap = f"{case.overlap}, {case.kept} MiB kept" if case.kept else case.overlap
-        named = (OURS, "x".join(map(str, case.mesh)), case.remat, overlap)
+        named = (f"{OURS}, {case.kind}" if case.kind else OURS, "x".join(map(str, case.mesh)), case.remat, overlap)
     seconds, tokens = timeline.seconds, case.sequences * case.length
     name = "70B" if "70B" in str(case) else "8B"
     flops = tokens * model_flops_per_token(PRESETS[name]().model, case.length)

@@ -236,7 +236,8 @@ def weight_operands(
 ) -> tuple[Operand, tuple[Operand, ...]]:  # fmt: skip
     """Returns what is multiplied for the products travelled.T @ other over all rows, of all devices.
 
-    They are arrays, or what is quantised has a scale for each *column*.
+    They are arrays, or both have 8-bit values with a scale for each *column*. If only `others` are arrays, `travelled`
+    travels as it is given, and is dequantised where it arrives.
 
     Args:
       products: Which products these are: "weights", or "backward" where w travelled, and dx is a sum over its rows.
@@ -247,7 +248,7 @@ def weight_operands(
     whole = tuple(dequantize(other) for other in others)
     kind = None if quantization is None else getattr(quantization, products)
     if quantization is None or kind != quantization.forward:  # `travelled` has its values
-        return dequantize(travelled), whole
+        return travelled if axis_name is not None else dequantize(travelled), whole
     of_rows, rows = travelled.scales, tuple(range(whole[0].ndim - 1))
     if axis_name is not None:
         of_rows = lax.all_gather(of_rows, axis_name, axis=of_rows.ndim - 1, tiled=True)

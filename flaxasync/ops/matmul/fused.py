@@ -22,7 +22,7 @@ from flaxasync.kernels.weight_gradient import gather_weight_gradient
 from flaxasync.ops.execution import cannot_serve
 from flaxasync.ops.matmul import products
 from flaxasync.ops.matmul.products import Arrays, Operands
-from flaxasync.ops.quantization import Operand, Quantization, Quantized, values_of
+from flaxasync.ops.quantization import Operand, Quantization, Quantized, dequantize, values_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +100,12 @@ class FusedExecutor:
 
     def weight_gradient(self, x: Operand, dys: Operands) -> Arrays:
         size, (*_, m, k) = lax.axis_size(self.axis_name), x.shape
-        values = values_of(x).reshape(-1, m, k)
+        both = isinstance(dys[0], Quantized)
+        values = (values_of(x) if both else dequantize(x)).reshape(-1, m, k)
         unit = sublanes(values.dtype)
         if -(-m // unit) * unit * values.shape[0] % LANES:
             unit = math.lcm(unit, LANES // math.gcd(LANES, values.shape[0]))
-        scales = (_column_scales(x), [_column_scales(dy) for dy in dys]) if isinstance(x, Quantized) else None
+        scales = (_column_scales(x), [_column_scales(dy) for dy in dys]) if both else None
         dws = gather_weight_gradient(
             _pad(values, {1: unit, 2: LANES}),
             tuple(_pad_blocks(values_of(dy), size, unit) for dy in dys),

@@ -64,7 +64,7 @@ def sums_over_rows(x: Array, dy: Array, precision: lax.PrecisionLike = None) -> 
 
 def scaled_columns(sums: Array, x: Operand, dy: Operand) -> Array:
     """Returns x.T @ dy of the sums [k, n] of its values."""
-    if not isinstance(x, Quantized):
+    if not isinstance(x, Quantized) or not isinstance(dy, Quantized):
         return sums
     return sums.astype(x.scales.dtype) * x.scales[:, None] * dy.scales
 

@@ -24,7 +24,7 @@ from flaxasync.ops.costs.cost import Shape
 from flaxasync.ops.execution import cannot_serve
 from flaxasync.ops.matmul import products
 from flaxasync.ops.matmul.products import Arrays, Operands, accumulator_dtype
-from flaxasync.ops.quantization import Operand, Quantization, values_of
+from flaxasync.ops.quantization import Operand, Quantization, Quantized, dequantize, values_of
 from flaxasync.ring import Index, Ring, ring_gather, ring_reduce
 
 
@@ -80,17 +80,19 @@ class RingExecutor:
         return products.scatter_then_gather(lambda xs: self.reduce(xs, ws), xs, self.axis_name)
 
     def weight_gradient(self, x: Operand, dys: Operands) -> Arrays:
-        values = values_of(x)
+        travelling = values_of(x) if isinstance(dys[0], Quantized) else x
 
-        def add(block: Array, row: Index, sums: Arrays) -> Arrays:
+        def add(block: Operand, row: Index, sums: Arrays) -> Arrays:
+            block = dequantize(block)
+
             def product(dy: Operand) -> Array:
                 rows = lax.dynamic_slice_in_dim(values_of(dy), row, block.shape[-2], axis=-2)
                 return products.sums_over_rows(block, rows, self.precision)
 
             return tuple(sum_ + product(dy) for sum_, dy in zip(sums, dys, strict=True))
 
-        zeros = tuple(jnp.zeros((x.shape[-1], dy.shape[-1]), accumulator_dtype(values)) for dy in dys)
-        sums = ring_gather(self.ring, values, tuple(_vary_like(zero, x, *dys) for zero in zeros), add)
+        zeros = tuple(jnp.zeros((x.shape[-1], dy.shape[-1]), accumulator_dtype(travelling)) for dy in dys)
+        sums = ring_gather(self.ring, travelling, tuple(_vary_like(zero, x, *dys) for zero in zeros), add)
         return tuple(products.scaled_columns(sum_, x, dy).astype(x.dtype) for sum_, dy in zip(sums, dys, strict=True))
 
     def _travel_dtype(self, x: Operand) -> jnp.dtype:

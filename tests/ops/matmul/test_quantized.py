@@ -201,14 +201,20 @@ def test_dw_with_quantised_products(op, kind, limit):
     assert_near((y, dx, dw), run(op, arrays, 3, quantization=fa.Quantization(*eight, weights=kind), backend="none"))
 
 
-@pytest.mark.parametrize(("op", "share"), [("all_gather_matmul", 0.55), ("matmul_reduce_scatter", 1.0)])
-def test_blocks_travel_in_eight_bits_and_sums_in_the_dtype_of_the_operands(op, share):
-    """Counted in the compiled program, of a forward pass with as many features as make scales small."""
+@pytest.mark.parametrize(("op", "gradient", "share"), [
+    ("all_gather_matmul", False, 0.55),
+    ("all_gather_matmul", True, 0.7),  # x in 8 bits twice, and the sums of dx
+    ("matmul_reduce_scatter", False, 1.0),
+])  # fmt: skip
+def test_blocks_travel_in_eight_bits_and_sums_in_the_dtype_of_the_operands(op, gradient, share):
+    """Counted in the compiled program, with as many features as make scales small."""
     *in_specs, out_spec = specs(op)
 
     def sent(quantization):
         fn = functools.partial(getattr(fa, op), axis_name="model", quantization=quantization, backend="xla")
         mapped = jax.jit(jax.shard_map(fn, in_specs=tuple(in_specs), out_specs=out_spec))
+        if gradient:
+            mapped = jax.jit(jax.grad(lambda x, w, forward=mapped: forward(x, w).astype(jnp.float32).sum(), (0, 1)))
         with jax.set_mesh(jax.make_mesh((4,), ("model",), devices=jax.devices()[:4])):
             shapes = (1, 16, 512), (512, 512)
             args = [jax.device_put(np.ones(s, jnp.bfloat16), spec) for s, spec in zip(shapes, in_specs, strict=True)]
