@@ -47,7 +47,7 @@ def predicted(preset: str, chip: str, chips: int) -> tuple[str, ...]:
 
 
 def mesh_text(prediction: Prediction) -> str:
-    return "x".join(str(prediction.mesh.get(axis, 1)) for axis in ("data", "fsdp", "context", "model"))
+    return "x".join(map(str, prediction.sizes.values()))
 
 
 def main() -> None:

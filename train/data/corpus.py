@@ -7,7 +7,6 @@ cache folder once for each version.
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -22,11 +21,10 @@ import numpy as np
 from train.config import DataConfig
 from train.data.tokenizer import Tokenizer, is_file, tokenize_files
 from train.lifecycle.errors import InputError, RunError, StorageError
-from train.metrics.output import user_cache, write_atomically
+from train.metrics.output import user_cache
 
 CHUNK_TOKENS = 1 << 24  # number of tokens that are checked at a time
 HASHED_BYTES = 1 << 24  # threads hash chunks of this size
-CACHED_BYTES = 1 << 26  # files of at least this size are not hashed again unless they were modified
 _TOKEN_FILES = (".npy", ".bin")
 _TOKEN_DTYPES = (np.dtype("uint8"), np.dtype("uint16"), np.dtype("uint32"))
 # These folders and modules of the standard library are not code that was written to be read, or differ between
@@ -42,7 +40,6 @@ class Corpus:
     name: str  # the path or the URL, for messages
     tokens: np.ndarray  # 1-D, uint8, uint16 or uint32; it may be mapped from a file
     is_text: bool  # whether every token is a byte of text, so that generated tokens can be shown as text
-    file: Path | None = None  # what the tokens are mapped from; None if they are in memory
     tokenizer: Tokenizer | None = None  # what makes text of tokens, if its file was given
 
 
@@ -59,23 +56,23 @@ def open_corpora(config: DataConfig, *, vocab_size: int) -> dict[str, Corpus]:
 def open_source(location: str | None, config: DataConfig, *, vocab_size: int, field: str = "data.path") -> Corpus:
     """Opens and checks the data at a path or a URL, or Python's standard library; messages name its `field`."""
     name = location or f"the standard library of Python {platform.python_version()}"
-    tokenizer, file, is_text = None, None, False
+    tokenizer, is_text = None, False
     if config.tokenizer is not None and is_file(config.tokenizer):
         tokenizer = Tokenizer.open(Path(config.tokenizer).expanduser(), vocab_size=vocab_size)
     try:
         path = None if location is None else _find(location, field)
         if path is not None and path.suffix in _TOKEN_FILES:
-            tokens, file = _map_tokens(path, np.dtype(config.token_dtype), field), path
+            tokens = _map_tokens(path, np.dtype(config.token_dtype), field)
         elif tokenizer is not None:
-            file = tokenize_files(_text_files(path, field), tokenizer, separator=config.separator)
-            tokens = np.memmap(file, np.uint32, "r")
+            texts = _text_files(path, field)
+            tokens = np.memmap(tokenize_files(texts, tokenizer, separator=config.separator), np.uint32, "r")
         elif config.tokenizer is not None:
             raise InputError(
                 f"{field} must be a .npy or .bin file of tokens where data.tokenizer is a name: {name} is text, and "
                 f"nothing says how to turn it into tokens of {config.tokenizer}; give its tokenizer.json, or None"
             )
         elif path is not None and path.is_file():
-            tokens, file, is_text = _map_text(path, field), path, True
+            tokens, is_text = _map_text(path, field), True
         else:
             joined = b"\n".join(text.read_bytes() for text in _text_files(path, field))
             tokens, is_text = np.frombuffer(joined, np.uint8), True
@@ -84,13 +81,13 @@ def open_source(location: str | None, config: DataConfig, *, vocab_size: int, fi
     except OSError as error:
         raise InputError(f"{field} must be readable: {error.filename or location}: {error.strerror}") from error
     _check_tokens(tokens, name, vocab_size, field)
-    return Corpus(name, tokens, is_text, file, tokenizer)
+    return Corpus(name, tokens, is_text, tokenizer)
 
 
-def identify(corpus: Corpus, tokenizer: str | None, cache: Path) -> dict[str, Any]:
+def identify(corpus: Corpus, tokenizer: str | None) -> dict[str, Any]:
     """Returns what a checkpoint records of data, in which alone its position has a meaning, as JSON data.
 
-    `tokenizer` names what made a file of tokens. The file `cache` has the hashes of large files.
+    `tokenizer` names what made a file of tokens.
     """
     if corpus.tokenizer:
         tokenizer = corpus.tokenizer.name
@@ -98,24 +95,8 @@ def identify(corpus: Corpus, tokenizer: str | None, cache: Path) -> dict[str, An
         "tokens": corpus.tokens.size,
         "dtype": str(corpus.tokens.dtype),
         "tokenizer": tokenizer or ("bytes" if corpus.is_text else "unnamed"),
-        "content_hash": _cached_hash(corpus, cache),
+        "content_hash": hash_all(corpus.tokens),
     }
-
-
-def _cached_hash(corpus: Corpus, cache: Path) -> str:
-    if corpus.file is None or corpus.tokens.nbytes < CACHED_BYTES:
-        return hash_all(corpus.tokens)
-    status = corpus.file.stat()
-    version = [str(corpus.tokens.dtype), status.st_size, status.st_mtime_ns]
-    known: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        known = dict(json.loads(cache.read_text()))
-    entry = known.get(str(corpus.file))
-    if not isinstance(entry, dict) or entry.get("version") != version:
-        entry = {"version": version, "hash": hash_all(corpus.tokens)}
-        with contextlib.suppress(OSError):  # without the cache, the file is hashed again at the next start
-            write_atomically(cache, json.dumps(known | {str(corpus.file): entry}, indent=2) + "\n")
-    return str(entry["hash"])
 
 
 def hash_all(tokens: np.ndarray) -> str:

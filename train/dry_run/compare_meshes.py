@@ -9,56 +9,26 @@ the compiler refuses or cannot compile, or that a backend cannot serve, is repla
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from flaxasync import check
 from flaxasync.check.estimate.phases import Phases
 from flaxasync.ops.trust import Mode, trusting
-from models.config import FsdpOverlap, Remat
 from train.config import Config
 from train.dry_run.command import compile_step, topology_devices
-from train.dry_run.forms import AXES, rank, with_form, with_mesh
-from train.dry_run.mesh_costs import Prediction, form_options
+from train.dry_run.forms import rank, with_form, with_mesh
+from train.dry_run.mesh_costs import PREDICTED, Prediction
 from train.lifecycle.errors import InputError
 from train.metrics.output import gib, say, time_text
 from train.step.flags import flags_of, require_known
-from train.step.mesh import mesh_over
-from train.step.products import model_flops_per_token
+from train.step.mesh import AXES, mesh_over
 from train.step.trainer import backend_limits_are_input_errors
 
-COMPILED, PREDICTED, FAILED = "compiled", "predicted", "predicted; it could not be compiled"  # sources of figures
+COMPILED, FAILED = "compiled", "predicted; it could not be compiled"  # sources of figures, beside PREDICTED
 LISTED = 12  # number of predicted meshes in the printed table; the file has all of them
 HEADER = (*AXES, "remat", "fsdp overlap", "memory", "step", "MFU", "exposed", "by what", "figures are")
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A mesh and its figures, predicted or from the compiled step; there are none if that does not fit."""
-
-    mesh: tuple[int, ...]
-    remat: Remat
-    overlap: FsdpOverlap
-    memory: int  # bytes that a device needs
-    fits: bool
-    seconds: float | None
-    mfu: float | None  # model FLOPs utilization, 0 to 1
-    exposed: float | None  # share of the step in which a device waits for others
-    by_what: str  # what it waits for longest
-    source: str  # COMPILED, PREDICTED, or FAILED
-
-    def cells(self) -> tuple[str, ...]:
-        shares = ["-" if share is None else f"{share:.1%}" for share in (self.mfu, self.exposed)]
-        memory = gib(self.memory) + ("" if self.fits else " (too much)")
-        seconds = "-" if self.seconds is None else time_text(self.seconds)
-        return (*map(str, self.mesh), self.remat, self.overlap, memory, seconds, *shares, self.by_what, self.source)
-
-    @property
-    def place(self) -> tuple[int, float]:
-        """What the table is sorted by: compiled, predicted, failed, too large; then by time, or else by memory."""
-        if not self.fits or self.seconds is None:
-            return 3, self.memory
-        return (COMPILED, PREDICTED, FAILED).index(self.source), self.seconds
 
 
 def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) -> int:
@@ -79,17 +49,14 @@ def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) ->
     fitting = sum(one.fits for one in ranked)
     say(f"meshes     {len(ranked)} of {topology} divide the model and the batch; {fitting} are predicted to fit")
     tried = _compile_best(config, topology, ranked, trust, compiled)
-    rows = sorted([*tried, *map(row_of, ranked[len(tried) :])], key=lambda row: row.place)
-    say(text := table([row.cells() for row in rows[: max(LISTED, compiled)]]))
+    rows = sorted([*tried, *ranked[len(tried) :]], key=place)
+    say(text := table([cells(row) for row in rows[: max(LISTED, compiled)]]))
     if rows[0].fits and rows[0].source != FAILED:
-        options = " ".join(f"--mesh.{name} {size}" for name, size in zip(AXES, rows[0].mesh, strict=True))
-        options += f" {form_options(rows[0].remat, rows[0].overlap)}"
-        say(f"best       {options}, by figures that are {rows[0].source}")
+        say(f"best       {rows[0].options}, by figures that are {rows[0].source}")
     folder = Path(config.workdir) / "dry_run"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "meshes.txt").write_text(text + "\n")
-    figures = [dataclasses.asdict(row) | {"mesh": dict(zip(AXES, row.mesh, strict=True))} for row in rows]
-    (folder / "meshes.json").write_text(json.dumps(figures, indent=2) + "\n")
+    (folder / "meshes.json").write_text(json.dumps([figures(row) for row in rows], indent=2) + "\n")
     say(f"details    {folder}: meshes.txt, and meshes.json with all {len(rows)} meshes")
     if tried and all(row.source == FAILED for row in tried):
         raise InputError(
@@ -98,15 +65,32 @@ def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) ->
     return 0
 
 
-def row_of(one: Prediction) -> Row:
-    form, exposed = (_sizes(one), one.remat, one.overlap), one.exposed / one.seconds
-    return Row(*form, one.needed, one.fits, one.seconds, one.mfu, exposed, one.binds, PREDICTED)
+def place(one: Prediction) -> tuple[int, float]:
+    """What the table is sorted by: compiled, predicted, failed, too large; then by time, or else by memory."""
+    return ((COMPILED, PREDICTED, FAILED).index(one.source), one.seconds) if one.fits else (3, one.needed)
 
 
-def compiled_row(config: Config, topology: str, prediction: Prediction, trust: Mode) -> Row:
-    """Compiles the step on one mesh, in a child process, and returns its row."""
-    form = _sizes(prediction), prediction.remat, prediction.overlap
-    config = with_form(with_mesh(config, form[0]), *form[1:])
+def figures(one: Prediction) -> dict[str, Any]:
+    """Returns a row of meshes.json. A compiled step that does not fit has no times."""
+    times = {"seconds": one.seconds, "mfu": one.mfu, "exposed": one.exposed / one.seconds, "by_what": one.binds}
+    if one.source == COMPILED and not one.fits:
+        times = dict.fromkeys(times) | {"by_what": "memory"}
+    form = {"mesh": one.sizes, "remat": one.remat, "overlap": one.overlap}
+    return form | {"memory": one.needed, "fits": one.fits} | times | {"source": one.source}
+
+
+def cells(one: Prediction) -> tuple[str, ...]:
+    """Returns the row of the table under HEADER."""
+    row = figures(one)
+    shares = ["-" if row[name] is None else f"{row[name]:.1%}" for name in ("mfu", "exposed")]
+    memory = gib(one.needed) + ("" if one.fits else " (too much)")
+    seconds = "-" if row["seconds"] is None else time_text(row["seconds"])
+    return (*map(str, one.sizes.values()), one.remat, one.overlap, memory, seconds, *shares, row["by_what"], one.source)
+
+
+def compiled_form(config: Config, topology: str, one: Prediction, trust: Mode) -> Prediction:
+    """Compiles the step on one mesh, in a child process, and returns the figures of that instead of the predicted."""
+    config = with_form(with_mesh(config, tuple(one.sizes.values())), one.remat, one.overlap)
     try:
         mesh = mesh_over(check.topology_devices(topology), config.mesh, topology)
         with flags_of(config, topology.partition(":")[0]) as flags, jax.set_mesh(mesh), trusting(trust):
@@ -115,17 +99,20 @@ def compiled_row(config: Config, topology: str, prediction: Prediction, trust: M
                 _, program = compile_step(config, topology, mesh, compiler_options=check.HLO_ONLY)
     except check.HbmError as error:
         say(f"           does not fit: it needs {gib(error.needed)}")
-        return Row(*form, error.needed, False, None, None, None, "memory", COMPILED)
+        return dataclasses.replace(one, memory={"total": error.needed}, source=COMPILED)
     except (RuntimeError, InputError) as error:  # a crash, a timeout, a mesh or a backend that cannot serve the run
         say(f"           not compiled: {error}")
-        return dataclasses.replace(row_of(prediction), source=FAILED)
+        return dataclasses.replace(one, source=FAILED)
     timeline = check.timeline(program)
-    seconds, length = timeline.seconds, config.data.sequence_length
-    flops = config.data.batch_size * length * model_flops_per_token(config.model, length)
-    mfu = flops / (seconds * len(program.coords) * check.CHIPS[program.chip].flops)
     longest = (*(name for name, _ in Phases(program).waits(timeline)), "nothing")[0]
-    memory = program.bytes_by_kind["total"]
-    return Row(*form, memory, True, seconds, mfu, timeline.exposed / seconds, longest, COMPILED)
+    return dataclasses.replace(
+        one,
+        memory={"total": program.bytes_by_kind["total"]},
+        work=timeline.seconds - timeline.exposed,
+        waits={longest: timeline.exposed},
+        mfu=one.mfu * one.seconds / timeline.seconds,
+        source=COMPILED,
+    )
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
@@ -135,21 +122,19 @@ def table(rows: list[tuple[str, ...]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _compile_best(config: Config, topology: str, ranked: list[Prediction], trust: Mode, wanted: int) -> list[Row]:
+def _compile_best(
+    config: Config, topology: str, ranked: list[Prediction], trust: Mode, wanted: int
+) -> list[Prediction]:
     """Compiles the first meshes of a ranking until so many fit, and returns the rows of all that were tried.
 
     At most 2 x wanted + 2 meshes are tried, and beyond the first `wanted` only those that are predicted to fit.
     """
-    rows: list[Row] = []
+    rows: list[Prediction] = []
     for number, one in enumerate(ranked[: 2 * wanted + 2], 1):
         done = sum(row.fits and row.source == COMPILED for row in rows)
         if done == wanted or (number > wanted and not one.fits):
             break
         shape = " x ".join(f"{name} {size}" for name, size in one.mesh.items())
         say(f"compiling  {done + 1} of {min(wanted, len(ranked))}: {shape} {one.form} ...")
-        rows.append(compiled_row(config, topology, one, trust))
+        rows.append(compiled_form(config, topology, one, trust))
     return rows
-
-
-def _sizes(prediction: Prediction) -> tuple[int, ...]:
-    return tuple(prediction.mesh.get(name, 1) for name in AXES)

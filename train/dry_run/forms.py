@@ -22,9 +22,8 @@ from train.config import Config, replace_options
 from train.dry_run.mesh_costs import AUTOMATIC, Prediction, form_options, predict, predicted_memory
 from train.lifecycle.errors import InputError, as_input_errors
 from train.metrics.output import gib, say, time_text
-from train.step.mesh import FSDP, check_fits_mesh, mesh_shape
+from train.step.mesh import AXES, FSDP, check_fits_mesh, mesh_shape
 
-AXES = ("data", "fsdp", "context", "model")
 ROOM = 0.9  # share of the memory that a form may need if there is one that needs less
 DIRECT = "prefetch_pallas"
 
@@ -110,13 +109,9 @@ def what_fits(config: Config, chip: Chip, mesh: Mapping[str, int]) -> str:
     here, ranked = _fastest(_forms(free, chip, mesh), chip), rank(free, chip, math.prod(mesh.values()))
     fitting = [one for one in (here, *ranked) if one.needed < min(refused, ROOM * chip.hbm_bytes)]
     texts = [f"{one.form} ({gib(one.needed)})" for one in fitting if one is here]
-    for one in [one for one in fitting if one.mesh != here.mesh][:1]:
-        sizes = " ".join(f"--mesh.{name} {one.mesh.get(name, 1)}" for name in AXES)
-        texts.append(f"{sizes} {one.form} ({gib(one.needed)})")
-    fits = (
-        ", or ".join(texts) or "no form on any mesh; use a smaller data.batch_size, bfloat16 parameters or more chips"
-    )
-    return f"Predicted to fit into {gib(chip.hbm_bytes)}: {fits}"
+    texts += [f"{one.options} ({gib(one.needed)})" for one in fitting if one.mesh != here.mesh][:1]
+    nothing = "no form on any mesh; use a smaller data.batch_size, bfloat16 parameters or more chips"
+    return f"Predicted to fit into {gib(chip.hbm_bytes)}: {', or '.join(texts) or nothing}"
 
 
 @contextlib.contextmanager

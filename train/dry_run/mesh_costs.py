@@ -33,7 +33,7 @@ from flaxasync.ops.costs.cost import hbm
 from models.config import FsdpOverlap, Remat, TransformerConfig
 from models.layer import quantization_of
 from train.config import Config
-from train.step.mesh import CONTEXT, FSDP, batch_shards
+from train.step.mesh import AXES, CONTEXT, FSDP, batch_shards
 from train.step.products import (
     hidden_of_a_token,
     local_heads,
@@ -49,6 +49,7 @@ LOGITS_MOVED = 4  # float32 logits: XLA writes those of a block once and reads t
 LOSS_ROWS = 3072  # the most rows of a block of `fa.nn.linear_cross_entropy`, by its default
 UPDATES_MOVED = 8  # what a scan that prefetches by permutes sends: blocks are cut out, added and written; fitted
 SCORES_HELD = 3  # how often all scores of one layer's attention are in memory, if the layer computes them; assumed
+PREDICTED = "predicted"
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -75,7 +76,7 @@ AUTOMATIC: tuple[Remat, ...] = ("none", "cheap", "dots", "layer")
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A form of the step on a mesh, and what it is predicted to take, in seconds and in bytes of a device."""
+    """A form of the step on a mesh, and what it takes, in seconds and in bytes of a device: predicted, or compiled."""
 
     mesh: Mapping[str, int]
     remat: Remat
@@ -85,11 +86,22 @@ class Prediction:
     waits: Mapping[str, float]  # time in which the core waits for other devices, by the axis and the transfer
     mfu: float  # model FLOPs utilization, 0 to 1
     available: int  # memory that programs can use
+    source: str = PREDICTED  # of the figures; others are those of `train.dry_run.compare_meshes`
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of all four axes, of which `mesh` may lack those of one device."""
+        return {axis: self.mesh.get(axis, 1) for axis in AXES}
 
     @property
     def form(self) -> str:
         """The options of the command line that name the form."""
         return form_options(self.remat, self.overlap)
+
+    @property
+    def options(self) -> str:
+        """The options of the command line that name the mesh and the form."""
+        return " ".join([*(f"--mesh.{axis} {size}" for axis, size in self.sizes.items()), self.form])
 
     @property
     def needed(self) -> int:

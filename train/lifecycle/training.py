@@ -61,7 +61,7 @@ class Run:
         self.training, self.validation = split(self.corpora, config)
         self.evaluation = Evaluation(self.validation, config, mesh)
         self.batches = TrainingBatches(self.training, config, mesh)
-        corpus = {name: identify(source, config.data.tokenizer, work.hashes) for name, source in self.corpora.items()}
+        corpus = {name: identify(source, config.data.tokenizer) for name, source in self.corpora.items()}
         self.identity = identify_run(config, corpus, flags.in_effect(mesh.devices.flat[0].platform))
         kept, folder = config.checkpoint, config.checkpoint.folder or work.checkpoints
         self.checkpoints = Checkpoints(folder, keep=kept.keep, permanent_every=kept.permanent_every)

@@ -33,7 +33,6 @@ class Workdir:
         self.plot = root / "loss.png"
         self.sample = root / "sample.txt"
         self.program = root / "program.txt.gz"
-        self.hashes = root / "corpus.json"
         self.checkpoints = root / "checkpoints"
         self.set_aside = root / "set_aside"
         self.profile = root / "profile"

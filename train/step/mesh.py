@@ -17,6 +17,7 @@ from train.lifecycle.errors import InputError, RestartError, as_input_errors
 
 FSDP, CONTEXT = "fsdp", "context"
 """Names of the mesh axes that split stored parameters, and sequences. A mesh has them only if they are more than 1."""
+AXES = ("data", FSDP, CONTEXT, "model")
 
 
 def configure_jax(config: MeshConfig) -> None:
@@ -76,7 +77,7 @@ def mesh_shape(config: MeshConfig, devices: int, kind: str = "") -> dict[str, in
 
 def axis_sizes(config: MeshConfig) -> dict[str, int]:
     """Returns the sizes of all four axes as they were requested, one of which may be -1."""
-    return {"data": config.data, FSDP: config.fsdp, CONTEXT: config.context, "model": config.model}
+    return {axis: getattr(config, axis) for axis in AXES}
 
 
 def token_spec(mesh: jax.sharding.Mesh) -> jax.P:

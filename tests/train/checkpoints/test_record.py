@@ -18,25 +18,19 @@ from train.checkpoints.record import (
     fingerprint,
     identify_run,
 )
-from train.data import corpus as corpus_module
-from train.data.corpus import Corpus, hash_all, identify
+from train.data.corpus import Corpus, identify
 from train.lifecycle.errors import InputError
 
 TOKENS = np.arange(100_000) % 251
 
 
-def corpus(tokens, **fields):
-    return Corpus("text", np.asarray(tokens, np.uint8), is_text=True, **fields)
+def corpus(tokens):
+    return Corpus("text", np.asarray(tokens, np.uint8), is_text=True)
 
 
 @pytest.fixture
-def cache(tmp_path):
-    return tmp_path / "corpus.json"
-
-
-@pytest.fixture
-def record(config, cache):
-    known = identify_run(config, {"data": identify(corpus(TOKENS), None, cache)})
+def record(config):
+    known = identify_run(config, {"data": identify(corpus(TOKENS), None)})
     return Record(
         **vars(known), step=10, data={"sequences": 80}, tokens=1280, parts=["params"], fingerprint={"params.a": 7}
     )
@@ -48,8 +42,8 @@ def record(config, cache):
     (TOKENS[:50_000], None, ["tokens was 100000 and is 50000", "content_hash"]),
     (TOKENS, "gpt2", ["tokenizer was bytes and is gpt2"]),
 ], ids=["reversed", "one token", "half", "another tokenizer"])  # fmt: skip
-def test_other_data_are_refused_unless_they_are_accepted(tokens, tokenizer, said, config, record, cache):
-    other = identify_run(config, {"data": identify(corpus(tokens), tokenizer, cache)})
+def test_other_data_are_refused_unless_they_are_accepted(tokens, tokenizer, said, config, record):
+    other = identify_run(config, {"data": identify(corpus(tokens), tokenizer)})
     with pytest.raises(InputError, match=r"the data are not those of here: .*--data.accept_change True"):
         check_identity(record, other, where="here", accept_change=False)
     changes = check_identity(record, other, where="here", accept_change=True)
@@ -97,19 +91,6 @@ def test_a_changed_record_is_damaged(change, record):
 def test_a_record_of_another_format_is_refused():
     with pytest.raises(InputError, match="version 1 of the format, and this code reads 2; continue it with the code"):
         Record.from_json({"data": {}})
-
-
-def test_a_large_file_is_hashed_again_only_when_it_was_modified(cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "CACHED_BYTES", 1)
-    hashed, path = [], tmp_path / "tokens.bin"
-    monkeypatch.setattr(corpus_module, "hash_all", lambda tokens: hashed.append(1) or hash_all(tokens))
-    mapped = corpus(np.frombuffer(b"abcd", np.uint8), file=path)
-    for content, times in ((b"abcd", 1), (b"abcde", 2)):
-        path.write_bytes(content)
-        assert identify(mapped, None, cache) == identify(mapped, None, cache)
-        assert len(hashed) == times
-    identify(mapped, None, tmp_path / "missing" / "corpus.json")  # a cache that cannot be written
-    assert len(hashed) == 3
 
 
 def test_the_fingerprint_has_the_names_of_the_leaves():

@@ -55,9 +55,9 @@ def test_a_folder_of_text_becomes_documents_once(tokenizer, tmp_path, capsys):
     assert [corpus.tokenizer.decode(part) for part in np.split(corpus.tokens, ends + 1)[:-1]] == documents
     again = opened(folder, tokenizer)
     assert capsys.readouterr().out == "", "the tokens are there"
-    assert again.file == corpus.file
+    assert again.tokens.filename == corpus.tokens.filename
     (folder / "0.txt").write_text("other")
-    assert opened(folder, tokenizer).file != corpus.file
+    assert opened(folder, tokenizer).tokens.filename != corpus.tokens.filename
 
 
 def test_each_line_of_a_jsonl_file_is_a_document(tokenizer, tmp_path):

@@ -13,14 +13,10 @@ from flaxasync import check
 from flaxasync.hardware import CHIPS
 from tests.check.jaxlib_counts import counts, counts_of_jaxlib
 from train.dry_run import compare_meshes as module
-from train.dry_run.forms import AXES, rank, with_form
+from train.dry_run.forms import rank, with_form
 from train.run import main
 
 TOPOLOGY = "v5e:2x2"
-
-
-def meshes(predictions):
-    return [tuple(one.mesh.get(name, 1) for name in AXES) for one in predictions]
 
 
 def options(preset, *more):
@@ -48,17 +44,17 @@ def test_refused_and_crashed_meshes_are_replaced_and_stand_below_those_that_comp
 ):
     crash, unserved = RuntimeError("the compiler crashed"), NotImplementedError("no such kernel")
     outcomes = [check.HbmError("no room", 40 << 30, 16 << 30), crash, unserved, 3.0, 2.0]  # errors, or seconds
-    real, tried = module.compiled_row, []
+    real, tried = module.compiled_form, []
 
     def compile_one(config, topology, prediction, trust):
         outcome = outcomes[len(tried)]
-        tried.append(meshes([prediction])[0])
+        tried.append(tuple(prediction.sizes.values()))
         if isinstance(outcome, Exception):
             monkeypatch.setattr(check, "compile_for", mock.Mock(side_effect=outcome))
             return real(config, topology, prediction, trust)
-        return dataclasses.replace(module.row_of(prediction), seconds=outcome, source=module.COMPILED)
+        return dataclasses.replace(prediction, work=outcome, waits={"nothing": 0.0}, source=module.COMPILED)
 
-    monkeypatch.setattr(module, "compiled_row", compile_one)
+    monkeypatch.setattr(module, "compiled_form", compile_one)
     assert main(options(preset, "--compiled-meshes", "2")) == 0
     rows = json.loads((tmp_path / "run" / "dry_run" / "meshes.json").read_text())
     assert len(set(tried)) == 5
@@ -83,9 +79,9 @@ def test_meshes_that_are_predicted_not_to_fit_replace_none(config, monkeypatch, 
 
     def refuse(config, topology, prediction, trust):
         tried.append(prediction)
-        return dataclasses.replace(module.row_of(prediction), seconds=None, source=module.COMPILED)
+        return dataclasses.replace(prediction, source=module.COMPILED)
 
-    monkeypatch.setattr(module, "compiled_row", refuse)
+    monkeypatch.setattr(module, "compiled_form", refuse)
     assert len(ranked) > 1
     module._compile_best(large, "v5e:2x4", ranked, "predicted", 1)
     assert tried == ranked[:1]
@@ -132,10 +128,10 @@ def test_the_8b_preset_fits_16_chips_of_v5e_nearly_as_predicted_and_is_read_as_j
     assert config.data.sequence_length == 4096
     assert config.model.param_dtype == "float32"
     best = rank(config, CHIPS["v5e"], 16)[0]
-    row = module.compiled_row(config, "v5e:4x4", best, "predicted")
+    row = module.compiled_form(config, "v5e:4x4", best, "predicted")
     assert row.source == "compiled"
     assert row.fits
-    assert row.memory == pytest.approx(best.needed, rel=0.15)
+    assert row.needed == pytest.approx(best.needed, rel=0.15)
     assert row.seconds == pytest.approx(best.seconds, rel=0.15)
     text = programs[-1].as_text()
     read = check.parse(text)

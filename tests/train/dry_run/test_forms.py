@@ -11,11 +11,15 @@ from configs.llama_8b import llama_8b
 from flaxasync.hardware import CHIPS
 from flaxasync.ops import trust
 from train.config import replace_options
-from train.dry_run.forms import AXES, ROOM, choose, choose_and_say, explains_lack, rank, what_fits, with_form
+from train.dry_run.forms import ROOM, choose, choose_and_say, explains_lack, rank, what_fits, with_form
 from train.lifecycle.errors import InputError, exit_code
 
 MESH = {"data": 1, "fsdp": 4, "model": 4}
 DIRECT = "prefetch_pallas"
+
+
+def meshes(predictions):
+    return [tuple(one.sizes.values()) for one in predictions]
 
 
 def form_of(choice):
@@ -170,7 +174,3 @@ def test_each_mesh_takes_the_fastest_form_that_fits_with_room_to_spare():
 
 def test_the_ranking_takes_what_is_trusted(unverified):
     assert {one.overlap for one in rank(llama_8b(), CHIPS["v5e"], 16)} == {"xla"}
-
-
-def meshes(predictions):
-    return [tuple(one.mesh.get(name, 1) for name in AXES) for one in predictions]
