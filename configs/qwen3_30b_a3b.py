@@ -8,7 +8,7 @@ def qwen3_30b_a3b() -> Config:
     """Trains on 64 sequences per step; `--data.path` must name a .bin file of uint32 tokens.
 
     A token meets 3.4 of the 30.5 billion parameters, as it chooses 8 of the 128 experts of each layer. On v6e:4x4 give
-    `--data.batch_size 16 --model.param_dtype bfloat16`.
+    `--model.param_dtype bfloat16`.
     """
     return Config(
         workdir="runs/qwen3_30b_a3b",

@@ -35,6 +35,7 @@ from models.layer import quantization_of
 from train.config import Config
 from train.step.mesh import AXES, CONTEXT, FSDP, batch_shards
 from train.step.products import (
+    experts_of_a_layer,
     hidden_of_a_token,
     local_heads,
     model_flops_per_token,
@@ -324,11 +325,15 @@ def _layer(config: Config, chip: Chip, batch: int, length: int, context: int, ri
     bytes_each: dict[str, Any] = {"itemsize": _BYTES[model.dtype]}
     quantized = {"quantization": quantization_of(model)}
     work = wait = 0.0
+    products: list[tuple[str, tuple[tuple[int, ...], ...], dict[str, Any]]] = []
     for op, x, w in products_of_a_layer(model, batch=batch, length=length, ring=ring):
         limit = {"gathered_bytes": model.gathered_mib * 2**20} if op == "all_gather_matmul" else {}
-        asked = bytes_each | quantized | limit
+        products.append((op, (x, w), bytes_each | quantized | limit))
+    if model.experts:
+        products.append(("expert_mlp", experts_of_a_layer(model, batch=batch, length=length, ring=ring), bytes_each))
+    for op, shapes, asked in products:
         for backward in (True, False)[: 1 + ("matmuls" in repeated)]:
-            busy, waiting = _cost(chip, ring, op, (x, w), config.backend, backward=backward, **asked)
+            busy, waiting = _cost(chip, ring, op, shapes, config.backend, backward=backward, **asked)
             work, wait = work + busy, wait + waiting
     q, k = ((batch, length, number, model.head_features) for number in (heads, kv_heads))
     options = bytes_each | ({"layout": config.mesh.context_layout} if context > 1 else {})

@@ -31,17 +31,26 @@ def local_heads(model: TransformerConfig, ring: int) -> tuple[int, int]:
 def products_of_a_layer(model: TransformerConfig, *, batch: int, length: int, ring: int) -> tuple[Product, ...]:
     """Returns the products of query, key and value, of the projection after attention, of gate and up, and of down.
 
-    A mixture of experts counts as an MLP with the hidden features that a token meets, as many rows travel for it.
+    The last two are those of an MLP, or of the shared expert of a mixture; without one there are the first two only.
     """
     heads, kv_heads = local_heads(model, ring)
-    width, hidden, head = model.width, hidden_of_a_token(model) // ring, model.head_features
+    hidden = (model.shared_expert_width if model.experts else model.mlp_width) // ring
+    width, head = model.width, model.head_features
     rows, all_rows = (batch, length // ring, width), (batch, length)
-    return (
+    products = (
         Product("all_gather_matmul", rows, (width, (heads + 2 * kv_heads) * head)),
         Product("matmul_reduce_scatter", (*all_rows, heads * head), (heads * head, width)),
         Product("all_gather_matmul", rows, (width, 2 * hidden)),
         Product("matmul_reduce_scatter", (*all_rows, hidden), (hidden, width)),
     )
+    return products if hidden else products[:2]
+
+
+def experts_of_a_layer(model: TransformerConfig, *, batch: int, length: int, ring: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of x, ids, weights, and the kernels gate, up and down of `flaxasync.expert_mlp`."""
+    rows, each, inner = batch * length // ring, -(-model.experts // ring), model.expert_features
+    chosen = (rows, model.experts_per_token)
+    return (rows, model.width), chosen, chosen, *((each, model.width, inner),) * 2, (each, inner, model.width)
 
 
 def hidden_of_a_token(config: TransformerConfig) -> int:

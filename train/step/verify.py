@@ -85,7 +85,7 @@ def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
     batch = max(config.data.batch_size // (batch_shards(sizes) * config.data.microbatches), 1)
     rows = config.data.sequence_length // context
     heads, kv_heads = local_heads(model, ring)
-    products = set(products_of_a_layer(model, batch=batch, length=rows, ring=ring)[: 2 if model.experts else None])
+    products = set(products_of_a_layer(model, batch=batch, length=rows, ring=ring))
     kernels = KERNELS if config.backend == "auto" else (config.backend,)
     backends = [name for name in kernels if name not in trust.PLAIN]
     cases = []
