@@ -26,7 +26,8 @@ from flaxasync.ops.trust import trusting
 from models.layer import DecoderLayer
 
 HEADER = ("topology", "part", "products", "backend", "estimated ms", "work ms", "exposed ms")
-PRODUCTS = {
+type Kind = Literal["int8"] | None
+PRODUCTS: dict[str, tuple[Kind, Kind, Kind]] = {
     "bfloat16": (None, None, None),
     "int8": ("int8", None, None),
     "int8, dx too": ("int8", "int8", None),
@@ -37,7 +38,7 @@ PRODUCTS = {
 @dataclasses.dataclass(frozen=True)
 class Case:
     topology: str
-    part: Literal["MLP", "layer"]
+    part: str  # "MLP" or "layer"
     products: str
     backend: str
 
