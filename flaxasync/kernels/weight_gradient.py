@@ -14,6 +14,9 @@ A chunk of columns of x goes around the ring block by block, half of its rows in
 multiplied by all columns of dy where it is, so that the chunk's rows of dw are summed in vector memory and stored once.
 A hop moves a block while the block before is multiplied, from the first chunk on, so that no chunk is waited for.
 
+Of 8-bit values the sums are int32, or float32 of fp8. Before they are rounded and stored, they are multiplied with the
+scales of columns of x and of dy.
+
 XLA transposes x once, before the kernel: the matrix unit takes a left operand whose contraction lies along lanes.
 
 In the last hop of a chunk nothing is sent on, so the own block of the next chunk leaves then.

@@ -112,7 +112,8 @@ def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int | tuple
     kernels = [backend for backend in costs if backend not in trust.PLAIN]
     unverified = tuple(b for b in kernels if evidence.verdict(trust.key(name, b, ring)) != trust.PASSED)
     call = trust.call_key(name, ring, shapes, options.get("itemsize", 2))
-    expected = _correct(candidates, evidence.times.get(call, {}) if options.get("backward", True) else {})
+    was_timed = options.get("backward", True) and options.get("quantization") is None  # as `verify` times calls
+    expected = _correct(candidates, evidence.times.get(call, {}) if was_timed else {})
     verified = [backend for backend in (first, *others) if backend not in unverified]
     trusted = min(verified, key=lambda backend: expected[backend], default="none")
     return Plan(name, first, reason, costs, trusted, unverified)

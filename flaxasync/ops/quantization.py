@@ -196,9 +196,12 @@ def values_of(x: Operand) -> Array:
 
 
 def forward_operands(
-    quantization: Quantization | None, xs: tuple[Operand, ...], ws: tuple[Operand, ...]
+    quantization: Quantization | None, xs: tuple[Operand, ...], ws: tuple[Operand, ...], *, over: tuple[str, ...] = ()
 ) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
-    """Returns what is multiplied, and saved, in the forward pass. What is quantised already stays as it is."""
+    """Returns what is multiplied, and saved, in the forward pass. What is quantised already stays as it is.
+
+    `over` are mesh axes that split what the products contract; their devices use one scale together.
+    """
     if quantization is None:
         return xs, ws
     kind, scale = quantization.forward, quantization.scale
@@ -209,7 +212,7 @@ def forward_operands(
                 _, scales = _first_derivative_only(x.weight, x.scales)  # JAX drops a call without used results
                 return dataclasses.replace(x, scales=scales, weight=())
             return x
-        return quantize(_first_derivative_only(x)[0], kind, contracted, scale=scale)
+        return quantize(_first_derivative_only(x)[0], kind, contracted, scale=scale, over=over)
 
     return tuple(quantized(x, -1) for x in xs), tuple(quantized(w, 0) for w in ws)
 

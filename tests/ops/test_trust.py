@@ -281,6 +281,11 @@ def test_measured_times_decide_among_verified_backends(v5e, caplog):
         assert ("by times that 'python -m flaxasync.verify' measured there" in str(plan)) == (fastest == "none")
     assert not caplog.records
     assert fa.plan(OP, *SHAPES, chip="v5e", ring=8, backward=False).trusted == "fused"  # this was not measured
+    eight = fa.plan(OP, *SHAPES, chip="v5e", ring=8, quantization="int8")
+    times = {backend: 9.0 if backend == eight.trusted else 1e-9 for backend in eight.costs}
+    assert trust.record(v5e, {}, {call: times}) == v5e.file
+    assert taken() != eight.trusted
+    assert fa.plan(OP, *SHAPES, chip="v5e", ring=8, quantization="int8").trusted == eight.trusted  # nor was this
 
 
 def test_a_chip_that_is_not_in_the_table_works_and_its_unknown_figures_are_named_once(caplog):

@@ -52,6 +52,7 @@ from flaxasync.ops.quantization import (
     Quantization,
     backward_operands,
     dequantize,
+    forward_operands,
     quantize,
     weight_operands,
 )
@@ -128,7 +129,7 @@ def _forward(
     block: ExchangedAttention, xs: Arrays, w: Array, out: Array, constants: tuple[Any, ...], shared: Any
 ) -> tuple[Arrays, tuple]:
     xs, quantization = _first_derivative_only(block, xs), block.projections.quantization
-    w_given, *given = _in_8_bits(quantization, (w, *xs), -1)
+    (w_given, *given), _ = forward_operands(quantization, (w, *xs), ())
     xs_given = tuple(given)
     some, last = (xs_given[:-1], xs_given[-1:]) if len(xs) > 1 else (xs_given, ())
     with jax.named_scope("project_inputs"):
@@ -146,8 +147,8 @@ def _forward(
 
     heads, pulls = block.through(zs[0], other_zs, attend, lambda leaving, back: None)
     with jax.named_scope("project_output"):
-        (out_given,) = _in_8_bits(quantization, (out,), 0, over=(block.output.axis_name,))
-        heads_given = _in_8_bits(quantization, heads, 0)
+        _, (out_given,) = forward_operands(quantization, (), (out,), over=(block.output.axis_name,))
+        _, heads_given = forward_operands(quantization, (), heads)
         ys = checkpoint_name(_transposed_product(block.output, out_given, heads_given), PRODUCT)
     kept = checkpoint_name(gathered, GATHERED) if block.keep else None
     return ys, (xs_given, w_given, kept, out_given, heads_given, pulls)
@@ -198,22 +199,13 @@ exchanged_attention.defvjp(_forward, _backward)
 
 
 def _first_derivative_only(block: ExchangedAttention, arrays: Arrays) -> Arrays:
-    """Returns the arrays; those of a block with direct copies, or in 8 bits, refuse a second derivative by name."""
-    return _one_derivative(*arrays) if block.direct or block.projections.quantization else arrays
+    """Returns the arrays; those of a block with direct copies refuse a second derivative by name."""
+    return _one_derivative(*arrays) if block.direct else arrays
 
 
 _one_derivative = first_only(
     "attention with exchange_heads", "its copies have no gradient of their own", "exchange_heads=False has none of them"
 )
-
-
-def _in_8_bits(
-    quantization: Quantization | None, arrays: Arrays, contracted: int, over: tuple[str, ...] = ()
-) -> Operands:
-    if quantization is None:
-        return arrays
-    kind, scale = quantization.forward, quantization.scale
-    return tuple(quantize(array, kind, contracted, scale=scale, over=over) for array in arrays)
 
 
 def _sum_over_sequences(executor: Executor, xs: Arrays, ys: Arrays, *, of_x: bool) -> Array:

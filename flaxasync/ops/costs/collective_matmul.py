@@ -60,7 +60,7 @@ def all_gather_matmul_costs(
     check_gathered_bytes("all_gather_matmul", gathered_bytes)
     widths = tuple(w[1] for w in ws)
     rows, k, n = math.prod(x[:-1]), x[-1], sum(widths)
-    forward, dx = _kinds("all_gather_matmul", chip, quantization)
+    forward, dx, dw = _kinds("all_gather_matmul", chip, quantization)
     kernels &= forward is None
     sent = rows * k * (itemsize if forward is None else 1)
     gather = Trip("gather", sent, rows, k, n, widths=widths, quantized=forward)
@@ -69,10 +69,12 @@ def all_gather_matmul_costs(
     # The order of the kernels is dw, reduce, gather.
     behind = 2 * ring * rows * k * n / chip.flops
     reduce = Trip("reduce", rows * k * itemsize, rows, n, k, behind=behind, widths=widths, quantized=dx)
-    costs = _costs(chip, ring, [gather, reduce, Trip("dw", sent, k, rows, n)], itemsize, kernels)
+    costs = _costs(chip, ring, [gather, reduce, Trip("dw", sent, k, rows, n, quantized=dw)], itemsize, kernels)
     if ring == 1 or ring * sent > gathered_bytes:
         return costs
-    keeping = _costs(chip, ring, [gather, reduce, Trip("gathered", 0, k, ring * rows, n)], itemsize, kernels)
+    keeping = _costs(
+        chip, ring, [gather, reduce, Trip("gathered", 0, k, ring * rows, n, quantized=dw)], itemsize, kernels
+    )
     for name, cost in costs.items():
         kept = dataclasses.replace(keeping[name], held=max(keeping[name].held, ring * sent), kept=ring * sent)
         if kept.held < chip.hbm_bytes and kept.seconds <= (1 - KEEPING_GAINS) * cost.seconds:
@@ -98,12 +100,12 @@ def matmul_reduce_scatter_costs(
     Where several products are summed, k is the sum of theirs.
     """
     rows, (k, n) = math.prod(x[:-1]) // ring, w
-    forward, dx = _kinds("matmul_reduce_scatter", chip, quantization)
+    forward, dx, dw = _kinds("matmul_reduce_scatter", chip, quantization)
     behind = math.inf if backward else 0.0
     trips = [Trip("reduce", rows * n * itemsize, rows, k, n, behind=behind, quantized=forward)]
     if backward:  # before the reduction stands XLA's product of what was gathered, never shorter than fetching w
         sent = rows * n * (itemsize if dx is None else 1)
-        trips += [Trip("gather", sent, rows, n, k, quantized=dx), Trip("gathered", 0, k, ring * rows, n)]
+        trips += [Trip("gather", sent, rows, n, k, quantized=dx), Trip("gathered", 0, k, ring * rows, n, quantized=dw)]
     return _costs(chip, ring, trips, itemsize, kernels and forward is None)
 
 
@@ -119,8 +121,8 @@ def matmul_all_reduce_costs(
     """
     rows, (k, n) = math.prod(x[:-1]), w
     share, size = -(-rows // ring), rows * n * itemsize
-    forward, dx = _kinds("matmul_all_reduce", chip, quantization)
-    local = [Trip("local", 0, rows, n, k, quantized=dx), Trip("local", 0, k, rows, n)] if backward else []
+    forward, dx, dw = _kinds("matmul_all_reduce", chip, quantization)
+    local = [Trip("local", 0, rows, n, k, quantized=dx), Trip("local", 0, k, rows, n, quantized=dw)] if backward else []
     gather = (ring - 1) * hop_seconds(chip, share * n * itemsize, directions(ring))
     reduce = Trip("reduce", share * n * itemsize, share, k, n, quantized=forward)
     rings = _costs(chip, ring, [reduce, *local], itemsize, kernels and forward is None)
@@ -167,11 +169,13 @@ def exchange_gains(chip: Chip, ring: int, rows: int, row_bytes: int) -> bool:
     return exchange_seconds(chip, ring, rows, row_bytes) <= most
 
 
-def _kinds(op: str, chip: Chip, quantization: Quantization | str | None) -> tuple[str | None, str | None]:
-    """Returns the 8-bit types of the products of y and of dx; None for those that are not quantised."""
+def _kinds(op: str, chip: Chip, quantization: Quantization | str | None) -> tuple[str | None, str | None, str | None]:
+    """Returns the 8-bit types of the products of y, of dx and of dw; None for those that are not quantised."""
     quantization = quantization_of(op, quantization)
     check_chip(op, quantization, chip)
-    return (None, None) if quantization is None else (quantization.forward, quantization.backward)
+    if quantization is None:
+        return None, None, None
+    return quantization.forward, quantization.backward, quantization.weights
 
 
 def _costs(chip: Chip, ring: int, trips: list[Trip], itemsize: int, kernels: bool) -> dict[str, Cost]:

@@ -15,7 +15,7 @@ type Operands = tuple[Operand, ...]
 
 
 def accumulator_dtype(x: Operand) -> jnp.dtype:
-    """Returns the dtype for sums of many products of `x`: int32 for integers, float64 for it, or else float32."""
+    """Returns the dtype for sums of many products of `x`: int32 of integers, float64 of float64, else float32."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.dtype(jnp.int32)
     return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
@@ -52,18 +52,16 @@ def weight_gradient(x: Operand, dy: Operand, precision: lax.PrecisionLike = None
 
 def sums_over_rows(x: Array, dy: Array, precision: lax.PrecisionLike = None) -> Array:
     """Returns x.T @ dy over all rows of all batches, in the dtype in which it is accumulated."""
-    rows, contracted = tuple(range(x.ndim - 1)), None
+    rows_of_x = rows_of_dy = tuple(range(x.ndim - 1))
     if x.dtype.itemsize == 1:
-        # v5e multiplies 8-bit values at twice the rate only where those of the left operand lie along lanes.
-        x, dy, rows = row_major(row_major(merge_batches(x)).T), merge_batches(dy), (0,)
-        contracted = (1,)
-    return lax.dot_general(
-        x, dy, ((contracted or rows, rows), ((), ())), precision=precision, preferred_element_type=accumulator_dtype(x)
-    )
+        # On v5e XLA multiplies 8-bit values at twice the rate only if the left operand's rows lie along lanes.
+        x, dy, rows_of_x, rows_of_dy = row_major(row_major(merge_batches(x)).T), merge_batches(dy), (1,), (0,)
+    dimensions = ((rows_of_x, rows_of_dy), ((), ()))
+    return lax.dot_general(x, dy, dimensions, precision=precision, preferred_element_type=accumulator_dtype(x))
 
 
 def scaled_columns(sums: Array, x: Operand, dy: Operand) -> Array:
-    """Returns x.T @ dy of the sums [k, n] of its values."""
+    """Returns x.T @ dy, of whose values these are the sums [k, n]. Without scales they are the result."""
     if not isinstance(x, Quantized) or not isinstance(dy, Quantized):
         return sums
     return sums.astype(x.scales.dtype) * x.scales[:, None] * dy.scales

@@ -215,13 +215,11 @@ def local_gradients(
 ) -> tuple[Arrays, tuple[Any, ...]]:
     """Returns the gradients of the sum of x @ w over all pairs, which need no communication."""
     xs, ws = saved
-    (dy_given,), ws_given = backward_operands(quantization, (dy,), ws)
-    dxs = tuple(dot(dy_given, w, precision, transposed=True).astype(dy.dtype) for w in ws_given)
-    dws = []
-    for x in xs:
-        x_given, (dy_given,) = weight_operands(quantization, x, (dy,), others_are_cotangents=True)
-        dws.append(weight_gradient(x_given, dy_given, precision).astype(dy.dtype))
-    return dxs, cotangents(ws, tuple(dws))
+    (dy_of_dx,), ws_given = backward_operands(quantization, (dy,), ws)
+    dxs = tuple(dot(dy_of_dx, w, precision, transposed=True).astype(dy.dtype) for w in ws_given)
+    of_dw = [weight_operands(quantization, x, (dy,), others_are_cotangents=True) for x in xs]
+    dws = tuple(weight_gradient(x, dy_of_dw, precision).astype(dy.dtype) for x, (dy_of_dw,) in of_dw)
+    return dxs, cotangents(ws, dws)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -11,6 +11,7 @@ from flax import nnx
 
 import flaxasync as fa
 from configs.llama_8b import llama_8b
+from configs.qwen3_30b_a3b import qwen3_30b_a3b
 from flaxasync.hardware import CHIPS
 from models.config import FsdpOverlap, Remat, TransformerConfig
 from models.transformer import Transformer
@@ -117,12 +118,26 @@ def test_float32_waits_longer_because_twice_the_bytes_travel(step):
         assert long > 1.5 * short > 0, axis
 
 
+@pytest.mark.parametrize(("chip", "mesh", "param_dtype", "seconds"), [
+    ("v5p", {"fsdp": 2, "model": 4}, "float32", 6.64),
+    ("v6e", {"fsdp": 4, "model": 4}, "bfloat16", 3.76),
+])  # fmt: skip
+def test_a_mixture_takes_about_what_its_compiled_step_takes(step, chip, mesh, param_dtype, seconds):
+    """The estimates of docs/moe.md. An MLP with the features that a token meets would take half of them or less."""
+    options = {"fsdp_overlap": "prefetch_pallas", "param_dtype": param_dtype, "batch": 64}
+    mixture = step(**mesh, chip=chip, sizes=qwen3_30b_a3b, **options)
+    assert 0.6 < mixture.seconds / seconds < 1.1
+    # As many products, but twice as many rows of half the features each.
+    narrow = step(**mesh, chip=chip, sizes=qwen3_30b_a3b, experts_per_token=16, expert_width=384, **options)
+    assert narrow.work > 1.2 * mixture.work
+
+
 def test_eight_bits_work_and_wait_less_where_the_chip_has_a_rate(step, replace):
-    plain, forward, both = (
-        step(model=16, quantization=kind, quantization_backward=back)
-        for kind, back in ((None, None), ("int8", None), ("int8", "int8"))
+    plain, forward, both, whole = (
+        step(model=16, quantization=kind, quantization_backward=back, quantization_weights=weights)
+        for kind, back, weights in ((None,) * 3, ("int8", None, None), ("int8", "int8", None), ("int8",) * 3)
     )
-    assert both.work < forward.work < plain.work
+    assert whole.work < both.work < forward.work < plain.work
     assert both.exposed < forward.exposed
     fsdp = "fsdp: weights and gradients"
     for overlap, least, most in (
