@@ -131,18 +131,19 @@ def _for_each(
     first: Index = lax.axis_index(experts.axis_name) * local if experts.split == "experts" else 0
     tiles_of = TilesOf(tuple(block.assignments for block in blocks), first, local, sizes)
     some = experts.products.tiles([experts.mean] * len(sizes), local, experts.tile_rows)
+    several = some > 1  # whether the products take several tiles in a call, or one alone
     if experts.capacity is not None:
         most = local * sum(-(-min(experts.parts * experts.capacity, size) // experts.tile_rows) for size in sizes)
-        some = most if some > 1 and most <= 2 * some else some  # few more tiles than are expected spare a loop
+        some = most if several and most <= 2 * some else some  # few more tiles than are expected spare a loop
     varying = frozenset().union(*(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves((weights, blocks))))
 
     def turn(number: Array, carry: Any) -> Any:
         start = number * some
         return add(tiles_of.take(start, some), jnp.clip(tiles_of.count - start, 0, some), carry)
 
-    if experts.capacity is not None and some == most > 1:
+    if experts.capacity is not None and several and some == most:
         return add(tiles_of.take(0, some), tiles_of.count, begin)  # there cannot be more
-    if some > 1:
+    if several:
         carry, done = turn(jnp.int32(0), begin), 1
     else:
         carry, done = jax.tree.map(lambda leaf: cast_to_varying(leaf, varying), zeros), 0

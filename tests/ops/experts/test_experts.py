@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from flaxasync.ops.experts import api, exchange
 from flaxasync.ops.experts.assignments import sort as assignments_of
-from flaxasync.ops.experts.local import Block, Experts
-from flaxasync.ops.experts.products import OneTile
+from flaxasync.ops.experts.local import Block, Experts, _for_each
+from flaxasync.ops.experts.products import Grouped, OneTile, Weights
 from tests.kernels.conftest import assert_close, run
 from tests.simulator import split_pairs
 
@@ -226,6 +226,23 @@ def test_an_exchange_sends_a_row_once_to_each_device_that_needs_it():
         if capacity:  # of each three rows an expert takes the first one
             of_device = [[0, 3, 4], [1, 2], [1], [3, 5]]
         assert sent == [rows + [6] * (room - len(rows)) for rows in of_device]
+
+
+@pytest.mark.parametrize(("held", "capacity", "loops"), [(1, 8, False), (2, 8, False), (1, None, True)])
+def test_the_kernels_multiply_all_tiles_at_once_where_a_capacity_bounds_them(held, capacity, loops):
+    """Also where a device holds one expert, whose rows are one tile: a loop would have a kernel for each turn."""
+    ids = np.arange(16, dtype=np.int32).reshape(8, 2) % held
+    assignments, _ = assignments_of(ids, np.ones(ids.shape, np.float32), held, parts=1, capacity=capacity, tile_rows=8)
+    weights = Weights((jnp.zeros((held, 128, 128)),) * 2, jnp.zeros((held, 128, 128)))
+    experts = Experts("ring", "hidden", held, 8, 8, 1, capacity, Grouped(jax.nn.silu))
+    found = []
+
+    def add(tiles, count, carry):
+        found.append(isinstance(count, jax.core.Tracer))
+        return jnp.zeros(())
+
+    _for_each(experts, weights, (Block(jnp.zeros((8, 128)), assignments),), add, None, jnp.zeros(()))
+    assert found == [False, *[True] * loops]
 
 
 @pytest.mark.parametrize(("experts", "k", "route", "mode"), [(8, 2, "zipf", "eager"), (4, 1, "one", "on_wait")])
