@@ -250,9 +250,9 @@ class Loop:
                 self.recorder.add(step, **self.evaluation.run(self.eval_step, self.trainer.evaluated(state)))
             if step % config.report.every == 0:
                 self.recorder.report(step - config.report.every)
-            self.watchdog.progress(f"step {step}")
             self.profiler.after(step, state)
             self.saver.poll(step, state)
+            self.watchdog.progress(f"step {step}")  # after the poll, which may name the checkpoint of an earlier step
             stopping = self.stop.should_stop(step)
             if last or stopping or self.saver.is_due(step):
                 self.saver.save(step, state)

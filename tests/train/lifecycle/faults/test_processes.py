@@ -58,9 +58,7 @@ def test_sleep(place, expected):
 @fault("a read that never returns")
 def test_hang(place, expected):
     hang = "def _delay(batch): return 0.03 if batch < 12 else 1e6\n"
-    err = place.fails(75, "the run made no progress for 3 s after", "--report.hang_seconds", 3, code=hang)
-    # Checkpoints are written beside the steps, and on a busy machine that of step 10 can end after step 12.
-    assert re.search(r"after (step 12|the checkpoint of step 10), so", err), err
+    place.fails(75, "the run made no progress for 3 s after step 12", "--report.hang_seconds", 3, code=hang)
     assert "_slowly" in (place.work / "stacks.txt").read_text()
     place.goes_on(expected)
 
