@@ -148,7 +148,9 @@ def matmul_reduce_scatter(
         device.run()
 
     scratch = Scratch(
-        matmul=used.scratch(dtype, outgoing=schedule.outgoing, accumulators=int(schedule.depth > 1), result=result),
+        matmul=used.scratch(
+            dtype, ws[0].dtype, outgoing=schedule.outgoing, accumulators=int(schedule.depth > 1), result=result
+        ),
         received=IncomingTiles.allocate(2, used.result, result),
         recv_sem=pltpu.SemaphoreType.DMA((2, schedule.block)),
         read=Acknowledgements(pltpu.SemaphoreType.REGULAR((ring.directions,))),

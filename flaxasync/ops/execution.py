@@ -110,7 +110,7 @@ def decide(
             options["quantization"] = quantization
         found = _plan(op, shapes, ring, check, {"itemsize": itemsize, **options})
     if backend is None:
-        backend = _fastest(op, found, ring)
+        backend = _fastest(op, found, ring, quantization)
     if directions is None:
         directions = 2 if halves and ring not in (1, 2) and mesh.platform() == "tpu" else 1
     return Execution(backend, directions, unroll, may_keep and _keeps(found, backend))
@@ -175,7 +175,7 @@ def _plan(
     return plan(op, *shapes, chip=chip, ring=ring, **options)
 
 
-def _fastest(op: str, found: Plan | None, ring: int | tuple[int, int]) -> str:
+def _fastest(op: str, found: Plan | None, ring: int | tuple[int, int], quantization: Quantization | None) -> str:
     """Returns the fastest backend of those that are trusted here; says once which one would be faster."""
     if found is None:
         return OPS[op].default
@@ -183,7 +183,8 @@ def _fastest(op: str, found: Plan | None, ring: int | tuple[int, int]) -> str:
         return found.backend
     if found.backend in found.unverified:
         faster = found.seconds[found.trusted] / found.seconds[found.backend]
-        trust.announce(op, found.backend, found.trusted, mesh.chip_name(), ring, faster=faster)
+        kinds = quantization.kinds if quantization else ()
+        trust.announce(op, found.backend, found.trusted, mesh.chip_name(), ring, kinds=kinds, faster=faster)
     return found.trusted
 
 

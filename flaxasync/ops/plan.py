@@ -17,6 +17,7 @@ from flaxasync.ops import trust
 from flaxasync.ops.costs import collective_matmul
 from flaxasync.ops.costs.cost import Cost, Shape, mesh_matmul_costs, ring_attention_costs
 from flaxasync.ops.costs.experts import expert_mlp_costs
+from flaxasync.ops.quantization import quantization_of
 
 MODELS: dict[str, Callable[..., dict[str, Cost]]] = {
     "all_gather_matmul": collective_matmul.all_gather_matmul_costs,
@@ -110,9 +111,11 @@ def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int | tuple
     reason += f"{spec.name} is {spec.flops / spec.hbm_bandwidth:.0f}"
     evidence = trust.Evidence("none") if costs.keys() <= trust.PLAIN else trust.known(spec.name)
     kernels = [backend for backend in costs if backend not in trust.PLAIN]
-    unverified = tuple(b for b in kernels if evidence.verdict(trust.key(name, b, ring)) != trust.PASSED)
+    quantization = quantization_of(name, options.get("quantization"))
+    kinds = quantization.kinds if quantization else ()
+    unverified = tuple(b for b in kernels if trust.lacking(evidence, name, b, ring, kinds) is not None)
     call = trust.call_key(name, ring, shapes, options.get("itemsize", 2))
-    was_timed = options.get("backward", True) and options.get("quantization") is None  # as `verify` times calls
+    was_timed = options.get("backward", True) and quantization is None  # as `verify` times calls
     expected = _correct(candidates, evidence.times.get(call, {}) if was_timed else {})
     verified = [backend for backend in (first, *others) if backend not in unverified]
     trusted = min(verified, key=lambda backend: expected[backend], default="none")

@@ -259,7 +259,7 @@ def weight_operands(
 
     def rescaled(other: Array) -> Quantized:
         made = quantize(
-            other * of_rows[..., None], kind, rows, scale=quantization.scale,
+            other.astype(of_rows.dtype) * of_rows[..., None], kind, rows, scale=quantization.scale,
             rounding=quantization.rounding if others_are_cotangents else None,
         )  # fmt: skip
         return dataclasses.replace(made, dtype=other.dtype)

@@ -24,7 +24,7 @@ import pathlib
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -99,12 +99,25 @@ def is_assumed() -> bool:
     return not os.environ.get(VARIABLE) and jax.default_backend() != "tpu"
 
 
-def key(op: str, backend: str, ring: Axes) -> str:
-    """Returns the name of a verdict: op, backend and, for what sends, the class of the longest axis: 1, 2 or 3+."""
+def key(op: str, backend: str, ring: Axes, kind: str | None = None) -> str:
+    """Returns the name of a verdict: op, backend, for what sends the class of the longest axis (1, 2 or 3+), and `kind`.
+
+    The kind is "int8" or "fp8" for products in 8 bits.
+    """
     if op in ("attention", "expert_products"):
         return f"{op}/{backend}"
     size = ring if isinstance(ring, int) else max(ring)
-    return f"{op}/{backend}/{size if size < 3 else '3+'}"
+    return f"{op}/{backend}/{size if size < 3 else '3+'}" + (f"/{kind}" if kind else "")
+
+
+def lacking(evidence: Evidence, op: str, backend: str, ring: Axes, kinds: Collection[str] = ()) -> str | None:
+    """Returns the first verdict, by name, that a kernel lacks for a call; None if a call may take it.
+
+    `kinds` are the types of the call's products in 8 bits. "fused" multiplies them in its kernels and needs a verdict of
+    each. Other backends send what they are given.
+    """
+    named = [key(op, backend, ring, kind) for kind in (None, *sorted(kinds if backend == "fused" else ()))]
+    return next((name for name in named if evidence.verdict(name) != PASSED), None)
 
 
 def call_key(op: str, ring: Axes, shapes: Sequence[Sequence[int]], itemsize: int) -> str:
@@ -115,7 +128,7 @@ def call_key(op: str, ring: Axes, shapes: Sequence[Sequence[int]], itemsize: int
 
 def is_trusted(op: str, backend: str, chip: str, ring: Axes) -> bool:
     """Says whether a call of `op` without a backend may take this one; the rules are those of the file's head."""
-    return is_assumed() or backend in PLAIN or known(chip).verdict(key(op, backend, ring)) == PASSED
+    return is_assumed() or backend in PLAIN or lacking(known(chip), op, backend, ring) is None
 
 
 def known(chip: str) -> Evidence:
@@ -135,7 +148,10 @@ def known(chip: str) -> Evidence:
         return _agreed[chip]
 
 
-def announce(op: str, wanted: str, taken: str, chip: str, ring: Axes, *, faster: float | None = None) -> None:
+def announce(
+    op: str, wanted: str, taken: str, chip: str, ring: Axes, *,
+    kinds: Collection[str] = (), faster: float | None = None,
+) -> None:  # fmt: skip
     """Logs once that a call takes `taken`, because `wanted`, which is `faster` times as fast, is not trusted."""
     several = agreement.has_several_processes()
     everywhere = " in every process" if several else ""
@@ -143,8 +159,10 @@ def announce(op: str, wanted: str, taken: str, chip: str, ring: Axes, *, faster:
     advice = f"{command} verifies it; naming it, or"
     evidence = known(chip)
     if evidence.rule == "stored":
-        found = evidence.verdict(key(op, wanted, ring))
-        why = f"was {found or 'not verified' + everywhere} on {Machine.here(chip)}"
+        missing = lacking(evidence, op, wanted, ring, kinds) or key(op, wanted, ring)
+        form = next((f" in {kind}" for kind in kinds if missing.endswith(f"/{kind}")), "")
+        found = evidence.verdict(missing)
+        why = f"was {found or 'not verified' + everywhere}{form} on {Machine.here(chip)}"
     else:  # more verdicts would change nothing
         advice = "Naming it, or"
         none = os.environ.get(VARIABLE) == "none"

@@ -83,8 +83,9 @@ def _run(chosen: argparse.Namespace, serve: Serve) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     cases = list_cases(
-        machine["platform"], machine["devices"], quick=chosen.quick, only=only, rehearse=bool(chosen.rehearse)
-    )
+        machine["platform"], machine["devices"], chip=machine["chip"], quick=chosen.quick, only=only,
+        rehearse=bool(chosen.rehearse),
+    )  # fmt: skip
     print(describe_in_words(machine))
     results = verify(cases, machine, setup, quick=chosen.quick)
     print(f"{summarize(results, machine)}\n{time.monotonic() - began:.0f} s")
@@ -149,7 +150,8 @@ def verdicts_of(results: list[Result]) -> dict[str, dict[str, str]]:
         if alone or result.verdict in (Verdict.UNSUPPORTED, Verdict.NOT_RUN):
             continue
         if case.backend not in trust.PLAIN:
-            verdicts.setdefault(trust.key(case.op, case.backend, case.mesh), {})[case.text] = str(result.verdict)
+            name = trust.key(case.op, case.backend, case.mesh, case.quantization)
+            verdicts.setdefault(name, {})[case.text] = str(result.verdict)
         if case.takes_flash:
             right = Verdict.PASS if result.verdict is Verdict.SLOWER else result.verdict
             verdicts.setdefault(trust.key("attention", "flash", 1), {})[case.text] = str(right)
@@ -161,7 +163,8 @@ def times_of(results: list[Result]) -> dict[str, dict[str, float]]:
     times: dict[str, dict[str, float]] = {}
     for result in results:
         case = result.case
-        if result.seconds is not None and result.clock == "device" and case.gradient and case.directions != 1:
+        as_called = case.gradient and case.directions != 1 and case.quantization is None
+        if result.seconds is not None and result.clock == "device" and as_called:
             call = trust.call_key(case.op, case.ring, case.shapes, jnp.dtype(case.dtype).itemsize)
             times.setdefault(call, {})[case.backend] = result.seconds
     return times

@@ -4,14 +4,16 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax.numpy as jnp
 
+from flaxasync.hardware import CHIPS
 from flaxasync.kernels.flash_attention import unsupported as flash_lacks
 from flaxasync.ops import execution, trust
 from flaxasync.ops.costs.collective_matmul import exchange_steps
 from flaxasync.ops.costs.cost import Shape
+from flaxasync.ops.quantization import Kind, Quantization
 from flaxasync.verify.platform import DEFECTS
 
 AXIS = "model"
@@ -38,6 +40,7 @@ PAIRS = ("pallas", "stateful")
 """Backends whose transfers begin in one kernel and end in another, which JAX's simulator of kernels cannot do."""
 FORGETS = "JAX's simulator forgets transfers that outlive a kernel"
 MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+IN_8_BITS = ("none", "fused")  # the backends of MATMULS that are verified in 8 bits, too: others only send the values
 SIZES = {  # rows, features, head size and heads
     "cpu": (32, 64, 16, 4),
     "simulated": (16, 256, 64, 2),
@@ -59,6 +62,7 @@ class Case:
     dtype: str = "bfloat16"
     directions: int | None = None  # of the ring; None lets the op choose
     gradient: bool = True  # whether the gradients are verified and timed, too
+    quantization: Kind | None = None  # "int8" or "fp8": the type in which all products are multiplied
     simulate: bool = False  # whether the kernels run in JAX's simulator of TPU kernels, on CPU devices
 
     @property
@@ -97,6 +101,12 @@ class Case:
         return self.backend in PAIRS or (self.op == "expert_mlp" and self.backend == "exchange")
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The options of the op, and of `flaxasync.plan`, that make it multiply in 8 bits."""
+        kind = self.quantization
+        return {} if kind is None else {"quantization": Quantization(kind, backward=kind, weights=kind)}
+
+    @property
     def text(self) -> str:
         """The case as JSON, under which its verdict is stored."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
@@ -106,15 +116,17 @@ class Case:
         ways = {None: "", 1: "1 direction", 2: "2 directions"}[self.directions]
         if self.op == "matmul_all_reduce" and self.shapes[0][0] == 1 and self.backend in ("none", "exchange"):
             ways = f"{self.shapes[0][1]} rows"
-        return f"{self.op:22} {self.backend:10} {ways:13}{'' if self.gradient else 'forward'}".rstrip()
+        form = " ".join(part for part in (self.quantization, None if self.gradient else "forward") if part)
+        return f"{self.op:22} {self.backend:10} {ways:13}{form}".rstrip()
 
 
 def list_cases(
-    platform: str, devices: int, *, quick: bool, only: Sequence[str] = (), rehearse: bool = False
-) -> list[Case]:
+    platform: str, devices: int, *, chip: str | None = None, quick: bool, only: Sequence[str] = (),
+    rehearse: bool = False,
+) -> list[Case]:  # fmt: skip
     """Returns the cases for so many devices of a "tpu", "gpu" or "cpu".
 
-    Quick cases have small shapes, smaller ones in a rehearsal, and verify gradients together with results only. `only`
+    A `chip` of the table has cases in 8 bits of the types for which it has a rate, others of all types. Quick cases have small shapes, smaller ones in a rehearsal, and verify gradients together with results only. `only`
     names ops, such as "all_gather_matmul", or "attention/flash" with a backend; all by default. The plain backend of
     each op is always among the cases, because a backend may be slower than it. An unknown name raises ValueError.
     """
@@ -126,13 +138,17 @@ def list_cases(
             raise ValueError(f"--ops got {name!r}: it must be OP or OP/BACKEND of {known}")
         chosen |= {(op, some) for some in ((backend, PLAIN.get(op, "none")) if backend else BACKENDS[op])}
     on_devices = "cpu" if platform == "cpu" else "full" if not quick else "rehearsed" if rehearse else "quick"
+    rates = CHIPS.get(chip or "")
+    types = [kind for kind in get_args(Kind) if rates is None or rates.rate(kind)]
     cases = []
     for op, names in BACKENDS.items():
         for backend in names:
             if only and (op, backend) not in chosen:
                 continue
             simulate = platform != "tpu" and backend not in trust.PLAIN
-            cases += _variants(_case(op, backend, devices, "simulated" if simulate else on_devices), quick)
+            case = _case(op, backend, devices, "simulated" if simulate else on_devices)
+            kinds = (None, *types) if op in MATMULS and backend in IN_8_BITS else (None,)
+            cases += [one for kind in kinds for one in _variants(dataclasses.replace(case, quantization=kind), quick)]
     return cases
 
 
@@ -143,7 +159,8 @@ def stand_in(case: Case) -> Case:
     """
     devices, size = min(case.devices, 4), "cpu" if case.backend in trust.PLAIN else "simulated"
     small = _case(case.op, case.backend, devices, size, pairs=False)
-    small = dataclasses.replace(small, directions=case.directions if devices > 2 else None, gradient=case.gradient)
+    directions = case.directions if devices > 2 else None
+    small = dataclasses.replace(small, directions=directions, gradient=case.gradient, quantization=case.quantization)
     if case.sums_few_rows:
         small = dataclasses.replace(small, shapes=_few_rows(small, 1 if case.shapes[0][1] == 1 else 2))
     return small

@@ -32,11 +32,14 @@ RUNS = 20
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "attention": 1e-4}
 """The largest deviation relative to the largest value. float32 differs by the order of additions, attention also by its
 softmax in base 2; bfloat16 keeps 8 bits, and partial sums travel in it."""
+ROUNDING = {"int8": 0.05, "fp8": 0.2}
+"""The same for plain products in 8 bits, which are compared with products that are not rounded."""
 BACK_TO_BACK = 8
 """How often a program runs on its first input without a wait in between. A semaphore that a run leaves at a wrong
 count, or a device that runs ahead, shows only in the next run."""
 PHASES = 40  # instructions whose seconds are told, the longest first
-DEVICE = AbstractDevice(device_kind="TPU v5e", num_cores=1, platform="tpu")
+SIMULATED_KIND = "TPU v5e"
+KIND_WITH_FP8 = "TPU7x"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +87,8 @@ def check_values(case: Case, program: Callable, *, repeats: int, runs: int) -> d
         with jax.set_mesh(mesh):
             arguments = programs.random_arguments(case, mesh, seed)
             wanted = programs.local_values(reference(*arguments), case, mesh)
-        with simulated(mesh) if case.simulate else jax.set_mesh(mesh):
+        kind = KIND_WITH_FP8 if case.quantization == "fp8" else SIMULATED_KIND
+        with simulated(mesh, kind) if case.simulate else jax.set_mesh(mesh):
             results = [program(*arguments) for _ in range(1 if seed else runs)]
             for result in results:
                 got = programs.local_values(result, case, mesh)
@@ -95,6 +99,8 @@ def check_values(case: Case, program: Callable, *, repeats: int, runs: int) -> d
 
 def tolerance(case: Case) -> float:
     """Returns the deviation that is allowed, relative to the largest value."""
+    if case.quantization is not None and case.plain:
+        return ROUNDING[case.quantization]
     return TOLERANCE["attention" if "attention" in case.op and case.dtype == "float32" else case.dtype]
 
 
@@ -138,18 +144,19 @@ def time_program(run: Callable[[], Any], name: str, runs: int = RUNS) -> Timing:
 
 
 @contextlib.contextmanager
-def simulated(mesh: Mesh) -> Iterator[None]:
-    """Makes the devices of a mesh pass for TPUs of kind v5e. A race between transfers raises."""
+def simulated(mesh: Mesh, kind: str = SIMULATED_KIND) -> Iterator[None]:
+    """Makes the devices of a mesh pass for TPUs of a kind. A race between transfers raises."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call as stock
 
     params = pltpu.InterpretParams(dma_execution_mode="on_wait", detect_races=True, on_race="raise")
     interpret = functools.partial(_with_barrier, stock.interpret_pallas_call)
+    device = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)  # compiling takes longer than running
     try:
         with (
             mock.patch.object(stock, "interpret_pallas_call", interpret),
-            jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update(abstract_device=DEVICE)),
+            jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update(abstract_device=device)),
             pltpu.force_tpu_interpret_mode(params),
         ):
             yield

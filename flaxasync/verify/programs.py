@@ -1,6 +1,7 @@
 """The program of a case and its reference, as jitted functions of global arrays, with random operands.
 
-The reference of every backend is the formula of its op on global arrays, which XLA partitions.
+The reference of every backend is the formula of its op on global arrays, which XLA partitions. A kernel in 8 bits has the
+plain backend in 8 bits for a reference, which is itself compared with the formula, from which its rounding differs.
 """
 
 import dataclasses
@@ -124,6 +125,8 @@ def make_program(case: Case, *, reference: bool = False) -> Callable:
         run = form.formula if reference else DEFECTS[case.backend].program
         return lambda operands, dy: {"y": run(*operands)}
     whole: Callable = form.formula
+    if reference and case.quantization is not None and not case.plain:
+        case, reference = dataclasses.replace(case, backend="none"), False
     if not reference:
         whole = jax.shard_map(_op(case), in_specs=form.operands, out_specs=form.result)
 
@@ -203,7 +206,7 @@ def _op(case: Case) -> Callable:
     if case.op in others:
         return others[case.op]
     fn = getattr(fa, case.op)
-    return lambda *operands: fn(*operands, AXIS, backend=backend, directions=case.directions)
+    return lambda *operands: fn(*operands, AXIS, backend=backend, directions=case.directions, **case.options)
 
 
 def _direct(pair: Callable[[str, int, int], Pair], x: jax.Array) -> jax.Array:

@@ -121,7 +121,7 @@ def planned_seconds(case: Case, chip: str | None) -> tuple[float, float] | str:
     if case.op not in MODELS:
         return f"fa.plan has no cost model of {case.op}"
     itemsize = 2 if case.dtype == "bfloat16" else 4
-    options = {} if case.op == "mesh_matmul" else {"backward": case.gradient}
+    options = case.options | ({} if case.op == "mesh_matmul" else {"backward": case.gradient})
     seconds = fa.plan(case.op, *case.shapes, chip=chip, ring=case.ring, itemsize=itemsize, **options).seconds
     if case.backend not in seconds:
         return f"fa.plan does not weigh {case.backend!r} for this call"
@@ -164,7 +164,7 @@ def summarize(results: Sequence[Result], machine: dict[str, Any]) -> str:
 
 
 def _key(case: Case) -> tuple:
-    return case.op, case.mesh, case.shapes, case.dtype, case.gradient
+    return case.op, case.mesh, case.shapes, case.dtype, case.gradient, case.quantization
 
 
 def _ms(seconds: float | None) -> str:

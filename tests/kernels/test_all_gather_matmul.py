@@ -103,7 +103,9 @@ def test_chunks_are_for_links_that_bind_and_a_w_that_stays():
         (4096, 3584, 1),  # the matrix units bind
         (32768, 2048, 1),  # w does not fit
     ]:
-        plan = stream_form.plan(Work(layout, 8, k, [n], transposed=False, dtype=jnp.bfloat16, result=jnp.bfloat16))
+        plan = stream_form.plan(
+            Work(layout, 8, k, [n], transposed=False, dtype=jnp.bfloat16, w_dtype=jnp.bfloat16, result=jnp.bfloat16)
+        )
         assert plan.work.layout.chunks == chunks
 
 
@@ -181,7 +183,9 @@ def test_w_is_never_in_vector_memory_as_a_whole():
     """Unless it is two tiles."""
     layout = BlockLayout.of(1, 256, 16, directions=2)
     for n in range(256, 6656, 640):
-        plan = resident.plan(Work(layout, 8, 1024, [n], transposed=False, dtype=jnp.bfloat16, result=jnp.bfloat16))
+        plan = resident.plan(
+            Work(layout, 8, 1024, [n], transposed=False, dtype=jnp.bfloat16, w_dtype=jnp.bfloat16, result=jnp.bfloat16)
+        )
         assert plan.sizes.w_slots <= max(2, plan.columns.count - 1)
 
 

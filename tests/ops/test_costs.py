@@ -96,14 +96,17 @@ def test_more_sequences_hide_more_of_the_exchange():
 
 
 @pytest.mark.parametrize(("backend", "quantization", "ms"), [
-    ("none", None, 3.81), ("xla", None, 2.59), ("none", "int8", 2.00), ("xla", "int8", 1.47),
+    ("none", None, 3.81), ("xla", None, 2.59), ("fused", None, 2.51),
+    ("none", "int8", 2.00), ("xla", "int8", 1.47), ("fused", "int8", 1.28),
 ])  # fmt: skip
 def test_products_and_blocks_in_eight_bits_take_what_compiled_programs_take(backend, quantization, ms):
-    """The times of `fa.check.timeline` for the gathered product of the MLP of the 8B preset on v5e:2x4."""
+    """The times of `fa.check.timeline` for the gathered product of the MLP of the 8B preset on v5e:2x4.
+
+    Those of "fused" are of its kernel, played.
+    """
     shapes, options = ((4, 512, 4096), (4096, 3584)), {"chip": "v5e", "ring": 8, "backward": False}
     plan = fa.plan("all_gather_matmul", *shapes, quantization=quantization, **options)
     assert plan.seconds[backend] * 1e3 == pytest.approx(ms, rel=0.11)
-    assert ("fused" in plan.seconds) == (quantization is None)
 
 
 def test_only_what_is_quantised_is_faster():

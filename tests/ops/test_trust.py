@@ -52,6 +52,22 @@ def test_an_unverified_kernel_is_not_taken_and_one_line_says_what_verifying_it_w
     assert "`python -m flaxasync.verify` verifies it; naming it, or FLAXASYNC_VERIFIED=all, takes it" in line
 
 
+def test_a_kernel_in_eight_bits_needs_a_verdict_of_its_own_beside_the_other(v5e, caplog):
+    shapes = [(256, 4096), (4096, 1024)]  # at which plan prefers "fused" in 8 bits
+
+    def taken_in_8_bits():
+        return execution.decide(OP, None, shapes=shapes, ring=8, quantization=fa.Quantization("int8")).backend
+
+    store(v5e, name=f"{OP}/fused/3+/int8")
+    assert taken_in_8_bits() == "none"
+    store(v5e)
+    assert taken_in_8_bits() == "fused"
+    store(v5e, "WRONG", f"{OP}/fused/3+/int8", "another case")
+    assert (taken_in_8_bits(), taken()) == ("none", "fused")
+    lines = [record.getMessage() for record in caplog.records]
+    assert ["was not verified on v5e" in lines[0], "was WRONG in int8 on v5e" in lines[1]] == [True, True]
+
+
 @pytest.mark.parametrize("verdict", ["WRONG", "HUNG", "CRASHED", "SLOWER"])
 def test_a_kernel_that_failed_one_case_is_not_taken_unless_it_is_named(v5e, verdict, caplog):
     store(v5e)

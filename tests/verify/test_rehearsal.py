@@ -34,7 +34,7 @@ def rehearse(topology, ops, folder, capsys):
     machine, results = content["machine"], content["results"]
     assert content["rehearsal"] == topology
     assert (machine["platform"], machine["chip"], machine["devices"]) == ("tpu", topology.partition(":")[0], 8)
-    listed = cases.list_cases("tpu", 8, quick=True, only=ops.split(","), rehearse=True)
+    listed = cases.list_cases("tpu", 8, chip=machine["chip"], quick=True, only=ops.split(","), rehearse=True)
     assert [result["case"] for result in results] == [json.loads(case.text) for case in listed]
     for case, result in zip(listed, results, strict=True):
         missing = result["missing"]
@@ -87,6 +87,7 @@ def test_every_case_has_a_small_one_for_up_to_four_devices_that_tests_the_same(d
     for case in cases.list_cases("tpu", devices, quick=False):
         small = stand_in(case)
         assert (small.op, small.backend, small.gradient) == (case.op, case.backend, case.gradient)
+        assert small.quantization == case.quantization
         assert small.devices == min(case.devices, 4)
         assert small.directions == case.directions
         assert small.simulate == (case.backend not in ("none", "xla", "reference"))

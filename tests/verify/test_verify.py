@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -25,7 +26,7 @@ MACHINE = {"platform": "tpu", "chip": "v5e", "devices": 8}
 
 
 def every_case(platform, devices, quick=True):
-    return cases.list_cases(platform, devices, quick=quick)
+    return cases.list_cases(platform, devices, chip="v5e" if platform == "tpu" else None, quick=quick)
 
 
 @pytest.mark.parametrize(("platform", "devices"), [("cpu", 4), ("gpu", 1), ("tpu", 1), ("tpu", 4), ("tpu", 8)])
@@ -49,7 +50,28 @@ def test_the_plain_backend_is_measured_beside_every_backend_that_is_chosen():
 
 def test_a_full_run_verifies_each_direction_with_and_without_gradients():
     found = [c for c in every_case("tpu", 8, quick=False) if (c.op, c.backend) == ("all_gather_matmul", "fused")]
-    assert {(c.directions, c.gradient) for c in found} == {(1, True), (1, False), (2, True), (2, False)}
+    forms = itertools.product((1, 2), (True, False), (None, "int8"))
+    assert {(c.directions, c.gradient, c.quantization) for c in found} == set(forms)
+
+
+@pytest.mark.parametrize(("chip", "kinds"), [("v5e", {"int8"}), ("tpu7x", {"fp8"}), (None, {"int8", "fp8"})])
+def test_the_matmuls_are_verified_in_the_eight_bit_types_of_a_chip(chip, kinds):
+    listed = cases.list_cases("tpu", 8, chip=chip, quick=True)
+    found = {(case.op, case.backend, case.quantization) for case in listed if case.quantization}
+    assert found == set(itertools.product(cases.MATMULS, ("none", "fused"), kinds))
+
+
+def test_a_kernel_in_eight_bits_is_compared_with_the_plain_backend_and_that_with_the_formula():
+    """What is not rounded differs by more than kernels may, and by less than the plain backend may."""
+    (plain,) = cases.list_cases("cpu", 4, quick=True, only=["all_gather_matmul/none"])[1:2]
+    kernel = dataclasses.replace(plain, backend="xla")  # which runs here without a simulator
+    assert (plain.quantization, measure.tolerance(plain), measure.tolerance(kernel)) == ("int8", 0.05, 1e-5)
+    errors = [
+        max(measure.check_values(c, programs.make_program(c), repeats=1, runs=1).values()) for c in (plain, kernel)
+    ]
+    assert errors[1] <= 1e-5 < 1e-3 < errors[0] <= 0.05
+    swapped = dataclasses.replace(kernel, quantization="fp8")
+    assert max(measure.check_values(kernel, programs.make_program(swapped), repeats=1, runs=1).values()) > 1e-3
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8, 16])
@@ -231,7 +253,7 @@ def test_a_quick_run_passes_on_this_machine(tmp_path, capsys):
     assert main(["--quick", "--platform", "cpu", "--json", str(file)]) == 0, capsys.readouterr().out
     results = json.loads(file.read_text())["results"]
     assert {r["verdict"] for r in results} == {"PASS", "NOT SUPPORTED"}
-    assert sum(r["case"]["simulate"] and r["verdict"] == "PASS" for r in results) == 15
+    assert sum(r["case"]["simulate"] and r["verdict"] == "PASS" for r in results) == 21
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -76,7 +76,7 @@ pytestmark = pytest.mark.usefixtures("empty_cache")
 @pytest.mark.parametrize("devices", [1, 4, 8])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_case_of_every_chip_goes_through_all_that_follows_a_measurement(chip, devices, quick):
-    follow(list_cases("tpu", devices, quick=quick), machine_of(chip, devices))
+    follow(list_cases("tpu", devices, chip=chip, quick=quick), machine_of(chip, devices))
 
 
 def test_a_chip_that_is_not_in_the_table_has_no_plans_and_a_reason():
@@ -101,5 +101,5 @@ def fail(*arguments):
 def test_planted_faults_in_what_follows_are_noticed(name, fault, monkeypatch):
     monkeypatch.setattr(verdict, name, fault)
     with pytest.raises((AssertionError, KeyError, ValueError)) as noticed:
-        follow(list_cases("tpu", 8, quick=True), machine_of("v5e", 8))
+        follow(list_cases("tpu", 8, chip="v5e", quick=True), machine_of("v5e", 8))
     assert fault is not fail or "a planted fault" in str(noticed.value)

@@ -15,7 +15,7 @@ from flaxasync.hardware import CHIPS
 from flaxasync.kernels.flash_attention import unsupported as flash_lacks
 from flaxasync.ops import trust
 from flaxasync.verify.__main__ import record_verdicts, verify
-from flaxasync.verify.cases import PAIRS, Case, list_cases
+from flaxasync.verify.cases import IN_8_BITS, PAIRS, Case, list_cases
 from flaxasync.verify.child import Setup
 from flaxasync.verify.supervisor import MachineError, describe
 from flaxasync.verify.verdict import Verdict
@@ -54,7 +54,7 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
         return
     devices = machine["devices"]
     sizes = infer_sizes(sizes, devices, "tpu")
-    cases = list_cases("tpu", devices, quick=False) if mode == "full" else cases_of(config, sizes)
+    cases = list_cases("tpu", devices, chip=machine["chip"], quick=False) if mode == "full" else cases_of(config, sizes)
     if mode == "auto" and _have_verdicts(cases, enough):  # of the sizes that were inferred
         return
     print_line(f"verify     {len(cases)} cases on {machine['kind']}, once; --verify off skips this")
@@ -85,13 +85,15 @@ def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
     batch = max(config.data.batch_size // (batch_shards(sizes) * config.data.microbatches), 1)
     rows = config.data.sequence_length // context
     heads, kv_heads = local_heads(model, ring)
-    products = set(products_of_a_layer(model, batch=batch, length=rows, ring=ring))
+    products, kind = set(products_of_a_layer(model, batch=batch, length=rows, ring=ring)), model.quantization
     kernels = KERNELS if config.backend == "auto" else (config.backend,)
     backends = [name for name in kernels if name not in trust.PLAIN]
     cases = []
     if ring > 1 and backends:
         for op, x, w in sorted(products):
             cases += [Case(op, backend, (ring,), (x, w), dtype) for backend in ("none", *backends)]
+            if kind is not None and "fused" in backends:
+                cases += [Case(op, backend, (ring,), (x, w), dtype, quantization=kind) for backend in IN_8_BITS]
     if ring > 1 and context == 1 and config.backend == "auto" and model.exchange_heads is None:
         # What one sequence exchanges; attention takes it only if it is verified.
         block = (ring * (heads + 2 * kv_heads) * head, rows // ring)
@@ -118,7 +120,7 @@ def _have_verdicts(cases: list[Case], enough: Sequence[str]) -> bool:
         machine = trust.Machine.here(chip)
         if machine.file.exists():
             stored = trust.read(machine)["verdicts"]
-            names = [(trust.key(c.op, c.backend, c.mesh), c.text) for c in kernels]
+            names = [(trust.key(c.op, c.backend, c.mesh, c.quantization), c.text) for c in kernels]
             if all(stored.get(name, {}).get(case) in enough for name, case in names):
                 return True
     return False

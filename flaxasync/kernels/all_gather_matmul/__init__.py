@@ -59,7 +59,8 @@ def all_gather_matmul(
     layout = BlockLayout.of(batch, m, sublanes(x.dtype), directions)
     result = result or x.dtype
     scaled = scales is not None
-    work = Work(layout, size, k, widths, transposed, x.dtype, result, scaled, tiles, epilogue, len(operands))
+    dtypes = x.dtype, ws[0].dtype, result
+    work = Work(layout, size, k, widths, transposed, *dtypes, scaled, tiles, epilogue, len(operands))
     plan = (None if epilogue or scaled else resident.plan(work)) or stream.plan(work)
     streams = isinstance(plan, stream.Schedule)
     y_widths = widths[:1] * epilogue.results if epilogue else widths

@@ -111,7 +111,9 @@ class Schedule:
         results = work.epilogue.results if work.epilogue else 1
         columns = self.tiles.joined * self.tiles.columns.size
         return Scratch(
-            self.tiles.scratch(work.dtype, outgoing=2, accumulators=self.accumulators, result=work.result),
+            self.tiles.scratch(
+                work.dtype, work.w_dtype, outgoing=2, accumulators=self.accumulators, result=work.result
+            ),
             tuple(OutgoingTiles.allocate(2, result, work.result) for _ in range(results - 1)),
             tuple(IncomingTiles.allocate(self.operand_slots, result, work.result) for _ in range(work.operands)),
             Scales.allocate(self.operand_slots, self.tiles.rows.shape, columns) if work.scaled else None,

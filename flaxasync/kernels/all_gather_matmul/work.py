@@ -15,7 +15,8 @@ class Work:
     k: int  # length of the contraction
     widths: Sequence[int]  # columns of each w
     transposed: bool  # whether each w is [n, k]
-    dtype: DType  # of x and w
+    dtype: DType  # of x
+    w_dtype: DType  # that of x, or another one of 8 bits
     result: DType  # of the results, and of the operands of the epilogue
     scaled: bool = False  # whether x and w are 8-bit values with scales
     tiles: Tiles | None = None  # the largest tiles of a product, if they were asked for

@@ -137,12 +137,14 @@ class MatmulTiles:
         """Batches, rows and columns of a tile of the result that is not partial."""
         return (*self.rows.shape, self.columns.size)
 
-    def scratch(self, dtype: DType, *, outgoing: int, accumulators: int, result: DType | None = None) -> MatmulScratch:
+    def scratch(
+        self, dtype: DType, w_dtype: DType, *, outgoing: int, accumulators: int, result: DType | None = None
+    ) -> MatmulScratch:
         k, n = self.contraction.size, self.columns.size
         sums = (*self.rows.shape, self.joined * n)
         return MatmulScratch(
             IncomingTiles.allocate(2, (*self.rows.shape, k), dtype),
-            IncomingTiles.allocate(self.w_slots, self._w_shape(k, n), dtype),
+            IncomingTiles.allocate(self.w_slots, self._w_shape(k, n), w_dtype),
             OutgoingTiles.allocate(outgoing, self.result, result or dtype),
             pltpu.VMEM((accumulators, *sums) if accumulators else (1, 1, 8, LANES), sums_dtype(dtype)),
         )

@@ -86,7 +86,7 @@ def overlapped(
     travels, hops = blocks.ring.size > 1, 2 * (phases - 1) * schedule.rounds
     dma = pltpu.SemaphoreType.DMA
     scratch = Scratch(
-        matmul=tiling.scratch(x.dtype, outgoing=used.outgoing, accumulators=schedule.rows),
+        matmul=tiling.scratch(x.dtype, w.dtype, outgoing=used.outgoing, accumulators=schedule.rows),
         weights=WeightScratch(*blocks.tables(), dma, dma((schedule.chunks, blocks.needed) if travels else (1, 1))),
         received=IncomingTiles.allocate(1, tiling.result if hops else (1, *unused), x.dtype),
         recv_sem=dma((hops, schedule.rows) if hops else (1, 1)),

@@ -86,6 +86,10 @@ class ExchangedAttention:
             begun = Transfer(lax.all_to_all(x.reshape(size, -1, x.shape[-1]), axis_name, 0, 0))
         return Transfers([begun], "exchange_heads")
 
+    def after(self, before: Transfers, x: Array) -> Transfers:
+        """Begins an exchange after another one, which then has the links first: it is waited for first."""
+        return self.exchange(meanwhile([before], lambda x: x, x))
+
     def through[T](
         self,
         first: Array,
@@ -102,10 +106,10 @@ class ExchangedAttention:
         arriving, more = [self.exchange(first)], list[T]()
         leaving: list[Transfers] = []
         xs = (first, *while_first_arrives(arriving))
-        arriving += [self.exchange(x) for x in xs[1:IN_FLIGHT]]
+        arriving += [self.after(arriving[-1], x) for x in xs[1:IN_FLIGHT]]
         for i in range(len(xs)):
             (x,) = arriving[i].done()
-            arriving += [self.exchange(x) for x in xs[i + IN_FLIGHT : i + IN_FLIGHT + 1]]
+            arriving += [self.after(arriving[-1], x) for x in xs[i + IN_FLIGHT : i + IN_FLIGHT + 1]]
             y, beside = meanwhile(leaving[-1:] + arriving[i + 1 :], functools.partial(compute, i), x)
             leaving.append(self.exchange(y.reshape(-1, y.shape[-1])))
             more.append(beside)

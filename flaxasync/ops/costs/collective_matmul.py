@@ -61,7 +61,6 @@ def all_gather_matmul_costs(
     widths = tuple(w[1] for w in ws)
     rows, k, n = math.prod(x[:-1]), x[-1], sum(widths)
     forward, dx, dw = _kinds("all_gather_matmul", chip, quantization)
-    kernels &= forward is None
     sent = rows * k * (itemsize if forward is None else 1)
     gather = Trip("gather", sent, rows, k, n, widths=widths, quantized=forward)
     if not backward:
@@ -106,7 +105,7 @@ def matmul_reduce_scatter_costs(
     if backward:  # before the reduction stands XLA's product of what was gathered, never shorter than fetching w
         sent = rows * n * (itemsize if dx is None else 1)
         trips += [Trip("gather", sent, rows, n, k, quantized=dx), Trip("gathered", 0, k, ring * rows, n, quantized=dw)]
-    return _costs(chip, ring, trips, itemsize, kernels and forward is None)
+    return _costs(chip, ring, trips, itemsize, kernels)
 
 
 def matmul_all_reduce_costs(
@@ -125,7 +124,7 @@ def matmul_all_reduce_costs(
     local = [Trip("local", 0, rows, n, k, quantized=dx), Trip("local", 0, k, rows, n, quantized=dw)] if backward else []
     gather = (ring - 1) * hop_seconds(chip, share * n * itemsize, directions(ring))
     reduce = Trip("reduce", share * n * itemsize, share, k, n, quantized=forward)
-    rings = _costs(chip, ring, [reduce, *local], itemsize, kernels and forward is None)
+    rings = _costs(chip, ring, [reduce, *local], itemsize, kernels)
     costs = {name: dataclasses.replace(cost, exposed=cost.exposed + gather) for name, cost in rings.items()}
     products = [Trip("local", 0, rows, k, n, quantized=forward), *local]
     compute = sum(product(chip, trip, 1, itemsize, "none") for trip in products)

@@ -58,6 +58,8 @@ AFTER_KERNEL = 5.3e-6
 """The seconds by which XLA's product of what a kernel gathered takes longer than any other product (v5e)."""
 RELAYOUT_TRAFFIC = 1.93
 """How many times dw moves in HBM on chips of `WIDE`, where XLA transposes and copies the result of that product."""
+TRANSPOSED_TRAFFIC = 2.0
+"""How many times 8-bit operands of a product over gathered rows move in HBM before it: XLA transposes them."""
 ONE_TILE_EACH_WAY = 2 * 256 * 256
 """The largest block of partial sums, in elements, whose two tiles, one for each direction, take turns on the links."""
 LARGEST_BLOCK = 80 * 2**20
@@ -130,8 +132,11 @@ def product(
     else:
         m *= blocks
     moved = (m * k + weights * k * n) * trip.operand_bytes(itemsize) + (m * n * itemsize if result is None else result)
+    copied = TRANSPOSED_TRAFFIC * (m * k + k * n) if trip.kind == "gathered" and trip.quantized else 0.0
     flops = 2 * m * k * n / ((chip.rate(trip.quantized) or chip.flops) * EFFICIENCY[backend])
-    return (flops**OVERLAP_EXPONENT + (moved / hbm(chip)) ** OVERLAP_EXPONENT) ** (1 / OVERLAP_EXPONENT)
+    return (flops**OVERLAP_EXPONENT + (moved / hbm(chip)) ** OVERLAP_EXPONENT) ** (1 / OVERLAP_EXPONENT) + copied / hbm(
+        chip
+    )
 
 
 def serial(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> Cost:
@@ -200,7 +205,8 @@ def fused(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> Cost:
     """Predicts "fused" on a ring of two devices or more; a kernel multiplies on one core of a device."""
     compute, exposed, steps, held, fixed = 0.0, 0.0, 0, 0, 0.0
     slower = V5E_HBM / chip.hbm_bandwidth
-    core = dataclasses.replace(chip, flops=chip.flops / chip.cores)
+    rates = {name: rate / chip.cores for name in ("flops", "int8", "fp8") if (rate := getattr(chip, name))}
+    core = dataclasses.replace(chip, **rates)
     for trip in trips:
         if not trip.travels:
             compute += product(chip, trip, 1, itemsize, "none")
@@ -211,7 +217,9 @@ def fused(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> Cost:
             continue
         kernel, whole = KERNELS[trip.kind], _products_of_kernel(core, ring, trip, itemsize)
         step = kernel.step * slower
-        hop = hop_seconds(chip, trip.sent, directions(ring))
+        # What is multiplied in the dtype of the operands travels in it.
+        sent = trip.m * trip.k * trip.operand_bytes(itemsize) if trip.kind == "dw" else trip.sent
+        hop = hop_seconds(chip, sent, directions(ring))
         if trip.kind == "reduce":  # what arrived is fetched, added to, and sent on
             hop = step + (hop_seconds(chip, trip.sent, 1) if trip.m * trip.n <= ONE_TILE_EACH_WAY else hop)
         busy = whole + ring * step
@@ -219,7 +227,7 @@ def fused(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> Cost:
         exposed += max(0.0, (ring - 1) * hop + kernel.tail * whole / ring - busy)
         fixed += kernel.entry * slower
         steps += ring
-        held = max(held, ring * trip.sent)
+        held = max(held, ring * sent)
     return Cost(compute, exposed, steps, held, 0.0, fixed)
 
 
@@ -254,7 +262,7 @@ def _accumulator_bytes(chip: Chip, ring: int, trip: Trip, backend: str) -> float
 
 def _products_of_kernel(chip: Chip, ring: int, trip: Trip, itemsize: int) -> float:
     """Returns the seconds of all products of a trip; the file of a kernel tells what it does not fetch again."""
-    w = trip.k * trip.n * itemsize
+    w = trip.k * trip.n * trip.operand_bytes(itemsize)
     reads: float = 1
     if trip.kind == "dw":  # the rows that each direction brought are contracted in whole passes of the matrix units
         unit = directions(ring) * (256 if chip.name in WIDE else 128)

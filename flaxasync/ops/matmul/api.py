@@ -85,8 +85,8 @@ def all_gather_matmul(
         that `plan` does not know. With 0, the default, the op keeps x, which travels again for dw; docs/plan.md tells
         when XLA keeps more, and what happens under `jax.checkpoint`.
       quantization: "int8", "fp8" or a `flaxasync.Quantization`: x travels, is multiplied and is kept in 8 bits, with a
-        scale for each row, and w has one for each column. None, the default, for the dtype of the operands. A call
-        without a backend never takes "fused" in 8 bits. Partial sums always travel in `reduce_dtype`.
+        scale for each row, and w has one for each column. None, the default, for the dtype of the operands. Partial
+        sums always travel in `reduce_dtype`.
 
     Returns:
       y, in the dtype of x; a tuple if w is one.
