@@ -100,7 +100,7 @@ def is_assumed() -> bool:
 
 
 def key(op: str, backend: str, ring: Axes, kind: str | None = None) -> str:
-    """Returns the name of a verdict: op, backend, for what sends the class of the longest axis (1, 2 or 3+), and `kind`.
+    """Returns the name of a verdict: op, backend, for what sends the class of the longest axis (1, 2 or 3+), and kind.
 
     The kind is "int8" or "fp8" for products in 8 bits.
     """
@@ -113,8 +113,8 @@ def key(op: str, backend: str, ring: Axes, kind: str | None = None) -> str:
 def lacking(evidence: Evidence, op: str, backend: str, ring: Axes, kinds: Collection[str] = ()) -> str | None:
     """Returns the first verdict, by name, that a kernel lacks for a call; None if a call may take it.
 
-    `kinds` are the types of the call's products in 8 bits. "fused" multiplies them in its kernels and needs a verdict of
-    each. Other backends send what they are given.
+    `kinds` are the types of the call's products in 8 bits. "fused" multiplies them in its kernels and needs a verdict
+    of each. Other backends send what they are given.
     """
     named = [key(op, backend, ring, kind) for kind in (None, *sorted(kinds if backend == "fused" else ()))]
     return next((name for name in named if evidence.verdict(name) != PASSED), None)

@@ -126,9 +126,10 @@ def list_cases(
 ) -> list[Case]:  # fmt: skip
     """Returns the cases for so many devices of a "tpu", "gpu" or "cpu".
 
-    A `chip` of the table has cases in 8 bits of the types for which it has a rate, others of all types. Quick cases have small shapes, smaller ones in a rehearsal, and verify gradients together with results only. `only`
-    names ops, such as "all_gather_matmul", or "attention/flash" with a backend; all by default. The plain backend of
-    each op is always among the cases, because a backend may be slower than it. An unknown name raises ValueError.
+    A `chip` of the table has cases in 8 bits of the types for which it has a rate, others of all types. Quick cases
+    have small shapes, smaller ones in a rehearsal, and verify gradients together with results only. `only` names ops,
+    such as "all_gather_matmul", or "attention/flash" with a backend; all by default. The plain backend of each op is
+    always among the cases, because a backend may be slower than it. An unknown name raises ValueError.
     """
     chosen: set[tuple[str, str]] = set()
     for name in only:

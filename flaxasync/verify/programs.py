@@ -1,7 +1,7 @@
 """The program of a case and its reference, as jitted functions of global arrays, with random operands.
 
-The reference of every backend is the formula of its op on global arrays, which XLA partitions. A kernel in 8 bits has the
-plain backend in 8 bits for a reference, which is itself compared with the formula, from which its rounding differs.
+The reference of every backend is the formula of its op on global arrays, which XLA partitions. A kernel in 8 bits has
+the plain backend in 8 bits for a reference, which is itself compared with the formula, which rounds nothing.
 """
 
 import dataclasses

@@ -29,7 +29,7 @@ import numpy as np
 
 from flaxasync.check.compile import worker
 from flaxasync.check.compile.program import CompiledProgram, hbm_error, listeners
-from flaxasync.check.compile.topologies import ENVIRONMENT, busy_message, place_arguments, topology_devices
+from flaxasync.check.compile.topologies import ENVIRONMENT, busy_message, place_arguments, places_of, topology_devices
 
 FLAGS = "LIBTPU_INIT_ARGS"  # the environment variable of libtpu's flags
 COMPILE_SECONDS = 600  # an 8B training step takes a minute to compile, so ten minutes mean that the compiler hangs
@@ -93,7 +93,7 @@ def compile_for(
     began = time.perf_counter()
     answer = shared_process(dumps=dumps is not None).compile(request, timeout, dumps)
     seconds = time.perf_counter() - began
-    coords = {d.id: tuple(d.coords) for d in devices}
+    coords = places_of(devices)
     program = CompiledProgram(
         text=answer["text"],
         topology=topology,

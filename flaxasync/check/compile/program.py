@@ -24,7 +24,7 @@ class CompiledProgram:
     topology: str
     memory: Mapping[str, int]  # the entries `*_in_bytes` of JAX's memory analysis for one device
     cost: Mapping[str, float]  # XLA's cost analysis
-    coords: tuple[tuple[int, ...], ...]  # the chip of each partition, in the order of the mesh
+    coords: tuple[tuple[int, ...], ...]  # the chip of each partition, and its core where a chip has several
     dumps: pathlib.Path | None = None  # the folder with libtpu's final bundles, if they were asked for
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # the sizes of the mesh axes, in their order
 

@@ -100,6 +100,12 @@ def topology_devices(topology: str) -> list:
         raise ValueError(f"{wanted} ({error})") from error
 
 
+def places_of(devices: list) -> dict[int, tuple[int, ...]]:
+    """Returns, for the number of each device, the coordinates of its chip, and its core where a chip has several."""
+    cores = any(device.core_on_chip for device in devices)
+    return {device.id: (*device.coords, device.core_on_chip) if cores else tuple(device.coords) for device in devices}
+
+
 def place_arguments(topology: str, devices: list, args: tuple) -> tuple[tuple, Mesh | None]:
     """Moves the shardings of a function's arguments to the devices of a topology.
 

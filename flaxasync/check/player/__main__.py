@@ -15,7 +15,10 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("folder", help="the folder that --xla_jf_dump_to named")
     add("--topology", help="topology of the program, like v5e:2x2 (default: as in player.json)")
-    add("--coords", help="the chip of each partition, like 0,0,0:1,0,0:1,1,0:0,1,0 (default: as in player.json)")
+    add(
+        "--coords",
+        help="the chip (and core) of each partition, like 0,0,0:1,0,0:1,1,0:0,1,0 (default: as in player.json)",
+    )
     add("--measured-ms", type=float, help="time of the same program on a TPU: prints the error")
     add("--json", metavar="FILE", help="write the result without its slices as JSON ('-': to the terminal)")
     add("--trace", metavar="FILE", help="write a Chrome trace, for Perfetto")

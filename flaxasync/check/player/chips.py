@@ -166,18 +166,28 @@ def chip_grid(name: str) -> ChipGrid:
     return ChipGrid(name, shape, DEVICES_PER_CHIP.get(match[1], 1), CHIPS[match[1]].wraps(shape))
 
 
-def coords_of_partitions(grid: ChipGrid, devices: int, coords: tuple[Coords, ...]) -> tuple[Coords, ...]:
-    """Returns the chip of each partition, as three coordinates: that in `coords`, or if it is empty, of its number."""
+def places_of_partitions(
+    grid: ChipGrid, devices: int, coords: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[Coords, int], ...]:
+    """Returns the chip of each partition, as three coordinates, and its core on it.
+
+    They are those in `coords`, which may end with the core. Without cores, the partitions of a chip take its cores in
+    their order; without coordinates, all partitions are in order.
+    """
     if devices != grid.devices:
         raise MeshMismatchError(
             f"the program was compiled for {devices} devices, but {grid.name} has {grid.devices}: "
             "name the topology that it was compiled for"
         )
-    in_order = tuple(grid.coords(n // grid.cores) for n in range(devices))
-    full = tuple((*c, 0, 0)[:3] for c in coords) or in_order
+    in_order = tuple((grid.coords(n // grid.cores), n % grid.cores) for n in range(devices))
+    chips = [(*c[:3], 0, 0)[:3] for c in coords]
+    full = tuple(
+        (chip, c[3] if len(c) > 3 else chips[:n].count(chip)) for n, (chip, c) in enumerate(zip(chips, coords))
+    )
+    full = full or in_order
     if sorted(full) != sorted(in_order):
         raise MeshMismatchError(
             f"the order of the mesh must name each chip of {grid.name} {grid.cores} time(s), within {grid.shape}: "
-            f"got {full}"
+            f"got {tuple(chips)}"
         )
     return full

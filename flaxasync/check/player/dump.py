@@ -30,7 +30,7 @@ class Note:
 
     topology: str = ""
     libtpu: str = ""  # its version
-    coords: tuple[tuple[int, ...], ...] = ()  # the chip of each partition, in the order of the mesh
+    coords: tuple[tuple[int, ...], ...] = ()  # of each partition, as `CompiledProgram.coords`
 
 
 @dataclasses.dataclass(eq=False)

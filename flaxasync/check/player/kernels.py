@@ -27,7 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flaxasync.check.compile.compile_for import compile_for
 from flaxasync.check.compile.program import CompiledProgram
-from flaxasync.check.compile.topologies import topology_devices
+from flaxasync.check.compile.topologies import places_of, topology_devices
 from flaxasync.check.estimate.costs import KernelTime
 from flaxasync.check.hlo.async_operations import async_operations
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
@@ -162,7 +162,9 @@ def _kernel_of(computation: Computation, i: Instruction, given: Given) -> Kernel
 
 
 def _simulate(program: CompiledProgram, kernel: Kernel) -> KernelTime:
-    devices = {tuple(device.coords): device for device in topology_devices(program.topology)}
+    described = topology_devices(program.topology)
+    places = places_of(described)
+    devices = {places[device.id]: device for device in described}
     ordered = np.array([devices[coords] for coords in program.coords], dtype=object)
     mesh = Mesh(ordered, ("devices",), axis_types=(AxisType.Auto,))
     shapes, fixed = [_type(text) for text in kernel.operands], dict(kernel.integers)

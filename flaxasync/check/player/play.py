@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from flaxasync.check.player.chips import PlayedChip, chip_grid, coords_of_partitions, played_chip
+from flaxasync.check.player.chips import PlayedChip, chip_grid, places_of_partitions, played_chip
 from flaxasync.check.player.dump import TESTED_LIBTPU, Note, read_dump, write_note
 from flaxasync.check.player.errors import MeshMismatchError
 from flaxasync.check.player.matrix_unit import operations
@@ -101,7 +101,7 @@ def play_dump(
         notes.append("the dump does not say which libtpu made it; its form is that of a tested version")
     elif dump.note.libtpu not in TESTED_LIBTPU:
         notes.append(f"dumped by libtpu {dump.note.libtpu}; the player was tested with {', '.join(TESTED_LIBTPU)}")
-    state = State(dump, grid, coords_of_partitions(grid, devices, order), chip, frozenset(accept))
+    state = State(dump, grid, places_of_partitions(grid, devices, order), chip, frozenset(accept))
     Simulation(state).run()
     return _result(state, measured, notes)
 

@@ -63,19 +63,19 @@ class VectorClocks:
 
 
 class State:
-    """The state of a simulation of a program on a grid of chips, whose partitions are on the chips `coords`."""
+    """The state of a simulation of a program on a grid of chips, whose partitions are on these chips and cores."""
 
     def __init__(
-        self, dump: Dump, grid: ChipGrid, coords: tuple[Coords, ...], chip: PlayedChip, accept: frozenset[str]
-    ):
+        self, dump: Dump, grid: ChipGrid, places: tuple[tuple[Coords, int], ...], chip: PlayedChip,
+        accept: frozenset[str],
+    ):  # fmt: skip
         self.dump, self.grid, self.chip = dump, grid, chip
         self.addresses = Addresses(chip.hbm_unit)
         for program in dump.programs.values():
             self.addresses.add(program)
         self.codes = {n: Code(p, self.addresses, chip, accept) for n, p in dump.programs.items()}
-        cores = [coords[:device].count(chip) for device, chip in enumerate(coords)]
         # The number of each partition's chip (and core), as programs address it.
-        self.chips = [grid.chip_id(chip) * grid.cores + core for chip, core in zip(coords, cores, strict=True)]
+        self.chips = [grid.chip_id(chip) * grid.cores + core for chip, core in places]
         self.tables: dict[Buffer, list[int]] = {}  # the words of the buffers that the runtime has filled
         parameters, pointers = self._prepare_memory()
         self.slices: list[Slice] = []  # of all devices, in the order in which they ended
@@ -87,12 +87,12 @@ class State:
             chip_id, core = divmod(number, grid.cores)
             scalars = {"chip ID": chip_id, "core index": core, "partition id": device} | pointers
             machine = Machine(
-                device=device, coords=coords[device], addresses=self.addresses, code=top, position=first_bundle(top),
+                device=device, coords=places[device][0], addresses=self.addresses, code=top, position=first_bundle(top),
                 parameters=parameters, scalars=scalars, recorder=Recorder(device, chip, self.slices, self.waits),
                 notes=self.notes,
             )  # fmt: skip
             self.machines.append(machine)
-        self.clocks = VectorClocks(len(coords))
+        self.clocks = VectorClocks(len(places))
         self.events: list[tuple[float, int, Callable[[], None]]] = []  # a heap: their times, their order, what happens
         self._order = itertools.count()
         self._by_number = dict(zip(self.chips, self.machines, strict=True))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flaxasync.check.player import MeshMismatchError, PlayerError, matrix_unit
 from flaxasync.check.player import scalar_operations as scalar
 from flaxasync.check.player.bundle_text import HEADER, parse_operation, read_program
-from flaxasync.check.player.chips import PLAYED_CHIPS, chip_grid, coords_of_partitions, played_chip
+from flaxasync.check.player.chips import PLAYED_CHIPS, chip_grid, places_of_partitions, played_chip
 from flaxasync.check.player.errors import DumpError
 from flaxasync.check.player.network import Network
 from flaxasync.check.player.result import SIGNAL
@@ -278,7 +278,17 @@ def test_routes():
 ])  # fmt: skip
 def test_meshes_that_do_not_fit(name, coords, message):
     with pytest.raises(MeshMismatchError, match=message):
-        coords_of_partitions(chip_grid(name), 4, coords)
+        places_of_partitions(chip_grid(name), 4, coords)
+
+
+def test_the_devices_of_a_chip_have_the_cores_that_the_mesh_gives_them():
+    """On tpu7x `make_mesh` goes through some chips from the second core to the first."""
+    grid, pair = chip_grid("tpu7x:1x2x1"), ((0, 0, 0), (0, 1, 0))
+    given = (*pair[0], 0), (*pair[0], 1), (*pair[1], 1), (*pair[1], 0)
+    assert places_of_partitions(grid, 4, given) == ((pair[0], 0), (pair[0], 1), (pair[1], 1), (pair[1], 0))
+    in_order = (pair[0], 0), (pair[0], 1), (pair[1], 0), (pair[1], 1)
+    assert places_of_partitions(grid, 4, (pair[0], pair[0], pair[1], pair[1])) == in_order
+    assert places_of_partitions(grid, 4, ()) == in_order
 
 
 @pytest.mark.parametrize(("read", "name", "message"), [
