@@ -38,7 +38,7 @@ class DeviceGrid:
     @classmethod
     def of(cls, devices: Sequence[Any]) -> "DeviceGrid | None":
         """Returns the grid of the devices of one slice, or None if they have no coordinates or do not fill a grid."""
-        if not all(hasattr(device, "coords") for device in devices):
+        if not all(hasattr(device, "core_on_chip") for device in devices):  # GPUs have coordinates, and no cores
             return None
         places = {_coordinates(device) for device in devices}
         first, last = (tuple(map(end, zip(*places, strict=True))) for end in (min, max))

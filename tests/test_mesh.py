@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import types
 
 import jax
 import numpy as np
@@ -230,3 +231,9 @@ def test_the_order_of_devices_decides_the_time_of_a_tensor_parallel_mlp():
 
     assert milliseconds(fa.make_mesh) < 1.25
     assert milliseconds(jax.make_mesh) > 2.2
+
+
+def test_gpus_which_have_coordinates_and_no_cores_keep_their_order():
+    """The attributes are those of an NVIDIA H100 under JAX 0.12."""
+    gpu = types.SimpleNamespace(id=0, coords=(0, 0, 0), device_kind="NVIDIA H100", slice_index=0, platform="gpu")
+    assert DeviceGrid.of([gpu]) is None

@@ -148,7 +148,8 @@ def list_cases(
                 continue
             simulate = platform != "tpu" and backend not in trust.PLAIN
             case = _case(op, backend, devices, "simulated" if simulate else on_devices)
-            kinds = (None, *types) if op in MATMULS and backend in IN_8_BITS else (None,)
+            in_8_bits = backend in IN_8_BITS and op in MATMULS and (not only or (op, "fused") in chosen)
+            kinds = (None, *types) if in_8_bits else (None,)
             cases += [one for kind in kinds for one in _variants(dataclasses.replace(case, quantization=kind), quick)]
     return cases
 

@@ -182,7 +182,8 @@ def places_of_partitions(
     in_order = tuple((grid.coords(n // grid.cores), n % grid.cores) for n in range(devices))
     chips = [(*c[:3], 0, 0)[:3] for c in coords]
     full = tuple(
-        (chip, c[3] if len(c) > 3 else chips[:n].count(chip)) for n, (chip, c) in enumerate(zip(chips, coords))
+        (chip, c[3] if len(c) > 3 else chips[:n].count(chip))
+        for n, (chip, c) in enumerate(zip(chips, coords, strict=True))
     )
     full = full or in_order
     if sorted(full) != sorted(in_order):
