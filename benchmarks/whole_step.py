@@ -25,7 +25,7 @@ from flaxasync import check
 from flaxasync.check.estimate.phases import Phases
 from flaxasync.ops.trust import trusting
 from models.config import Remat
-from train.config import Config
+from train.config import Config, XlaConfig
 from train.metrics.output import gib, time_text
 from train.step.flags import flags_of
 from train.step.mesh import mesh_over
@@ -51,18 +51,20 @@ class Case:
     kept: int = 0
     model: Literal["8B", "70B"] = "8B"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights and moments
-    kind: Literal["int8"] | None = None  # of all products of the decoder layers, gradients too, on the fused kernels
+    kind: Literal["int8"] | None = None  # of all products of the decoder layers, gradients too
+    flags: str = "auto"  # `--xla.flags`
 
 
 # On v5e and v5p libtpu takes the flags of v6e except the limit of scoped vector memory, which is that of the chip.
 V5P = FLAGS.replace("98304", "49152") + WITHOUT_COLLECTIVE_MATMUL
+LEAN = "xla_tpu_scoped_vmem_limit_kib=98304 xla_tpu_scheduler_percent_shared_memory_limit=75"  # docs/scaling.md
 CASES: tuple[Case | Recipe, ...] = (
     Case("v6e:4x4", (1, 4, 4), 1, 4096, overlap="prefetch_pallas", kept=128),
     Case("v6e:4x4", (1, 16, 1), 3, 8192, "offload", "prefetch_pallas"),
     recipes.RECIPES[1],
     Case("v6e:2x4", (1, 8, 1), 3, 8192, "offload", "prefetch_pallas"),
     recipes.RECIPES[0],
-    Case("v6e:4x8", (1, 8, 4), 2, 8192, "offload_most", "prefetch_pallas", 0, "70B", "bfloat16"),
+    Case("v6e:4x8", (1, 32, 1), 2, 8192, "offload_most", "prefetch_pallas", 0, "70B", "bfloat16", flags=LEAN),
     recipes.RECIPES[4],
     Case("v5p:2x2x2", (1, 8, 1), 2, 8192, remat="cheap"),
     Case("v5p:2x2x2", (1, 8, 1), 2, 8192, remat="cheap", overlap="prefetch_pallas"),
@@ -89,7 +91,7 @@ def config_of(case: Case) -> Config:
             quantization_backward=case.kind,
             quantization_weights=case.kind,
         ),
-        backend="fused" if case.kind else config.backend,
+        xla=XlaConfig(case.flags),
         data=dataclasses.replace(
             config.data, batch_size=case.sequences * chips, sequence_length=case.length, microbatches=1
         ),
