@@ -104,7 +104,8 @@ def compiled(case: Case, folder: pathlib.Path) -> check.CompiledProgram:
     with flags_of(config, case.topology.partition(":")[0]), jax.set_mesh(mesh), trusting("predicted"):
         trainer = Trainer(config, mesh)
         arguments = trainer.abstract_state(), *trainer.abstract_batch()
-        return compile_once(folder, f"{case}", case.topology, trainer.train_step, *arguments)
+        name = f"{dataclasses.replace(case, flags='')}"  # the flags are in the digest
+        return compile_once(folder, name, case.topology, trainer.train_step, *arguments)
 
 
 def row(case: Case | Recipe, folder: pathlib.Path) -> tuple[str, ...]:

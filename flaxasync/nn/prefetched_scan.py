@@ -21,7 +21,7 @@ The gathered weights are kept for the last layer alone. At any time, the weights
 whole.
 
 What follows the layers, such as the output projection, can be part of the scan. Its weights arrive while the layers
-run forward, and its gradients are summed before they run backward.
+run forward, and its gradients leave while the last layers run backward.
 """
 
 import dataclasses
@@ -177,8 +177,10 @@ def _forward(
         return carry, kept
 
     def loop(x: Carried, first: Leaves) -> tuple[Carried, Leaves, Any]:
-        # A loop of one body would be none for libtpu, which then fails at what is offloaded.
-        in_loop = layers // scan.turns * scan.turns
+        # The gradients of what follows the layers are large. They leave beside the layers after the loop, which are the
+        # first to be computed backward, and are gone when it begins. A loop of one body would be none for libtpu, which
+        # then fails at what is offloaded.
+        in_loop = (layers - (scan.finish is not None)) // scan.turns * scan.turns
         in_loop = 0 if in_loop == scan.turns else in_loop
         carry, stacks = lax.scan(body, (x, first), jnp.arange(0, in_loop, scan.turns, dtype=jnp.int32))
         rest = []
@@ -226,11 +228,10 @@ def _backward(scan: Scan, saved: tuple, dy: Any) -> tuple[Leaves, Leaves, Carrie
         return carry, None
 
     dlast: Leaves = ()
+    leaving = []
     if pull is not None:
         dlast, dy = pull(dy)
-        dlast = scan.reduce(last, dlast, scan.finish_dims).done()
-        if scan.axis is not None:  # whole, the gradient of an output projection takes gigabytes: it ends here
-            dlast, dy = tie(dlast, dy)
+        leaving = [scan.reduce(last, dlast, scan.finish_dims)]
     stacks, rest = kept
     in_loop = layers - len(rest)
     none = () if scan.axis is None else tuple(jnp.zeros_like(leaf) for leaf in _varying(whole, dy))
@@ -238,9 +239,16 @@ def _backward(scan: Scan, saved: tuple, dy: Any) -> tuple[Leaves, Leaves, Carrie
         jnp.zeros_like(leaf if scan.sums_at_once(one) else varying)
         for leaf, varying, one in zip(stacked, _varying(stacked, dy), whole, strict=True)
     )
-    carry: tuple = dy, whole, none, sums
-    for n in reversed(range(len(rest))):
-        carry = turn(carry, jnp.int32(in_loop + n), rest[n])
+
+    def after_loop(dy: Carried) -> tuple:
+        carry = dy, whole, none, sums
+        for n in reversed(range(len(rest))):
+            carry = turn(carry, jnp.int32(in_loop + n), rest[n])
+        return carry
+
+    carry = meanwhile(leaving, after_loop, dy)
+    for transfers in leaving:
+        dlast, carry = tie(transfers.done(), carry)  # whole gradients and what arrived of others end here
     steps = jnp.arange(0, in_loop, scan.turns, dtype=jnp.int32), stacks
     (dx, _, gradients, sums), _ = lax.scan(body, carry, steps, reverse=True)
     if scan.axis is not None:
