@@ -75,6 +75,9 @@ def all_gather_matmul_costs(
         chip, ring, [gather, reduce, Trip("gathered", 0, k, ring * rows, n, quantized=dw)], itemsize, kernels
     )
     for name, cost in costs.items():
+        # XLA dequantises or transposes kept 8-bit rows before their product; in estimates that cost more than the trip.
+        if name == "fused" and forward is not None:
+            continue
         kept = dataclasses.replace(keeping[name], held=max(keeping[name].held, ring * sent), kept=ring * sent)
         if kept.held < chip.hbm_bytes and kept.seconds <= (1 - KEEPING_GAINS) * cost.seconds:
             costs[name] = kept

@@ -58,8 +58,6 @@ AFTER_KERNEL = 5.3e-6
 """The seconds by which XLA's product of what a kernel gathered takes longer than any other product (v5e)."""
 RELAYOUT_TRAFFIC = 1.93
 """How many times dw moves in HBM on chips of `WIDE`, where XLA transposes and copies the result of that product."""
-TRANSPOSED_TRAFFIC = 2.0
-"""How many times 8-bit operands of a product over gathered rows move in HBM before it: XLA transposes them."""
 ONE_TILE_EACH_WAY = 2 * 256 * 256
 """The largest block of partial sums, in elements, whose two tiles, one for each direction, take turns on the links."""
 LARGEST_BLOCK = 80 * 2**20
@@ -132,11 +130,8 @@ def product(
     else:
         m *= blocks
     moved = (m * k + weights * k * n) * trip.operand_bytes(itemsize) + (m * n * itemsize if result is None else result)
-    copied = TRANSPOSED_TRAFFIC * (m * k + k * n) if trip.kind == "gathered" and trip.quantized else 0.0
     flops = 2 * m * k * n / ((chip.rate(trip.quantized) or chip.flops) * EFFICIENCY[backend])
-    return (flops**OVERLAP_EXPONENT + (moved / hbm(chip)) ** OVERLAP_EXPONENT) ** (1 / OVERLAP_EXPONENT) + copied / hbm(
-        chip
-    )
+    return (flops**OVERLAP_EXPONENT + (moved / hbm(chip)) ** OVERLAP_EXPONENT) ** (1 / OVERLAP_EXPONENT)
 
 
 def serial(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> Cost:
