@@ -248,8 +248,7 @@ class Loop:
             last = step == config.steps
             if self.eval_step is not None and (last or step % config.eval.every == 0):
                 self.recorder.add(step, **self.evaluation.run(self.eval_step, self.trainer.evaluated(state)))
-            # A save reports both intervals: fast devices end the second one while the host evaluates, in the first.
-            if step % config.report.every == 0 and not (last or step % config.checkpoint.every == 0):
+            if step % config.report.every == 0:
                 self.recorder.report(step - config.report.every)
             self.profiler.after(step, state)
             self.saver.poll(step, state)
