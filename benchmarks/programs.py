@@ -114,7 +114,7 @@ def compile_once(folder: pathlib.Path, name: str, topology: str, fn: Any, *argum
     versions = [importlib.metadata.version(package) for package in ("jaxlib", "libtpu")]
     content = repr((topology, fn.lower(*arguments).as_text(), os.environ.get(FLAGS), versions))
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]
-    file = folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', name)}-{digest}.pickle.gz"
+    file = folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', name)[:200]}-{digest}.pickle.gz"  # names of files have 255 letters
     if not file.exists():
         options = check.HLO_ONLY
         found = check.compile_for(topology, fn, *arguments, timeout=COMPILE_SECONDS, compiler_options=options)

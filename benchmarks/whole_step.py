@@ -57,7 +57,8 @@ class Case:
 
 # On v5e and v5p libtpu takes the flags of v6e except the limit of scoped vector memory, which is that of the chip.
 V5P = FLAGS.replace("98304", "49152") + WITHOUT_COLLECTIVE_MATMUL
-LEAN = "xla_tpu_scoped_vmem_limit_kib=98304 xla_tpu_scheduler_percent_shared_memory_limit=75"  # docs/scaling.md
+# What `auto` sets on v6e, and a schedule for less memory.
+LEAN = "xla_tpu_scoped_vmem_limit_kib=98304 xla_tpu_scheduler_percent_shared_memory_limit=75"
 CASES: tuple[Case | Recipe, ...] = (
     Case("v6e:4x4", (1, 4, 4), 1, 4096, overlap="prefetch_pallas", kept=128),
     Case("v6e:4x4", (1, 16, 1), 3, 8192, "offload", "prefetch_pallas"),
@@ -104,8 +105,7 @@ def compiled(case: Case, folder: pathlib.Path) -> check.CompiledProgram:
     with flags_of(config, case.topology.partition(":")[0]), jax.set_mesh(mesh), trusting("predicted"):
         trainer = Trainer(config, mesh)
         arguments = trainer.abstract_state(), *trainer.abstract_batch()
-        name = f"{dataclasses.replace(case, flags='')}"  # the flags are in the digest
-        return compile_once(folder, name, case.topology, trainer.train_step, *arguments)
+        return compile_once(folder, f"{case}", case.topology, trainer.train_step, *arguments)
 
 
 def row(case: Case | Recipe, folder: pathlib.Path) -> tuple[str, ...]:

@@ -160,8 +160,8 @@ def announce(
     evidence = known(chip)
     if evidence.rule == "stored":
         missing = lacking(evidence, op, wanted, ring, kinds) or key(op, wanted, ring)
-        form = next((f" in {kind}" for kind in kinds if missing.endswith(f"/{kind}")), "")
-        found = evidence.verdict(missing)
+        kind, found = missing.rpartition("/")[2], evidence.verdict(missing)
+        form = f" in {kind}" if kind in kinds else ""
         why = f"was {found or 'not verified' + everywhere}{form} on {Machine.here(chip)}"
     else:  # more verdicts would change nothing
         advice = "Naming it, or"

@@ -38,8 +38,7 @@ BACK_TO_BACK = 8
 """How often a program runs on its first input without a wait in between. A semaphore that a run leaves at a wrong
 count, or a device that runs ahead, shows only in the next run."""
 PHASES = 40  # instructions whose seconds are told, the longest first
-SIMULATED_KIND = "TPU v5e"
-KIND_WITH_FP8 = "TPU7x"
+SIMULATED, SIMULATED_FP8 = "TPU v5e", "TPU7x"  # what CPU devices pass for; only the other one has fp8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +86,7 @@ def check_values(case: Case, program: Callable, *, repeats: int, runs: int) -> d
         with jax.set_mesh(mesh):
             arguments = programs.random_arguments(case, mesh, seed)
             wanted = programs.local_values(reference(*arguments), case, mesh)
-        kind = KIND_WITH_FP8 if case.quantization == "fp8" else SIMULATED_KIND
+        kind = SIMULATED_FP8 if case.quantization == "fp8" else SIMULATED
         with simulated(mesh, kind) if case.simulate else jax.set_mesh(mesh):
             results = [program(*arguments) for _ in range(1 if seed else runs)]
             for result in results:
@@ -144,7 +143,7 @@ def time_program(run: Callable[[], Any], name: str, runs: int = RUNS) -> Timing:
 
 
 @contextlib.contextmanager
-def simulated(mesh: Mesh, kind: str = SIMULATED_KIND) -> Iterator[None]:
+def simulated(mesh: Mesh, kind: str = SIMULATED) -> Iterator[None]:
     """Makes the devices of a mesh pass for TPUs of a kind. A race between transfers raises."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call as stock
 

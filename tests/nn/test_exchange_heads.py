@@ -181,6 +181,10 @@ def test_the_compiled_exchange_is_safe_and_has_attention_beside_it():
             beside.append(sum(name.startswith("flash_attention") for name in inside))
     assert len(beside) == 2 * 2 * 3, "three sequences, there and back, forward and backward"
     assert beside.count(0) == 4, "the first arrivals and the last departures"
+    began = {window.done.name: order.index(op.start.name) for op in pairs for window in op.windows}
+    there = [began[name] for name in order if name in began]
+    for arrivals in (there[:3], there[6:9]):  # forward and backward, in the order in which they are waited for
+        assert arrivals == sorted(arrivals)
 
 
 def form(topology, batch, exchange=None):

@@ -85,14 +85,15 @@ def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
     batch = max(config.data.batch_size // (batch_shards(sizes) * config.data.microbatches), 1)
     rows = config.data.sequence_length // context
     heads, kv_heads = local_heads(model, ring)
-    products, kind = set(products_of_a_layer(model, batch=batch, length=rows, ring=ring)), model.quantization
+    products = set(products_of_a_layer(model, batch=batch, length=rows, ring=ring))
+    types = {kind for kind in (model.quantization, model.quantization_backward) if kind is not None}
     kernels = KERNELS if config.backend == "auto" else (config.backend,)
     backends = [name for name in kernels if name not in trust.PLAIN]
     cases = []
     if ring > 1 and backends:
         for op, x, w in sorted(products):
             cases += [Case(op, backend, (ring,), (x, w), dtype) for backend in ("none", *backends)]
-            if kind is not None and "fused" in backends:
+            for kind in sorted(types if "fused" in backends else ()):
                 cases += [Case(op, backend, (ring,), (x, w), dtype, quantization=kind) for backend in IN_8_BITS]
     if ring > 1 and context == 1 and config.backend == "auto" and model.exchange_heads is None:
         # What one sequence exchanges; attention takes it only if it is verified.

@@ -87,7 +87,7 @@ class ExchangedAttention:
         return Transfers([begun], "exchange_heads")
 
     def after(self, before: Transfers, x: Array) -> Transfers:
-        """Begins an exchange after another one, which then has the links first: it is waited for first."""
+        """Begins an exchange when `before` has begun, which is waited for first and so must have the links first."""
         return self.exchange(meanwhile([before], lambda x: x, x))
 
     def through[T](

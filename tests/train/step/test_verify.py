@@ -72,6 +72,16 @@ def test_the_cases_are_the_kernels_and_shapes_of_the_configuration(config):
             jax.eval_shape(programs.make_program(case), *programs.abstract_arguments(case, mesh))
 
 
+def test_products_in_eight_bits_are_verified_in_the_types_of_both_passes(config, replace):
+    def eight_bits(**model):
+        found = cases_of(replace(config, model=model), {"data": 2, "model": 4})
+        return {(case.backend, case.quantization) for case in found if case.quantization}
+
+    assert eight_bits() == set()
+    assert eight_bits(quantization="int8") == {("none", "int8"), ("fused", "int8")}
+    assert {kind for _, kind in eight_bits(quantization="int8", quantization_backward="fp8")} == {"int8", "fp8"}
+
+
 def test_the_cases_have_the_heads_that_a_device_computes(config, replace):
     """Two devices share a key-value head, and six query heads are padded to eight."""
     shapes = {
