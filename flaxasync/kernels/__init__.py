@@ -10,10 +10,11 @@
 | `weight_gradient` | all_gather(x).T @ dy, the weight gradient of `all_gather_matmul` |
 | `mesh_matmul` | a matmul on two mesh axes |
 | `flash_attention` | attention between one block of queries and one block of keys, as `attention_block` defines it |
+| `rotate_heads` | rotary positions of heads that lie side by side |
 | `grouped_matmul` | rows that are sorted by expert, times the weights of their experts |
 | `grouped_weight_gradient` | the weight gradients of `grouped_matmul` |
 
-All of them but the last three are built from `engine`, and are for use inside `jax.shard_map`, on local shards. The
+All of them but the last four are built from `engine`, and are for use inside `jax.shard_map`, on local shards. The
 ops have checked the operands: float32 or bfloat16, all of one dtype, each batch in whole hardware tiles, on axes of two
 devices or more. Beside what its docstring names, a kernel refuses only tiles that exceed the chip's vector memory, with
 a ValueError. These arguments mean the same in each kernel:

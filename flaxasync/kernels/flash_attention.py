@@ -39,6 +39,8 @@ _NT = (((1,), (1,)), ((), ()))  # x @ y.T
 _TN = (((0,), (0,)), ((), ()))  # x.T @ y
 _NN = (((1,), (0,)), ((), ()))
 
+type Operands = list[tuple[Array, pl.BlockSpec]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Flash:
@@ -49,23 +51,30 @@ class Flash:
 
     q_tile: int = 1024  # rows in a tile of q
     kv_tile: int = 2048  # rows in a tile of kv
-    sub_block: int = 512  # rows of kv that are multiplied at once
+    sub_block: int = 256  # rows of kv that are multiplied at once
     name: str = "flash"
-    triangle_tiles: tuple[int, int] = (2048, 1024)  # rows in the square tiles of a triangle: forward, backward
+    triangle_tiles: tuple[int, int] = (2048, 2048)  # rows in the square tiles of a triangle: forward, backward
 
     def forward(self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product, carry: Carry) -> Carry:
-        grid = self._grid(scores, q, product, self.triangle_tiles[0])
+        grid = self._grid(scores, q.shape, product, self.triangle_tiles[0])
+        operands = [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1))]
         written = {"updated": [(carry[0], grid.queries()), (carry[1], grid.statistics())]}
-        return _attend(scores, grid, q, kv, segments, product, (LANES, LANES), written)
+        acc, stats = _attend(scores, grid, operands, segments, product, (LANES, LANES), written)
+        return acc, stats
 
     def attend_whole(
-        self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product
+        self, scores: Scores, q: Array, k: Array, v: Array, segments: Segments, product: Product, head_size: int
     ) -> tuple[Array, Array]:
-        """Returns the output [b, s, n * g * d] of the only product, and log2 of the sum of 2**score [b, n, g, 1, s]."""
-        grid, (b, n, g, s, d) = self._grid(scores, q, product, self.triangle_tiles[0]), q.shape
-        out, log_sum = _like(q, (b, s, n * g * d), q.dtype), _like(q, (b, n, g, 1, s), jnp.float32)
-        written = {"results": [(out, grid.joined()), (log_sum, grid.statistics(1))]}
-        return _attend(scores, grid, q, kv, segments, product, (LANES, LANES, d), written)
+        """Returns the output [b, s, n * g * d] of the only product, and log2 of the sum of 2**score [b, n, g, 1, s].
+
+        q is [b, s, n * g * d], and k and v are [b, s, n * d], as projections return them.
+        """
+        grid = self._grid(scores, _heads(q, k, head_size), product, self.triangle_tiles[0])
+        operands = [(q, grid.joined()), (k, grid.joined_keys()), (v, grid.joined_keys())]
+        log_sum = _like(q, (*grid.shape[:3], 1, q.shape[1]), jnp.float32)
+        written = {"results": [(_like(q, q.shape, q.dtype), grid.joined()), (log_sum, grid.statistics(1))]}
+        out, log_sum_exp = _attend(scores, grid, operands, segments, product, (LANES, LANES, head_size), written)
+        return out, log_sum_exp
 
     def backward(
         self, scores: Scores, q: Array, kv: Array, segments: Segments, do: Array, rows: Array, product: Product,
@@ -84,28 +93,32 @@ class Flash:
 
         def one_call(index: Any, gradients: Gradients) -> Gradients:
             every, one = [part(call) for call in range(count)], part(index)
-            grid = self._grid(scores, q, one, self.triangle_tiles[1])
-            of_rows = [(do, grid.queries()), (rows, grid.statistics())]
+            grid = self._grid(scores, q.shape, one, self.triangle_tiles[1])
+            operands = [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1))]
+            operands += [(do, grid.queries()), (rows, grid.statistics())]
             written = {"updated": [(gradients[0], grid.queries()), (gradients[1], grid.key_gradients())]}
-            return _differentiate(scores, grid, q, kv, segments, of_rows, one, every, (), written)
+            dq, dkv = _differentiate(scores, grid, operands, segments, one, every, (), written)
+            return dq, dkv
 
         return one_call(0, gradients) if count == 1 else lax.fori_loop(0, count, one_call, gradients)
 
     def differentiate_whole(
-        self, scores: Scores, q: Array, kv: Array, segments: Segments, do: Array, out: Array, log_sum_exp: Array,
-        product: Product,
-    ) -> Gradients:  # fmt: skip
-        """Returns dq and dkv, in the dtypes of q and kv, from what `attend_whole` returned and do [b, s, n * g * d]."""
-        grid = self._grid(scores, q, product, self.triangle_tiles[1])
-        of_rows = [(do, grid.joined()), (out, grid.joined()), (log_sum_exp, grid.statistics(1))]
-        sums = (grid.q_tile, grid.head_size), (2, grid.k_rows, grid.head_size), (2, grid.q_tile)
-        like = jax.ShapeDtypeStruct.like
-        written = {"results": [(like(q), grid.queries()), (like(kv), grid.key_gradients())]}
-        return _differentiate(scores, grid, q, kv, segments, of_rows, product, [product], sums, written)
+        self, scores: Scores, q: Array, k: Array, v: Array, segments: Segments, do: Array, out: Array,
+        log_sum_exp: Array, product: Product, head_size: int,
+    ) -> tuple[Array, Array, Array]:  # fmt: skip
+        """Returns dq, dk and dv, as q, k and v, from what `attend_whole` returned and do [b, s, n * g * d]."""
+        grid = self._grid(scores, _heads(q, k, head_size), product, self.triangle_tiles[1])
+        operands = [(q, grid.joined()), (k, grid.joined_keys()), (v, grid.joined_keys())]
+        operands += [(do, grid.joined()), (out, grid.joined()), (log_sum_exp, grid.statistics(1))]
+        sums = (grid.q_tile, head_size), (2, grid.k_rows, head_size), (2, grid.q_tile)
+        of_keys = [(jax.ShapeDtypeStruct.like(x), grid.joined_key_gradients()) for x in (k, v)]
+        written = {"results": [(jax.ShapeDtypeStruct.like(q), grid.joined()), *of_keys]}
+        dq, dk, dv = _differentiate(scores, grid, operands, segments, product, [product], sums, written)
+        return dq, dk, dv
 
-    def _grid(self, scores: Scores, q: Array, product: Product, square: int) -> Grid:
+    def _grid(self, scores: Scores, heads: tuple[int, ...], product: Product, square: int) -> Grid:
         tiles = (square, square) if product.masked and is_triangle(scores.mask) else (self.q_tile, self.kv_tile)
-        return Grid.of(q, product, *tiles, self.sub_block)
+        return Grid.of(heads, product, *tiles, self.sub_block)
 
 
 class Part(enum.Enum):
@@ -129,39 +142,39 @@ def unsupported(dtype: jnp.dtype, head_size: int, q_rows: int, k_rows: int) -> s
 
 
 def _attend(
-    scores: Scores, grid: Grid, q: Array, kv: Array, segments: Segments, product: Product, widths: tuple[int, ...],
+    scores: Scores, grid: Grid, operands: Operands, segments: Segments, product: Product, widths: tuple[int, ...],
     written: dict[str, Any],
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, ...]:  # fmt: skip
     """Calls the forward kernel with what it writes, and sums of these widths in vector memory."""
     return _call(
         functools.partial(_forward_body, scores, grid, product, segments is not None, "results" in written),
         grid,
         product,
-        [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1))],
+        operands,
         segments,
         **written,
         scratch_shapes=[pltpu.VMEM((grid.q_tile, width), jnp.float32) for width in widths],
         heads="parallel",
-        cost_estimate=grid.cost(scores.mask, [product], matmuls=2, itemsize=q.dtype.itemsize),
+        cost_estimate=grid.cost(scores.mask, [product], matmuls=2, itemsize=operands[0][0].dtype.itemsize),
         name="flash_attention",
     )
 
 
 def _differentiate(
-    scores: Scores, grid: Grid, q: Array, kv: Array, segments: Segments, of_rows: list[Any], product: Product,
-    products: list[Product], sums: tuple[tuple[int, ...], ...], written: dict[str, Any],
-) -> tuple[Array, Array]:  # fmt: skip
+    scores: Scores, grid: Grid, operands: Operands, segments: Segments, product: Product, products: list[Product],
+    sums: tuple[tuple[int, ...], ...], written: dict[str, Any],
+) -> tuple[Array, ...]:  # fmt: skip
     """Calls the backward kernel for one of `products`, with sums of these shapes in vector memory."""
     return _call(
         functools.partial(_backward_body, scores, grid, product, segments is not None, "results" in written),
         grid,
         product,
-        [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1)), *of_rows],
+        operands,
         segments,
         **written,
         scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in sums],
         heads="arbitrary",
-        cost_estimate=grid.cost(scores.mask, products, matmuls=5, itemsize=q.dtype.itemsize),
+        cost_estimate=grid.cost(scores.mask, products, matmuls=5, itemsize=operands[0][0].dtype.itemsize),
         name="flash_attention_backward",
     )
 
@@ -170,7 +183,7 @@ def _call(
     body: Callable[..., None],
     grid: Grid,
     product: Product,
-    operands: list[tuple[Array, pl.BlockSpec]],
+    operands: Operands,
     segments: Segments,
     *,
     updated: Sequence[tuple[Array, pl.BlockSpec]] = (),
@@ -178,15 +191,15 @@ def _call(
     heads: Literal["parallel", "arbitrary"],  # whether heads and tiles of queries may be visited in any order
     scratch_shapes: Sequence[Any] = (),
     **options: Any,
-) -> tuple[Array, Array]:
-    """Calls a kernel that updates two arrays in place, or returns two results. The ids of segments come last."""
+) -> tuple[Array, ...]:
+    """Calls a kernel that updates arrays in place, or returns results. The ids of segments come last."""
     if segments is not None:
         of_queries, of_keys = (ids[:, None] for ids in segments)
         operands = [*operands, (of_queries, grid.ids_of_queries()), (of_keys, grid.ids_of_keys())]
     arrays, specs = zip(*operands, *updated, strict=True)
     shapes, result_specs = zip(*results, *((jax.ShapeDtypeStruct.like(x), spec) for x, spec in updated), strict=True)
     first = 1 + len(operands)  # operand 0 has the scalars
-    first_value, second_value = pl.pallas_call(
+    return pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -195,14 +208,19 @@ def _call(
             out_specs=list(result_specs),
             scratch_shapes=scratch_shapes,
         ),
-        out_shape=list(shapes),
+        out_shape=shapes,
         input_output_aliases={first + i: i for i in range(len(updated))},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", heads, heads, "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
         **options,
     )(grid.scalars(product), *arrays)
-    return first_value, second_value
+
+
+def _heads(q: Array, k: Array, head_size: int) -> tuple[int, ...]:
+    """Returns (b, n, g, s, d) of q [b, s, n * g * d] and k [b, s, n * d]."""
+    batch, rows, features = q.shape
+    return batch, k.shape[-1] // head_size, features // k.shape[-1], rows, head_size
 
 
 def _like(x: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -279,7 +297,7 @@ def _backward_body(
     Scores have the layout [k_tile, q_tile], because three of the four products that use them take them as they are.
     """
     if is_whole:
-        q_ref, k_ref, v_ref, do_ref, out_ref, log_sum, *ids, dq_out, dkv_out, dq, dkv, rows_ref = refs
+        q_ref, k_ref, v_ref, do_ref, out_ref, log_sum, *ids, dq_out, dk_out, dv_out, dq, dkv, rows_ref = refs
     else:
         q_ref, k_ref, v_ref, do_ref, rows_ref, *ids, dq_in, dkv_in, dq, dkv = refs
     g, i, j = (pl.program_id(axis) for axis in (2, 3, 4))
@@ -327,8 +345,8 @@ def _backward_body(
 
     @pl.when((g == grid.heads - 1) & (i == grid.q_tiles - 1) & (j == grid.k_tiles - 1))
     def end_keys() -> None:
-        dkv_out[0] = (dkv[0] * scores.scale).astype(dkv_out.dtype)
-        dkv_out[1] = dkv[1].astype(dkv_out.dtype)
+        dk_out[...] = (dkv[0] * scores.scale).astype(dk_out.dtype)
+        dv_out[...] = dkv[1].astype(dv_out.dtype)
 
 
 def _where_reached(scores: Scores, grid: Grid, product: Product, at: Any, add: Callable[[Part], None]) -> None:

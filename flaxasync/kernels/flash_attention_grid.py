@@ -28,9 +28,10 @@ class Grid:
     sub_block: int  # rows of a tile of keys and values that are multiplied at once
 
     @classmethod
-    def of(cls, q: Array, product: Product, q_tile: int, kv_tile: int, sub_block: int) -> "Grid":
-        """Returns the steps with the largest tiles that divide the blocks, up to those that are given."""
-        b, n, g, _, d = q.shape
+    def of(cls, heads: tuple[int, ...], product: Product, q_tile: int, kv_tile: int, sub_block: int) -> "Grid":
+        """Returns the steps for heads of queries [b, n, g, s, d], with the largest tiles, up to those that are given,
+        that divide the blocks."""
+        b, n, g, _, d = heads
         q_tile, k_tile = largest_divisor(product.q_rows, q_tile, LANES), largest_divisor(product.k_rows, kv_tile, LANES)
         return cls(
             b, n, g, d, product.q_rows, q_tile, product.k_rows, k_tile, largest_divisor(k_tile, sub_block, LANES)
@@ -74,6 +75,16 @@ class Grid:
         """Returns the block [k_tile, d] of keys (which=0) or of values (which=1) [2, b, n, t, d]."""
         shape = (None, None, None, self.k_tile, self.head_size)
         return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (which, b, n, s[1] * self.k_tiles + j, 0))
+
+    def joined_keys(self) -> pl.BlockSpec:
+        """Returns the block [k_tile, d] of one head of keys or of values [b, t, n * d]."""
+        shape = (None, self.k_tile, self.head_size)
+        return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (b, s[1] * self.k_tiles + j, n))
+
+    def joined_key_gradients(self) -> pl.BlockSpec:
+        """Returns the block [k_rows, d] of dk or dv [b, t, n * d]; it stays in VMEM for all heads of a group."""
+        shape = (None, self.k_rows, self.head_size)
+        return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (b, s[1], n))
 
     def statistics(self, count: int = 2) -> pl.BlockSpec:
         """Returns the block [count, q_tile] of statistics [b, n, g, count, s]."""

@@ -43,6 +43,7 @@ from flaxasync.mesh import UnsupportedError
 CALLER = "matmul_reduce_scatter"
 TILES = Tiles(1024, 4096, 1024)  # the largest tiles, where none are asked for
 FEWEST_TILES = 8  # of a block: with one tile for each direction, the two directions would take turns on the links
+WIDEST = 1280  # columns of a tile, at most, where the largest tiles would divide them into an odd number
 SMALLEST = 256 * 256  # elements of a tile of the result below which a block has fewer tiles instead
 OUTGOING = (8, 3)  # slots for tiles that leave: at most, and at least where vector memory is short
 
@@ -188,6 +189,11 @@ def _plan(
         columns = Tiling.of((n,), pl.cdiv(n, 2 * LANES) * LANES)
     if rows.count == columns.count == 1:
         rows = RowTiling.of(batch, m, max(unit, batch * m // 2), unit)
+    if tiles is None and columns.count > 1 and columns.count % 2 and rows.size * columns.size > SMALLEST:
+        # Each direction takes a half of the columns, so these are an even number of tiles: wide ones of fewer rows.
+        widths = (pl.cdiv(n, count * LANES) * LANES for count in range(2, n // LANES, 2))
+        even = (Tiling((n,), width) for width in widths if width <= WIDEST and pl.cdiv(n, width) % 2 == 0)
+        rows, columns = RowTiling.of(batch, m, max(asked.m // 2, unit), unit), next(even, columns)
     if tiles is None and 2 * rows.count * columns.count > SEMAPHORES:  # take the fewest, though others were faster
         columns = Tiling((n,), min(TILES.n, n))
 

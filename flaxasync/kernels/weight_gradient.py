@@ -34,7 +34,7 @@ it begins the next hop. On a ring of two, a chunk's own block leaves when the ch
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -43,7 +43,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.call import call, check_vmem, matmul_bytes
+from flaxasync.kernels.engine.call import available, call, check_vmem, matmul_bytes
 from flaxasync.kernels.engine.matmul import Scales, accumulate, dot, laid_out_scales, sums_dtype
 from flaxasync.kernels.engine.operands import (
     LANES,
@@ -62,7 +62,8 @@ from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_s
 from flaxasync.kernels.engine.tiling import SUB_BLOCK, IterationGrid, RowTiling, Tiling, remainder, split
 
 CALLER = "gather_weight_gradient"
-TILES = Tiles(1024, 1024, 2048)  # columns of x, rows, columns of dy
+TILES = Tiles(1024, 1024, 2048)  # columns of x, rows and columns of dy, at most, where no tiles are asked for
+LARGE = Tiles(1536, 1024, 2560)  # the same where vector memory has room for them
 ACCUMULATORS = 32 * 2**20  # bytes of float32 sums, at most, where no tiles are asked for
 OUTGOING = 2  # slots for tiles of the result that leave
 BUFFER_SETS = 2  # sets of receive buffers
@@ -196,9 +197,22 @@ def _plan(
     x: jax.Array, widths: list[int], tiles: Tiles | None, size: int, directions: int, result: DType, scaled: bool
 ) -> tuple[Schedule, int]:
     """Returns the schedule, and the bytes of vector memory that it needs."""
-    (batch, m, k), dtype, asked = x.shape, x.dtype, tiles or TILES
+    if tiles is None:
+        schedule, used, need = _fit(x, widths, LARGE, size, directions, result, scaled)
+        if need(used) <= available():
+            return schedule, need(used)
+    schedule, used, need = _fit(x, widths, tiles or TILES, size, directions, result, scaled, exactly=tiles is not None)
+    return schedule, check_vmem(CALLER, used, need)
+
+
+def _fit(
+    x: jax.Array, widths: list[int], asked: Tiles, size: int, directions: int, result: DType, scaled: bool,
+    *, exactly: bool = False,
+) -> tuple[Schedule, Tiles, Callable[[Tiles], int]]:  # fmt: skip
+    """Returns the schedule of tiles that are as large as asked at most, these tiles, and the bytes that tiles need."""
+    (batch, m, k), dtype = x.shape, x.dtype
     columns = Tiling.of(widths, asked.n)
-    chunk = asked.m if tiles else min(asked.m, max(LANES, ACCUMULATORS // (4 * sum(widths))))
+    chunk = asked.m if exactly else min(asked.m, max(LANES, ACCUMULATORS // (4 * sum(widths))))
     chunks = Tiling.in_sub_blocks(k, chunk, SUB_BLOCK, LANES)
     # The rows of a tile lie side by side in the transposed x, so they have to be whole lanes: those of one batch, or of
     # several batches together. All of them are contracted at once.
@@ -214,7 +228,7 @@ def _plan(
         sums = matmul_bytes(t, dtype, OUTGOING, across + 1, result)  # and the product
         return sums + (Scales.nbytes(2, t.m, t.n) if scaled else 0)
 
-    return schedule, check_vmem(CALLER, Tiles(chunks.size, rows.size, columns.size), need)
+    return schedule, Tiles(chunks.size, rows.size, columns.size), need
 
 
 @dataclasses.dataclass(frozen=True)

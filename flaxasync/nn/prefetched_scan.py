@@ -235,9 +235,9 @@ def _backward(scan: Scan, saved: tuple, dy: Any) -> tuple[Leaves, Leaves, Carrie
     stacks, rest = kept
     in_loop = layers - len(rest)
     none = () if scan.axis is None else tuple(jnp.zeros_like(leaf) for leaf in _varying(whole, dy))
-    sums = tuple(
-        jnp.zeros_like(leaf if scan.sums_at_once(one) else varying)
-        for leaf, varying, one in zip(stacked, _varying(stacked, dy), whole, strict=True)
+    sums = tuple(  # every layer is written
+        cast_to_varying(lax.empty(leaf.shape, leaf.dtype), jax.typeof(leaf if at_once else varying).mat.varying)
+        for leaf, varying, at_once in zip(stacked, _varying(stacked, dy), map(scan.sums_at_once, whole), strict=True)
     )
 
     def after_loop(dy: Carried) -> tuple:

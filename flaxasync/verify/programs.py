@@ -17,6 +17,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
+from flaxasync.kernels.engine.operands import LANES
+from flaxasync.nn.attention.rotary import rotary_embedding, rotary_tables, rotate
 from flaxasync.ops.costs.cost import Shape
 from flaxasync.ops.vocabulary import lookup_reduce_scatter
 from flaxasync.transport import direct
@@ -36,6 +38,10 @@ def _product(x: jax.Array, w: jax.Array) -> jax.Array:
 def _causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     wide = (x.astype(jnp.float32) for x in (q, k, v))
     return jax.nn.dot_product_attention(*wide, is_causal=True).astype(q.dtype)
+
+
+def _rotated_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return _causal_attention(rotary_embedding(q), rotary_embedding(k), v)
 
 
 def _experts(x: jax.Array, ids: jax.Array, weights: jax.Array, *kernels: jax.Array) -> jax.Array:
@@ -84,7 +90,7 @@ FORMS = {
     "matmul_all_reduce": Form((BY_COLUMNS, P(AXIS, None)), P(), ("x", "w"), _product),
     "mesh_matmul": Form((P("x", "y"), P("x", None)), P("x", None), ("lhs", "rhs"), _product),
     "ring_attention": Form((P(None, AXIS),) * 3, P(None, AXIS), ("q", "k", "v"), _causal_attention),
-    "attention": Form((P(AXIS),) * 3, P(AXIS), ("q", "k", "v"), _causal_attention),
+    "attention": Form((P(AXIS),) * 3, P(AXIS), ("q", "k", "v"), _rotated_attention),
     "lookup_reduce_scatter": Form((P(), P(AXIS, None)), BY_ROWS, ("table",), lambda ids, table: table[ids], ids=0),
     "ppermute": Form((P(AXIS),), P(AXIS), ("x",), lambda x: jnp.roll(x, x.shape[0] // _devices(), axis=0)),
     # Block d of the columns is what device d gathers.
@@ -195,7 +201,7 @@ def _op(case: Case) -> Callable:
     others: dict[str, Callable] = {
         "expert_mlp": lambda *operands: expert_mlp(*operands, backend=backend, kernel="reference"),
         "expert_products": lambda *operands: expert_mlp(*operands, backend="none", kernel=backend),
-        "attention": lambda q, k, v: fa.attention(q, k, v, kernel=backend),
+        "attention": functools.partial(_attention, backend),
         "mesh_matmul": lambda lhs, rhs: fa.mesh_matmul(lhs, rhs, MESH_AXES, backend=backend),
         "ppermute": lambda x: fa.ppermute(x, AXIS, 1, backend),
         "all_gather": lambda x: lax.all_gather(x, AXIS, tiled=True),
@@ -207,6 +213,14 @@ def _op(case: Case) -> Callable:
         return others[case.op]
     fn = getattr(fa, case.op)
     return lambda *operands: fn(*operands, AXIS, backend=backend, directions=case.directions, **case.options)
+
+
+def _attention(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Rotates heads, and attends; by kernels where the kernel is "flash"."""
+    tables = rotary_tables(q.shape[1], q.shape[3], jnp.float32)
+    in_kernel = kernel == "flash" and q.shape[3] % LANES == 0
+    q, k = rotate(q, tables, kernel=in_kernel), rotate(k, tables, kernel=in_kernel)
+    return fa.attention(q, k, v, kernel=kernel)
 
 
 def _direct(pair: Callable[[str, int, int], Pair], x: jax.Array) -> jax.Array:

@@ -68,6 +68,15 @@ def test_w_stays_where_it_fits():
     assert schedule.tiles.w_slots == 2
 
 
+@pytest.mark.parametrize("n", [2560, 3072, 4096, 5120, 7168])
+def test_both_directions_have_as_many_tiles_of_columns(n):
+    """With three tiles of 2560 columns, the links of one direction had twice as much to send."""
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(4, 2048, 1024), (1024, n)])
+    schedule, _ = reduce_scatter_form._plan((x,), (w,), False, None, 4, 2, jnp.dtype(jnp.bfloat16), scaled=False)
+    assert schedule.tiles.columns.count % 2 == 0
+    assert schedule.tiles.columns.size <= reduce_scatter_form.WIDEST
+
+
 def test_a_product_of_a_whole_tile_is_seen(monkeypatch):
     """Negative test: a partial tile of the contraction is multiplied as if it were whole, with what lies beyond it."""
     multiply = MatmulTiles.multiply

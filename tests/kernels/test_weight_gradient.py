@@ -4,10 +4,12 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from flaxasync import check
 from flaxasync.kernels import weight_gradient
 from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.engine.tiling import Tiling
@@ -46,6 +48,15 @@ RAGGED = {"m": 640, "k": 640, "ns": (640,), "tiles": Tiles(384, 384, 384)}  # 38
 ])  # fmt: skip
 def test_values(size, options):
     assert_close(*run(size, **options), options.get("dtype", "float32"))
+
+
+@pytest.mark.parametrize(("topology", "large"), [("v6e:2x2", True), ("v5p:2x2x1", False)])
+def test_large_tiles_need_room_in_vector_memory(topology, large):
+    """All 2432 columns of a dy at once, or a half of them."""
+    x = jax.ShapeDtypeStruct((4, 512, 2560), jnp.bfloat16)
+    with jax.set_mesh(check.topology_mesh(topology, (4,), ("ring",))):
+        schedule, _ = weight_gradient._plan(x, [2432, 2432], None, 4, 2, x.dtype, scaled=False)
+    assert (schedule.columns.size == 2432) is large
 
 
 def test_a_product_of_a_whole_tile_is_seen(monkeypatch):

@@ -1,5 +1,6 @@
 """The decoder and its options against one written out; its remat policies, and sizes that do not fit."""
 
+import collections
 import dataclasses
 import functools
 import re
@@ -185,9 +186,9 @@ def test_a_form_that_is_not_named_is_the_plain_one():
     assert program() == program(remat="none", fsdp_overlap="xla") != program(remat="layer")
 
 
-def on_host(jaxpr):
-    """Returns the shapes of what a program has in the memory of the host."""
-    return set(re.findall(r"<host>\[(.+?)\]", str(jaxpr)))
+def sent_to_host(jaxpr):
+    """Returns how often a program sends an array of each shape to the memory of the host."""
+    return collections.Counter(re.findall(r"<host>\[([^]]+)\]\S* = device_put", str(jaxpr)))
 
 
 def on_device(policy):
@@ -202,8 +203,8 @@ def on_device(policy):
 
 @pytest.mark.parametrize("overlap", [pytest.param("xla", marks=pytest.mark.slow), "prefetch"])
 @pytest.mark.parametrize(("remat", "offloaded"), [
-    pytest.param("offload", {"2,8,1,4"}, marks=pytest.mark.slow),  # heads of queries, keys and values
-    ("offload_most", {"2,8,1,4", "2,8,4"}),  # and what attention returns
+    pytest.param("offload", 3, marks=pytest.mark.slow),  # heads of queries, keys and values
+    ("offload_most", 4),  # and what attention returns
 ])  # fmt: skip
 def test_offloading_changes_no_bit_of_loss_and_gradients(remat, offloaded, overlap, monkeypatch):
     """Both offload the inputs of layers, too."""
@@ -214,13 +215,13 @@ def test_offloading_changes_no_bit_of_loss_and_gradients(remat, offloaded, overl
         with jax.set_mesh(make_mesh()):
             params, loss = split(config, backend="xla")
             both, batch = jax.jit(jax.value_and_grad(loss)), place(P("data", None))
-            return on_host(jax.make_jaxpr(both)(params, *batch)), both(params, *batch)
+            return sent_to_host(jax.make_jaxpr(both)(params, *batch)), both(params, *batch)
 
     there, found = run()
     monkeypatch.setitem(transformer._POLICIES, remat, on_device(transformer._POLICIES[remat]))
     nothing, want = run()
-    assert there & {"2,8,4", "2,8,1,4", stream} == offloaded | {stream}
-    assert nothing == set()
+    assert there["2,8,4"] == offloaded * there[stream] > 0
+    assert not nothing
     jax.tree.map(np.testing.assert_array_equal, found, want)
 
 

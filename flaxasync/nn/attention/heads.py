@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync.kernels.attention_block import Mask
 from flaxasync.mesh import cast_to_varying, mesh_axis_size
-from flaxasync.nn.attention.rotary import RopeScaling, RotaryTables, rotary_tables, rotate
+from flaxasync.nn.attention.rotary import RopeScaling, RotaryTables, rotary_tables, rotate, side_by_side
 from flaxasync.nn.options import LinearOptions
 from flaxasync.ops.attention.api import attention, ring_attention
 from flaxasync.ops.attention.dense import dense_attention, positional_mask
@@ -184,7 +184,11 @@ class HeadAttention:
         """Returns the attention [b, s, h * d] of this device's heads of projections [b, s, h * d] and [b, t, n * d]."""
         axis = self.context_axis
         at = None if axis is None else positions(self.context_layout, q.shape[1], axis)
-        q, k, v = checkpoint_name(self.split(q, k, v, norms, at, tables), OPERANDS)
+        q, k, v = (
+            # Heads side by side, as they are in memory: XLA would give what it keeps of heads apart another layout.
+            checkpoint_name(side_by_side(x), OPERANDS).reshape(x.shape)
+            for x in self.split(q, k, v, norms, at, tables)
+        )
         given = any(array is not None for array in (inputs.mask, inputs.bias, inputs.dropout_key))
         if given or self.needs_all_scores or q.shape[1] != k.shape[1]:
             y = self._attend_dense(q, k, v, inputs)

@@ -5,6 +5,7 @@ the public Llama checkpoints.
 """
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -13,7 +14,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from flaxasync.mesh import platform
+from flaxasync import mesh
+from flaxasync.kernels import rotate_heads
+from flaxasync.mesh import cast_to_varying
+from flaxasync.ops import trust
 from flaxasync.ops.matmul.products import accumulator_dtype
 
 
@@ -69,8 +73,9 @@ def rotary_embedding(
 
 
 def rotary_tables(
-    rows: int, dim: int, dtype: DTypeLike, *, theta: float, positions: Array | None, scaling: RopeScaling | None
-) -> RotaryTables:
+    rows: int, dim: int, dtype: DTypeLike, *,
+    theta: float = 10_000.0, positions: Array | None = None, scaling: RopeScaling | None = None,
+) -> RotaryTables:  # fmt: skip
     """Returns the cosines and sines with which `rotate` rotates rows of heads of `dim` features."""
     frequency = theta ** (-jnp.arange(dim // 2, dtype=dtype) / (dim // 2))
     frequency = frequency if scaling is None else scaling.apply(frequency)
@@ -79,15 +84,31 @@ def rotary_tables(
     return RotaryTables(jnp.cos(angle), jnp.sin(angle))
 
 
-@jax.custom_vjp
-def rotate(x: Float[Array, "*batch s h d"], tables: RotaryTables) -> Float[Array, "*batch s h d"]:
+def rotate(
+    x: Float[Array, "*batch s h d"], tables: RotaryTables, kernel: bool | None = None
+) -> Float[Array, "*batch s h d"]:
     """Rotates heads by the angles of `rotary_tables`; see `rotary_embedding`.
 
-    The gradient of a rotation is the rotation by the negative angles. As a rule of its own it needs nothing but the
+    The kernel of `flaxasync.kernels.rotate_heads` does it where that can serve and the attention kernel, which
+    `flaxasync.verify` verifies together with it, is trusted; a bool as `kernel` chooses.
+    """
+    if kernel is None:
+        fits = x.ndim == 4 and mesh.platform() == "tpu" and mesh.all_axes_mapped()
+        fits = fits and not rotate_heads.unsupported(side_by_side(x), x.shape[-1])
+        kernel = fits and trust.is_trusted("attention", "flash", mesh.chip_name(), 1)
+    varying = jax.typeof(x).mat.varying
+    return _rotate(kernel, x, RotaryTables(*(cast_to_varying(table, varying) for table in tables)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rotate(kernel: bool, x: Array, tables: RotaryTables) -> Array:
+    """The gradient of a rotation is the rotation by the negative angles. As a rule of its own it needs nothing but the
     tables, and a policy of `jax.checkpoint` that keeps products does not see, and keep, the one below.
     """
+    if kernel:
+        return rotate_heads.rotate_heads(side_by_side(x), *tables).reshape(x.shape)
     cos, sin = tables.cos[:, None, :], tables.sin[:, None, :]
-    if platform() == "tpu":
+    if mesh.platform() == "tpu":
         # A product with a permutation of 1 and -1 is exact. XLA copies halves of registers to registers of their own.
         one = jnp.eye(cos.shape[-1], dtype=x.dtype)
         turn = jnp.block([[jnp.zeros_like(one), one], [-one, jnp.zeros_like(one)]])
@@ -98,12 +119,17 @@ def rotate(x: Float[Array, "*batch s h d"], tables: RotaryTables) -> Float[Array
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def _rotate_fwd(x: Array, tables: RotaryTables) -> tuple[Array, RotaryTables]:
-    return rotate(x, tables), tables
+def side_by_side(x: Array) -> Array:
+    """Turns heads [b, s, h, d] into [b, s, h * d]."""
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3])
 
 
-def _rotate_bwd(tables: RotaryTables, dy: Array) -> tuple[Array, None]:
-    return rotate(dy, RotaryTables(tables.cos, -tables.sin)), None
+def _rotate_fwd(kernel: bool, x: Array, tables: RotaryTables) -> tuple[Array, RotaryTables]:
+    return _rotate(kernel, x, tables), tables
 
 
-rotate.defvjp(_rotate_fwd, _rotate_bwd)
+def _rotate_bwd(kernel: bool, tables: RotaryTables, dy: Array) -> tuple[Array, None]:
+    return _rotate(kernel, dy, RotaryTables(tables.cos, -tables.sin)), None
+
+
+_rotate.defvjp(_rotate_fwd, _rotate_bwd)

@@ -162,8 +162,12 @@ def _apply(call: Call, q: Array, k: Array, v: Array, segment_ids: Array | None, 
     b, s, h, d = q.shape
     if not q.size:
         return q.reshape(b, s, h * d) if joined else q
-    kv = jnp.stack([k, v]).transpose(0, 1, 3, 2, 4)
-    out = vjp.attention(call, vjp.group_heads(q, k.shape[2]), kv, ids[0].astype(jnp.int32) if ids else None)
+    of_rows = ids[0].astype(jnp.int32) if ids else None
+    if vjp.takes_whole(call, d):
+        out = vjp.whole(call, d, *(x.reshape(b, s, -1) for x in (q, k, v)), of_rows)
+    else:
+        kv = jnp.stack([k, v]).transpose(0, 1, 3, 2, 4)
+        out = vjp.attention(call, vjp.group_heads(q, k.shape[2]), kv, of_rows)
     return out if joined else out.reshape(b, s, h, d)
 
 

@@ -1,4 +1,4 @@
-"""The VJP rule of attention. It assumes valid input in which all operands vary over the same mesh axes.
+"""The VJP rules of attention. They assume valid input in which all operands vary over the same mesh axes.
 
 ```
 q   [b, n, g, s, d]     this device's rows of n groups of g heads            (R devices on the ring)
@@ -12,6 +12,9 @@ forward   o  = softmax(q k.T) v                 kv travels; every product is add
 
 Saved are q, kv, o and the log-sum-exp of this device's rows, as they are; nothing gathered is saved, and p is computed
 again. `ring` has the loops over the blocks.
+
+`whole` is the rule of the flash kernel where no block travels. It takes q, k and v as projections return them, with
+their heads side by side, and returns their gradients so: XLA would move other forms from and to these by copies.
 """
 
 import functools
@@ -50,10 +53,6 @@ def _attention_bwd(call: Call, saved: tuple, do: Array) -> tuple[Array, Array, N
     # of sending it again.
     kv, do = transport.tie(kv, do)
     with jax.named_scope("ring_attention_backward"):
-        if kernel := _whole_kernel(call, q):
-            (product,), segments = Shards(call, q, kv, ids).products(0)[0], None if ids is None else (ids, ids)
-            do, log_sum_exp = do.astype(q.dtype), log_sum_exp[..., None, :]
-            return *kernel.differentiate_whole(call.scores, q, kv, segments, do, out, log_sum_exp, product), None
         out, do = (x.reshape(*x.shape[:2], -1, q.shape[-1]) for x in (out, do))
         overlap = jnp.sum(out.astype(log_sum_exp.dtype) * do.astype(log_sum_exp.dtype), axis=-1, keepdims=True)
         rows = jnp.stack([log_sum_exp, group_heads(overlap, kv.shape[2])[..., 0]], axis=-2)
@@ -76,20 +75,59 @@ def group_heads(x: Array, groups: int) -> Array:
 def _forward(call: Call, q: Array, kv: Array, ids: Array | None) -> tuple[Array, Array]:
     """Returns o, and log2 of the sum of 2**score of each row."""
     with jax.named_scope("ring_attention"):
-        shards = Shards(call, q, kv, ids)
-        if kernel := _whole_kernel(call, q):
-            (product,), segments = shards.products(0)[0], None if ids is None else (ids, ids)
-            out, log_sum_exp = kernel.attend_whole(call.scores, q, kv, segments, product)
-            return out, log_sum_exp[..., 0, :]
-        out, log_sum_exp = finish(ring.attend(shards), q.dtype)
+        out, log_sum_exp = finish(ring.attend(Shards(call, q, kv, ids)), q.dtype)
         b, n, g, s, d = out.shape
         return out.transpose(0, 3, 1, 2, 4).reshape(b, s, n * g * d), log_sum_exp
 
 
-def _whole_kernel(call: Call, q: Array) -> Flash | None:
-    """Returns the kernel if it can do without a carry: over whole sequences, of heads that are whole registers wide."""
-    fits = q.shape[-1] % LANES == 0 and q.shape[-2] <= WHOLE_ROWS
-    return call.kernel if call.ring is None and isinstance(call.kernel, Flash) and fits else None
+def takes_whole(call: Call, head_size: int) -> bool:
+    """Says whether `whole` can serve: with the flash kernel over whole sequences of heads that are whole registers."""
+    fits = head_size % LANES == 0 and call.sequence.rows <= WHOLE_ROWS
+    return call.ring is None and isinstance(call.kernel, Flash) and fits
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def whole(call: Call, head_size: int, q: Array, k: Array, v: Array, ids: Array | None) -> Array:
+    """Returns o [b, s, n * g * d] of q [b, s, n * g * d] and of k and v [b, s, n * d]."""
+    return _whole_forward(call, head_size, q, k, v, ids)[0]
+
+
+def _whole_forward(call: Call, head_size: int, q: Array, k: Array, v: Array, ids: Array | None) -> tuple[Array, Array]:
+    kernel, (product,), segments = (
+        call.kernel,
+        Shards(call, q, k, ids).products(0)[0],
+        ids if ids is None else (ids, ids),
+    )
+    assert isinstance(kernel, Flash)
+    with jax.named_scope("attention"):
+        out, log_sum_exp = kernel.attend_whole(call.scores, q, k, v, segments, product, head_size)
+    return out, log_sum_exp[..., 0, :]
+
+
+def _whole_fwd(call: Call, head_size: int, q: Array, k: Array, v: Array, ids: Array | None) -> tuple[Array, tuple]:
+    q, k, v = _first_derivative_only(call)(q, k, v)
+    out, log_sum_exp = _whole_forward(call, head_size, q, k, v, ids)
+    out, log_sum_exp = checkpoint_name(out, ATTENTION), checkpoint_name(log_sum_exp, STATISTICS)
+    return out, (q, k, v, ids, out, log_sum_exp)
+
+
+def _whole_bwd(call: Call, head_size: int, saved: tuple, do: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, ids, out, log_sum_exp = saved
+    do, out = _first_derivative_only(call)(do, out)
+    kernel, (product,), segments = (
+        call.kernel,
+        Shards(call, q, k, ids).products(0)[0],
+        ids if ids is None else (ids, ids),
+    )
+    assert isinstance(kernel, Flash)
+    with jax.named_scope("attention_backward"):
+        dqkv = kernel.differentiate_whole(
+            call.scores, q, k, v, segments, do.astype(q.dtype), out, log_sum_exp[..., None, :], product, head_size
+        )
+    return *dqkv, None
+
+
+whole.defvjp(_whole_fwd, _whole_bwd)
 
 
 def _first_derivative_only(call: Call) -> Callable[..., tuple[Array, ...]]:
