@@ -6,7 +6,8 @@ Layers of width 2560 with 32 heads of 128, 8 key-value heads and an MLP of 9728,
 bfloat16. No product or attention is computed twice. "plain NNX" is the layer of benchmarks/plain_transformer.py under
 `nnx.scan`, "flaxasync" that of models/layer.py, and "summed beside" the same under `fa.nn.scan_with_prefetch`, whose
 permutes sum gradients over the data axis, and which keeps what `fa.save_costly` names. "Kept" is `gathered_mib=128`.
-All of them use the attention kernel of `fa.attention`. "Of plain" is the time of plain NNX divided by that of the row.
+All of them use the attention kernel of `fa.attention`, and are compiled with the flag of the public recipes, or with
+that of `--flag NAME=VALUE`, or with none of `--flag ""`. "Of plain" is the time of plain NNX divided by that of the row.
 """
 
 import dataclasses
@@ -34,6 +35,7 @@ LAYERS, BATCH, SEQUENCE = 4, 8, 2048
 CONFIG = TransformerConfig(
     width=2560, heads=32, kv_heads=8, head_dim=128, mlp_width=9728, dtype="bfloat16", param_dtype="bfloat16"
 )
+FLAG = "xla_tpu_scoped_vmem_limit_kib=98304"
 HEADER = ("topology", "program", "ms a layer", "exposed ms a layer", "of plain")
 
 
@@ -77,23 +79,25 @@ def program(variant: str, mesh: Mesh) -> tuple[Any, tuple]:
     return jax.jit(forward_and_backward, out_shardings=shardings), (state, x, x)
 
 
-def estimate(variant: str, topology: str) -> check.Timeline:
+def estimate(variant: str, topology: str, flag: str) -> check.Timeline:
     kind = AxisType.Auto if variant == PLAIN else AxisType.Explicit
     devices = check.topology_devices(topology)
     mesh = fa.make_mesh((2, len(devices) // 2), ("data", "model"), devices=devices, axis_types=(kind, kind))
     with jax.set_mesh(mesh):
         fn, arguments = program(variant, mesh)
-        compiled = check.compile_for(topology, fn, *arguments, compiler_options=check.HLO_ONLY, timeout=COMPILE_SECONDS)
+        options = dict(check.HLO_ONLY) | dict([flag.split("=")] if flag else [])
+        compiled = check.compile_for(topology, fn, *arguments, compiler_options=options, timeout=COMPILE_SECONDS)
     return check.timeline(compiled, kernels="play")
 
 
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES), metavar="NAME", help="as v5e:2x4")
+    parser.add_argument("--flag", default=FLAG, metavar="NAME=VALUE", help="for libtpu; %(default)s by default")
     chosen = parser.parse_args()
     rows = []
     for topology in chosen.topologies:
-        found = {variant: estimate(variant, topology) for variant in VARIANTS}
+        found = {variant: estimate(variant, topology, chosen.flag) for variant in VARIANTS}
         for variant, timeline in found.items():
             each, exposed = (f"{seconds / LAYERS * 1e3:.2f}" for seconds in (timeline.seconds, timeline.exposed))
             rows.append((topology, variant, each, exposed, f"{found[PLAIN].seconds / timeline.seconds:.2f}"))
