@@ -7,7 +7,7 @@ bfloat16. No product or attention is computed twice. "plain NNX" is the layer of
 `nnx.scan`, "flaxasync" that of models/layer.py, and "summed beside" the same under `fa.nn.scan_with_prefetch`, whose
 permutes sum gradients over the data axis, and which keeps what `fa.save_costly` names. "Kept" is `gathered_mib=128`.
 All of them use the attention kernel of `fa.attention`, and are compiled with the flag of the public recipes, or with
-that of `--flag NAME=VALUE`, or with none of `--flag ""`. "Of plain" is the time of plain NNX divided by that of the row.
+that of `--flag NAME=VALUE`, or with none (`--flag ""`). "Of plain" is the time of plain NNX divided by that of the row.
 """
 
 import dataclasses

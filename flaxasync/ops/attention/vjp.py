@@ -26,6 +26,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync import transport
+from flaxasync.kernels.attention_block import Product, Segments
 from flaxasync.kernels.engine.operands import LANES
 from flaxasync.kernels.flash_attention import WHOLE_ROWS, Flash
 from flaxasync.ops.attention import ring
@@ -92,13 +93,15 @@ def whole(call: Call, head_size: int, q: Array, k: Array, v: Array, ids: Array |
     return _whole_forward(call, head_size, q, k, v, ids)[0]
 
 
+def _of_whole(call: Call, q: Array, k: Array, ids: Array | None) -> tuple[Flash, Product, Segments]:
+    """Returns the kernel, the only product, and the segments of its queries and of its keys."""
+    assert isinstance(call.kernel, Flash)
+    ((product,),) = Shards(call, q, k, ids).products(0)
+    return call.kernel, product, None if ids is None else (ids, ids)
+
+
 def _whole_forward(call: Call, head_size: int, q: Array, k: Array, v: Array, ids: Array | None) -> tuple[Array, Array]:
-    kernel, (product,), segments = (
-        call.kernel,
-        Shards(call, q, k, ids).products(0)[0],
-        ids if ids is None else (ids, ids),
-    )
-    assert isinstance(kernel, Flash)
+    kernel, product, segments = _of_whole(call, q, k, ids)
     with jax.named_scope("attention"):
         out, log_sum_exp = kernel.attend_whole(call.scores, q, k, v, segments, product, head_size)
     return out, log_sum_exp[..., 0, :]
@@ -114,12 +117,7 @@ def _whole_fwd(call: Call, head_size: int, q: Array, k: Array, v: Array, ids: Ar
 def _whole_bwd(call: Call, head_size: int, saved: tuple, do: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, ids, out, log_sum_exp = saved
     do, out = _first_derivative_only(call)(do, out)
-    kernel, (product,), segments = (
-        call.kernel,
-        Shards(call, q, k, ids).products(0)[0],
-        ids if ids is None else (ids, ids),
-    )
-    assert isinstance(kernel, Flash)
+    kernel, product, segments = _of_whole(call, q, k, ids)
     with jax.named_scope("attention_backward"):
         dqkv = kernel.differentiate_whole(
             call.scores, q, k, v, segments, do.astype(q.dtype), out, log_sum_exp[..., None, :], product, head_size
