@@ -16,7 +16,6 @@ Source: Dao, "FlashAttention-2" (2023).
 """
 
 import dataclasses
-import enum
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -30,6 +29,15 @@ from jax.experimental.pallas import tpu as pltpu
 from flaxasync.kernels.attention_block import LOG2_E, LOWEST, Carry, Gradients, Product, Scores, Segments
 from flaxasync.kernels.engine.operands import LANES, largest_divisor
 from flaxasync.kernels.flash_attention_grid import Grid, is_triangle
+from flaxasync.kernels.flash_attention_mask import (
+    Part,
+    allowed_part,
+    as_column,
+    as_row,
+    queries_of,
+    where_reached,
+    widened,
+)
 
 WHOLE_ROWS = 8192  # rows of whole sequences whose dk and dv stay in VMEM: 8 MiB of float32, and 8 MiB of results
 KV_ROWS = 4096  # rows whose dk and dv stay in VMEM: 4 MiB of float32 at head size 128, and 16 MiB with the copies
@@ -119,14 +127,6 @@ class Flash:
     def _grid(self, scores: Scores, heads: tuple[int, ...], product: Product, square: int) -> Grid:
         tiles = (square, square) if product.masked and is_triangle(scores.mask) else (self.q_tile, self.kv_tile)
         return Grid.of(heads, product, *tiles, self.sub_block)
-
-
-class Part(enum.Enum):
-    """What the mask leaves of a tile of scores."""
-
-    WHOLE = "all rows attend to all"
-    LOWER = "the lower triangle: a row attends to those up to itself"
-    SOME = "what the positions say"
 
 
 def unsupported(dtype: jnp.dtype, head_size: int, q_rows: int, k_rows: int) -> str | None:
@@ -250,20 +250,20 @@ def _forward_body(
             highest_ref[...] = jnp.full_like(highest_ref, LOWEST)
             return
         acc[...] = acc_in[...]
-        highest_ref[...], weights_ref[...] = _column(stats_in[0:1]), _column(stats_in[1:2]) / LANES
+        highest_ref[...], weights_ref[...] = as_column(stats_in[0:1]), as_column(stats_in[1:2]) / LANES
 
     def add(part: Part) -> None:
         for rows in grid.sub_blocks():
-            queries = _queries(grid, part, rows)
+            queries = queries_of(grid, part, rows)
             with jax.named_scope("scores"):
                 s = _dot(q_ref[queries], k_ref[rows], _NT, scores) * (scores.scale * LOG2_E)
-                allowed = _allowed(scores, grid, part, ids if by_segment else None, at, rows, by_rows=False)
+                allowed = allowed_part(scores, grid, part, ids if by_segment else None, at, rows, by_rows=False)
                 if allowed is not None:
                     s = jnp.where(allowed, s, LOWEST)
             with jax.named_scope("softmax"):
                 before = highest_ref[queries]
                 highest = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
-                p = jnp.exp2(s - _widened(highest, rows.size))
+                p = jnp.exp2(s - widened(highest, rows.size))
                 if allowed is not None and (by_segment or part is Part.SOME):
                     p = jnp.where(allowed, p, 0.0)  # where a whole row is masked, LOWEST is the maximum
                 shrink = jnp.exp2(before - highest)
@@ -272,19 +272,19 @@ def _forward_body(
                 highest_ref[queries] = highest
             with jax.named_scope("values"):
                 v = v_ref[rows]
-                sums = _widened(shrink, grid.head_size) * acc[queries]
+                sums = widened(shrink, grid.head_size) * acc[queries]
                 acc[queries] = sums + _dot(p.astype(v.dtype), v, _NN, scores)
 
-    _where_reached(scores, grid, product, at, add)
+    where_reached(scores, grid, product, at, add)
 
     @pl.when(j == grid.k_tiles - 1)
     def end() -> None:
         if is_whole:
             weights = jnp.broadcast_to(jnp.sum(weights_ref[...], axis=1, keepdims=True), weights_ref.shape)
-            out[...] = (acc[...] / _widened(weights, grid.head_size)).astype(out.dtype)
-            log_sum[...] = _row(highest_ref[...] + jnp.log2(weights))
+            out[...] = (acc[...] / widened(weights, grid.head_size)).astype(out.dtype)
+            log_sum[...] = as_row(highest_ref[...] + jnp.log2(weights))
             return
-        stats[0:1] = _row(highest_ref[...])
+        stats[0:1] = as_row(highest_ref[...])
         stats[1:2] = jnp.sum(jnp.swapaxes(weights_ref[...], 0, 1), axis=0, keepdims=True)
 
 
@@ -317,13 +317,13 @@ def _backward_body(
     def add(part: Part) -> None:
         first = pl.multiple_of(j * grid.k_tile, grid.k_tile)
         for rows in grid.sub_blocks():
-            queries = _queries(grid, part, rows)
+            queries = queries_of(grid, part, rows)
             q, do = q_ref[queries], do_ref[queries]
             k, v, here = k_ref[rows], v_ref[rows], pl.ds(first + rows.start, rows.size)
             with jax.named_scope("scores"):
                 s = _dot(k, q, _NT, scores) * (scores.scale * LOG2_E)
                 p = jnp.exp2(s - rows_ref[0:1, queries])
-                allowed = _allowed(scores, grid, part, ids if by_segment else None, at, rows, by_rows=True)
+                allowed = allowed_part(scores, grid, part, ids if by_segment else None, at, rows, by_rows=True)
                 if allowed is not None:
                     p = jnp.where(allowed, p, 0.0)
             with jax.named_scope("dv"):
@@ -335,7 +335,7 @@ def _backward_body(
             with jax.named_scope("dq"):
                 dq[queries] += _dot(ds, k, _TN, scores)
 
-    _where_reached(scores, grid, product, at, add)
+    where_reached(scores, grid, product, at, add)
     if not is_whole:
         return
 
@@ -347,71 +347,6 @@ def _backward_body(
     def end_keys() -> None:
         dk_out[...] = (dkv[0] * scores.scale).astype(dk_out.dtype)
         dv_out[...] = dkv[1].astype(dv_out.dtype)
-
-
-def _where_reached(scores: Scores, grid: Grid, product: Product, at: Any, add: Callable[[Part], None]) -> None:
-    """Adds the part of this step's tile that the mask leaves, if it leaves any."""
-    if not product.masked:
-        add(Part.WHOLE)
-        return
-    q, k = _starts(grid, at)
-    tile, mask = (q, grid.q_tile, k, grid.k_tile), scores.mask
-    if grid.has_triangles(mask, product):
-        pl.when(k < q)(lambda: add(Part.WHOLE))
-        pl.when(k == q)(lambda: add(Part.LOWER))
-        return
-    covers = mask.covers(*tile)
-    pl.when(covers)(lambda: add(Part.WHOLE))
-    pl.when(mask.reaches(*tile) & jnp.logical_not(covers))(lambda: add(Part.SOME))
-
-
-def _queries(grid: Grid, part: Part, rows: Any) -> Any:
-    """Returns the rows of a tile of queries of which some attend to a sub-block of keys."""
-    start = rows.start if part is Part.LOWER else 0
-    return slice(start, grid.q_tile)
-
-
-def _starts(grid: Grid, at: Any) -> tuple[Any, Any]:
-    """Returns the positions in the sequence of the first rows of this step's tiles of queries and of keys."""
-    return at[2] + pl.program_id(3) * grid.q_tile, at[3] + pl.program_id(4) * grid.k_tile
-
-
-def _allowed(
-    scores: Scores, grid: Grid, part: Part, ids: list[Any] | None, at: Any, rows: Any, *, by_rows: bool
-) -> Any:
-    """Returns which queries attend to which keys of a sub-block; None if all attend to all.
-
-    The result is [rows, queries] if `by_rows`, else [queries, rows], for those queries that `_queries` returns.
-    """
-    allowed, (q_axis, k_axis), queries = None, (1, 0) if by_rows else (0, 1), _queries(grid, part, rows)
-    count = queries.stop - queries.start
-    shape = (rows.size, count) if by_rows else (count, rows.size)
-    if part is not Part.WHOLE:
-        q, k = (0, 0) if part is Part.LOWER else _starts(grid, at)
-        q_rows = q + queries.start + lax.broadcasted_iota(jnp.int32, shape, q_axis)
-        k_rows = k + rows.start + lax.broadcasted_iota(jnp.int32, shape, k_axis)
-        allowed = scores.mask.allows(q_rows, k_rows)
-    if ids is not None:
-        q_ids, k_ids = ids[0][:, queries], ids[1][:, rows]
-        column, row = (k_ids, q_ids) if by_rows else (q_ids, k_ids)
-        same = _widened(_column(column), shape[1]) == jnp.broadcast_to(row, shape)
-        allowed = same if allowed is None else allowed & same
-    return allowed
-
-
-def _column(row: Any) -> Any:
-    """Turns a vector along the lanes [1, n] into one along the sublanes with a copy in every lane, [n, LANES]."""
-    return jnp.swapaxes(jnp.broadcast_to(row, (LANES, row.shape[1])), 0, 1)
-
-
-def _row(column: Any) -> Any:
-    """Turns a vector along the sublanes [n, LANES] into one along the lanes, [1, n]."""
-    return jnp.swapaxes(column, 0, 1)[0:1]
-
-
-def _widened(column: Any, width: int) -> Any:
-    """Widens [n, LANES], which has the same value in every lane, to [n, width]."""
-    return jnp.tile(column, (1, width // LANES)) if width % LANES == 0 else column[:, :width]
 
 
 def _dot(x: Any, y: Any, contracting: Any, scores: Scores) -> Any:

@@ -189,11 +189,13 @@ def _plan(
         columns = Tiling.of((n,), pl.cdiv(n, 2 * LANES) * LANES)
     if rows.count == columns.count == 1:
         rows = RowTiling.of(batch, m, max(unit, batch * m // 2), unit)
-    if tiles is None and columns.count > 1 and columns.count % 2 and rows.size * columns.size > SMALLEST:
+    odd = directions == 2 and columns.count > 1 and columns.count % 2 == 1
+    if tiles is None and odd and rows.size * columns.size > SMALLEST:
         # Each direction takes a half of the columns, so these are an even number of tiles: wide ones of fewer rows.
         widths = (pl.cdiv(n, count * LANES) * LANES for count in range(2, n // LANES, 2))
-        even = (Tiling((n,), width) for width in widths if width <= WIDEST and pl.cdiv(n, width) % 2 == 0)
-        rows, columns = RowTiling.of(batch, m, max(asked.m // 2, unit), unit), next(even, columns)
+        even = [width for width in widths if width <= WIDEST and pl.cdiv(n, width) % 2 == 0]
+        if even:
+            rows, columns = RowTiling.of(batch, m, max(asked.m // 2, unit), unit), Tiling((n,), even[0])
     if tiles is None and 2 * rows.count * columns.count > SEMAPHORES:  # take the fewest, though others were faster
         columns = Tiling((n,), min(TILES.n, n))
 

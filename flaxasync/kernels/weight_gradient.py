@@ -34,7 +34,7 @@ it begins the next hop. On a ring of two, a chunk's own block leaves when the ch
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -197,38 +197,29 @@ def _plan(
     x: jax.Array, widths: list[int], tiles: Tiles | None, size: int, directions: int, result: DType, scaled: bool
 ) -> tuple[Schedule, int]:
     """Returns the schedule, and the bytes of vector memory that it needs."""
-    if tiles is None:
-        schedule, used, need = _fit(x, widths, LARGE, size, directions, result, scaled)
-        if need(used) <= available():
-            return schedule, need(used)
-    schedule, used, need = _fit(x, widths, tiles or TILES, size, directions, result, scaled, exactly=tiles is not None)
-    return schedule, check_vmem(CALLER, used, need)
-
-
-def _fit(
-    x: jax.Array, widths: list[int], asked: Tiles, size: int, directions: int, result: DType, scaled: bool,
-    *, exactly: bool = False,
-) -> tuple[Schedule, Tiles, Callable[[Tiles], int]]:  # fmt: skip
-    """Returns the schedule of tiles that are as large as asked at most, these tiles, and the bytes that tiles need."""
     (batch, m, k), dtype = x.shape, x.dtype
-    columns = Tiling.of(widths, asked.n)
-    chunk = asked.m if exactly else min(asked.m, max(LANES, ACCUMULATORS // (4 * sum(widths))))
-    chunks = Tiling.in_sub_blocks(k, chunk, SUB_BLOCK, LANES)
-    # The rows of a tile lie side by side in the transposed x, so they have to be whole lanes: those of one batch, or of
-    # several batches together. All of them are contracted at once.
-    unit, several = (LANES, 1) if m % LANES == 0 else (sublanes(dtype), LANES // math.gcd(m, LANES))
-    rows = RowTiling.of(batch, m, asked.k, unit, several, sub_block=asked.k)
-    if directions == 2 and rows.count == 1:
-        half = pl.cdiv(m, 2 * unit) * unit if batch == 1 else pl.cdiv(batch, 2 * several) * several * m
-        rows = RowTiling.of(batch, m, half, unit, several, sub_block=half)
-    schedule = Schedule(size, chunks, rows, columns, directions if rows.count > 1 else 1)
 
     def need(t: Tiles) -> int:
         across = sum(pl.cdiv(width, t.n) for width in widths)
         sums = matmul_bytes(t, dtype, OUTGOING, across + 1, result)  # and the product
         return sums + (Scales.nbytes(2, t.m, t.n) if scaled else 0)
 
-    return schedule, Tiles(chunks.size, rows.size, columns.size), need
+    for asked in (tiles,) if tiles else (LARGE, TILES):
+        columns = Tiling.of(widths, asked.n)
+        chunk = asked.m if tiles else min(asked.m, max(LANES, ACCUMULATORS // (4 * sum(widths))))
+        chunks = Tiling.in_sub_blocks(k, chunk, SUB_BLOCK, LANES)
+        # The rows of a tile lie side by side in the transposed x, so they have to be whole lanes: those of one batch,
+        # or of several batches together. All of them are contracted at once.
+        unit, several = (LANES, 1) if m % LANES == 0 else (sublanes(dtype), LANES // math.gcd(m, LANES))
+        rows = RowTiling.of(batch, m, asked.k, unit, several, sub_block=asked.k)
+        if directions == 2 and rows.count == 1:
+            half = pl.cdiv(m, 2 * unit) * unit if batch == 1 else pl.cdiv(batch, 2 * several) * several * m
+            rows = RowTiling.of(batch, m, half, unit, several, sub_block=half)
+        used = Tiles(chunks.size, rows.size, columns.size)
+        if need(used) <= available():
+            break
+    schedule = Schedule(size, chunks, rows, columns, directions if rows.count > 1 else 1)
+    return schedule, check_vmem(CALLER, used, need)
 
 
 @dataclasses.dataclass(frozen=True)
