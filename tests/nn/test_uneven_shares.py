@@ -70,7 +70,7 @@ def test_attention_is_that_of_nnx(heads, kv_heads, form, axis_type):
     def loss(layer, x, other):
         given = biases if isinstance(layer, fa.nn.ParallelAttention) else {}
         y = layer(x, *((other,) if cross else ()), **masks, **given)
-        return jnp.sum(jnp.sin(y)), y
+        return jnp.sum(jnp.sin(y / 8)), y  # |y| is up to 32, and the error of a sine grows with what it is given
 
     if biases:  # nnx.MultiHeadAttention takes no bias, but its attention function does
         plain.attention_fn = lambda *args, **kwargs: nnx.dot_product_attention(*args, **kwargs, bias=biases["bias"])
