@@ -19,6 +19,9 @@ The receiver has two receive buffers for a block, used in turn. A tile is sent o
 that it read the tile that lies there, which was sent two hops earlier. One count for each direction is enough, since
 tiles are sent and read in one order. Every wait is for something that an earlier tile causes, so waits cannot form a
 circle.
+
+Where the links take longer than the products, the kernel can compute weight gradients of the device meanwhile:
+`engine.beside`.
 """
 
 import dataclasses
@@ -32,6 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flaxasync.kernels.engine import beside
 from flaxasync.kernels.engine.call import SEMAPHORES, available, call, check_vmem, matmul_bytes
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles, Scales, laid_out_scales
 from flaxasync.kernels.engine.operands import LANES, Condition, DType, Index, Ref, Scalar, Tiles, output, sublanes
@@ -110,6 +114,7 @@ class Scratch:
     recv_sem: Ref  # [2, tiles of a block] DMA semaphores, one for each place in the receive buffers
     read: Acknowledgements
     scales: Scales | None  # if x and w are 8-bit values
+    beside: beside.Scratch | None  # if weight gradients are computed beside the sums
 
 
 def matmul_reduce_scatter(
@@ -120,15 +125,17 @@ def matmul_reduce_scatter(
     transposed: bool = False,
     scales: tuple[jax.Array, jax.Array] | None = None,
     result: DType | None = None,
+    gradients: Sequence[beside.WeightGradient] = (),
     tiles: Tiles | None = None,
     directions: int = 2,
     collective_id: int | None = None,
-) -> jax.Array:
-    """Returns y, in the dtype in which sums travel, too; see the head of this file and that of `flaxasync.kernels`.
+) -> tuple[jax.Array, ...]:
+    """Returns y, in the dtype in which sums travel, too, and each dw; see the heads of this file and of the package.
 
     Args beside those:
       scales: those of all rows, [B, R*m], and of the columns, [n], in float32, if the only x and w are 8-bit values.
-      result: the dtype of y; that of x by default.
+      result: the dtype of y and the dws; that of x by default.
+      gradients: what is computed beside the sums. Where any are asked for, they have all vector memory that y leaves.
 
     Raises:
       NotImplementedError: there are more tiles than semaphores.
@@ -140,11 +147,14 @@ def matmul_reduce_scatter(
     schedule, vmem_bytes = _plan(xs, ws, transposed, tiles, size, directions, result, scales is not None)
     ring, used = Ring(axis_name, size, schedule.directions), schedule.tiles
     laid_out = [] if scales is None else laid_out_scales(scales[0].reshape(batch, size, m), scales[1:])
-    inputs = 2 * pairs + len(laid_out)
+    inputs, local = 2 * pairs + len(laid_out), beside.operands(gradients)
+    more = beside.Plan.of(gradients, result, available() - vmem_bytes) if gradients else None
 
     def body(*refs: Ref) -> None:
         x_refs, w_refs, scale_refs = refs[:pairs], refs[pairs : 2 * pairs], refs[2 * pairs : inputs]
-        device = _Device(ring, schedule, used, x_refs, w_refs, scale_refs, *refs[inputs:])
+        given, (y, buffers, *dws, scratch) = refs[inputs : inputs + len(local)], refs[inputs + len(local) :]
+        others = None if more is None else beside.Beside(more, given, dws, scratch.beside)
+        device = _Device(ring, schedule, used, x_refs, w_refs, scale_refs, y, buffers, scratch, others)
         ring.enter(f"{CALLER} {transposed} {pairs}", collective_id)
         device.run()
 
@@ -156,23 +166,25 @@ def matmul_reduce_scatter(
         recv_sem=pltpu.SemaphoreType.DMA((2, schedule.block)),
         read=Acknowledgements(pltpu.SemaphoreType.REGULAR((ring.directions,))),
         scales=None if scales is None else Scales.allocate(2, used.rows.shape, used.columns.size),
+        beside=None if more is None else more.scratch(),
     )
     block_bytes = batch * m * n * result.itemsize
     w_trips = 1 if used.w_stays else size * used.rows.count
     streamed = sum(ks) * (size * used.columns.count * batch * m + w_trips * n) * dtype.itemsize
-    y, _ = call(
+    shapes = [(batch, m, n), (2, batch, m, n), *((one.x.shape[1], one.y.shape[1]) for one in gradients)]
+    y, _, *dws = call(
         body,
-        [*(x.reshape(batch, size, m, -1) for x in xs), *ws, *laid_out],
+        [*(x.reshape(batch, size, m, -1) for x in xs), *ws, *laid_out, *local],
         name=CALLER,
-        results=[output(shape, *xs, *ws, dtype=result) for shape in ((batch, m, n), (2, batch, m, n))],
+        results=[output(shape, *xs, *ws, *local, dtype=result) for shape in shapes],
         scratch=[scratch],
         collective_id=collective_id,
-        vmem_bytes=vmem_bytes,
-        flops=2 * batch * all_rows * sum(ks) * n,
-        hbm_bytes=streamed + (2 * size - 1) * block_bytes,
+        vmem_bytes=vmem_bytes + (0 if more is None else more.vmem_bytes),
+        flops=2 * batch * all_rows * sum(ks) * n + (0 if more is None else more.flops),
+        hbm_bytes=streamed + (2 * size - 1) * block_bytes + (0 if more is None else more.hbm_bytes),
         sent=(size - 1) * block_bytes,
     )
-    return y
+    return y, *dws
 
 
 def _plan(
@@ -242,12 +254,17 @@ class _Device:
     y: Ref  # [B, m, n] HBM
     receive_buffers: Ref  # [2, B, m, n] HBM
     scratch: Scratch
+    beside: beside.Beside | None
 
     def run(self) -> None:
         self.prefetch(self.schedule.at(0))
+        if self.beside is not None:
+            self.beside.begin()
         self.clear_received()
         pl.loop(0, self.schedule.grid.steps)(self.step)
         with jax.named_scope("finish"):
+            if self.beside is not None:
+                self.beside.finish()
             self.scratch.matmul.outgoing.finish(self.schedule.size * self.schedule.block, self.wait_until_left)
 
     def step(self, step: Scalar) -> None:
@@ -272,6 +289,8 @@ class _Device:
                 pl.when(last)(functools.partial(self.wait_for_scales, self.scratch.scales, here))
         self.multiply(here)
         pl.when(last)(lambda: self.send(here))
+        if self.beside is not None:
+            self.beside.between(step, schedule.grid.steps)
         if not ahead:
             pl.when(more)(lambda: self.prefetch_received(following))
 

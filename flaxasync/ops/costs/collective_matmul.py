@@ -71,12 +71,11 @@ def all_gather_matmul_costs(
     costs = _costs(chip, ring, [gather, reduce, Trip("dw", sent, k, rows, n, quantized=dw)], itemsize, kernels)
     if ring == 1 or ring * sent > gathered_bytes:
         return costs
-    keeping = _costs(
-        chip, ring, [gather, reduce, Trip("gathered", 0, k, ring * rows, n, quantized=dw)], itemsize, kernels
-    )
+    of_kept = Trip("gathered" if dw is None else "beside", 0, k, ring * rows, n, quantized=dw)
+    keeping = _costs(chip, ring, [gather, reduce, of_kept], itemsize, kernels)
     for name, cost in costs.items():
-        # XLA dequantises or transposes kept 8-bit rows before their product; in estimates that cost more than the trip.
-        if name == "fused" and forward is not None:
+        # XLA dequantises kept 8-bit rows before their product; in estimates that cost more than the trip.
+        if name == "fused" and forward is not None and dw is None:
             continue
         kept = dataclasses.replace(keeping[name], held=max(keeping[name].held, ring * sent), kept=ring * sent)
         if kept.held < chip.hbm_bytes and kept.seconds <= (1 - KEEPING_GAINS) * cost.seconds:

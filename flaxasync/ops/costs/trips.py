@@ -7,6 +7,7 @@ gather     R - 1 hops of a block [m, k]; each of the R blocks is multiplied as i
 reduce     R - 1 hops of partial sums [m, n]; each of the R blocks is multiplied before its sums leave
 dw         R - 1 hops of a block as in gather; its rows are contracted: the weight gradient x.T @ dy
 gathered   a product of all blocks, which a trip before has gathered; nothing travels
+beside     the same, which the kernel of the trip before computes while it would wait for links
 local      a product that needs nothing from other devices; nothing travels
 ```
 
@@ -86,7 +87,7 @@ V5E_HBM = 819e9
 class Trip:
     """One trip around the ring, or a product that needs none; m, k and n are those of the product of one block."""
 
-    kind: Literal["gather", "reduce", "dw", "gathered", "local"]  # what travels; see the head of this file
+    kind: Literal["gather", "reduce", "dw", "gathered", "beside", "local"]  # what travels; see the head of this file
     sent: int  # the bytes of a block that travels
     m: int  # blocks follow each other along m
     k: int  # blocks of "dw" follow each other along k
@@ -101,7 +102,7 @@ class Trip:
 
     @property
     def travels(self) -> bool:
-        return self.kind not in ("gathered", "local")
+        return self.kind in ("gather", "reduce", "dw")
 
 
 def directions(ring: int) -> int:
@@ -202,7 +203,12 @@ def fused(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> Cost:
     slower = V5E_HBM / chip.hbm_bandwidth
     rates = {name: rate / chip.cores for name in ("flops", "int8", "fp8") if (rate := getattr(chip, name))}
     core = dataclasses.replace(chip, **rates)
+    waiting = 0.0  # the seconds in which the trip before waits for links
     for trip in trips:
+        if trip.kind == "beside":
+            compute += (seconds := product(core, trip, 1, itemsize, "fused"))
+            exposed -= min(seconds, waiting)
+            continue
         if not trip.travels:
             compute += product(chip, trip, 1, itemsize, "none")
             steps += 1
@@ -219,7 +225,8 @@ def fused(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> Cost:
             hop = step + (hop_seconds(chip, trip.sent, 1) if trip.m * trip.n <= ONE_TILE_EACH_WAY else hop)
         busy = whole + ring * step
         compute += busy
-        exposed += max(0.0, (ring - 1) * hop + kernel.tail * whole / ring - busy)
+        waiting = max(0.0, (ring - 1) * hop + kernel.tail * whole / ring - busy)
+        exposed += waiting
         fixed += kernel.entry * slower
         steps += ring
         held = max(held, ring * sent)

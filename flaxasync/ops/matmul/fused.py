@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from flaxasync.kernels.all_gather_matmul import all_gather_matmul
+from flaxasync.kernels.engine.beside import WeightGradient
 from flaxasync.kernels.engine.matmul import Epilogue
 from flaxasync.kernels.engine.operands import DTYPES, LANES, sublanes
 from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
@@ -77,23 +78,33 @@ class FusedExecutor:
         return self.directions if halves else 1
 
     def reduce(self, xs: Operands, ws: Operands, *, transposed: bool = False) -> Array:
+        return self.reduce_beside(xs, ws, (), transposed=transposed)[0]
+
+    def reduce_beside(
+        self, xs: Operands, ws: Operands, pairs: Sequence[tuple[Operand, Operand]], *, transposed: bool = False
+    ) -> tuple[Array, Arrays]:
         (x, *more), size, (*batch, rows, _) = xs, lax.axis_size(self.axis_name), xs[0].shape
         m, n, scales = rows // size, ws[0].shape[0 if transposed else 1], None
         if isinstance(x, Quantized):
             if more:  # their sums have scales of their own, and cannot be added before
-                each = (self.reduce((x,), (w,), transposed=transposed) for x, w in zip(xs, ws, strict=True))
-                return functools.reduce(jnp.add, each)
+                y, dws = self.reduce_beside((x,), ws[:1], pairs, transposed=transposed)
+                others = (self.reduce((x,), (w,), transposed=transposed) for x, w in zip(more, ws[1:], strict=True))
+                return functools.reduce(jnp.add, others, y), dws
             scales = _row_scales(x.scales, size, x.values.dtype), _column_scales(ws[0])
-        y = matmul_reduce_scatter(
+        y, *found = matmul_reduce_scatter(
             tuple(_pad_blocks(values_of(x), size, sublanes(values_of(x).dtype)) for x in xs),
             tuple(_pad(values_of(w), {0: LANES, 1: LANES}) for w in ws),
             self.axis_name,
             transposed=transposed,
             scales=scales,
             result=x.dtype,
+            gradients=[_gradient_here(*pair) for pair in pairs],
             directions=self.directions,
         )
-        return _unpad(y, 1, m, n).reshape(*batch, m, n)
+        shapes = [(x.shape[-1], dy.shape[-1]) for x, dy in pairs]
+        return _unpad(y, 1, m, n).reshape(*batch, m, n), tuple(
+            dw[:k, :n] for dw, (k, n) in zip(found, shapes, strict=True)
+        )
 
     def all_reduce(self, xs: Operands, ws: Operands) -> Array:
         return products.scatter_then_gather(lambda xs: self.reduce(xs, ws), xs, self.axis_name)
@@ -140,6 +151,15 @@ def check_kernels(
         limit = f"is a kernel with loops of its own, which unroll does not reach: got unroll={unroll}"
     if limit is not None:
         raise cannot_serve(op, "fused", limit, instead)
+
+
+def _gradient_here(x: Operand, dy: Operand) -> WeightGradient:
+    """Returns x.T @ dy over all rows as a kernel takes it. Where both are quantised, their scales are of columns."""
+    scaled = isinstance(x, Quantized) and isinstance(dy, Quantized)
+    values = [values_of(one).reshape(-1, one.shape[-1]) for one in (x, dy)]
+    unit = max(sublanes(one.dtype) for one in values)
+    rows_of_x, rows_of_dy = (_pad(one, {0: unit, 1: LANES}) for one in values)
+    return WeightGradient(rows_of_x, rows_of_dy, (_column_scales(x), _column_scales(dy)) if scaled else None)
 
 
 def _row_scales(scales: Array, size: int, dtype: jnp.dtype) -> Array:

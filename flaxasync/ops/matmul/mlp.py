@@ -32,6 +32,7 @@ from flaxasync.ops.matmul.products import Arrays, Operands, weight_gradient
 from flaxasync.ops.quantization import (
     Operand,
     Quantization,
+    Quantized,
     backward_operands,
     cotangents,
     forward_operands,
@@ -155,9 +156,13 @@ def _mlp_bwd(
         if executor.quantization is not None and executor.quantization.weights is None:  # else it is rounded below
             (h,), _ = forward_operands(executor.quantization, (h,), ())
         dys, (h_given,) = weight_operands(executor.quantization, dys, (h,))
-        d_down = weight_gradient(h_given, dys).astype(dy.dtype)
-    d_down, dproducts = tie(d_down, tuple(dproducts))  # d_down can travel beside what follows, and h and dys end here
-    return *vjp.gather_and_multiply_bwd(executor, keep, (x, ws), dproducts), cotangents((down,), (d_down,))[0]
+        pairs = [(h_given, dys)] if isinstance(h_given, Quantized) else []
+        if not pairs:
+            d_down = weight_gradient(h_given, dys).astype(dy.dtype)
+            # d_down can travel beside what follows, and h and dys end here
+            d_down, dproducts = tie(d_down, tuple(dproducts))
+    dx, dws, found = vjp.gradients_of_gather(executor, keep, (x, ws), tuple(dproducts), pairs)
+    return dx, dws, cotangents((down,), found or (d_down,))[0]
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)

@@ -29,7 +29,7 @@ Learning Models" (ASPLOS 2023).
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -47,6 +47,7 @@ from flaxasync.ops.matmul.products import (
 from flaxasync.ops.quantization import (
     Operand,
     Quantization,
+    Quantized,
     backward_operands,
     cotangents,
     dequantize,
@@ -81,6 +82,13 @@ class Executor(Protocol):
         """Returns reduce_scatter(sum of x @ w), or of x @ w.T, for x [..., R*m, k]."""
         ...
 
+    def reduce_beside(
+        self, xs: Operands, ws: Operands, pairs: Sequence[tuple[Operand, Operand]], *, transposed: bool = False
+    ) -> tuple[Array, Arrays]:
+        """Returns what `reduce` does, and x.T @ dy of the rows here for each pair, in x's dtype: a product that can be
+        computed while sums travel."""
+        ...
+
     def all_reduce(self, xs: Operands, ws: Operands) -> Array:
         """Returns all_reduce(sum of x @ w), whose type says that it does not vary over the axis."""
         ...
@@ -113,18 +121,38 @@ def _gather_and_multiply_fwd(
 def gather_and_multiply_bwd(
     executor: Executor, keep: bool, saved: tuple[Operand, Operands], dys: Arrays
 ) -> tuple[Array, tuple[Any, ...]]:
-    """Returns dx and the dw of `all_gather_matmul`; `saved` are all_gather(x) if `keep`, and x if not, and ws."""
+    return gradients_of_gather(executor, keep, saved, dys)[:2]
+
+
+def gradients_of_gather(
+    executor: Executor, keep: bool, saved: tuple[Operand, Operands], dys: Arrays,
+    pairs: Sequence[tuple[Operand, Operand]] = (),
+) -> tuple[Array, tuple[Any, ...], Arrays]:  # fmt: skip
+    """Returns dx and the dw of `all_gather_matmul`, and x.T @ dy for each of `pairs`.
+
+    `saved` are all_gather(x) if `keep`, and x if not, and ws. Sums of 16 bits take the links longer than products of 8
+    bits take the matrix units. So the products of what is here already are computed while the sums of dx travel.
+    """
     x, ws = saved
     with jax.named_scope("all_gather_matmul_dx"):
-        dx = executor.reduce(*backward_operands(executor.quantization, dys, ws), transposed=True)
+        summed = backward_operands(executor.quantization, dys, ws)
     with jax.named_scope("all_gather_matmul_dw"):
         if keep:
             dys = tuple(dy.reshape(*x.shape[:-1], dy.shape[-1]) for dy in dys)
         axis_name = None if keep else executor.axis_name
         x, dys_given = weight_operands(executor.quantization, x, dys, axis_name=axis_name, others_are_cotangents=True)
-        if keep:
-            return dx, cotangents(ws, weight_gradients(x, dys_given, executor.precision))
-        return dx, cotangents(ws, executor.weight_gradient(x, dys_given))
+    beside = keep and isinstance(x, Quantized)
+    all_pairs = [*pairs, *((x, dy) for dy in dys_given if beside)]
+    with jax.named_scope("all_gather_matmul_dx"):
+        dx, found = executor.reduce_beside(*summed, all_pairs, transposed=True)
+    with jax.named_scope("all_gather_matmul_dw"):
+        if beside:
+            dws = found[len(pairs) :]
+        elif keep:
+            dws = weight_gradients(x, dys_given, executor.precision)
+        else:
+            dws = executor.weight_gradient(x, dys_given)
+    return dx, cotangents(ws, dws), found[: len(pairs)]
 
 
 gather_and_multiply.defvjp(_gather_and_multiply_fwd, gather_and_multiply_bwd)

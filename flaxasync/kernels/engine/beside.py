@@ -1,0 +1,254 @@
+"""Weight gradients of one device, which another kernel computes while its links are busy.
+
+```
+x_p   [rows, k_p]     y_p  [rows, n_p]      for several p
+dw_p  [k_p, n_p]      x_p.T @ y_p, sums over all rows
+
+kernel   step 0        step 1        step 2         ...      its own work, which sends
+beside          0 1           2             3 4     ...      steps of the sums: a tile of x times a tile of y
+```
+
+The steps are divided evenly between those of the kernel. A tile of a sum stays in vector memory until all rows are in
+it. Then it is multiplied with the scales of its columns of x and y, if these are 8-bit values, rounded, and stored.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from flaxasync.kernels.engine.call import matmul_bytes
+from flaxasync.kernels.engine.matmul import Scales, accumulate, laid_out_scales, sums_dtype
+from flaxasync.kernels.engine.operands import LANES, DType, Ref, Scalar, Tiles, aligned, largest_divisor, sublanes
+from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
+from flaxasync.kernels.engine.tiling import SUB_BLOCK, IterationGrid, Tiling, remainder
+
+TILES = Tiles(2048, 2048, 2048)  # columns of x, rows, and columns of y, at most
+OUTGOING = 2  # slots for tiles of the sums that leave
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightGradient:
+    """x.T @ y. Rows are a multiple of `sublanes`, and columns of `LANES`."""
+
+    x: jax.Array  # [rows, k]
+    y: jax.Array  # [rows, n]
+    scales: tuple[jax.Array, jax.Array] | None = None  # [k] and [n] in float32, if x and y are 8-bit values
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """The steps of one dw: for each of its tiles, all tiles of rows."""
+
+    rows: int
+    tiles: Tiles  # columns of x, rows, and columns of y; all of them divide their dimensions
+    grid: IterationGrid  # tiles of columns of x, of columns of y, and of rows
+    first: int  # the number of its first step, among those of all sums
+    first_result: int  # the number of its first tile, among those of all sums
+
+    @property
+    def results(self) -> int:
+        return self.grid.steps // self.grid.sizes[2]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    x: IncomingTiles  # [2, rows, k]
+    y: IncomingTiles  # [2, rows, n]
+    outgoing: OutgoingTiles  # [OUTGOING, k, n] rounded sums
+    accumulator: Ref  # [k, n] VMEM, of 32 bits
+    scales: Scales | None  # if x and y are 8-bit values: [1, k, LANES] of columns of x, and of columns of y
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    sums: tuple[Sum, ...]
+    x_dtype: DType
+    y_dtype: DType
+    result: DType
+    scaled: bool
+
+    @classmethod
+    def of(cls, gradients: Sequence[WeightGradient], result: DType, room: int) -> "Plan":
+        """Returns the plan with the largest tiles whose buffers fit in `room` bytes of vector memory."""
+        (x, y), scaled, most = (gradients[0].x, gradients[0].y), gradients[0].scales is not None, TILES
+        while True:
+            sums = list[Sum]()
+            for one in gradients:
+                (rows, k), n = one.x.shape, one.y.shape[1]
+                unit = max(sublanes(x.dtype), sublanes(y.dtype))
+                tiles = Tiles(*map(largest_divisor, (k, rows, n), (most.m, most.k, most.n), (LANES, unit, LANES)))
+                grid = IterationGrid((k // tiles.m, n // tiles.n, rows // tiles.k))
+                steps = sum(one.grid.steps for one in sums)
+                sums.append(Sum(rows, tiles, grid, steps, sum(one.results for one in sums)))
+            plan = cls(tuple(sums), x.dtype, y.dtype, result, scaled)
+            if plan.vmem_bytes <= room or max(most.m, most.n) <= LANES:
+                return plan
+            most = dataclasses.replace(most, m=most.m // 2) if most.m >= most.n else most.halved()
+
+    @property
+    def steps(self) -> int:
+        return sum(one.grid.steps for one in self.sums)
+
+    @property
+    def results(self) -> int:
+        return sum(one.results for one in self.sums)
+
+    @property
+    def flops(self) -> int:
+        return sum(2 * one.grid.steps * one.tiles.m * one.tiles.k * one.tiles.n for one in self.sums)
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Bytes that are read and written."""
+        read = sum(one.grid.steps * one.tiles.k * (one.tiles.m + one.tiles.n) for one in self.sums)
+        written = sum(one.results * one.tiles.m * one.tiles.n for one in self.sums)
+        return read * jnp.dtype(self.x_dtype).itemsize + written * jnp.dtype(self.result).itemsize
+
+    @property
+    def largest(self) -> Tiles:
+        return Tiles(*(max(getattr(one.tiles, side) for one in self.sums) for side in ("m", "k", "n")))
+
+    @property
+    def vmem_bytes(self) -> int:
+        tiles = self.largest
+        scales = Scales.nbytes(2, tiles.m, tiles.n) if self.scaled else 0
+        return matmul_bytes(tiles, self.x_dtype, OUTGOING, 1, self.result) + scales
+
+    def scratch(self) -> Scratch:
+        tiles = self.largest
+        return Scratch(
+            IncomingTiles.allocate(2, (tiles.k, tiles.m), self.x_dtype),
+            IncomingTiles.allocate(2, (tiles.k, tiles.n), self.y_dtype),
+            OutgoingTiles.allocate(OUTGOING, (tiles.m, tiles.n), self.result),
+            pltpu.VMEM((tiles.m, tiles.n), sums_dtype(self.x_dtype)),
+            Scales.allocate(2, (1, tiles.m), tiles.n) if self.scaled else None,
+        )
+
+
+def operands(gradients: Sequence[WeightGradient]) -> list[jax.Array]:
+    """Returns what the kernel is given for `Beside`: for each sum x and y, and their scales as it fetches them."""
+    given = list[jax.Array]()
+    for one in gradients:
+        given += [one.x, one.y]
+        given += [] if one.scales is None else laid_out_scales(one.scales[0][None], one.scales[1:])
+    return given
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """The sums as one device computes them, inside a kernel."""
+
+    plan: Plan
+    given: Sequence[Ref]  # `operands` in HBM
+    dws: Sequence[Ref]  # [k, n] HBM
+    scratch: Scratch
+
+    def begin(self) -> None:
+        """Starts to fetch the tiles of the first step."""
+        self._prefetch(jnp.int32(0))
+
+    def between(self, step: Scalar, steps: int) -> None:
+        """Does what follows a step of the kernel, of `steps`."""
+        first, end = (lax.div(jnp.int32(number) * self.plan.steps, jnp.int32(steps)) for number in (step, step + 1))
+        with jax.named_scope("beside"):
+            pl.loop(first, end)(self._step)
+
+    def finish(self) -> None:
+        """Waits until the last tiles have left."""
+        self.scratch.outgoing.finish(self.plan.results, self._wait_until_left)
+
+    def _step(self, number: Scalar) -> None:
+        pl.when(number + 1 < self.plan.steps)(lambda: self._prefetch(number + 1))
+        self._on_sum(number, functools.partial(self._multiply, number))
+
+    def _prefetch(self, number: Scalar) -> None:
+        """Starts to fetch the tiles of a step, and at the first one of a tile of the sum its scales."""
+        slot = remainder(number, 2)
+
+        def start(sum_: int, one: Sum) -> None:
+            i, j, t = one.grid.coordinates(number - one.first)
+            x, y, *scales = self._operands(sum_)
+            rows = aligned(t * one.tiles.k, one.tiles.k, sublanes(self.plan.x_dtype))
+            k, n = aligned(i * one.tiles.m, one.tiles.m, LANES), aligned(j * one.tiles.n, one.tiles.n, LANES)
+            self.scratch.x.start(slot, x.at[rows, k])
+            self.scratch.y.start(slot, y.at[rows, n])
+            if self.scratch.scales is not None:
+                fetch = functools.partial(
+                    self.scratch.scales.start, self.scratch.scales.rows.slot(self._result(one, i, j))
+                )
+                pl.when(t == 0)(lambda: fetch(scales[0].at[:, k], [scales[1].at[:, n]]))
+
+        self._on_sum(number, start)
+
+    def _multiply(self, number: Scalar, sum_: int, one: Sum) -> None:
+        """Adds the product of two tiles to its sum; a finished sum is scaled, rounded and stored."""
+        scratch, tiles, slot, (i, j, t) = (
+            self.scratch,
+            one.tiles,
+            remainder(number, 2),
+            one.grid.coordinates(number - one.first),
+        )
+        result, last = self._result(one, i, j), t == one.grid.sizes[2] - 1
+        out, columns = scratch.outgoing.slot(result), Tiling.in_sub_blocks(tiles.m, tiles.m, SUB_BLOCK, LANES)
+        scratch.x.wait(slot, tiles.k, tiles.m)
+        scratch.y.wait(slot, tiles.k, tiles.n)
+        pl.when(last)(lambda: scratch.outgoing.free(result, self._wait_until_left))
+        if scratch.scales is not None:
+            wait = functools.partial(scratch.scales.wait, scratch.scales.rows.slot(result), 1, tiles.m, tiles.n)
+            pl.when(last)(wait)
+
+        def product(depth: int, index: tuple[pl.Slice, slice]) -> jax.Array:
+            x, y = scratch.x.tiles[slot, :depth, index[0]], scratch.y.tiles[slot, :depth, : tiles.n]
+            return lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=sums_dtype(x.dtype))
+
+        def finish(sums: jax.Array, index: tuple[pl.Slice, slice]) -> None:
+            if scratch.scales is not None:
+                of_tile = scratch.scales.rows.slot(result)
+                (sums,) = scratch.scales.apply(of_tile, sums[None], (slice(0, 1), *index))
+            scratch.outgoing.put(out, sums, index)
+
+        accumulate(
+            Tiling((one.rows,), tiles.k),
+            t,
+            first=t == 0,
+            last=last,
+            accumulator=scratch.accumulator,
+            for_each_sub_block=lambda use: columns.for_each_sub_block(0, lambda some: use((some, slice(0, tiles.n)))),
+            product=product,
+            finish=finish,
+        )
+
+        @pl.when(last)
+        def _() -> None:
+            k, n = aligned(i * tiles.m, tiles.m, LANES), aligned(j * tiles.n, tiles.n, LANES)
+            scratch.outgoing.store(out, self.dws[sum_].at[k, n])
+
+    def _operands(self, sum_: int) -> Sequence[Ref]:
+        each = len(self.given) // len(self.plan.sums)
+        return self.given[sum_ * each : (sum_ + 1) * each]
+
+    @staticmethod
+    def _result(one: Sum, i: Scalar, j: Scalar) -> Scalar:
+        """Returns the number of a tile among those of all sums."""
+        return one.first_result + i * one.grid.sizes[1] + j
+
+    def _on_sum(self, number: Scalar, use: Callable[[int, Sum], None]) -> None:
+        """Calls `use(number of the sum, sum)` for the sum that a step belongs to."""
+        for sum_, one in enumerate(self.plan.sums):
+            mine = (number >= one.first) & (number < one.first + one.grid.steps)
+            pl.when(mine)(functools.partial(use, sum_, one))
+
+    def _wait_until_left(self, result: Scalar) -> None:
+        for one in self.plan.sums:
+            mine = (result >= one.first_result) & (result < one.first_result + one.results)
+            wait = functools.partial(
+                self.scratch.outgoing.wait, self.scratch.outgoing.slot(result), one.tiles.m, one.tiles.n
+            )
+            pl.when(mine)(wait)
