@@ -146,11 +146,12 @@ class Quantized:
 
 def quantize(
     x: Array, kind: Kind, contracted: int | tuple[int, ...], *, scale: Scale = "vector",
-    rounding: Rounding | None = None, over: tuple[str, ...] = (),
+    rounding: Rounding | None = None, over: tuple[str, ...] = (), most: Array | None = None,
 ) -> Quantized:  # fmt: skip
     """Quantises an operand of which a product contracts the dimension `contracted`, or several.
 
     Args:
+      most: The largest magnitudes over what is contracted, if they are known.
       rounding: None for an operand of the forward pass, whose type is float8_e4m3fn if it is no integer. Otherwise it
         is a cotangent, of type float8_e5m2, and this says how it is rounded.
       over: Mesh axes that split the contracted dimension, whose devices use one scale together.
@@ -168,7 +169,7 @@ def quantize(
     type_ = jnp.int8 if kind == "int8" else jnp.float8_e4m3fn if rounding is None else jnp.float8_e5m2
     largest = 127.0 if kind == "int8" else float(jnp.finfo(type_).max)
     values = x.astype(wide)
-    most = jnp.max(jnp.abs(values), contracted, initial=0)
+    most = jnp.max(jnp.abs(values), contracted, initial=0) if most is None else most.astype(wide)
     if scale == "tensor":
         most = jnp.broadcast_to(jnp.max(most, initial=0), most.shape)
     if over:
@@ -196,31 +197,36 @@ def values_of(x: Operand) -> Array:
 
 
 def forward_operands(
-    quantization: Quantization | None, xs: tuple[Operand, ...], ws: tuple[Operand, ...], *, over: tuple[str, ...] = ()
-) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
+    quantization: Quantization | None, xs: tuple[Operand, ...], ws: tuple[Operand, ...], *, over: tuple[str, ...] = (),
+    most: Array | None = None,
+) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:  # fmt: skip
     """Returns what is multiplied, and saved, in the forward pass. What is quantised already stays as it is.
 
-    `over` are mesh axes that split what the products contract; their devices use one scale together.
+    `over` are mesh axes that split what the products contract; their devices use one scale together. `most` are the
+    largest magnitudes of the rows of the only x, if they are known.
     """
     if quantization is None:
         return xs, ws
     kind, scale = quantization.forward, quantization.scale
 
-    def quantized(x: Operand, contracted: int) -> Quantized:
+    def quantized(x: Operand, contracted: int, most: Array | None = None) -> Quantized:
         if isinstance(x, Quantized):
             if isinstance(x.weight, Array):
                 _, scales = _first_derivative_only(x.weight, x.scales)  # JAX drops a call without used results
                 return dataclasses.replace(x, scales=scales, weight=())
             return x
-        return quantize(_first_derivative_only(x)[0], kind, contracted, scale=scale, over=over)
+        return quantize(_first_derivative_only(x)[0], kind, contracted, scale=scale, over=over, most=most)
 
-    return tuple(quantized(x, -1) for x in xs), tuple(quantized(w, 0) for w in ws)
+    return tuple(quantized(x, -1, most) for x in xs), tuple(quantized(w, 0) for w in ws)
 
 
 def backward_operands(
-    quantization: Quantization | None, dys: tuple[Array, ...], ws: tuple[Operand, ...]
+    quantization: Quantization | None, dys: tuple[Array, ...], ws: tuple[Operand, ...], most: Array | None = None
 ) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
-    """Returns what is multiplied for dx: dys, and the ws of the forward pass, as dy @ w.T contracts them."""
+    """Returns what is multiplied for dx: dys, and the ws of the forward pass, as dy @ w.T contracts them.
+
+    `most` are the largest magnitudes in each row of all dys together, if they are known.
+    """
     whole = tuple(dequantize(w, 0) for w in ws)
     if quantization is None or quantization.backward is None:
         return dys, whole
@@ -228,7 +234,8 @@ def backward_operands(
     servable = kind != "int8" or sum(dy.shape[-1] for dy in dys) <= MAX_INT8_PRODUCTS
     if len(dys) == len(whole) > 1 and servable:  # one longer product, whose sum is not stored between its parts
         dys, whole = (lax.concatenate(dys, dys[0].ndim - 1),), (lax.concatenate(whole, 1),)
-    dys_8 = tuple(quantize(dy, kind, -1, scale=scale, rounding=quantization.rounding) for dy in dys)
+    most = most if len(dys) == 1 else None
+    dys_8 = tuple(quantize(dy, kind, -1, scale=scale, rounding=quantization.rounding, most=most) for dy in dys)
     return dys_8, tuple(quantize(w, kind, 1, scale=scale) for w in whole)
 
 

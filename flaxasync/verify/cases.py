@@ -49,6 +49,7 @@ SIZES = {  # rows, features, head size and heads
     "full": (1024, 4096, 128, 16),
 }
 SMALL = ("cpu", "simulated")  # sizes of CPU devices
+KEPT_BYTES = 2**40  # what a case may keep that keeps the gathered x: all of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Case:
     directions: int | None = None  # of the ring; None lets the op choose
     gradient: bool = True  # whether the gradients are verified and timed, too
     quantization: Kind | None = None  # "int8" or "fp8": the type in which all products are multiplied
+    keeps: bool = False  # whether all_gather_matmul may keep the gathered x for its weight gradient
     simulate: bool = False  # whether the kernels run in JAX's simulator of TPU kernels, on CPU devices
 
     @property
@@ -102,9 +104,10 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of the op, and of `flaxasync.plan`, that make it multiply in 8 bits."""
+        """Further options of the op and of `flaxasync.plan`: those of 8 bits, and to keep the gathered x."""
         kind = self.quantization
-        return {} if kind is None else {"quantization": Quantization(kind, backward=kind, weights=kind)}
+        kept = {"gathered_bytes": KEPT_BYTES} if self.keeps else {}
+        return kept | ({} if kind is None else {"quantization": Quantization(kind, backward=kind, weights=kind)})
 
     @property
     def text(self) -> str:
@@ -116,7 +119,8 @@ class Case:
         ways = {None: "", 1: "1 direction", 2: "2 directions"}[self.directions]
         if self.op == "matmul_all_reduce" and self.shapes[0][0] == 1 and self.backend in ("none", "exchange"):
             ways = f"{self.shapes[0][1]} rows"
-        form = " ".join(part for part in (self.quantization, None if self.gradient else "forward") if part)
+        parts = self.quantization, "kept" if self.keeps else None, None if self.gradient else "forward"
+        form = " ".join(filter(None, parts))
         return f"{self.op:22} {self.backend:10} {ways:13}{form}".rstrip()
 
 
@@ -162,7 +166,8 @@ def stand_in(case: Case) -> Case:
     devices, size = min(case.devices, 4), "cpu" if case.backend in trust.PLAIN else "simulated"
     small = _case(case.op, case.backend, devices, size, pairs=False)
     directions = case.directions if devices > 2 else None
-    small = dataclasses.replace(small, directions=directions, gradient=case.gradient, quantization=case.quantization)
+    alike = {name: getattr(case, name) for name in ("gradient", "quantization", "keeps")}
+    small = dataclasses.replace(small, directions=directions, **alike)
     if case.sums_few_rows:
         small = dataclasses.replace(small, shapes=_few_rows(small, 1 if case.shapes[0][1] == 1 else 2))
     return small
@@ -206,7 +211,11 @@ def _variants(case: Case, quick: bool) -> list[Case]:
         names = ("exchange",) if case.simulate else ("none", "exchange")
         shapes = [_few_rows(case, count) for count in (1, 2)]
         cases = [dataclasses.replace(case, backend=name, shapes=s) for s in shapes for name in names]
-    return [dataclasses.replace(c, directions=way, gradient=g) for c in cases for way in ways for g in gradients]
+    found = [dataclasses.replace(c, directions=way, gradient=g) for c in cases for way in ways for g in gradients]
+    if case.op == "all_gather_matmul" and case.backend == "fused" and case.quantization is not None:
+        # The products in 8 bits of what was kept are computed by another kernel than those of what travels again.
+        found += [dataclasses.replace(c, keeps=True) for c in found if c.gradient]
+    return found
 
 
 def _few_rows(case: Case, count: int) -> tuple[Shape, ...]:

@@ -1,13 +1,19 @@
 """The fused kernels on 8-bit values with scales, in several tiles of every dimension, against NumPy."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from flaxasync.kernels.all_gather_matmul import all_gather_matmul
+from flaxasync.kernels.engine import beside
+from flaxasync.kernels.engine.beside import WeightGradient
 from flaxasync.kernels.engine.matmul import Scales
 from flaxasync.kernels.engine.operands import Tiles
+from flaxasync.kernels.engine.slots import IncomingTiles
 from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from flaxasync.kernels.weight_gradient import gather_weight_gradient
 from tests.kernels.conftest import run
@@ -15,6 +21,13 @@ from tests.kernels.conftest import run
 TILES = Tiles(32, 128, 128)
 SIZE, BATCH, ROWS, K, N = 2, 2, 64, 256, 256
 RING = {"shape": (SIZE,), "names": ("model",), "mode": "eager"}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Unawaited(IncomingTiles):
+    def wait(self, *_):
+        pass
 
 
 def draw(rng, shape, dtype):
@@ -60,7 +73,7 @@ def test_scaled_sums_are_reduced(dtype):
 
     def local(x, w, of_rows, of_columns):
         scales = of_rows[0], of_columns[0]
-        return matmul_reduce_scatter((x,), (w,), "model", scales=scales, result=jnp.float32, tiles=TILES)
+        return matmul_reduce_scatter((x,), (w,), "model", scales=scales, result=jnp.float32, tiles=TILES)[0]
 
     in_specs = P(None, None, "model"), P("model"), P("model"), P("model")
     y = run(local, (x, w, of_rows, of_columns), in_specs, P(None, "model"), **RING)
@@ -69,6 +82,37 @@ def test_scaled_sums_are_reduced(dtype):
         (a @ b) * rows[..., None] * columns for a, b, rows, columns in zip(xs, ws, of_rows, of_columns, strict=True)
     )
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("case", [
+    (jnp.int8, jnp.int8, "eager"), *(pytest.param(case, marks=pytest.mark.slow) for case in [
+        (jnp.int8, jnp.int8, "on_wait"), (jnp.float8_e4m3fn, jnp.float8_e5m2, "eager"),
+        (jnp.bfloat16, jnp.bfloat16, "on_wait"),
+    ]),
+])  # fmt: skip
+def test_weight_gradients_are_computed_beside_the_sums(monkeypatch, case):
+    """Two of them, of several tiles each, between the steps of a product in bfloat16."""
+    of_x, of_y, mode = case
+    monkeypatch.setattr(beside, "TILES", Tiles(128, 64, 128))
+    rng = np.random.default_rng(3)
+    x, w = (draw(rng, shape, jnp.bfloat16) for shape in [(1, SIZE * ROWS, SIZE * 128), (SIZE * 128, N)])
+    sides = [(SIZE * K, SIZE * 128), (SIZE * 128, SIZE * 384)]  # of all devices
+    pairs = [(draw(rng, (128, k), of_x), draw(rng, (128, n), of_y)) for k, n in sides]
+    scaled = jnp.dtype(of_x).itemsize == 1
+    scales = [(rng.random(a.shape[1], np.float32), rng.random(b.shape[1], np.float32)) for a, b in pairs]
+
+    def local(x, w, pairs, scales):
+        given = [WeightGradient(*pair, one if scaled else None) for pair, one in zip(pairs, scales, strict=True)]
+        return matmul_reduce_scatter((x,), (w,), "model", result=jnp.float32, gradients=given, tiles=TILES)
+
+    in_specs = P(None, None, "model"), P("model"), P(None, "model"), P("model")
+    out_specs = P(None, "model"), P("model"), P("model")
+    y, *dws = run(local, (x, w, pairs, scales), in_specs, out_specs, **RING | {"mode": mode})
+    np.testing.assert_allclose(y, wide(x) @ wide(w), rtol=1e-4, atol=1e-2)
+    for dw, pair, of_pair in zip(dws, pairs, scales, strict=True):
+        a, b, of_a, of_b = (np.split(wide(side), SIZE, -1) for side in (*pair, *of_pair))
+        wants = [a[i].T @ b[i] * (of_a[i][:, None] * of_b[i] if scaled else 1) for i in range(SIZE)]
+        np.testing.assert_allclose(dw, np.concatenate(wants), rtol=1e-5, atol=1e-5 * np.abs(wants).max())
 
 
 @pytest.mark.slow
@@ -89,6 +133,14 @@ def test_the_sums_of_a_weight_gradient_are_scaled(dtype, of_dy):
     for dw, dy, scale in zip(dws, dys, of_dys, strict=True):
         want = np.einsum("bmk,bmn->kn", wide(x), wide(dy)) * of_x[:, None] * scale
         np.testing.assert_allclose(dw, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.slow
+def test_a_tile_that_is_not_waited_for_is_seen_beside_the_sums(monkeypatch):
+    """The negative test: it is read while it is written."""
+    monkeypatch.setattr(beside, "IncomingTiles", Unawaited)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+        test_weight_gradients_are_computed_beside_the_sums(monkeypatch, (jnp.int8, jnp.int8, "eager"))
 
 
 @pytest.mark.slow

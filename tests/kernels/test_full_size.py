@@ -22,7 +22,7 @@ BY_ROWS, BY_COLUMNS = P(None, "ring"), P(None, None, "ring")
 # Rows of a sequence of 2048 in batches of 8, features of a model of 8192, hidden ones of 28672 over the ring.
 FULL_SIZE = {
     "reduce_scatter": (
-        lambda x, w: matmul_reduce_scatter((x,), (w,), "ring"), (BY_COLUMNS, P("ring")), BY_ROWS,
+        lambda x, w: matmul_reduce_scatter((x,), (w,), "ring")[0], (BY_COLUMNS, P("ring")), BY_ROWS,
         ((8, 2048, 28672), (28672, 8192)),
     ),
     "weight_gradient": (

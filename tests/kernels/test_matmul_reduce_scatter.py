@@ -31,7 +31,7 @@ def run(
     given = tuple(w.T for w in ws) if transposed else ws
     specs = P(None, None, "ring"), P(None, "ring") if transposed else P("ring", None)
     local = functools.partial(matmul_reduce_scatter, axis_name="ring", transposed=transposed, tiles=tiles, **options)
-    got = simulate(local, (xs, given), specs, P(None, "ring"), shape=(size,), mode=mode)
+    (got,) = simulate(local, (xs, given), specs, (P(None, "ring"),), shape=(size,), mode=mode)
     return got, sum(x @ w for x, w in zip(as_float32(xs), as_float32(ws), strict=True))
 
 

@@ -24,7 +24,7 @@ from flaxasync.kernels.all_gather_matmul.work import Work
 from flaxasync.kernels.engine.call import call
 from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
 from flaxasync.kernels.engine.matmul import Epilogue, laid_out_scales
-from flaxasync.kernels.engine.operands import DType, Ref, Tiles, output, sublanes
+from flaxasync.kernels.engine.operands import LANES, DType, Ref, Tiles, output, sublanes
 from flaxasync.kernels.engine.ring import Ring
 
 
@@ -37,6 +37,7 @@ def all_gather_matmul(
     keep_gathered: bool = False,
     epilogue: Epilogue | None = None,
     operands: Sequence[jax.Array] = (),
+    measured: slice | None = None,
     scales: tuple[jax.Array, Sequence[jax.Array]] | None = None,
     result: DType | None = None,
     tiles: Tiles | None = None,
@@ -44,12 +45,13 @@ def all_gather_matmul(
     collective_id: int | None = None,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """Returns the ys, or an epilogue's results, and the gathered x or None. With two directions, a block has halves.
-
     Args beside those of the head of `flaxasync.kernels`:
       transposed: multiply by w.T; then each w is [n, k].
       keep_gathered: whether the gathered x, [B, R*m, k], is a result, too.
       epilogue: what is made of the products of all w, which then have one shape, before they leave vector memory.
       operands: the operands of the epilogue, each [B, R*m, n], of the dtype of the results.
+      measured: the results of the epilogue whose largest magnitudes in each row, of all of them together, are another
+        result after them, [B, R*m] in float32.
       scales: those of all rows, [B, R*m], and of the columns of each w, [n], in float32, if x and ws are 8-bit values.
       result: the dtype of the results; that of x by default.
     """
@@ -60,24 +62,28 @@ def all_gather_matmul(
     result = result or x.dtype
     scaled = scales is not None
     dtypes = x.dtype, ws[0].dtype, result
-    work = Work(layout, size, k, widths, transposed, *dtypes, scaled, tiles, epilogue, len(operands))
+    work = Work(layout, size, k, widths, transposed, *dtypes, scaled, tiles, epilogue, len(operands), measured)
     plan = (None if epilogue or scaled else resident.plan(work)) or stream.plan(work)
     streams = isinstance(plan, stream.Schedule)
     y_widths = widths[:1] * epilogue.results if epilogue else widths
-    shapes = [(batch, size, m, n) for n in y_widths] + [(batch, size, m, k)] * (streams or keep_gathered)
+    kinds = [((batch, size, m, n), result) for n in y_widths]
+    if isinstance(plan, stream.Schedule) and measured is not None:
+        kinds.append(((batch, size, m, plan.tiles.columns.count * LANES), jnp.dtype(jnp.float32)))
+    kinds += [((batch, size, m, k), x.dtype)] * (streams or keep_gathered)
     laid_out = [] if scales is None else laid_out_scales(scales[0].reshape(batch, size, m), scales[1])
     inputs = count + len(operands) + len(laid_out)
 
     def body(x_ref: Ref, *refs: Ref) -> None:
         w_refs, further, refs = refs[:count], refs[count:inputs], refs[inputs:]
         operand_refs, scale_refs = further[: len(operands)], further[len(operands) :]
-        y_refs, (*gathered, scratch, semaphores) = refs[: len(y_widths)], refs[len(y_widths) :]
+        y_refs, (*others, scratch, semaphores) = refs[: len(y_widths)], refs[len(y_widths) :]
+        maxima, gathered = (None, others) if measured is None else (others[0], others[1:])
         in_hbm, in_vmem = gathered[0] if gathered else None, None if streams else scratch.x
         gather = Gather(ring, plan.work.layout, x_ref, in_hbm, semaphores, in_vmem)
         parts = gather, w_refs, y_refs, keep_gathered, scratch
         device: stream.Stream | resident.Resident
         if isinstance(plan, stream.Schedule):
-            device = stream.Stream(plan, *parts, operand_refs, scale_refs)
+            device = stream.Stream(plan, *parts, operand_refs, scale_refs, maxima)
         else:
             device = resident.Resident(plan, *parts)
         device.begin()
@@ -88,10 +94,7 @@ def all_gather_matmul(
         body,
         [x, *ws, *(operand.reshape(batch, size, m, -1) for operand in operands), *laid_out],
         name=CALLER,
-        results=[
-            output(shape, x, *ws, *operands, dtype=result if i < len(y_widths) else x.dtype)
-            for i, shape in enumerate(shapes)
-        ],
+        results=[output(shape, x, *ws, *operands, dtype=dtype) for shape, dtype in kinds],
         scratch=[plan.scratch(), GatherSemaphores.allocate(plan.work.layout, size)],
         collective_id=collective_id,
         vmem_bytes=plan.vmem_bytes,
@@ -101,4 +104,6 @@ def all_gather_matmul(
         sent=(size - 1) * x.size * itemsize,
     )
     ys = tuple(y.reshape(batch, size * m, -1) for y in outputs[: len(y_widths)])
+    if measured is not None:
+        ys += (jnp.max(outputs[len(y_widths)], axis=-1).reshape(batch, size * m),)
     return ys, outputs[-1].reshape(batch, size * m, k) if keep_gathered else None

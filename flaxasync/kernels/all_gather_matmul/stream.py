@@ -29,7 +29,16 @@ from flaxasync.kernels.all_gather_matmul.work import Work
 from flaxasync.kernels.engine.call import available, check_vmem, chip_in_use, matmul_bytes
 from flaxasync.kernels.engine.gather import Gather
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles, Scales
-from flaxasync.kernels.engine.operands import LANES, Condition, Index, Ref, Scalar, Tiles, largest_divisor
+from flaxasync.kernels.engine.operands import (
+    LANES,
+    Condition,
+    Index,
+    Ref,
+    Scalar,
+    Tiles,
+    aligned,
+    largest_divisor,
+)
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import IterationGrid, RowTiling, Tiling, remainder, split
 
@@ -56,6 +65,7 @@ class Scratch:
     matmul: MatmulScratch
     more_outgoing: tuple[OutgoingTiles, ...]  # for each result of an epilogue but the first
     operands: tuple[IncomingTiles, ...]  # [operand slots, batches, rows, n], for each operand of an epilogue
+    maxima: OutgoingTiles | None  # [2, batches, rows, LANES] magnitudes of results that are measured, over every LANES
     scales: Scales | None  # if x and w are 8-bit values
 
     @property
@@ -116,6 +126,7 @@ class Schedule:
             ),
             tuple(OutgoingTiles.allocate(2, result, work.result) for _ in range(results - 1)),
             tuple(IncomingTiles.allocate(self.operand_slots, result, work.result) for _ in range(work.operands)),
+            OutgoingTiles.allocate(2, (*self.tiles.rows.shape, LANES), jnp.float32) if work.measured else None,
             Scales.allocate(self.operand_slots, self.tiles.rows.shape, columns) if work.scaled else None,
         )
 
@@ -152,6 +163,7 @@ def _plan_of(work: Work) -> Schedule:
     def need(t: Tiles) -> int:
         wide = Tiles(t.m, t.k, joined * t.n)
         scales = Scales.nbytes(max(2, accumulators), wide.m, wide.n) if work.scaled else 0
+        scales += 2 * 4 * t.m * LANES if work.measured else 0
         results_bytes = slots * t.m * t.n * jnp.dtype(work.result).itemsize
         return matmul_bytes(wide, dtype, 0, accumulators) + results_bytes + scales
 
@@ -172,6 +184,7 @@ class Stream:
     scratch: Scratch
     operands: Sequence[Ref]  # of the epilogue, [B, R, m, n] HBM
     scales: Sequence[Ref]  # of the rows, [B, R, m, LANES], and of the columns of each w, [SUBLANES, n] HBM; or none
+    maxima: Ref | None  # [B, R, m, tiles of columns * LANES] HBM
 
     def begin(self) -> None:
         """Does what needs no neighbour: fetches the first tiles."""
@@ -230,6 +243,11 @@ class Stream:
         results = epilogue(products, tuple(tile.astype(jnp.float32) for tile in tiles))
         for outgoing, result in zip(self.scratch.outgoing, results, strict=True):
             outgoing.put(slot, result, index)
+        if self.scratch.maxima is not None and (measured := self.schedule.work.measured) is not None:
+            rounded = [result.astype(self.schedule.work.result) for result in results[measured]]
+            magnitudes = [jnp.abs(result.astype(jnp.float32)) for result in rounded]
+            parts = [one[..., first : first + LANES] for one in magnitudes for first in range(0, n, LANES)]
+            self.scratch.maxima.put(slot, functools.reduce(jnp.maximum, parts), index[:2])
 
     def prefetch(self, step: Scalar) -> None:
         """Starts to fetch the tiles of a step, of w if it is another one. Waits for an arrival at its first use."""
@@ -310,6 +328,9 @@ class Stream:
         def store(number: int, *tile: Index) -> None:
             for outgoing, y in zip(self.scratch.outgoing, self.ys[number:], strict=False):  # an epilogue has all ys
                 outgoing.store(slot, y.at[*tile])
+            if self.scratch.maxima is not None and self.maxima is not None:
+                lanes = aligned(here.column * LANES, LANES, LANES)
+                self.scratch.maxima.store(slot, self.maxima.at[*tile[:-1], lanes])
 
         with jax.named_scope("store"):
             finished = (step > 0) & (here.t == self.schedule.tiles.contraction.count - 1)
@@ -333,3 +354,6 @@ class Stream:
         row = remainder(pass_ * schedule.accumulators + i, tiles.rows.count)
         for outgoing in self.scratch.outgoing:
             tiles.wait_result(outgoing, outgoing.slot(number), row, column)
+        if (maxima := self.scratch.maxima) is not None:
+            slot = maxima.slot(number)
+            tiles.rows.on_slice(row, lambda batches, rows: maxima.wait(slot, batches.size, rows.size, LANES))

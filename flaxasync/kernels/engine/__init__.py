@@ -8,5 +8,6 @@
 | `slots` | tiles on their way into vector memory or out of it; the start of and the wait for every transfer |
 | `matmul` | the tiles of x and w: fetch, wait, multiply, and accumulate over the contraction; epilogues |
 | `ring` | neighbours on a mesh axis, the entry barrier, half-blocks, acknowledgements |
+| `beside` | weight gradients of one device, computed between the steps of a kernel that waits for links |
 | `gather` | an all-gather along a ring inside a kernel, into HBM or into vector memory |
 """

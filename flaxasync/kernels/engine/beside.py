@@ -88,9 +88,9 @@ class Plan:
                 steps = sum(one.grid.steps for one in sums)
                 sums.append(Sum(rows, tiles, grid, steps, sum(one.results for one in sums)))
             plan = cls(tuple(sums), x.dtype, y.dtype, result, scaled)
-            if plan.vmem_bytes <= room or max(most.m, most.n) <= LANES:
+            if plan.vmem_bytes <= room or max(most.m, most.k, most.n) <= LANES:
                 return plan
-            most = dataclasses.replace(most, m=most.m // 2) if most.m >= most.n else most.halved()
+            most = most.halved()
 
     @property
     def steps(self) -> int:

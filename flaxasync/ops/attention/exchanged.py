@@ -22,8 +22,7 @@ backward   dheads = all_gather(out) @ dy.T                   the all-to-alls aga
 
 The sequences of the batch are exchanged one by one. While one of them attends, the next ones arrive and the one before
 leaves. The first arrival has the projection of the last sequence beside it, and backward the product of dout. The last
-departure of the backward pass has the products of dx beside it, if w was kept, and the last of these is computed while
-dw travels. That of the forward pass has nothing.
+departure of the backward pass has the products of dx beside it, if w was kept; that of the forward pass has nothing.
 
 With a quantization the weights travel in 8 bits, and heads in the dtype of x. x, w and dy are quantised over k. z and
 dheads have the scales of both. out and heads are quantised over m, so that all devices share the scales of out. `dx`
@@ -35,7 +34,7 @@ The all-to-all is that of Jacobs et al., "DeepSpeed Ulysses" (2023), where the w
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -171,7 +170,7 @@ def _backward(block: ExchangedAttention, saved: tuple, dys: Arrays) -> tuple[Arr
     def reduce_dout(arriving: list[Transfers]) -> Arrays:
         with jax.named_scope("project_output_dw"):
             found["dout"] = meanwhile(
-                arriving, lambda *dys: _sum_over_sequences(block.output, heads, dys, of_x=False)[0], *dys
+                arriving, lambda *dys: _sum_over_sequences(block.output, heads, dys, of_x=False), *dys
             )
         return dheads[1:]
 
@@ -190,16 +189,13 @@ def _backward(block: ExchangedAttention, saved: tuple, dys: Arrays) -> tuple[Arr
             found["dxs"] = meanwhile(leaving, local_dx, *dzs)
 
     dzs, dshared = block.through(dheads[0], reduce_dout, lambda i, dy: pulls[i](dy), first_dxs)
-    pairs: list[tuple[Operand, Operand]] = []
-    with jax.named_scope("project_inputs_dx"):
-        if gathered is None:
+    if gathered is None:
+        with jax.named_scope("project_inputs_dx"):
             dxs = _transposed_product(block.projections, *of_dx(w, dzs, block.projections.axis_name))
-        else:
-            w_given, (last,) = of_dx(gathered, dzs[-1:], None)
-            dxs, pairs = found.get("dxs", ()), [(last, w_given)]
+    else:
+        dxs = (*found.get("dxs", ()), *local_dx(dzs[-1]))
     with jax.named_scope("project_inputs_dw"):
-        dw, last_dxs = _sum_over_sequences(block.projections, dzs, xs, pairs, of_x=True)
-    dxs = (*dxs, *(dx.astype(w.dtype) for dx in last_dxs))
+        dw = _sum_over_sequences(block.projections, dzs, xs, of_x=True)
     return dxs, dw, found["dout"], None, jax.tree.map(lambda *each: functools.reduce(jnp.add, each), *dshared)
 
 
@@ -216,21 +212,16 @@ _one_derivative = first_only(
 )
 
 
-def _sum_over_sequences(
-    executor: Executor, xs: Arrays, ys: Arrays, pairs: Sequence[tuple[Operand, Operand]] = (), *, of_x: bool
-) -> tuple[Array, Arrays]:
-    """Returns reduce_scatter(sum of x @ y), a gradient of weights, and the products of `Executor.reduce_beside`.
-
-    `of_x` says that x and not y is a cotangent.
-    """
+def _sum_over_sequences(executor: Executor, xs: Arrays, ys: Arrays, *, of_x: bool) -> Array:
+    """Returns reduce_scatter(sum of x @ y), a gradient of weights; `of_x` says that x and not y is a cotangent."""
     quantization = executor.quantization
     kind = None if quantization is None else quantization.weights
     if quantization is None or kind is None:
-        return executor.reduce_beside(xs, ys, pairs)
+        return executor.reduce(xs, ys)
     scale, roundings = quantization.scale, (None, quantization.rounding)
     x = quantize(lax.concatenate(xs, 1), kind, 1, scale=scale, rounding=roundings[of_x])
     y = quantize(lax.concatenate(ys, 0), kind, 0, scale=scale, rounding=roundings[not of_x])
-    return executor.reduce_beside((x,), (y,), pairs)
+    return executor.reduce((x,), (y,))
 
 
 def _transposed_product(executor: Executor, w: Operand, zs: Operands) -> Arrays:

@@ -37,12 +37,13 @@ class FusedExecutor:
 
     def gather(
         self, x: Operand, ws: Operands, *, transposed: bool = False, keep: bool = False,
-        epilogue: Epilogue | None = None, operands: Arrays = (),
+        epilogue: Epilogue | None = None, operands: Arrays = (), measured: slice | None = None,
     ) -> tuple[Arrays, Operand | None]:  # fmt: skip
         """Returns what any executor does; with an epilogue, its results in place of the products.
 
         Its operands are [..., R*m, n], as are the products. Where these are padded, the epilogue sees zeros, and what
-        it makes of them is dropped.
+        it makes of them is dropped. The largest magnitudes [..., R*m] of the rows of results that are `measured` come
+        last.
         """
         size, (*batch, m, k) = lax.axis_size(self.axis_name), x.shape
         values, scales, of_rows = values_of(x), None, None
@@ -58,13 +59,15 @@ class FusedExecutor:
             keep_gathered=keep,
             epilogue=epilogue,
             operands=tuple(_pad_blocks(operand, size, unit) for operand in operands),
+            measured=measured,
             scales=scales,
             result=x.dtype,
             directions=self._directions(block),
         )
         widths = [w.shape[0 if transposed else 1] for w in ws]
         widths = widths[:1] * epilogue.results if epilogue else widths
-        ys = tuple(_unpad(y, size, m, n).reshape(*batch, size * m, n) for y, n in zip(ys, widths, strict=True))
+        more = tuple(_unpad(most[..., None], size, m, 1).reshape(*batch, size * m) for most in ys[len(widths) :])
+        ys = tuple(_unpad(y, size, m, n).reshape(*batch, size * m, n) for y, n in zip(ys, widths, strict=False)) + more
         # All rows in one dimension: for a product over batches and rows XLA changes the layout of x, and of all that is
         # computed beside it, with copies.
         if gathered is None:

@@ -18,7 +18,7 @@ Saved for the backward pass are x, or all_gather(x), and the products up and gat
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -120,9 +120,11 @@ _first_derivative_only = first_only(
 def _mlp(executor: FusedExecutor, keep: bool, activation: Activation, x: Array, ws: Operands, down: Operand) -> Array:
     with jax.named_scope("all_gather_matmul"):
         (x_given,), ws = forward_operands(executor.quantization, (x,), ws)
-        (h,), _ = executor.gather(x_given, ws, epilogue=Activate(activation, 0))
+        (h, *most), _ = executor.gather(
+            x_given, ws, epilogue=Activate(activation, 0), measured=_measured(executor.quantization, slice(0, 1))
+        )
     with jax.named_scope("matmul_reduce_scatter"):
-        return executor.reduce(*forward_operands(executor.quantization, (h,), (down,)))
+        return executor.reduce(*forward_operands(executor.quantization, (h,), (down,), most=_only(most)))
 
 
 def _mlp_fwd(
@@ -131,12 +133,25 @@ def _mlp_fwd(
     x, ws, down = _first_derivative_only(x, ws, down)
     with jax.named_scope("all_gather_matmul"):
         (x_given,), ws = forward_operands(executor.quantization, (x,), ws)
-        (*products, h), gathered = executor.gather(x_given, ws, keep=keep, epilogue=Activate(activation, len(ws)))
+        ys, gathered = executor.gather(
+            x_given, ws, keep=keep, epilogue=Activate(activation, len(ws)),
+            measured=_measured(executor.quantization, slice(len(ws), None)),
+        )  # fmt: skip
+        products, (h, *most) = ys[: len(ws)], ys[len(ws) :]
     with jax.named_scope("matmul_reduce_scatter"):
-        h_given, (down,) = forward_operands(executor.quantization, (h,), (down,))
+        h_given, (down,) = forward_operands(executor.quantization, (h,), (down,), most=_only(most))
         y = executor.reduce(h_given, (down,))
     saved = x_given if gathered is None else checkpoint_name(gathered, GATHERED)
-    return checkpoint_name(y, PRODUCT), (saved, ws, down, checkpoint_name(tuple(products), PRODUCT))
+    return checkpoint_name(y, PRODUCT), (saved, ws, down, checkpoint_name(products, PRODUCT))
+
+
+def _measured(quantization: Quantization | str | None, results: slice) -> slice | None:
+    """Returns the results that will be quantised, whose magnitudes the kernel has at hand."""
+    return None if quantization is None else results
+
+
+def _only(arrays: Sequence[Array]) -> Array | None:
+    return arrays[0] if arrays else None
 
 
 def _mlp_bwd(
@@ -146,10 +161,12 @@ def _mlp_bwd(
     x, ws, down, products, dy = _first_derivative_only(*saved, dy)
     with jax.named_scope("matmul_reduce_scatter_dx"):
         (dy_given,), down_given = backward_operands(executor.quantization, (dy,), (down,))
-        (*dproducts, h), dys = executor.gather(
+        found, dys = executor.gather(
             dy_given, down_given, transposed=True, keep=True, epilogue=ActivateGradient(activation, len(ws)),
             operands=products,
+            measured=_measured(executor.quantization and executor.quantization.backward, slice(0, len(ws))),
         )  # fmt: skip
+        dproducts, (h, *most) = found[: len(ws)], found[len(ws) :]
     assert dys is not None
     with jax.named_scope("matmul_reduce_scatter_dw"):
         h = h.reshape(-1, h.shape[-1])
@@ -160,9 +177,9 @@ def _mlp_bwd(
         if not pairs:
             d_down = weight_gradient(h_given, dys).astype(dy.dtype)
             # d_down can travel beside what follows, and h and dys end here
-            d_down, dproducts = tie(d_down, tuple(dproducts))
-    dx, dws, found = vjp.gradients_of_gather(executor, keep, (x, ws), tuple(dproducts), pairs)
-    return dx, dws, cotangents((down,), found or (d_down,))[0]
+            d_down, dproducts = tie(d_down, dproducts)
+    dx, dws, beside = vjp.gradients_of_gather(executor, keep, (x, ws), dproducts, pairs, _only(most))
+    return dx, dws, cotangents((down,), beside or (d_down,))[0]
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)

@@ -126,16 +126,17 @@ def gather_and_multiply_bwd(
 
 def gradients_of_gather(
     executor: Executor, keep: bool, saved: tuple[Operand, Operands], dys: Arrays,
-    pairs: Sequence[tuple[Operand, Operand]] = (),
+    pairs: Sequence[tuple[Operand, Operand]] = (), most: Array | None = None,
 ) -> tuple[Array, tuple[Any, ...], Arrays]:  # fmt: skip
     """Returns dx and the dw of `all_gather_matmul`, and x.T @ dy for each of `pairs`.
 
-    `saved` are all_gather(x) if `keep`, and x if not, and ws. Sums of 16 bits take the links longer than products of 8
-    bits take the matrix units. So the products of what is here already are computed while the sums of dx travel.
+    `saved` are all_gather(x) if `keep`, and x if not, and ws; `most` is what `backward_operands` takes. Sums of 16 bits
+    take the links longer than products of 8 bits take the matrix units. So the products of what is here already are
+    computed while the sums of dx travel.
     """
     x, ws = saved
     with jax.named_scope("all_gather_matmul_dx"):
-        summed = backward_operands(executor.quantization, dys, ws)
+        summed = backward_operands(executor.quantization, dys, ws, most)
     with jax.named_scope("all_gather_matmul_dw"):
         if keep:
             dys = tuple(dy.reshape(*x.shape[:-1], dy.shape[-1]) for dy in dys)

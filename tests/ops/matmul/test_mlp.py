@@ -38,8 +38,8 @@ def wanted(activation, x, ws, down):
     return activate(activation, tuple(x @ w for w in ws)) @ down
 
 
-def mapped(activation, gathered_bytes):
-    options = {"backend": "fused", "precision": None, "gathered_bytes": gathered_bytes}
+def mapped(activation, gathered_bytes, quantization=None):
+    options = {"backend": "fused", "precision": None, "gathered_bytes": gathered_bytes, "quantization": quantization}
     local = functools.partial(parallel_mlp, axis_name="model", activation=activation, **options)
     return jax.shard_map(local, in_specs=(ROWS, COLUMNS, DOWN), out_specs=ROWS)
 
@@ -76,13 +76,18 @@ def test_values_and_gradients(options):
 
 
 @pytest.mark.slow
-def test_eight_bits_are_scaled_before_the_activation():
-    """Other roundings of h, which is computed of products in float32, move few of its 8-bit values."""
+@pytest.mark.parametrize(("weights", "kept"), [(None, 0), ("int8", 0), ("int8", 2**30)])
+def test_eight_bits_are_scaled_before_the_activation(weights, kept):
+    """Other roundings of h, which is computed of products in float32, move few of its 8-bit values.
+
+    With `weights`, d_down, and dws of rows that are kept, are computed while the sums of dx travel.
+    """
     shapes = (2, 32, 128), (128, 256), (128, 256), (256, 128), (2, 32, 128)
     x, up, gate, down, dy = ((draw(shape, seed=i) / 8).astype(np.float32) for i, shape in enumerate(shapes))
 
     def of(backend):
-        options = {"gathered_bytes": 0, "precision": None, "quantization": fa.Quantization("int8", "int8")}
+        eight = fa.Quantization("int8", "int8", weights=weights)
+        options = {"gathered_bytes": kept, "precision": None, "quantization": eight}
         local = functools.partial(parallel_mlp, axis_name="model", activation=jax.nn.silu, backend=backend, **options)
         mapped = jax.shard_map(local, in_specs=(ROWS, COLUMNS, DOWN), out_specs=ROWS)
 
@@ -98,10 +103,10 @@ def test_eight_bits_are_scaled_before_the_activation():
         assert np.abs(ours - theirs).max() <= 2e-2 * np.abs(theirs).max()
 
 
-def traced_kernels(wrap=lambda fn: fn, gathered_bytes=0):
+def traced_kernels(wrap=lambda fn: fn, gathered_bytes=0, quantization=None):
     """Returns the number of each kernel in the traced gradient of a loss."""
     with jax.set_mesh(check.topology_mesh("v5e:2x4", (8,), ("model",))):
-        fn = mapped(jax.nn.silu, gathered_bytes)
+        fn = mapped(jax.nn.silu, gathered_bytes, quantization)
         loss = wrap(lambda x, ws, down: jnp.sum(jnp.sin(fn(x, ws, down))))
         x, w, down = (jax.ShapeDtypeStruct(s, jnp.float32) for s in [(2, 128, 128), (128, 1024), (1024, 128)])
         jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, (w, w), down)
@@ -120,8 +125,9 @@ def test_a_policy_that_keeps_products_repeats_no_kernel(wrap, counts):
     assert traced_kernels(wrap) == counts
 
 
-def test_the_gathered_rows_are_kept_where_they_may_be():
-    assert traced_kernels(gathered_bytes=2**30)[2] == 0
+@pytest.mark.parametrize("quantization", [None, fa.Quantization("int8", "int8", weights="int8")])
+def test_the_gathered_rows_are_kept_where_they_may_be(quantization):
+    assert traced_kernels(gathered_bytes=2**30, quantization=quantization)[2] == 0
 
 
 def test_a_second_derivative_is_refused():
