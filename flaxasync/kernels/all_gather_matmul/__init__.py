@@ -45,6 +45,7 @@ def all_gather_matmul(
     collective_id: int | None = None,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """Returns the ys, or an epilogue's results, and the gathered x or None. With two directions, a block has halves.
+
     Args beside those of the head of `flaxasync.kernels`:
       transposed: multiply by w.T; then each w is [n, k].
       keep_gathered: whether the gathered x, [B, R*m, k], is a result, too.
