@@ -6,7 +6,7 @@
 | `collectives` | all-gather and all-reduce alone |
 | `exchange` | an all-reduce of few rows, in which every device sends to every other one |
 | `all_gather_matmul` | all_gather(x) @ w |
-| `matmul_reduce_scatter` | reduce_scatter(x @ w) |
+| `matmul_reduce_scatter` | reduce_scatter(x @ w), and weight gradients of the device while the sums travel |
 | `weight_gradient` | all_gather(x).T @ dy, the weight gradient of `all_gather_matmul` |
 | `mesh_matmul` | a matmul on two mesh axes |
 | `flash_attention` | attention between one block of queries and one block of keys, as `attention_block` defines it |

@@ -18,10 +18,7 @@ behind it in that direction (`Ring.behind`).
 The receiver has two receive buffers for a block, used in turn. A tile is sent only after the receiver has acknowledged
 that it read the tile that lies there, which was sent two hops earlier. One count for each direction is enough, since
 tiles are sent and read in one order. Every wait is for something that an earlier tile causes, so waits cannot form a
-circle.
-
-Where the links take longer than the products, the kernel can compute weight gradients of the device meanwhile:
-`engine.beside`.
+circle. Where links take longer than the products, the kernel can compute weight gradients meanwhile: `engine.beside`.
 """
 
 import dataclasses
@@ -147,8 +144,9 @@ def matmul_reduce_scatter(
     schedule, vmem_bytes = _plan(xs, ws, transposed, tiles, size, directions, result, scales is not None)
     ring, used = Ring(axis_name, size, schedule.directions), schedule.tiles
     laid_out = [] if scales is None else laid_out_scales(scales[0].reshape(batch, size, m), scales[1:])
-    inputs, local = 2 * pairs + len(laid_out), beside.operands(gradients)
     more = beside.Plan.of(gradients, result, available() - vmem_bytes) if gradients else None
+    sums, flops, hbm_bytes = (more.sums, more.flops, more.hbm_bytes) if more else ((), 0, 0)
+    inputs, local = 2 * pairs + len(laid_out), beside.operands(more, gradients) if more else []
 
     def body(*refs: Ref) -> None:
         x_refs, w_refs, scale_refs = refs[:pairs], refs[pairs : 2 * pairs], refs[2 * pairs : inputs]
@@ -171,7 +169,7 @@ def matmul_reduce_scatter(
     block_bytes = batch * m * n * result.itemsize
     w_trips = 1 if used.w_stays else size * used.rows.count
     streamed = sum(ks) * (size * used.columns.count * batch * m + w_trips * n) * dtype.itemsize
-    shapes = [(batch, m, n), (2, batch, m, n), *((one.x.shape[1], one.y.shape[1]) for one in gradients)]
+    shapes = [(batch, m, n), (2, batch, m, n), *((each.padded.m, each.padded.n) for each in sums)]
     y, _, *dws = call(
         body,
         [*(x.reshape(batch, size, m, -1) for x in xs), *ws, *laid_out, *local],
@@ -179,12 +177,12 @@ def matmul_reduce_scatter(
         results=[output(shape, *xs, *ws, *local, dtype=result) for shape in shapes],
         scratch=[scratch],
         collective_id=collective_id,
-        vmem_bytes=vmem_bytes + (0 if more is None else more.vmem_bytes),
-        flops=2 * batch * all_rows * sum(ks) * n + (0 if more is None else more.flops),
-        hbm_bytes=streamed + (2 * size - 1) * block_bytes + (0 if more is None else more.hbm_bytes),
+        vmem_bytes=vmem_bytes + (more.vmem_bytes if more else 0),
+        flops=2 * batch * all_rows * sum(ks) * n + flops,
+        hbm_bytes=streamed + (2 * size - 1) * block_bytes + hbm_bytes,
         sent=(size - 1) * block_bytes,
     )
-    return y, *dws
+    return y, *(dw[: each.shape[0], : each.shape[1]] for dw, each in zip(dws, sums, strict=True))
 
 
 def _plan(

@@ -119,7 +119,7 @@ class Case:
         ways = {None: "", 1: "1 direction", 2: "2 directions"}[self.directions]
         if self.op == "matmul_all_reduce" and self.shapes[0][0] == 1 and self.backend in ("none", "exchange"):
             ways = f"{self.shapes[0][1]} rows"
-        parts = self.quantization, "kept" if self.keeps else None, None if self.gradient else "forward"
+        parts = self.quantization, "may keep" if self.keeps else None, None if self.gradient else "forward"
         form = " ".join(filter(None, parts))
         return f"{self.op:22} {self.backend:10} {ways:13}{form}".rstrip()
 
@@ -213,7 +213,7 @@ def _variants(case: Case, quick: bool) -> list[Case]:
         cases = [dataclasses.replace(case, backend=name, shapes=s) for s in shapes for name in names]
     found = [dataclasses.replace(c, directions=way, gradient=g) for c in cases for way in ways for g in gradients]
     if case.op == "all_gather_matmul" and case.backend == "fused" and case.quantization is not None:
-        # The products in 8 bits of what was kept are computed by another kernel than those of what travels again.
+        # Where the plan keeps x, its products in 8 bits are those of another kernel than where x travels again.
         found += [dataclasses.replace(c, keeps=True) for c in found if c.gradient]
     return found
 

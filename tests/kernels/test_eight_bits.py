@@ -91,13 +91,14 @@ def test_scaled_sums_are_reduced(dtype):
     ]),
 ])  # fmt: skip
 def test_weight_gradients_are_computed_beside_the_sums(monkeypatch, case):
-    """Two of them, of several tiles each, between the steps of a product in bfloat16."""
+    """Two of them between the steps of a product in bfloat16: several tiles of each side, padded, in two sub-blocks."""
     of_x, of_y, mode = case
-    monkeypatch.setattr(beside, "TILES", Tiles(128, 64, 128))
+    monkeypatch.setattr(beside, "TILES", Tiles(256, 128, 256))
+    monkeypatch.setattr(beside, "SUB_BLOCK", 128)
     rng = np.random.default_rng(3)
     x, w = (draw(rng, shape, jnp.bfloat16) for shape in [(1, SIZE * ROWS, SIZE * 128), (SIZE * 128, N)])
-    sides = [(SIZE * K, SIZE * 128), (SIZE * 128, SIZE * 384)]  # of all devices
-    pairs = [(draw(rng, (128, k), of_x), draw(rng, (128, n), of_y)) for k, n in sides]
+    sides = [(SIZE * 300, SIZE * 128), (SIZE * 256, SIZE * 360)]  # of all devices
+    pairs = [(draw(rng, (320, k), of_x), draw(rng, (320, n), of_y)) for k, n in sides]
     scaled = jnp.dtype(of_x).itemsize == 1
     scales = [(rng.random(a.shape[1], np.float32), rng.random(b.shape[1], np.float32)) for a, b in pairs]
 

@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import matmul_bytes
 from flaxasync.kernels.engine.matmul import Scales, accumulate, laid_out_scales, sums_dtype
-from flaxasync.kernels.engine.operands import LANES, DType, Ref, Scalar, Tiles, aligned, largest_divisor, sublanes
+from flaxasync.kernels.engine.operands import LANES, DType, Ref, Scalar, Tiles, aligned, largest_divisor
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import SUB_BLOCK, IterationGrid, Tiling, remainder
 
@@ -34,7 +34,7 @@ OUTGOING = 2  # slots for tiles of the sums that leave
 
 @dataclasses.dataclass(frozen=True)
 class WeightGradient:
-    """x.T @ y. Rows are a multiple of `sublanes`, and columns of `LANES`."""
+    """x.T @ y. All of one kernel have the same dtypes, and all or none of them scales."""
 
     x: jax.Array  # [rows, k]
     y: jax.Array  # [rows, n]
@@ -45,8 +45,8 @@ class WeightGradient:
 class Sum:
     """The steps of one dw: for each of its tiles, all tiles of rows."""
 
-    rows: int
-    tiles: Tiles  # columns of x, rows, and columns of y; all of them divide their dimensions
+    shape: tuple[int, int]  # [k, n]
+    tiles: Tiles  # columns of x, rows, and columns of y
     grid: IterationGrid  # tiles of columns of x, of columns of y, and of rows
     first: int  # the number of its first step, among those of all sums
     first_result: int  # the number of its first tile, among those of all sums
@@ -54,6 +54,12 @@ class Sum:
     @property
     def results(self) -> int:
         return self.grid.steps // self.grid.sizes[2]
+
+    @property
+    def padded(self) -> Tiles:
+        """Columns of x, rows, and columns of y in whole tiles."""
+        m, n, k = self.grid.sizes
+        return Tiles(m * self.tiles.m, k * self.tiles.k, n * self.tiles.n)
 
 
 @jax.tree_util.register_dataclass
@@ -77,18 +83,17 @@ class Plan:
     @classmethod
     def of(cls, gradients: Sequence[WeightGradient], result: DType, room: int) -> "Plan":
         """Returns the plan with the largest tiles whose buffers fit in `room` bytes of vector memory."""
-        (x, y), scaled, most = (gradients[0].x, gradients[0].y), gradients[0].scales is not None, TILES
+        x, y, most = gradients[0].x, gradients[0].y, TILES
         while True:
-            sums = list[Sum]()
-            for one in gradients:
-                (rows, k), n = one.x.shape, one.y.shape[1]
-                unit = max(sublanes(x.dtype), sublanes(y.dtype))
-                tiles = Tiles(*map(largest_divisor, (k, rows, n), (most.m, most.k, most.n), (LANES, unit, LANES)))
-                grid = IterationGrid((k // tiles.m, n // tiles.n, rows // tiles.k))
-                steps = sum(one.grid.steps for one in sums)
-                sums.append(Sum(rows, tiles, grid, steps, sum(one.results for one in sums)))
-            plan = cls(tuple(sums), x.dtype, y.dtype, result, scaled)
-            if plan.vmem_bytes <= room or max(most.m, most.k, most.n) <= LANES:
+            sums, steps, results = list[Sum](), 0, 0
+            for each in gradients:
+                (rows, k), n = each.x.shape, each.y.shape[1]
+                tiles = Tiles(_side(k, most.m, 2 * LANES), _side(rows, most.k, LANES), _side(n, most.n, LANES))
+                grid = IterationGrid((pl.cdiv(k, tiles.m), pl.cdiv(n, tiles.n), pl.cdiv(rows, tiles.k)))
+                sums.append(Sum((k, n), tiles, grid, steps, results))
+                steps, results = steps + sums[-1].grid.steps, results + sums[-1].results
+            plan = cls(tuple(sums), x.dtype, y.dtype, result, gradients[0].scales is not None)
+            if plan.vmem_bytes <= room or max(most.m, most.k, most.n) <= 2 * LANES:
                 return plan
             most = most.halved()
 
@@ -132,13 +137,27 @@ class Plan:
         )
 
 
-def operands(gradients: Sequence[WeightGradient]) -> list[jax.Array]:
-    """Returns what the kernel is given for `Beside`: for each sum x and y, and their scales as it fetches them."""
+def _side(length: int, most: int, unit: int) -> int:
+    """Returns the side of a tile of at most `most` elements: the smallest for the number of tiles that this takes."""
+    count = pl.cdiv(length, most)
+    return pl.cdiv(length, count * unit) * unit
+
+
+def operands(plan: Plan, gradients: Sequence[WeightGradient]) -> list[jax.Array]:
+    """Returns what the kernel is given for `Beside`: each x and y in whole tiles, and their scales."""
     given = list[jax.Array]()
-    for one in gradients:
-        given += [one.x, one.y]
-        given += [] if one.scales is None else laid_out_scales(one.scales[0][None], one.scales[1:])
+    for sum_, each in zip(plan.sums, gradients, strict=True):
+        m, rows, n = sum_.padded.m, sum_.padded.k, sum_.padded.n
+        given += [_pad(each.x, rows, m), _pad(each.y, rows, n)]
+        if each.scales is not None:
+            given += laid_out_scales(_pad(each.scales[0][None], 1, m), [_pad(each.scales[1][None], 1, n)[0]])
     return given
+
+
+def _pad(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    """Appends zeros to an array [m, n]."""
+    more = [(0, length - side, 0) for length, side in zip((rows, columns), x.shape, strict=True)]
+    return lax.pad(x, jnp.zeros((), x.dtype), more) if x.shape != (rows, columns) else x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +175,10 @@ class Beside:
 
     def between(self, step: Scalar, steps: int) -> None:
         """Does what follows a step of the kernel, of `steps`."""
-        first, end = (lax.div(jnp.int32(number) * self.plan.steps, jnp.int32(steps)) for number in (step, step + 1))
+        each, more = divmod(self.plan.steps, steps)
+        first, end = (
+            number * each + lax.div(jnp.int32(number * more), jnp.int32(steps)) for number in (step, step + 1)
+        )
         with jax.named_scope("beside"):
             pl.loop(first, end)(self._step)
 
@@ -175,28 +197,22 @@ class Beside:
         def start(sum_: int, one: Sum) -> None:
             i, j, t = one.grid.coordinates(number - one.first)
             x, y, *scales = self._operands(sum_)
-            rows = aligned(t * one.tiles.k, one.tiles.k, sublanes(self.plan.x_dtype))
+            rows = aligned(t * one.tiles.k, one.tiles.k, LANES)
             k, n = aligned(i * one.tiles.m, one.tiles.m, LANES), aligned(j * one.tiles.n, one.tiles.n, LANES)
             self.scratch.x.start(slot, x.at[rows, k])
             self.scratch.y.start(slot, y.at[rows, n])
             if self.scratch.scales is not None:
-                fetch = functools.partial(
-                    self.scratch.scales.start, self.scratch.scales.rows.slot(self._result(one, i, j))
-                )
-                pl.when(t == 0)(lambda: fetch(scales[0].at[:, k], [scales[1].at[:, n]]))
+                into, of_tile = self.scratch.scales, self.scratch.scales.rows.slot(self._result(one, i, j))
+                pl.when(t == 0)(lambda: into.start(of_tile, scales[0].at[:, k], [scales[1].at[:, n]]))
 
         self._on_sum(number, start)
 
     def _multiply(self, number: Scalar, sum_: int, one: Sum) -> None:
         """Adds the product of two tiles to its sum; a finished sum is scaled, rounded and stored."""
-        scratch, tiles, slot, (i, j, t) = (
-            self.scratch,
-            one.tiles,
-            remainder(number, 2),
-            one.grid.coordinates(number - one.first),
-        )
+        scratch, tiles, slot = self.scratch, one.tiles, remainder(number, 2)
+        i, j, t = one.grid.coordinates(number - one.first)
         result, last = self._result(one, i, j), t == one.grid.sizes[2] - 1
-        out, columns = scratch.outgoing.slot(result), Tiling.in_sub_blocks(tiles.m, tiles.m, SUB_BLOCK, LANES)
+        out, side = scratch.outgoing.slot(result), largest_divisor(tiles.m, SUB_BLOCK, LANES)
         scratch.x.wait(slot, tiles.k, tiles.m)
         scratch.y.wait(slot, tiles.k, tiles.n)
         pl.when(last)(lambda: scratch.outgoing.free(result, self._wait_until_left))
@@ -215,12 +231,14 @@ class Beside:
             scratch.outgoing.put(out, sums, index)
 
         accumulate(
-            Tiling((one.rows,), tiles.k),
+            Tiling((one.padded.k,), tiles.k),
             t,
             first=t == 0,
             last=last,
             accumulator=scratch.accumulator,
-            for_each_sub_block=lambda use: columns.for_each_sub_block(0, lambda some: use((some, slice(0, tiles.n)))),
+            for_each_sub_block=lambda use: pl.loop(0, tiles.m // side)(
+                lambda number: use((aligned(number * side, side, LANES), slice(0, tiles.n)))
+            ),
             product=product,
             finish=finish,
         )

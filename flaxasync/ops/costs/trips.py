@@ -207,7 +207,7 @@ def fused(chip: Chip, ring: int, trips: Sequence[Trip], itemsize: int) -> Cost:
     for trip in trips:
         if trip.kind == "beside":
             compute += (seconds := product(core, trip, 1, itemsize, "fused"))
-            exposed -= min(seconds, waiting)
+            exposed, waiting = exposed - min(seconds, waiting), max(0.0, waiting - seconds)
             continue
         if not trip.travels:
             compute += product(chip, trip, 1, itemsize, "none")

@@ -43,7 +43,7 @@ class FusedExecutor:
 
         Its operands are [..., R*m, n], as are the products. Where these are padded, the epilogue sees zeros, and what
         it makes of them is dropped. The largest magnitudes [..., R*m] of the rows of results that are `measured` come
-        last.
+        last, and include what was dropped; the epilogues of an MLP make zeros of zeros.
         """
         size, (*batch, m, k) = lax.axis_size(self.axis_name), x.shape
         values, scales, of_rows = values_of(x), None, None
@@ -66,7 +66,7 @@ class FusedExecutor:
         )
         widths = [w.shape[0 if transposed else 1] for w in ws]
         widths = widths[:1] * epilogue.results if epilogue else widths
-        more = tuple(_unpad(most[..., None], size, m, 1).reshape(*batch, size * m) for most in ys[len(widths) :])
+        more = tuple(_unpad(rows[..., None], size, m, 1).reshape(*batch, size * m) for rows in ys[len(widths) :])
         ys = tuple(_unpad(y, size, m, n).reshape(*batch, size * m, n) for y, n in zip(ys, widths, strict=False)) + more
         # All rows in one dimension: for a product over batches and rows XLA changes the layout of x, and of all that is
         # computed beside it, with copies.
@@ -84,13 +84,13 @@ class FusedExecutor:
         return self.reduce_beside(xs, ws, (), transposed=transposed)[0]
 
     def reduce_beside(
-        self, xs: Operands, ws: Operands, pairs: Sequence[tuple[Operand, Operand]], *, transposed: bool = False
+        self, xs: Operands, ws: Operands, local: Sequence[tuple[Operand, Operands]], *, transposed: bool = False
     ) -> tuple[Array, Arrays]:
         (x, *more), size, (*batch, rows, _) = xs, lax.axis_size(self.axis_name), xs[0].shape
         m, n, scales = rows // size, ws[0].shape[0 if transposed else 1], None
         if isinstance(x, Quantized):
             if more:  # their sums have scales of their own, and cannot be added before
-                y, dws = self.reduce_beside((x,), ws[:1], pairs, transposed=transposed)
+                y, dws = self.reduce_beside((x,), ws[:1], local, transposed=transposed)
                 others = (self.reduce((x,), (w,), transposed=transposed) for x, w in zip(more, ws[1:], strict=True))
                 return functools.reduce(jnp.add, others, y), dws
             scales = _row_scales(x.scales, size, x.values.dtype), _column_scales(ws[0])
@@ -101,13 +101,10 @@ class FusedExecutor:
             transposed=transposed,
             scales=scales,
             result=x.dtype,
-            gradients=[_gradient_here(*pair) for pair in pairs],
+            gradients=[_weight_gradient(x, dy) for x, dys in local for dy in dys],
             directions=self.directions,
         )
-        shapes = [(x.shape[-1], dy.shape[-1]) for x, dy in pairs]
-        return _unpad(y, 1, m, n).reshape(*batch, m, n), tuple(
-            dw[:k, :n] for dw, (k, n) in zip(found, shapes, strict=True)
-        )
+        return _unpad(y, 1, m, n).reshape(*batch, m, n), tuple(found)
 
     def all_reduce(self, xs: Operands, ws: Operands) -> Array:
         return products.scatter_then_gather(lambda xs: self.reduce(xs, ws), xs, self.axis_name)
@@ -156,13 +153,12 @@ def check_kernels(
         raise cannot_serve(op, "fused", limit, instead)
 
 
-def _gradient_here(x: Operand, dy: Operand) -> WeightGradient:
+def _weight_gradient(x: Operand, dy: Operand) -> WeightGradient:
     """Returns x.T @ dy over all rows as a kernel takes it. Where both are quantised, their scales are of columns."""
     scaled = isinstance(x, Quantized) and isinstance(dy, Quantized)
-    values = [values_of(one).reshape(-1, one.shape[-1]) for one in (x, dy)]
-    unit = max(sublanes(one.dtype) for one in values)
-    rows_of_x, rows_of_dy = (_pad(one, {0: unit, 1: LANES}) for one in values)
-    return WeightGradient(rows_of_x, rows_of_dy, (_column_scales(x), _column_scales(dy)) if scaled else None)
+    rows_of_x, rows_of_dy = (values_of(one).reshape(-1, one.shape[-1]) for one in (x, dy))
+    scales = (x.scales.astype(jnp.float32), dy.scales.astype(jnp.float32)) if scaled else None
+    return WeightGradient(rows_of_x, rows_of_dy, scales)
 
 
 def _row_scales(scales: Array, size: int, dtype: jnp.dtype) -> Array:

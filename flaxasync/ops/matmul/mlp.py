@@ -173,13 +173,15 @@ def _mlp_bwd(
         if executor.quantization is not None and executor.quantization.weights is None:  # else it is rounded below
             (h,), _ = forward_operands(executor.quantization, (h,), ())
         dys, (h_given,) = weight_operands(executor.quantization, dys, (h,))
-        pairs = [(h_given, dys)] if isinstance(h_given, Quantized) else []
-        if not pairs:
+        local: list[tuple[Operand, Operands]] = [(h_given, (dys,))]
+        d_downs: Arrays = ()
+        if not isinstance(h_given, Quantized):
             d_down = weight_gradient(h_given, dys).astype(dy.dtype)
             # d_down can travel beside what follows, and h and dys end here
             d_down, dproducts = tie(d_down, dproducts)
-    dx, dws, beside = vjp.gradients_of_gather(executor, keep, (x, ws), dproducts, pairs, _only(most))
-    return dx, dws, cotangents((down,), beside or (d_down,))[0]
+            local, d_downs = [], (d_down,)
+    dx, dws, beside = vjp.gradients_of_gather(executor, keep, (x, ws), dproducts, local, _only(most))
+    return dx, dws, cotangents((down,), beside or d_downs)[0]
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)

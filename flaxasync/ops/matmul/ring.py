@@ -74,10 +74,10 @@ class RingExecutor:
         return ring_reduce(self.ring, rows, produce, self._travel_dtype(xs[0])).astype(xs[0].dtype)
 
     def reduce_beside(
-        self, xs: Operands, ws: Operands, pairs: Sequence[tuple[Operand, Operand]], *, transposed: bool = False
+        self, xs: Operands, ws: Operands, local: Sequence[tuple[Operand, Operands]], *, transposed: bool = False
     ) -> tuple[Array, Arrays]:
-        found = (products.weight_gradient(x, dy, self.precision).astype(x.dtype) for x, dy in pairs)
-        return self.reduce(xs, ws, transposed=transposed), tuple(found)
+        found = tuple(dw for x, dys in local for dw in products.weight_gradients(x, dys, self.precision))
+        return self.reduce(xs, ws, transposed=transposed), found
 
     def all_reduce(self, xs: Operands, ws: Operands) -> Array:
         if self.ring.transport is None:

@@ -83,10 +83,12 @@ class Executor(Protocol):
         ...
 
     def reduce_beside(
-        self, xs: Operands, ws: Operands, pairs: Sequence[tuple[Operand, Operand]], *, transposed: bool = False
+        self, xs: Operands, ws: Operands, local: Sequence[tuple[Operand, Operands]], *, transposed: bool = False
     ) -> tuple[Array, Arrays]:
-        """Returns what `reduce` does, and x.T @ dy of the rows here for each pair, in x's dtype: a product that can be
-        computed while sums travel."""
+        """Returns what `reduce` does, and x.T @ dy for each (x, dys) and each of its dys, in x's dtype.
+
+        These products need only the rows that are here, and can be computed while sums travel.
+        """
         ...
 
     def all_reduce(self, xs: Operands, ws: Operands) -> Array:
@@ -118,7 +120,7 @@ def _gather_and_multiply_fwd(
     return checkpoint_name(ys, PRODUCT), (checkpoint_name(gathered, GATHERED), ws)
 
 
-def gather_and_multiply_bwd(
+def _gather_and_multiply_bwd(
     executor: Executor, keep: bool, saved: tuple[Operand, Operands], dys: Arrays
 ) -> tuple[Array, tuple[Any, ...]]:
     return gradients_of_gather(executor, keep, saved, dys)[:2]
@@ -126,13 +128,13 @@ def gather_and_multiply_bwd(
 
 def gradients_of_gather(
     executor: Executor, keep: bool, saved: tuple[Operand, Operands], dys: Arrays,
-    pairs: Sequence[tuple[Operand, Operand]] = (), most: Array | None = None,
+    local: Sequence[tuple[Operand, Operands]] = (), most: Array | None = None,
 ) -> tuple[Array, tuple[Any, ...], Arrays]:  # fmt: skip
-    """Returns dx and the dw of `all_gather_matmul`, and x.T @ dy for each of `pairs`.
+    """Returns dx and the dw of `all_gather_matmul`, and the products of `local`; see `Executor.reduce_beside`.
 
-    `saved` are all_gather(x) if `keep`, and x if not, and ws; `most` is what `backward_operands` takes. Sums of 16 bits
-    take the links longer than products of 8 bits take the matrix units. So the products of what is here already are
-    computed while the sums of dx travel.
+    `saved` are all_gather(x) if `keep`, and x if not, and ws; `most` is what `backward_operands` takes. Products in 8
+    bits are often shorter than the trip of their sums in 16 bits. So the dw of an x that is here is left to
+    `reduce_beside`, too.
     """
     x, ws = saved
     with jax.named_scope("all_gather_matmul_dx"):
@@ -143,20 +145,19 @@ def gradients_of_gather(
         axis_name = None if keep else executor.axis_name
         x, dys_given = weight_operands(executor.quantization, x, dys, axis_name=axis_name, others_are_cotangents=True)
     beside = keep and isinstance(x, Quantized)
-    all_pairs = [*pairs, *((x, dy) for dy in dys_given if beside)]
     with jax.named_scope("all_gather_matmul_dx"):
-        dx, found = executor.reduce_beside(*summed, all_pairs, transposed=True)
+        of_x = [(x, dys_given)] if beside else []
+        dx, found = executor.reduce_beside(*summed, [*local, *of_x], transposed=True)
+    others, dws = found[: len(found) - len(dys) * beside], found[len(found) - len(dys) * beside :]
     with jax.named_scope("all_gather_matmul_dw"):
-        if beside:
-            dws = found[len(pairs) :]
-        elif keep:
+        if keep and not beside:
             dws = weight_gradients(x, dys_given, executor.precision)
-        else:
+        elif not keep:
             dws = executor.weight_gradient(x, dys_given)
-    return dx, cotangents(ws, dws), found[: len(pairs)]
+    return dx, cotangents(ws, dws), others
 
 
-gather_and_multiply.defvjp(_gather_and_multiply_fwd, gather_and_multiply_bwd)
+gather_and_multiply.defvjp(_gather_and_multiply_fwd, _gather_and_multiply_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
