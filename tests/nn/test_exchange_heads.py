@@ -57,7 +57,7 @@ def test_segments_and_the_norms_of_heads_are_those_of_rows_that_travel():
 
 
 @pytest.mark.parametrize(("backward", "weights", "options"), [
-    (None, None, {"backend": "none"}),
+    pytest.param(None, None, {"backend": "none"}, marks=pytest.mark.slow),
     ("int8", "int8", {"backend": "xla"}),
     pytest.param("int8", None, {"backend": "xla"}, marks=pytest.mark.slow),
     pytest.param("int8", "int8", {"backend": "none", "gathered_bytes": 2**20}, marks=pytest.mark.slow),

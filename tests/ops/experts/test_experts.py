@@ -87,7 +87,7 @@ def check(found, wanted, tolerance=1e-5):
 
 CASES = [  # devices, experts, k, backend, directions, route
     (4, 8, 2, "none", 1, "even"),
-    (8, 16, 2, "xla", 1, "zipf"),
+    pytest.param(8, 16, 2, "xla", 1, "zipf", marks=pytest.mark.slow),
     pytest.param(3, 60, 8, "xla", 2, "one", marks=pytest.mark.slow),
     (2, 4, 1, "xla", 2, "one"),
     (1, 4, 2, "xla", 1, "even"),
@@ -245,7 +245,9 @@ def test_the_kernels_multiply_all_tiles_at_once_where_a_capacity_bounds_them(hel
     assert found == [False, *[True] * loops]
 
 
-@pytest.mark.parametrize(("experts", "k", "route", "mode"), [(8, 2, "zipf", "eager"), (4, 1, "one", "on_wait")])
+@pytest.mark.parametrize(("experts", "k", "route", "mode"), [
+    pytest.param(8, 2, "zipf", "eager", marks=pytest.mark.slow), (4, 1, "one", "on_wait"),
+])  # fmt: skip
 def test_an_exchange_by_direct_copies(experts, k, route, mode):
     """Without a capacity, TPUs send as many rows as there are. With one choice of all rows, devices send none."""
     operands = drawn(4 * 128, experts, k, route)
