@@ -34,10 +34,15 @@ def run(size, batch, m, k, widths, *, mode="on_wait", dtype="float32", epilogue=
     rows, columns, w_spec = P(None, "ring"), P(None, None, "ring"), P("ring") if transposed else P(None, "ring")
 
     def local(x, ws, more):
-        return all_gather_matmul(x, ws, "ring", epilogue=epilogue, operands=more, **options)
+        ys, gathered = all_gather_matmul(x, ws, "ring", epilogue=epilogue, operands=more, **options)
+        count = epilogue.results if epilogue else len(ws)
+        return ys[:count], gathered, ys[count:]
 
-    out_specs = columns, rows if keep else None
-    ys, gathered = simulate(local, (x, ws, more), (rows, w_spec, columns), out_specs, shape=(size,), mode=mode)
+    out_specs = columns, rows if keep else None, rows
+    ys, gathered, most = simulate(local, (x, ws, more), (rows, w_spec, columns), out_specs, shape=(size,), mode=mode)
+    if "measured" in options:  # on each device those of its own columns
+        of_device = np.split(np.abs(np.stack(ys[options["measured"]])).max(axis=0), size, axis=-1)
+        np.testing.assert_array_equal(most[0], np.concatenate([one.max(axis=-1) for one in of_device], axis=1))
     x, ws, more = as_float32((x, ws, more))
     want = [x @ (w.T if transposed else w) for w in ws]
     for y, w in zip(ys, epilogue(want, more) if epilogue else want, strict=True):
@@ -85,9 +90,9 @@ def case(form, *, slow=True, batch=2, k=256, **options):
     case("x stays", size=3, batch=1, m=512, k=128, widths=[512], keep_gathered=True, tiles=Tiles(256, 128, 256),
          mode="eager"),  # half-blocks in chunks
     case("as planned", size=2, m=16, widths=[256] * 2, operands=1, epilogue=Mix(3), tiles=Tiles(32, 128, 128),
-         slow=False),
+         dtype="bfloat16", measured=slice(1, None), slow=False),
     case("as planned", size=3, m=16, k=384, widths=[384] * 2, operands=2, epilogue=Mix(2), tiles=Tiles(16, 128, 256),
-         mode="eager"),  # a partial tile of columns
+         mode="eager", measured=slice(0, 2)),  # a partial tile of columns
 ])  # fmt: skip
 def test_values(monkeypatch, form, options):
     for replaced in FORMS[form]:

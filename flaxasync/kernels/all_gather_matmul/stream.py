@@ -29,16 +29,7 @@ from flaxasync.kernels.all_gather_matmul.work import Work
 from flaxasync.kernels.engine.call import available, check_vmem, chip_in_use, matmul_bytes
 from flaxasync.kernels.engine.gather import Gather
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles, Scales
-from flaxasync.kernels.engine.operands import (
-    LANES,
-    Condition,
-    Index,
-    Ref,
-    Scalar,
-    Tiles,
-    aligned,
-    largest_divisor,
-)
+from flaxasync.kernels.engine.operands import LANES, Condition, Index, Ref, Scalar, Tiles, aligned, largest_divisor
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import IterationGrid, RowTiling, Tiling, remainder, split
 
@@ -65,7 +56,7 @@ class Scratch:
     matmul: MatmulScratch
     more_outgoing: tuple[OutgoingTiles, ...]  # for each result of an epilogue but the first
     operands: tuple[IncomingTiles, ...]  # [operand slots, batches, rows, n], for each operand of an epilogue
-    maxima: OutgoingTiles | None  # [2, batches, rows, LANES] magnitudes of results that are measured, over every LANES
+    maxima: OutgoingTiles | None  # [2, batches, rows, LANES] the largest magnitudes of each row, one for each lane
     scales: Scales | None  # if x and w are 8-bit values
 
     @property
@@ -126,7 +117,9 @@ class Schedule:
             ),
             tuple(OutgoingTiles.allocate(2, result, work.result) for _ in range(results - 1)),
             tuple(IncomingTiles.allocate(self.operand_slots, result, work.result) for _ in range(work.operands)),
-            OutgoingTiles.allocate(2, (*self.tiles.rows.shape, LANES), jnp.float32) if work.measured else None,
+            OutgoingTiles.allocate(2, (*self.tiles.rows.shape, LANES), jnp.float32)
+            if work.measured is not None
+            else None,
             Scales.allocate(self.operand_slots, self.tiles.rows.shape, columns) if work.scaled else None,
         )
 
@@ -163,7 +156,7 @@ def _plan_of(work: Work) -> Schedule:
     def need(t: Tiles) -> int:
         wide = Tiles(t.m, t.k, joined * t.n)
         scales = Scales.nbytes(max(2, accumulators), wide.m, wide.n) if work.scaled else 0
-        scales += 2 * 4 * t.m * LANES if work.measured else 0
+        scales += 2 * 4 * t.m * LANES if work.measured is not None else 0
         results_bytes = slots * t.m * t.n * jnp.dtype(work.result).itemsize
         return matmul_bytes(wide, dtype, 0, accumulators) + results_bytes + scales
 

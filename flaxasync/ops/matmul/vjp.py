@@ -144,16 +144,14 @@ def gradients_of_gather(
             dys = tuple(dy.reshape(*x.shape[:-1], dy.shape[-1]) for dy in dys)
         axis_name = None if keep else executor.axis_name
         x, dys_given = weight_operands(executor.quantization, x, dys, axis_name=axis_name, others_are_cotangents=True)
-    beside = keep and isinstance(x, Quantized)
+    of_x = [(x, dys_given)] if keep and isinstance(x, Quantized) else []
     with jax.named_scope("all_gather_matmul_dx"):
-        of_x = [(x, dys_given)] if beside else []
         dx, found = executor.reduce_beside(*summed, [*local, *of_x], transposed=True)
-    others, dws = found[: len(found) - len(dys) * beside], found[len(found) - len(dys) * beside :]
-    with jax.named_scope("all_gather_matmul_dw"):
-        if keep and not beside:
-            dws = weight_gradients(x, dys_given, executor.precision)
-        elif not keep:
-            dws = executor.weight_gradient(x, dys_given)
+    count = sum(len(dys_of_one) for _, dys_of_one in local)
+    others, dws = found[:count], found[count:]
+    if not of_x:
+        with jax.named_scope("all_gather_matmul_dw"):
+            dws = weight_gradients(x, dys_given, executor.precision) if keep else executor.weight_gradient(x, dys_given)
     return dx, cotangents(ws, dws), others
 
 
