@@ -196,6 +196,17 @@ def cast_to_varying(x: jax.Array, axes: set[str] | frozenset[str]) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def vary_like[T](tree: T, *others: Any) -> T:
+    """Casts all arrays of a pytree to vary over the mesh axes over which any array of other pytrees varies."""
+    axes = frozenset[str]().union(*(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(others)))
+    return jax.tree.map(lambda leaf: cast_to_varying(leaf, axes), tree)
+
+
+def vary_alike[T](tree: T, *axes: str) -> T:
+    """Casts all arrays of a pytree to vary over the mesh axes over which any of them varies, and over `axes`."""
+    return jax.tree.map(lambda leaf: cast_to_varying(leaf, frozenset(axes)), vary_like(tree, tree))
+
+
 def declare_invarying(x: jax.Array, axes: set[str] | frozenset[str]) -> jax.Array:
     """Declares, inside `jax.shard_map`, that `x` is the same on all devices of `axes`. Nothing moves or is checked.
 

@@ -98,9 +98,6 @@ class Scores:
 class BlockKernel(Protocol):
     """An implementation of the product and its gradient. Hashable. Carries and gradients keep their dtypes."""
 
-    @property
-    def name(self) -> str: ...
-
     def forward(self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product, carry: Carry) -> Carry:
         """Adds the rows of kv that `product` names to the carry of the rows of q that `product` names."""
 

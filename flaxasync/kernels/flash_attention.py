@@ -18,7 +18,7 @@ Source: Dao, "FlashAttention-2" (2023).
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,15 +60,14 @@ class Flash:
     q_tile: int = 1024  # rows in a tile of q
     kv_tile: int = 2048  # rows in a tile of kv
     sub_block: int = 256  # rows of kv that are multiplied at once
-    name: str = "flash"
     triangle_tiles: tuple[int, int] = (2048, 2048)  # rows in the square tiles of a triangle: forward, backward
 
     def forward(self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product, carry: Carry) -> Carry:
         grid = self._grid(scores, q.shape, product, self.triangle_tiles[0])
         operands = [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1))]
-        written = {"updated": [(carry[0], grid.queries()), (carry[1], grid.statistics())]}
-        acc, stats = _attend(scores, grid, operands, segments, product, (LANES, LANES), written)
-        return acc, stats
+        updated = [(carry[0], grid.queries()), (carry[1], grid.statistics())]
+        sums = [(grid.q_tile, LANES)] * 2
+        return _call(FORWARD, scores, grid, operands, segments, product, [product], sums, updated=updated)
 
     def attend_whole(
         self, scores: Scores, q: Array, k: Array, v: Array, segments: Segments, product: Product, head_size: int
@@ -80,9 +79,9 @@ class Flash:
         grid = self._grid(scores, _heads(q, k, head_size), product, self.triangle_tiles[0])
         operands = [(q, grid.joined()), (k, grid.joined_keys()), (v, grid.joined_keys())]
         log_sum = _like(q, (*grid.shape[:3], 1, q.shape[1]), jnp.float32)
-        written = {"results": [(_like(q, q.shape, q.dtype), grid.joined()), (log_sum, grid.statistics(1))]}
-        out, log_sum_exp = _attend(scores, grid, operands, segments, product, (LANES, LANES, head_size), written)
-        return out, log_sum_exp
+        results = [(_like(q, q.shape, q.dtype), grid.joined()), (log_sum, grid.statistics(1))]
+        sums = [(grid.q_tile, width) for width in (LANES, LANES, head_size)]
+        return _call(FORWARD, scores, grid, operands, segments, product, [product], sums, results=results)
 
     def backward(
         self, scores: Scores, q: Array, kv: Array, segments: Segments, do: Array, rows: Array, product: Product,
@@ -104,9 +103,8 @@ class Flash:
             grid = self._grid(scores, q.shape, one, self.triangle_tiles[1])
             operands = [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1))]
             operands += [(do, grid.queries()), (rows, grid.statistics())]
-            written = {"updated": [(gradients[0], grid.queries()), (gradients[1], grid.key_gradients())]}
-            dq, dkv = _differentiate(scores, grid, operands, segments, one, every, (), written)
-            return dq, dkv
+            updated = [(gradients[0], grid.queries()), (gradients[1], grid.key_gradients())]
+            return _call(BACKWARD, scores, grid, operands, segments, one, every, (), updated=updated)
 
         return one_call(0, gradients) if count == 1 else lax.fori_loop(0, count, one_call, gradients)
 
@@ -120,9 +118,8 @@ class Flash:
         operands += [(do, grid.joined()), (out, grid.joined()), (log_sum_exp, grid.statistics(1))]
         sums = (grid.q_tile, head_size), (2, grid.k_rows, head_size), (2, grid.q_tile)
         of_keys = [(jax.ShapeDtypeStruct.like(x), grid.joined_key_gradients()) for x in (k, v)]
-        written = {"results": [(jax.ShapeDtypeStruct.like(q), grid.joined()), *of_keys]}
-        dq, dk, dv = _differentiate(scores, grid, operands, segments, product, [product], sums, written)
-        return dq, dk, dv
+        results = [(jax.ShapeDtypeStruct.like(q), grid.joined()), *of_keys]
+        return _call(BACKWARD, scores, grid, operands, segments, product, [product], sums, results=results)
 
     def _grid(self, scores: Scores, heads: tuple[int, ...], product: Product, square: int) -> Grid:
         tiles = (square, square) if product.masked and is_triangle(scores.mask) else (self.q_tile, self.kv_tile)
@@ -141,58 +138,24 @@ def unsupported(dtype: jnp.dtype, head_size: int, q_rows: int, k_rows: int) -> s
     return None
 
 
-def _attend(
-    scores: Scores, grid: Grid, operands: Operands, segments: Segments, product: Product, widths: tuple[int, ...],
-    written: dict[str, Any],
-) -> tuple[Array, ...]:  # fmt: skip
-    """Calls the forward kernel with what it writes, and sums of these widths in vector memory."""
-    return _call(
-        functools.partial(_forward_body, scores, grid, product, segments is not None, "results" in written),
-        grid,
-        product,
-        operands,
-        segments,
-        **written,
-        scratch_shapes=[pltpu.VMEM((grid.q_tile, width), jnp.float32) for width in widths],
-        heads="parallel",
-        cost_estimate=grid.cost(scores.mask, [product], matmuls=2, itemsize=operands[0][0].dtype.itemsize),
-        name="flash_attention",
-    )
-
-
-def _differentiate(
-    scores: Scores, grid: Grid, operands: Operands, segments: Segments, product: Product, products: list[Product],
-    sums: tuple[tuple[int, ...], ...], written: dict[str, Any],
-) -> tuple[Array, ...]:  # fmt: skip
-    """Calls the backward kernel for one of `products`, with sums of these shapes in vector memory."""
-    return _call(
-        functools.partial(_backward_body, scores, grid, product, segments is not None, "results" in written),
-        grid,
-        product,
-        operands,
-        segments,
-        **written,
-        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in sums],
-        heads="arbitrary",
-        cost_estimate=grid.cost(scores.mask, products, matmuls=5, itemsize=operands[0][0].dtype.itemsize),
-        name="flash_attention_backward",
-    )
-
-
 def _call(
-    body: Callable[..., None],
+    form: "_Form",
+    scores: Scores,
     grid: Grid,
-    product: Product,
     operands: Operands,
     segments: Segments,
+    product: Product,
+    products: Sequence[Product],
+    sums: Sequence[tuple[int, ...]],
     *,
     updated: Sequence[tuple[Array, pl.BlockSpec]] = (),
     results: Sequence[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]] = (),
-    heads: Literal["parallel", "arbitrary"],  # whether heads and tiles of queries may be visited in any order
-    scratch_shapes: Sequence[Any] = (),
-    **options: Any,
-) -> tuple[Array, ...]:
-    """Calls a kernel that updates arrays in place, or returns results. The ids of segments come last."""
+) -> Any:
+    """Calls a kernel for one of `products`, which updates arrays in place, or returns results.
+
+    `sums` are the shapes of what it adds up in vector memory. The ids of segments come last among the operands.
+    """
+    cost = grid.cost(scores.mask, products, matmuls=form.matmuls, itemsize=operands[0][0].dtype.itemsize)
     if segments is not None:
         of_queries, of_keys = (ids[:, None] for ids in segments)
         operands = [*operands, (of_queries, grid.ids_of_queries()), (of_keys, grid.ids_of_keys())]
@@ -200,20 +163,22 @@ def _call(
     shapes, result_specs = zip(*results, *((jax.ShapeDtypeStruct.like(x), spec) for x, spec in updated), strict=True)
     first = 1 + len(operands)  # operand 0 has the scalars
     return pl.pallas_call(
-        body,
+        functools.partial(form.body, scores, grid, product, segments is not None, bool(results)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid.shape,
             in_specs=list(specs),
             out_specs=list(result_specs),
-            scratch_shapes=scratch_shapes,
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in sums],
         ),
         out_shape=shapes,
         input_output_aliases={first + i: i for i in range(len(updated))},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", heads, heads, "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+            dimension_semantics=("parallel", "parallel", form.heads, form.heads, "arbitrary"),
+            vmem_limit_bytes=VMEM_LIMIT,
         ),
-        **options,
+        cost_estimate=cost,
+        name=form.name,
     )(grid.scalars(product), *arrays)
 
 
@@ -351,3 +316,16 @@ def _backward_body(
 
 def _dot(x: Any, y: Any, contracting: Any, scores: Scores) -> Any:
     return lax.dot_general(x, y, contracting, precision=scores.precision, preferred_element_type=jnp.float32)
+
+
+class _Form(NamedTuple):
+    """What distinguishes the two kernels."""
+
+    body: Callable[..., None]
+    matmuls: int  # for each pair of tiles
+    heads: Literal["parallel", "arbitrary"]  # whether heads and tiles of queries may be visited in any order
+    name: str
+
+
+FORWARD = _Form(_forward_body, 2, "parallel", "flash_attention")
+BACKWARD = _Form(_backward_body, 5, "arbitrary", "flash_attention_backward")

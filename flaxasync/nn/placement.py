@@ -16,7 +16,7 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from flaxasync.mesh import cast_to_varying, mesh_axis_size
+from flaxasync.mesh import mesh_axis_size, vary_like
 
 type Layout = Literal["sequence", "replicated"]
 type Dimension = Literal["rows", "features"]
@@ -212,7 +212,7 @@ def _empty(y: jax.ShapeDtypeStruct) -> jax.Array:
     """Returns the output of a layer for an input without elements. Collectives without elements never end on a CPU."""
     spec = PartitionSpec() if y.sharding is None else y.sharding.spec
     zeros = lax.full(y.shape, 0, y.dtype, sharding=jax.NamedSharding(jax.sharding.get_abstract_mesh(), spec))
-    return cast_to_varying(zeros, jax.typeof(y).mat.varying)
+    return vary_like(zeros, y)
 
 
 def is_eager() -> bool:

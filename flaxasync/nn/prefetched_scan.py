@@ -35,7 +35,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from flaxasync.mesh import cast_to_varying, platform
+from flaxasync.mesh import platform, vary_like
 from flaxasync.ops.saved import STREAM
 from flaxasync.transport.schedule import tie
 from flaxasync.transport.transfers import (
@@ -166,7 +166,7 @@ def _forward(
         x, whole = carry
         # The last turn gathers its own layer again: the backward pass begins with it.
         following = scan.gather_layer(stacked, jnp.minimum(layer + 1, layers - 1))
-        y, kept = meanwhile([following], lambda x: scan.forward(_varying(whole, x), x, args), x)
+        y, kept = meanwhile([following], lambda x: scan.forward(vary_like(whole, x), x, args), x)
         return (y, following.done()), kept
 
     def body(carry: tuple[Carried, Leaves], layer: Array) -> tuple[tuple[Carried, Leaves], list[Kept]]:
@@ -197,7 +197,7 @@ def _forward(
     travelling = scan.gather(shards, scan.finish_dims)
     y, whole, kept = meanwhile([travelling], loop, x, first)
     finish = scan.finish
-    y, pull = jax.vjp(lambda whole, y: finish(whole, y, arrays), _varying(travelling.done(), y), y)
+    y, pull = jax.vjp(lambda whole, y: finish(whole, y, arrays), vary_like(travelling.done(), y), y)
     return y, (stacked, last, kept, pull, whole, args)
 
 
@@ -206,7 +206,7 @@ def _backward(scan: Scan, saved: tuple, dy: Any) -> tuple[Leaves, Leaves, Carrie
     layers = stacked[0].shape[0]
 
     def pull_layer(whole: Leaves, kept: Kept, dy: Carried) -> tuple[Leaves, Carried]:
-        return scan.backward(kept, args, _varying(whole, dy), dy)
+        return scan.backward(kept, args, vary_like(whole, dy), dy)
 
     def turn(carry: tuple, layer: Array, kept: Kept) -> tuple:
         dy, whole, gradients, sums = carry
@@ -234,10 +234,10 @@ def _backward(scan: Scan, saved: tuple, dy: Any) -> tuple[Leaves, Leaves, Carrie
         leaving = [scan.reduce(last, dlast, scan.finish_dims)]
     stacks, rest = kept
     in_loop = layers - len(rest)
-    none = () if scan.axis is None else tuple(jnp.zeros_like(leaf) for leaf in _varying(whole, dy))
+    none = () if scan.axis is None else tuple(jnp.zeros_like(leaf) for leaf in vary_like(whole, dy))
     sums = tuple(  # every layer is written
-        cast_to_varying(lax.empty(leaf.shape, leaf.dtype), jax.typeof(leaf if at_once else varying).mat.varying)
-        for leaf, varying, at_once in zip(stacked, _varying(stacked, dy), map(scan.sums_at_once, whole), strict=True)
+        vary_like(lax.empty(leaf.shape, leaf.dtype), leaf, () if at_once else dy)
+        for leaf, at_once in zip(stacked, map(scan.sums_at_once, whole), strict=True)
     )
 
     def after_loop(dy: Carried) -> tuple:
@@ -257,11 +257,6 @@ def _backward(scan: Scan, saved: tuple, dy: Any) -> tuple[Leaves, Leaves, Carrie
 
 
 run.defvjp(_forward, _backward)
-
-
-def _varying(leaves: Leaves, like: Carried) -> Leaves:
-    axes = frozenset[str]().union(*(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(like)))
-    return tuple(cast_to_varying(leaf, axes) for leaf in leaves)
 
 
 def _sum_like(gradient: Array, leaf: Array) -> Array:

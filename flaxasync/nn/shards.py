@@ -9,20 +9,18 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from flaxasync import mesh
-from flaxasync.mesh import cast_to_varying
+from flaxasync.mesh import vary_alike, vary_like
 from flaxasync.nn import fully_sharded
 from flaxasync.nn.options import Settings
 from flaxasync.nn.uneven_shares import Shares
 from flaxasync.ops.matmul.api import (
     all_gather_matmul,
-    cast_to_vary_alike,
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
@@ -139,7 +137,7 @@ def cast(parameter: Operand, x: Array, dtype: DTypeLike | None) -> Operand:
 
     One that was quantised before it was gathered stays as it is.
     """
-    parameter = jax.tree.map(lambda array: cast_to_varying(array, jax.typeof(x).mat.varying), parameter)
+    parameter = vary_like(parameter, x)
     return parameter if isinstance(parameter, Quantized) else parameter.astype(dtype)
 
 
@@ -148,7 +146,7 @@ def _local_product(x: Array, kernel: Operand, settings: Settings) -> Array:
     if settings.quantization is None:
         return dot(x, kernel, settings.precision).astype(settings.dtype)
     check_chip("a Dense layer", settings.quantization, mesh.chip())
-    (x,), (kernel,) = cast_to_vary_alike((x,), (kernel,))
+    x, kernel = vary_alike((x, kernel))
     return multiply(settings.quantization, settings.precision, x, kernel)
 
 
@@ -157,8 +155,7 @@ def _multiply(x: Array, kernel: Array, settings: Settings) -> Array:
 
     Both operands are cast to vary alike, so that a VJP rule of that function may multiply them with its cotangent.
     """
-    varying = jax.typeof(x).mat.varying | jax.typeof(kernel).mat.varying
-    x, kernel = cast_to_varying(x, varying), cast_to_varying(kernel, varying)
+    x, kernel = vary_alike((x, kernel))
     more: dict[str, Any] = {"precision": settings.precision, "out_sharding": None}
     if settings.preferred_element_type is not None:
         more["preferred_element_type"] = settings.preferred_element_type

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from flaxasync.mesh import cast_to_varying
+from flaxasync.mesh import cast_to_varying, vary_like
 from flaxasync.ops.matmul.products import accumulator_dtype, dot, weight_gradient
 from flaxasync.ops.vocabulary import LossOptions, cross_entropy
 
@@ -100,7 +100,7 @@ def _sum_fwd(
 
     with jax.named_scope("linear_cross_entropy"):
         x = blocks.pad(x, -2)
-        dkernel = cast_to_varying(jnp.zeros(kernel.shape, accumulator_dtype(x)), jax.typeof(kernel).mat.varying)
+        dkernel = vary_like(jnp.zeros(kernel.shape, accumulator_dtype(x)), kernel)
         sums = _zero(weights), jnp.zeros_like(x), dkernel
         (total, dx, dkernel), _ = lax.scan(add, sums, blocks.of_all_devices(targets, weights))
     return total, (dx[..., :given, :], dkernel.astype(kernel.dtype))
@@ -161,4 +161,4 @@ class _Blocks:
 
 
 def _zero(weights: Array) -> Array:
-    return cast_to_varying(jnp.zeros((), weights.dtype), jax.typeof(weights).mat.varying)
+    return vary_like(jnp.zeros((), weights.dtype), weights)

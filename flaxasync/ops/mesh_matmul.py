@@ -17,7 +17,7 @@ from flaxasync.kernels.engine.operands import Tiles, check_operand, sublanes
 from flaxasync.kernels.gemm import TILES, gemm
 from flaxasync.kernels.mesh_matmul.overlapped import overlapped
 from flaxasync.kernels.mesh_matmul.schedule import plan
-from flaxasync.mesh import UnsupportedError, cast_to_varying, declare_invarying, mapped_axis_size
+from flaxasync.mesh import UnsupportedError, cast_to_varying, declare_invarying, mapped_axis_size, vary_like
 from flaxasync.ops.execution import Directions, cannot_serve, decide
 from flaxasync.ops.matmul.products import dot, weight_gradient
 from flaxasync.ops.matmul.ring import RingExecutor, uninitialised
@@ -171,7 +171,7 @@ def _mesh_matmul_bwd(call: _Call, saved: tuple[Array, Array], do: Array) -> tupl
     typed = columns in jax.typeof(lhs).mat.varying
     if not typed:  # under check_vma=False shard_map hands each device a share of do, and sums drhs over the mesh row
         do = lax.psum(do, columns)
-    do, block_rows = cast_to_varying(do, jax.typeof(lhs).mat.varying), rhs.shape[0] // y
+    do, block_rows = vary_like(do, lhs), rhs.shape[0] // y
     first = lax.axis_index(columns) * block_rows  # of the rows of rhs that this device sends, and whose sum it gets
     around_column, around_row = (decide("all_gather_matmul", "xla", ring=size) for size in call.sizes)
 

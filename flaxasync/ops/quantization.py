@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from flaxasync.hardware import Chip
-from flaxasync.mesh import UnsupportedError, cast_to_varying
+from flaxasync.mesh import UnsupportedError, vary_like
 from flaxasync.ops.saved import first_only
 
 type Operand = Any  # an array, or a `Quantized` that stands for one
@@ -262,7 +262,7 @@ def weight_operands(
     of_rows, rows = travelled.scales, tuple(range(whole[0].ndim - 1))
     if axis_name is not None:
         of_rows = lax.all_gather(of_rows, axis_name, axis=of_rows.ndim - 1, tiled=True)
-    ones = cast_to_varying(jnp.ones(travelled.shape[-1], of_rows.dtype), jax.typeof(of_rows).mat.varying)
+    ones = vary_like(jnp.ones(travelled.shape[-1], of_rows.dtype), of_rows)
 
     def rescaled(other: Array) -> Quantized:
         made = quantize(

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from flaxasync.mesh import cast_to_varying, mapped_axis_size
+from flaxasync.mesh import cast_to_varying, mapped_axis_size, vary_alike, vary_like
 from flaxasync.ops.execution import decide
 from flaxasync.ops.matmul.products import accumulator_dtype
 from flaxasync.ring import Index, Ring, ring_gather, ring_reduce
@@ -47,8 +47,7 @@ def lookup_reduce_scatter(
     """
     size = mapped_axis_size("lookup_reduce_scatter", axis_name)
     ring = decide("lookup_reduce_scatter", backend, ring=size).ring(axis_name)
-    axes = jax.typeof(table).mat.varying | jax.typeof(ids).mat.varying
-    return _lookup_reduce_scatter(ring, cast_to_varying(ids, axes), cast_to_varying(table, axes))
+    return _lookup_reduce_scatter(ring, *vary_alike((ids, table)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -74,7 +73,7 @@ def _lookup_reduce_scatter_bwd(ring: Ring, saved: tuple[Array, Array], dy: Array
 
     zeros = jnp.zeros(table.shape, accumulator_dtype(table))
     with jax.named_scope("vocab_parallel_lookup_dtable"):
-        dtable = ring_gather(ring, dy, cast_to_varying(zeros, jax.typeof(dy).mat.varying), add)
+        dtable = ring_gather(ring, dy, vary_like(zeros, dy), add)
     return None, dtable.astype(table.dtype)
 
 

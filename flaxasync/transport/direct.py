@@ -50,73 +50,54 @@ def in_whole_tiles(block: jax.Array | jax.ShapeDtypeStruct, dim: int) -> bool:
 def all_gather(axis_name: str, size: int, dim: int) -> Pair:
     """Returns the pair that gathers blocks along `dim` over the devices of an axis, of which there are `size`."""
     block = functools.partial(_block, size, dim)
-
-    def start_body(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
-        target = functools.partial(block, ref=y_ref)
-        _send_to_all(axis_name, size, "all_gather", lambda _: x_ref, target, send_sem, recv_sem)
-
-    def done_body(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
-        _wait_for_all(size, x_ref, y_ref, send_sem, recv_sem)
-
-    def out(x: jax.Array) -> jax.Array:
-        return jnp.concatenate([x] * size, dim)
-
-    return Pair("all_gather", start_body, done_body, out=out, semaphores=2, remote=True)
+    return _pair("all_gather", axis_name, size, lambda x, _: x, block, lambda x: jnp.concatenate([x] * size, dim))
 
 
 @functools.cache
 def all_to_all(axis_name: str, size: int, dim: int) -> Pair:
     """Returns the pair that sends block d along `dim` to device d of an axis that has `size` devices."""
     block = functools.partial(_block, size, dim)
-
-    def start_body(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
-        source = functools.partial(block, ref=x_ref)
-        _send_to_all(axis_name, size, "all_to_all", source, lambda me: y_ref.at[me], send_sem, recv_sem)
-
-    def done_body(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
-        _wait_for_all(size, y_ref.at[0], y_ref, send_sem, recv_sem)
-
-    def out(x: jax.Array) -> jax.Array:
-        return jnp.stack(jnp.split(x, size, dim))
-
-    return Pair("all_to_all", start_body, done_body, out=out, semaphores=2, remote=True)
+    return _pair(
+        "all_to_all", axis_name, size, block, lambda y, me: y.at[me], lambda x: jnp.stack(jnp.split(x, size, dim))
+    )
 
 
-def _block(size: int, dim: int, device: Scalar, ref: Ref) -> Ref:
+def _block(size: int, dim: int, ref: Ref, device: Scalar) -> Ref:
     """Returns the part of `ref` that block number `device` of `size` blocks along `dim` takes."""
     rows = ref.shape[dim] // size
     return ref.at[*(slice(None),) * dim, pl.ds(pl.multiple_of(device * rows, rows), rows)]
 
 
-def _send_to_all(
+def _pair(
+    name: str,
     axis_name: str,
     size: int,
-    name: str,
-    source: Callable[[Scalar], Ref],
-    target: Callable[[Scalar], Ref],
-    send_sem: Semaphore,
-    recv_sem: Semaphore,
-) -> None:
-    """Starts sending `source(device)` to `target(me)` on each device of the axis, this one included."""
-    me = lax.axis_index(axis_name)
-    others = sorted(range(1, size), key=lambda hop: min(hop, size - hop))  # the nearest first; see above
-    barrier = pltpu.get_barrier_semaphore(f"flaxasync.{name} {axis_name}")
-    with jax.named_scope("enter"):
-        for hop in others:
-            pl.semaphore_signal(barrier, device_id=device_at(axis_name, hop))
-        pl.semaphore_wait(barrier, size - 1)
-    with jax.named_scope("send"):
-        for hop in others:
-            there = device_at(axis_name, hop)
-            pltpu.make_async_remote_copy(
-                source(there[axis_name]), target(me), send_sem, recv_sem, device_id=there
-            ).start()
-        pltpu.make_async_copy(source(me), target(me), recv_sem).start()
+    source: Callable[[Ref, Scalar], Ref],
+    target: Callable[[Ref, Scalar], Ref],
+    out: Callable[[jax.Array], jax.Array],
+) -> Pair:
+    """Returns the pair that sends `source(x_ref, device)` to `target(y_ref, me)` on each device, this one included."""
 
+    def start_body(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
+        me = lax.axis_index(axis_name)
+        others = sorted(range(1, size), key=lambda hop: min(hop, size - hop))  # the nearest first; see above
+        barrier = pltpu.get_barrier_semaphore(f"flaxasync.{name} {axis_name}")
+        with jax.named_scope("enter"):
+            for hop in others:
+                pl.semaphore_signal(barrier, device_id=device_at(axis_name, hop))
+            pl.semaphore_wait(barrier, size - 1)
+        with jax.named_scope("send"):
+            for hop in others:
+                there = device_at(axis_name, hop)
+                block = source(x_ref, there[axis_name])
+                pltpu.make_async_remote_copy(block, target(y_ref, me), send_sem, recv_sem, device_id=there).start()
+            pltpu.make_async_copy(source(x_ref, me), target(y_ref, me), recv_sem).start()
 
-def _wait_for_all(size: int, block_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
-    """Waits until all blocks were sent, each of the size of block_ref, and all of y_ref has arrived."""
-    with jax.named_scope("wait"):
-        for _ in range(size - 1):
-            pltpu.make_async_copy(block_ref, block_ref, send_sem).wait()
-        pltpu.make_async_copy(y_ref, y_ref, recv_sem).wait()
+    def done_body(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
+        sent = target(y_ref, 0)  # of the size of each block that was sent
+        with jax.named_scope("wait"):
+            for _ in range(size - 1):
+                pltpu.make_async_copy(sent, sent, send_sem).wait()
+            pltpu.make_async_copy(y_ref, y_ref, recv_sem).wait()
+
+    return Pair(name, start_body, done_body, out=out, semaphores=2, remote=True)

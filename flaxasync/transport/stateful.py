@@ -157,7 +157,7 @@ def _new_pair(x: jax.Array) -> tuple[Ref, Ref]:
     The memory of the second Ref is tied to `x`, because the gradient of a scan hoists what depends on no variable of
     the scan. An empty array depends on nothing, and a Ref that was hoisted cannot be returned to the scan.
     """
-    empty = mesh.cast_to_varying(lax.empty(x.shape, x.dtype), jax.typeof(x).mat.varying)
+    empty = mesh.vary_like(lax.empty(x.shape, x.dtype), x)
     x, empty = schedule.tie(x, empty)
     return jax.new_ref(x), jax.new_ref(empty)
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from flaxasync.mesh import cast_to_varying, declare_invarying
+from flaxasync.mesh import declare_invarying, vary_like
 from flaxasync.ring import Index, Ring, ring_gather, ring_reduce
 from flaxasync.transport import direct
 from flaxasync.transport.direct import in_whole_tiles
@@ -95,7 +95,7 @@ def start_reduce_scatter(x: Array, dtype: DTypeLike, axis: str, dim: int, backen
 def ring_all_gather(shard: Array, axis: str, dim: int) -> Array:
     """Returns all shards along `dim`, by permutes."""
     shape = (*shard.shape[:dim], lax.axis_size(axis) * shard.shape[dim], *shard.shape[dim + 1 :])
-    whole = cast_to_varying(jnp.zeros(shape, shard.dtype), jax.typeof(shard).mat.varying)
+    whole = vary_like(jnp.zeros(shape, shard.dtype), shard)
 
     def write(block: Array, start: Index, whole: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(whole, block, start, dim)

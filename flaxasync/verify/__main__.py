@@ -115,16 +115,12 @@ def verify(cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: b
             found[case] = Result(case, Verdict.UNSUPPORTED, reason)
             print(found[case])
     runnable = [case for case in cases if case not in found]
-
-    def progress(case: Case, outcome: dict[str, Any]) -> None:
+    for case, outcome in zip(runnable, run_cases(runnable, setup), strict=True):
         found[case] = judge(outcome, case)
         plain = [result for result in found.values() if result.case.plain]  # it runs before the others of its op
         result = compare_times([*plain, found[case]], machine)[-1]
         record_verdicts([result], machine)
         print(result, flush=True)
-
-    for case, outcome in zip(runnable, run_cases(runnable, setup, report=progress), strict=True):
-        found[case] = judge(outcome, case)
     return compare_times([found[case] for case in cases], machine)
 
 

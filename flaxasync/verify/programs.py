@@ -67,21 +67,11 @@ class Form:
 
     operands: tuple[P, ...]
     result: P
-    names: tuple[str, ...]  # of the operands that have gradients
+    names: tuple[str, ...]  # of the operands; "ids" are integers, which have no gradient
     formula: Callable[..., jax.Array]  # the result as a function of the global operands
-    ids: int | None = None  # the place of an operand of integers, which has no gradient
-
-    def varied[T](self, operands: Sequence[T]) -> list[T]:
-        """Returns those of the operands that have gradients."""
-        return [operand for place, operand in enumerate(operands) if place != self.ids]
-
-    def with_ids[T](self, varied: Sequence[T], operands: Sequence[T]) -> list[T]:
-        """Returns the operands with others in place of those that have gradients."""
-        rest = iter(varied)
-        return [operand if place == self.ids else next(rest) for place, operand in enumerate(operands)]
 
 
-EXPERTS = Form((P(AXIS),) * 6, P(AXIS), ("x", "weights", "gate", "up", "down"), _experts, ids=1)
+EXPERTS = Form((P(AXIS),) * 6, P(AXIS), ("x", "ids", "weights", "gate", "up", "down"), _experts)
 FORMS = {
     "expert_mlp": EXPERTS,
     "expert_products": EXPERTS,
@@ -91,7 +81,7 @@ FORMS = {
     "mesh_matmul": Form((P("x", "y"), P("x", None)), P("x", None), ("lhs", "rhs"), _product),
     "ring_attention": Form((P(None, AXIS),) * 3, P(None, AXIS), ("q", "k", "v"), _causal_attention),
     "attention": Form((P(AXIS),) * 3, P(AXIS), ("q", "k", "v"), _rotated_attention),
-    "lookup_reduce_scatter": Form((P(), P(AXIS, None)), BY_ROWS, ("table",), lambda ids, table: table[ids], ids=0),
+    "lookup_reduce_scatter": Form((P(), P(AXIS, None)), BY_ROWS, ("ids", "table"), lambda ids, table: table[ids]),
     "ppermute": Form((P(AXIS),), P(AXIS), ("x",), lambda x: jnp.roll(x, x.shape[0] // _devices(), axis=0)),
     # Block d of the columns is what device d gathers.
     "all_gather": Form((P(AXIS),), P(None, AXIS), ("x",), lambda x: jnp.tile(x, (1, _devices()))),
@@ -102,7 +92,7 @@ FORMS = {
 
 def form_of(case: Case) -> Form:
     """Returns the form of a case; the program of a known defect runs on one device."""
-    return Form((P(),), P(), (), DEFECTS[case.backend].reference) if case.op == "platform" else FORMS[case.op]
+    return Form((P(),), P(), ("x",), DEFECTS[case.backend].reference) if case.op == "platform" else FORMS[case.op]
 
 
 def _devices() -> int:
@@ -139,8 +129,10 @@ def make_program(case: Case, *, reference: bool = False) -> Callable:
     def verified(operands: tuple, dy: jax.Array) -> dict[str, jax.Array]:
         if not case.gradient:
             return {"y": whole(*operands)}
-        y, pull = jax.vjp(lambda *varied: whole(*form.with_ids(varied, operands)), *form.varied(operands))
-        return {"y": y} | {f"d{name}": d for name, d in zip(form.names, pull(dy), strict=True)}
+        named = dict(zip(form.names, operands, strict=True))
+        varied = {name: operand for name, operand in named.items() if name != "ids"}
+        y, pull = jax.vjp(lambda varied: whole(*(named | varied).values()), varied)
+        return {"y": y} | {f"d{name}": gradient for name, gradient in pull(dy)[0].items()}
 
     return jax.jit(verified)
 
@@ -150,9 +142,10 @@ def abstract_arguments(case: Case, mesh: Mesh) -> tuple[tuple[jax.ShapeDtypeStru
     form, shapes = form_of(case), list(case.shapes)
     if case.op in ("ring_attention", "attention"):
         shapes.append(shapes[1])  # k and v have one shape
-    operands = [_global(mesh, shape, spec, case.dtype) for shape, spec in zip(shapes, form.operands, strict=True)]
-    if form.ids is not None:
-        operands[form.ids] = operands[form.ids].update(dtype=jnp.int32)
+    operands = [
+        _global(mesh, shape, spec, "int32" if name == "ids" else case.dtype)
+        for name, shape, spec in zip(form.names, shapes, form.operands, strict=True)
+    ]
     shape = jax.eval_shape(form.formula, *operands).shape
     dy = jax.ShapeDtypeStruct(shape, operands[-1].dtype, sharding=NamedSharding(mesh, form.result))
     return tuple(operands), dy
@@ -164,8 +157,7 @@ def local_values(results: dict[str, jax.Array], case: Case, mesh: Mesh) -> dict[
     Results of one case, and of its reference, are then laid out alike.
     """
     form = form_of(case)
-    varied = form.varied(form.operands) if form.names else ()
-    parts = {"y": form.result} | {f"d{name}": spec for name, spec in zip(form.names, varied, strict=True)}
+    parts = {"y": form.result} | {f"d{name}": spec for name, spec in zip(form.names, form.operands, strict=True)}
 
     def held(name: str, result: jax.Array) -> np.ndarray:
         if result.is_fully_addressable:

@@ -15,7 +15,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flaxasync.verify.cases import Case
@@ -47,39 +47,27 @@ def describe(setup: Setup) -> dict[str, Any]:
     return machine
 
 
-def run_cases(
-    cases: Sequence[Case], setup: Setup, *, report: Callable[[Case, dict[str, Any]], None] = lambda case, outcome: None
-) -> list[dict[str, Any]]:
-    """Runs cases, and returns the outcome of each: what its child sent, or why there is nothing.
+def run_cases(cases: Sequence[Case], setup: Setup) -> Iterator[dict[str, Any]]:
+    """Runs cases, and yields the outcome of each as soon as it is known: what its child sent, or why there is nothing.
 
-    "hung", "crashed" and "not_run" are outcomes of this process. `report` is called with each case that ran as soon as
-    its outcome is known.
+    "hung", "crashed" and "not_run" are outcomes of this process.
     """
-    outcomes: list[dict[str, Any]] = []
-
-    def run_until_one_fails() -> str | None:
-        """Runs the cases that are left until one ends the child; returns why the devices could not be opened."""
-        rest = cases[len(outcomes) :]
-        with _Child(setup, rest) as child:
-            if child.receive(setup.start_limit) is None:  # the description of the machine
-                return child.end()
-            for case in rest:
-                outcome = child.receive(setup.limit)
-                ended = outcome is None
-                if outcome is None and child.running:
-                    outcome = {"hung": f"did not end within {setup.limit:g} s and was ended"}
-                outcome = outcome or {"crashed": child.end()}
-                outcomes.append(outcome)
-                report(case, outcome)
-                if ended:
-                    return None
-            child.finish()
-        return None
-
-    pauses = list(setup.pauses)
-    while len(outcomes) < len(cases):
+    done, pauses = 0, list(setup.pauses)
+    while done < len(cases):
         try:
-            why = run_until_one_fails()
+            with _Child(setup, cases[done:]) as child:
+                machine = child.receive(setup.start_limit)
+                why = child.end() if machine is None else None
+                outcome: dict[str, Any] | None = machine
+                while outcome is not None and done < len(cases):
+                    outcome = child.receive(setup.limit)
+                    if outcome is None and child.running:
+                        yield {"hung": f"did not end within {setup.limit:g} s and was ended"}
+                    else:
+                        yield outcome or {"crashed": child.end()}
+                    done += 1
+                if outcome is not None:
+                    child.finish()
         except MachineError as error:  # a child that cannot be ended keeps the devices: there is no use in waiting
             why, pauses = str(error), []
         if why is None:
@@ -87,12 +75,12 @@ def run_cases(
         elif pauses:
             time.sleep(pauses.pop(0))
         else:
-            last = f"after {cases[len(outcomes) - 1].label}" if outcomes else "after they were described"
+            last = f"after {cases[done - 1].label}" if done else "after they were described"
             message = (
                 f"the chips could not be opened again {last}; end the process that holds them and run again ({why})"
             )
-            outcomes += [{"not_run": message}] * (len(cases) - len(outcomes))
-    return outcomes
+            yield from [{"not_run": message}] * (len(cases) - done)
+            return
 
 
 class _Child:

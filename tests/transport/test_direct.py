@@ -1,5 +1,7 @@
 """The direct all-gather and all-to-all on simulated devices with race detection; then planted faults, each caught."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,16 +70,15 @@ def test_a_start_without_a_barrier_is_caught(monkeypatch):
 
 
 @pytest.mark.parametrize(("forgotten", "problem"), [("send_sem", "leftover_semaphores"), ("recv_sem", "races")])
-def test_a_done_that_does_not_wait_is_caught(monkeypatch, forgotten, problem):
-    def wait(size, block_ref, y_ref, send_sem, recv_sem):
+def test_a_done_that_does_not_wait_is_caught(forgotten, problem):
+    def wait(x_ref, y_ref, send_sem, recv_sem):
         if forgotten == "recv_sem":
-            for _ in range(size - 1):
-                pltpu.make_async_copy(block_ref, block_ref, send_sem).wait()
+            for _ in range(SIZE - 1):
+                pltpu.make_async_copy(x_ref, x_ref, send_sem).wait()
         else:
             pltpu.make_async_copy(y_ref, y_ref, recv_sem).wait()
 
-    monkeypatch.setattr(direct, "_wait_for_all", wait)
-    gather = direct.all_gather("x", SIZE, 0)
+    gather = dataclasses.replace(direct.all_gather("x", SIZE, 0), done_body=wait)
     _, _, report = on_ring(lambda x: transfer(gather, x), delayed={1: 0.2})
     assert problem in report.problems()
 

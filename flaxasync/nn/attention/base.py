@@ -28,7 +28,7 @@ from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, WholeLi
 from flaxasync.nn.options import Settings
 from flaxasync.nn.placement import Placement, place
 from flaxasync.nn.shards import Linear
-from flaxasync.ops.attention.dense import cached_attention
+from flaxasync.ops.attention.dense import dense_attention
 from flaxasync.ops.attention.layouts import check_segments
 
 
@@ -210,8 +210,8 @@ def _attend_new_rows(
     positions = Mask(True, attention.window)  # no row of the cache is later than the newest one
     allowed = positions.allows(rows[:, None], jnp.arange(keys.shape[1], dtype=index.dtype))[None, None]
     allowed = allowed if mask is None else allowed & mask
-    y = cached_attention(
-        q, keys, values, allowed, scale=attention.scale, softcap=attention.logit_softcap,
-        precision=attention.precision,
+    y = dense_attention(
+        q, keys.astype(q.dtype), values.astype(q.dtype), scale=attention.scale, softcap=attention.logit_softcap,
+        mask=allowed, bias=None, dropout_key=None, dropout_rate=0.0, precision=attention.precision,
     )  # fmt: skip
     return project_output(call, y.reshape(*y.shape[:2], -1), weights.out), keys, values

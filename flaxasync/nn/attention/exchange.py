@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from flaxasync import mesh
-from flaxasync.mesh import UnsupportedError, cast_to_varying
+from flaxasync.mesh import UnsupportedError, vary_like
 from flaxasync.nn import shards
 from flaxasync.nn.attention.heads import HeadAttention, Inputs, Norms
 from flaxasync.nn.attention.rotary import RotaryTables
@@ -112,8 +112,7 @@ def apply(call: Call, form: Form, x: Array, weights: Weights, norms: Norms, segm
     out, out_bias = shards.cast(weights.out[0], x, dtype), weights.out[1]
     widths = [kernel.shape[1] for kernel, _ in weights[:3]]
     biases = tuple(None if bias is None else shards.cast(bias, x, dtype) for _, bias in weights[:3])
-    varying = jax.typeof(x).mat.varying
-    scales = jax.tree.map(lambda scale: cast_to_varying(scale, varying), norms)
+    scales = vary_like(norms, x)
 
     def attend(z: Array, sequence: tuple[Inputs[Array], RotaryTables | None], shared: tuple[tuple, Norms]) -> Array:
         (inputs, tables), (biases, norms) = sequence, shared

@@ -5,13 +5,12 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypedDict
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync.kernels.attention_block import Mask
-from flaxasync.mesh import cast_to_varying, mesh_axis_size
+from flaxasync.mesh import mesh_axis_size, vary_like
 from flaxasync.nn.attention.rotary import RopeScaling, RotaryTables, rotary_tables, rotate, side_by_side
 from flaxasync.nn.options import LinearOptions
 from flaxasync.ops.attention.api import attention, ring_attention
@@ -231,7 +230,7 @@ class HeadAttention:
         if self.normalize_qk != "rms":
             x32 -= jnp.mean(x32, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-        scale = cast_to_varying(scale, jax.typeof(x).mat.varying).astype(x32.dtype)
+        scale = vary_like(scale, x).astype(x32.dtype)
         return (x32 * (lax.rsqrt(variance + self.qk_epsilon) * scale)).astype(x.dtype)
 
     def _attend_dense(self, q: Array, k: Array, v: Array, inputs: Inputs[Array]) -> Array:

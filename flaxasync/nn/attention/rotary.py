@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from flaxasync import mesh
 from flaxasync.kernels import rotate_heads
-from flaxasync.mesh import cast_to_varying
+from flaxasync.mesh import vary_like
 from flaxasync.ops import trust
 from flaxasync.ops.matmul.products import accumulator_dtype
 
@@ -96,8 +96,7 @@ def rotate(
         fits = x.ndim == 4 and mesh.platform() == "tpu" and mesh.all_axes_mapped()
         fits = fits and not rotate_heads.unsupported(side_by_side(x), x.shape[-1])
         kernel = fits and trust.is_trusted("attention", "flash", mesh.chip_name(), 1)
-    varying = jax.typeof(x).mat.varying
-    return _rotate(kernel, x, RotaryTables(*(cast_to_varying(table, varying) for table in tables)))
+    return _rotate(kernel, x, vary_like(tables, x))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -3,7 +3,6 @@
 import math
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -12,7 +11,7 @@ from flaxasync import mesh
 from flaxasync.kernels.attention_block import BlockKernel, Mask, Scores
 from flaxasync.kernels.engine.operands import LANES
 from flaxasync.kernels.flash_attention import Flash, unsupported
-from flaxasync.mesh import UnsupportedError, cast_to_varying, mapped_axis_size
+from flaxasync.mesh import UnsupportedError, mapped_axis_size, vary_alike
 from flaxasync.ops import trust
 from flaxasync.ops.attention import vjp
 from flaxasync.ops.attention.blocks import Reference
@@ -156,13 +155,11 @@ def _scores(mask: Mask, q: Array, scale: float | None, precision: lax.PrecisionL
 
 def _apply(call: Call, q: Array, k: Array, v: Array, segment_ids: Array | None, axes: set[str], joined: bool) -> Array:
     """Casts the operands to vary over the same mesh axes, `axes` among them, lays them out as blocks, and attends."""
-    operands = [q, k, v] if segment_ids is None else [q, k, v, segment_ids]
-    varying = axes.union(*(jax.typeof(operand).mat.varying for operand in operands))
-    q, k, v, *ids = (cast_to_varying(operand, varying) for operand in operands)
+    q, k, v, segment_ids = vary_alike((q, k, v, segment_ids), *axes)
     b, s, h, d = q.shape
     if not q.size:
         return q.reshape(b, s, h * d) if joined else q
-    of_rows = ids[0].astype(jnp.int32) if ids else None
+    of_rows = None if segment_ids is None else segment_ids.astype(jnp.int32)
     if vjp.takes_whole(call, d):
         out = vjp.whole(call, d, *(x.reshape(b, s, -1) for x in (q, k, v)), of_rows)
     else:

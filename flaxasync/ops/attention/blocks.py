@@ -8,13 +8,12 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
 from flaxasync.kernels.attention_block import LOG2_E, LOWEST, Carry, Gradients, Product, Scores, Segments
-from flaxasync.mesh import cast_to_varying
+from flaxasync.mesh import vary_like
 from flaxasync.ops.matmul.products import accumulator_dtype
 from flaxasync.ring import Index
 
@@ -24,9 +23,7 @@ def initial_carry(q: Array) -> Carry:
     *heads, s, d = q.shape
     dtype = accumulator_dtype(q)
     lowest, zeros = jnp.full((*heads, 1, s), LOWEST, dtype), jnp.zeros((*heads, 1, s), dtype)
-    axes = jax.typeof(q).mat.varying
-    acc = jnp.zeros((*heads, s, d), dtype)
-    return cast_to_varying(acc, axes), cast_to_varying(lax.concatenate([lowest, zeros], len(heads)), axes)
+    return vary_like((jnp.zeros((*heads, s, d), dtype), lax.concatenate([lowest, zeros], len(heads))), q)
 
 
 def finish(carry: Carry, dtype: DTypeLike) -> tuple[Array, Array]:
@@ -41,7 +38,6 @@ class Reference:
     """The product in JAX, one tile of scores at a time, so that memory does not grow with the square of the rows."""
 
     tile: int = 512  # the rows of q and of kv in a tile, at most; fewer where that divides the rows better
-    name: str = "reference"
 
     def forward(self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product, carry: Carry) -> Carry:
         return _for_each_tile(product, self.tile, scores, functools.partial(_add_tile, scores, q, kv, segments), carry)
@@ -91,14 +87,14 @@ def _add_tile(scores: Scores, q: Array, kv: Array, segments: Segments, tile: Pro
     def add(carry: Carry) -> Carry:
         acc, stats = carry
         k, v = _take(kv, tile.k_block, tile.k_rows)
-        s = _multiply(scores, k, _take(q, tile.q_block, tile.q_rows)) * (scores.scale * LOG2_E)
+        s = _product(scores, _SCORES, k, _take(q, tile.q_block, tile.q_rows)) * (scores.scale * LOG2_E)
         s = _masked(scores, segments, tile, s)
         before, weights = stats[..., 0, :], stats[..., 1, :]
         highest = jnp.maximum(before, jnp.max(s, axis=2))  # LOWEST where a whole row is masked
         p = jnp.exp2(s - highest[:, :, None])
         shrink = jnp.exp2(before - highest)
         weights = shrink * weights + jnp.sum(p, axis=2)
-        acc = shrink[..., None] * acc + _weighted(scores, v, p)
+        acc = shrink[..., None] * acc + _product(scores, _OF_QUERIES, v, p.astype(v.dtype))
         return acc, jnp.stack([highest, weights], axis=-2)
 
     acc, stats = carry
@@ -118,11 +114,12 @@ def _add_gradient_tile(
         q_tile, do_tile = _take(q, tile.q_block, tile.q_rows), _take(do, tile.q_block, tile.q_rows)
         rows_tile = _take(rows, tile.q_block, tile.q_rows, axis=-1)
         log_sum_exp, overlap = rows_tile[:, :, None, :, 0], rows_tile[:, :, None, :, 1]
-        exponent = _multiply(scores, k, q_tile) * (scores.scale * LOG2_E) - log_sum_exp
+        exponent = _product(scores, _SCORES, k, q_tile) * (scores.scale * LOG2_E) - log_sum_exp
         p = jnp.exp2(_masked(scores, segments, tile, exponent))
-        ds = p * (_multiply(scores, v, do_tile) - overlap)
-        dv, dk = _summed(scores, p, do_tile), _summed(scores, ds, q_tile)
-        return dq + _weighted(scores, k, ds), dkv + jnp.stack([dk, dv])
+        ds = (p * (_product(scores, _SCORES, v, do_tile) - overlap)).astype(q.dtype)
+        dv = _product(scores, _OF_KEYS, p.astype(do.dtype), do_tile)
+        dk = _product(scores, _OF_KEYS, ds, q_tile)
+        return dq + _product(scores, _OF_QUERIES, k, ds), dkv + jnp.stack([dk, dv])
 
     dq, dkv = gradients
     tiles = _take(dq, tile.q_block, tile.q_rows), _take(dkv, tile.k_block, tile.k_rows)
@@ -147,28 +144,14 @@ def _masked(scores: Scores, segments: Segments, tile: Product, exponents: Array)
     return exponents if allowed is None else jnp.where(allowed, exponents, -jnp.inf)
 
 
-# Scores are [b, n, t, g, s]. All five products make them or read them in this order, so only smaller arrays are
-# transposed.
+# Scores and their weights are [b, n, t, g, s], k and v [b, n, t, d], and q [b, n, g, s, d]. All five products make or
+# read scores in this order, so only smaller arrays are transposed.
+_SCORES, _OF_QUERIES, _OF_KEYS = "bntd,bngsd->bntgs", "bntd,bntgs->bngsd", "bntgs,bngsd->bntd"
 
 
-def _multiply(scores: Scores, k: Array, q: Array) -> Array:
-    """Multiplies every row of k [b, n, t, d] with every row of q [b, n, g, s, d]: [b, n, t, g, s]."""
-    return _dot(scores, k, q, ((3,), (4,)))
-
-
-def _weighted(scores: Scores, v: Array, p: Array) -> Array:
-    """Sums the rows of v [b, n, t, d] with the weights p [b, n, t, g, s]: [b, n, g, s, d]."""
-    return jnp.moveaxis(_dot(scores, v, p.astype(v.dtype), ((2,), (2,))), 2, -1)
-
-
-def _summed(scores: Scores, p: Array, q: Array) -> Array:
-    """Sums the rows of q [b, n, g, s, d] with the weights p [b, n, t, g, s]: [b, n, t, d]."""
-    return _dot(scores, p.astype(q.dtype), q, ((3, 4), (2, 3)))
-
-
-def _dot(scores: Scores, x: Array, y: Array, contracting: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
-    numbers, dtype = (contracting, ((0, 1), (0, 1))), accumulator_dtype(x)
-    return lax.dot_general(x, y, numbers, precision=scores.precision, preferred_element_type=dtype)
+def _product(scores: Scores, formula: str, x: Array, y: Array) -> Array:
+    dtype = accumulator_dtype(x)
+    return jnp.einsum(formula, x, y, precision=scores.precision, preferred_element_type=dtype)
 
 
 def _take(x: Array, block: Index, rows: int, axis: int = -2) -> Array:

@@ -22,10 +22,12 @@ def dense_attention(
     [b, h, s, t]. A row whose mask allows nothing attends to all rows equally, as in `nnx.dot_product_attention`. With a
     key, the `dropout_rate` share of the weights is dropped, and the others are divided by what is kept.
     """
-    dtype, groups = accumulator_dtype(q), q.shape[2] // k.shape[2]
-    k, v = (jnp.repeat(x, groups, axis=2) if groups > 1 else x for x in (k, v))
-    scores = jnp.einsum("bshd,bthd->bhst", q, k, precision=precision, preferred_element_type=dtype) * scale
-    scores = _capped(scores, softcap)
+    (b, s, h, d), (_, t, n, _), dtype = q.shape, k.shape, accumulator_dtype(q)
+    groups = q.reshape(b, s, n, h // n, d)
+    scores = jnp.einsum("bsngd,btnd->bngst", groups, k, precision=precision, preferred_element_type=dtype) * scale
+    scores = scores.reshape(b, h, s, t)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     if bias is not None:
         scores += bias.astype(dtype)
     if mask is not None:
@@ -34,25 +36,8 @@ def dense_attention(
     if dropout_key is not None and dropout_rate:
         kept = jax.random.bernoulli(dropout_key, 1 - dropout_rate, weights.shape)
         weights = jnp.where(kept, weights / (1 - dropout_rate), 0)
-    return jnp.einsum("bhst,bthd->bshd", weights.astype(v.dtype), v, precision=precision)
-
-
-def cached_attention(
-    q: Array, k: Array, v: Array, mask: Array, *, scale: float, softcap: float | None, precision: lax.PrecisionLike
-) -> Array:
-    """Returns the attention [b, s, h, d] of a few new rows to all rows that a cache holds, which are read once.
-
-    The arguments are those of `dense_attention`. The mask is [b or 1, 1, s, t]; k and v may have another dtype than q.
-    """
-    b, s, h, d = q.shape
-    dtype = accumulator_dtype(q)
-    groups = q.reshape(b, s, k.shape[2], h // k.shape[2], d)
-    k, v = k.astype(q.dtype), v.astype(q.dtype)
-    scores = jnp.einsum("bsngd,btnd->bngst", groups, k, precision=precision, preferred_element_type=dtype) * scale
-    scores = jnp.where(mask[:, :, None], _capped(scores, softcap), jnp.finfo(dtype).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    y = jnp.einsum("bngst,btnd->bsngd", weights, v, precision=precision, preferred_element_type=dtype)
-    return y.reshape(b, s, h, d).astype(q.dtype)
+    weights = weights.astype(v.dtype).reshape(b, n, h // n, s, t)
+    return jnp.einsum("bngst,btnd->bsngd", weights, v, precision=precision).reshape(b, s, h, d)
 
 
 def positional_mask(mask: Mask, q_rows: int, k_rows: int, segment_ids: Array | None) -> Array | None:
@@ -64,7 +49,3 @@ def positional_mask(mask: Mask, q_rows: int, k_rows: int, segment_ids: Array | N
         same = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
         allowed = same if allowed is None else allowed & same
     return allowed
-
-
-def _capped(scores: Array, softcap: float | None) -> Array:
-    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)

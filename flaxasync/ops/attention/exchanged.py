@@ -217,11 +217,11 @@ def _sum_over_sequences(executor: Executor, xs: Arrays, ys: Arrays, *, of_x: boo
     quantization = executor.quantization
     kind = None if quantization is None else quantization.weights
     if quantization is None or kind is None:
-        return executor.reduce(xs, ys)
+        return executor.reduce(xs, ys)[0]
     scale, roundings = quantization.scale, (None, quantization.rounding)
     x = quantize(lax.concatenate(xs, 1), kind, 1, scale=scale, rounding=roundings[of_x])
     y = quantize(lax.concatenate(ys, 0), kind, 0, scale=scale, rounding=roundings[not of_x])
-    return executor.reduce((x,), (y,))
+    return executor.reduce((x,), (y,))[0]
 
 
 def _transposed_product(executor: Executor, w: Operand, zs: Operands) -> Arrays:

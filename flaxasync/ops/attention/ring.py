@@ -9,14 +9,14 @@ each half-block has the products that the layout gives to its chunks, and a part
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from flaxasync.kernels.attention_block import BlockKernel, Carry, Gradients, Product, Scores, Segments
-from flaxasync.mesh import cast_to_varying
+from flaxasync.mesh import vary_like
 from flaxasync.ops.attention.blocks import initial_carry, where_needed
 from flaxasync.ops.attention.layouts import Sequence
 from flaxasync.ops.matmul.products import Arrays, accumulator_dtype
@@ -131,7 +131,7 @@ class Shards:
         kernel, dkvs = self.call.kernel, []
         for block, chosen in zip(blocks, products, strict=True):
             zeros, segments = jnp.zeros(block.kv.shape, accumulator_dtype(self.q)), self._segments(block)
-            dkv = cast_to_varying(zeros, jax.typeof(block.kv).mat.varying)
+            dkv = vary_like(zeros, block.kv)
             for product in chosen:
                 add = functools.partial(
                     kernel.backward, self.call.scores, self.q, block.kv, segments, self.do, self.rows, product
@@ -160,7 +160,10 @@ def attend(shards: Shards) -> Carry:
         gathered, (_, carry) = lax.all_gather(blocks, shards.ring.axis_name), own(0, blocks, carry)
         return _for_each_other(shards, gathered, lambda hop, blocks, _, carry: arrived(hop, blocks, carry)[1], carry)
     # The turn with the device's own rows is not in the loop: its products differ, and are known while tracing.
-    onward = _loop(shards)
+    half_shifts = tuple(half.shift for half in shards.halves)
+    onward = functools.partial(
+        staggered_loop, shards.ring.transport, shards.ring.axis_name, shifts=half_shifts, unroll=shards.ring.unroll
+    )
     blocks, carry = onward(blocks, carry, own, hops=1)
     blocks, carry = onward(blocks, carry, arrived, hops=hops - 1)
     return arrived(hops - 1, blocks, carry)[1]
@@ -187,7 +190,7 @@ def _differentiate_gathered(shards: Shards, own: Blocks, dq: Array) -> Gradients
 
     gathered = lax.all_gather(own, axis_name)
     dkvs = lax.empty((shards.call.sequence.size, *shards.kv.shape), accumulator_dtype(shards.q))
-    dkvs = cast_to_varying(dkvs, jax.typeof(shards.kv).mat.varying)
+    dkvs = vary_like(dkvs, shards.kv)
     dq, (dkv,) = shards.differentiate(own, shards.products(0), dq)
     dq, dkvs = _for_each_other(shards, gathered, other, (dq, put(dkvs, dkv, shards.index)))
     return dq, lax.psum_scatter(dkvs, axis_name)
@@ -236,11 +239,3 @@ def _split(products: Products) -> tuple[Products, Products]:
         for i in (0, 1)
     )
     return [second], [first]
-
-
-def _loop(shards: Shards) -> Callable[..., Any]:
-    """Returns the loop that sends half-blocks onward around the ring; see `staggered_loop`."""
-    ring = shards.ring
-    assert ring.transport is not None
-    half_shifts = tuple(half.shift for half in shards.halves)
-    return functools.partial(staggered_loop, ring.transport, ring.axis_name, shifts=half_shifts, unroll=ring.unroll)

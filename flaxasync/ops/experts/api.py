@@ -12,7 +12,7 @@ from flaxasync import mesh
 from flaxasync.kernels.add_rows import check_add_rows
 from flaxasync.kernels.engine.operands import LANES
 from flaxasync.kernels.grouped_matmul import check_grouped
-from flaxasync.mesh import UnsupportedError, cast_to_varying, mapped_axis_size
+from flaxasync.mesh import UnsupportedError, mapped_axis_size, vary_alike
 from flaxasync.ops import trust
 from flaxasync.ops.execution import Directions, cannot_serve, check_mapped, decide
 from flaxasync.ops.experts.assignments import capacity_of_half
@@ -96,11 +96,7 @@ def expert_mlp(
         op, backend, ring=size, shapes=shapes, itemsize=x.dtype.itemsize, directions=directions, unroll=unroll,
         split=split, capacity=capacity, check=functools.partial(_check_backend, op, split),
     )  # fmt: skip
-    varying = frozenset({axis_name}).union(
-        *(jax.typeof(operand).mat.varying for operand in (x, ids, weights, *columns, down))
-    )
-    kernels = Weights(columns, down)
-    x, ids, weights, kernels = jax.tree.map(lambda leaf: cast_to_varying(leaf, varying), (x, ids, weights, kernels))
+    x, ids, weights, kernels = vary_alike((x, ids, weights, Weights(columns, down)), axis_name)
     if not x.size or not ids.size:
         return x * 0
     rows = x.reshape(-1, x.shape[-1])

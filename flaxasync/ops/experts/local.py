@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from flaxasync.mesh import cast_to_varying
+from flaxasync.mesh import vary_like
 from flaxasync.ops.experts.assignments import Assignments, Tiles, TilesOf
 from flaxasync.ops.experts.products import Products, ToAdd, Weights
 from flaxasync.ops.matmul.products import Arrays, accumulator_dtype
@@ -60,7 +60,7 @@ class Sums(NamedTuple):
 def forward(experts: Experts, weights: Weights, blocks: tuple[Block, ...]) -> Arrays:
     """Returns what the experts of this device make of each block, [n, D], in its dtype or that which accumulates."""
     sizes = tuple(block.x.shape[0] for block in blocks)
-    x = _joined([b.x for b in blocks])
+    x = lax.concatenate([b.x for b in blocks], 0)
 
     def add(tiles: Tiles, count: Array, y: Array | None) -> Array:
         return experts.products.forward(y, x, weights, tiles, count)
@@ -78,7 +78,7 @@ def backward(
     are read and written half as often. `added_up` adds what is kept at the end.
     """
     sizes, places = tuple(b.x.shape[0] for b in blocks), tuple(b.assignments.rows.shape[0] for b in blocks)
-    x, dy = _joined([b.x for b in blocks]), _joined([b.dy for b in blocks if b.dy is not None])
+    x, dy = lax.concatenate([b.x for b in blocks], 0), lax.concatenate([b.dy for b in blocks if b.dy is not None], 0)
 
     def add(tiles: Tiles, count: Array, carry: Any) -> tuple[Array, Array, Sums]:
         dx, dweights, sums = carry
@@ -113,9 +113,7 @@ def _plus(experts: Experts, weights: Weights, sums: Sums, *found: ToAdd) -> Sums
 
 def _no_gradients(weights: Weights) -> Weights:
     """Returns zeros in which gradients are added up."""
-    return jax.tree.map(
-        lambda w: cast_to_varying(jnp.zeros(w.shape, accumulator_dtype(w)), jax.typeof(w).mat.varying), weights
-    )
+    return jax.tree.map(lambda w: vary_like(jnp.zeros(w.shape, accumulator_dtype(w)), w), weights)
 
 
 def _for_each(
@@ -135,7 +133,6 @@ def _for_each(
     if experts.capacity is not None:
         most = local * sum(-(-min(experts.parts * experts.capacity, size) // experts.tile_rows) for size in sizes)
         some = most if several and most <= 2 * some else some  # few more tiles than are expected spare a loop
-    varying = frozenset().union(*(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves((weights, blocks))))
 
     def turn(number: Array, carry: Any) -> Any:
         start = number * some
@@ -146,9 +143,5 @@ def _for_each(
     if several:
         carry, done = turn(jnp.int32(0), begin), 1
     else:
-        carry, done = jax.tree.map(lambda leaf: cast_to_varying(leaf, varying), zeros), 0
+        carry, done = vary_like(zeros, weights, blocks), 0
     return lax.fori_loop(done, -(-tiles_of.count // some), turn, carry)
-
-
-def _joined(xs: list[Array]) -> Array:
-    return xs[0] if len(xs) == 1 else lax.concatenate(xs, 0)

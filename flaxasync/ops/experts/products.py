@@ -45,25 +45,20 @@ class Products(Protocol):
 
     def tiles(self, rows: list[int], experts: int, tile_rows: int) -> int:
         """Returns how many tiles to multiply at once, where each expert has so many rows of each block on average."""
-        ...
 
     def forward(self, y: Array | None, x: Array, weights: Weights, tiles: Tiles, count: Array) -> Array:
         """Adds to y [n, D], from zeros if it is None, what the experts make of x [n, D]."""
-        ...
 
     def backward(
         self, dx: Array | None, x: Array, dy: Array, weights: Weights, tiles: Tiles, count: Array
     ) -> tuple[Array, Array, ToAdd]:
         """Adds to dx as `forward` does to y; returns it, dweight of every row of the tiles, and what gradients take."""
-        ...
 
     def add(self, gradients: Weights | None, found: Sequence[ToAdd], experts: int) -> Weights:
         """Adds to the gradients of a device's experts, from zeros if they are None."""
-        ...
 
     def add_rows(self, y: Array, values: Array, rows: Array) -> Array:
         """Returns y [n, D] with each of the values [m, D] added to the row that it names; none where that is n."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flaxasync import mesh
-from flaxasync.mesh import cast_to_varying, mapped_axis_size
+from flaxasync.mesh import mapped_axis_size, vary_alike
 from flaxasync.ops.costs.collective_matmul import check_gathered_bytes
 from flaxasync.ops.costs.cost import Shape
 from flaxasync.ops.execution import Directions, check_mapped, decide
@@ -103,7 +103,7 @@ def all_gather_matmul(
         _check_contraction(op, x, w_shard, position)
     check_gathered_bytes(op, gathered_bytes)
     executor, keep = choose_executor(op, [x.shape, *(w.shape for w in ws)], x.dtype, axis_name, size, options)
-    (x,), ws = cast_to_vary_alike((x,), ws, axis_name)
+    x, ws = vary_alike((x, ws), axis_name)
     ys = vjp.gather_and_multiply(executor, keep, x, ws)
     return ys if isinstance(w, tuple | list) else ys[0]
 
@@ -241,12 +241,6 @@ def choose_executor(
     return kind(execution.ring(axis_name), options.precision, options.reduce_dtype, quantization), execution.keep
 
 
-def cast_to_vary_alike(xs: Arrays, ws: Operands, *axis_names: str) -> tuple[Arrays, Operands]:
-    """Casts all operands to vary over the mesh axes over which any of them varies, and over `axis_names`."""
-    axes = frozenset(axis_names).union(*(jax.typeof(array).mat.varying for array in jax.tree.leaves((xs, ws))))
-    return jax.tree.map(lambda array: cast_to_varying(array, axes), (xs, ws))
-
-
 def check_operands(op: str, xs: Arrays, ws: Operands, axis_name: str) -> int:
     """Checks what all ops check alike, and returns the number of devices on the axis."""
     size = mapped_axis_size(op, axis_name)
@@ -298,7 +292,7 @@ def _sum_of_products(
     k = sum(w_shard.shape[0] for w_shard in ws)
     shapes = [(*batch, rows, k), (k, ws[0].shape[1])]
     executor, _ = choose_executor(op, shapes, xs[0].dtype, axis_name, size, options)
-    return rule(executor, *cast_to_vary_alike(xs, ws, axis_name))
+    return rule(executor, *vary_alike((xs, ws), axis_name))
 
 
 def _check_contraction(op: str, x: Array, w: Array, position: int) -> None:

@@ -9,7 +9,6 @@ import functools
 import math
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -50,7 +49,9 @@ class FusedExecutor:
         if isinstance(x, Quantized):  # scales are few, and travel ahead
             of_rows = lax.all_gather(x.scales, self.axis_name, axis=x.ndim - 2, tiled=True)
             scales = _row_scales(of_rows, size, values.dtype), [_column_scales(w) for w in ws]
-        block, unit = _block(values), sublanes(values.dtype)
+        unit = sublanes(values.dtype)
+        block = _pad(values.reshape(-1, m, k), {1: unit, 2: LANES})
+        halves = block.shape[0] % 2 == 0 or block.shape[1] % (2 * unit) == 0  # otherwise it travels in one direction
         ys, gathered = all_gather_matmul(
             block,
             tuple(_pad(values_of(w), {0: LANES, 1: LANES}) for w in ws),
@@ -62,7 +63,7 @@ class FusedExecutor:
             measured=measured,
             scales=scales,
             result=x.dtype,
-            directions=self._directions(block),
+            directions=self.directions if halves else 1,
         )
         widths = [w.shape[0 if transposed else 1] for w in ws]
         widths = widths[:1] * epilogue.results if epilogue else widths
@@ -75,23 +76,15 @@ class FusedExecutor:
         rows = _unpad(gathered, size, m, k).reshape(-1, k)
         return ys, rows if of_rows is None else Quantized(rows, of_rows.reshape(-1), x.dtype)
 
-    def _directions(self, block: Array | jax.ShapeDtypeStruct) -> int:
-        """Returns how many directions blocks can travel in: a block that has no two halves takes one."""
-        halves = block.shape[0] % 2 == 0 or block.shape[1] % (2 * sublanes(block.dtype)) == 0
-        return self.directions if halves else 1
-
-    def reduce(self, xs: Operands, ws: Operands, *, transposed: bool = False) -> Array:
-        return self.reduce_beside(xs, ws, (), transposed=transposed)[0]
-
-    def reduce_beside(
-        self, xs: Operands, ws: Operands, local: Sequence[tuple[Operand, Operands]], *, transposed: bool = False
+    def reduce(
+        self, xs: Operands, ws: Operands, local: Sequence[tuple[Operand, Operands]] = (), *, transposed: bool = False
     ) -> tuple[Array, Arrays]:
         (x, *more), size, (*batch, rows, _) = xs, lax.axis_size(self.axis_name), xs[0].shape
         m, n, scales = rows // size, ws[0].shape[0 if transposed else 1], None
         if isinstance(x, Quantized):
             if more:  # their sums have scales of their own, and cannot be added before
-                y, dws = self.reduce_beside((x,), ws[:1], local, transposed=transposed)
-                others = (self.reduce((x,), (w,), transposed=transposed) for x, w in zip(more, ws[1:], strict=True))
+                y, dws = self.reduce((x,), ws[:1], local, transposed=transposed)
+                others = (self.reduce((x,), (w,), transposed=transposed)[0] for x, w in zip(more, ws[1:], strict=True))
                 return functools.reduce(jnp.add, others, y), dws
             scales = _row_scales(x.scales, size, x.values.dtype), _column_scales(ws[0])
         y, *found = matmul_reduce_scatter(
@@ -107,7 +100,7 @@ class FusedExecutor:
         return _unpad(y, 1, m, n).reshape(*batch, m, n), tuple(found)
 
     def all_reduce(self, xs: Operands, ws: Operands) -> Array:
-        return products.scatter_then_gather(lambda xs: self.reduce(xs, ws), xs, self.axis_name)
+        return products.scatter_then_gather(lambda xs: self.reduce(xs, ws)[0], xs, self.axis_name)
 
     def weight_gradient(self, x: Operand, dys: Operands) -> Arrays:
         size, (*_, m, k) = lax.axis_size(self.axis_name), x.shape
@@ -169,11 +162,6 @@ def _row_scales(scales: Array, size: int, dtype: jnp.dtype) -> Array:
 
 def _column_scales(w: Quantized) -> Array:
     return _pad(w.scales.astype(jnp.float32), {0: LANES})
-
-
-def _block(x: Array) -> Array:
-    """Returns this device's rows as a kernel takes them, [batches, m', k'] in whole hardware tiles."""
-    return _pad(x.reshape(-1, *x.shape[-2:]), {1: sublanes(x.dtype), 2: LANES})
 
 
 def _pad(x: Array, units: dict[int, int]) -> Array:

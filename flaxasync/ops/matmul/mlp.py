@@ -26,6 +26,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync.kernels.engine.matmul import Values
+from flaxasync.mesh import vary_alike
 from flaxasync.ops.matmul import api, vjp
 from flaxasync.ops.matmul.fused import FusedExecutor
 from flaxasync.ops.matmul.products import Arrays, Operands, weight_gradient
@@ -68,8 +69,7 @@ def parallel_mlp(
     shapes = [x.shape, *(w.shape for w in ws)]
     gather, keep = api.choose_executor("all_gather_matmul", shapes, x.dtype, axis_name, size, options_up)
     scatter, _ = api.choose_executor("matmul_reduce_scatter", [h, down.shape], x.dtype, axis_name, size, options)
-    (x,), (*ws_alike, down) = api.cast_to_vary_alike((x,), (*ws, down), axis_name)
-    ws = tuple(ws_alike)
+    x, ws, down = vary_alike((x, tuple(ws), down), axis_name)
     if activation in FUSED and isinstance(gather, FusedExecutor) and isinstance(scatter, FusedExecutor):
         return _mlp(gather, keep, activation, x, ws, down)
 
@@ -118,31 +118,33 @@ _first_derivative_only = first_only(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _mlp(executor: FusedExecutor, keep: bool, activation: Activation, x: Array, ws: Operands, down: Operand) -> Array:
-    with jax.named_scope("all_gather_matmul"):
-        (x_given,), ws = forward_operands(executor.quantization, (x,), ws)
-        (h, *most), _ = executor.gather(
-            x_given, ws, epilogue=Activate(activation, 0), measured=_measured(executor.quantization, slice(0, 1))
-        )
-    with jax.named_scope("matmul_reduce_scatter"):
-        return executor.reduce(*forward_operands(executor.quantization, (h,), (down,), most=_only(most)))
+    return _forward(executor, keep, activation, 0, x, ws, down)[0]
 
 
 def _mlp_fwd(
     executor: FusedExecutor, keep: bool, activation: Activation, x: Array, ws: Operands, down: Operand
 ) -> tuple[Array, tuple[Operand, Operands, Operand, Arrays]]:
-    x, ws, down = _first_derivative_only(x, ws, down)
+    operands = _first_derivative_only(x, ws, down)
+    y, (x, ws, down, products) = _forward(executor, keep, activation, len(ws), *operands)
+    saved = checkpoint_name(x, GATHERED) if keep else x
+    return checkpoint_name(y, PRODUCT), (saved, ws, down, checkpoint_name(products, PRODUCT))
+
+
+def _forward(
+    executor: FusedExecutor, keep: bool, activation: Activation, kept: int, x: Array, ws: Operands, down: Operand
+) -> tuple[Array, tuple[Operand, Operands, Operand, Arrays]]:
+    """Returns y, and what is saved: x, or all_gather(x) if `keep`; ws and down as multiplied; and `kept` products."""
     with jax.named_scope("all_gather_matmul"):
         (x_given,), ws = forward_operands(executor.quantization, (x,), ws)
         ys, gathered = executor.gather(
-            x_given, ws, keep=keep, epilogue=Activate(activation, len(ws)),
-            measured=_measured(executor.quantization, slice(len(ws), None)),
+            x_given, ws, keep=keep, epilogue=Activate(activation, kept),
+            measured=_measured(executor.quantization, slice(kept, None)),
         )  # fmt: skip
-        products, (h, *most) = ys[: len(ws)], ys[len(ws) :]
+        products, (h, *most) = ys[:kept], ys[kept:]
     with jax.named_scope("matmul_reduce_scatter"):
         h_given, (down,) = forward_operands(executor.quantization, (h,), (down,), most=_only(most))
-        y = executor.reduce(h_given, (down,))
-    saved = x_given if gathered is None else checkpoint_name(gathered, GATHERED)
-    return checkpoint_name(y, PRODUCT), (saved, ws, down, checkpoint_name(products, PRODUCT))
+        y, _ = executor.reduce(h_given, (down,))
+    return y, (x_given if gathered is None else gathered, ws, down, products)
 
 
 def _measured(quantization: Quantization | str | None, results: slice) -> slice | None:

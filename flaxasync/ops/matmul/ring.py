@@ -18,7 +18,7 @@ from flaxasync import mesh
 from flaxasync.kernels.engine.call import available
 from flaxasync.kernels.engine.operands import DTYPES, LANES, sublanes
 from flaxasync.kernels.exchange import exchange, vmem_bytes
-from flaxasync.mesh import cast_to_varying
+from flaxasync.mesh import vary_like
 from flaxasync.ops.costs.collective_matmul import exchange_steps
 from flaxasync.ops.costs.cost import Shape
 from flaxasync.ops.execution import cannot_serve
@@ -61,29 +61,26 @@ class RingExecutor:
             ys = jax.tree.map(write_rows, ys, blocks)
             return ys, jax.tree.map(write_rows, gathered, block) if keep else None
 
-        ys = tuple(_vary_like(output(w.shape[0 if transposed else 1]), *ws) for w in ws)
+        ys = tuple(vary_like(output(w.shape[0 if transposed else 1]), *ws) for w in ws)
         return ring_gather(self.ring, x, (ys, jax.tree.map(all_rows, x) if keep else None), write)
 
-    def reduce(self, xs: Operands, ws: Operands, *, transposed: bool = False) -> Array:
+    def reduce(
+        self, xs: Operands, ws: Operands, local: Sequence[tuple[Operand, Operands]] = (), *, transposed: bool = False
+    ) -> tuple[Array, Arrays]:
         rows, axis = xs[0].shape[-2] // lax.axis_size(self.axis_name), xs[0].ndim - 2
 
         def produce(row: Index, count: int) -> Array:
             blocks = jax.tree.map(lambda array: lax.dynamic_slice_in_dim(array, row, count, axis=axis), xs)
             return products.sum_of_products(blocks, ws, self.precision, transposed=transposed)
 
-        return ring_reduce(self.ring, rows, produce, self._travel_dtype(xs[0])).astype(xs[0].dtype)
-
-    def reduce_beside(
-        self, xs: Operands, ws: Operands, local: Sequence[tuple[Operand, Operands]], *, transposed: bool = False
-    ) -> tuple[Array, Arrays]:
         found = tuple(dw for x, dys in local for dw in products.weight_gradients(x, dys, self.precision))
-        return self.reduce(xs, ws, transposed=transposed), found
+        return ring_reduce(self.ring, rows, produce, self._travel_dtype(xs[0])).astype(xs[0].dtype), found
 
     def all_reduce(self, xs: Operands, ws: Operands) -> Array:
         if self.ring.transport is None:
             partial_sum = products.sum_of_products(xs, ws, self.precision)
             return lax.psum(partial_sum.astype(self._travel_dtype(xs[0])), self.axis_name).astype(xs[0].dtype)
-        return products.scatter_then_gather(lambda xs: self.reduce(xs, ws), xs, self.axis_name)
+        return products.scatter_then_gather(lambda xs: self.reduce(xs, ws)[0], xs, self.axis_name)
 
     def weight_gradient(self, x: Operand, dys: Operands) -> Arrays:
         travelling = values_of(x) if isinstance(dys[0], Quantized) else x
@@ -98,7 +95,7 @@ class RingExecutor:
             return tuple(sum_ + product(dy) for sum_, dy in zip(sums, dys, strict=True))
 
         zeros = tuple(jnp.zeros((x.shape[-1], dy.shape[-1]), accumulator_dtype(travelling)) for dy in dys)
-        sums = ring_gather(self.ring, travelling, tuple(_vary_like(zero, x, *dys) for zero in zeros), add)
+        sums = ring_gather(self.ring, travelling, tuple(vary_like(zero, x, *dys) for zero in zeros), add)
         return tuple(products.scaled_columns(sum_, x, dy).astype(x.dtype) for sum_, dy in zip(sums, dys, strict=True))
 
     def _travel_dtype(self, x: Operand) -> jnp.dtype:
@@ -155,11 +152,6 @@ def _layout(shape: Shape, dtype: DTypeLike) -> tuple[int, int]:
     return (rows, shape[-1]) if rows % unit == 0 else (unit, -(-math.prod(shape) // unit))
 
 
-def _vary_like(value: Array, *others: Operand) -> Array:
-    """Casts `value` to vary over each mesh axis that any of `others` varies over."""
-    return cast_to_varying(value, frozenset().union(*(jax.typeof(o).mat.varying for o in jax.tree.leaves(others))))
-
-
 def uninitialised(shape: tuple[int, ...], x: Array, dtype: DTypeLike | None = None) -> Array:
     """Returns an array, by default of x's dtype, that will be written before it is read.
 
@@ -168,8 +160,8 @@ def uninitialised(shape: tuple[int, ...], x: Array, dtype: DTypeLike | None = No
     """
     dtype = dtype or x.dtype
     if mesh.platform() in ("tpu", None):
-        return _vary_like(lax.empty(shape, dtype), x)
+        return vary_like(lax.empty(shape, dtype), x)
     if not x.size:
-        return _vary_like(jnp.zeros(shape, dtype), x)
+        return vary_like(jnp.zeros(shape, dtype), x)
     element = lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
     return lax.broadcast(element.astype(dtype), shape)

@@ -76,31 +76,24 @@ class Executor(Protocol):
 
         Leading dimensions of all_gather(x) [..., R*m, k] are merged where a weight gradient is faster on it so.
         """
-        ...
 
-    def reduce(self, xs: Operands, ws: Operands, *, transposed: bool = False) -> Array:
-        """Returns reduce_scatter(sum of x @ w), or of x @ w.T, for x [..., R*m, k]."""
-        ...
-
-    def reduce_beside(
-        self, xs: Operands, ws: Operands, local: Sequence[tuple[Operand, Operands]], *, transposed: bool = False
+    def reduce(
+        self, xs: Operands, ws: Operands, local: Sequence[tuple[Operand, Operands]] = (), *, transposed: bool = False
     ) -> tuple[Array, Arrays]:
-        """Returns what `reduce` does, and x.T @ dy for each (x, dys) and each of its dys, in x's dtype.
+        """Returns reduce_scatter(sum of x @ w), or of x @ w.T, for x [..., R*m, k], and products of `local`.
 
-        These products need only the rows that are here, and can be computed while sums travel.
+        These are x.T @ dy for each (x, dys) and each of its dys, in x's dtype. They need only the rows that are here,
+        and can be computed while sums travel.
         """
-        ...
 
     def all_reduce(self, xs: Operands, ws: Operands) -> Array:
         """Returns all_reduce(sum of x @ w), whose type says that it does not vary over the axis."""
-        ...
 
     def weight_gradient(self, x: Operand, dys: Operands) -> Arrays:
         """Returns all_gather(x).T @ dy for each dy [..., R*m, n], over all rows of all batches, in x's dtype.
 
         Operands that are quantised are those of `weight_operands`.
         """
-        ...
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -130,11 +123,10 @@ def gradients_of_gather(
     executor: Executor, keep: bool, saved: tuple[Operand, Operands], dys: Arrays,
     local: Sequence[tuple[Operand, Operands]] = (), most: Array | None = None,
 ) -> tuple[Array, tuple[Any, ...], Arrays]:  # fmt: skip
-    """Returns dx and the dw of `all_gather_matmul`, and the products of `local`; see `Executor.reduce_beside`.
+    """Returns dx and the dw of `all_gather_matmul`, and the products of `local`; see `Executor.reduce`.
 
     `saved` are all_gather(x) if `keep`, and x if not, and ws; `most` is what `backward_operands` takes. Products in 8
-    bits are often shorter than the trip of their sums in 16 bits. So the dw of an x that is here is left to
-    `reduce_beside`, too.
+    bits are often shorter than the trip of their sums in 16 bits. So the dw of an x that is here is in `local`, too.
     """
     x, ws = saved
     with jax.named_scope("all_gather_matmul_dx"):
@@ -146,7 +138,7 @@ def gradients_of_gather(
         x, dys_given = weight_operands(executor.quantization, x, dys, axis_name=axis_name, others_are_cotangents=True)
     of_x = [(x, dys_given)] if keep and isinstance(x, Quantized) else []
     with jax.named_scope("all_gather_matmul_dx"):
-        dx, found = executor.reduce_beside(*summed, [*local, *of_x], transposed=True)
+        dx, found = executor.reduce(*summed, [*local, *of_x], transposed=True)
     count = sum(len(dys_of_one) for _, dys_of_one in local)
     others, dws = found[:count], found[count:]
     if not of_x:
@@ -186,7 +178,7 @@ _gather_and_keep.defvjp(_gather_and_keep_fwd, _gather_and_keep_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def multiply_and_scatter(executor: Executor, xs: Operands, ws: Operands) -> Array:
     with jax.named_scope("matmul_reduce_scatter"):
-        return executor.reduce(*forward_operands(executor.quantization, xs, ws))
+        return executor.reduce(*forward_operands(executor.quantization, xs, ws))[0]
 
 
 def _multiply_and_scatter_fwd(
