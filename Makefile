@@ -69,7 +69,6 @@ format: .venv/.dev  ## format the code and fix the lint errors that ruff can fix
 bench: .venv/.bench  ## measure or predict the tables that take minutes, and draw their pictures
 	$(CPU) $(BIN)/python benchmarks/train_throughput.py --write README.md
 	$(CPU) $(BIN)/python benchmarks/timeline.py --write docs/check.md --pictures docs/img
-	$(CPU) $(BIN)/python benchmarks/timeline.py --backends --write docs/async.md
 	$(CPU) $(BIN)/python benchmarks/async_starts.py --write docs/async.md
 	$(CPU) $(BIN)/python benchmarks/vector_memory.py --write docs/tpu.md
 	$(CPU) $(BIN)/python benchmarks/player.py --write docs/player.md --pictures docs/img

@@ -1,7 +1,6 @@
 """Estimated timelines: of a matmul whose time was measured, and of a tensor-parallel MLP in several forms. No TPU.
 
     python benchmarks/timeline.py [--write docs/check.md] [--pictures docs/img]
-    python benchmarks/timeline.py --backends [--write docs/async.md]     the transfers of the MLP by backend instead
 
 The matmul is that of the published 2x2 study on v5e (m, k, n = 16384, 16384, 8192 in bf16), which took 12.05 ms. The
 MLP is that of benchmarks/tp_mlp.py on v5e:2x4. Copies, bytes and pairs are facts of the program, times are estimates.
@@ -16,8 +15,6 @@ import jax
 from benchmarks import player_kernels, tp_mlp
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync import check
-from flaxasync.check.estimate.costs import Costs
-from flaxasync.hardware import chip
 
 SHAPE = tp_mlp.Shape()
 MEASURED_MS = {"2x2 jnp.matmul": "12.05"}  # published times on TPU v5e
@@ -34,11 +31,8 @@ MLPS: dict[str, tuple[str, dict[str, str]]] = {  # the variant of benchmarks/tp_
     "flaxasync, backend xla": ("xla", {}),
     "flaxasync, backend pallas": ("pallas", {}),
 }
-LARGE = 1 << 20  # bytes; smaller copies are not counted
 HEADER = ("program", "ms", "ms, copies by bytes", "measured ms", "work", "exposed", "pairs with work inside",
           "temporary MiB")  # fmt: skip
-BACKEND_HEADER = ("pass", "backend", "copies", "of those in flight", "transfers", "with compute inside", "stalls, ms",
-                  "total, ms", "temporaries, MiB")  # fmt: skip
 
 
 def study() -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
@@ -47,10 +41,10 @@ def study() -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
     return fn, tuple(arguments)
 
 
-def compile_mlp(variant: str, options: dict[str, str], *, backward: bool = False) -> check.CompiledProgram:
+def compile_mlp(variant: str, options: dict[str, str]) -> check.CompiledProgram:
     mesh = tp_mlp.ring(check.topology_devices("v5e:2x4"), variant)
     with jax.set_mesh(mesh):
-        fn, arguments = tp_mlp.program(variant, SHAPE, mesh, backward=backward)
+        fn, arguments = tp_mlp.program(variant, SHAPE, mesh, backward=False)
         return check.compile_for("v5e:2x4", fn, *arguments, compiler_options={**check.HLO_ONLY, **options})
 
 
@@ -81,34 +75,10 @@ def run(name: str) -> Row:
     return Row(name, check.timeline(program), check.timeline(program, copies="bytes"), inside, temporaries)
 
 
-def backend_row(backend: str, *, backward: bool) -> tuple[str, ...]:
-    """Returns the row of a program, in which an operation in a loop counts in every iteration."""
-    program = compile_mlp(backend, {}, backward=backward)
-    module = check.parse(program.as_text())
-    report, time = check.audit(module, chip="v5e"), check.timeline(module, chip="v5e")
-    copies = 0
-    for computation, runs in Costs(module, chip("v5e")).executions().items():
-        instructions = module.computations[computation].instructions
-        copies += runs * sum(i.opcode == "copy" and i.shape.bytes >= LARGE for i in instructions)
-    found = {code: sum(f.count for f in report.findings if f.code == code) for code in report.codes()}
-    transfers = [p for p in report.pairs if p.communicates]
-    all_transfers = sum(p.runs for p in transfers) + found.get("synchronous-collective", 0)
-    overlapped = sum(p.runs for p in transfers if p.overlapped)
-    counts = map(str, (copies, found.get("in-flight-copied", 0), all_transfers, overlapped))
-    times = f"{time.exposed * 1e3:.2f}", f"{time.seconds * 1e3:.2f}"
-    temporaries = f"{program.bytes_by_kind['temporaries'] / 2**20:,.0f}"
-    return "gradients" if backward else "forward", backend, *counts, *times, temporaries
-
-
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--backends", action="store_true", help="the transfers of the MLP by backend instead")
     parser.add_argument("--pictures", type=pathlib.Path, metavar="DIR", help="draw check_matmul.png and check_mlp.png")
     chosen = parser.parse_args()
-    if chosen.backends:
-        cells = [backend_row(b, backward=backward) for backward in (False, True) for b in ("none", "xla", "pallas")]
-        write_between_markers(chosen.write, "async table", print_table(BACKEND_HEADER, cells))
-        return
     rows = {name: run(name) for name in (*MEASURED_MS, *MLPS)}
     write_between_markers(chosen.write, "timeline", print_table(HEADER, [row.cells() for row in rows.values()]))
     if chosen.pictures:
