@@ -122,7 +122,7 @@ def test_splits_hidden_features_of_few_experts():
 
 
 @pytest.mark.parametrize(("devices", "capacity", "directions", "backend"), [
-    (2, 4, 2, "xla"), (2, 1, 1, "none"), (4, 3, 1, "exchange"),
+    (2, 4, 2, "xla"), (2, 1, 1, "none"), pytest.param(4, 3, 1, "exchange", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_drops_the_last_rows_of_each_half_beyond_the_capacity_in_every_form(devices, capacity, directions, backend):
     operands = drawn(devices * ROWS, 4, 2, "zipf")
@@ -245,9 +245,8 @@ def test_the_kernels_multiply_all_tiles_at_once_where_a_capacity_bounds_them(hel
     assert found == [False, *[True] * loops]
 
 
-@pytest.mark.parametrize(("experts", "k", "route", "mode"), [
-    pytest.param(8, 2, "zipf", "eager", marks=pytest.mark.slow), (4, 1, "one", "on_wait"),
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize(("experts", "k", "route", "mode"), [(8, 2, "zipf", "eager"), (4, 1, "one", "on_wait")])
 def test_an_exchange_by_direct_copies(experts, k, route, mode):
     """Without a capacity, TPUs send as many rows as there are. With one choice of all rows, devices send none."""
     operands = drawn(4 * 128, experts, k, route)

@@ -65,6 +65,7 @@ def test_validation_adds_the_losses_and_their_number(trainer, batch):
     np.testing.assert_allclose(float(once[0] / once[1]), loss, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_mixture_trains_reports_the_losses_of_its_routers_and_is_validated_without_them(config, mesh, replace, batch):
     mixture = replace(config, model={"layers": 1, "experts": 4, "load_balance_weight": 0.1})
     trainer = Trainer(dataclasses.replace(mixture, backend="none"), mesh)  # which compiles in half of the time
