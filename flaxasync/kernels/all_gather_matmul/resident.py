@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.all_gather_matmul.resident_schedule import Rates, Schedule, Sizes, Task, schedule
 from flaxasync.kernels.all_gather_matmul.work import Work
-from flaxasync.kernels.engine.call import available, chip_in_use
+from flaxasync.kernels.engine.call import SEMAPHORES, available, chip_in_use
 from flaxasync.kernels.engine.gather import Gather
 from flaxasync.kernels.engine.matmul import dot
 from flaxasync.kernels.engine.operands import LANES, Condition, Index, Ref, Scalar
@@ -31,7 +31,6 @@ W_SLOTS = 3  # tiles of w in vector memory, at most
 OUT_SLOTS, OUT_ROWS = 24, 3072  # results that may be leaving at once: they wait in HBM's queue behind tiles of w
 CYCLES = 13_500  # of one product, at most: the compiler unrolls it, to about one instruction for each cycle
 TASKS = 256  # products of an arrival and a tile of w, at most; the table of tasks has no more entries
-SEMAPHORES = 384  # for arrivals, of the 512 of a kernel
 PRODUCT_ROWS = 16  # rows in whose time a product starts and ends, as played on v6e
 TASK_CYCLES = 180  # cycles that a task takes beyond its products, as played on v6e
 ENTRY, LATENCY = 1.5e-6, 0.5e-6  # seconds of the entry barrier, and until a transfer from HBM begins to arrive
