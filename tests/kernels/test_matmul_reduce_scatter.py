@@ -11,11 +11,13 @@ from jax.sharding import PartitionSpec as P
 
 from flaxasync.kernels import matmul_reduce_scatter as reduce_scatter_form
 from flaxasync.kernels.engine import tiling
+from flaxasync.kernels.engine.call import SEMAPHORES
 from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.engine.ring import Acknowledgements
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+from flaxasync.ops.costs.trips import LARGEST_BLOCK
 from tests.kernels.conftest import as_float32, assert_close, draw
 from tests.kernels.conftest import run as simulate
 
@@ -75,6 +77,24 @@ def test_both_directions_have_as_many_tiles_of_columns(n):
     schedule, _ = reduce_scatter_form._plan((x,), (w,), False, None, 4, 2, jnp.dtype(jnp.bfloat16), scaled=False)
     assert schedule.tiles.columns.count % 2 == 0
     assert schedule.tiles.columns.size <= reduce_scatter_form.WIDEST
+
+
+@pytest.mark.parametrize(("batch", "m", "n"), [(1, 50576, 1152), (1, 92640, 512), (8, 6448, 1280), (1, 2320, 34048)])
+def test_a_block_that_a_call_without_a_backend_may_have_has_semaphores(batch, m, n):
+    """Tiles that divide these rows are small, and would be too many."""
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(batch, 8 * m, 1024), (1024, n)])
+    assert batch * m * n < LARGEST_BLOCK
+    schedule, _ = reduce_scatter_form._plan((x,), (w,), False, None, 8, 2, jnp.dtype(jnp.bfloat16), scaled=False)
+    assert 2 * schedule.block <= SEMAPHORES
+
+
+def test_the_fewest_tiles_of_rows_that_nothing_divides(monkeypatch):
+    """328 rows in tiles of 64, of which the last has half a part of 16 rows: 7 tiles of 48 would be too many."""
+    for name, value in (("TILES", Tiles(64, 128, 128)), ("SMALLEST", 8 * 128), ("SEMAPHORES", 24)):
+        monkeypatch.setattr(reduce_scatter_form, name, value)
+    for module in (reduce_scatter_form, tiling):
+        monkeypatch.setattr(module, "SUB_BLOCK", 16)
+    assert_close(*run(2, m=328, ks=(256,), tiles=None), "float32")
 
 
 def test_a_product_of_a_whole_tile_is_seen(monkeypatch):

@@ -164,7 +164,7 @@ def test_operands_that_do_not_fit_are_refused_with_their_numbers():
     refused(ValueError, "directions to be 1, 2 or None: got 3", directions=3)
     refused(ValueError, r"\[multiple of 8, multiple of 128\] for float32: got \[128, 64\]", lhs=(256, 128),
             rhs=(128, 512), backend="fused")  # fmt: skip
-    refused(NotImplementedError, r"has 400 for them.* are 1[0-9]{3} arrivals; use larger tiles", lhs=(16384, 65536),
+    refused(NotImplementedError, r"has 384 for them.* are 1[0-9]{3} arrivals; use larger tiles", lhs=(16384, 65536),
             rhs=(65536, 32768), backend="overlapped", tiles=None)  # fmt: skip
     refused(NotImplementedError, r"fused has a semaphore for each block of w.* are 1024 arrivals", lhs=(16384, 65536),
             rhs=(65536, 32768), backend="fused", tiles=None)  # fmt: skip

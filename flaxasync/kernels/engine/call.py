@@ -12,7 +12,7 @@ from flaxasync.hardware import MIB
 from flaxasync.kernels.engine.operands import HBM, DType, Ref, Tiles
 
 RESERVED = 8 * MIB  # bytes left to the compiler, for semaphores, spilled registers and its own scratch memory
-SEMAPHORES = 384  # for what arrives: a kernel has 512, of which libtpu 0.0.52 leaves 436 to 440, and it has others
+SEMAPHORES = 384  # for what arrives: libtpu 0.0.52 leaves a kernel 436 to 440 of 512, and other transfers need some
 FALLBACK = "v5e"  # chip whose vector memory is assumed if the kernel is traced for no known chip
 
 
