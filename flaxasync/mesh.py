@@ -8,7 +8,7 @@ on a machine without one, and so does a simulator's.
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -196,15 +196,15 @@ def cast_to_varying(x: jax.Array, axes: set[str] | frozenset[str]) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def vary_like[T](tree: T, *others: Any) -> T:
-    """Casts all arrays of a pytree to vary over the mesh axes over which any array of other pytrees varies."""
-    axes = frozenset[str]().union(*(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(others)))
+def vary_like[T](tree: T, *others: Any, over: Collection[str] = ()) -> T:
+    """Casts all arrays of a pytree to vary over the mesh axes `over`, and over those of any array of other pytrees."""
+    axes = frozenset(over).union(*(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(others)))
     return jax.tree.map(lambda leaf: cast_to_varying(leaf, axes), tree)
 
 
 def vary_alike[T](tree: T, *axes: str) -> T:
     """Casts all arrays of a pytree to vary over the mesh axes over which any of them varies, and over `axes`."""
-    return jax.tree.map(lambda leaf: cast_to_varying(leaf, frozenset(axes)), vary_like(tree, tree))
+    return vary_like(tree, tree, over=axes)
 
 
 def declare_invarying(x: jax.Array, axes: set[str] | frozenset[str]) -> jax.Array:

@@ -117,6 +117,8 @@ def verify(cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: b
     runnable = [case for case in cases if case not in found]
     for case, outcome in zip(runnable, run_cases(runnable, setup), strict=True):
         found[case] = judge(outcome, case)
+        if found[case].verdict is Verdict.NOT_RUN:  # the summary says why, once for all of them
+            continue
         plain = [result for result in found.values() if result.case.plain]  # it runs before the others of its op
         result = compare_times([*plain, found[case]], machine)[-1]
         record_verdicts([result], machine)

@@ -67,7 +67,7 @@ class Result:
 
 
 def judge(outcome: dict[str, Any], case: Case) -> Result:
-    """Returns the result of a case from the outcome that `run_cases` returns, without regard to its time."""
+    """Returns the result of a case from the outcome that `run_cases` yields, without regard to its time."""
     (kind, found), *_ = outcome.items()
     if kind == "error":
         raced = "RACE" in found or found.startswith("RaceError")  # in JAX's simulator, and in ours

@@ -23,8 +23,8 @@ def dense_attention(
     key, the `dropout_rate` share of the weights is dropped, and the others are divided by what is kept.
     """
     (b, s, h, d), (_, t, n, _), dtype = q.shape, k.shape, accumulator_dtype(q)
-    groups = q.reshape(b, s, n, h // n, d)
-    scores = jnp.einsum("bsngd,btnd->bngst", groups, k, precision=precision, preferred_element_type=dtype) * scale
+    queries = q.reshape(b, s, n, h // n, d)  # of each head of keys
+    scores = jnp.einsum("bsngd,btnd->bngst", queries, k, precision=precision, preferred_element_type=dtype) * scale
     scores = scores.reshape(b, h, s, t)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)

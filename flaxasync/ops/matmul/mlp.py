@@ -118,7 +118,7 @@ _first_derivative_only = first_only(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _mlp(executor: FusedExecutor, keep: bool, activation: Activation, x: Array, ws: Operands, down: Operand) -> Array:
-    return _forward(executor, keep, activation, 0, x, ws, down)[0]
+    return _forward(executor, False, activation, 0, x, ws, down)[0]
 
 
 def _mlp_fwd(

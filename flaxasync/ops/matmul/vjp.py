@@ -126,7 +126,7 @@ def gradients_of_gather(
     """Returns dx and the dw of `all_gather_matmul`, and the products of `local`; see `Executor.reduce`.
 
     `saved` are all_gather(x) if `keep`, and x if not, and ws; `most` is what `backward_operands` takes. Products in 8
-    bits are often shorter than the trip of their sums in 16 bits. So the dw of an x that is here is in `local`, too.
+    bits are often shorter than the trip of their sums in 16 bits. So the dw of an x that is here is computed beside it.
     """
     x, ws = saved
     with jax.named_scope("all_gather_matmul_dx"):

@@ -201,7 +201,7 @@ def test_libtpu_takes_what_auto_chooses(chip, replace, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("topology", "chip"), [("v6e:2x2", "v6e"), ("v5p:2x2x1", "v5p")])  # v5e has the flags of v6e
+@pytest.mark.parametrize(("topology", "chip"), [("v5e:2x2", "v5e"), ("v6e:2x2", "v6e"), ("v5p:2x2x1", "v5p")])
 def test_kernels_have_their_own_limit_of_vector_memory_and_compile_beside_that_of_xla(topology, chip):
     """Both ask for more than the 16 MiB of XLA's default: a fused product, and attention with its gradients."""
     mesh = check.topology_mesh(topology, (4,), ("model",))
