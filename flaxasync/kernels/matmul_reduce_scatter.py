@@ -38,7 +38,7 @@ from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles, Scales, 
 from flaxasync.kernels.engine.operands import LANES, Condition, DType, Index, Ref, Scalar, Tiles, output, sublanes
 from flaxasync.kernels.engine.ring import Acknowledgements, Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, wait
-from flaxasync.kernels.engine.tiling import SUB_BLOCK, IterationGrid, RowTiling, Tiling, remainder, split
+from flaxasync.kernels.engine.tiling import IterationGrid, RowTiling, Tiling, remainder, split
 from flaxasync.mesh import UnsupportedError
 
 CALLER = "matmul_reduce_scatter"
@@ -207,9 +207,7 @@ def _plan(
         if even:
             rows, columns = RowTiling.of(batch, m, max(asked.m // 2, unit), unit), Tiling((n,), even[0])
     if tiles is None and 2 * rows.count * columns.count > SEMAPHORES:  # take the fewest, though others were faster
-        columns = Tiling((n,), min(TILES.n, n))
-        if m > asked.m:
-            rows = RowTiling(Tiling((batch,), 1, 1), Tiling((m,), asked.m, unit, min(SUB_BLOCK, asked.m)))
+        rows, columns = RowTiling.fewest(batch, m, asked.m, unit), Tiling((n,), min(TILES.n, n))
 
     def need(outgoing: int, t: Tiles) -> int:
         sums = 1 if sum(pl.cdiv(k, t.k) for k in ks) == 1 else 2  # the product, and the accumulator

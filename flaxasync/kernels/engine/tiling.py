@@ -197,6 +197,13 @@ class RowTiling:
                 return cls(several, Tiling((rows,), rows, unit))
         return cls(Tiling((batches,), 1, 1), Tiling.in_sub_blocks(rows, most, sub_block, unit))
 
+    @classmethod
+    def fewest(cls, batches: int, rows: int, most: int, unit: int) -> "RowTiling":
+        """Returns the fewest tiles of at most `most` rows, though smaller ones may be multiplied faster."""
+        each = min(rows, most)
+        in_batch = Tiling((rows,), each, unit, largest_divisor(each, SUB_BLOCK, unit))
+        return cls(Tiling((batches,), min(batches, most // each), 1, 1), in_batch)
+
     @property
     def shape(self) -> tuple[int, int]:
         """Batches and rows of a tile that is not partial."""

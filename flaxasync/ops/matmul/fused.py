@@ -18,7 +18,7 @@ from flaxasync.kernels.engine.beside import WeightGradient
 from flaxasync.kernels.engine.matmul import Epilogue
 from flaxasync.kernels.engine.operands import DTYPES, LANES, sublanes
 from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
-from flaxasync.kernels.weight_gradient import gather_weight_gradient
+from flaxasync.kernels.weight_gradient import TILES, gather_weight_gradient
 from flaxasync.ops.execution import cannot_serve
 from flaxasync.ops.matmul import products
 from flaxasync.ops.matmul.products import Arrays, Operands
@@ -109,6 +109,8 @@ class FusedExecutor:
         unit = sublanes(values.dtype)
         if -(-m // unit) * unit * values.shape[0] % LANES:
             unit = math.lcm(unit, LANES // math.gcd(LANES, values.shape[0]))
+        if math.lcm(-(-m // unit) * unit, LANES) > TILES.k:  # so many rows are a tile: whole lanes, of whole batches
+            unit = LANES
         scales = (_column_scales(x), [_column_scales(dy) for dy in dys]) if both else None
         dws = gather_weight_gradient(
             _pad(values, {1: unit, 2: LANES}),
