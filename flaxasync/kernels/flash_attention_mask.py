@@ -83,4 +83,4 @@ def as_row(column: Any) -> Any:
 
 def widened(column: Any, width: int) -> Any:
     """Widens [n, LANES], which has the same value in every lane, to [n, width]."""
-    return jnp.tile(column, (1, width // LANES)) if width % LANES == 0 else column[:, :width]
+    return jnp.tile(column, (1, pl.cdiv(width, LANES)))[:, :width]

@@ -73,6 +73,7 @@ def test_they_give_what_the_reference_gives(window, segments, q_rows, square, mo
 @pytest.mark.parametrize(("head", "window", "by_segment"), [
     (64, 200, False), pytest.param(128, None, False, marks=pytest.mark.slow),
     pytest.param(128, 200, False, marks=pytest.mark.slow), (128, None, True),
+    pytest.param(192, None, False, marks=pytest.mark.slow), pytest.param(256, None, False, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_whole_sequences_need_no_ring(head, window, by_segment):
     """Through the op and its rule: o, dq, dk, dv. Heads of 128 take no carry."""

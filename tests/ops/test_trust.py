@@ -11,8 +11,10 @@ import pytest
 from jax.sharding import AbstractDevice
 
 import flaxasync as fa
+from flaxasync.kernels.flash_attention import Flash
 from flaxasync.ops import agreement, execution, trust
 from flaxasync.ops.attention.api import _choose_kernel
+from flaxasync.ops.attention.blocks import Reference
 from flaxasync.verify.__main__ import record_verdicts
 from flaxasync.verify.cases import Case
 from flaxasync.verify.verdict import Result, Verdict
@@ -223,16 +225,16 @@ def test_the_flash_kernel_needs_its_verdict_too(v5e, caplog):
     q = jax.ShapeDtypeStruct((1, 1024, 8, 128), jnp.bfloat16)
 
     def kernel(name=None):
-        names = []
-        jax.eval_shape(jax.shard_map(lambda q: names.append(_choose_kernel("attention", name, q, 1024, 1024)) or q,
+        kernels = []
+        jax.eval_shape(jax.shard_map(lambda q: kernels.append(_choose_kernel("attention", name, q, 1024, 1024)) or q,
                                      in_specs=jax.P(), out_specs=jax.P()), q)  # fmt: skip
-        return names[0].name
+        return type(kernels[0])
 
-    assert kernel() == "reference"
+    assert kernel() == Reference
     assert "attention takes 'reference' and not 'flash', which was not verified on v5e" in caplog.text
-    assert kernel("flash") == "flash"
+    assert kernel("flash") == Flash
     store(v5e, name="attention/flash")
-    assert kernel() == "flash"
+    assert kernel() == Flash
 
 
 def test_a_plan_says_what_it_would_take_and_what_is_trusted():

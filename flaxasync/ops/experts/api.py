@@ -22,7 +22,7 @@ from flaxasync.ops.experts.products import Grouped, OneTile, Products, Weights
 from flaxasync.ops.experts.ring import block_shifts, multiply
 from flaxasync.ops.matmul.mlp import Activation
 from flaxasync.ops.matmul.products import accumulator_dtype
-from flaxasync.ring import Ring
+from flaxasync.ring import Ring, split_rows
 
 
 def expert_mlp(
@@ -112,7 +112,8 @@ def expert_mlp(
     tile_rows = _tile_rows(ids.size // count // blocks)
     products: Products = OneTile(activation, precision)
     together = 2 if isinstance(ring, Exchange) else size if ring.transport is None else 1
-    if _takes_kernels(op, kernel, rows, kernels, precision, together):
+    held = {together * rows.shape[0], *(count for _, count in split_rows(rows.shape[0], blocks))}
+    if _takes_kernels(op, kernel, rows, kernels, precision, held):
         products, tile_rows = Grouped(activation), max(tile_rows, LANES)
     of_half = None if capacity is None else capacity_of_half(capacity)
     mean = -(-ids.size // (count * blocks))
@@ -127,9 +128,9 @@ def _check_backend(op: str, split: str, backend: str) -> None:
 
 
 def _takes_kernels(
-    op: str, kernel: str | None, x: Array, weights: Weights, precision: lax.PrecisionLike, devices: int
+    op: str, kernel: str | None, x: Array, weights: Weights, precision: lax.PrecisionLike, held: set[int]
 ) -> bool:
-    """Says whether Pallas kernels multiply; the rows of so many devices are multiplied together."""
+    """Says whether Pallas kernels multiply, which are given as many rows as any of `held`."""
     if kernel not in (None, "reference", "grouped"):
         raise ValueError(f"{op} got kernel={kernel!r}: it must be 'reference', 'grouped' or None to choose")
     if kernel == "reference" or (kernel is None and mesh.platform() != "tpu"):
@@ -145,7 +146,8 @@ def _takes_kernels(
             lacks = "a gate" if len(weights.columns) == 1 else "the default precision alone"
             raise UnsupportedError(f"{op} with kernel='grouped' takes {lacks}; use kernel='reference'")
         check_grouped(op, x.dtype, LANES, x.shape[1], weights.down.shape[1])
-        check_add_rows(op, x.dtype, x.shape[0] * devices, LANES, x.shape[1])
+        for count in held:
+            check_add_rows(op, x.dtype, count, LANES, x.shape[1])
     except UnsupportedError:
         if kernel is not None:
             raise
