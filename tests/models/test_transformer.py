@@ -201,9 +201,10 @@ def on_device(policy):
     return keep
 
 
-@pytest.mark.parametrize("overlap", [pytest.param("xla", marks=pytest.mark.slow), "prefetch"])
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", ["xla", "prefetch"])
 @pytest.mark.parametrize(("remat", "offloaded"), [
-    pytest.param("offload", 3, marks=pytest.mark.slow),  # heads of queries, keys and values
+    ("offload", 3),  # heads of queries, keys and values
     ("offload_most", 4),  # and what attention returns
 ])  # fmt: skip
 def test_offloading_changes_no_bit_of_loss_and_gradients(remat, offloaded, overlap, monkeypatch):

@@ -56,11 +56,10 @@ def test_segments_and_the_norms_of_heads_are_those_of_rows_that_travel():
         assert_alike(gradients(heads, x, dy, ids), gradients(rows, x, dy, ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backward", "weights", "options"), [
-    pytest.param(None, None, {"backend": "none"}, marks=pytest.mark.slow),
-    ("int8", "int8", {"backend": "xla"}),
-    pytest.param("int8", None, {"backend": "xla"}, marks=pytest.mark.slow),
-    pytest.param("int8", "int8", {"backend": "none", "gathered_bytes": 2**20}, marks=pytest.mark.slow),
+    (None, None, {"backend": "none"}), ("int8", "int8", {"backend": "xla"}), ("int8", None, {"backend": "xla"}),
+    ("int8", "int8", {"backend": "none", "gathered_bytes": 2**20}),
 ])  # fmt: skip
 def test_in_eight_bits_results_and_gradients_are_near_those_of_rows_that_travel(backward, weights, options):
     rng = np.random.default_rng(0)

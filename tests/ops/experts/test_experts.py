@@ -89,7 +89,7 @@ CASES = [  # devices, experts, k, backend, directions, route
     (4, 8, 2, "none", 1, "even"),
     pytest.param(8, 16, 2, "xla", 1, "zipf", marks=pytest.mark.slow),
     pytest.param(3, 60, 8, "xla", 2, "one", marks=pytest.mark.slow),
-    (2, 4, 1, "xla", 2, "one"),
+    pytest.param(2, 4, 1, "xla", 2, "one", marks=pytest.mark.slow),
     (1, 4, 2, "xla", 1, "even"),
     (4, 8, 2, "exchange", 1, "zipf"),
     (2, 4, 1, "exchange", 1, "one"),
@@ -122,7 +122,9 @@ def test_splits_hidden_features_of_few_experts():
 
 
 @pytest.mark.parametrize(("devices", "capacity", "directions", "backend"), [
-    (2, 4, 2, "xla"), (2, 1, 1, "none"), pytest.param(4, 3, 1, "exchange", marks=pytest.mark.slow),
+    (2, 1, 1, "none"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        (2, 4, 2, "xla"), (4, 3, 1, "exchange"),
+    ]),
 ])  # fmt: skip
 def test_drops_the_last_rows_of_each_half_beyond_the_capacity_in_every_form(devices, capacity, directions, backend):
     operands = drawn(devices * ROWS, 4, 2, "zipf")
