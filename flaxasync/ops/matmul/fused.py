@@ -109,7 +109,8 @@ class FusedExecutor:
         unit = sublanes(values.dtype)
         if -(-m // unit) * unit * values.shape[0] % LANES:
             unit = math.lcm(unit, LANES // math.gcd(LANES, values.shape[0]))
-        if math.lcm(-(-m // unit) * unit, LANES) > TILES.k:  # so many rows are a tile: whole lanes, of whole batches
+        # A tile has whole lanes of rows; where a batch has none, the rows of several whole batches.
+        if math.lcm(-(-m // unit) * unit, LANES) > TILES.k:  # which are too many
             unit = LANES
         scales = (_column_scales(x), [_column_scales(dy) for dy in dys]) if both else None
         dws = gather_weight_gradient(
