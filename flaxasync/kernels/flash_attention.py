@@ -50,6 +50,15 @@ _NN = (((1,), (0,)), ((), ()))
 type Operands = list[tuple[Array, pl.BlockSpec]]
 
 
+class _Form(NamedTuple):
+    """What distinguishes the two kernels."""
+
+    body: Callable[..., None]
+    matmuls: int  # for each pair of tiles
+    heads: Literal["parallel", "arbitrary"]  # whether heads and tiles of queries may be visited in any order
+    name: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Flash:
     """The two kernels as a `BlockKernel`. Its sizes are the largest to use.
@@ -139,7 +148,7 @@ def unsupported(dtype: jnp.dtype, head_size: int, q_rows: int, k_rows: int) -> s
 
 
 def _call(
-    form: "_Form",
+    form: _Form,
     scores: Scores,
     grid: Grid,
     operands: Operands,
@@ -316,15 +325,6 @@ def _backward_body(
 
 def _dot(x: Any, y: Any, contracting: Any, scores: Scores) -> Any:
     return lax.dot_general(x, y, contracting, precision=scores.precision, preferred_element_type=jnp.float32)
-
-
-class _Form(NamedTuple):
-    """What distinguishes the two kernels."""
-
-    body: Callable[..., None]
-    matmuls: int  # for each pair of tiles
-    heads: Literal["parallel", "arbitrary"]  # whether heads and tiles of queries may be visited in any order
-    name: str
 
 
 FORWARD = _Form(_forward_body, 2, "parallel", "flash_attention")

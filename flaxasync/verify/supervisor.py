@@ -58,7 +58,7 @@ def run_cases(cases: Sequence[Case], setup: Setup) -> Iterator[dict[str, Any]]:
             with _Child(setup, cases[done:]) as child:
                 machine = child.receive(setup.start_limit)
                 why = child.end() if machine is None else None
-                outcome: dict[str, Any] | None = machine
+                outcome: dict[str, Any] | None = machine  # the last message; None from a child that has ended or hangs
                 while outcome is not None and done < len(cases):
                     outcome = child.receive(setup.limit)
                     if outcome is None and child.running:

@@ -253,10 +253,11 @@ def test_a_quick_run_passes_on_this_machine(tmp_path, capsys):
     assert main(["--quick", "--platform", "cpu", "--json", str(file)]) == 0, capsys.readouterr().out
     results = json.loads(file.read_text())["results"]
     assert {r["verdict"] for r in results} == {"PASS", "NOT SUPPORTED"}
-    assert {r["case"]["op"] for r in results if r["case"]["simulate"] and r["verdict"] == "PASS"} == {
-        "platform", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "mesh_matmul", "attention",
-        "expert_products",
-    }  # fmt: skip
+    passed = [r["case"] for r in results if r["case"]["simulate"] and r["verdict"] == "PASS"]
+    in_8_bits = {(op, kind) for op in cases.MATMULS for kind in ("int8", "fp8")}
+    others = "platform", *cases.MATMULS, "mesh_matmul", "attention", "expert_products"
+    assert {(case["op"], case["quantization"]) for case in passed} == in_8_bits | {(op, None) for op in others}
+    assert {case["quantization"] for case in passed if case["keeps"]} == {"int8", "fp8"}
 
 
 @pytest.mark.parametrize(("options", "message"), [

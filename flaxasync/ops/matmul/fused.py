@@ -109,8 +109,9 @@ class FusedExecutor:
         unit = sublanes(values.dtype)
         if -(-m // unit) * unit * values.shape[0] % LANES:
             unit = math.lcm(unit, LANES // math.gcd(LANES, values.shape[0]))
-        # A tile has whole lanes of rows; where a batch has none, the rows of several whole batches.
-        if math.lcm(-(-m // unit) * unit, LANES) > TILES.k:  # which are too many
+        # A tile has whole lanes of rows. Where lanes do not divide a batch, it has all rows of several batches, which
+        # can be too many for vector memory.
+        if math.lcm(-(-m // unit) * unit, LANES) > TILES.k:
             unit = LANES
         scales = (_column_scales(x), [_column_scales(dy) for dy in dys]) if both else None
         dws = gather_weight_gradient(
