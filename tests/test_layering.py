@@ -15,6 +15,7 @@ LAYERS = {
     "flaxasync.device_order": 0,
     "flaxasync.mesh": 0,
     "flaxasync.ring": 0,
+    "flaxasync.foreign_json": 0,
     "flaxasync.transport": 1,
     "flaxasync.kernels": 1,
     "flaxasync.ops": 2,

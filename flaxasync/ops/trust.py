@@ -15,21 +15,25 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import glob
 import hashlib
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import pathlib
 import sys
 import tempfile
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 
 from flaxasync import hardware
+from flaxasync.foreign_json import JsonError, MissingJsonError, read_json
 from flaxasync.ops import agreement
 from flaxasync.ops.agreement import PASSED, Evidence
 
@@ -38,6 +42,7 @@ VARIABLE = "FLAXASYNC_VERIFIED"
 PLAIN = frozenset(("none", "xla", "reference"))  # backends that are made of XLA's own operations
 SOURCES = ("kernels/**/*.py", "ops/**/*.py", "transport/**/*.py", "ring.py")
 COMMAND = "python -m flaxasync.verify"
+_UNFINISHED_SECONDS = 3600  # after which a file that is being written was left by a process that is gone
 LIMIT = 300  # seconds to wait for the other processes, as long as `jax.distributed.initialize` waits for them
 
 type Axes = int | tuple[int, ...]  # the devices of a ring, or of the axes of a mesh
@@ -181,19 +186,19 @@ def read(machine: Machine) -> dict[str, dict]:
     """
     file = machine.file
     try:
-        content: Any = json.loads(file.read_text())
-    except FileNotFoundError:
+        content = read_json(file)
+    except MissingJsonError:
         if _named_file():
             say_once(f"{VARIABLE} names {file}, which does not exist: no kernel is trusted")
         return _NOTHING
-    except (OSError, json.JSONDecodeError) as error:
+    except JsonError as error:
         why = str(error)
     else:
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             why = f"they are not in format {FORMAT} of this version"
         elif content.get("machine") != dataclasses.asdict(machine):
             why = f"they are of another machine or version, not of {machine}"
-        elif not all(_is_table(content.get(kind)) for kind in _NOTHING):
+        elif not (_is_table(content.get("verdicts"), _is_text) and _is_table(content.get("times"), _is_time)):
             why = "the file is damaged"
         else:
             return content
@@ -217,16 +222,31 @@ def record(
         content: dict[str, Any] = {"format": FORMAT, "machine": dataclasses.asdict(machine)}
         for kind, new in (("verdicts", verdicts), ("times", times)):
             old = stored[kind]
-            content[kind] = {name: {**old.get(name, {}), **new.get(name, {})} for name in {*old, *new}}
+            rows = {name: {**old.get(name, {}), **new.get(name, {})} for name in {*old, *new}}
+            content[kind] = {name: row for name, row in rows.items() if row}
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as part:
-            json.dump(content, part, indent=1, sort_keys=True)
-        os.chmod(part.name, 0o644)  # other users may read a file that is named
-        os.replace(part.name, file)
+        _replace(file, json.dumps(content, indent=1, sort_keys=True))
     except OSError as error:
         say_once(f"the verdicts cannot be stored, so these kernels stay untrusted: {error}; {VARIABLE} names a file")
         return None
     return file
+
+
+def _replace(file: pathlib.Path, text: str) -> None:
+    """Writes a file at once, and removes what a process that was killed has left of an earlier attempt."""
+    for left in file.parent.glob(f".{glob.escape(file.name)}.*.part"):
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            if time.time() - left.stat().st_mtime > _UNFINISHED_SECONDS:
+                left.unlink()
+    descriptor, part = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.", suffix=".part")
+    try:
+        with open(descriptor, "w") as opened:
+            opened.write(text)
+        os.chmod(part, 0o644)  # other users may read a file that is named
+        os.replace(part, file)
+    except BaseException:
+        os.unlink(part)
+        raise
 
 
 @functools.cache
@@ -295,9 +315,24 @@ def _known_here(chip: str) -> Evidence:
     if not override and machine.libtpu == "none":
         return Evidence("stored")  # the library of the chip has no version that would tell its verdicts from another's
     stored = read(machine)
-    failed = {name: [text for text in found.values() if text != PASSED] for name, found in stored["verdicts"].items()}
-    return Evidence("stored", {name: texts[0] if texts else PASSED for name, texts in failed.items()}, stored["times"])
+    verdicts: dict[str, str] = {}
+    for name, cases in stored["verdicts"].items():
+        if cases:  # a kernel of which no case ran was not verified
+            verdicts[name] = next((text for text in cases.values() if text != PASSED), PASSED)
+    return Evidence("stored", verdicts, stored["times"])
 
 
-def _is_table(part: Any) -> bool:
-    return isinstance(part, dict) and all(isinstance(row, dict) for row in part.values())
+def _is_table(part: Any, is_entry: Callable[[Any], bool]) -> bool:
+    """Says whether a part of a file of verdicts is {name: {name: entry}}."""
+    if not isinstance(part, dict) or not all(isinstance(row, dict) for row in part.values()):
+        return False
+    return all(is_entry(entry) for row in part.values() for entry in row.values())
+
+
+def _is_text(entry: Any) -> bool:
+    return isinstance(entry, str)
+
+
+def _is_time(entry: Any) -> bool:
+    """Says whether an entry is a time in seconds."""
+    return type(entry) in (int, float) and 0 < entry < math.inf

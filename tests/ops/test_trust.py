@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import math
+import os
 import pathlib
+import time
 import types
 
 import jax
@@ -121,14 +124,46 @@ def test_without_a_version_of_libtpu_nothing_is_trusted(v5e, monkeypatch):
     ("[]", "they are not in format 3 of this version"),
     ('{"format": 1}', "they are not in format 3 of this version"),
     (None, "the file is damaged"),
+    ("[" * 100_000, "is nested too deeply"),
+    ('{"format": ' + "3" * 5000 + "}", "an integer has 5,000 digits"),
+    (b'{"format": "\xff"}', "is not text in UTF-8: byte 12 is 0xff"),
+    ({"verdicts": {f"{OP}/fused/3+": {"a case": None}}}, "the file is damaged"),
+    ({"times": {"a call": {"fused": "1"}}}, "the file is damaged"),
+    ({"times": {"a call": {"fused": math.nan}}}, "the file is damaged"),
 ])  # fmt: skip
 def test_a_damaged_file_is_not_trusted_and_said_once(v5e, text, message, caplog):
     v5e.file.parent.mkdir(parents=True)
     whole = {"format": 3, "machine": vars(v5e), "verdicts": {f"{OP}/fused/3+": "PASS"}, "times": {}}
-    v5e.file.write_text(json.dumps(whole) if text is None else text)
+    if text is None:
+        text = json.dumps(whole)
+    elif isinstance(text, dict):
+        text = json.dumps(whole | {"verdicts": {f"{OP}/fused/3+": {"a case": "PASS"}}} | text)
+    v5e.file.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert [taken(), taken()] == ["none", "none"]
     assert caplog.text.count(message) == 1
     assert str(v5e.file) in caplog.text
+
+
+def test_a_row_without_cases_is_no_verdict(v5e):
+    """A kernel of which no case ran has passed nothing."""
+    store(v5e)
+    content = json.loads(v5e.file.read_text())
+    assert taken() == "fused"
+    content["verdicts"] = {key: {} for key in content["verdicts"]}
+    v5e.file.write_text(json.dumps(content))
+    assert taken() == "none"
+    trust.record(v5e, {"another": {}})
+    assert json.loads(v5e.file.read_text())["verdicts"] == {}
+
+
+def test_what_a_killed_process_left_is_removed(v5e):
+    store(v5e)
+    old, new = (v5e.file.with_name(f".{v5e.file.name}.{name}.part") for name in ("old", "new"))
+    for file, age in ((old, 7200), (new, 0)):
+        file.touch()
+        os.utime(file, (time.time() - age,) * 2)
+    store(v5e)
+    assert {file.name for file in v5e.file.parent.iterdir()} == {v5e.file.name, new.name}
 
 
 def test_the_environment_overrides_the_stored_verdicts(v5e, monkeypatch, tmp_path, caplog):
