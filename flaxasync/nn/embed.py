@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Initializer
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from flaxasync.mesh import mesh_axis_size
@@ -82,7 +81,7 @@ class VocabParallelEmbed(StoredLayer):
         return Part(self.stored[0], None, self.shares, dim=0)
 
     def __call__(self, ids: Int[Array, "*batch s"], *, layout: Layout | None = None) -> Float[Array, "*batch s d"]:
-        """Looks up `ids`. An id outside 0 .. V-1 gives zeros.
+        """Looks up `ids`. An id outside 0 .. V-1 gives a row of NaN, and has no gradient.
 
         `layout` says how the rows of this output lie; by default what the layer was built with.
 
@@ -133,9 +132,10 @@ def softmax_cross_entropy(
 
     Args:
       logits: [..., s, V], sharded by entries (the last dimension).
-      targets: [..., s], 0 .. V-1, the same on all devices of the axis.
+      targets: [..., s], 0 .. V-1, the same on all devices of the axis. Any other target makes the loss of its row, and
+        the gradient of its logits, NaN.
       axis_name: The mesh axis that splits the vocabulary.
-      ignore: The target of rows whose loss is 0, such as -100 for padding; None for none.
+      ignore: The target of rows whose loss is 0, such as -100 for padding, in the vocabulary or not; None for none.
       label_smoothing: The share of the target distribution that is spread over all entries equally.
       z_loss: The factor of log(sum(exp(logits)))**2, which is added; 0 for none.
       vocab_size: The entries that exist, where the logits have more because the axis does not divide the vocabulary;
@@ -182,9 +182,10 @@ def _lookup(call: Call, ids: Array, linear: Linear) -> Array:
     dtype = settings.dtype if call.rows_sharded else linear[0].dtype
     ((table, _),) = call.take(ids, (linear,), dtype)
     table = shards.cast(table, ids, dtype)
+    entries = call.parts[0].shares.size
     if call.rows_sharded:
-        return vocabulary.lookup_reduce_scatter(ids, table, axis_name, backend=settings.backend)
-    return lax.psum(vocabulary.lookup(ids, table, axis_name).astype(settings.dtype), axis_name)
+        return vocabulary.lookup_reduce_scatter(ids, table, axis_name, entries=entries, backend=settings.backend)
+    return vocabulary.lookup_all_reduce(ids, table, axis_name, entries=entries, dtype=settings.dtype)
 
 
 def _attend(call: Call, x: Array, linear: Linear) -> Array:

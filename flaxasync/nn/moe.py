@@ -173,8 +173,10 @@ def _apply(static: _Static, x: Array, linears: tuple[Linear, ...], bias: Array |
         x.astype(wide), shards.cast(router, x, wide), (((x.ndim - 1,), (0,)), ((), ())),
         precision=lax.Precision.HIGHEST,
     )  # fmt: skip
-    ids, weights, scores = route(logits, static.k, static.router, bias)
-    rows, chosen, factors = (y.reshape(-1, y.shape[-1]) for y in (x.astype(settings.dtype), ids, weights))
+    choice = route(logits, static.k, static.router, bias)
+    rows = x.astype(settings.dtype).reshape(-1, x.shape[-1])
+    chosen = choice.ids.reshape(-1, static.k)
+    factors = choice.weights.reshape(-1, static.k)
     count = rows.shape[0]
     if not static.call.rows_sharded:  # every device has all rows, and takes its part of them
         shares = Shares.equal(count, lax.axis_size(axis_name))
@@ -193,7 +195,7 @@ def _apply(static: _Static, x: Array, linears: tuple[Linear, ...], bias: Array |
     left_out = jnp.int32(0) if capacity is None else dropped(chosen, static.experts, capacity)
     if capacity is not None and not static.call.rows_sharded:
         left_out = lax.psum(left_out, axis_name)
-    return y.reshape(x.shape), routing(logits, scores, ids, left_out, jax.typeof(x).mat.varying)
+    return y.reshape(x.shape), routing(logits, choice, left_out, jax.typeof(x).mat.varying)
 
 
 def _initial(init: Initializer, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:

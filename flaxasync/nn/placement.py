@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from flaxasync.mesh import mesh_axis_size, vary_like
+from flaxasync.ops import trust
 
 type Layout = Literal["sequence", "replicated"]
 type Dimension = Literal["rows", "features"]
@@ -81,7 +82,10 @@ class Placement:
             axes = frozenset(name for name, kind in types.items() if kind != AxisType.Manual)
             if len(axes) == len(types):
                 axes = frozenset()  # stands for all axes but those of `jax.vmap`, which takes an axis away
-            mapped = (_compiled if is_eager() else _mapped)(fn, static, in_specs, out_specs, axes)
+            if is_eager():
+                mapped = _compiled(ambient_state(), fn, static, in_specs, out_specs, axes)
+            else:
+                mapped = _mapped(fn, static, in_specs, out_specs, axes)
         if args[0].size:
             return functools.partial(mapped, *args)
         return functools.partial(_empty, jax.eval_shape(mapped, *args))
@@ -202,10 +206,30 @@ def _mapped(fn: Callable, static: Hashable, in_specs: tuple, out_specs: Any, axe
     return jax.shard_map(functools.partial(fn, static), in_specs=in_specs, out_specs=out_specs, axis_names=axes)
 
 
+def ambient_state() -> Hashable:
+    """Returns what tracing a layer reads beside its arguments: the mesh with its axis types, and which kernels count.
+
+    Every cache of something that was traced has it in its key, because a program that was traced for one mesh, or with
+    the kernels that one block of code trusts, is not that of another.
+    """
+    return jax.sharding.get_abstract_mesh(), trust.state()
+
+
 @functools.lru_cache(1024)
-def _compiled(*given: Any) -> Callable:
-    """Returns the program of an eager call. Calls that are traced would share the source locations of one trace."""
-    return jax.jit(_mapped(*given), inline=True)
+def _compiled(
+    ambient: Hashable,
+    fn: Callable,
+    static: Hashable,
+    in_specs: tuple,
+    out_specs: Any,
+    axes: frozenset[str],
+) -> Callable:
+    """Returns the program of an eager call, where `ambient` is what `ambient_state` says now.
+
+    Calls that are traced are not cached: they would share the source locations of one trace.
+    """
+    del ambient
+    return jax.jit(_mapped(fn, static, in_specs, out_specs, axes), inline=True)
 
 
 def _empty(y: jax.ShapeDtypeStruct) -> jax.Array:

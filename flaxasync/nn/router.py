@@ -53,39 +53,65 @@ class Routing(NamedTuple):
     dropped: Array
 
 
-def route(logits: Array, k: int, options: RouterOptions, bias: Array | None) -> tuple[Array, Array, Array]:
-    """Returns the ids and the weights of the k experts of each row, and the scores of all, for logits [..., n, E]."""
-    score = jax.nn.softmax if options.scores == "softmax" else jax.nn.sigmoid
-    scores = score(logits)
-    chooses_by = logits if options.choose_first else scores
+class Choice(NamedTuple):
+    """Which experts each row chose.
+
+    Attributes:
+      ids: The numbers of the k experts, [..., n, k].
+      weights: The weight of each of them, [..., n, k].
+      log_scores: The logarithms of the scores of all experts, [..., n, E].
+    """
+
+    ids: Array
+    weights: Array
+    log_scores: Array
+
+
+def route(logits: Array, k: int, options: RouterOptions, bias: Array | None) -> Choice:
+    """Chooses k experts for each row, from logits [..., n, E].
+
+    Weights and shares are computed from the logarithms of scores. The sigmoid of a logit below -88 is zero in float32,
+    and so would be the sum that divides the weights of a row whose logits are all that low.
+    """
+    log_score = jax.nn.log_softmax if options.scores == "softmax" else jax.nn.log_sigmoid
+    log_scores = log_score(logits)
+    # Scores grow with their logits, so both choose the same experts, but distinct logits can have equal scores.
+    chooses_by = logits
     if bias is not None:
-        chooses_by = chooses_by + lax.stop_gradient(bias.astype(scores.dtype))
+        unbiased = logits if options.choose_first else jnp.exp(log_scores)
+        chooses_by = unbiased + lax.stop_gradient(bias.astype(logits.dtype))
     _, ids = lax.top_k(lax.stop_gradient(chooses_by), k)
-    weights = jnp.take_along_axis(logits if options.choose_first else scores, ids, axis=-1)
-    weights = score(weights) if options.choose_first else weights
+    if options.choose_first:
+        log_weights = log_score(jnp.take_along_axis(logits, ids, axis=-1))
+    else:
+        log_weights = jnp.take_along_axis(log_scores, ids, axis=-1)
     if options.normalize:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return ids, weights * options.scale, scores
+        weights = jax.nn.softmax(log_weights, axis=-1)
+    else:
+        weights = jnp.exp(log_weights)
+    return Choice(ids, weights * options.scale, log_scores)
 
 
-def routing(logits: Array, scores: Array, ids: Array, dropped: Array, axes: frozenset[str]) -> Routing:
+def routing(logits: Array, choice: Choice, dropped: Array, axes: frozenset[str]) -> Routing:
     """Returns how the rows of this device and of all devices on `axes` were routed. Inside shard_map.
 
     `dropped` counts the choices of this device's rows that were dropped.
     """
     experts = logits.shape[-1]
-    flat, chosen = scores.reshape(-1, experts), ids.reshape(-1)
-    counts = jnp.sum(chosen[:, None] == jnp.arange(experts, dtype=ids.dtype), axis=0).astype(scores.dtype)
+    chosen = choice.ids.reshape(-1, 1)
+    dtype = logits.dtype
+    shares = jax.nn.softmax(choice.log_scores.reshape(-1, experts), axis=-1)
+    counts = jnp.sum(chosen == jnp.arange(experts, dtype=chosen.dtype)[None], axis=0).astype(dtype)
     sums = (
-        jnp.sum(flat / jnp.sum(flat, axis=-1, keepdims=True), axis=0),
+        jnp.sum(shares, axis=0),
         jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1))),
         counts,
-        dropped.astype(scores.dtype),
-        jnp.asarray(flat.shape[0], scores.dtype),
+        dropped.astype(dtype),
+        jnp.asarray(shares.shape[0], dtype),
     )
     names = tuple(sorted(axes))
     score, z, counts, left_out, rows = (lax.psum(cast_to_varying(x, axes), names) if names else x for x in sums)
     rows = jnp.maximum(rows, 1)
-    choices = rows * ids.shape[-1]
+    choices = rows * choice.ids.shape[-1]
     share = lax.stop_gradient(counts / choices)
     return Routing(experts * jnp.sum(share * score / rows), z / rows, share, left_out / choices)

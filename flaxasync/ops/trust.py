@@ -104,6 +104,11 @@ def is_assumed() -> bool:
     return not os.environ.get(VARIABLE) and jax.default_backend() != "tpu"
 
 
+def state() -> tuple[Mode | None, str | None]:
+    """Returns the settings that decide which kernels are trusted, for the keys of caches: the mode and the variable."""
+    return _mode.get(), os.environ.get(VARIABLE)
+
+
 def key(op: str, backend: str, ring: Axes, kind: str | None = None) -> str:
     """Returns the name of a verdict: op, backend, for what sends the class of the longest axis (1, 2 or 3+), and kind.
 

@@ -13,9 +13,12 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.sharding import AxisType
 
 import flaxasync as fa
 from flaxasync import mesh as ambient_mesh
+from flaxasync.nn.placement import ambient_state
+from flaxasync.ops import trust
 from tests.nn.conftest import COLUMNS, ROWS, TOKENS, drawn, make_mesh, ones
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -65,6 +68,49 @@ def test_a_second_call_compiles_nothing(compilations, kind):
         compilations()
         layer(y)
         assert compilations() == 0
+
+
+def a_loss():
+    logits = np.arange(4 * 8 * 16, dtype=np.float32).reshape(4, 8, 16) % 7
+    targets = np.zeros((4, 8), np.int32)
+    return fa.nn.softmax_cross_entropy(jax.device_put(logits, COLUMNS), jax.device_put(targets, TOKENS))
+
+
+def of_a_layer(kind):
+    def run():
+        layer, x = example(kind)
+        return layer(x)
+
+    return run
+
+
+@pytest.mark.parametrize("run", [a_loss, *map(of_a_layer, ("mlp", "embed"))], ids=["loss", "mlp", "embed"])
+def test_a_second_mesh_and_other_types_of_axes_get_programs_of_their_own(run):
+    """An eager call keeps its program, which is that of one mesh: one of the same sizes can have other axis types."""
+    results = []
+    for sizes, axis_type in [
+        ((2, 4), AxisType.Explicit),
+        ((2, 4), AxisType.Auto),
+        ((2, 2), AxisType.Explicit),
+        ((4, 2), AxisType.Auto),
+        ((2, 4), AxisType.Explicit),
+    ]:
+        with jax.set_mesh(make_mesh(*sizes, axis_type)):
+            results.append(np.asarray(run()))
+    for result in results[1:]:
+        np.testing.assert_allclose(result, results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_the_key_of_a_program_names_what_is_trusted(monkeypatch):
+    with jax.set_mesh(make_mesh(2, 4)):
+        monkeypatch.delenv(trust.VARIABLE, raising=False)
+        states = [ambient_state()]
+        for mode in ("predicted", "verified"):
+            with trust.trusting(mode):
+                states.append(ambient_state())
+        monkeypatch.setenv(trust.VARIABLE, "all")
+        states.append(ambient_state())
+    assert len(set(states)) == 4
 
 
 def test_a_second_gradient_compiles_nothing(compilations):

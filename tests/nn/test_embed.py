@@ -57,12 +57,47 @@ def test_many_gradients_of_one_id_are_not_lost_in_bfloat16():
     np.testing.assert_array_equal(np.asarray(grads["embedding"][...])[0], 512.0)
 
 
-def test_an_id_outside_the_vocabulary_gives_zeros():
+@pytest.mark.parametrize("layout", ["sequence", "replicated"])
+def test_gradients_of_one_id_are_summed_in_float32_for_a_parameter_in_bfloat16(layout):
+    """Summed one by one in bfloat16, 4096 ones stop at 256, or where a tree of sums stops."""
+    rows = 4096
+
+    def total(layer, ids):
+        return jnp.sum(layer(ids).astype(jnp.float32))
+
+    with jax.set_mesh(make_mesh(2, 4)):
+        options = {"layout": layout, "param_dtype": jnp.bfloat16}
+        layer = fa.nn.VocabParallelEmbed(8, 4, rngs=nnx.Rngs(0), **options)
+        ids = jax.device_put(np.full((2, rows // 2), 5, np.int32), TOKENS)
+        grads = nnx.jit(nnx.grad(total))(layer, ids)
+    want = np.where(np.arange(8) == 5, float(rows), 0.0)
+    assert grads["embedding"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(grads["embedding"][...], np.float32), np.tile(want[:, None], (1, 4)))
+
+
+@pytest.mark.parametrize("layout", ["sequence", "replicated"])
+@pytest.mark.parametrize("entries", [8, 7])
+def test_an_id_outside_the_vocabulary_gives_nan_and_no_gradient(layout, entries):
+    """Also where the number is that of an entry that pads the vocabulary."""
     with jax.set_mesh(make_mesh(1, 4)):
-        layer = drawn(lambda: fa.nn.VocabParallelEmbed(8, 4, rngs=nnx.Rngs(0)))
-        y = nnx.jit(lambda layer, ids: layer(ids))(layer, jax.device_put(np.array([[-1, 8, 100, 3]], np.int32), TOKENS))
-    assert (np.asarray(y)[0, :3] == 0).all()
-    assert (np.asarray(y)[0, 3] != 0).any()
+        layer = drawn(lambda: fa.nn.VocabParallelEmbed(entries, 4, layout=layout, rngs=nnx.Rngs(0)))
+        ids = jax.device_put(np.array([[-1, entries, 3, 100]], np.int32), TOKENS)
+        y = nnx.jit(lambda layer, ids: layer(ids))(layer, ids)
+        grads = nnx.jit(nnx.grad(lambda layer, ids: jnp.sum(layer(ids))))(layer, ids)
+    assert np.isnan(np.asarray(y)[0, [0, 1, 3]]).all()
+    np.testing.assert_array_equal(np.asarray(y)[0, 2], np.asarray(layer.embedding[...])[3])
+    want = np.where(np.arange(entries) == 3, 1.0, 0.0)
+    np.testing.assert_array_equal(np.asarray(grads["embedding"][...])[:, 0], want)
+
+
+def test_a_parallel_embedding_has_the_nan_of_the_embedding_that_it_replaces():
+    plain = drawn(lambda: nnx.Embed(8, 4, rngs=nnx.Rngs(0)))
+    ids = np.array([[3, 8, 7, 100]], np.int32)
+    with jax.set_mesh(make_mesh(1, 4)):
+        layer = fa.nn.VocabParallelEmbed(8, 4, rngs=nnx.Rngs(0))
+        fa.nn.load(layer, plain)
+        y = layer(jax.device_put(ids, TOKENS))
+    np.testing.assert_array_equal(y, plain(ids))
 
 
 def attend(layer, x):
@@ -123,6 +158,58 @@ def test_cross_entropy_of_huge_logits_is_finite():
         logits = jax.device_put(np.where(np.arange(8) == 5, 1e30, -1e30).astype(np.float32)[None, None], COLUMNS)
         targets = jax.device_put(np.array([[5]], np.int32), TOKENS)
         assert np.asarray(jax.jit(fa.nn.softmax_cross_entropy)(logits, targets)).item() == 0.0
+
+
+def softmax_of(logits):
+    shifted = np.exp(logits - logits.max(-1, keepdims=True))
+    return shifted / shifted.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.25}])
+@pytest.mark.parametrize("offset", [0.0, 8e6, -8e6, 1e8])
+def test_an_offset_of_all_logits_changes_neither_the_loss_nor_its_gradient(offset, options):
+    """A float32 of 8e6 is known to a half, so the maximum may not be added to a sum before it is subtracted again."""
+    logits = np.array([0, 1, 3, 2, -2, 8, 4, 0], np.float32) * (8 if offset == 1e8 else 1) + np.float32(offset)
+    exact = (logits.astype(np.float64) - offset)[None, None]
+    smoothing = options.get("label_smoothing", 0.0)
+    wanted = (1 - smoothing) * np.eye(8)[2] + smoothing / 8
+    probabilities = softmax_of(exact)
+    want = -np.sum(np.log(probabilities) * wanted)
+    with jax.set_mesh(make_mesh(1, 4)):
+        targets = jax.device_put(np.array([[2]], np.int32), TOKENS)
+
+        def total(logits):
+            return jnp.sum(fa.nn.softmax_cross_entropy(logits, targets, **options))
+
+        loss, gradient = jax.jit(jax.value_and_grad(total))(jax.device_put(logits[None, None], COLUMNS))
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    np.testing.assert_allclose(gradient, probabilities - wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_equal_logits_of_any_size_have_the_loss_of_a_uniform_distribution():
+    with jax.set_mesh(make_mesh(1, 4)):
+        logits = jax.device_put(np.full((1, 4, 4), 1e8, np.float32), COLUMNS)
+        targets = jax.device_put(np.arange(4, dtype=np.int32)[None], TOKENS)
+        losses = jax.jit(fa.nn.softmax_cross_entropy)(logits, targets)
+    np.testing.assert_allclose(losses, np.full((1, 4), np.log(4)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("vocab", [8, 7])
+def test_a_target_outside_the_vocabulary_gives_nan_unless_it_is_ignored(vocab):
+    targets = np.array([[-100, -1, vocab, 100, 3, 0]], np.int32)
+    absent = np.array([False, True, True, True, False, False])
+    with jax.set_mesh(make_mesh(1, 4)):
+        logits = ones((1, 6, 8), COLUMNS)
+
+        def losses(logits):
+            where = jax.device_put(targets, TOKENS)
+            return fa.nn.softmax_cross_entropy(logits, where, ignore=-100, vocab_size=vocab)
+
+        loss = jax.jit(losses)(logits)
+        gradient = jax.jit(jax.grad(lambda logits: jnp.sum(losses(logits))))(logits)
+    np.testing.assert_array_equal(np.isnan(np.asarray(loss)[0]), absent)
+    np.testing.assert_allclose(np.asarray(loss)[0, ~absent], [0, np.log(vocab), np.log(vocab)], rtol=1e-6)
+    np.testing.assert_array_equal(np.isnan(np.asarray(gradient)[0, :, :vocab]).all(-1), absent)
 
 
 @pytest.mark.optimized

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import flaxasync as fa
+from flaxasync.nn.router import route, routing
 from tests.nn.conftest import ROWS, SAME, make_mesh
 
 FEATURES, HIDDEN, BATCH, LENGTH = 16, 24, 4, 8
@@ -190,3 +191,68 @@ def test_refuses_what_does_not_fit(options, message):
         fa.nn.ParallelMoE(FEATURES, rngs=nnx.Rngs(0), **options)
     with pytest.raises(ValueError, match="'softmax' or 'sigmoid'"):
         fa.nn.RouterOptions(scores="tanh")
+
+
+SIGMOIDS = {
+    "normalised": fa.nn.RouterOptions("sigmoid"),
+    "chosen first": fa.nn.RouterOptions("sigmoid", choose_first=True),
+    "as they are": fa.nn.RouterOptions("sigmoid", normalize=False),
+    "biased": fa.nn.RouterOptions("sigmoid", selection_bias=True),
+    "softmax": fa.nn.RouterOptions("softmax"),
+    "softmax of the chosen": fa.nn.RouterOptions("softmax", choose_first=True, normalize=False),
+}
+
+
+def weights_in_float64(logits, ids, options):
+    """Returns the weights of the chosen experts as NumPy computes them, whose sigmoids are not zero above -700."""
+    chosen = np.take_along_axis(logits, ids, -1)
+    if options.scores == "sigmoid":
+        weights = 1 / (1 + np.exp(-chosen))
+    elif options.choose_first:
+        weights = softmax(chosen)
+    else:
+        weights = np.take_along_axis(softmax(logits), ids, -1)
+    if options.normalize:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return weights
+
+
+@pytest.mark.parametrize("low", [0.0, -30.0, -46.0, -88.0, -110.0, -400.0, 40.0, 100.0])
+@pytest.mark.parametrize("options", SIGMOIDS.values(), ids=SIGMOIDS)
+def test_routers_are_finite_and_right_at_the_ends_of_float32(options, low):
+    """From -88 on the sigmoid is zero in float32, and from -46 on so was the square that a gradient divided by."""
+    rng = np.random.default_rng(3)
+    logits = (low + rng.permutation(8) * 0.5 + np.zeros((5, 1))).astype(np.float32)
+    bias = np.zeros(8, np.float32) if options.selection_bias else None
+
+    def weigh(logits):
+        choice = route(logits, 3, options, bias)
+        statistics = routing(logits, choice, jnp.int32(0), frozenset())
+        return jnp.sum(choice.weights * jnp.arange(1.0, 4.0)), (choice, statistics)
+
+    (_, (choice, statistics)), gradient = jax.jit(jax.value_and_grad(weigh, has_aux=True))(logits)
+    exact = logits.astype(np.float64)
+    ids = np.argsort(-exact, axis=-1)[:, :3]
+    if not options.selection_bias:  # a bias is added to scores, which may be equal in float32
+        np.testing.assert_array_equal(choice.ids, ids)
+    want = weights_in_float64(exact, np.asarray(choice.ids), options)
+    np.testing.assert_allclose(choice.weights, want, rtol=1e-5, atol=1e-30)
+    assert np.isfinite(gradient).all()
+    assert np.isfinite(statistics.load_balance_loss)
+    if options.scores == "sigmoid":
+        scores = 1 / (1 + np.exp(-exact))
+        mean = (scores / scores.sum(-1, keepdims=True)).mean(0)
+        np.testing.assert_allclose(
+            statistics.load_balance_loss, 8 * np.sum(np.asarray(statistics.share) * mean), rtol=1e-5
+        )
+
+
+def test_the_gradient_of_a_sigmoid_router_is_right_where_scores_are_tiny():
+    """d(w_i)/d(logit_j) = w_i (1 - s_j) ((i == j) - w_j) for normalised weights of sigmoids s."""
+    logits = np.array([[-60.0, -61.0, -90.0, -62.0]], np.float32)
+    options = fa.nn.RouterOptions("sigmoid")
+    gradient = jax.grad(lambda logits: route(logits, 2, options, None).weights[0, 0])(logits)
+    chosen = 1 / (1 + np.exp(-logits.astype(np.float64)))[0, :2]
+    weights = chosen / chosen.sum()
+    want = [weights[0] * (1 - weights[0]), -weights[0] * weights[1], 0, 0]
+    np.testing.assert_allclose(gradient[0], want, rtol=1e-5)
