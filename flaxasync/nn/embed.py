@@ -16,6 +16,7 @@ from flaxasync.nn import shards
 from flaxasync.nn.fully_sharded import StoredLayer, stored_parameter
 from flaxasync.nn.linear import with_dtype
 from flaxasync.nn.options import LayerOptions, of_settings, settings_of
+from flaxasync.nn.out_sharding import OutSharding, layout_for, output_spec, shard_output
 from flaxasync.nn.placement import Layout, check_divides, check_output_layout, place, place_tokens
 from flaxasync.nn.shards import Call, Linear, Part
 from flaxasync.nn.uneven_shares import Shares
@@ -80,35 +81,46 @@ class VocabParallelEmbed(StoredLayer):
         """How the embedding is stored, and which part of it a device computes with."""
         return Part(self.stored[0], None, self.shares, dim=0)
 
-    def __call__(self, ids: Int[Array, "*batch s"], *, layout: Layout | None = None) -> Float[Array, "*batch s d"]:
-        """Looks up `ids`. An id outside 0 .. V-1 gives a row of NaN, and has no gradient.
+    def __call__(
+        self, inputs: Int[Array, "*batch s"], out_sharding: OutSharding = None, *, layout: Layout | None = None
+    ) -> Float[Array, "*batch s d"]:
+        """Looks up ids. An id outside 0 .. V-1 gives a row of NaN, and has no gradient.
 
-        `layout` says how the rows of this output lie; by default what the layer was built with.
+        `layout` says how the rows of this output lie; by default what `out_sharding` asks for, or else what the layer
+        was built with.
 
         Raises:
           ValueError: ids are not integers, are sharded over the axis, or have rows that cannot be shared out equally.
         """
+        ids, axis_name = inputs, self.settings.axis_name
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(f"VocabParallelEmbed looks up integers: got ids of {ids.dtype}")
-        layout = self.layout if layout is None else check_output_layout("VocabParallelEmbed", layout)
-        placement = place_tokens("VocabParallelEmbed", ids, self.settings.axis_name, self.settings.in_spec)
+        spec = output_spec("VocabParallelEmbed", out_sharding, axis_name)
+        if layout is None:
+            layout = layout_for(spec, ids.ndim + 1, axis_name, self.layout)
+        check_output_layout("VocabParallelEmbed", layout)
+        placement = place_tokens("VocabParallelEmbed", ids, axis_name, self.settings.in_spec)
         placement.check_output_rows("VocabParallelEmbed", ids.shape[-1], layout)
         (table,) = self.parameters()
         backend = execution.if_available("lookup_reduce_scatter", self.settings.backend)
         call = self._call(layout == "sequence", table, backend=backend, inexact=False)
         in_specs = placement.token_spec(), call.specs[0]
-        return placement.bind(_lookup, call, (ids, (table, None)), in_specs, placement.spec(layout))()
+        y = placement.bind(_lookup, call, (ids, (table, None)), in_specs, placement.spec(layout))()
+        return shard_output(y, spec)
 
-    def attend(self, x: Float[Array, "*batch s d"]) -> Float[Array, "*batch s v"]:
-        """Returns the logits of `x` against every entry, x @ embedding.T: all rows, sharded by entries.
+    def attend(self, query: Float[Array, "*batch s d"], out_sharding: OutSharding = None) -> Float[Array, "*batch s v"]:
+        """Returns the logits of `query` against every entry, query @ embedding.T: all rows, sharded by entries.
 
-        Like that of `ColumnParallelLinear`, x is sharded by rows over the axis, or the same on all of its devices.
+        Like the input of `ColumnParallelLinear`, it is sharded by rows over the axis, or the same on all of its
+        devices.
         """
-        placement = place("VocabParallelEmbed.attend", x, self.settings.axis_name, None, "rows", self.features)
+        axis_name = self.settings.axis_name
+        spec = output_spec("VocabParallelEmbed.attend", out_sharding, axis_name)
+        placement = place("VocabParallelEmbed.attend", query, axis_name, None, "rows", self.features)
         (table,) = self.parameters()
-        call = self._call(placement.rows_sharded, x, table, backend=self.settings.backend)
+        call = self._call(placement.rows_sharded, query, table, backend=self.settings.backend)
         in_specs, out_spec = (placement.in_spec, call.specs[0]), placement.spec(features=True)
-        return placement.bind(_attend, call, (x, (table, None)), in_specs, out_spec)()
+        return shard_output(placement.bind(_attend, call, (query, (table, None)), in_specs, out_spec)(), spec)
 
     def _call(self, rows_sharded: bool, *arrays: Array, backend: str | None, **promotion: bool) -> Call:
         """Returns what is static in a computation with these arrays, whose dtype is promoted as `nnx.Embed` does it."""

@@ -17,7 +17,8 @@ from jaxtyping import Array, Float
 from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn import shards
 from flaxasync.nn.fully_sharded import StoredLayer, check_sharded, stored_parameter
-from flaxasync.nn.options import LinearOptions, Settings, of_settings, settings_of
+from flaxasync.nn.options import LinearOptions, Settings, fixed_setting, of_settings, settings_of
+from flaxasync.nn.out_sharding import OutSharding, layout_for, output_spec, shard_output
 from flaxasync.nn.placement import Layout, Placement, check_divides, check_output_layout, place
 from flaxasync.nn.shards import Call, Linear, Part
 from flaxasync.nn.uneven_shares import Shares
@@ -31,8 +32,8 @@ class DenseLayer(StoredLayer):
     shares: Shares
     dim: ClassVar[int] = 1  # the dimension of the kernel that is shared out
     dtype, param_dtype, precision = map(of_settings, ("dtype", "param_dtype", "precision"))
-    use_bias, kernel_init, bias_init = map(of_settings, ("use_bias", "kernel_init", "bias_init"))
     promote_dtype = of_settings("promote_dtype")
+    use_bias, kernel_init, bias_init = map(fixed_setting, ("use_bias", "kernel_init", "bias_init"))
 
     def _add_parameters(
         self,
@@ -89,15 +90,23 @@ class _ParallelLinear(DenseLayer):
         needed = shares.spec(axis_name, shape, self.dim), bias_spec
         self._add_parameters(layer, shape, shares, needed, settings, rngs)
 
-    def __call__(self, x: Float[Array, "*batch s in"]) -> Float[Array, "*batch s out"]:
-        """Applies the layer.
+    def __call__(
+        self, inputs: Float[Array, "*batch s in"], out_sharding: OutSharding = None
+    ) -> Float[Array, "*batch s out"]:
+        """Applies the layer. `out_sharding` says how the output is to be sharded, if not as the layer documents.
 
         Raises:
-          ValueError: x has other features, is sharded as this layer does not take it, or, for a row-parallel layer, has
-            rows that cannot be shared out equally.
+          ValueError: The input has other features, is sharded as this layer does not take it, or, for a row-parallel
+            layer, has rows that cannot be shared out equally.
         """
+        axis_name = self.settings.axis_name
+        spec = output_spec(type(self).__name__, out_sharding, axis_name)
+        return shard_output(self.apply(inputs, layout_for(spec, inputs.ndim, axis_name, self.layout)), spec)
+
+    def apply(self, x: Array, layout: Layout) -> Array:
+        """Applies the layer. `layout` is that of the output of a row-parallel layer."""
         name, linear = type(self).__name__, self.parameters()
-        return _bind(name, x, self.in_features, linear, self.settings, self.part, self.layout, self.pad)()
+        return _bind(name, x, self.in_features, linear, self.settings, self.part, layout, self.pad)()
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -213,15 +222,19 @@ class ColumnParallelProjections(nnx.Module):
         for name, features in out_features.items():
             setattr(self, name, ColumnParallelLinear(in_features, features, rngs=rngs, **options))
 
-    def __call__(self, x: Float[Array, "*batch s in"]) -> tuple[Float[Array, "*batch s out"], ...]:
-        """Applies the layers, and returns their outputs in the order of their names."""
+    def __call__(
+        self, inputs: Float[Array, "*batch s in"], out_sharding: OutSharding = None
+    ) -> tuple[Float[Array, "*batch s out"], ...]:
+        """Applies the layers, and returns their outputs in the order of their names, all sharded alike."""
         layers = [getattr(self, name) for name in self.names]
         check_no_adapter("ColumnParallelProjections", *layers)
         settings, features = layers[0].settings, layers[0].in_features
-        placement = place("ColumnParallelProjections", x, settings.axis_name, settings.in_spec, "rows", features)
-        call, linears = call_of(settings, x, placement, *layers)
+        spec = output_spec("ColumnParallelProjections", out_sharding, settings.axis_name)
+        placement = place("ColumnParallelProjections", inputs, settings.axis_name, settings.in_spec, "rows", features)
+        call, linears = call_of(settings, inputs, placement, *layers)
         out_specs = (placement.spec(features=True),) * len(layers)
-        return placement.bind(_project, call, (x, linears), (placement.in_spec, call.specs), out_specs)()
+        ys = placement.bind(_project, call, (inputs, linears), (placement.in_spec, call.specs), out_specs)()
+        return tuple(shard_output(y, spec) for y in ys)
 
 
 def _project(call: Call, x: Array, linears: tuple[Linear, ...]) -> tuple[Array, ...]:

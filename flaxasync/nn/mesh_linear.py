@@ -15,7 +15,8 @@ from jaxtyping import Float
 from flaxasync.mesh import cast_to_varying, mesh_axis_size
 from flaxasync.nn import shards
 from flaxasync.nn.linear import DenseLayer, with_dtype
-from flaxasync.nn.options import settings_of
+from flaxasync.nn.options import fixed_setting, settings_of
+from flaxasync.nn.out_sharding import OutSharding, output_spec, shard_output
 from flaxasync.nn.placement import check_divides, place
 from flaxasync.nn.shards import Call, Linear
 from flaxasync.nn.uneven_shares import Shares
@@ -68,6 +69,7 @@ class MeshLinear(DenseLayer):
     """
 
     dim = 0
+    dot_general, preferred_element_type = map(fixed_setting, ("dot_general", "preferred_element_type"))
 
     def __init__(
         self,
@@ -89,20 +91,23 @@ class MeshLinear(DenseLayer):
         needed = P(rows_axis, None), P(None)
         self._add_parameters("MeshLinear", (in_features, out_features), shares, needed, settings, rngs)
 
-    def __call__(self, x: Float[Array, "*batch m in"]) -> Float[Array, "*batch m out"]:
-        """Applies the layer.
+    def __call__(
+        self, inputs: Float[Array, "*batch m in"], out_sharding: OutSharding = None
+    ) -> Float[Array, "*batch m out"]:
+        """Applies the layer. `out_sharding` says how the output is to be sharded, if not as the layer documents.
 
         Raises:
-          ValueError: x has other features, is sharded as this layer does not take it, or has rows that the axis of rows
-            does not divide.
+          ValueError: The input has other features, is sharded as this layer does not take it, or has rows that the axis
+            of rows does not divide.
         """
         (rows_axis, features_axis), linear = self.axis_names, self.parameters()
         placement = place(
-            "MeshLinear", x, features_axis, self.settings.in_spec, "features", self.in_features, rows_axis
+            "MeshLinear", inputs, features_axis, self.settings.in_spec, "features", self.in_features, rows_axis
         )
-        call = Call(with_dtype(self.settings, x, *linear), (self.part,), True)
+        spec = output_spec("MeshLinear", out_sharding, features_axis)
+        call = Call(with_dtype(self.settings, inputs, *linear), (self.part,), True)
         static, in_specs = (call, self.axis_names), (placement.in_spec, call.specs)
-        return placement.bind(_apply, static, (x, (linear,)), in_specs, placement.spec())()
+        return shard_output(placement.bind(_apply, static, (inputs, (linear,)), in_specs, placement.spec())(), spec)
 
 
 def _apply(static: tuple[Call, tuple[str, str]], x: Array, linears: tuple[Linear]) -> Array:

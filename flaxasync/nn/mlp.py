@@ -8,7 +8,8 @@ from jaxtyping import Array, Float
 
 from flaxasync.nn import shards
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, call_of, check_no_adapter
-from flaxasync.nn.options import LinearOptions, settings_of
+from flaxasync.nn.options import LinearOptions, of_settings, settings_of
+from flaxasync.nn.out_sharding import OutSharding, output_spec, shard_output
 from flaxasync.nn.placement import place
 from flaxasync.nn.shards import Call, Linear
 from flaxasync.ops.matmul.mlp import Activation, activate
@@ -36,6 +37,10 @@ class ParallelMLP(nnx.Module):
         `ColumnParallelLinear`.
     """
 
+    dtype, param_dtype, precision = map(of_settings, ("dtype", "param_dtype", "precision"))
+    promote_dtype, dot_general = map(of_settings, ("promote_dtype", "dot_general"))
+    preferred_element_type, quantization = map(of_settings, ("preferred_element_type", "quantization"))
+
     def __init__(
         self,
         features: int,
@@ -53,14 +58,18 @@ class ParallelMLP(nnx.Module):
         self.gate = ColumnParallelLinear(features, hidden_features, rngs=rngs, **options) if gated else None
         self.down = RowParallelLinear(hidden_features, features, rngs=rngs, **options)
 
-    def __call__(self, x: Float[Array, "*batch s d"]) -> Float[Array, "*batch s d"]:
+    def __call__(
+        self, inputs: Float[Array, "*batch s d"], out_sharding: OutSharding = None
+    ) -> Float[Array, "*batch s d"]:
         """Applies the MLP. Raises NotImplementedError if a projection was adapted, and ValueError as `up` does."""
         columns = (self.up,) if self.gate is None else (self.up, self.gate)
         check_no_adapter("ParallelMLP", *columns, self.down)
-        placement = place("ParallelMLP", x, self.settings.axis_name, self.settings.in_spec, "rows", self.up.in_features)
-        call, linears = call_of(self.settings, x, placement, *columns, self.down)
+        settings, features = self.settings, self.up.in_features
+        spec = output_spec("ParallelMLP", out_sharding, settings.axis_name)
+        placement = place("ParallelMLP", inputs, settings.axis_name, settings.in_spec, "rows", features)
+        call, linears = call_of(settings, inputs, placement, *columns, self.down)
         static, in_specs = (call, self.activation), (placement.in_spec, call.specs)
-        return placement.bind(_mlp, static, (x, linears), in_specs, placement.in_spec)()
+        return shard_output(placement.bind(_mlp, static, (inputs, linears), in_specs, placement.in_spec)(), spec)
 
 
 def _mlp(static: tuple[Call, Activation], x: Array, linears: tuple[Linear, ...]) -> Array:

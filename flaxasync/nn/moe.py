@@ -16,7 +16,8 @@ from flaxasync.nn import shards
 from flaxasync.nn.fully_sharded import StoredLayer, stored_parameter
 from flaxasync.nn.linear import WholeLinear, with_dtype
 from flaxasync.nn.mlp import ParallelMLP
-from flaxasync.nn.options import ExpertOptions, Settings, settings_of
+from flaxasync.nn.options import ExpertOptions, Settings, of_settings, settings_of
+from flaxasync.nn.out_sharding import OutSharding, output_spec, shard_output
 from flaxasync.nn.placement import check_divides, place
 from flaxasync.nn.router import RouterOptions, Routing, route, routing
 from flaxasync.nn.shards import Call, Linear, Part
@@ -73,6 +74,8 @@ class ParallelMoE(StoredLayer):
     """
 
     names = ("up", "gate", "down")
+    dtype, param_dtype, precision = map(of_settings, ("dtype", "param_dtype", "precision"))
+    promote_dtype = of_settings("promote_dtype")
 
     def __init__(
         self,
@@ -127,11 +130,14 @@ class ParallelMoE(StoredLayer):
             features, shared_hidden, gated=gated, activation=activation, use_bias=False, rngs=rngs, **of_products
         ) if shared_hidden else None  # fmt: skip
 
-    def __call__(self, x: Float[Array, "*batch s d"]) -> Float[Array, "*batch s d"]:
+    def __call__(
+        self, inputs: Float[Array, "*batch s d"], out_sharding: OutSharding = None
+    ) -> Float[Array, "*batch s d"]:
         """Applies the layer. Raises ValueError as `ColumnParallelLinear` does."""
-        y, routing = self.with_routing(x)
+        spec = output_spec("ParallelMoE", out_sharding, self.settings.axis_name)
+        y, routing = self.with_routing(inputs)
         self.sow(nnx.Intermediate, "routing", routing, capture_noop=True)
-        return y
+        return shard_output(y, spec)
 
     def with_routing(self, x: Float[Array, "*batch s d"]) -> tuple[Float[Array, "*batch s d"], Routing]:
         """Applies the layer, and returns how rows were routed as well, over all devices."""

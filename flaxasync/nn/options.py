@@ -1,7 +1,7 @@
 """The keywords that layers share, as type checkers read them (PEP 692), their defaults, and what is refused."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypedDict
 
 import jax.numpy as jnp
@@ -120,6 +120,10 @@ class Settings:
     quantization: Quantization | None = None
     preferred_element_type: DTypeLike | None = None
 
+    def changed(self, layer: str, **changes: Any) -> "Settings":
+        """Returns the settings with changes, once it is checked that they go with each other."""
+        return _checked(layer, dataclasses.replace(self, **changes))
+
 
 def settings_of(
     layer: str, options: Mapping[str, Any], known: Collection[str] = LinearOptions.__annotations__
@@ -133,8 +137,13 @@ def settings_of(
             )
     if options.get("dot_general", ...) is None:  # as `nnx.MultiHeadAttention` has it by default
         options = {name: value for name, value in options.items() if name != "dot_general"}
-    quantization = quantization_of(layer, options.get("quantization"))
-    settings = Settings(**{**options, "quantization": quantization})
+    return _checked(layer, Settings(**options))
+
+
+def _checked(layer: str, given: Settings) -> Settings:
+    """Returns the settings of a layer, once it is checked that they go with each other."""
+    quantization = quantization_of(layer, given.quantization)
+    settings = dataclasses.replace(given, quantization=quantization)
     _check_function(layer, "promote_dtype", settings.promote_dtype)
     _check_function(layer, "dot_general", settings.dot_general)
     check_gathered_bytes(layer, settings.gathered_bytes)
@@ -170,5 +179,32 @@ def _check_function(layer: str, name: str, function: Any) -> None:
 
 
 def of_settings(name: str) -> property:
-    """Returns a property that reads an option under the name that `nnx.Linear` and `nnx.Embed` give to it."""
-    return property(lambda layer: getattr(layer.settings, name), doc=f"The option `{name}`.")
+    """Returns a property for an option, under the name that `nnx.Linear` and `nnx.Embed` give to it.
+
+    It may be set, as `nnx.Module.set_attributes` does, and the next call computes with the new value.
+    """
+
+    def get(layer: Any) -> Any:
+        return getattr(layer.settings, name)
+
+    def put(layer: Any, value: Any) -> None:
+        layer.settings = layer.settings.changed(type(layer).__name__, **{name: value})
+
+    return property(get, put, doc=f"The option `{name}`.")
+
+
+def fixed(name: str, get: Callable[[Any], Any]) -> property:
+    """Returns a property for what decides the parameters of a layer. Setting it is an error, and never ignored."""
+
+    def put(layer: Any, value: Any) -> None:
+        raise AttributeError(
+            f"{type(layer).__name__}.{name} is {get(layer)!r} since the layer was built, and cannot become {value!r}: "
+            "build another layer"
+        )
+
+    return property(get, put, doc=f"`{name}`, as the layer was built.")
+
+
+def fixed_setting(name: str) -> property:
+    """Returns a property for an option that only counts while a layer is built."""
+    return fixed(name, lambda layer: getattr(layer.settings, name))

@@ -78,7 +78,7 @@ class Placement:
         else:
             types = axis_types()
             if all(kind == AxisType.Explicit for kind in types.values()):
-                args = jax.tree.map(_reshard, in_specs, args)
+                args = jax.tree.map(reshard, in_specs, args)
             axes = frozenset(name for name, kind in types.items() if kind != AxisType.Manual)
             if len(axes) == len(types):
                 axes = frozenset()  # stands for all axes but those of `jax.vmap`, which takes an axis away
@@ -252,7 +252,7 @@ def put(x: Any, spec: PartitionSpec) -> jax.Array:
     if is_eager():
         return jax.device_put(x, jax.NamedSharding(jax.sharding.get_mesh(), spec))
     if all(kind == AxisType.Explicit for kind in axis_types().values()):
-        return _reshard(spec, x)
+        return reshard(spec, x)
     return lax.with_sharding_constraint(x, spec)
 
 
@@ -272,14 +272,14 @@ def axis_types() -> dict[str, AxisType]:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
 
-def _reshard(spec: PartitionSpec, args: Any) -> Any:
+def reshard(spec: PartitionSpec, args: Any) -> Any:
     """Shards arrays as a layer needs them under Explicit axes: parameters that were loaded may be sharded otherwise."""
 
-    def reshard(x: jax.Array) -> jax.Array:
+    def reshard_one(x: jax.Array) -> jax.Array:
         is_so = entries_of(jax.typeof(x).sharding.spec, x.ndim) == entries_of(spec, x.ndim)
         return x if is_so else jax.reshard(x, spec)
 
-    return jax.tree.map(reshard, args)
+    return jax.tree.map(reshard_one, args)
 
 
 def axes_of(entry: Any) -> Entry:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, multiply, with_dtype
 from flaxasync.nn.options import Settings
+from flaxasync.nn.out_sharding import OutSharding, layout_for, output_spec, shard_output
 from flaxasync.nn.placement import Layout, check_output_layout
 
 
@@ -51,29 +52,35 @@ class ParallelLoRA(nnx.LoRA):
         settings, column = base.settings, isinstance(base, ColumnParallelLinear)
         super().__init__(
             base.in_features, rank, base.out_features, base_module=base, dtype=settings.dtype,
-            param_dtype=settings.param_dtype, rngs=rngs,
+            param_dtype=settings.param_dtype, promote_dtype=settings.promote_dtype, rngs=rngs,
             a_metadata={"out_sharding": (None if column else settings.axis_name, None)},
             b_metadata={"out_sharding": (None, settings.axis_name if column else None)},
         )  # fmt: skip
 
-    def __call__(self, x: Float[Array, "*batch s in"], **kwargs: Any) -> Float[Array, "*batch s out"]:
+    def __call__(  # type: ignore[override]
+        self, x: Float[Array, "*batch s in"], out_sharding: OutSharding = None
+    ) -> Float[Array, "*batch s out"]:
         """Applies the layer. Errors are those of the layer that is adapted."""
         base = self.base_module
         assert isinstance(base, ColumnParallelLinear | RowParallelLinear)
+        axis_name = base.settings.axis_name
+        spec = output_spec("ParallelLoRA", out_sharding, axis_name)
+        layout = layout_for(spec, x.ndim, axis_name, base.layout)
         a, b = self.lora_a[...], self.lora_b[...]
         plain = dataclasses.replace(
-            base.settings, dot_general=lax.dot_general, quantization=None, preferred_element_type=None
-        )
+            base.settings, dtype=self.dtype, promote_dtype=self.promote_dtype, dot_general=lax.dot_general,
+            quantization=None, preferred_element_type=None,
+        )  # fmt: skip
         settings = with_dtype(plain, x, a, b)
-        x = x.astype(settings.dtype)
-        y = base(x, **kwargs)  # of the x that was promoted with the factors, as nnx.LoRA does it
+        x = x.astype(settings.dtype)  # the adapted layer takes what was promoted with the factors, as in nnx.LoRA
+        y = base.apply(x, layout)
         if base.dim == 1:
-            low_rank = multiply("ParallelLoRA", x @ a.astype(x.dtype), b, settings, base.dim, base.layout)
+            low_rank = multiply("ParallelLoRA", x @ a.astype(x.dtype), b, settings, base.dim, layout)
         else:
-            hidden = multiply("ParallelLoRA", x, a, settings, base.dim, base.layout)
+            hidden = multiply("ParallelLoRA", x, a, settings, base.dim, layout)
             low_rank = hidden @ b.astype(hidden.dtype)
         with jax.numpy_dtype_promotion("standard"):  # the layer may prefer another dtype
-            return y + low_rank
+            return shard_output(y + low_rank, spec)
 
 
 def parallel_dot_general(

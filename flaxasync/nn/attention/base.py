@@ -24,15 +24,17 @@ from flaxasync.kernels.attention_block import Mask
 from flaxasync.nn.attention import exchange
 from flaxasync.nn.attention.exchange import Call, Weights, project_inputs, project_output
 from flaxasync.nn.attention.heads import HeadAttention, Inputs, Norms
+from flaxasync.nn.attention.protocol import LikeMultiHeadAttention, check_qkv_sharding
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, WholeLinear, check_no_adapter, with_dtype
 from flaxasync.nn.options import Settings
+from flaxasync.nn.out_sharding import OutSharding
 from flaxasync.nn.placement import Placement, place
 from flaxasync.nn.shards import Linear
 from flaxasync.ops.attention.dense import dense_attention
 from flaxasync.ops.attention.layouts import check_segments
 
 
-class AttentionLayer(nnx.Module):
+class AttentionLayer(LikeMultiHeadAttention):
     """Three projections, the attention of heads, and a projection of their output.
 
     A subclass sets the attributes that are declared here, and then calls `_add_norms`.
@@ -47,6 +49,8 @@ class AttentionLayer(nnx.Module):
 
     def _add_norms(self, rngs: nnx.Rngs) -> None:
         """Sets the norms of queries and keys, if there are any, the numbers of heads, and room for a cache."""
+        self.deterministic = self.attention.deterministic  # `nnx.Module.eval` and `train` set it
+        self.decode = None
         self.query_ln: Any = nnx.data(None)
         self.key_ln: Any = nnx.data(None)
         self.cached_key: nnx.Cache[Array] | None = nnx.data(None)
@@ -162,7 +166,7 @@ def scores_spec(array: Array | None, placement: Placement, batch: int) -> P:
     return P(placement.token_spec()[0] if has_batch else None, None, None, None)
 
 
-def attend_cached(layer: AttentionLayer, x: Array, inputs: Inputs[Array]) -> Array:
+def attend_cached(layer: AttentionLayer, x: Array, inputs: Inputs[Array], qkv_sharding: OutSharding) -> Array:
     """Adds the rows of x to the cache of a layer, and returns its output for them.
 
     Inside `jax.jit` and other transformations nobody can check here how many rows the cache has already, and the caller
@@ -173,6 +177,7 @@ def attend_cached(layer: AttentionLayer, x: Array, inputs: Inputs[Array]) -> Arr
         if getattr(inputs, argument) is not None:
             raise NotImplementedError(f"{name} with decode=True lacks {argument}; leave it out")
     placement = place_input(layer, x, None)
+    check_qkv_sharding(name, qkv_sharding, placement, splits_heads=True)
     if keys is None or values is None or index is None:
         raise ValueError(f"{name} decodes with a cache of keys and values, and has none: call init_cache first")
     if layer.attention.attention_fn is not None or placement.manual:

@@ -162,6 +162,11 @@ class HeadAttention:
                 )
         return made
 
+    def changed(self, layer: str, **changes: Any) -> "HeadAttention":
+        """Returns the attention with changes, once it is checked that they go with each other."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return HeadAttention.of(layer, self.heads * self.head_dim, **(values | changes))
+
     @property
     def needs_all_scores(self) -> list[str]:
         """The names of the options for which a device needs all scores of a row."""

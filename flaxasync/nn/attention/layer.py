@@ -12,8 +12,10 @@ from jaxtyping import Array, Float
 from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn.attention.base import AttentionLayer, attend_cached, place_input, run, scores_array
 from flaxasync.nn.attention.heads import AttentionOptions, HeadAttention, Inputs, ParallelAttentionOptions
+from flaxasync.nn.attention.protocol import check_qkv_sharding, refuse
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear
 from flaxasync.nn.options import settings_of
+from flaxasync.nn.out_sharding import OutSharding, output_spec, shard_output
 from flaxasync.nn.placement import Placement, place
 from flaxasync.nn.uneven_shares import head_shares
 from flaxasync.ops import execution
@@ -80,7 +82,6 @@ class ParallelAttention(AttentionLayer):
         self.attention = attention = HeadAttention.of(
             layer, features, heads, causal=causal, rope_theta=rope_theta, precision=self.settings.precision, **given
         )
-        self.deterministic = attention.deterministic  # `nnx.Module.eval` and `train` set it
         self.rngs = rngs.dropout.fork() if attention.dropout_rate else nnx.data(None)
         devices = mesh_axis_size(layer, self.settings.axis_name)
         q_shares, kv_shares = head_shares(heads, attention.kv_heads, attention.head_dim, devices)
@@ -105,6 +106,9 @@ class ParallelAttention(AttentionLayer):
         sow_weights: bool = False,
         decode: bool | None = None,
         is_causal: bool = False,
+        out_sharding: OutSharding = None,
+        qkv_sharding: OutSharding = None,
+        input_positions: Array | None = None,
     ) -> Float[Array, "b s out"]:
         """Applies the layer.
 
@@ -113,30 +117,37 @@ class ParallelAttention(AttentionLayer):
           inputs_v: The input of values; by default inputs_k.
           mask: True where a row attends to another; broadcasts to [b, heads, s, t].
           bias: Added to the scores; broadcasts to [b, heads, s, t].
-          deterministic: Whether nothing is dropped; by default what the layer was built with.
+          deterministic: Whether nothing is dropped; by default the attribute `deterministic`, which `nnx.view`,
+            `nnx.Module.eval` and the option set.
           rngs: What the dropout is drawn from; by default a stream of the layer's own.
           decode: Whether the rows are added to the cache that `init_cache` made, and attend to themselves and to the
-            rows before them. A mask then broadcasts to [b, 1, s, length]. More rows than the cache has room for
-            overwrite the last ones.
+            rows before them; by default the attribute `decode`. A mask then broadcasts to [b, 1, s, length]. More rows
+            than the cache has room for overwrite the last ones.
           is_causal: Whether a row attends only to itself and to earlier rows in this call, though the layer was built
-            without `causal`.
+            without `causal`. A call that decodes makes no use of it.
           sow_weights: Must be False, because no device has the weights of all heads.
+          out_sharding: How the output is to be sharded, if not as inputs_q is.
+          qkv_sharding: How queries, keys and values are sharded: P(batch, None, axis_name, None), or None.
+          input_positions: Must be None. Rows are positions 0 .. s - 1; rotary positions are relative, so that rows of
+            packed sequences need no others.
 
         Raises:
           ValueError: An input has other features, dimensions or rows, a batch of its own, or rows that are not on the
-            axes where they belong; a mask or a bias does not fit.
-          NotImplementedError: `sow_weights` is True; inputs_k, a mask or a bias is given where sequences are split.
+            axes where they belong; a mask or a bias does not fit; the layer drops and has nothing to draw from.
+          NotImplementedError: `sow_weights` is True, or input_positions are given; inputs_k, a mask or a bias is given
+            where sequences are split; `qkv_sharding` is another one.
         """
         layer = type(self).__name__
-        if sow_weights:
-            raise NotImplementedError(f"{layer} lacks sow_weights of nnx.MultiHeadAttention; leave it out")
+        refuse(layer, "leave it out", sow_weights=sow_weights, input_positions=input_positions)
         if inputs_v is not None and inputs_k is None:
             raise ValueError(f"{layer} got inputs_v without inputs_k; give both, or inputs_k alone")
         inputs = Inputs(inputs_k, inputs_v, mask=mask, bias=bias)
-        if decode:
-            return attend_cached(self, inputs_q, inputs)
+        spec = output_spec(layer, out_sharding, self.settings.axis_name)
+        if self.decodes(decode):
+            return shard_output(attend_cached(self, inputs_q, inputs, qkv_sharding), spec)
         key = self._dropout_key(deterministic, rngs)
-        return self._attend(inputs_q, inputs._replace(dropout_key=key), is_causal=is_causal)
+        y = self._attend(inputs_q, inputs._replace(dropout_key=key), is_causal=is_causal, qkv_sharding=qkv_sharding)
+        return shard_output(y, spec)
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> None:
         """Makes an empty cache of keys and values in `dtype`, as `nnx.MultiHeadAttention.init_cache`.
@@ -156,9 +167,10 @@ class ParallelAttention(AttentionLayer):
         self.cached_value = nnx.Cache(jnp.zeros(shape, dtype), out_sharding=spec)
         self.cache_index = nnx.Cache(jnp.zeros(tuple(stack), jnp.int32))
 
-    def _attend(self, x: Array, inputs: Inputs[Array], *, is_causal: bool = False) -> Array:
+    def _attend(self, x: Array, inputs: Inputs[Array], *, is_causal: bool, qkv_sharding: OutSharding) -> Array:
         layer, attention = type(self).__name__, self.attention
         placement = place_input(self, x, inputs.segment_ids, attention.context_axis)
+        check_qkv_sharding(layer, qkv_sharding, placement, splits_heads=True)
         if attention.context_axis is not None:
             _check_split_sequence(layer, x, inputs, placement, attention)
         elif placement.rows:
@@ -199,8 +211,12 @@ class ParallelAttention(AttentionLayer):
         deterministic = self.deterministic if deterministic is None else deterministic
         if deterministic or not self.attention.dropout_rate:
             return None
-        stream = rngs or self.rngs
-        assert stream is not None
+        stream = self.rngs if rngs is None else rngs
+        if stream is None:
+            raise ValueError(
+                f"{type(self).__name__} drops with dropout_rate={self.dropout_rate} and has no stream to draw from: "
+                "give the call rngs, or deterministic=True"
+            )
         return jax.random.key_data(stream.dropout() if isinstance(stream, nnx.Rngs) else stream())
 
 

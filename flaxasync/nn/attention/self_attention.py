@@ -8,8 +8,10 @@ from jaxtyping import Array, Float, Int
 from flaxasync.nn.attention.base import AttentionLayer, attend_cached, place_input, run
 from flaxasync.nn.attention.heads import HeadAttention, Inputs, ParallelAttentionOptions
 from flaxasync.nn.attention.layer import ParallelAttention
+from flaxasync.nn.attention.protocol import check_qkv_sharding, refuse
 from flaxasync.nn.linear import WholeLinear
 from flaxasync.nn.options import LinearOptions, settings_of
+from flaxasync.nn.out_sharding import OutSharding, output_spec, shard_output
 from flaxasync.ops.attention.layouts import AttentionLayout, check_sequence_rows
 
 
@@ -43,25 +45,38 @@ class ParallelSelfAttention(ParallelAttention):
 
     def __call__(  # type: ignore[override]
         self,
-        x: Float[Array, "b s d"],
+        inputs_q: Float[Array, "b s d"],
         segment_ids: Int[Array, "b s"] | None = None,
         *,
+        inputs_k: None = None,
+        inputs_v: None = None,
         mask: Array | None = None,
         bias: Array | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
-        decode: bool = False,
+        sow_weights: bool = False,
+        decode: bool | None = None,
+        is_causal: bool = False,
+        out_sharding: OutSharding = None,
+        qkv_sharding: OutSharding = None,
+        input_positions: None = None,
     ) -> Float[Array, "b s d"]:
-        """Applies the layer to x, the input of queries, keys and values.
+        """Applies the layer to the one input of queries, keys and values.
 
         `segment_ids` [b, s] names the segment of each row, and a row attends only to rows of its own segment. The other
-        arguments, and errors, are those of `ParallelAttention`. With `decode` the layer does not split the sequence:
-        every device of `context_axis` has all rows.
+        arguments, and errors, are those of `ParallelAttention`, which has inputs_k and inputs_v. With `decode` the
+        layer does not split the sequence: every device of `context_axis` has all rows.
         """
+        layer = type(self).__name__
+        refuse(layer, "use ParallelAttention", inputs_k=inputs_k, inputs_v=inputs_v)
+        refuse(layer, "leave it out", sow_weights=sow_weights, input_positions=input_positions)
         inputs = Inputs(segment_ids=segment_ids, mask=mask, bias=bias)
-        if decode:
-            return attend_cached(self, x, inputs)
-        return self._attend(x, inputs._replace(dropout_key=self._dropout_key(deterministic, rngs)))
+        spec = output_spec(layer, out_sharding, self.settings.axis_name)
+        if self.decodes(decode):
+            return shard_output(attend_cached(self, inputs_q, inputs, qkv_sharding), spec)
+        key = self._dropout_key(deterministic, rngs)
+        y = self._attend(inputs_q, inputs._replace(dropout_key=key), is_causal=is_causal, qkv_sharding=qkv_sharding)
+        return shard_output(y, spec)
 
 
 class RingSelfAttention(AttentionLayer):
@@ -112,16 +127,45 @@ class RingSelfAttention(AttentionLayer):
         self.key = WholeLinear("RingSelfAttention", features, kv_width, settings, rngs)
         self.value = WholeLinear("RingSelfAttention", features, kv_width, settings, rngs)
         self.out = WholeLinear("RingSelfAttention", q_width, features, settings, rngs)
+        self.rngs = nnx.data(None)  # nothing is dropped
         self._add_norms(rngs)
 
-    def __call__(self, x: Float[Array, "b s d"], segment_ids: Int[Array, "b s"] | None = None) -> Float[Array, "b s d"]:
-        """Applies the layer to x, sharded by rows. A row attends only to rows of the same segment.
+    def __call__(
+        self,
+        inputs_q: Float[Array, "b s d"],
+        segment_ids: Int[Array, "b s"] | None = None,
+        *,
+        inputs_k: None = None,
+        inputs_v: None = None,
+        mask: None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+        sow_weights: bool = False,
+        decode: bool | None = None,
+        is_causal: bool = False,
+        out_sharding: OutSharding = None,
+        qkv_sharding: OutSharding = None,
+        input_positions: None = None,
+    ) -> Float[Array, "b s d"]:
+        """Applies the layer to its one input, sharded by rows. A row attends only to rows of the same segment.
+
+        `is_causal`, `out_sharding` and `qkv_sharding` are those of `ParallelAttention`. The layer drops nothing, so
+        `deterministic` and `rngs` say nothing.
 
         Raises:
-          ValueError: x has other features or dimensions, is sharded otherwise, or has rows that cannot be shared out
-            equally.
+          ValueError: The input has other features or dimensions, is sharded otherwise, or has rows that cannot be
+            shared out equally.
+          NotImplementedError: Another argument is given, or the layer is to decode.
         """
+        layer = "RingSelfAttention"
+        decode_in_call = self.decodes(decode) or None
+        refuse(layer, "use ParallelAttention", inputs_k=inputs_k, inputs_v=inputs_v, mask=mask)
+        refuse(layer, "leave it out", sow_weights=sow_weights, input_positions=input_positions)
+        refuse(layer, "decode with ParallelSelfAttention, which takes the same parameters", decode=decode_in_call)
+        spec = output_spec(layer, out_sharding, self.settings.axis_name)
+        x = inputs_q
         placement = place_input(self, x, segment_ids)
+        check_qkv_sharding(layer, qkv_sharding, placement, splits_heads=False)
         if (not placement.rows_sharded and placement.size > 1) or placement.rows:
             raise ValueError(
                 f"RingSelfAttention needs its input's rows sharded over {placement.axis_name!r} alone: got "
@@ -129,4 +173,5 @@ class RingSelfAttention(AttentionLayer):
             )
         layout, rows = self.attention.context_layout, placement.all_rows(x)
         check_sequence_rows("RingSelfAttention", layout, rows, placement.size)
-        return run(self, x, Inputs(segment_ids=segment_ids), placement, placement, is_causal=False)
+        y = run(self, x, Inputs(segment_ids=segment_ids), placement, placement, is_causal=is_causal)
+        return shard_output(y, spec)

@@ -1,0 +1,140 @@
+"""What the attention layers have of `nnx.MultiHeadAttention` beside its call: attributes, `nnx.view`, refusals.
+
+`nnx.Module.set_attributes` and `nnx.view` pass over a module that lacks what they set, without a word as soon as
+another module has it. So a layer has every attribute of its counterpart, and one that cannot be set says so.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from flaxasync.nn.attention.heads import HeadAttention
+from flaxasync.nn.linear import DenseLayer
+from flaxasync.nn.options import Settings, fixed, fixed_setting, of_settings
+from flaxasync.nn.out_sharding import OutSharding
+from flaxasync.nn.placement import Placement, entries_of, spec_of
+
+
+def _of_attention(name: str) -> property:
+    """Returns a property for an option of the heads. It may be set, and the next call computes with the new value."""
+
+    def get(layer: Any) -> Any:
+        return getattr(layer.attention, name)
+
+    def put(layer: Any, value: Any) -> None:
+        layer.attention = layer.attention.changed(type(layer).__name__, **{name: value})
+
+    return property(get, put, doc=f"The option `{name}`.")
+
+
+class LikeMultiHeadAttention(nnx.Module):
+    """The attributes and views of `nnx.MultiHeadAttention`, under its names."""
+
+    settings: Settings
+    attention: HeadAttention
+    query: DenseLayer
+    key: DenseLayer
+    out: DenseLayer
+    deterministic: bool | None  # whether nothing is dropped, if a call does not say it; None for False
+    decode: bool | None  # whether rows are added to the cache, if a call does not say it; None for False
+    cached_key: nnx.Cache | None
+
+    num_heads = fixed("num_heads", lambda layer: layer.attention.heads)
+    num_kv_heads = fixed("num_kv_heads", lambda layer: layer.attention.kv_heads)
+    in_features = fixed("in_features", lambda layer: layer.query.in_features)
+    in_kv_features = fixed("in_kv_features", lambda layer: layer.key.in_features)
+    qkv_features = fixed("qkv_features", lambda layer: layer.query.out_features)
+    out_features = fixed("out_features", lambda layer: layer.out.out_features)
+    normalize_qk = fixed("normalize_qk", lambda layer: layer.attention.normalize_qk)
+    use_bias = fixed_setting("use_bias")
+    dtype, param_dtype = of_settings("dtype"), of_settings("param_dtype")
+    promote_dtype, dot_general = of_settings("promote_dtype"), of_settings("dot_general")
+    # One function for all four projections, which `promote_dtype` and `dot_general` set.
+    qkv_promote_dtype = fixed("qkv_promote_dtype", lambda layer: layer.settings.promote_dtype)
+    out_promote_dtype = fixed("out_promote_dtype", lambda layer: layer.settings.promote_dtype)
+    qkv_dot_general = fixed("qkv_dot_general", lambda layer: layer.settings.dot_general)
+    out_dot_general = fixed("out_dot_general", lambda layer: layer.settings.dot_general)
+    dropout_rate, attention_fn = _of_attention("dropout_rate"), _of_attention("attention_fn")
+    # What the layers lack, with the value that stands for it in `nnx.MultiHeadAttention`.
+    broadcast_dropout = fixed("broadcast_dropout", lambda layer: False)
+    ln_promote_dtype = fixed("ln_promote_dtype", lambda layer: nnx.nn.dtypes.promote_dtype)
+    qkv_dot_general_cls = fixed("qkv_dot_general_cls", lambda layer: None)
+    out_dot_general_cls = fixed("out_dot_general_cls", lambda layer: None)
+
+    @property
+    def precision(self) -> Any:
+        """The option `precision`, of the projections and of the attention."""
+        return self.settings.precision
+
+    @precision.setter
+    def precision(self, value: Any) -> None:
+        name = type(self).__name__
+        self.attention = self.attention.changed(name, precision=value)
+        self.settings = self.settings.changed(name, precision=value)
+
+    def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> None:
+        """Makes an empty cache of keys and values. Raises NotImplementedError where the layer has none."""
+        raise NotImplementedError(
+            f"{type(self).__name__} decodes with no cache of keys and values; decode with ParallelSelfAttention, which "
+            "takes the same parameters"
+        )
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        batch_size: int | tuple[int, ...] | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        """Sets what `nnx.view` is given.
+
+        Args:
+          deterministic: Whether nothing is dropped.
+          decode: Whether the rows of a call are added to the cache, and attend to themselves and to the rows before.
+          batch_size: The sequences of a new empty cache; for a stack of layers with its size before.
+          max_length: The rows of each sequence of that cache.
+        """
+        if (batch_size is None) != (max_length is None):
+            raise ValueError(
+                f"{type(self).__name__} makes a cache of batch_size sequences of max_length rows: got "
+                f"batch_size={batch_size} and max_length={max_length}; give both, or neither"
+            )
+        if deterministic is not None:
+            self.deterministic = deterministic
+        if decode is not None:
+            self.decode = decode
+        if batch_size is not None and max_length is not None:
+            batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
+            self.init_cache((*batch, max_length, self.query.in_features), self.settings.dtype or jnp.float32)
+
+    def decodes(self, decode: bool | None) -> bool:
+        """Says whether a call decodes, which its argument says, or else the attribute."""
+        return bool(self.decode if decode is None else decode)
+
+
+def refuse(layer: str, instead: str, **given: Any) -> None:
+    """Raises NotImplementedError for keywords of `nnx.MultiHeadAttention` that a layer lacks: those that are not None.
+
+    `instead` says what to do.
+    """
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise NotImplementedError(f"{layer} lacks {name} of nnx.MultiHeadAttention; {instead}")
+
+
+def check_qkv_sharding(layer: str, qkv_sharding: OutSharding, placement: Placement, *, splits_heads: bool) -> None:
+    """Raises NotImplementedError for queries, keys and values [b, s, heads, head_dim] sharded as the layer does not."""
+    if qkv_sharding is None:
+        return
+    spec = qkv_sharding.spec if isinstance(qkv_sharding, NamedSharding) else qkv_sharding
+    axis = (placement.axis_name,)
+    rows = placement.rows if splits_heads else (*placement.rows, *axis)
+    natural = [*placement.batch, rows, axis if splits_heads else (), ()]
+    if not isinstance(spec, PartitionSpec) or entries_of(spec, 4) != natural:
+        raise NotImplementedError(
+            f"{layer} shards queries, keys and values [b, s, heads, head_dim] as {spec_of(natural)}: got "
+            f"qkv_sharding={qkv_sharding}; leave it out"
+        )
