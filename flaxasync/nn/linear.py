@@ -101,12 +101,13 @@ class _ParallelLinear(DenseLayer):
         """
         axis_name = self.settings.axis_name
         spec = output_spec(type(self).__name__, out_sharding, axis_name)
-        return shard_output(self.apply(inputs, layout_for(spec, inputs.ndim, axis_name, self.layout)), spec)
+        y = self.bind(inputs, layout_for(spec, inputs.ndim, axis_name, self.layout))()
+        return shard_output(y, spec)
 
-    def apply(self, x: Array, layout: Layout) -> Array:
-        """Applies the layer. `layout` is that of the output of a row-parallel layer."""
+    def bind(self, x: Array, layout: Layout) -> Callable[[], Array]:
+        """Returns the function that applies the layer. `layout` is that of the output of a row-parallel layer."""
         name, linear = type(self).__name__, self.parameters()
-        return _bind(name, x, self.in_features, linear, self.settings, self.part, layout, self.pad)()
+        return _bind(name, x, self.in_features, linear, self.settings, self.part, layout, self.pad)
 
 
 class ColumnParallelLinear(_ParallelLinear):

@@ -73,7 +73,7 @@ class ParallelLoRA(nnx.LoRA):
         )  # fmt: skip
         settings = with_dtype(plain, x, a, b)
         x = x.astype(settings.dtype)  # the adapted layer takes what was promoted with the factors, as in nnx.LoRA
-        y = base.apply(x, layout)
+        y = base.bind(x, layout)()
         if base.dim == 1:
             low_rank = multiply("ParallelLoRA", x @ a.astype(x.dtype), b, settings, base.dim, layout)
         else:
