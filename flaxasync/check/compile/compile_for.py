@@ -28,6 +28,7 @@ import jax
 import numpy as np
 
 from flaxasync.check.compile import worker
+from flaxasync.check.compile.function_call import FunctionCall
 from flaxasync.check.compile.program import CompiledProgram, hbm_error, listeners
 from flaxasync.check.compile.topologies import ENVIRONMENT, busy_message, place_arguments, places_of, topology_devices
 
@@ -49,27 +50,31 @@ def compile_for(
     keep_dumps: bool | str | os.PathLike = False,
     compiler_options: Mapping[str, Any] | None = None,
     timeout: float = COMPILE_SECONDS,
+    **kwargs: Any,
 ) -> CompiledProgram:
     """Compiles a function for a TPU topology in a child process, without a TPU.
 
     Args:
       topology: The chip and its grid: "v5e:2x4", "v5p:2x2x2", ...; "v5e:2x4*2" for two slices.
-      fn: A jitted function, or a function of global arrays.
-      *args: Arrays or jax.ShapeDtypeStruct, or pytrees of them. Shardings on a `topology_mesh` are taken as they are.
-        Shardings on another mesh of the same size (8 CPU devices, for example) are moved to a mesh of the topology
-        with the same axes, which is then the ambient mesh while `fn` is traced. Shardings on an AbstractMesh (from
-        `nnx.eval_shape`) are moved to the mesh that has its axes. If no argument has a sharding and no mesh is ambient,
-        the function is compiled for one chip.
+      fn: A function of `jax.jit` or `nnx.jit`, or one of global arrays; also `functools.partial` of these, a method,
+        or a module that is called.
+      *args: Arrays or jax.ShapeDtypeStruct, or pytrees of them; modules and optimizers of Flax; static arguments of a
+        jitted function. Shardings on a `topology_mesh` are taken as they are. Shardings on another mesh of the same
+        size (8 CPU devices, for example) are moved to a mesh of the topology with the same axes, which is then the
+        ambient mesh while `fn` is traced. Shardings on an AbstractMesh (from `nnx.eval_shape`) are moved to the mesh
+        that has its axes. If no argument has a sharding and no mesh is ambient, the function is compiled for one chip.
       keep_dumps: Whether to also write libtpu's final bundles: a folder for them, or True for a new temporary folder.
         The folder is `.dumps` of the result, and the caller deletes it.
       compiler_options: libtpu's own options, as for `Lowered.compile`. `HLO_ONLY` compiles sooner where only the HLO
         is read.
       timeout: Seconds after which the child is ended.
+      **kwargs: Arguments of the function by name. For one with a name of above, use `functools.partial`.
 
     Returns:
       The program: `.as_text()`, `.memory_analysis()`, `.bytes_by_kind`, `.cost_analysis()`, `.dumps`.
 
     Raises:
+      TypeError: `fn` is no function, or has arguments that cannot be moved.
       ValueError: The topology is unknown, or does not have the size of the mesh, or the arguments lie on several
         meshes.
       ImportError: libtpu is not installed.
@@ -77,10 +82,9 @@ def compile_for(
       RuntimeError: The compiler refused the program, crashed (the message names the signal), or did not finish.
     """
     devices = topology_devices(topology)
-    jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
-    args, mesh = place_arguments(topology, devices, args)
+    call, mesh = place_arguments(topology, devices, FunctionCall.of(fn, args, kwargs))
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        lowered = jitted.lower(*args)
+        lowered = call.lower()
     request = _request(topology, lowered, dict(compiler_options or {}))
     known = {d.id for d in devices}
     if len(request["device_ids"]) > len(devices) or not known.issuperset(request["device_ids"]):
@@ -101,7 +105,7 @@ def compile_for(
         cost=answer["cost"],
         coords=tuple(coords[i] for i in request["device_ids"]),
         dumps=dumps,
-        axes=_mesh_axes(args),
+        axes=_mesh_axes(call),
     )
     for listen in listeners:
         listen(program, seconds)
@@ -188,9 +192,9 @@ def shared_process(*, dumps: bool = False) -> CompilerProcess:
     return _shared[dumps]
 
 
-def _mesh_axes(args: tuple) -> dict[str, int]:
+def _mesh_axes(call: FunctionCall) -> dict[str, int]:
     """Returns the sizes of the mesh axes of a function's arguments, or else those of the ambient mesh, by name."""
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
+    shardings = (getattr(leaf, "sharding", None) for leaf in call.arrays)
     meshes = [s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
     return dict((meshes[0] if meshes else jax.sharding.get_mesh()).shape)
 

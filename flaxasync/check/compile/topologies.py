@@ -15,6 +15,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
+from flaxasync.check.compile.function_call import FunctionCall, is_array, is_number
 from flaxasync.device_order import order_slices
 
 # With these settings libtpu loads on a machine without a TPU, and beside another process that has loaded it.
@@ -106,12 +107,14 @@ def places_of(devices: list) -> dict[int, tuple[int, ...]]:
     return {device.id: (*device.coords, device.core_on_chip) if cores else tuple(device.coords) for device in devices}
 
 
-def place_arguments(topology: str, devices: list, args: tuple) -> tuple[tuple, Mesh | None]:
+def place_arguments(topology: str, devices: list, call: FunctionCall) -> tuple[FunctionCall, Mesh | None]:
     """Moves the shardings of a function's arguments to the devices of a topology.
 
-    Returns the arguments as jax.ShapeDtypeStruct, and the mesh to trace the function under, None if nothing was moved.
+    Returns the call with arrays as jax.ShapeDtypeStruct, and the mesh to trace the function under, None if nothing was
+    moved. What is no array stays as it is, because it may be a static argument; numbers do so beside arrays.
     """
-    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+    arrays = [leaf for leaf in call.arrays if is_array(leaf)]
+    shardings = [getattr(leaf, "sharding", None) for leaf in arrays]
     meshes: list[Any] = list(dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding)))
     for mesh in meshes:
         if mesh.size != len(devices):
@@ -130,6 +133,8 @@ def place_arguments(topology: str, devices: list, args: tuple) -> tuple[tuple, M
     single = None if meshes or ambient_is_here else SingleDeviceSharding(devices[0])
 
     def placed(leaf: Any) -> Any:
+        if not (is_array(leaf) or (is_number(leaf) and not arrays)):
+            return leaf
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
             sharding = NamedSharding(target, sharding.spec) if target and sharding.mesh in elsewhere else sharding
@@ -141,7 +146,7 @@ def place_arguments(topology: str, devices: list, args: tuple) -> tuple[tuple, M
         weak = getattr(aval, "weak_type", False)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
 
-    return jax.tree.map(placed, args), target
+    return call.map(placed), target
 
 
 def _one_mesh(topology: str, here: set[Mesh], elsewhere: Sequence[Any]) -> Mesh:

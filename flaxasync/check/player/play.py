@@ -24,12 +24,12 @@ def play(
     measured: float | None = None,
     accept: Iterable[str] = (),
     compiler_options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
 ) -> Result:
     """Compiles a function for a topology in a child process, dumps its final bundles, and simulates them.
 
     Args:
-      fn: A jitted function, or a function of global arrays, as for `compile_for`.
-      *args: Arrays or jax.ShapeDtypeStruct, with shardings on a `topology_mesh`.
+      fn, *args, **kwargs: A function and its arguments, as for `compile_for`.
       topology: The chip and its grid: "v5e:2x4", ...
       keep_dumps: An empty folder in which the dumps are left. By default they are deleted.
       measured: Seconds that the same program took on a TPU, if they are known. The result then states its error.
@@ -53,7 +53,7 @@ def play(
             raise ValueError(
                 f"keep_dumps must be an empty folder: {folder} is not; dumps of two programs cannot be told apart"
             )
-        compiled = compile_for(topology, fn, *args, keep_dumps=folder, compiler_options=compiler_options)
+        compiled = compile_for(topology, fn, *args, keep_dumps=folder, compiler_options=compiler_options, **kwargs)
         write_note(folder, Note(topology, _libtpu_version(), compiled.coords))
         return play_dump(folder, measured=measured, accept=accept)
 
