@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from models.config import HOW_IT_RUNS, TransformerConfig
+from models.foreign_folder import listed, shown
 
 _LAYER = "model.layers.{layer}."
 _TENSORS = {
@@ -46,14 +47,17 @@ _FIELDS = {
     "tie_embeddings": "tie_word_embeddings",
     "attention_bias": "attention_bias",
 }
-_DEFAULTS = {"head_dim": None, "rms_norm_eps": 1e-6, "attention_bias": False}
 _REQUIRED = {
     "quantization_config": (None,),
+    "transformers_weights": (None,),  # the name of another file of tensors
+    "per_layer_config": (None,),
     "attention_dropout": (0, None),
     "use_sliding_window": (False, None),
     "use_bidirectional_attention": (False, None),
 }
 _TYPES = {field.name: field.type for field in dataclasses.fields(TransformerConfig)}
+_MOST_INTEGER = 2**31 - 1  # as positions and sizes are int32 on devices
+_MOST_FLOAT = 3e38  # as these numbers become float32
 _NEEDED = {
     frozenset({bool}): "true or false",
     frozenset({int}): "an integer above 0",
@@ -84,8 +88,12 @@ class Family:
       tensors: The name there of every parameter here. A model has those that its options make.
       fields: The key in config.json of every field of `TransformerConfig` that differs between models of the family.
       always: The fields that are the same for all of its models.
-      defaults: What keys that config.json lacks stand for; other keys must be there.
-      required: The values that can be imported of keys that have no field here. A key that is absent is accepted.
+      defaults: What keys that config.json lacks stand for: the defaults of the family's class in `transformers` 5.24,
+        which are in src/transformers/models/FAMILY/configuration_FAMILY.py, and for rope_theta in
+        modeling_rope_utils.py.
+      required: The values that can be imported of keys that have no field here. A key that is absent is accepted,
+        because the first of these values is the default of the class.
+      nullable: The keys of integers that may be null, which stands for what the class then makes of it.
       aliases: Other names of keys in config.json.
     """
 
@@ -96,6 +104,7 @@ class Family:
     always: Mapping[str, Any]
     defaults: Mapping[str, Any]
     required: Mapping[str, tuple[Any, ...]]
+    nullable: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -105,8 +114,23 @@ LLAMA = Family(
     tensors=_TENSORS | _MLP_BIASES,
     fields=_FIELDS | {"mlp_bias": "mlp_bias"},
     always={},
-    defaults=_DEFAULTS | {"mlp_bias": False, "tie_word_embeddings": False, "num_key_value_heads": None},
+    defaults={
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_theta": 10_000,
+        "max_position_embeddings": 2048,
+    },
     required=_REQUIRED | {"hidden_act": ("silu",)},
+    nullable=frozenset({"num_key_value_heads"}),
 )
 QWEN3 = Family(
     model_type="qwen3",
@@ -114,8 +138,22 @@ QWEN3 = Family(
     tensors=_TENSORS | _HEAD_NORMS,
     fields=_FIELDS,
     always={"qk_norm": True},
-    defaults=_DEFAULTS | {"tie_word_embeddings": False},
+    defaults={
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 22_016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "rope_theta": 10_000,
+        "max_position_embeddings": 32_768,
+    },
     required=_REQUIRED | {"hidden_act": ("silu",)},
+    nullable=frozenset({"num_key_value_heads"}),
 )
 GEMMA = Family(
     model_type="gemma",
@@ -123,7 +161,20 @@ GEMMA = Family(
     tensors=_TENSORS,
     fields=_FIELDS,
     always={"activation": "gelu", "norm_plus_one": True, "scale_embeddings": True},
-    defaults=_DEFAULTS | {"tie_word_embeddings": True},
+    defaults={
+        "vocab_size": 256_000,
+        "hidden_size": 3072,
+        "intermediate_size": 24_576,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "rope_theta": 10_000,
+        "max_position_embeddings": 8192,
+    },
     # The first files of Gemma say "gelu" and mean the tanh approximation that it was trained with.
     required=_REQUIRED
     | {"hidden_act": ("gelu_pytorch_tanh", "gelu"), "hidden_activation": ("gelu_pytorch_tanh", None)},
@@ -145,7 +196,24 @@ GEMMA2 = Family(
         "attention_scale": "query_pre_attn_scalar",  # the scale is its power of -1/2
     },
     always={**GEMMA.always, "post_norms": True},
-    defaults=_DEFAULTS | {"tie_word_embeddings": True},
+    defaults={
+        "vocab_size": 256_000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "rope_theta": 10_000,
+        "max_position_embeddings": 8192,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
     required=_REQUIRED | {"hidden_activation": ("gelu_pytorch_tanh",)},
 )
 MIXTRAL = Family(
@@ -161,8 +229,24 @@ MIXTRAL = Family(
     fields={name: key for name, key in _FIELDS.items() if name != "attention_bias"}
     | {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
     always={},
-    defaults=_DEFAULTS | {"tie_word_embeddings": False, "rms_norm_eps": 1e-5},
+    defaults={
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": None,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_theta": 1_000_000,
+        "max_position_embeddings": 131_072,
+    },
     required=_REQUIRED | {"hidden_act": ("silu",), "sliding_window": (None,)},
+    nullable=frozenset({"num_key_value_heads"}),
+    aliases={"num_experts": "num_local_experts"},  # of `transformers` 5
 )
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
@@ -179,7 +263,24 @@ QWEN3_MOE = Family(
         "normalize_expert_weights": "norm_topk_prob",
     },
     always={"qk_norm": True},
-    defaults=_DEFAULTS | {"tie_word_embeddings": False, "norm_topk_prob": False},
+    defaults={
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+        "rope_theta": 10_000,
+        "max_position_embeddings": 32_768,
+    },
     required=_REQUIRED | {"hidden_act": ("silu",), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
     aliases={"num_local_experts": "num_experts"},  # of `transformers` 5
 )
@@ -191,35 +292,36 @@ def read_config(given: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
 
     Raises:
       NotImplementedError: The family, or an option, is not supported; the message names all that are not.
-      ValueError: It is no object, a value has another type than its field or is not above 0, or a key is missing; the
+      ValueError: It is no object, or a value has another type than its field, is not above 0 or is too large; the
         message names all of them.
     """
     if not isinstance(given, Mapping):
-        raise ValueError(f"config.json must be an object: got {given!r:.60}")
+        raise ValueError(f"config.json must be an object: got {shown(given)}")
     family = FAMILIES.get(str(given.get("model_type")))
     if family is None:
         raise NotImplementedError(
-            f"config.json is of model_type {given.get('model_type')!r}, which is not supported; supported are "
-            f"{', '.join(FAMILIES)}"
+            f"config.json is of model_type {shown(repr(given.get('model_type')))}, which is not supported; supported "
+            f"are {', '.join(FAMILIES)}"
         )
-    given = {family.aliases.get(key, key): value for key, value in given.items()}
-    wrong = _malformed(family, given)
+    named = {family.aliases.get(key, key): value for key, value in given.items()}
+    wrong = _contradictory(family, given) + _malformed(family, named)
     if wrong:
-        raise ValueError(f"config.json of a {family.model_type} is malformed: {'; '.join(wrong)}")
-    rope, unsupported = _read_rope(given)
-    values = {**family.defaults, **given}
-    for key, supported in family.required.items():
-        if given.get(key, supported[0]) not in supported:
-            why = ", as all layers have experts" if key in ("decoder_sparse_step", "mlp_only_layers") else ""
-            unsupported.append(f"{key}={given[key]!r} (supported: {' or '.join(map(repr, supported))}{why})")
-    unsupported += _unsupported_layers(family, given)
-    if unsupported:
-        raise NotImplementedError(
-            f"config.json asks for what a {family.model_type} lacks here: {'; '.join(unsupported)}"
+        raise ValueError(f"config.json of a {family.model_type} is malformed: {listed(wrong)}")
+    rope, unsupported = _read_rope(family, named)
+    values = {**family.defaults, **named}
+    if family in (LLAMA, GEMMA2) and values["hidden_size"] % values["num_attention_heads"]:
+        raise ValueError(  # as their classes do
+            f"config.json of a {family.model_type} is malformed: hidden_size={values['hidden_size']} must be a "
+            f"multiple of num_attention_heads={values['num_attention_heads']}"
         )
-    missing = [key for key in family.fields.values() if key not in values]
-    if missing:
-        raise ValueError(f"config.json of a {family.model_type} lacks {', '.join(missing)}")
+    for key, supported in family.required.items():
+        if named.get(key, supported[0]) not in supported:
+            why = ", as all layers have experts" if key in ("decoder_sparse_step", "mlp_only_layers") else ""
+            got = shown(repr(named[key]))
+            unsupported.append(f"{key}={got} (supported: {' or '.join(map(repr, supported))}{why})")
+    unsupported += _unsupported_layers(family, values)
+    if unsupported:
+        raise NotImplementedError(f"config.json asks for what a {family.model_type} lacks here: {listed(unsupported)}")
     fields = {name: values[key] for name, key in family.fields.items()} | {**family.always, **rope}
     fields["kv_heads"] = fields["heads"] if fields["kv_heads"] is None else fields["kv_heads"]
     if fields.get("attention_scale") is not None:
@@ -276,26 +378,47 @@ def write_config(config: TransformerConfig, *, length: int) -> tuple[Family, dic
     }
 
 
-def _read_rope(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _read_rope(family: Family, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Returns the fields of the rotary position embedding, and what of it is not supported."""
-    rope = _rope_parameters(given)
-    kind, rotated = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor", 1)
-    fields = {"rope_theta": float(rope.get("rope_theta", 10_000.0))}
-    unsupported = [] if rotated in (1, None) else [f"partial_rotary_factor={rotated!r} (supported: 1)"]
+    ropes = _rope_parameters(family, given)
+    rope = ropes[0]
+    kind = rope["rope_type"]
+    fields = {"rope_theta": float(rope["rope_theta"])}
+    rotated = rope.get("partial_rotary_factor")
+    unsupported = [] if rotated in (1, None) else [f"partial_rotary_factor={shown(repr(rotated))} (supported: 1)"]
+    unsupported += [f"{key} of rotary positions of its own" for key, value in rope.items() if isinstance(value, dict)]
+    relevant = ("rope_type", "rope_theta", "partial_rotary_factor", *_ROPE_FIELDS.values())
+    if any(rope.get(key) != other.get(key) for other in ropes[1:] for key in relevant):
+        kinds = " and ".join(f"rope_type={shown(repr(each['rope_type']))}" for each in ropes)
+        unsupported.append(f"rope_scaling and rope_parameters that differ ({kinds})")
     if kind == "default":
         return fields, unsupported
     if kind != "llama3":
-        return fields, [*unsupported, f"rope_type={kind!r} (supported: 'default' or 'llama3')"]
+        return fields, [*unsupported, f"rope_type={shown(repr(kind))} (supported: 'default' or 'llama3')"]
     lacking = [key for key in _ROPE_FIELDS.values() if key not in rope]
     if lacking:
         return fields, [*unsupported, f"rope_type='llama3' without {', '.join(lacking)}"]
     return fields | {name: rope[key] for name, key in _ROPE_FIELDS.items()}, unsupported
 
 
-def _rope_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what config.json says of rotary positions, in any of the places where versions of `transformers` do."""
-    rope = {key: given[key] for key in ("rope_theta", "partial_rotary_factor") if key in given}
-    return rope | (given.get("rope_scaling") or {}) | (given.get("rope_parameters") or {})
+def _rope_parameters(family: Family, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns what config.json says of rotary positions, in each of the places where versions of `transformers` do.
+
+    `transformers` takes rope_scaling if it is there, and otherwise rope_parameters; what neither says is beside them.
+    """
+    beside = {"rope_theta": family.defaults["rope_theta"]}
+    beside |= {key: given[key] for key in ("rope_theta", "partial_rotary_factor") if key in given}
+    places = [given[name] for name in ("rope_scaling", "rope_parameters") if given.get(name)]
+    return [beside | {"rope_type": place.get("type", "default")} | place for place in places or [{}]]
+
+
+def _contradictory(family: Family, given: Mapping[str, Any]) -> list[str]:
+    """Returns the keys that stand under both of their names with different values."""
+    return [
+        f"{other}={shown(repr(given[other]))} and {key}={shown(repr(given[key]))} name one size"
+        for other, key in family.aliases.items()
+        if other in given and key in given and given[other] != given[key]
+    ]
 
 
 def _malformed(family: Family, given: Mapping[str, Any]) -> list[str]:
@@ -303,38 +426,61 @@ def _malformed(family: Family, given: Mapping[str, Any]) -> list[str]:
     an_object, a_list = (dict, "an object"), (list, "a list")
     containers = {"rope_scaling": an_object, "rope_parameters": an_object, "layer_types": a_list}
     wrong = [
-        f"{key}={given[key]!r} must be {needed}, or null"
+        f"{key}={shown(repr(given[key]))} must be {needed}, or null"
         for key, (kind, needed) in containers.items()
         if not isinstance(given.get(key), kind | None)
     ]
-    keys = [(name, key, given) for name, key in family.fields.items()]
-    if not wrong:
-        rope_keys = {"rope_theta": "rope_theta", **_ROPE_FIELDS}
-        keys += [(name, key, _rope_parameters(given)) for name, key in rope_keys.items()]
-    for name, key, values in keys:
-        if key not in values or (values[key] is None and key in family.defaults and family.defaults[key] is None):
-            continue
-        kinds = set(get_args(_TYPES[name]) or (_TYPES[name],))
-        value = values[key]
-        fits = type(value) in kinds or (type(value) is int and float in kinds)
-        if type(value) in (int, float):
-            fits = fits and 0 < value < math.inf
-        if not fits:
-            wrong.append(f"{key}={value!r} must be {_NEEDED[frozenset(kinds)]}")
-    return wrong
-
-
-def _unsupported_layers(family: Family, given: Mapping[str, Any]) -> list[str]:
-    """Returns the layers whose windows are not those of the family."""
-    windowed = "alternating_window" in family.fields and given.get("sliding_window") is not None
-    expected = [_layer_type(i, windowed=windowed) for i in range(given.get("num_hidden_layers", 0))]
-    found = given.get("layer_types") or expected
-    wrong = [
-        f"layer {i} is {kind!r}, not {want!r}"
-        for i, (kind, want) in enumerate(zip(found, expected, strict=False))
-        if kind != want
+    if given.get("max_position_embeddings") is not None:
+        wrong += _misfit("max_position_embeddings", given["max_position_embeddings"], {int, type(None)})
+    for name, key in family.fields.items():
+        if key in given and not (given[key] is None and key in family.nullable):
+            wrong += _misfit(key, given[key], _kinds(name))
+    if any(not isinstance(given.get(key), dict | None) for key in ("rope_scaling", "rope_parameters")):
+        return wrong
+    rope_keys = {"rope_theta": "rope_theta", **_ROPE_FIELDS}
+    found = [
+        problem
+        for rope in _rope_parameters(family, given)
+        for name, key in rope_keys.items()
+        if key in rope
+        for problem in _misfit(key, rope[key], _kinds(name))
     ]
-    return [f"layer_types ({', '.join(wrong)})"] if wrong else []
+    return wrong + list(dict.fromkeys(found))
+
+
+def _kinds(name: str) -> set[type]:
+    """Returns the types that a field of `TransformerConfig` may have."""
+    return set(get_args(_TYPES[name]) or (_TYPES[name],))
+
+
+def _misfit(key: str, value: Any, kinds: set[type]) -> list[str]:
+    """Returns what is wrong with a value, if anything is."""
+    fits = type(value) in kinds or (type(value) is int and float in kinds)
+    if type(value) in (int, float):
+        fits = fits and 0 < value < math.inf
+    if not fits:
+        return [f"{key}={shown(repr(value))} must be {_NEEDED[frozenset(kinds)]}"]
+    most = _MOST_FLOAT if float in kinds else _MOST_INTEGER
+    if type(value) in (int, float) and value > most:
+        return [f"{key}={shown(repr(value))} must be at most {most}"]
+    return []
+
+
+def _unsupported_layers(family: Family, values: Mapping[str, Any]) -> list[str]:
+    """Returns the layers whose windows are not those of the family."""
+    found = values.get("layer_types")
+    if found is None:
+        return []
+    layers = values["num_hidden_layers"]
+    if len(found) != layers:
+        return [f"layer_types of {len(found):,} layers, for num_hidden_layers={layers}"]
+    windowed = "alternating_window" in family.fields and values.get("sliding_window") is not None
+    wrong = [
+        f"layer {i} is {shown(repr(kind))}, not {_layer_type(i, windowed=windowed)!r}"
+        for i, kind in enumerate(found)
+        if kind != _layer_type(i, windowed=windowed)
+    ]
+    return [f"layer_types ({listed(wrong)})"] if wrong else []
 
 
 def _layer_type(layer: int, *, windowed: bool) -> str:

@@ -6,7 +6,7 @@ tensor at a time. The experts of a layer, which are tensors of their own in the 
 """
 
 import functools
-import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,18 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from flaxasync.foreign_json import read_json
 from models import safetensors_files
 from models.config import TransformerConfig
 from models.families import Family, read_config, write_config
+from models.foreign_folder import checked_file, listed, shown
 from models.safetensors_files import TensorFiles
 
 SHARD_BYTES = 5 * 10**9
 type Report = Callable[[str, int, int], None]  # the tensor, the bytes that are done, all bytes
 
+_ADAPTER = "adapter_config.json"
+_OUTPUT = "lm_head.weight"
 # Tensors that some files have and that a model computes: the frequencies of rotary positions.
 _COMPUTED = ("rotary_emb.inv_freq",)
 
@@ -37,23 +41,27 @@ def load_config(folder: Path) -> tuple[Family, dict[str, Any]]:
       ValueError: There is no such file, or it is not JSON.
       NotImplementedError: The family, or an option, is not supported.
     """
-    file = folder / "config.json"
     try:
-        given = json.loads(file.read_text())
-    except OSError as error:
+        file = checked_file(folder, "config.json")
+    except FileNotFoundError as error:
         raise ValueError(
-            f"{folder} must be a folder with config.json and safetensors files: {error.strerror}"
+            f"{folder} must be a folder with config.json and safetensors files: there is no config.json"
         ) from error
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    return read_config(given)
+    if os.path.lexists(folder / _ADAPTER):
+        raise NotImplementedError(
+            f"{folder} has {_ADAPTER}, so that its parameters are those of a model and of an adapter; merge the two "
+            "first, or remove that file"
+        )
+    return read_config(read_json(file))
 
 
-def import_parameters(folder: Path, family: Family, abstract: Any, report: Report = lambda *_: None) -> Any:
+def import_parameters(
+    folder: Path | TensorFiles, family: Family, abstract: Any, report: Report = lambda *_: None
+) -> Any:
     """Reads the parameters of a checkpoint onto the devices that hold them.
 
     Args:
-      folder: A folder with one safetensors file or with an index of several, or such a file.
+      folder: A folder with one safetensors file or with an index of several, such a file, or one of them opened.
       family: The names of the tensors.
       abstract: Shape, dtype and sharding of every parameter of the model, nested by its names, as `jax.eval_shape` and
         `nnx.to_pure_dict` give them. Values are cast to these dtypes.
@@ -67,10 +75,10 @@ def import_parameters(folder: Path, family: Family, abstract: Any, report: Repor
         none was loaded.
     """
     leaves, tree = jax.tree.flatten_with_path(abstract)
-    files = TensorFiles(folder)
+    files = folder if isinstance(folder, TensorFiles) else TensorFiles(folder)
     with jax.set_mesh(_mesh_of(leaves[0][1])):
         names = {_name(path): leaf for path, leaf in leaves}
-        _check(files, family, names, folder)
+        _check(files, family, names)
         total, done = sum(leaf.size * leaf.dtype.itemsize for leaf in names.values()), 0
         values = []
         for name, leaf in names.items():
@@ -116,7 +124,7 @@ def export_parameters(
     return written | {"dtype": stored.pop() if len(stored) == 1 else "float32"}
 
 
-def _check(files: TensorFiles, family: Family, names: Mapping[str, Any], folder: Path) -> None:
+def _check(files: TensorFiles, family: Family, names: Mapping[str, Any]) -> None:
     """Raises ValueError unless the files have exactly the tensors that the parameters need, in their shapes."""
     needed = {}
     for name, leaf in names.items():
@@ -126,10 +134,10 @@ def _check(files: TensorFiles, family: Family, names: Mapping[str, Any], folder:
         shape = leaf.shape[template.count("{") :]
         for their_name in _their_names(template, leaf):
             needed[their_name] = tuple(shape[::-1] if _is_transposed(name, template) else shape)
-    tied = {"lm_head.weight"} if "output.kernel" not in names else set()
+    tied = {_OUTPUT} if "output.kernel" not in names else set()
     there = {name for name in files.shapes if not name.endswith(_COMPUTED) and name not in tied}
     problems = [f"missing: {name} {list(needed[name])}" for name in sorted(needed.keys() - there)]
-    problems += [f"left over: {name} {list(files.shapes[name])}" for name in sorted(there - needed.keys())]
+    problems += [f"left over: {shown(name)} {list(files.shapes[name])}" for name in sorted(there - needed.keys())]
     problems += [
         f"{name} is {list(files.shapes[name])} and must be {list(needed[name])}"
         for name in sorted(needed.keys() & there)
@@ -137,8 +145,15 @@ def _check(files: TensorFiles, family: Family, names: Mapping[str, Any], folder:
     ]
     if problems:
         raise ValueError(
-            f"the tensors of {folder} are not those of this {family.model_type}, nothing was loaded: "
-            + "; ".join(problems)
+            f"the tensors of {files.path} are not those of this {family.model_type}, nothing was loaded: "
+            + listed(problems)
+        )
+    output, embedding = _OUTPUT, family.tensors["embed.embedding"]
+    if tied and output in files.shapes and not files.are_equal(output, embedding):
+        raise ValueError(
+            f"{output} of {files.path} differs from {embedding}, although tie_word_embeddings of config.json, or its "
+            f"default for a {family.model_type}, says that they are one: `transformers` then uses both; write false "
+            "there to import both, or remove the tensor"
         )
 
 

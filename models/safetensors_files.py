@@ -5,6 +5,7 @@ Format: https://huggingface.co/docs/safetensors, a length of 8 bytes, a header i
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,8 +14,12 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from flaxasync.foreign_json import read_json
+from models.foreign_folder import checked_file, listed, shown
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_COMPARED = 1 << 24  # the most values of a tensor that are compared at a time
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -22,38 +27,47 @@ class TensorFiles:
     """The tensors of a file, or of a folder with one file or with an index of several.
 
     Attributes:
+      path: The file or the folder.
       shapes: The shape of every tensor, by its name.
+      unused: The files of a folder that its model.safetensors stands above, as for `transformers`.
     """
 
     def __init__(self, path: Path):
         """Opens the files and reads their headers.
 
         Raises:
-          ValueError: There are no such files, one is cut short or damaged, the index names a tensor that its file
-            lacks, or a tensor has a type that is not floating-point; all of them are named.
+          ValueError: There are no such files, one is cut short, damaged or no regular file inside the folder, the index
+            names a tensor that its file lacks, or a tensor has a type that is not floating-point; they are named.
         """
-        self._of: dict[str, Path] = {}
+        self.path = path
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.unused: list[str] = []
+        self._of: dict[str, Path] = {}
+        if not path.is_file() and os.path.lexists(path / SINGLE) and os.path.lexists(path / INDEX):
+            self.unused.append(INDEX)
+        index = _find(path)
+        named = {tensor: file for file, tensors in index.items() for tensor in tensors or ()}
         problems = []
-        for file, names in _find(path).items():
+        for file, names in index.items():
             try:
-                with safe_open(file, framework="np") as opened:
-                    parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
-                    found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
-            except FileNotFoundError:
-                problems.append(f"{file} is missing")
-                continue
-            except (SafetensorError, OSError) as error:
-                problems.append(f"{file} is cut short or damaged ({error})")
+                found = _read_header(file)
+            except ValueError as error:
+                problems.append(str(error))
                 continue
             lacking = sorted(set(names or ()) - found.keys())
-            problems += [f"{file} lacks {name}, which the index says is in it" for name in lacking]
+            problems += [f"{file} lacks {shown(name)}, which the index says is in it" for name in lacking]
             for name, (dtype, shape) in sorted(found.items()):
+                if named.get(name, file) != file:
+                    continue  # the index says that it is in another file
+                if name in self._of:
+                    both = f"{self._of[name].name} and {file.name}"
+                    problems.append(f"{shown(name)} is in {both}, and the index does not say which of them is right")
                 if dtype not in _DTYPES:
-                    problems.append(f"{name} is of type {dtype}; supported are {', '.join(_DTYPES)}")
-                self._of[name], self.shapes[name] = file, shape
+                    problems.append(f"{shown(name)} is of type {dtype}; supported are {', '.join(_DTYPES)}")
+                self._of[name] = file
+                self.shapes[name] = shape
         if problems:
-            raise ValueError(f"the tensors of {path} cannot be read: {'; '.join(problems)}")
+            raise ValueError(f"the tensors of {path} cannot be read: {listed(problems)}")
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Returns the part of a tensor that `index` selects; nothing else of it is read.
@@ -62,6 +76,19 @@ class TensorFiles:
         """
         with safe_open(self._of[name], framework="np") as file:
             return file.get_slice(name)[index]
+
+    def are_equal(self, first: str, second: str) -> bool:
+        """Says whether two tensors have the same values, reading some rows of both at a time."""
+        if self.shapes[first] != self.shapes[second]:
+            return False
+        rows = self.shapes[first][0] if self.shapes[first] else 0
+        size = math.prod(self.shapes[first])
+        step = max(1, rows * _COMPARED // max(size, 1))
+        for start in range(0, rows, step):
+            part = (slice(start, min(start + step, rows)),)
+            if not np.array_equal(self.read(first, part), self.read(second, part)):
+                return False
+        return True
 
 
 def write(
@@ -88,23 +115,73 @@ def write(
 
 
 def _find(path: Path) -> dict[Path, list[str] | None]:
-    """Returns the files, and the tensors that an index says are in each; None without an index."""
+    """Returns the files, and the tensors that an index says are in each; None without an index.
+
+    As for `transformers`, model.safetensors stands above an index beside it, which is often of an older version.
+    """
     if path.is_file():
         return {path: None}
-    if (path / INDEX).is_file():
-        try:
-            index = json.loads((path / INDEX).read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path / INDEX} is not an index of tensors ({type(error).__name__}: {error})") from error
-        files: dict[Path, list[str] | None] = {path / name: [] for name in sorted(set(index.values()))}
-        for tensor, name in index.items():
-            files[path / name] = [*(files[path / name] or ()), tensor]
-        return files
-    if (path / SINGLE).is_file():
-        return {path / SINGLE: None}
+    for name, of_it in ((SINGLE, _find_single), (INDEX, _find_shards)):
+        if os.path.lexists(path / name):
+            return of_it(path)
     others = sorted(file.name for ending in ("*.bin", "*.pth", "*.pt", "*.gguf") for file in path.glob(ending))
-    found = f"; {', '.join(others)} cannot be read, save them as safetensors first" if others else ""
+    found = f"; {listed(map(shown, others))} cannot be read, save them as safetensors first" if others else ""
+    shards = sorted(file.name for file in path.glob("*.safetensors"))
+    if shards:
+        found = f"; which tensors {listed(map(shown, shards))} should have is not known without {INDEX}"
     raise ValueError(f"there is neither {SINGLE} nor {INDEX} in {path}{found}")
+
+
+def _find_single(folder: Path) -> dict[Path, list[str] | None]:
+    try:
+        return {checked_file(folder, SINGLE): None}
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder / SINGLE} is a link to a file that is missing") from error
+
+
+def _find_shards(folder: Path) -> dict[Path, list[str] | None]:
+    """Returns the files that an index names, with the tensors in each."""
+    try:
+        content = read_json(checked_file(folder, INDEX))
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder / INDEX} is a link to a file that is missing") from error
+    index = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
+        raise ValueError(f'{folder / INDEX} is not an index of tensors: it must have "weight_map", {{tensor: file}}')
+    tensors: dict[str, list[str]] = {}
+    for tensor, name in index.items():
+        tensors.setdefault(name, []).append(tensor)
+    files: dict[Path, list[str] | None] = {}
+    problems = []
+    for name in sorted(tensors):
+        try:
+            file = _find_shard(folder, name)
+        except ValueError as error:
+            problems.append(str(error))
+        else:
+            files[file] = [*(files.get(file) or ()), *tensors[name]]  # "a" and "./a" are one file
+    if problems:
+        raise ValueError(f"the tensors of {folder} cannot be read: {listed(problems)}")
+    return files
+
+
+def _find_shard(folder: Path, name: str) -> Path:
+    try:
+        return checked_file(folder, name, named_by=INDEX)
+    except FileNotFoundError:
+        return folder / name  # that it is missing is said with what is wrong with the others
+
+
+def _read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns the type and the shape of every tensor of a file."""
+    try:
+        with safe_open(file, framework="np") as opened:
+            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
+            return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
+    except FileNotFoundError as error:
+        raise ValueError(f"{file.parent}/{shown(file.name)} is missing") from error
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is cut short or damaged ({shown(str(error))})") from error
 
 
 def _divide(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:

@@ -284,7 +284,5 @@ def test_the_old_name_of_gemmas_activation_is_read_and_not_written():
 def test_configurations_that_are_no_model_are_refused():
     with pytest.raises(ValueError, match=r"config.json must be an object: got \[1\]"):
         read_config([1])
-    with pytest.raises(ValueError, match=r"config.json of a llama lacks vocab_size, .*intermediate_size"):
-        read_config({"model_type": "llama"})
     with pytest.raises(NotImplementedError, match=r"qwen3 lacks logit_softcap=3.0; gemma lacks"):
         write_config(dataclasses.replace(CONFIGS["qwen3"], logit_softcap=3.0), length=32)
