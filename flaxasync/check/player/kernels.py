@@ -1,11 +1,12 @@
 """`kernel_times`: what the Pallas kernels of a compiled program take, each distinct one simulated once, by itself.
 
 A kernel is taken from the text of the program, which holds its code, and made a program of its own with operands of the
-same shapes on the same chips. That program is compiled and simulated, and the time of the kernel on its slowest device
-is kept in the user's cache folder, by everything on which it depends. So every device enters the kernel at the same
-time, and nothing else uses the links or HBM meanwhile. Operands that the program had in vector memory may be in HBM
-here. The two halves of a start/done pair between devices are one program, in which nothing stands between them: their
-time is that of the transfer.
+same shapes on the same chips. Its operands and results are in the memory in which the program has them: left to itself,
+XLA would put results of the small program into vector memory, and the kernel would not wait for HBM. That program is
+compiled and simulated, and the time of the kernel on its slowest device is kept in the user's cache folder, by
+everything on which it depends. So every device enters the kernel at the same time, and nothing else uses the links or
+HBM meanwhile. The two halves of a start/done pair between devices are one program, in which nothing stands between
+them: their time is that of the transfer.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ from flaxasync.check.estimate.costs import KernelTime
 from flaxasync.check.hlo.async_operations import async_operations
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.reader import parse
-from flaxasync.check.hlo.shapes import SEMAPHORE
+from flaxasync.check.hlo.shapes import HBM, SEMAPHORE, SMEM, VMEM, Shape
 from flaxasync.check.player.chips import DEVICES_PER_CHIP
 from flaxasync.check.player.errors import PlayerError
 from flaxasync.check.player.memory import integer_elements
@@ -50,7 +51,7 @@ _TYPES = {"bf16": "bfloat16", "pred": "bool", "f8": "float8_", "f": "float", "s"
 class Kernel:
     """A kernel, or the start of a pair, as a program of its own. Names do not matter to it."""
 
-    config: str  # what the custom call holds: its code, and the memory that it may use
+    config: str  # what the custom call holds: its code, the memory that it may use, and where operands and results are
     operands: tuple[str, ...]  # their shapes
     results: tuple[str, ...]  # their shapes
     aliases: tuple[tuple[int, int], ...]  # pairs of an operand and the result that shares its memory
@@ -145,6 +146,7 @@ def _kernel_of(computation: Computation, i: Instruction, given: Given) -> Kernel
     call = {key: v for key, v in i.backend_config["custom_call_config"].items() if key != "debug_locations"}
     config = {key: v for key, v in i.backend_config.items() if key == "scoped_memory_configs"}
     operands = [made.shape for made in computation.operands(i)]
+    call |= _places(operands, [leaf for _, leaf in i.shape.leaves()])
     integers = []
     for number, (name, shape) in enumerate(zip(i.operands, operands, strict=True)):
         if re.match(r"[su]\d", shape.element_type) and shape.memory_space != SEMAPHORE:
@@ -159,6 +161,25 @@ def _kernel_of(computation: Computation, i: Instruction, given: Given) -> Kernel
         aliases=tuple((alias.operand, alias.output[0] if alias.output else 0) for alias in i.aliases),
         integers=tuple(integers),
     )
+
+
+def _places(operands: Sequence[Shape], results: Sequence[Shape]) -> dict[str, list[dict[str, Any]]]:
+    """Returns the entries of a custom call with which XLA leaves its operands and results where the program has them.
+
+    They are those that JAX writes for `pltpu.HBM(shape, dtype)` and its like. JAX constrains no operand in scalar or
+    semaphore memory.
+    """
+    inputs = [
+        {"operand_index": number, "color": shape.memory_space}
+        for number, shape in enumerate(operands)
+        if shape.memory_space in (HBM, VMEM)
+    ]
+    outputs: list[dict[str, Any]] = []
+    for number, shape in enumerate(results):
+        if shape.memory_space in (HBM, VMEM, SEMAPHORE, SMEM):
+            index = {"shape_index": [number]} if len(results) > 1 else {}  # a single result is no tuple
+            outputs.append({"color": shape.memory_space} | index)
+    return {"input_memory_space_colors": inputs, "output_memory_space_colors": outputs}
 
 
 def _simulate(program: CompiledProgram, kernel: Kernel) -> KernelTime:

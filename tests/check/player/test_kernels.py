@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from benchmarks import tp_mlp
+from benchmarks.programs import array
+from flaxasync.check import parse
+from flaxasync.check.hlo.shapes import HBM, VMEM
 from flaxasync.check.player import kernels
 from flaxasync.check.player.play import play_dump
-from flaxasync.kernels.gemm import gemm
+from flaxasync.kernels.gemm import Tiles, gemm
 from flaxasync.transport import direct
 from tests.check.programs import on_all_devices
 
@@ -29,6 +33,68 @@ def test_operands_of_every_type():
     types = {"bf16": "bfloat16", "f8e4m3fn": "float8_e4m3fn", "s4": "int4", "u16": "uint16", "pred": "bool"}
     for short, dtype in types.items():
         assert kernels._type(f"{short}[8,128]") == jax.ShapeDtypeStruct((8, 128), jnp.dtype(dtype))
+
+
+PLACED = """HloModule m, is_scheduled=true
+
+ENTRY e {
+  a = f32[8,128]{1,0} parameter(0)
+  b = f32[8,128]{1,0:T(8,128)S(1)} copy(a)
+  start = (f32[8,128]{1,0:T(8,128)S(1)}, f32[8,128]{1,0}) custom-call(a, b), custom_call_target="tpu_custom_call", \
+backend_config={"custom_call_config":{"body":"x","output_memory_space_colors":[]}}
+  ROOT r = f32[8,128]{1,0} get-tuple-element(start), index=1
+}
+"""
+
+
+def test_operands_and_results_stay_in_the_memory_in_which_the_program_has_them():
+    ((_, kernel),) = kernels._kernels(parse(PLACED), lambda kernel, shape: None)
+    call = json.loads(kernel.config)["custom_call_config"]
+    assert call["input_memory_space_colors"] == [
+        {"operand_index": 0, "color": HBM},
+        {"operand_index": 1, "color": VMEM},
+    ]
+    assert call["output_memory_space_colors"] == [
+        {"color": VMEM, "shape_index": [0]},
+        {"color": HBM, "shape_index": [1]},
+    ]
+
+
+def product(x, w):
+    return gemm(x, w, tiles=Tiles(512, 512, 1024))
+
+
+def corner(x, w):
+    """What remains of a product that XLA then puts into vector memory."""
+    return product(x, w)[:8, :128]
+
+
+def twice(x, w):
+    """A product whose first operand is in vector memory: the result of another one."""
+    return gemm(gemm(x, w), w)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "fn", "shape", "dtype", "spaces"), [
+    ("v5e:1x1", product, (2048, 1024, 2048), jnp.float32, {HBM}),
+    ("v6e:1x1", product, (2048, 512, 2048), jnp.bfloat16, {HBM}),
+    ("v5e:1x1", corner, (2048, 1024, 2048), jnp.float32, {VMEM}),
+    ("v6e:1x1", twice, (1024, 1024, 1024), jnp.bfloat16, {VMEM, HBM}),
+])  # fmt: skip
+def test_a_kernel_takes_by_itself_what_it_takes_in_its_program(topology, fn, shape, dtype, spaces, tmp_path):
+    m, k, n = shape
+    mesh = fa.check.topology_mesh(topology, (1,), ("x",))
+    arguments = array((m, k), mesh, P(), dtype), array((k, n), mesh, P(), dtype)
+    program = fa.check.compile_for(topology, jax.jit(fn), *arguments, keep_dumps=tmp_path)
+    calls = [i for i in parse(program.text).entry.instructions if i.custom_call_target == "tpu_custom_call"]
+    assert {call.shape.memory_space for call in calls} == spaces
+    played = play_dump(tmp_path, topology=topology)
+    timeline = fa.check.timeline(program, kernels="play")
+    alone = {s.name: s.seconds for s in timeline.slices if s.lane == "core"}
+    last = calls[-1].name  # beside an earlier one XLA may copy what it reads
+    assert alone[last] == pytest.approx(played.slowest.phase(last).seconds, rel=0.03)
+    if len(calls) == 1:
+        assert timeline.seconds == pytest.approx(played.seconds, rel=0.03)
 
 
 MLP = tp_mlp.Shape(batch=2, sequence=2048, model=2048, hidden=8192)
