@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -43,18 +43,21 @@ def load(module: nnx.Module, params: nnx.Module | Mapping[Any, Any], *, strict: 
     Args:
       module: The model, on the ambient mesh. Parameters that are abstract, of `nnx.eval_shape`, get values too. It may
         be traced, as in a function that `nnx.jit` compiles, and then arrays that are not become constants there.
-      params: A model of plain or parallel layers; a state; or a dict of arrays, nested or with names such as
-        "mlp.up.kernel". They may be on any devices, or numpy arrays. They are cast to the dtypes of the model.
+      params: A model of plain or parallel layers; a state; what orbax restores of a state, without a target; or a dict
+        of arrays, nested or with names such as "mlp.up.kernel", with lists of blocks. Arrays may be on any devices, or
+        of numpy. They are cast to the dtypes of the model.
       strict: Whether names that are missing or left over are an error. Otherwise the result tells them.
 
     Returns:
       Which names were loaded, missing, left over and reshaped; str() makes a list.
 
     Raises:
-      ValueError: A shape does not fit, names do not (`strict`), or a list is in the place of an array. Nothing was
-        loaded then.
+      ValueError: A shape does not fit, names do not (`strict`), or something else is in the place of an array. Nothing
+        was loaded then.
     """
-    targets, source, specs = variables_of(module), _flatten(params), _layer_specs(module)
+    targets, specs = variables_of(module), _layer_specs(module)
+    known = {_name(path) for path, _ in nnx.to_flat_state(nnx.state(module))}  # constants and random streams, too
+    source = {_variable_name(name, known): value for name, value in _flatten(params).items()}
     found, reshaped, errors = {}, {}, []
     for name in sorted(targets.keys() & source.keys()):
         value, target = source[name], targets[name].get_value()
@@ -65,12 +68,11 @@ def load(module: nnx.Module, params: nnx.Module | Mapping[Any, Any], *, strict: 
             reshaped[name] = value.shape, target.shape
         found[name] = value
     missing = tuple(sorted(targets.keys() - source.keys()))
-    known = {_name(path) for path, _ in nnx.to_flat_state(nnx.state(module))}  # constants and random streams, too
     unexpected = tuple(sorted(source.keys() - known))
     if strict and missing:
-        errors.append(f"missing in the source: {', '.join(missing)}")
+        errors.append(f"missing in the source: {_some_of(missing)}")
     if strict and unexpected:
-        errors.append(f"left over in the source: {', '.join(unexpected)}")
+        errors.append(f"left over in the source: {_some_of(unexpected)}")
     if errors:
         raise ValueError(
             f"load cannot put these arrays into a {type(module).__name__}: {'; '.join(errors)}"
@@ -108,20 +110,41 @@ def _flatten(params: Any, prefix: str = "") -> dict[str, Any]:
         params = variables_of(params)
     elif isinstance(params, nnx.State):
         params = {_name(path): value for path, value in nnx.to_flat_state(params)}
+    elif isinstance(params, list | tuple):
+        params = dict(enumerate(params))
     flat: dict[str, Any] = {}
     for key, value in params.items():
         name = f"{prefix}{_name(key) if isinstance(key, tuple) else key}"
-        if isinstance(value, nnx.RngState):
+        if value is None or isinstance(value, nnx.RngState):
             continue
-        if isinstance(value, nnx.Variable):
-            value = value.get_value()
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{name}.")
-        elif isinstance(value, list | tuple):
-            raise ValueError(f"load: {name} is a {type(value).__name__}; give an array")
+        array = value.get_value() if isinstance(value, nnx.Variable) else value
+        if isinstance(array, list | tuple) and _is_of_numbers(array):
+            raise ValueError(f"load: {name} is a {type(array).__name__}; give an array")
+        if isinstance(array, nnx.Module | nnx.State | Mapping | list | tuple):
+            flat |= _flatten(array, f"{name}.")
+        elif hasattr(array, "shape") and hasattr(array, "dtype"):
+            flat[name] = array
         else:
-            flat[name] = value
+            raise ValueError(f"load: {name} is {array!r}, of type {type(array).__name__}; give an array")
     return flat
+
+
+def _is_of_numbers(value: Any) -> bool:
+    """Says whether a list, or the first list in it, holds numbers, as an array that was written out does."""
+    while isinstance(value, list | tuple) and value:
+        value = value[0]
+    return isinstance(value, int | float | complex)
+
+
+def _variable_name(name: str, known: Set[str]) -> str:
+    """Returns the name of a variable. In what orbax restores of a state, its array has the name `value` after that."""
+    return name if name in known else name.removesuffix(".value")
+
+
+def _some_of(names: Sequence[str]) -> str:
+    """Returns the first ten names, and how many more there are."""
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(names[:10]) + more
 
 
 def _layer_specs(module: nnx.Module) -> dict[str, P]:
