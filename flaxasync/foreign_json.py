@@ -19,7 +19,7 @@ MOST_DEPTH = 64
 MOST_DIGITS = 300
 """The most digits of an integer, so that every one of them can become a float."""
 
-_MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_MAYBE_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class JsonError(ValueError):
@@ -67,7 +67,7 @@ def parse_json(content: bytes | str, name: str) -> Any:
     try:
         text = content.decode() if isinstance(content, bytes) else content
         value = json.loads(text, parse_int=_integer)
-        if _MAYBE_SURROGATE.search(text.encode(errors="surrogatepass")):
+        if _MAYBE_SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise JsonError(

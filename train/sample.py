@@ -148,6 +148,10 @@ def _prompt(command: Command) -> str:
     if (command.prompt is None) == (command.prompt_file is None):
         raise InputError("give the text to continue, with --prompt or with --prompt_file")
     if command.prompt is not None:
+        try:
+            command.prompt.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"--prompt must be text in UTF-8: got {os.fsencode(command.prompt)!r:.100}") from error
         return command.prompt
     assert command.prompt_file is not None
     try:

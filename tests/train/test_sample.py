@@ -72,6 +72,7 @@ def workdir(tmp_path, config):
     (["--prompt", "a", "--prompt_file", "b"], "give the text to continue"),
     (["--prompt_file", "/none"], "--prompt_file must be text in UTF-8"),
     (["--prompt", ""], "got 0 tokens"),
+    (["--prompt", "caf\udce9"], r"--prompt must be text in UTF-8: got b'caf\xe9'"),
     (["--prompt", "abc", "--max_tokens", "8", "--cache", "10"], "got 3 tokens and max_tokens=8 in a cache of 10"),
     (["--prompt", "a", "--top_p", "0"], "--top_p must be above 0 and at most 1: got 0.0"),
     (["--prompt", "a", "--temperature", "-1"], "--temperature must be at least 0"),

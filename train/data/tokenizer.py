@@ -4,15 +4,16 @@ A text file is a document, and so is the "text" of each line of a .jsonl file. A
 which the tokenizer begins a prompt, and a token that the run names may end it. Long documents are encoded in pieces of
 about PIECE_BYTES, cut at the end of a line, so that memory stays small and threads encode pieces side by side; tokens
 next to a cut may differ from those of the whole document. A tokenizer that begins every text with a space adds one
-after each cut.
+after each cut. A text that begins with these tokens, or ends with that one, as chat templates write it, gets no second.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple, Self
 
@@ -20,11 +21,16 @@ import filelock
 import numpy as np
 import tokenizers
 
+from flaxasync.foreign_json import JsonError, parse_json, read_regular
+from train.data.tokenizer_errors import errors_of_tokenizers
 from train.lifecycle.errors import InputError
 from train.metrics.output import percent_printer
 
-VERSION = 2
-"""Version of the tokens that a text becomes; those of 1 lacked the tokens that begin a document."""
+VERSION = 3
+"""Version of the tokens that a text becomes. Those of 1 lacked the tokens that begin a document; those of 2 had them,
+or the one that ends it, twice where the text has them itself."""
+MOST_BYTES = 1 << 29
+"""The most bytes of a tokenizer's file."""
 PIECE_BYTES, BATCH_PIECES = 1 << 20, 16
 
 
@@ -41,33 +47,64 @@ class Tokenizer:
     def open(cls, path: Path, *, vocab_size: int, field: str = "data.tokenizer") -> Self:
         """Reads a file, which must be a tokenizer and make no token that is not in the vocabulary."""
         try:
-            content = path.read_bytes()
-            inner = tokenizers.Tokenizer.from_str(content.decode())
+            content = read_regular(path, most_bytes=MOST_BYTES)
         except OSError as error:
-            raise InputError(f"{field} must be a file of a tokenizer: {path}: {error.strerror}") from error
-        except Exception as error:  # the package raises Exception itself
-            raise InputError(f"{field} must be a file of a tokenizer: {path} cannot be read: {error}") from error
-        largest = max(inner.get_vocab(with_added_tokens=True).values(), default=0)
+            raise InputError(f"{field} must be a file of a tokenizer: {path}: {error.strerror or error}") from error
+        with errors_of_tokenizers(f"{field} must be a file of a tokenizer: {path} cannot be read"):
+            inner = tokenizers.Tokenizer.from_str(content.decode())
+            # A file often records the truncation and the padding of the last call that used it.
+            inner.no_truncation()
+            inner.no_padding()
+            vocabulary = inner.get_vocab(with_added_tokens=True)
+            prefix = _prefix(inner, vocabulary)
+            inner.decode(list(prefix))
+        largest = max([*vocabulary.values(), *prefix], default=0)
         if largest >= vocab_size:
             raise InputError(
                 f"{field} must match the vocabulary: {path} has tokens up to {largest}, and model.vocab_size is "
                 f"{vocab_size}; use the tokenizer of this model, or a model.vocab_size of {largest + 1} or more"
             )
-        # A file often records the truncation and the padding of the last call that used it.
-        inner.no_truncation()
-        inner.no_padding()
-        sample = inner.encode("a")
-        pairs = zip(sample.ids, sample.special_tokens_mask, strict=True)
-        prefix = tuple(token for token, _ in itertools.takewhile(lambda pair: pair[1], pairs))
         return cls(f"tokenizer {hashlib.blake2b(content, digest_size=8).hexdigest()}", inner, prefix, path)
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a prompt: those that begin every text, and those of this one."""
-        return [*self.prefix, *self.inner.encode(text, add_special_tokens=False).ids]
+        with errors_of_tokenizers(f"the tokenizer {self.path} cannot encode the text"):
+            tokens = self.inner.encode(text, add_special_tokens=False).ids
+        return self.begin(tokens)
+
+    def begin(self, tokens: list[int]) -> list[int]:
+        """Returns the tokens of a text after those that begin every text, of which it may have the last ones itself."""
+        for length in range(len(self.prefix), 0, -1):
+            if self.prefix[-length:] == tuple(tokens[:length]):
+                return [*self.prefix[:-length], *tokens]
+        return [*self.prefix, *tokens]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, without special tokens."""
-        return self.inner.decode(list(tokens))
+        with errors_of_tokenizers(f"the tokenizer {self.path} cannot decode tokens"):
+            return self.inner.decode(list(tokens))
+
+
+def _prefix(inner: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the special tokens with which a tokenizer begins a text.
+
+    They are told from those that end it by the tokens of a text between them, which the tokenizer must not drop.
+    """
+    failed: Exception | None = None
+    for text in ("a", *itertools.islice(vocabulary, 16)):
+        try:
+            sample = inner.encode(text)
+        except Exception as error:  # it lacks a token for what it does not know
+            failed = failed or error
+            continue
+        if 0 in sample.special_tokens_mask:
+            pairs = zip(sample.ids, sample.special_tokens_mask, strict=True)
+            return tuple(token for token, _ in itertools.takewhile(_is_special, pairs))
+    raise failed or ValueError("it has no token for any text")
+
+
+def _is_special(pair: tuple[int, int]) -> bool:
+    return pair[1] == 1
 
 
 def is_file(tokenizer: str | None) -> bool:
@@ -95,6 +132,7 @@ def tokenize_files(files: list[Path], tokenizer: Tokenizer, *, separator: int | 
     with filelock.FileLock(path.with_suffix(".lock")):
         if not path.is_file():
             temporary = path.with_suffix(".tmp")
+            _remove_unfinished(folder, keep=temporary)
             try:
                 with open(temporary, "wb") as out:
                     total = sum(size for _, size, _ in described)
@@ -105,6 +143,15 @@ def tokenize_files(files: list[Path], tokenizer: Tokenizer, *, separator: int | 
             finally:
                 temporary.unlink(missing_ok=True)  # what a bad file or Ctrl-C has left may be large
     return path
+
+
+def _remove_unfinished(folder: Path, *, keep: Path) -> None:
+    """Removes what killed processes left of other files of tokens; one that is being written is locked."""
+    for left in folder.glob("*.tmp"):
+        if left == keep:
+            continue
+        with contextlib.suppress(filelock.Timeout), filelock.FileLock(left.with_suffix(".lock"), timeout=0):
+            left.unlink(missing_ok=True)
 
 
 class _Piece(NamedTuple):
@@ -121,10 +168,11 @@ def _write(out: IO[bytes], files: Iterable[Path], tokenizer: Tokenizer, separato
     pieces, done = (piece for file in files for piece in _pieces(file)), 0
     report = percent_printer("tokenized")
     for batch in itertools.batched(pieces, BATCH_PIECES):  # they are encoded side by side
-        encoded = tokenizer.inner.encode_batch([piece.text for piece in batch], add_special_tokens=False)
+        with errors_of_tokenizers(f"the tokenizer {tokenizer.path} cannot encode {batch[0].file} or what follows it"):
+            encoded = tokenizer.inner.encode_batch([piece.text for piece in batch], add_special_tokens=False)
         for piece, encoding in zip(batch, encoded, strict=True):
-            tokens = [*tokenizer.prefix, *encoding.ids] if piece.begins else encoding.ids
-            if piece.ends and separator is not None:
+            tokens = tokenizer.begin(encoding.ids) if piece.begins else encoding.ids
+            if piece.ends and separator is not None and tokens[-1:] != [separator]:
                 tokens = [*tokens, separator]
             out.write(np.asarray(tokens, np.uint32).tobytes())
             done += piece.used
@@ -152,11 +200,15 @@ def _pieces(file: Path) -> Iterator[_Piece]:
 
 def _text_of_line(line: bytes, file: Path, number: int) -> str:
     try:
-        text = json.loads(line)["text"]
+        content = parse_json(line, f"{file}, line {number},")
+    except JsonError as error:
+        raise InputError(f"every line of a .jsonl file must be JSON: {error}") from error
+    try:
+        text = content["text"]
         if not isinstance(text, str):
             raise TypeError(f"the text is {text!r:.40}")
         return text
-    except (ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise InputError(
             f'every line of a .jsonl file must be an object with "text", a string: {file}, line {number}: '
             f"{type(error).__name__}: {error}"
