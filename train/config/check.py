@@ -3,10 +3,14 @@
 import dataclasses
 import importlib.util
 import math
+import os
 import re
 
 from train.config import Config, flatten
-from train.lifecycle.errors import InputError
+from train.lifecycle.errors import InputError, cut, listed
+
+LARGEST_SLICE = 9216
+"""Chips of the largest TPU slice there is, Ironwood's. JAX takes about 330 kB of the host for each simulated device."""
 
 _RANGES = {
     "at least 1": (
@@ -39,6 +43,19 @@ _RANGES = {
     ),
     # The devices count steps in int32.
     "at most 2147483647": (lambda value: value < 2**31, "steps seed optimizer.warmup_steps"),
+    "at most 2147483647, as devices count in int32": (
+        lambda value: value is None or value < 2**31,
+        "data.sequence_length data.batch_size data.microbatches checkpoint.every "
+        "checkpoint.keep checkpoint.permanent_every eval.every eval.batches eval.sample_tokens report.every skip.limit "
+        "profile.start profile.steps model.layers model.width model.heads model.kv_heads model.head_dim "
+        "model.mlp_width model.vocab_size model.experts model.experts_per_token model.expert_width "
+        "model.shared_expert_width model.rope_original_length model.alternating_window model.gathered_mib mesh.data "
+        "mesh.fsdp mesh.context mesh.model",
+    ),
+    f"at most {LARGEST_SLICE}, the chips of the largest TPU slice": (
+        lambda value: value <= LARGEST_SLICE,
+        "mesh.cpu_devices",
+    ),
 }
 """What values must be: the test, and the fields that must pass it. All of these must be finite, too."""
 
@@ -48,9 +65,11 @@ def check(config: Config) -> None:
     for needed, (is_right, names) in _RANGES.items():
         for name in names.split():
             value = values[name]
-            is_finite = value is None or math.isfinite(value)
+            is_finite = not isinstance(value, float) or math.isfinite(value)
             _require(is_finite and is_right(value), name, value, needed + ("" if is_finite else " and finite"))
 
+    for name, value in values.items():
+        check_texts(name, value)
     optimizer, model, data, spikes = config.optimizer, config.model, config.data, config.skip.spike_factor
     length, vocabulary, high = data.sequence_length, model.vocab_size, model.rope_high_frequency
     copies_are_of_use = not optimizer.master_copies or model.param_dtype == "bfloat16"
@@ -64,6 +83,7 @@ def check(config: Config) -> None:
     no_copies = f"False where model.param_dtype={model.param_dtype}, which needs no copies in float32"
     for name, holds, needed in (
         ("workdir", is_local, "a folder of this machine, and only --checkpoint.folder may be gs://bucket/folder"),
+        ("data.batch_size", data.batch_size < 2**31 / length, _fewer_sequences(length)),
         ("optimizer.clip_norm", optimizer.clip_norm > 0, "above 0"),
         ("optimizer.master_copies", copies_are_of_use, no_copies),
         ("skip.spike_factor", spikes == 0 or spikes > 1, "0, or above 1"),
@@ -83,8 +103,49 @@ def check(config: Config) -> None:
         _require(0 < weight < math.inf, f"data.sources: the weight of {name}", weight, "above 0")
 
 
+def check_texts(name: str, value: object) -> None:
+    """Checks that the texts in a value can be written: JSON and checkpoints take names in UTF-8, and no zero byte.
+
+    Python makes half of a surrogate pair of each byte of the command line that is no UTF-8.
+    """
+    if isinstance(value, tuple):
+        for element in value:
+            check_texts(name, element)
+    if isinstance(value, str):
+        _require("\0" not in value and is_utf8(value), name, value, "a text in UTF-8 without zero bytes")
+
+
+def _check_folder(name: str, place: str) -> None:
+    """Checks the whole path of a file or a folder, in which links and the present folder have names, too."""
+    expanded = os.path.expanduser(place)
+    is_known = not place.startswith("~") or expanded != place
+    _require(is_known, name, place, "in the home folder of a user that this machine has, or begin with another letter")
+    whole = os.path.realpath(expanded)
+    _require(is_utf8(whole), name, whole, "in a folder whose name is text in UTF-8")
+
+
+def is_utf8(text: str) -> bool:
+    """Says whether a text has no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _fewer_sequences(length: int) -> str:
+    most = (2**31 - 1) // length
+    return f"at most {most} where data.sequence_length={length}, as devices count the tokens of a step in int32"
+
+
 def _check_locations(config: Config) -> None:
-    """Checks that checkpoints are in a folder or in a bucket that can be opened."""
+    """Checks that checkpoints are in a folder or in a bucket that can be opened, and that folders have such names."""
+    places = {"workdir": config.workdir, "checkpoint.folder": config.checkpoint.folder, "init_from": config.init_from}
+    places |= {"compile_cache": config.compile_cache, "data.path": config.data.path}
+    places |= {"data.tokenizer": config.data.tokenizer}
+    for name, place in places.items():
+        if place is not None and "://" not in place:
+            _check_folder(name, place)
     for name, place in (("init_from", config.init_from), ("checkpoint.folder", config.checkpoint.folder)):
         if place is not None and "://" in place:
             is_folder = place.startswith("gs://") and "/" in place[5:].strip("/")
@@ -97,9 +158,9 @@ def _check_names(field: str, names: list[str]) -> None:
     """Checks the names of data sources or of evaluation sets, which become names of metrics."""
     for name in names:
         _require(name.isidentifier(), field, name, "given names that are letters, digits and underscores")
-    _require(len(set(names)) == len(names), field, " ".join(names), "given a different name for each")
+    _require(len(set(names)) == len(names), field, listed(names, " "), "given a different name for each")
 
 
 def _require(holds: object, name: str, value: object, needed: str) -> None:
     if not holds:
-        raise InputError(f"{name} must be {needed}: got {value!r}")
+        raise InputError(f"{name} must be {needed}: got {cut(value)}")

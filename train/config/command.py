@@ -6,6 +6,7 @@ that a mistake on the command line is reported within a second.
 
 import dataclasses
 import json
+import re
 import runpy
 import traceback
 import types
@@ -15,9 +16,11 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from flaxasync.foreign_json import JsonError, read_json
 from train.config import Config
 from train.config.check import check
-from train.lifecycle.errors import InputError
+from train.config.types import check_types
+from train.lifecycle.errors import InputError, cut, listed, one_line
 
 DEFAULT_PRESET = Path(__file__).resolve().parents[2] / "configs" / "tiny.py"
 PRESET = "preset.py"  # the file of a workdir that has the configuration of an import, before there is a run
@@ -106,15 +109,19 @@ def load_preset(path: Path) -> Config:
         functions = [f for name, f in names if isinstance(f, types.FunctionType) and not name.startswith("_")]
         functions = [function for function in functions if function.__module__ == _PRESET_MODULE]
         config = functions[0]() if len(functions) == 1 else None
-    except Exception as error:  # whatever the code of the preset raises
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever the code of the preset raises, such as the SystemExit of sys.exit()
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         lines += [error.lineno] if isinstance(error, SyntaxError) else []
         where = f", line {lines[-1]}" if lines else ""
-        raise InputError(f"CONFIG must be a file that runs: {path}{where}: {type(error).__name__}: {error}") from error
+        what = f"{type(error).__name__}: {one_line(error)}"
+        raise InputError(f"CONFIG must be a file that runs to its end: {path}{where}: {what}") from error
     if not isinstance(config, Config):
-        has = ", ".join(function.__name__ for function in functions) or "none"
+        has = listed(function.__name__ for function in functions) or "none"
         returned = f", which returned {type(config).__name__}" if len(functions) == 1 else ""
         raise InputError(f"CONFIG must have one public function, which returns a Config: {path} has {has}{returned}")
+    check_types(config, where=str(path))
     return config
 
 
@@ -123,12 +130,22 @@ def load_config(workdir: Path) -> Config:
     file = workdir / "config.json"
     if file.is_file():
         try:
-            return _from_json(Config, json.loads(file.read_text()))
-        except (ValueError, TypeError, AttributeError) as error:
+            config = _from_json(Config, read_json(file))
+        except (JsonError, TypeError) as error:
             raise InputError(f"{file} cannot be read ({error}); repair the file, or start the run again") from error
+        check_types(config, where=str(file))
+        return config
     if (workdir / PRESET).is_file():
         return load_preset(workdir / PRESET)
     raise InputError(f"WORKDIR must be the folder of a run or of an import: there is no {file} and no {PRESET}")
+
+
+def is_step(name: str) -> bool:
+    """Says whether a text is the number of a step, in the digits 0 to 9 and below 2**31.
+
+    `str.isdigit` is also true for superscripts and for digits of other scripts.
+    """
+    return re.fullmatch("[0-9]{1,10}", name) is not None and int(name) < 2**31
 
 
 def _section(config: Config, name: str) -> Any:
@@ -149,12 +166,14 @@ def _check_modes(command: Command) -> None:
         raise InputError("--compare_meshes belongs to a dry run: add --dry-run --topology v5e:4x4, for example")
     if command.compiled_meshes < 0:
         raise InputError(f"--compiled_meshes must be at least 0: got {command.compiled_meshes}")
-    if command.resume not in ("latest", "none") and not command.resume.isdigit():
-        raise InputError(f"--resume must be latest, none, or the step of a checkpoint: got {command.resume}")
+    if command.resume not in ("latest", "none") and not is_step(command.resume):
+        raise InputError(f"--resume must be latest, none, or the step of a checkpoint: got {one_line(command.resume)}")
 
 
-def _from_json(kind: Any, given: dict[str, Any]) -> Any:
+def _from_json(kind: Any, given: object) -> Any:
     """Makes a dataclass of JSON data. Fields that an older version did not write have their defaults."""
+    if not isinstance(given, dict):
+        raise TypeError(f"{kind.__name__} must be an object: got {cut(given)}")
     values = {}
     for field in dataclasses.fields(kind):
         if field.name in given:

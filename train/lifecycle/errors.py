@@ -9,7 +9,9 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+
+from train.metrics.output import open_missing_streams, print_error
 
 COMPLETE = 0  # all steps are done, or there was nothing to do
 BAD_INPUT = 2  # the command line, the data or the workdir cannot be used as they are; no checkpoint was changed
@@ -23,6 +25,11 @@ _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, 
 _NO_MEMORY = re.compile("RESOURCE_EXHAUSTED|Out of memory")
 # What a collective and the coordination service of JAX say where another process is gone.
 _LOST_PROCESS = re.compile("Gloo|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED")
+
+
+MOST_LISTED = 10
+"""The most items of a list that a message has."""
+_MOST_CHARACTERS = 200
 
 
 class RunError(Exception):
@@ -59,6 +66,34 @@ class RestartError(RunError):
     exit_code = RESTART
 
 
+def listed(items: Iterable[object], separator: str = ", ") -> str:
+    """Joins the first ten items for a message, and says how many there are if there are more.
+
+    >>> listed(range(12))
+    '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, and 2 more'
+    """
+    texts = list(map(str, items))
+    if len(texts) > MOST_LISTED:
+        more = f"and {len(texts) - MOST_LISTED:,} more"
+        texts = [*texts[:MOST_LISTED], more]
+    return separator.join(texts)
+
+
+def cut(value: object) -> str:
+    """Returns the `repr` of a value in one line, cut where it is long, whatever the value is."""
+    try:
+        text = repr(value)
+    except Exception as error:  # Python refuses to print integers of thousands of digits; others' types do as they like
+        text = f"a value of type {type(value).__name__}, which cannot be printed ({type(error).__name__})"
+    return one_line(text)
+
+
+def one_line(text: object) -> str:
+    """Returns a text, such as the message of an error, in one line of at most about 200 characters."""
+    line = " ".join(str(text).split())
+    return f"{line[:_MOST_CHARACTERS]}..." if len(line) > _MOST_CHARACTERS else line
+
+
 @contextlib.contextmanager
 def as_input_errors(*kinds: type[Exception]) -> Iterator[None]:
     """Turns errors of some types, whose messages a person can act on, into InputErrors."""
@@ -86,10 +121,11 @@ def exit_code(
         writes files prints by `train.metrics.output.print_line`, which goes on without a reader.
       several_processes: Whether the errors of a collective whose partner is gone are explained, too.
     """
+    open_missing_streams()
     try:
         return action() or COMPLETE
     except KeyboardInterrupt:
-        print(f"\nerror: interrupted. {outcome}", file=sys.stderr)
+        print_error(f"\nerror: interrupted. {outcome}")
         return INTERRUPTED
     except BrokenPipeError:
         if not reader_may_leave:
@@ -101,7 +137,7 @@ def exit_code(
         code, explanation = _explain(error, outcome, memory_advice, several_processes)
         if not explanation:
             raise
-        print(f"error: {explanation}", file=sys.stderr)
+        print_error(f"error: {explanation}")
         return code
 
 

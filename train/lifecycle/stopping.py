@@ -9,7 +9,6 @@ import contextlib
 import faulthandler
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from types import FrameType
 from typing import Any, Self
 
 from train.lifecycle.errors import COMPLETE, INTERRUPTED, RESTART
+from train.metrics.output import print_error
 
 EXIT_CODES = {
     signal.SIGTERM: RESTART,  # a cluster that takes the machine away
@@ -103,11 +103,9 @@ class Watchdog:
             self._idle += tick
         with contextlib.suppress(OSError), open(self._stacks, "w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        print(
+        print_error(
             f"error: the run made no progress for {self._seconds:.0f} s after {self._last}, so the process ends; its "
             f"stacks are in {self._stacks}. Started again, it continues from the newest checkpoint; "
-            "report.hang_seconds sets the time.",
-            file=sys.stderr,
-            flush=True,
+            "report.hang_seconds sets the time."
         )
         self._end(RESTART)

@@ -21,6 +21,7 @@ from train.data.batches import TrainingBatches, split
 from train.data.corpus import identify, open_corpora
 from train.dry_run.forms import choose_and_say, explains_lack
 from train.lifecycle.errors import COMPLETE, DivergedError
+from train.lifecycle.memory import check_memory
 from train.lifecycle.preparation import agree_on_kernels, compile_steps, configure_cache, require_same
 from train.lifecycle.stopping import StopRequest, Watchdog
 from train.lifecycle.workdir import Workdir, open_workdir
@@ -30,7 +31,7 @@ from train.metrics.recorder import Recorder
 from train.metrics.sinks import open_recorder
 from train.step import flags
 from train.step.evaluation import Evaluation, generate, render
-from train.step.mesh import check_fits_mesh, check_host_memory, configure_jax, make_mesh
+from train.step.mesh import check_fits_mesh, check_host_memory, configure_jax, make_mesh, mesh_shape
 from train.step.trainer import Trainer, TrainState, backend_limits_are_input_errors
 
 
@@ -40,6 +41,8 @@ def train(command: Command, stop: StopRequest) -> int:
     if not config.mesh.distributed:
         configure_jax(config.mesh)
     configure_cache(config)
+    if config.mesh.platform == "cpu" and not config.mesh.distributed:  # simulated devices take memory
+        check_fits_mesh(config, mesh_shape(config.mesh, config.mesh.cpu_devices, "simulated cpu"))
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         check_fits_mesh(config, mesh.shape)
@@ -76,6 +79,7 @@ class Run:
             require_same(same | {"set of libtpu's flags": self.identity.flags})
             with backend_limits_are_input_errors(config):
                 trainer = Trainer(config, self.mesh)
+            check_memory(trainer, config, self.mesh)
             has_sample = work.sample.exists() or not config.eval.sample_tokens
             # The first process decides, because the others may not see the workdir.
             if start >= config.steps and multihost_utils.broadcast_one_to_all(has_sample):

@@ -1,21 +1,56 @@
 """What commands write: lines of text that nobody needs to read, and files that a killed process leaves whole."""
 
+import io
 import os
 import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 GIB = 1 << 30
 
 
+def open_missing_streams() -> None:
+    """Lets a process without a terminal go on: what is printed to a closed standard stream goes nowhere.
+
+    The numbers of closed streams are taken as well. Otherwise the next file that is opened has such a number, and what
+    a library writes to standard error ends up in it. A character that the encoding of standard output lacks, as in the
+    text of a sample, is printed as its number.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            os.set_inheritable(number, True)
+    # Python has None for a stream that was closed when it started.
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115 (open until the process ends)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def print_line(text: str) -> None:
     """Prints a line; once nobody reads standard output any more, as when a terminal was closed, nothing is printed."""
+    _print(text, sys.stdout)
+
+
+def print_error(text: str) -> None:
+    """Prints a line on standard error as `print_line` does, so that an error ends a process as it should."""
+    _print(text, sys.stderr)
+
+
+def _print(text: str, stream: TextIO) -> None:
     try:
-        print(text, flush=True)
+        print(text, file=stream, flush=True)
     except OSError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
+        os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
 
 
@@ -29,7 +64,7 @@ def say(text: str) -> None:
 
 def warn(text: str) -> None:
     """Prints a line on standard error, for what is wrong and does not end the run."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    print_error(f"warning: {text}")
 
 
 def gib(count: float) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import os
 import re
 import resource
 import subprocess
@@ -14,7 +15,7 @@ from models.config import check_fits
 from tests.train.runs import SCRIPT
 from train.config import flatten
 from train.config.check import check
-from train.config.command import DEFAULT_PRESET, load_preset, parse
+from train.config.command import DEFAULT_PRESET, load_config, load_preset, parse
 from train.lifecycle.errors import InputError
 
 PRESETS = sorted(path for path in DEFAULT_PRESET.parent.glob("*.py") if path.name != "__init__.py")
@@ -69,6 +70,9 @@ def test_a_bad_command_line_exits_with_2_and_names_the_mistake(option, value, ca
     ("steps: 1", "has none"),
     ("def one(): ...\ndef two(): ...", "has one, two"),
     ("def one(): return 1", "has one, which returned int"),
+    ("import sys\ndef one(): sys.exit(0)", "must be a file that runs to its end: .*, line 2: SystemExit: 0"),
+    ("class Odd(BaseException): ...\nraise Odd('a\\nb')", "line 2: Odd: a b$"),
+    ("".join(f"def f{n}(): ...\n" for n in range(12)), "has f0, f1, .*, f9, and 2 more$"),
 ])  # fmt: skip
 def test_a_bad_preset_is_refused(content, message, tmp_path):
     path = tmp_path / "preset.py"
@@ -95,6 +99,15 @@ def test_a_bad_preset_is_refused(content, message, tmp_path):
     ("--skip.spike_factor", 0.5, "skip.spike_factor must be 0, or above 1: got 0.5"),
     ("--data.separator", 256, "data.separator must be a token below model.vocab_size=256: got 256"),
     ("--resume", "yesterday", "--resume must be latest, none, or the step of a checkpoint: got yesterday"),
+    ("--resume", "\u00b2", "--resume must be latest, none, or the step of a checkpoint: got \u00b2"),
+    ("--resume", "9" * 5000, "--resume must be latest, none, or the step of a checkpoint: got 9{200}[.]{3}$"),
+    ("--mesh.cpu_devices", 10**6, "mesh.cpu_devices must be at most 9216, the chips of the largest TPU slice"),
+    ("--data.batch_size", 10**11, "data.batch_size must be at most 2147483647, as devices count in int32"),
+    ("--data.batch_size", 10**8, "data.batch_size must be at most 16777215 where data.sequence_length=128"),
+    ("--model.layers", 2**31, "model.layers must be at most 2147483647"),
+    ("--workdir", "caf\udce9", r"workdir must be a text in UTF-8 without zero bytes: got 'caf.udce9'"),
+    ("--data.path", "a\0b", "data.path must be a text in UTF-8 without zero bytes"),
+    ("--checkpoint.folder", "~nobody_has_this_name/a", "checkpoint.folder must be in the home folder of a user that"),
     ("--workdir", "", "workdir must be a folder"),
     ("--workdir", "gs://a/run", "workdir must be a folder of this machine, .*--checkpoint.folder may be gs"),
     ("--checkpoint.folder", "s3://a/run", "checkpoint.folder must be .*, or gs://bucket/folder: got 's3://a/run'"),
@@ -105,6 +118,53 @@ def test_a_value_out_of_range_is_refused(option, value, message, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # gcsfs may be installed
     with pytest.raises(InputError, match=message):
         parse([str(DEFAULT_PRESET), option, str(value)])
+
+
+@pytest.mark.parametrize(("field", "value", "message"), [
+    ("steps", "'12'", "steps must be an integer: got '12'"),
+    ("steps", "True", "steps must be an integer: got True"),
+    ("steps", "12.5", "steps must be an integer: got 12.5"),
+    ("steps", "10**5000", "steps must be at most 2147483647: got a value of type int, which cannot be printed"),
+    ("seed", "__import__('numpy').int64(1)", "seed must be an integer"),
+    ("mesh", "{'data': 2}", "mesh must be a MeshConfig: got {'data': 2}"),
+    ("data", "DataConfig(batch_size=None)", "data.batch_size must be an integer: got None"),
+    ("data", "DataConfig(sources=(('a', 'b'),))", r"data.sources must be a tuple, each element a tuple \(a string, "),
+    ("optimizer", "OptimizerConfig(schedule='Cosine')", "optimizer.schedule must be one of cosine, linear, wsd, const"),
+    ("optimizer", "OptimizerConfig(clip_norm='1')", "optimizer.clip_norm must be a number: got '1'"),
+    ("report", "ReportConfig(peak_tflops=False)", "report.peak_tflops must be a number or None: got False"),
+])  # fmt: skip
+def test_a_preset_is_checked_by_types_like_the_command_line(field, value, message, tmp_path):
+    path, given = tmp_path / "preset.py", {"workdir": "'run'", "steps": "3", field: value}
+    fields = ", ".join(f"{name}={text}" for name, text in given.items())
+    path.write_text(f"from train.config import *\ndef one(): return Config({fields})\n")
+    with pytest.raises(InputError, match=message):
+        parse([str(path)])
+
+
+def test_an_integer_stands_for_a_number(tmp_path):
+    path = tmp_path / "preset.py"
+    path.write_text("from train.config import *\ndef one(): return Config('run', 3, skip=SkipConfig(spike_factor=4))\n")
+    assert parse([str(path)]).config.skip.spike_factor == 4
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    ("[" * 5000 + "]" * 5000, "is nested too deeply"),
+    ('{"steps": "12", "workdir": "run"}', "config.json: steps must be an integer: got '12'"),
+    ('{"steps": 12, "workdir": "run", "mesh": [1]}', r"cannot be read \(MeshConfig must be an object: got \[1\]\)"),
+    ('{"steps": 12}', "missing 1 required positional argument: 'workdir'"),
+])  # fmt: skip
+def test_a_configuration_that_is_not_one_is_refused(content, message, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(InputError, match=message):
+        load_config(tmp_path)
+
+
+def test_a_relative_folder_in_a_folder_whose_name_is_no_utf8_is_refused(tmp_path, monkeypatch):
+    folder = os.fsencode(tmp_path) + b"/caf\xe9"
+    os.mkdir(folder)
+    monkeypatch.chdir(folder)
+    with pytest.raises(InputError, match=r"workdir must be in a folder whose name is text in UTF-8: got .*udce9/run'"):
+        parse(["--workdir", "run"])
 
 
 def run_script(*options: str) -> tuple[subprocess.CompletedProcess, float]:
