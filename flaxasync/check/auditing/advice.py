@@ -17,13 +17,14 @@ with it says whether it did.
 """
 
 import dataclasses
+import heapq
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence, Set
 
 from flaxasync.check.auditing.findings import size_text
+from flaxasync.check.auditing.independent_work import IndependentWork
 from flaxasync.check.estimate.costs import Costs
-from flaxasync.check.hlo.async_operations import COLLECTIVES
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import Shape
 
@@ -51,7 +52,9 @@ class Advice:
     gain: float
 
 
-def advise(costs: Costs, computation: Computation, i: Instruction, collective: Instruction) -> Advice:
+def advise(
+    costs: Costs, work: IndependentWork, computation: Computation, i: Instruction, collective: Instruction
+) -> Advice:
     """Returns the advice on a collective that holds the chip, alone or within the fusion `i`."""
     kind = costs.collective_kind(computation, i, collective)
     ways = []
@@ -60,46 +63,16 @@ def advise(costs: Costs, computation: Computation, i: Instruction, collective: I
     if "rematted_computation" in i.op_name:
         ways.append(_save(costs, computation, i))
     if not any(way.gain for way in ways) or _offload_flag(costs, kind):
-        ways.append(_beside(costs, computation, i, kind))
+        ways.append(_beside(costs, work, computation, i, kind))
     return max(ways, key=lambda advice: advice.gain)
-
-
-def independent_work(
-    costs: Costs, computation: Computation, starts: Iterable[str], ends: Iterable[str]
-) -> list[tuple[float, Instruction]]:
-    """Returns the work of a computation that `starts` do not need and that does not need `ends`, the longest first.
-
-    Each is (seconds, instruction). Collectives, calls of computations that contain one, loops, branches and what takes
-    less than a microsecond do not count.
-    """
-    needed, dependent = set(starts), set(ends)
-    for i in reversed(computation.instructions):
-        if i.name in needed:
-            needed.update(i.operands, i.control_predecessors)
-    for i in computation.instructions:
-        if not dependent.isdisjoint((*i.operands, *i.control_predecessors)):
-            dependent.add(i.name)
-    found = [
-        (seconds, i)
-        for i in computation.instructions
-        if i.name not in needed and i.name not in dependent and _is_work(costs, computation, i)
-        if (seconds := costs.seconds(computation, i)) >= 1e-6
-    ]
-    return sorted(found, key=lambda item: -item[0])
-
-
-def _is_work(costs: Costs, computation: Computation, i: Instruction) -> bool:
-    if i.opcode == "call":
-        return not any(inside.opcode.removesuffix("-start") in COLLECTIVES for inside in costs.module.nested(i))
-    return i.opcode not in COLLECTIVES and costs.explained(computation, i)[1] not in ("links", "body", "nothing")
 
 
 def _offload_flag(costs: Costs, kind: str) -> str | None:
     return OFFLOAD_FLAGS.get(kind) if costs.chip.name in OFFLOADING_CHIPS else None
 
 
-def _beside(costs: Costs, computation: Computation, i: Instruction, kind: str) -> Advice:
-    free = independent_work(costs, computation, [i.name], [i.name])
+def _beside(costs: Costs, work: IndependentWork, computation: Computation, i: Instruction, kind: str) -> Advice:
+    free = work.beside(computation, [i.name], [i.name], costs.seconds(computation, i))
     what = f"run it beside {free[0][1].name}, on which it does not depend" if free else "nothing independent is there"
     flag = _offload_flag(costs, kind)
     how = f"the XLA flag {flag} moves it to the SparseCore" if flag else f"no XLA flag is known on {costs.chip.name}"
@@ -129,10 +102,16 @@ def _ring(
 def _save(costs: Costs, computation: Computation, i: Instruction) -> Advice:
     """Advises to save what a backward pass computes again. What others need, too, does not count as gained."""
     dead = {i.name}
-    for earlier in reversed(computation.instructions[: computation.position[i.name]]):
+    # The latest first, so that all users of an instruction have been looked at before it.
+    pending = [-computation.position[operand] for operand in i.operands]
+    heapq.heapify(pending)
+    while pending:
+        earlier = computation.instructions[-heapq.heappop(pending)]
         users = computation.users.get(earlier.name, [])
-        if users and not earlier.is_root and all(user.name in dead for user in users):
+        if earlier.name not in dead and not earlier.is_root and all(user.name in dead for user in users):
             dead.add(earlier.name)
+            for operand in earlier.operands:
+                heapq.heappush(pending, -computation.position[operand])
     work = sum(costs.seconds(computation, computation.by_name[name]) for name in dead)
     traffic = costs.memory_seconds(4 * i.shape.bytes)  # it is read and written as it is saved, and as it is fetched
     text = (
@@ -179,7 +158,7 @@ def partial_sum_bytes(
     module: HloModule, computation: Computation, matmul: Instruction, made: Instruction, axis: int
 ) -> int:
     """Returns the bytes of the product of a matmul that sums over a dimension of what `made` makes; 0 for any other."""
-    names, seen = _same_elements(computation, {made.name}, made.shape), {computation.name}
+    names, seen = _same_elements(computation, {made.name}, made.shape, _PASSES), {computation.name}
     while matmul.opcode == "fusion":
         computation = module.called(matmul)[0]
         if computation.name in seen:
@@ -194,12 +173,18 @@ def partial_sum_bytes(
     return matmul.shape.bytes if _sums_over(computation, matmul, names, made.shape, axis) else 0
 
 
-def _same_elements(computation: Computation, names: set[str], array: Shape) -> set[str]:
-    """Returns the names of an array and of everything that is made of it and has as many elements."""
-    found = set(names)
-    for i in computation.instructions:
-        if not found.isdisjoint(i.operands) and math.prod(i.shape.dimensions) == math.prod(array.dimensions):
-            found.add(i.name)
+def _same_elements(
+    computation: Computation, names: set[str], array: Shape, opcodes: Set[str] | None = None
+) -> set[str]:
+    """Returns the names of an array and of what is made of it, by opcodes if given, and has as many elements."""
+    found, pending = set(names), list(names)
+    while pending:
+        for user in computation.users.get(pending.pop(), ()):
+            passes = opcodes is None or user.opcode in opcodes
+            same = passes and math.prod(user.shape.dimensions) == math.prod(array.dimensions)
+            if same and user.name not in found:
+                found.add(user.name)
+                pending.append(user.name)
     return found
 
 

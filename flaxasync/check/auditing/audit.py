@@ -12,6 +12,7 @@ from typing import Any
 from flaxasync.check.auditing import overlap
 from flaxasync.check.auditing.findings import CODES, Audit, Finding, finding
 from flaxasync.check.auditing.hazards import check_async_rules, kernel_hazards, sent_operands
+from flaxasync.check.auditing.independent_work import IndependentWork
 from flaxasync.check.auditing.wide_transfers import wide_transfers
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.estimate.estimator import limits
@@ -52,20 +53,22 @@ def audit(
     costs = Costs(module, chip_named(named or DEFAULT_CHIP), dict(kernels or {}))
     runs = costs.executions()
     operations = [op for op in async_operations(module) if op.computation in runs]
-    pairs = tuple(overlap.pair_of(module, costs, op, runs[op.computation]) for op in operations)
+    windows, independent = overlap.Windows(module, costs), IndependentWork(costs)
+    pairs = tuple(overlap.pair_of(module, windows, op, runs[op.computation]) for op in operations)
     found = list(check_async_rules(module))
     sent = sent_operands(module, operations)
     found += [f for op in operations if op.spelling == "kernel" for f in kernel_hazards(module, op, sent)]
     found += _unfinished_kernels(module, operations)
     found += _missing(module, operations, expect or {})
     if module.is_scheduled:
+        hiding = windows.hiding()
         for op, pair in zip(operations, pairs, strict=True):
-            found += overlap.overlap_findings(module, costs, op, pair, pairs)
+            found += overlap.overlap_findings(module, independent, op, pair, hiding)
     else:
         message = f"{module.name or 'the text'} is not scheduled"
         found.append(finding("not-scheduled", message, module.entry.name, ""))
     holding = overlap.collectives_that_hold_the_chip(module, runs)
-    found += overlap.synchronous_collectives(module, costs, holding)
+    found += overlap.synchronous_collectives(module, independent, holding)
     copied_in_flight = {(f.computation, f.instruction) for f in found if f.code == "in-flight-copied"}
     found += overlap.loop_copies(module, runs, known=copied_in_flight)
     counts = [runs.get(f.computation, 1) for f in found]

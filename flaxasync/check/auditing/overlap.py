@@ -1,9 +1,17 @@
-"""What runs while a transfer is under way, and what makes the chip wait, in the estimate of a scheduled program."""
+"""What runs while a transfer is under way, and what makes the chip wait, in the estimate of a scheduled program.
 
+A large program has thousands of transfers, whose windows may all be open at once. What a whole computation or program
+has in common is therefore found once, in `Windows` and in `IndependentWork`.
+"""
+
+import bisect
+import collections
+import itertools
 from collections.abc import Iterable, Mapping, Set
 
-from flaxasync.check.auditing.advice import advise, independent_work
+from flaxasync.check.auditing.advice import advise
 from flaxasync.check.auditing.findings import Finding, Pair, Severity, Work, finding, size_text, time_text
+from flaxasync.check.auditing.independent_work import IndependentWork
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, synchronous_collective
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
@@ -14,12 +22,64 @@ COPIED = 1 << 16  # bytes; a smaller copy in a loop is not reported, and has no 
 WORK = 1e-7  # seconds; a shorter instruction does not count as work
 
 
-def pair_of(module: HloModule, costs: Costs, op: AsyncOperation, runs: int) -> Pair:
+class Windows:
+    """The work within any span of the schedule of one program."""
+
+    def __init__(self, module: HloModule, costs: Costs):
+        self.module, self.costs = module, costs
+        self._work: dict[str, list[Work]] = {}  # of each computation, in order
+        self._positions: dict[str, list[int]] = {}  # of that work
+        self._sums: dict[str, list[float]] = {}  # the seconds of the work before each one, and last of all
+        self._hiding: dict[str, collections.Counter[int]] = {}  # how many more windows hide each work than that before
+
+    def work_in(self, spans: Iterable[Span], *, hides: bool) -> tuple[tuple[Work, ...], float]:
+        """Returns the work within spans, and its seconds. Notes that it hides a transfer, if it does."""
+        work: list[Work] = []
+        seconds = 0.0
+        for span in spans:
+            if span.computation not in self._work:
+                self._read(self.module.computations[span.computation])
+            positions, sums = self._positions[span.computation], self._sums[span.computation]
+            first = bisect.bisect_left(positions, span.first)
+            stop = bisect.bisect_left(positions, span.stop)
+            work += self._work[span.computation][first:stop]
+            seconds += sums[stop] - sums[first]
+            if hides:
+                self._hiding[span.computation].update({first: 1})
+                self._hiding[span.computation].subtract({stop: 1})
+        return tuple(work), seconds if work else 0.0
+
+    def hiding(self) -> set[tuple[str, str]]:
+        """Returns all work that was noted to hide a transfer, each as (computation, instruction)."""
+        found: set[tuple[str, str]] = set()
+        for name, changes in self._hiding.items():
+            count = 0
+            for n, work in enumerate(self._work[name]):
+                count += changes[n]
+                if count:
+                    found.add((name, work.instruction))
+        return found
+
+    def _read(self, computation: Computation) -> None:
+        work, positions = [], []
+        for position, i in enumerate(computation.instructions):
+            seconds = self.costs.seconds(computation, i)
+            if seconds >= WORK and i.opcode not in COLLECTIVES and not _changes_nothing(computation, i):
+                work.append(Work(computation.name, i.name, seconds))
+                positions.append(position)
+        self._hiding[computation.name] = collections.Counter()
+        self._work[computation.name] = work
+        self._positions[computation.name] = positions
+        self._sums[computation.name] = [0.0, *itertools.accumulate(w.seconds for w in work)]
+
+
+def pair_of(module: HloModule, windows: Windows, op: AsyncOperation, runs: int) -> Pair:
     """Returns an asynchronous operation as it was scheduled. The computation of its start runs so often."""
     # The window of most iterations of a loop, and not the one through which the future leaves the loop.
     staying = [w for w in op.windows if not any(c.startswith("leaves") for c in w.crosses)]
     window = next(iter(staying or op.windows), None)
-    work = tuple(_work_in(module, costs, window.spans)) if window and module.is_scheduled else ()
+    spans = window.spans if window and module.is_scheduled else ()
+    work, inside = windows.work_in(spans, hides=op.communicates)
     return Pair(
         name=op.name,
         kind=op.kind,
@@ -30,17 +90,17 @@ def pair_of(module: HloModule, costs: Costs, op: AsyncOperation, runs: int) -> P
         runs=runs,
         communicates=op.communicates,
         work=work,
-        inside=sum(w.seconds for w in work),
-        transfer=costs.transfer_seconds(op),
+        inside=inside,
+        transfer=windows.costs.transfer_seconds(op),
         crosses=", ".join(window.crosses) if window else "",
         source=module.source(op.start),
     )
 
 
 def overlap_findings(
-    module: HloModule, costs: Costs, op: AsyncOperation, pair: Pair, pairs: Iterable[Pair]
+    module: HloModule, independent: IndependentWork, op: AsyncOperation, pair: Pair, hiding: Set[tuple[str, str]]
 ) -> list[Finding]:
-    """Returns what keeps a transfer from being hidden. `pairs` are all asynchronous operations of the program."""
+    """Returns what keeps a transfer from being hidden. `hiding` is the work that hides any transfer of the program."""
     offloaded = op.thread != "main"
     if not op.windows or not (op.communicates or offloaded):
         return []
@@ -51,12 +111,12 @@ def overlap_findings(
         message += " and nothing runs meanwhile"
         computation = module.computations[op.computation]
         ends = [w.done.name for w in op.windows if w.computation == computation.name and not w.crosses]
-        if free := independent_work(costs, computation, [op.start.name], ends) if ends else []:
+        if free := independent.beside(computation, [op.start.name], ends, pair.transfer) if ends else []:
             seconds, work = free[0]
             code, gain = "empty-window", min(pair.transfer, sum(s for s, _ in free))
             where = f", {source}" if (source := module.source(work)) else ""
             message += f": {work.name} ({time_text(seconds)}{where}) could run inside"
-            advice = _barrier_to_remove(computation, op, work, pairs)
+            advice = _barrier_to_remove(computation, op, work, hiding)
     elif pair.exposed > max(0.05 * pair.transfer, 1e-6):
         message += f", the work inside {time_text(pair.inside)}"
     else:
@@ -83,15 +143,15 @@ def collectives_that_hold_the_chip(
 
 
 def synchronous_collectives(
-    module: HloModule, costs: Costs, holding: Iterable[tuple[Computation, Instruction, Instruction]]
+    module: HloModule, independent: IndependentWork, holding: Iterable[tuple[Computation, Instruction, Instruction]]
 ) -> list[Finding]:
-    found = []
+    found, costs = [], independent.costs
     for computation, i, collective in holding:
         seconds = costs.seconds(computation, i)
         moved = max(one.shape.bytes for one in (i, *computation.operands(i)))
         message = f"{i.name} ({collective.opcode}, {size_text(moved)}) holds the chip for {time_text(seconds)}"
         severity = None if moved >= LARGE else Severity.INFO
-        advice = advise(costs, computation, i, collective)
+        advice = advise(costs, independent, computation, i, collective)
         found.append(finding(
             "synchronous-collective", message, computation.name, i.name, source=module.source(i), severity=severity,
             advice=advice.text, gain=advice.gain,
@@ -115,31 +175,21 @@ def loop_copies(module: HloModule, runs: Mapping[str, int], *, known: Set[tuple[
     return found
 
 
-def _work_in(module: HloModule, costs: Costs, spans: tuple[Span, ...]) -> list[Work]:
-    work = []
-    for span in spans:
-        computation = module.computations[span.computation]
-        for i in computation.instructions[span.first : span.stop]:
-            seconds = costs.seconds(computation, i)
-            if seconds >= WORK and i.opcode not in COLLECTIVES and not _changes_nothing(computation, i):
-                work.append(Work(span.computation, i.name, seconds))
-    return work
-
-
 def _changes_nothing(computation: Computation, i: Instruction) -> bool:
     """Says whether an instruction is a copy that changes nothing, not even the layout. It does not count as work."""
     return i.opcode == "copy" and [made.shape for made in computation.operands(i)] == [i.shape]
 
 
-def _barrier_to_remove(computation: Computation, op: AsyncOperation, work: Instruction, pairs: Iterable[Pair]) -> str:
+def _barrier_to_remove(
+    computation: Computation, op: AsyncOperation, work: Instruction, hiding: Set[tuple[str, str]]
+) -> str:
     """Returns the advice on a transfer of XLA's own that a barrier made wait for independent work; "" on any other.
 
     A compiled program has no barriers left: XLA drops them once they have ordered the schedule. What remains is the
     order, which XLA does not choose by itself: the work ends before the transfer begins, and hides no other transfer.
     """
-    hidden = {(w.computation, w.instruction) for pair in pairs if pair.communicates for w in pair.work}
     before = computation.position[work.name] < computation.position[op.start.name]
-    if op.spelling == "kernel" or not before or (computation.name, work.name) in hidden:
+    if op.spelling == "kernel" or not before or (computation.name, work.name) in hiding:
         return ""
     return (
         f"remove the jax.lax.optimization_barrier that makes what is sent wait for {work.name}: neither needs the "

@@ -32,6 +32,7 @@ _JOINS = "ConcatBitcast"  # the custom call by which XLA puts slices together ag
 
 type Element = tuple[int, ...] | None  # the index path of the array in a result; None for all of a future
 type Holder = tuple[Computation, Instruction, Element]  # what holds the values of a transfer
+type Place = tuple[str, str, Element]  # the same, by name
 
 
 class _Wide(NamedTuple):
@@ -56,11 +57,12 @@ def wide_transfers(
     The program is scheduled. `holding` are its synchronous collectives, as (computation, instruction, collective).
     """
     lines: dict[str, list[_Wide]] = {}
+    kept = {wide: _Kept(module, wide) for wide in _WIDE}
 
     def look(computation: Computation, i: Instruction, arrived: int, seconds: float, inside: float) -> None:
         """Notes a transfer if it is a wide one. It takes so many seconds alone, and so many of work run beside it."""
         wide = next((leaf.element_type for _, leaf in i.shape.leaves()), "")
-        narrow = _kept(module, computation, i, wide) if wide in _WIDE and not _promoted(module, i) else None
+        narrow = kept[wide].type_of(computation, i) if wide in _WIDE and not _promoted(module, i) else None
         if narrow is None:
             return
         rest = element_bits(narrow) / element_bits(wide)
@@ -96,32 +98,64 @@ def _finding(line: str, transfers: list[_Wide], runs: Mapping[str, int]) -> Find
     )  # fmt: skip
 
 
-def _kept(module: HloModule, computation: Computation, i: Instruction, wide: str) -> str | None:
-    """Returns the widest type to which a transfer's values are converted; None if they are needed in the wide type."""
-    seen, kept = set(), set()
-    pending: list[Holder] = [(computation, i, None if i.opcode.endswith("-start") else ())]
-    while pending:
-        at, step, element = pending.pop()
-        if (at.name, step.name, element) in seen:
-            continue
-        seen.add((at.name, step.name, element))
+class _Kept:
+    """To which types the values of a wide type are converted in the end, wherever they are in one program.
+
+    Each place is looked at once, for all transfers whose values come through it.
+    """
+
+    def __init__(self, module: HloModule, wide: str):
+        self.module, self.wide = module, wide
+        self._types: dict[Place, set[str]] = {}  # of each place: those that its values become; "" for the wide type
+        self._before: dict[Place, list[Place]] = {}  # from where the values come
+
+    def type_of(self, computation: Computation, i: Instruction) -> str | None:
+        """Returns the widest type to which a transfer's values are converted; None if they are needed as they are."""
+        first: Holder = (computation, i, None if i.opcode.endswith("-start") else ())
+        pending, changed = [first], []
+        while pending:
+            holder = pending.pop()
+            place = _place(holder)
+            if place in self._types:
+                continue
+            onward = self._look(holder, self._types.setdefault(place, set()))
+            for after in onward:
+                self._before.setdefault(_place(after), []).append(place)
+            pending += onward
+            changed += [place, *map(_place, onward)]
+        while changed:
+            place = changed.pop()
+            for before in self._before.get(place, ()):
+                if not self._types[place] <= self._types[before]:
+                    self._types[before] |= self._types[place]
+                    changed.append(before)
+        kept = self._types[_place(first)]
+        return None if "" in kept else max(kept, key=element_bits, default=None)
+
+    def _look(self, holder: Holder, types: set[str]) -> list[Holder]:
+        """Returns what holds the values next, and adds the types to which users convert them."""
+        at, step, element = holder
+        onward: list[Holder] = []
         if step.is_root:
-            outside = _fusions(module, at)
+            outside = _fusions(self.module, at)
+            onward += [(caller, fusion, element) for caller, fusion in outside]
             if not outside:
-                return None
-            pending += [(caller, fusion, element) for caller, fusion in outside]
+                types.add("")
         for user in at.users.get(step.name, ()):
             if user.opcode == "convert" and element == ():
                 kind = user.shape.element_type
-                if kind not in _FLOATS or element_bits(kind) >= element_bits(wide):
-                    return None
-                kept.add(kind)
+                narrower = kind in _FLOATS and element_bits(kind) < element_bits(self.wide)
+                types.add(kind if narrower else "")
                 continue
-            reached = _through(module, at, step, element, user)
+            reached = _through(self.module, at, step, element, user)
             if reached is None:
-                return None
-            pending += reached
-    return max(kept, key=element_bits, default=None)
+                types.add("")
+            onward += reached or ()
+        return onward
+
+
+def _place(holder: Holder) -> Place:
+    return holder[0].name, holder[1].name, holder[2]
 
 
 def _through(

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 
 from flaxasync.check.estimate.moved_bytes import moved_bytes
 from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, collective_in_fusion
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction
-from flaxasync.check.hlo.participants import permute_pairs, replica_groups
-from flaxasync.check.hlo.shapes import HBM, SEMAPHORE, VMEM
+from flaxasync.check.hlo.module import MATMULS, Computation, HloModule, Instruction
+from flaxasync.check.hlo.participants import groups_in, permute_pairs
+from flaxasync.check.hlo.shapes import HBM, SEMAPHORE, VMEM, HloError
 from flaxasync.check.hlo.trip_count import trip_count
 from flaxasync.hardware import Chip
 
@@ -54,7 +54,9 @@ class Costs:
     kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)  # that the caller gives, by `_given`
     copies: str = "cycles"  # or "bytes" or "simulated": what the time of a copy is taken from
     played: Mapping[str, KernelTime] = dataclasses.field(default_factory=dict)  # by the name of the kernel or start
-    _known: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict, repr=False)
+    # What is known already: by the names of a computation and an instruction, and by the name of a computation.
+    _known: dict[tuple[str, str], tuple[float, str]] = dataclasses.field(default_factory=dict, repr=False)
+    _totals: dict[str, float] = dataclasses.field(default_factory=dict, repr=False)
 
     def seconds(self, computation: Computation, instruction: Instruction) -> float:
         """Returns the time that the core spends on an instruction. A start and a done take none."""
@@ -65,9 +67,8 @@ class Costs:
 
         The second value is one of "cycles", "links", "bytes", "played", "given", "estimate", "body" and "nothing".
         """
-        key = f"{computation.name}/{instruction.name}"
+        key = (computation.name, instruction.name)
         if key not in self._known:
-            self._known[key] = (0.0, "nothing")  # ends the recursion if a computation of the text calls itself
             self._known[key] = self._explain(computation, instruction)
         return self._known[key]
 
@@ -77,7 +78,12 @@ class Costs:
         return 0.0 if played is None or self._given(instruction.name) is not None else played.exposed
 
     def total_seconds(self, computation: Computation) -> float:
-        return sum(self.seconds(computation, i) for i in computation.instructions)
+        if computation.name not in self._totals:
+            total = 0.0
+            for i in computation.instructions:
+                total += self.explained(computation, i)[0]
+            self._totals[computation.name] = total
+        return self._totals[computation.name]
 
     def trips(self, loop: Instruction) -> int:
         """Returns the trip count of a loop; 1 if the text does not determine it."""
@@ -101,7 +107,8 @@ class Costs:
 
     def product_flops(self) -> float:
         """Returns the FLOPs of a device's matrix products in one run. Those of kernels are their cost estimates."""
-        return sum(runs * _flops(self.module, self.module.computations[n]) for n, runs in self.executions().items())
+        known: dict[str, float] = {}
+        return sum(n * _flops(self.module, self.module.computations[c], known) for c, n in self.executions().items())
 
     def transfer_seconds(self, operation: AsyncOperation) -> float:
         """Returns how long an asynchronous operation is under way when it is alone on its link or in its memory."""
@@ -177,7 +184,7 @@ class Costs:
         """Returns how many devices take part in one group of a collective."""
         if pairs := permute_pairs(collective):
             return max(2, len(pairs))
-        return max(len(g) for g in replica_groups(collective, self.module.num_partitions))
+        return max(len(g) for g in groups_in(self.module, collective))
 
     def _bytes_seconds(self, computation: Computation, i: Instruction) -> float:
         """Returns the time in which the operands and the result of an instruction move through memory."""
@@ -227,25 +234,38 @@ def collective_seconds(opcode: str, bytes_in: int, bytes_out: int, group: int, c
     return hops * chip.hop_latency + volumes[opcode] / (directions * chip.link_bandwidth)
 
 
-def _flops(module: HloModule, computation: Computation, around: frozenset[str] = frozenset()) -> float:
-    """Returns the FLOPs of a computation and of the fusions in it, except of one that contains itself."""
-    total = 0.0
-    for i in computation.instructions:
-        total += i.kernel_flops or 0
-        if i.opcode in ("dot", "convolution"):
-            total += 2.0 * math.prod(i.shape.dimensions) * _summed(computation, i)
-        for body in module.called(i) if i.opcode == "fusion" else ():
-            if body.name not in around:
-                total += _flops(module, body, around | {body.name})
-    return total
+def _flops(module: HloModule, computation: Computation, known: dict[str, float]) -> float:
+    """Returns the FLOPs of a computation and of the fusions in it. `known` has those that were asked for before."""
+    if computation.name not in known:
+        total = 0.0
+        for i in computation.instructions:
+            total += i.kernel_flops or 0
+            if i.opcode in MATMULS:
+                total += 2.0 * math.prod(max(size, 0) for size in i.shape.dimensions) * _summed(computation, i)
+            for body in module.called(i) if i.opcode == "fusion" else ():
+                total += _flops(module, body, known)
+        known[computation.name] = total
+    return known[computation.name]
 
 
 def _summed(computation: Computation, product: Instruction) -> float:
     """Returns how many products are added up for one element of a result."""
-    left, right = (made.shape.dimensions for made in computation.operands(product)[:2])
+    shapes = [made.shape for made in computation.operands(product)[:2]]
+    if len(shapes) < 2 or any(shape.is_tuple for shape in shapes):
+        raise _bad_product(product, f"needs two arrays: got {', '.join(map(str, shapes)) or 'no operand'}")
+    left, right = (shape.dimensions for shape in shapes)
     if product.opcode == "dot":
-        return math.prod(left[int(n)] for n in re.findall(r"\d+", product.attributes.get("lhs_contracting_dims", "")))
+        contracted = [int(n[:9]) for n in re.findall(r"\d+", product.attributes.get("lhs_contracting_dims", ""))]
+        if any(n >= len(left) for n in contracted):
+            raise _bad_product(product, f"sums over dimensions {contracted} of {shapes[0]}, which has {len(left)}")
+        return math.prod(max(left[n], 0) for n in contracted)
     # The kernel has a dimension of output features, "o"; every other element of it is multiplied for each result.
     kernel = product.attributes.get("dim_labels", "").partition("_")[2].partition("->")[0]
+    if kernel and len(kernel) != len(right):
+        raise _bad_product(product, f"labels the {len(right)} dimensions of its kernel {shapes[1]} with {kernel!r}")
     features = right[kernel.index("o")] if "o" in kernel else 1
-    return math.prod(right) / max(features, 1)
+    return math.prod(max(size, 0) for size in right) / max(features, 1)
+
+
+def _bad_product(product: Instruction, what: str) -> HloError:
+    return HloError(f"{product.opcode} '{product.name}' {what}", product.line, 1 if product.line else 0)

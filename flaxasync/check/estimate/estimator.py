@@ -113,7 +113,7 @@ def _device_time(lockstep: Lockstep, n: int) -> DeviceTime:
 
 def _notes(lockstep: Lockstep) -> tuple[str, ...]:
     notes = []
-    module, shown, count = lockstep.module, len(lockstep.devices), lockstep.module.num_partitions
+    module, shown, count = lockstep.module, len(lockstep.devices), lockstep.module.num_devices
     if shown == 1 < count:
         notes.append(f"all {count} devices do the same: one is shown")
     elif shown < count:

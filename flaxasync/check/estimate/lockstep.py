@@ -10,15 +10,18 @@ share links, and the time of the host.
 """
 
 import collections
+from collections.abc import Sequence
 
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.estimate.timeline import Loop, Slice
 from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, async_operations, synchronous_collective
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
-from flaxasync.check.hlo.participants import permute_pairs, replica_groups
+from flaxasync.check.hlo.participants import groups_in, permute_pairs
+from flaxasync.check.hlo.shapes import HloError
 
 STEPPED_ITERATIONS = 4  # iterations of a longer loop that are stepped through: three at its beginning, one at its end
 MAX_DEVICES = 64  # devices that are stepped through, of a program whose devices do different things
+MAX_STEPS = 4_000_000  # instructions that are stepped through, counted once for each device
 
 
 class Lockstep:
@@ -44,11 +47,16 @@ class Lockstep:
                 self._finishes.setdefault(window.done.name, []).append(op)
         self._lane_free: dict[tuple[str, int], float] = {}  # when a lane of a device is next free
         self._ends: dict[str, list[float]] = {}  # by start: when the transfers under way end, for each device
-        self._started: list[str] = []  # the starts, the latest last
+        self._started: dict[str, int] = {}  # how many had started before each start
+        self._targets: dict[str, dict[int, list[int]]] = {}  # of each source, by the text of the pairs
+        self._members: dict[tuple[str, bool], list[list[int]]] = {}  # of each group, by the text of the groups
+        self._count = 0  # of starts until now
         self._depth = 0  # of loops around the instruction that is stepped through
         self._active: set[str] = set()  # the computations that are being run, so that none runs within itself
 
     def run(self) -> None:
+        """Steps through the whole program. ValueError says that it has too many steps."""
+        self._check_steps()
         self._run(self.module.entry)
 
     def _run(self, computation: Computation) -> None:
@@ -102,12 +110,11 @@ class Lockstep:
                 ends[n] = max(ends[n], end)  # the sender, too, waits: its source may not be touched before it is sent
                 ends[receiver] = max(ends[receiver], end)
         self._ends[op.name] = ends
-        self._started = [name for name in self._started if name != op.name] + [op.name]
+        self._started[op.name] = self._count = self._count + 1
 
     def _sends(self, op: AsyncOperation, n: int) -> list[tuple[str, float, int]]:
         """Returns what the n-th device sends in an operation, each as (lane, earliest begin, receiving device)."""
         pairs = permute_pairs(op.inner or op.start)
-        count = max(self.module.num_partitions, 1)
         if not op.communicates:
             return [(op.with_host or "memory", self.clock[n], n)]
         if not pairs:
@@ -118,21 +125,31 @@ class Lockstep:
             return [(lane, max(self.clock[m] for m in group), n)]
         if len(self.devices) == 1:
             # The lane is named after the distance that most devices send over.
+            count = self.module.num_devices
             shift = collections.Counter((target - source) % count for source, target in pairs).most_common(1)[0][0]
             return [(f"link {shift if shift <= count // 2 else shift - count:+d}", self.clock[0], 0)]
         sends = []
-        for source, target in pairs:
-            if source == n and target < len(self.devices):
-                lane = f"link to {target}" if target != n else "memory"
-                sends.append((lane, max(self.clock[n], self.clock[target]), target))
+        for target in self._targets_of(op.inner or op.start, pairs).get(n, ()):
+            lane = f"link to {target}" if target != n else "memory"
+            sends.append((lane, max(self.clock[n], self.clock[target]), target))
         return sends
+
+    def _targets_of(self, permute: Instruction, pairs: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
+        """Returns to which of the devices that are stepped through each device sends."""
+        text = permute.attributes["source_target_pairs"]
+        if text not in self._targets:
+            targets = self._targets.setdefault(text, {})
+            for source, target in pairs:
+                if target < len(self.devices):
+                    targets.setdefault(source, []).append(target)
+        return self._targets[text]
 
     def _done(self, candidates: list[AsyncOperation], done: Instruction) -> None:
         """Lets every device wait for an operation: of those that the instruction may end, the one that started last."""
-        started = [name for name in self._started if any(op.name == name for op in candidates)]
+        started = [op for op in candidates if op.name in self._started]
         if not started:
             return
-        op = next(op for op in candidates if op.name == started[-1])
+        op = max(started, key=lambda op: self._started[op.name])
         kind = "stall" if op.communicates or op.thread != "main" else "memory"
         for n, end in enumerate(self._ends[op.name]):
             self._spend(n, end, done.name, kind, op.name)
@@ -153,8 +170,11 @@ class Lockstep:
         """Returns the groups of a collective, without the devices that are not stepped through."""
         if len(self.devices) == 1:
             return [[0]]
-        groups = replica_groups(i, self.module.num_partitions)
-        return [[d for d in group if d < len(self.devices)] for group in groups]
+        key = (i.attributes.get("replica_groups", ""), "channel_id" in i.attributes)
+        if key not in self._members:
+            groups = groups_in(self.module, i)
+            self._members[key] = [[d for d in group if d < len(self.devices)] for group in groups]
+        return self._members[key]
 
     def _loop(self, loop: Instruction) -> None:
         body = self.module.computations.get(loop.loop_body)
@@ -189,12 +209,35 @@ class Lockstep:
 
     def _distinct_devices(self) -> list[int]:
         """Returns [0] if all devices do the same, and all devices if a permute leaves some of them out."""
-        count = self.module.num_partitions
+        count = self.module.num_devices
         communications = [op.inner or op.start for op in self._operations]
         for name in self.executed:
             communications += [i for i in self.module.computations[name].instructions if i.opcode in COLLECTIVES]
-        for i in communications:
+        different = {i.attributes.get("source_target_pairs", ""): i for i in communications}
+        for i in different.values():
             pairs = [(source, target) for source, target in permute_pairs(i) if source != target]
             if permute_pairs(i) and (len({s for s, _ in pairs}) < count or len({t for _, t in pairs}) < count):
                 return list(range(min(count, MAX_DEVICES)))
         return [0]
+
+    def _check_steps(self) -> None:
+        """Raises ValueError if loops or calls within one another repeat so many instructions that it takes too long."""
+        most = MAX_STEPS // len(self.devices)
+        known: dict[str, int] = {}
+        for i in self.module.entry.instructions:
+            steps = self._steps_in(i, known)
+            if steps > most:
+                raise HloError(
+                    f"'{i.name}' runs {steps:.3g} instructions on each of {len(self.devices)} devices, of which a "
+                    f"timeline steps through {most}: estimate its computations one by one", i.line, 1,
+                )  # fmt: skip
+
+    def _steps_in(self, caller: Instruction, known: dict[str, int]) -> int:
+        """Returns how many instructions are stepped through in what an instruction calls."""
+        if caller.opcode not in ("while", "conditional", "call"):
+            return 0
+        for body in self.module.called(caller):
+            if body.name not in known:
+                known[body.name] = sum(1 + self._steps_in(i, known) for i in body.instructions)
+        times = min(self.costs.trips(caller), STEPPED_ITERATIONS) if caller.opcode == "while" else 1
+        return times * sum(known[body.name] for body in self.module.called(caller))

@@ -22,7 +22,7 @@ from flaxasync.check.hlo.async_operations import COLLECTIVES, async_operations, 
 from flaxasync.check.hlo.load import axes_of, chip_of, module_of
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction, without_number
 from flaxasync.check.hlo.origins import callback_name, is_host_callback, loops_around, origin
-from flaxasync.check.hlo.participants import AxisNames, replica_groups
+from flaxasync.check.hlo.participants import AxisNames, groups_in
 from flaxasync.check.hlo.shapes import Shape
 from flaxasync.hardware import chip as chip_named
 
@@ -100,7 +100,7 @@ def summarize(compiled: Any, *, chip: str | None = None, axes: Mapping[str, int]
     names = AxisNames(module, axes or axes_of(compiled))
     if axes and not names.axes:
         raise ValueError(
-            f"axes must multiply to the {module.num_partitions} devices of {module.name}: got "
+            f"axes must multiply to the {module.num_devices} devices of {module.name}: got "
             + ", ".join(f"{name}={size}" for name, size in axes.items())
         )
     time = timeline(module, named)
@@ -113,7 +113,7 @@ def summarize(compiled: Any, *, chip: str | None = None, axes: Mapping[str, int]
     return Summary(
         module=module.name,
         chip=chip_named(named).name,
-        devices=module.num_partitions,
+        devices=module.num_devices,
         axes=names.axes,
         seconds=time.seconds,
         exposed=time.exposed / time.seconds if time.seconds else 0.0,
@@ -244,7 +244,7 @@ class _RowReader:
         arrays = [leaf for _, leaf in result.shape.leaves()]
         if result.opcode != "reduce-scatter":
             return arrays
-        parts = max(map(len, replica_groups(result, self.module.num_partitions)))
+        parts = max(map(len, groups_in(self.module, result)))
         return [Shape(a.element_type, (parts, *a.dimensions)) for a in arrays]
 
 

@@ -172,6 +172,15 @@ class HloModule:
     def num_partitions(self) -> int:
         return _small_int(self.attributes.get("num_partitions", "")) or 1
 
+    @property
+    def num_replicas(self) -> int:
+        return _small_int(self.attributes.get("replica_count", "")) or 1
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices that run the program: each replica has one for each partition."""
+        return self.num_replicas * self.num_partitions
+
     @functools.cached_property
     def entry(self) -> Computation:
         """The entry computation; the last computation of a module without one."""

@@ -46,6 +46,16 @@ def permute_pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
     return tuple((source, target) for source, target in pairs)
 
 
+def groups_in(module: HloModule, collective: Instruction) -> Groups:
+    """Returns the groups of devices that exchange data in a collective of a program.
+
+    A collective that names no groups is one of all devices. Without a channel it is one of all replicas, if the program
+    has several.
+    """
+    between_replicas = module.num_replicas > 1 and "channel_id" not in collective.attributes
+    return replica_groups(collective, module.num_replicas if between_replicas else module.num_devices)
+
+
 def replica_groups(instruction: Instruction, devices: int) -> Groups:
     """Returns the groups of devices that exchange data in a collective; one group of all if the text names none."""
     text = instruction.attributes.get("replica_groups", "{}")
@@ -67,7 +77,7 @@ class AxisNames:
     """The names of the axes of one program's mesh: `axes`, in the order of the mesh, or those that the text names."""
 
     def __init__(self, module: HloModule, axes: Mapping[str, int] | None = None):
-        self.devices = module.num_partitions
+        self.module, self.devices = module, module.num_devices
         named = dict(axes) if axes else _axes_in_text(module)
         self.axes = named if math.prod(named.values()) == self.devices else {}
 
@@ -77,7 +87,7 @@ class AxisNames:
             return " and ".join(self._differing(permute_pairs(collective))) or "pairs"
         if "replica_groups" not in collective.attributes:
             return ""
-        groups = replica_groups(collective, self.devices)
+        groups = groups_in(self.module, collective)
         sizes, differing = {len(group) for group in groups}, self._differing(groups)
         if sizes == {1}:
             return "no axis"

@@ -10,10 +10,9 @@ import re
 import sys
 
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
-from flaxasync.check.hlo.participants import check_participants
+from flaxasync.check.hlo.participants import MAX_DEVICES, check_participants
 from flaxasync.check.hlo.shapes import ARRAY, HloError, Shape, read_shape, split_at_commas
 
-_BLANK_IN_LINE = re.compile(r"(?:[ \t\r]+|/\*.*?\*/)*", re.DOTALL)
 _TABLE = re.compile(r"(FileNames|FunctionNames|FileLocations|StackFrames)\s*\n(?:\d+ [^\n]*\n?)*")
 _HEADER = re.compile(r"HloModule\s+%?([\w.\-]+)")
 _HEADER_LINE = re.compile(r"^HloModule\s+%?([\w.\-]+)", re.MULTILINE)
@@ -26,11 +25,14 @@ _PLAIN_VALUE = re.compile(r'[^(){}\[\]"/,\n]*(?=[,\n])')  # without brackets, st
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _BARE_OPERAND = re.compile(r"(?:^|[\s}\])])%?([A-Za-z_][\w.\-]*)\s*$")
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
-_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+_COMMENT = re.compile(r"/\*(?s:.*?)\*/|//[^\n]*")
 _MAIN = '"main"'
 _BLANK = re.compile(r"(?:\s+|//[^\n]*|/\*(?s:.*?)\*/)*")
-_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|/\*.*?\*/|[{}()\[\],\n"]', re.DOTALL)
+_CONTINUED = re.compile(r"(?:\s+|//[^\n]*|/\*(?s:.*?)\*/)*,")
+_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|/\*.*?\*/|//[^\n]*|[{}()\[\],\n"]', re.DOTALL)
 _CLOSER = {"{": "}", "(": ")", "[": "]"}
+# The greatest depth of calls within calls that is read. Real programs stay below thirty.
+MAX_CALLS = 100
 
 
 def parse(text: str) -> HloModule:
@@ -77,6 +79,7 @@ class _Reader:
             raise self.error(f"expected HLO text: got {self.excerpt()}")
         self.at = header.end()
         attributes, tables = self.attributes(), self.tables()
+        self.check_devices(attributes, start)
         computations: dict[str, Computation] = {}
         while self.at < len(self.text):
             if _HEADER.match(self.text, self.at):
@@ -92,12 +95,17 @@ class _Reader:
             self.skip_blank()
         if not computations:
             raise self.error("the module has no computation: the text is cut short", start)
-        for computation in computations.values():
-            for i in computation.instructions:
-                for name in i.called_computations:
-                    if name not in computations:
-                        raise HloError(f"'{i.name}' calls '{name}', which the text does not define", i.line, 1)
+        _check_calls(computations)
         return HloModule(header[1], computations, attributes, tables)
+
+    def check_devices(self, attributes: dict[str, str], header: int) -> None:
+        """Refuses a program for more devices than one list of them should have."""
+        devices = 1
+        for key in ("num_partitions", "replica_count"):
+            text = attributes.get(key, "1")
+            devices *= int(text) if _NUMBER.fullmatch(text) else 0
+            if not 0 < devices <= MAX_DEVICES:
+                raise self.error(f"{key} must be between 1 and {MAX_DEVICES} in all: got {text[:40]!r}", header)
 
     def tables(self) -> str:
         """Steps over the tables of file names and stack frames, and returns their text."""
@@ -170,7 +178,7 @@ class _Reader:
     def operands(self, text: str, begin: int) -> tuple[str, ...]:
         """Reads `%a, f32[2]{0} %b, /*index=2*/c`. The shapes repeat what the definitions say, so they are dropped."""
         names = [sys.intern(name) for name in _OPERAND.findall(text)]  # each is also the name of an instruction
-        if text.count(",") + 1 == len(names) and "(" not in text and "/*" not in text:
+        if text.count(",") + 1 == len(names) and "(" not in text and "/" not in text:
             return tuple(names)
         text = _COMMENT.sub("", text)
         names = []
@@ -187,7 +195,7 @@ class _Reader:
         if end < 0:
             return self.attributes()
         rest = self.text[self.at : end]
-        if rest in self._attributes:
+        if rest in self._attributes and not _CONTINUED.match(self.text, end):
             self.at = end
             return self._attributes[rest]
         found = self.attributes()
@@ -196,13 +204,10 @@ class _Reader:
         return found
 
     def attributes(self) -> dict[str, str]:
-        """Reads `, key=value, key=value`. A line break ends the list unless a comma precedes it."""
+        """Reads `, key=value, key=value`. The list goes on over a line break that has a comma before or after it."""
         found: dict[str, str] = {}
-        while True:
-            self.at = _BLANK_IN_LINE.match(self.text, self.at).end()  # type: ignore[union-attr]
-            if not self.text.startswith(",", self.at):
-                return found
-            self.at += 1
+        while comma := _CONTINUED.match(self.text, self.at):
+            self.at = comma.end()
             self.skip_blank()
             match = _ATTRIBUTE.match(self.text, self.at)
             if not match:
@@ -214,10 +219,13 @@ class _Reader:
                 found["replica_groups"] += f", device_ids={value}"  # the one value that has a comma of its own
             else:
                 found[match[1]] = value
+        return found
 
     def shape(self) -> Shape:
         if self.text.startswith("(", self.at):
             end = self.end(self.at)
+        elif self.text.startswith("b(", self.at):
+            end = self.end(self.at + 1)
         elif match := ARRAY.match(self.text, self.at):
             end = match.end()
         else:
@@ -269,7 +277,7 @@ class _Reader:
         opened: list[re.Match] = []
         for token in _TOKEN.finditer(self.text, at):
             mark = token[0]
-            if not opened and mark in stops:
+            if not opened and (mark in stops or (stops and mark.startswith("//"))):
                 return token.start()
             if mark in _CLOSER:
                 opened.append(token)
@@ -283,3 +291,32 @@ class _Reader:
         if opened:
             raise self.error(f"{opened[0][0]!r} is not closed: the text is cut short", opened[0].start())
         return len(self.text)
+
+
+def _check_calls(computations: dict[str, Computation]) -> None:
+    """Refuses calls of what the text does not define, of a computation by itself, and those nested too deep."""
+    calls: dict[str, list[tuple[Instruction, str]]] = {}
+    for computation in computations.values():
+        calls[computation.name] = [(i, name) for i in computation.instructions for name in i.called_computations]
+    depths: dict[str, int] = {}  # of the calls below each computation that was looked at
+    for first in computations:
+        open_calls = [(first, iter(calls[first]))]  # computations whose calls are being looked at, the innermost last
+        around = {first}
+        while open_calls and first not in depths:
+            caller, rest = open_calls[-1]
+            call = next(rest, None)
+            if call is None:
+                depths[caller] = max((depths[name] + 1 for _, name in calls[caller]), default=0)
+                around.discard(caller)
+                open_calls.pop()
+                continue
+            i, name = call
+            if name not in computations:
+                raise HloError(f"'{i.name}' calls '{name}', which the text does not define", i.line, 1)
+            if name in around:
+                raise HloError(f"'{i.name}' calls '{name}', which is around it: no program calls itself", i.line, 1)
+            if len(open_calls) + depths.get(name, 0) >= MAX_CALLS:
+                raise HloError(f"'{i.name}' calls '{name}': calls are nested deeper than {MAX_CALLS}", i.line, 1)
+            if name not in depths:
+                open_calls.append((name, iter(calls[name])))
+                around.add(name)

@@ -53,6 +53,7 @@ class Shape:
     layout: Layout | None = None  # None if the text has none
     elements: tuple["Shape", ...] = ()  # the shapes in a tuple
     dynamic: tuple[bool, ...] = ()  # for each dimension, whether its size is only an upper bound; () if none is
+    is_buffer: bool = False  # whether the text names a buffer that holds the array, b(f32[8])
 
     @property
     def is_tuple(self) -> bool:
@@ -91,11 +92,21 @@ class Shape:
             return "(" + ", ".join(element.without_layout() for element in self.elements) + ")"
         dynamic = self.dynamic or (False,) * len(self.dimensions)
         dims = ("?" if d < 0 else f"<={d}" if b else str(d) for d, b in zip(self.dimensions, dynamic, strict=True))
-        return f"{self.element_type}[{','.join(dims)}]"
+        array = f"{self.element_type}[{','.join(dims)}]"
+        return f"b({array})" if self.is_buffer else array
+
+    def is_like(self, other: "Shape") -> bool:
+        """Says whether two shapes are the same but for their layouts, and for buffers that hold their arrays."""
+        if self.is_tuple and other.is_tuple and len(self.elements) == len(other.elements):
+            return all(one.is_like(two) for one, two in zip(self.elements, other.elements, strict=True))
+        mine = (self.element_type, self.dimensions, len(self.elements))
+        return mine == (other.element_type, other.dimensions, len(other.elements))
 
     def __str__(self) -> str:
         if self.is_tuple:
             return "(" + ", ".join(map(str, self.elements)) + ")"
+        if self.is_buffer:
+            return f"b({dataclasses.replace(self, is_buffer=False)})"
         return self.without_layout() + (str(self.layout) if self.layout else "")
 
 
@@ -113,7 +124,10 @@ def element_bits(element_type: str) -> int:
 
 
 def read_shape(text: str) -> Shape:
-    """Reads `bf16[8,128]{1,0:T(8,128)S(1)}` or `(f32[2], (s32[], pred[4]))`. Its HloError has no line and column."""
+    """Reads `bf16[8,128]{1,0:T(8,128)S(1)}`, `(f32[2], (s32[], pred[4]))` or `b(f32[8])`.
+
+    Its HloError has no line and column.
+    """
     if _depth(text) > MAX_DEPTH:
         raise HloError(f"tuples nested deeper than {MAX_DEPTH}")
     return _read(text)
@@ -142,7 +156,8 @@ def _read(text: str) -> Shape:
         inside = text[1:-1]
         parts = split_at_commas(inside) if inside.strip() else []
         return Shape("tuple", elements=tuple(_read(part) for part in parts))
-    match = ARRAY.fullmatch(text)
+    is_buffer = text.startswith("b(") and text.endswith(")")
+    match = ARRAY.fullmatch(text[2:-1].strip() if is_buffer else text)
     if not match:
         raise HloError(f"expected a shape: got {text[:40]!r}")
     dims, dynamic = [], []
@@ -153,7 +168,7 @@ def _read(text: str) -> Shape:
         dims.append(-1 if size[2] == "?" else int(size[2]))
         dynamic.append(bool(size[1]))
     layout = _read_layout(match[3]) if match[3] else None
-    return Shape(match[1], tuple(dims), layout, (), tuple(dynamic) if any(dynamic) else ())
+    return Shape(match[1], tuple(dims), layout, (), tuple(dynamic) if any(dynamic) else (), is_buffer)
 
 
 def _read_layout(text: str) -> Layout:
@@ -171,7 +186,7 @@ def _read_layout(text: str) -> Layout:
 
 def _depth(text: str) -> int:
     depth = deepest = 0
-    for mark in text if text.startswith("((") else ():
+    for mark in text if text.startswith("(") else ():
         depth += (mark == "(") - (mark == ")")
         deepest = max(deepest, depth)
     return deepest

@@ -14,6 +14,20 @@ from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 _FORWARDING = ("copy", "bitcast", "convert", "reshape")  # opcodes that pass an integer on unchanged
 _HOLDS = {"LT": lambda a, b: a < b, "LE": lambda a, b: a <= b, "GT": lambda a, b: a > b, "GE": lambda a, b: a >= b}
 _DEPTH = 16  # instructions between a value and what it is made of; the loops of compilers need fewer than ten
+_STEPS = 1000  # instructions that are looked at for one loop; those of compilers need fewer than fifty
+
+
+class _Search:
+    """What is looked at for one loop of a module."""
+
+    def __init__(self, module: HloModule):
+        self.module = module
+        self.steps = 0
+
+    def goes_on(self) -> bool:
+        """Counts one more instruction. Says whether it may be looked at."""
+        self.steps += 1
+        return self.steps <= _STEPS
 
 
 class _Value(NamedTuple):
@@ -33,14 +47,15 @@ def trip_count(module: HloModule, loop: Instruction) -> int | None:
     if len(called) != 2 or not loop.operands:
         return None
     body, condition = called
+    search = _Search(module)
     caller = next(c for c, call in module.callers[body.name] if call is loop)
     begin = caller.by_name[loop.operands[0]]
-    counter, bound, direction = _comparison(module, condition)
+    counter, bound, direction = _comparison(search, condition)
     if counter is None or bound is None or counter.element is None:
         return None
-    start = _element(module, caller, begin, counter.element)
-    limit = bound if bound.element is None else _element(module, caller, begin, bound.element)
-    step = _element(module, body, body.root, counter.element)
+    start = _element(search, caller, begin, counter.element)
+    limit = bound if bound.element is None else _element(search, caller, begin, bound.element)
+    step = _element(search, body, body.root, counter.element)
     if start is None or limit is None or step is None or start.element is not None or limit.element is not None:
         return None
     if step.element != counter.element or not step.added:
@@ -57,35 +72,35 @@ def _count(start: int, limit: int, step: int, direction: str) -> int | None:
     return math.ceil(distance / abs(step))
 
 
-def _comparison(module: HloModule, condition: Computation) -> tuple[_Value | None, _Value | None, str]:
+def _comparison(search: _Search, condition: Computation) -> tuple[_Value | None, _Value | None, str]:
     """Returns both sides of the comparison of a condition, which may be in a fusion, and its direction."""
     at, arguments = condition, None
     if at.root.opcode == "fusion":
-        arguments = [_value(module, at, operand) for operand in at.operands(at.root)]
-        at = next(iter(module.called(at.root)), at)
+        arguments = [_value(search, at, operand) for operand in at.operands(at.root)]
+        at = next(iter(search.module.called(at.root)), at)
     direction = at.root.attributes.get("direction", "")
     if at.root.opcode != "compare" or direction not in _HOLDS or len(at.root.operands) != 2:
         return None, None, ""
-    left, right = (_value(module, at, operand, arguments) for operand in at.operands(at.root))
+    left, right = (_value(search, at, operand, arguments) for operand in at.operands(at.root))
     return left, right, direction
 
 
-def _element(module: HloModule, computation: Computation, made: Instruction, index: int) -> _Value | None:
+def _element(search: _Search, computation: Computation, made: Instruction, index: int) -> _Value | None:
     """Returns the value of one element of a tuple."""
     if made.opcode != "tuple" or index >= len(made.operands):
         return None
-    return _value(module, computation, computation.by_name[made.operands[index]])
+    return _value(search, computation, computation.by_name[made.operands[index]])
 
 
 def _value(
-    module: HloModule,
+    search: _Search,
     computation: Computation,
     i: Instruction,
     arguments: Sequence[_Value | None] | None = None,
     depth: int = _DEPTH,
 ) -> _Value | None:
     """Returns the value of a scalar in a computation of a loop, or in a fusion with the given arguments."""
-    if depth == 0 or i.shape.dimensions or i.shape.is_tuple:
+    if depth == 0 or not search.goes_on() or i.shape.dimensions or i.shape.is_tuple:
         return None
     made = computation.operands(i)
     if i.opcode == "constant":
@@ -98,13 +113,13 @@ def _value(
     if i.opcode == "get-tuple-element" and arguments is None and i.tuple_index is not None:
         return _Value(i.tuple_index, 0) if made and made[0].opcode == "parameter" else None
     if i.opcode in _FORWARDING and made:
-        return _value(module, computation, made[0], arguments, depth - 1)
+        return _value(search, computation, made[0], arguments, depth - 1)
     if i.opcode not in ("add", "fusion"):
         return None
-    values = [_value(module, computation, one, arguments, depth - 1) for one in made]
+    values = [_value(search, computation, one, arguments, depth - 1) for one in made]
     if i.opcode == "add":
         one, other = values if len(values) == 2 else (None, None)
         if one is None or other is None or None not in (one.element, other.element):
             return None
         return _Value(other.element if one.element is None else one.element, one.added + other.added)
-    return next((_value(module, body, body.root, values, depth - 1) for body in module.called(i)), None)
+    return next((_value(search, body, body.root, values, depth - 1) for body in search.module.called(i)), None)

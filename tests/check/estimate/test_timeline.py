@@ -169,14 +169,6 @@ def test_a_collective_within_a_fusion_is_seen():
     assert t.exposed > 0.5 * 1024 * 1024 * 2 * 7 / 8 / 90e9
 
 
-def test_a_computation_that_calls_itself_ends():
-    text = "HloModule m, is_scheduled=true\n\n%f {\n  ROOT %c = f32[] call(), to_apply=%f\n}\n\n"
-    text += "ENTRY %e {\n  ROOT %c = f32[] call(), to_apply=%f\n}\n"
-    assert timeline(text, "v5e").seconds == 0
-    fused = text.replace("call(), to_apply=%f", "fusion(), kind=kLoop, calls=%f")
-    assert timeline(fused, "v5e").compute < 1e-9
-
-
 def test_the_seconds_of_a_collective():
     v5e = CHIPS["v5e"]
     assert collective_seconds("all-gather", MIB, 2 * MIB, 2, v5e) == pytest.approx(MIB / 45e9 + 1e-6)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flaxasync.check import HloError, Instruction, Shape, parse
-from flaxasync.check.hlo.participants import AxisNames, permute_pairs, replica_groups
+from flaxasync.check import CHIPS, HloError, Instruction, Shape, parse, timeline
+from flaxasync.check.estimate.costs import collective_seconds
+from flaxasync.check.hlo.participants import AxisNames, groups_in, permute_pairs, replica_groups
 from tests.check.hlo_texts import ADD, module
 
 
@@ -70,6 +71,26 @@ def test_groups(text, expected):
 @given(meshes())
 def test_groups_of_a_mesh_are_those_of_xla(text):
     assert groups(text) == in_xla(text)
+
+
+@pytest.mark.parametrize(("header", "attributes", "expected"), [
+    ("replica_count=4", "replica_groups={}", 4),
+    ("replica_count=4", "replica_groups={}, channel_id=1", 4),
+    ("replica_count=4", "dimensions={0}", 4),
+    ("num_partitions=2", "replica_groups={}", 2),
+    ("replica_count=4, num_partitions=2", "replica_groups={}", 4),
+    ("replica_count=4, num_partitions=2", "replica_groups={}, channel_id=1, use_global_device_ids=true", 8),
+    ("replica_count=4", "replica_groups={{0,1},{2,3}}", 2),
+])  # fmt: skip
+def test_a_collective_that_names_no_groups_is_one_of_all_devices(header, attributes, expected):
+    """They may be replicas or partitions of the program. A collective of one device would take no time."""
+    text = module(f"ROOT %c = f32[4096,4096] all-reduce(%operand0), {attributes}, to_apply=%add", wrapped=ADD)
+    text = text.replace("num_partitions=1", header).replace("f32[64]", "f32[4096,4096]")
+    program = parse(text)
+    (group, *_) = groups_in(program, program.entry.root)
+    assert len(group) == expected
+    seconds = collective_seconds("all-reduce", 64 << 20, 64 << 20, expected, CHIPS["v5e"])
+    assert timeline(program, "v5e").exposed == pytest.approx(seconds)
 
 
 UNREADABLE = (

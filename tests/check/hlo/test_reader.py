@@ -87,6 +87,8 @@ def test_a_module():
     '%x = f32[] constant("a, (b")',
     "%x = f32[2]{0:T(1)L(128)S(4)} parameter(0), sharding={devices=[2]<=[2]}",
     "%x = s4[3]{0:E(4)} parameter(0), origin={{\"a\"}}",
+    "%x = b(f32[32]{0:T(128)S(1)}) parameter(0)",  # a buffer
+    "%x = (b(f32[32]{0}), (s32[], b(f32[<=4]))) parameter(0)",
 ])  # fmt: skip
 def test_unusual_lines_survive_a_round_trip(line):
     module = parse(f"HloModule m\n\nENTRY %e (p: f32[]) -> f32[] {{\n  ROOT {line}\n}}\n")
@@ -99,6 +101,31 @@ def test_operands_with_shapes_and_comments_and_the_source_line_of_older_dumps():
     module = parse(f"HloModule m\n\nENTRY e {{\n  a = f32[2]{{0}} parameter(0) // the input\n  {add}, {line}\n}}")
     assert module.entry.root.operands == ("a", "a")
     assert module.source(module.entry.root) == "a.py:3"
+
+
+def test_a_buffer_is_the_array_that_it_holds():
+    buffer = "b(f32[32]{0:S(1)})"
+    text = f"HloModule m\n\nENTRY %e (p: b(f32[32])) -> b(f32[32]) {{\n  %p = {buffer} parameter(0)\n"
+    module = parse(f'{text}  ROOT %r = {buffer} custom-call({buffer} %p), custom_call_target="Pin"\n}}\n')
+    shape = module.entry.root.shape
+    assert (str(shape), shape.bytes, shape.memory_space, shape.dimensions) == (buffer, 128, 1, (32,))
+    assert module.entry.root.operands == ("p",)
+    assert shape.is_like(module.entry.parameters[0].shape)
+
+
+def test_a_list_of_attributes_goes_on_over_comments_and_line_breaks():
+    """Between an attribute and the next one are a comma, and blanks or comments before or after it."""
+    header = (
+        'HloModule m, origin_recovery_table={\n  {"a"} : {"b"},\n  "ENTRY %r { ROOT %p = f32[] parameter(0) }"\n}\n'
+    )
+    line = 'ROOT %p = f32[] parameter(0), sharding={replicated} // not "closed"\n  // nor (this\n  , metadata={op_name="//x"}'
+    module = parse(f"{header}, is_scheduled=true, num_partitions=2\n\nENTRY %e {{\n  {line}\n}}\n")
+    assert (module.is_scheduled, module.num_partitions) == (True, 2)
+    assert module.entry.root.attributes == {"sharding": "{replicated}", "metadata": '{op_name="//x"}'}
+    twice = parse(
+        "HloModule m\n\nENTRY %e {\n  %p = f32[] parameter(0), a=1\n  ROOT %q = f32[] negate(%p), a=1\n, b=2\n}\n"
+    )
+    assert twice.entry.root.attributes == {"a": "1", "b": "2"}
 
 
 def test_bits():
@@ -145,7 +172,8 @@ def test_every_truncation_is_a_clean_error_or_a_module():
 @pytest.mark.parametrize(("text", "message"), [
     (MODULE.encode(), "must be a str: got bytes"),
     ("HloModule m\n\nENTRY e {\n  ROOT a = " + "(" * 100_000 + ")" * 100_000, "nested deeper"),
-], ids=["bytes", "deep"])  # fmt: skip
+    ("HloModule m\n\nENTRY e {\n  ROOT a = " + "(s4[]," * 100_000 + ")" * 100_000, "nested deeper"),
+], ids=["bytes", "deep", "deep in second place"])  # fmt: skip
 def test_not_text_and_tuples_that_would_overflow_the_stack(text, message):
     with pytest.raises(HloError, match=message):
         parse(text)
