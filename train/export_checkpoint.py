@@ -14,6 +14,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+if __name__ == "__main__":  # `models`, `configs` and `train` are beside the folder of this script, installed or not
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from train.config import Config, MeshConfig
 from train.config.command import load_config, parse_as
 from train.lifecycle.errors import InputError, as_input_errors, exit_code

@@ -24,6 +24,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+if __name__ == "__main__":  # `models`, `configs` and `train` are beside the folder of this script, installed or not
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from models.config import TransformerConfig
 from models.families import Family
 from train.config import Config, DataConfig, EvalConfig, MeshConfig

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # `models`, `configs` and `train` are beside the folder of this script, installed or not
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from flaxasync import check
 from flaxasync.hardware import chip_of_device
 from train.lifecycle.errors import BAD_INPUT, COMPLETE

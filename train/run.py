@@ -10,7 +10,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
+
+if __name__ == "__main__":  # `models`, `configs` and `train` are beside the folder of this script, installed or not
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from train.config.command import Command, as_json, parse
 from train.lifecycle.errors import COMPLETE, exit_code

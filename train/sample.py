@@ -14,6 +14,9 @@ from typing import Annotated
 import numpy as np
 import tyro
 
+if __name__ == "__main__":  # `models`, `configs` and `train` are beside the folder of this script, installed or not
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from train.config import Config, MeshConfig
 from train.config.command import load_config, parse_as
 from train.data.tokenizer import Tokenizer, decode_bytes, is_file

@@ -103,7 +103,10 @@ def as_json(config: Config) -> str:
 def load_preset(path: Path) -> Config:
     """Loads the configuration that the one public function of a Python file returns."""
     if not path.is_file():
-        raise InputError(f"CONFIG must be a preset file such as configs/tiny.py: there is no file {path}")
+        raise InputError(
+            f"CONFIG must be a preset file such as configs/tiny.py: there is no file {path}; the presets are in "
+            f"{DEFAULT_PRESET.parent}"
+        )
     try:
         names = runpy.run_path(str(path), run_name=_PRESET_MODULE).items()
         functions = [f for name, f in names if isinstance(f, types.FunctionType) and not name.startswith("_")]

@@ -136,7 +136,9 @@ def refusal(flags: Mapping[str, str], chip: str | None) -> str:
 
     The child compiles a product with an all-gather for the chip, because libtpu refuses some flags only there.
     """
-    environment = os.environ | {VARIABLE: with_flags(flags), "JAX_PLATFORMS": "cpu"}
+    checkout = str(Path(__file__).resolve().parents[2])  # which is not on the path of a child where it is not installed
+    path = os.pathsep.join([checkout, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {VARIABLE: with_flags(flags), "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     command = [sys.executable, "-m", "train.step.flags_probe", _SLICES[chip or "v5e"]]
     try:
         child = subprocess.run(
