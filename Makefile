@@ -45,7 +45,7 @@ train: .venv/.train  ## train the preset configs/tiny.py on 8 simulated CPU devi
 train-2: .venv/.train  ## the same with two processes of four devices each
 	@export OMPI_MCA_orte_hnp_uri='1.0;tcp://127.0.0.1:29431' JAX_COORDINATOR_ADDRESS=127.0.0.1:29431 \
 	  OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0; \
-	run="$(CPU) $(BIN)/python train/run.py configs/tiny.py --mesh.distributed True --mesh.cpu_devices 4 $(ARGS)"; \
+	run="$(CPU) $(BIN)/python train/run.py configs/tiny.py --mesh.distributed True --mesh.cpu_devices 4 --mesh.data 2 --mesh.model 4 $(ARGS)"; \
 	OMPI_COMM_WORLD_RANK=1 env $$run & OMPI_COMM_WORLD_RANK=0 env $$run; code=$$?; wait; exit $$code
 
 PYTEST := $(CPU) $(BIN)/python -m pytest

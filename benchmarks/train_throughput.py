@@ -1,4 +1,4 @@
-"""Throughput of a training step with our layers and with plain nnx layers, on 8 simulated CPU devices (2 x 4).
+"""Throughput of a training step with our layers and with plain nnx layers, on the 8 simulated CPU devices of a preset.
 
     python benchmarks/train_throughput.py [--write README.md]
     python benchmarks/train_throughput.py --experts [--write docs/moe.md]
@@ -34,7 +34,6 @@ from train.step.optimizer import make_optimizer
 BACKENDS = ("xla", "none")
 EXPERT_BACKENDS = ("none", "xla")
 ROUNDS = 15
-HEADER = ("training step on 8 simulated CPU devices (2 x 4)", "layers", "tokens/s", "plain = 1")
 
 
 def training_step(model: Any, tokens: jax.Array) -> Callable[[], Any]:
@@ -100,7 +99,8 @@ def main() -> None:
         configs["4x wider model"] = dataclasses.replace(base.model, width=width, mlp_width=4 * base.model.mlp_width)
     batch, length = base.data.batch_size, base.data.sequence_length
     rows = []
-    with jax.set_mesh(fa.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)):
+    sizes = (base.mesh.data, base.mesh.model)
+    with jax.set_mesh(fa.make_mesh(sizes, ("data", "model"), axis_types=(AxisType.Auto,) * 2)):
         tokens = jax.random.randint(jax.random.key(0), (batch, length), 0, base.model.vocab_size)
         tokens = jax.device_put(tokens, P("data", None))
         for name, config in configs.items():
@@ -109,7 +109,9 @@ def main() -> None:
             models |= {backend: Transformer(config, backend=backend, rngs=nnx.Rngs(0)) for backend in backends}
             steps = {label: training_step(model, tokens) for label, model in models.items()}
             rows += measure(steps, batch * length, f"{name} (width {config.width})")
-    write_between_markers(chosen.write, "moe_throughput" if chosen.experts else "throughput", print_table(HEADER, rows))
+    title = f"training step on 8 simulated CPU devices ({sizes[0]} x {sizes[1]})"
+    table = print_table((title, "layers", "tokens/s", "plain = 1"), rows)
+    write_between_markers(chosen.write, "moe_throughput" if chosen.experts else "throughput", table)
 
 
 if __name__ == "__main__":

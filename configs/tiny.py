@@ -5,11 +5,15 @@ from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshC
 
 
 def tiny() -> Config:
-    """Trains on the Python standard library with tensor parallelism over 4 devices and data parallelism over 2."""
+    """Trains on the Python standard library with tensor parallelism over 8 devices.
+
+    Rings of eight are loops, as on TPUs. `--mesh.data 2 --mesh.model 4` trains faster on two cores, with the same losses
+    up to rounding; rings of four are written out.
+    """
     return Config(
         workdir="runs/tiny",
         steps=400,
-        mesh=MeshConfig(data=2, model=4, platform="cpu", cpu_devices=8),
+        mesh=MeshConfig(data=1, model=8, platform="cpu", cpu_devices=8),
         model=TransformerConfig(vocab_size=256, layers=4, width=128, heads=8, kv_heads=4, mlp_width=384),
         data=DataConfig(sequence_length=128, batch_size=16),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50),

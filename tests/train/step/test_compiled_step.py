@@ -20,6 +20,7 @@ from flaxasync.check.hlo.async_operations import async_operations, collective_in
 from flaxasync.check.hlo.participants import AxisNames, replica_groups
 from tests.check.jaxlib_counts import counts, counts_of_jaxlib
 from train.config import DataConfig, MeshConfig
+from train.config.command import parse
 from train.step.mesh import make_mesh, mesh_over
 from train.step.trainer import Trainer
 
@@ -96,6 +97,29 @@ def test_the_gathering_backend_has_the_collectives_that_the_ring_lacks(compiled)
     assert len(gathers) >= 4
     assert set(gathers) == {"model"}
     assert "reduce-scatter" in {one.opcode for one in found}
+
+
+def test_the_step_of_make_train_has_loops_of_two_turns_forward_and_backward():
+    """Of every ring of a layer, and of no other one: the loops of a ring have two permutes, one in each turn."""
+    config = parse([]).config
+    with jax.set_mesh(make_mesh(config.mesh)):
+        module = fa.check.parse(Trainer(config, jax.sharding.get_mesh()).compile_train_step().as_text())
+    found = collections.Counter()
+    for computation in module.computations.values():
+        for loop in computation.instructions:
+            place = loop.op_name.split("/")
+            if loop.opcode == "while" and "body" in place:  # the loop over layers has the rings in its body
+                body = module.computations[loop.attributes["body"].lstrip("%")]
+                turns = sum(instruction.opcode == "collective-permute" for instruction in body.instructions)
+                assert turns == 2, loop.op_name
+                found["transpose(jvp())" in place, place[-2]] += 1
+    assert found == {
+        (False, "all_gather_matmul"): 2,  # attention and the MLP have one each
+        (False, "matmul_reduce_scatter"): 2,
+        (True, "all_gather_matmul_dx"): 2,
+        (True, "all_gather_matmul_dw"): 2,
+        (True, "matmul_reduce_scatter_dx"): 2,  # the gradients of its weights are computed in the same turns
+    }
 
 
 def compiled_for(topology, *, data, fsdp, remat="layer", overlap="xla", layers=2):
