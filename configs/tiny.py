@@ -7,8 +7,8 @@ from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshC
 def tiny() -> Config:
     """Trains on the Python standard library with tensor parallelism over 8 devices.
 
-    Rings of eight are loops, as on TPUs. `--mesh.data 2 --mesh.model 4` trains faster on two cores, with the same losses
-    up to rounding; rings of four are written out.
+    Rings of eight are loops, as on TPUs. `--mesh.data 2 --mesh.model 4` trains faster on two cores, with the same
+    losses up to rounding; rings of four are written out.
     """
     return Config(
         workdir="runs/tiny",

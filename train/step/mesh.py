@@ -49,13 +49,18 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
     try:
         devices = jax.devices()
     except RuntimeError as error:
-        raise InputError(
-            f"mesh.platform={config.platform} has no devices here: {_first_line(error)}; use --mesh.platform cpu"
-        ) from error
+        raise InputError(no_devices(config.platform, _first_line(error))) from error
     found = devices[0].platform
     if config.platform not in ("auto", found):
         raise InputError(f"mesh.platform={config.platform} was requested, but JAX runs on {found}: use auto or {found}")
     return mesh_over(devices, config, "simulated cpu" if found == "cpu" else found)
+
+
+def no_devices(platform: str, said: str) -> str:
+    """Says in a sentence that a platform has no devices here, from what JAX said about that."""
+    cause = said.partition(" (set JAX_PLATFORMS")[0].removesuffix(".")
+    dry_run = ", or plan with --dry-run --topology v5e:2x4" if platform == "tpu" else ""
+    return f"mesh.platform={platform} has no devices here ({cause}); use --mesh.platform cpu{dry_run}"
 
 
 def mesh_over(devices: Sequence[Any], config: MeshConfig, kind: str) -> jax.sharding.Mesh:

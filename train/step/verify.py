@@ -23,12 +23,13 @@ from train.config import Config
 from train.lifecycle.errors import InputError
 from train.metrics.output import print_line
 from train.step.flags import may_have_tpus
-from train.step.mesh import CONTEXT, FSDP, axis_sizes, batch_shards, infer_sizes
+from train.step.mesh import CONTEXT, FSDP, axis_sizes, batch_shards, infer_sizes, no_devices
 from train.step.products import local_heads, products_of_a_layer
 
 type Verify = Literal["auto", "off", "full"]
 KERNELS = ("pallas", "fused")  # what `fa.plan` may choose for the collective matmuls of a training step
 LIMIT = 120  # seconds for one case
+_NO_TPU = "Unable to initialize backend 'tpu'"  # what JAX says of a machine without a TPU, or without libtpu
 
 
 def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) -> None:
@@ -49,7 +50,11 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
     try:
         machine = describe(setup)
     except MachineError as error:
-        raise InputError(f"the TPU could not be verified: {error}; --verify off skips this") from error
+        last_words = str(error).strip().splitlines()[-1]  # those of the child may be a traceback
+        if _NO_TPU in last_words:
+            cause = last_words[last_words.index(_NO_TPU) :]
+            raise InputError(no_devices("tpu", cause)) from error
+        raise InputError(f"the TPU could not be verified: {last_words}; --verify off skips this") from error
     if machine["platform"] != "tpu":
         return
     devices = machine["devices"]

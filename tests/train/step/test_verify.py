@@ -184,6 +184,22 @@ def test_devices_that_cannot_be_opened_end_the_run(config, ran, monkeypatch):
         verify_first(config, "auto")
 
 
+def test_a_machine_without_a_tpu_is_one_sentence(config, ran, monkeypatch):
+    """The child that looks for the chips ends with a traceback, whose last line is what JAX says."""
+    says = "Unable to initialize backend 'tpu': NOT_FOUND: No device found. (set JAX_PLATFORMS='' to choose another)"
+
+    def fail(setup):
+        raise MachineError(f"the devices could not be opened: Traceback (most recent call last):\nRuntimeError: {says}")
+
+    monkeypatch.setattr(verify_module, "describe", fail)
+    with pytest.raises(InputError) as raised:
+        verify_first(config, "auto")
+    assert str(raised.value) == (
+        "mesh.platform=tpu has no devices here (Unable to initialize backend 'tpu': NOT_FOUND: No device found); use "
+        "--mesh.platform cpu, or plan with --dry-run --topology v5e:2x4"
+    )
+
+
 def test_chips_are_looked_for_without_opening_them(config, replace, monkeypatch):
     auto = replace(config, mesh={"platform": "auto"})
     monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
