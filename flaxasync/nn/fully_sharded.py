@@ -31,9 +31,12 @@ from jax.typing import DTypeLike
 
 from flaxasync.mesh import cast_to_varying, mesh_axis_size
 from flaxasync.nn.options import Settings
-from flaxasync.nn.placement import Entry, axes_of, axis_types, entries_of, spec_of
+from flaxasync.nn.placement import Entry, axes_of, axis_types, entries_of, put, spec_of
 from flaxasync.ops.quantization import Operand, Quantization, Quantized, quantize
 from flaxasync.ops.saved import PARAMETER
+
+# How metadata of Flax say in which way a parameter is sharded; the second is an older name of the first.
+_ANNOTATIONS = ("out_sharding", "sharding_names", "sharding_rules")
 
 
 class StoredLayer(nnx.Module):
@@ -84,11 +87,42 @@ def check_sharded(layer: str, name: str, parameter: jax.Array, spec: P) -> None:
 def stored_parameter(
     layer: str, name: str, value: Any, settings: Settings, needed: P, metadata: Mapping[str, Any]
 ) -> tuple[nnx.Param, P]:
-    """Returns a new parameter, and how it is stored; see `stored_spec`."""
+    """Returns a new parameter, and how it is stored; see `stored_spec`.
+
+    It is sharded so where Flax's eager sharding is off, too, because the layer could not be called otherwise.
+    """
+    array, given = value, dict(metadata)
     if isinstance(value, nnx.VariableMetadata):  # as nnx.with_partitioning makes it
-        metadata, value = dict(metadata) | dict(value.metadata), value.raw_value
-    spec = stored_spec(layer, name, value.shape, needed, settings, metadata.get("out_sharding"))
-    return nnx.Param(value, **(dict(metadata) | {"out_sharding": tuple(spec)})), spec
+        array = value.raw_value
+        given |= value.metadata
+    annotation = _mesh_axes(layer, name, given)
+    spec = stored_spec(layer, name, array.shape, needed, settings, annotation)
+    if not given.get("eager_sharding", nnx.using_eager_sharding()):
+        array = put(array, spec)
+    kept = {key: given[key] for key in given if key not in _ANNOTATIONS}
+    return nnx.Param(array, **kept, out_sharding=tuple(spec)), spec
+
+
+def _mesh_axes(layer: str, name: str, metadata: Mapping[str, Any]) -> P | None:
+    """Returns the annotation of a parameter in axes of the mesh; None if there is none.
+
+    Logical names are resolved as Flax resolves them, by `sharding_rules` of the metadata and `nnx.logical_axis_rules`.
+    """
+    annotations = {key: metadata[key] for key in _ANNOTATIONS if metadata.get(key)}
+    if not annotations.keys() - {"sharding_rules"}:
+        return None
+    variable = nnx.Variable(jax.ShapeDtypeStruct((), jnp.float32), **annotations, eager_sharding=False)
+    spec = nnx.get_partition_spec(variable).get_value()
+    axes = jax.sharding.get_abstract_mesh().axis_names
+    for entry in spec:
+        for axis in axes_of(entry):
+            if axis not in axes:
+                raise ValueError(
+                    f"{layer}: the {name} has out_sharding={variable.get_metadata('out_sharding')}, in which {axis!r} "
+                    f"is neither an axis of the mesh, {', '.join(map(repr, axes))}, nor a logical name with a rule: "
+                    "name a mesh axis, or give a rule by nnx.logical_axis_rules, or in sharding_rules beside out_sharding"
+                )
+    return spec
 
 
 def without_axis(module: nnx.Module, axis: str) -> None:

@@ -57,9 +57,9 @@ class LinearOptions(LayerOptions, total=False):
       kernel_init: The initializer of the kernels; that of `nnx.Linear` by default.
       bias_init: The initializer of the biases; zeros by default.
       kernel_metadata: Metadata of the kernels. An `out_sharding` in it, such as ("fsdp", "model"), may name axes beside
-        `axis_name`. It replaces `fsdp_axis`: the kernels are stored sharded over these axes. Write it for one
-        orientation; the layer swaps the two entries for a kernel whose other dimension `axis_name` splits.
-        `nnx.with_partitioning` around `kernel_init` does the same.
+        `axis_name`, also by logical names with rules, as Flax has them. It replaces `fsdp_axis`: the kernels are stored
+        sharded over these axes. Write it for one orientation; the layer swaps the two entries for a kernel whose other
+        dimension `axis_name` splits. `nnx.with_partitioning` around `kernel_init` does the same.
       bias_metadata: Metadata of the biases, likewise.
       dot_general: What multiplies the rows with the part of a kernel that a device holds; `lax.dot_general` by default.
         It is called, and differentiated, as that of `nnx.Linear`. It is a pure, hashable function of its operands: it

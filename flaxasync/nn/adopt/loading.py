@@ -131,8 +131,8 @@ def _flatten(params: Any, prefix: str = "") -> dict[str, Any]:
 
 def _is_of_numbers(value: Any) -> bool:
     """Says whether a list, or the first list in it, holds numbers, as an array that was written out does."""
-    while isinstance(value, list | tuple) and value:
-        value = value[0]
+    if isinstance(value, list | tuple):
+        return bool(value) and _is_of_numbers(value[0])
     return isinstance(value, int | float | complex)
 
 

@@ -127,7 +127,9 @@ def _take_over(layer: nnx.Module, old: nnx.Module, without: str | None = None) -
         if out_sharding := variable.get_metadata().get("out_sharding"):
             variable.set_metadata(out_sharding=(*whole, *out_sharding))
         metadata = plain.get_metadata()
-        variable.set_metadata(**{key: metadata[key] for key in metadata if key not in ("out_sharding", "mesh")})
+        variable.set_metadata(
+            **{key: metadata[key] for key in metadata if key not in ("out_sharding", "sharding_rules", "mesh")}
+        )
 
 
 def _stack(old: Any) -> tuple[int, ...]:

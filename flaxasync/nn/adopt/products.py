@@ -7,13 +7,14 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, multiply, with_dtype
 from flaxasync.nn.options import Settings
 from flaxasync.nn.out_sharding import OutSharding, layout_for, output_spec, shard_output
-from flaxasync.nn.placement import Layout, check_output_layout
+from flaxasync.nn.placement import Layout, check_output_layout, put
 
 
 class ParallelLoRA(nnx.LoRA):
@@ -56,6 +57,9 @@ class ParallelLoRA(nnx.LoRA):
             a_metadata={"out_sharding": (None if column else settings.axis_name, None)},
             b_metadata={"out_sharding": (None, settings.axis_name if column else None)},
         )  # fmt: skip
+        if not nnx.using_eager_sharding():
+            for factor in (self.lora_a, self.lora_b):
+                factor.set_value(put(factor[...], P(*factor.get_metadata("out_sharding"))))
 
     def __call__(  # type: ignore[override]
         self, x: Float[Array, "*batch s in"], out_sharding: OutSharding = None
