@@ -120,7 +120,7 @@ def _mesh_axes(layer: str, name: str, metadata: Mapping[str, Any]) -> P | None:
                 raise ValueError(
                     f"{layer}: the {name} has out_sharding={variable.get_metadata('out_sharding')}, in which {axis!r} "
                     f"is neither an axis of the mesh, {', '.join(map(repr, axes))}, nor a logical name with a rule: "
-                    "name a mesh axis, or give a rule by nnx.logical_axis_rules, or in sharding_rules beside out_sharding"
+                    "name a mesh axis, or give a rule by nnx.logical_axis_rules, or in sharding_rules"
                 )
     return spec
 
