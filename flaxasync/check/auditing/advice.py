@@ -1,12 +1,14 @@
 """What to change about a collective that holds the chip, and the predicted gain.
 
-Three changes are known, and the one with the largest predicted gain is advised. Where no flag of XLA makes the last
+Four changes are known, and the one with the largest predicted gain is advised. Where no flag of XLA makes the last
 one, it is advised only if the others gain nothing.
 
 * A collective that a backward pass computes again: save its result. The gain is the time of the collective and of the
   work that only it needs, less the traffic of the saved result.
 * A collective that feeds matmuls, or that sums the product of one: send blocks around a ring while others are
   multiplied. The gain is the sum of both times, less the time of the ring.
+* A collective of a matmul whose operands split the contraction over two mesh axes: `mesh_matmul`, in which the matmul
+  hides it. The gain is the shorter of the two times.
 * Any collective: run it beside independent work of its computation. The gain is the shorter of the two times.
 
 The ring of R devices takes M/R + (R-1) max(C/(R-1), M/R) for a collective of C seconds and matmuls of M seconds. A ring
@@ -22,6 +24,7 @@ import math
 import re
 from collections.abc import Sequence, Set
 
+from flaxasync.check.auditing import mesh_product
 from flaxasync.check.auditing.findings import size_text
 from flaxasync.check.auditing.independent_work import IndependentWork
 from flaxasync.check.estimate.costs import Costs
@@ -60,6 +63,9 @@ def advise(
     ways = []
     if kind in _OPS and (matmuls := _partners(costs.module, computation, i, kind)):
         ways.append(_ring(costs, computation, i, kind, matmuls, max(2, costs.group_size(collective))))
+    if product := mesh_product.find(costs.module, computation, i):
+        hidden = mesh_product.gain(costs, computation, product, costs.seconds(computation, i))
+        ways.append(Advice(mesh_product.advice(costs.module, product), hidden))
     if "rematted_computation" in i.op_name:
         ways.append(_save(costs, computation, i))
     if not any(way.gain for way in ways) or _offload_flag(costs, kind):

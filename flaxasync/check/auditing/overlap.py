@@ -9,6 +9,7 @@ import collections
 import itertools
 from collections.abc import Iterable, Mapping, Set
 
+from flaxasync.check.auditing import mesh_product
 from flaxasync.check.auditing.advice import advise
 from flaxasync.check.auditing.findings import Finding, Pair, Severity, Work, finding, size_text, time_text
 from flaxasync.check.auditing.independent_work import IndependentWork
@@ -117,6 +118,9 @@ def overlap_findings(
             where = f", {source}" if (source := module.source(work)) else ""
             message += f": {work.name} ({time_text(seconds)}{where}) could run inside"
             advice = _barrier_to_remove(computation, op, work, hiding)
+        elif product := mesh_product.find(module, computation, op.start):
+            advice = mesh_product.advice(module, product)
+            gain = mesh_product.gain(independent.costs, computation, product, pair.transfer)
     elif pair.exposed > max(0.05 * pair.transfer, 1e-6):
         message += f", the work inside {time_text(pair.inside)}"
     else:

@@ -1,0 +1,123 @@
+"""Recognises a matmul whose operands split the contraction over two axes of the mesh, which `mesh_matmul` overlaps.
+
+XLA makes three steps of LHS[M_X, K_Y] . RHS[K_X, N]: rows of RHS arrive, a device multiplies, and an all-reduce sums
+the products around the mesh row. The rows arrive in one of two ways:
+
+* in a permute by which some devices send to themselves, because they hold the rows that they need (X <= Y). No hop of a
+  ring does that;
+* in an all-gather around the mesh column, of which a device multiplies a slice (X > Y). The weights of fully sharded
+  layers are gathered, too, and multiplied whole.
+"""
+
+import dataclasses
+import math
+
+from flaxasync.check.estimate.costs import Costs
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.participants import groups_in, permute_pairs
+
+# What may stand between a step and the next one.
+_PASSES = frozenset({
+    "bitcast", "copy", "convert", "get-tuple-element", "reshape", "transpose", "tuple",
+    "all-gather-done", "all-reduce-done", "collective-permute-done", "copy-start", "copy-done",
+})  # fmt: skip
+_SUMS = ("all-reduce", "all-reduce-start")
+_GATHERS = ("all-gather", "all-gather-start")
+_PERMUTES = ("collective-permute", "collective-permute-start")
+_TYPES = ("bf16", "f32")  # of the kernels of `mesh_matmul`
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshProduct:
+    """The three steps of one such product, all in one computation."""
+
+    arrival: Instruction  # the permute or the all-gather by which rows arrive
+    matmul: Instruction
+    sum: Instruction  # the all-reduce
+
+
+def find(module: HloModule, computation: Computation, step: Instruction) -> MeshProduct | None:
+    """Returns the product that a collective is the first or the last step of; None if there is no such product."""
+    if step.opcode in _SUMS:
+        for matmul in _nearest(module, computation, step, forward=False):
+            for arrival in _nearest(module, computation, matmul, forward=False):
+                if _arrives_for(module, computation, arrival, matmul, step):
+                    return MeshProduct(arrival, matmul, step)
+    if step.opcode in (*_PERMUTES, *_GATHERS):
+        for matmul in _nearest(module, computation, step, forward=True):
+            for sum_ in _nearest(module, computation, matmul, forward=True):
+                if _arrives_for(module, computation, step, matmul, sum_):
+                    return MeshProduct(step, matmul, sum_)
+    return None
+
+
+def gain(costs: Costs, computation: Computation, product: MeshProduct, seconds: float) -> float:
+    """Returns what a run gains if the matmul hides a step of this length.
+
+    Both transfers can hide behind one matmul, because they use links of different axes.
+    """
+    return min(seconds, costs.seconds(computation, product.matmul))
+
+
+def advice(module: HloModule, product: MeshProduct) -> str:
+    """Says what does all three steps at once."""
+    what = f"its operands split the contraction over two mesh axes, and {product.matmul.name} can hide both transfers"
+    if "/flaxasync/ops/mesh_matmul.py" in module.tables:
+        return (
+            f"{what}: backend='overlapped' of flaxasync.mesh_matmul and flaxasync.nn.MeshLinear does it in one kernel"
+        )
+    return f"{what}: flaxasync.mesh_matmul in a shard_map, or the layer flaxasync.nn.MeshLinear, does it in one kernel"
+
+
+def _nearest(module: HloModule, computation: Computation, step: Instruction, *, forward: bool) -> list[Instruction]:
+    """Returns the matmuls and collectives that follow a step, or precede it, across what only passes an array on."""
+    found, pending, seen = [], [step], {step.name}
+    while pending:
+        here = pending.pop()
+        near = computation.users.get(here.name, []) if forward else computation.operands(here)
+        for one in near:
+            if one.name in seen:
+                continue
+            seen.add(one.name)
+            if one.opcode in (*_SUMS, *_GATHERS, *_PERMUTES) or module.contains_matmul(one):
+                found.append(one)
+            elif one.opcode in _PASSES:
+                pending.append(one)
+    return found
+
+
+def _arrives_for(
+    module: HloModule, computation: Computation, arrival: Instruction, matmul: Instruction, sum_: Instruction
+) -> bool:
+    """Says whether these are the three steps."""
+    if sum_.opcode not in _SUMS or not module.contains_matmul(matmul):
+        return False
+    if not {leaf.element_type for _, leaf in arrival.shape.leaves() if leaf.dimensions} <= {*_TYPES}:
+        return False
+    group_of = _groups_by_device(sum_, module)
+    if arrival.opcode in _PERMUTES:
+        pairs = permute_pairs(arrival)
+        kept = any(source == target for source, target in pairs)
+        return kept and any(group_of.get(source) != group_of.get(target) for source, target in pairs)
+    if arrival.opcode not in _GATHERS:
+        return False
+    gathered = groups_in(module, arrival)
+    crosses = all(len({group_of.get(device) for device in group}) == len(group) > 1 for group in gathered)
+    return crosses and _is_sliced(module, arrival, matmul)
+
+
+def _groups_by_device(collective: Instruction, module: HloModule) -> dict[int, int]:
+    """Returns the number of the group of each device."""
+    return {device: number for number, group in enumerate(groups_in(module, collective)) for device in group}
+
+
+def _is_sliced(module: HloModule, arrival: Instruction, matmul: Instruction) -> bool:
+    """Says whether a matmul takes a slice, at an index of the device, of what has arrived."""
+    whole = math.prod(list(arrival.shape.leaves())[-1][1].dimensions)
+    for fused in module.nested(matmul):
+        for inside in module.called(fused):
+            for i in inside.instructions:
+                operands = inside.operands(i)
+                if i.opcode == "dynamic-slice" and math.prod(operands[0].shape.dimensions) == whole:
+                    return True
+    return False
