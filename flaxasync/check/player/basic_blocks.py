@@ -69,6 +69,7 @@ class Code:
         pops = [o for bundle in program.bundles for o in bundle if o.name == "spop.drf" and o.operands]
         self._pops = Counter(o.operands[0].lstrip("%") for o in pops)
         self._ends = self._block_ends()
+        self._refuse_sparse_core()
 
     def block(self, start: int) -> BasicBlock:
         if start not in self._blocks:
@@ -88,6 +89,21 @@ class Code:
                 elif is_external(operation):
                     ends.add(index)
         return sorted(ends)
+
+    def _refuse_sparse_core(self) -> None:
+        """Raises UnknownOperationError for a program that drives a SparseCore, before anything of it is simulated.
+
+        What the SparseCore leaves in memory is not known, and the program may halt on it before it reaches an operation
+        whose name says that it is for a SparseCore.
+        """
+        for index, bundle in enumerate(self.program.bundles):
+            for operation in bundle:
+                if "sparse_core" in operation.name:
+                    raise UnknownOperationError(
+                        f"{self.program.name}: {operation.name} drives a SparseCore, which the player does not model; "
+                        f"at {self.program.location(index)}; to keep collectives off it, compile with "
+                        f"compiler_options={_OFF_THE_SPARSE_CORE}"
+                    )
 
     def _compile(self, start: int) -> BasicBlock:
         end = self._ends[bisect.bisect_left(self._ends, start)]
@@ -121,9 +137,8 @@ class Code:
         reads: list[str] = []
         writes: list[str] = []
         guard = ""
-        # A predicate of a vector operation is not evaluated, because its values are not computed.
-        is_scalar = operation.unit[0] != "v" or operation.unit == "vpush"
-        if operation.predicate and (is_scalar or is_external(operation)):
+        # A predicate of a vector operation is not evaluated, because it changes no value that is computed.
+        if operation.predicate and (scalar.is_computed(operation) or is_external(operation)):
             value = scalar.CONSTANT_PREDICATES.get(operation.predicate) or self._scalar(operation.predicate)
             reads.append(f"g{number} = {value}")
             guard = f"if g{number}: "
@@ -148,7 +163,7 @@ class Code:
         elif operation.name == "spush.sccf":  # to the other core of the chip, which is assumed to send the same value
             reads.append(f"t{number} = {self._scalar(operation.operands[0])}")
             writes.append(f"{guard}d.core_values.append(t{number})")
-        elif operation.unit[0] == "v":
+        elif not scalar.is_computed(operation):
             if operation.unit not in matrix_unit.VECTOR_FAMILIES and operation.name not in self._accept:
                 raise scalar.NoScalarError(f"vector operation {operation.name!r}")
         elif (result := scalar.result_value(operation, self._address_of)) is not None:
@@ -170,13 +185,9 @@ class Code:
             return "None"
 
     def _unknown(self, operation: Operation, index: int, error: Exception) -> str:
-        if "sparse_core" in operation.name:
-            what = f"{operation.name} drives a SparseCore, which the player does not model"
-            remedy = f"to keep collectives off it, compile with compiler_options={_OFF_THE_SPARSE_CORE}"
-        else:
-            what = f"{error} is unknown to the player ({operation.name}, {self.chip.name})"
-            name = operation.name
-            remedy = f"if it costs no more than its slot, accept it: accept=[{name!r}], --accept {name}"
+        what = f"{error} is unknown to the player ({operation.name}, {self.chip.name})"
+        name = operation.name
+        remedy = f"if it costs no more than its slot, accept it: accept=[{name!r}], --accept {name}"
         return f"{self.program.name}: {what}; at {self.program.location(index)}; {remedy}"
 
 

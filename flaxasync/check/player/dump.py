@@ -17,7 +17,7 @@ from flaxasync.check.player.collectives import SYNCHRONOUS
 from flaxasync.check.player.errors import DumpError
 from flaxasync.check.player.memory import integer_elements, words
 
-TESTED_LIBTPU = ("0.0.51", "0.0.52")
+TESTED_LIBTPU = ("0.0.50.1", "0.0.51", "0.0.52")  # the first one is what jax[tpu] installs
 TOP = "TLP"  # the name of the top level program, which is the compiled entry computation
 _NOTE = "player.json"
 _SET_UP = "<late-"  # the beginning of the names of the runtime's set-up and tear-down, which are not simulated

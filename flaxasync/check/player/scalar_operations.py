@@ -48,6 +48,7 @@ RUNTIME = {"signed": signed, "as_float": as_float, "as_bits": as_bits}
 # Templates of the expressions. {0} is the first operand, {-1} the last one.
 _BY_NAME = {
     "spop.sfrf": "d.semaphore_values.popleft()",
+    "vpop.sfrf": "d.semaphore_values.popleft()",  # the name of the same operation up to libtpu 0.0.50
     "spop.sccf": "d.core_values.popleft()",
     "spop.drf": "d.divided.popleft()",
     "spop": "d.pop_vector()",
@@ -112,6 +113,14 @@ def result_register(operation: Operation) -> tuple[str, int] | None:
     return (match[1], int(match[2])) if match else None
 
 
+def is_computed(operation: Operation) -> bool:
+    """Says whether an operation is simulated with its values: it is one of the scalar unit, or writes its registers.
+
+    The names of vector operations begin with "v", and so do those of some operations that write a scalar register.
+    """
+    return operation.unit[0] != "v" or result_register(operation) is not None
+
+
 def operand_value(text: str, resolve: Resolve) -> str:
     """Returns a Python expression for the value of an operand. NoScalarError says that it is none for this unit."""
     text = text.strip()
@@ -152,8 +161,6 @@ def result_value(operation: Operation, resolve: Resolve) -> str | None:
 
 def _template(operation: Operation) -> str:
     name, unit = operation.name, operation.unit
-    if "sparse_core" in name:
-        raise NoScalarError(name)
     if found := _BY_NAME.get(name) or _BY_UNIT.get(unit):
         return found
     if unit == "scmp":

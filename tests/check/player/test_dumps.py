@@ -66,7 +66,7 @@ def test_folders_without_a_dump_and_with_one_already(dumps, tmp_path):
 def test_notes_of_another_version_or_damaged_or_missing(copy):
     note = copy / "player.json"
     note.write_text(json.dumps(json.loads(note.read_text()) | {"libtpu": "0.0.99"}))
-    assert "dumped by libtpu 0.0.99; the player was tested with 0.0.51, 0.0.52" in play_dump(copy).notes
+    assert "dumped by libtpu 0.0.99; the player was tested with 0.0.50.1, 0.0.51, 0.0.52" in play_dump(copy).notes
     note.write_text("{")
     with pytest.raises(DumpError, match="damaged"):
         play_dump(copy)

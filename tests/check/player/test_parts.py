@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, deque
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from flaxasync.check.player import MeshMismatchError, PlayerError, matrix_unit
 from flaxasync.check.player import scalar_operations as scalar
+from flaxasync.check.player.basic_blocks import Code
 from flaxasync.check.player.bundle_text import HEADER, parse_operation, read_program
 from flaxasync.check.player.chips import PLAYED_CHIPS, chip_grid, places_of_partitions, played_chip
-from flaxasync.check.player.errors import DumpError
+from flaxasync.check.player.errors import DumpError, UnknownOperationError
+from flaxasync.check.player.memory import Addresses
 from flaxasync.check.player.network import Network
 from flaxasync.check.player.result import SIGNAL
 from flaxasync.check.player.semaphores import Semaphores
@@ -128,6 +130,33 @@ def test_floats_are_kept_as_bits_and_addresses_are_added():
     assert scalar.as_float(scalar.as_bits(1e300)) == math.inf
     assert evaluate("%s1_s0 = smov.u32 [#allocation2 + $0x3]", allocation2=100) == 103
     assert evaluate("%s1_s0 = scalar_lea.hbm 5, 4294967295 [#allocation2]", allocation2=100) == 4
+
+
+def code_of(folder, *bundles):
+    text = "".join(f"   {index:#x}   :  {{ {operations} }}\n" for index, operations in enumerate(bundles))
+    return Code(write(folder, text), Addresses(512), PLAYED_CHIPS["v5e"], frozenset())
+
+
+@pytest.mark.parametrize("name", ["vpop.sfrf", "spop.sfrf"])
+def test_the_value_of_a_semaphore_is_popped_by_either_name(tmp_path, name):
+    """libtpu 0.0.50 begins the name with the letter of vector operations, and later versions with that of scalars."""
+    registers, predicates = [7] * 4, [False] * 4
+    machine = SimpleNamespace(semaphore_values=deque([0, 5]))
+    block = code_of(tmp_path, f"%s9_s3 = {name} %8", f"%s11_s2 = {name} %10").block(0)
+    block.run(registers, predicates, machine)
+    assert registers == [7, 7, 5, 0]
+
+
+@pytest.mark.parametrize("operation", ["vpop.trf %v1_v0", "vadd.f32 %v1_v0, %v2_v1", "snew.u32 1, 2"])
+def test_an_operation_that_writes_a_scalar_register_is_computed_or_refused(tmp_path, operation):
+    """Whatever its name: a register that keeps an old value would let a program halt, or wait, that does neither."""
+    with pytest.raises(UnknownOperationError, match=f"{operation.split()[0]}' is unknown to the player"):
+        code_of(tmp_path, f"%s3_s0 = {operation}").block(0)
+
+
+def test_a_sparse_core_is_refused_before_anything_that_depends_on_it(tmp_path):
+    with pytest.raises(UnknownOperationError, match="sparse_core_sflag drives a SparseCore"):
+        code_of(tmp_path, "%5 = shalt.err (%p1_p0)", "%s1_s0 = int_to_ptr.sparse_core_sflag %s2_s1")
 
 
 # The time of matrix operations: what holds a unit, and what waits for a result.
