@@ -6,21 +6,21 @@ goes on and from which text can be sampled; see docs/checkpoints.md.
 ```
 preset.py       the configuration; `python train/run.py DIR/preset.py --data.path TEXT` trains
 imported/       the parameters, as the checkpoint of step 0
-hugging_face/   config.json and the tokenizer, for train/export_checkpoint.py
+hugging_face/   config.json, the tokenizer and the chat templates, for train/export_checkpoint.py
 tokenizer.json  the tokenizer, if FOLDER has one; without it, text is refused until --data.tokenizer names a file
 ```
 """
 
 import dataclasses
-import json
+import os
 import pprint
 import shutil
 import sys
 import tempfile
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -29,17 +29,29 @@ if __name__ == "__main__":  # `models`, `configs` and `train` are beside the fol
 
 from models.config import TransformerConfig
 from models.families import Family
+from models.foreign_folder import checked_file, require_local_folder
+from models.safetensors_files import TensorFiles
+from models.sizes import check_sizes
 from train.config import Config, DataConfig, EvalConfig, MeshConfig
 from train.config.check import check
 from train.config.command import PRESET, parse_as
+from train.data.end_tokens import choose_separator, read_token_files, template_files
+from train.data.exported_files import KEPT
 from train.lifecycle.errors import InputError, as_input_errors, exit_code
 from train.metrics.output import percent_printer, print_line
 
+if TYPE_CHECKING:
+    from train.data.tokenizer import Tokenizer
+
 IMPORTED = "imported"  # the folder of the checkpoint that an import makes
-_KEPT_FOLDER, _TOKENIZER = "hugging_face", "tokenizer.json"
+_TOKENIZER = "tokenizer.json"
 _UNFINISHED = ".import-"  # begins the name of the folder in which an import is prepared
 _UNKNOWN_TOKENIZER = "the imported checkpoint"
-_KEPT = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt")
+# What `save_pretrained` of `transformers` writes beside the tensors, and older versions of it wrote.
+_KEPT_FILES = (
+    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
 _HERE = "@here@"  # stands for the folder of the preset file
 _TEMPLATE = '''"""The configuration of an imported checkpoint; train/run.py takes this file as its preset."""
 
@@ -68,6 +80,8 @@ class Command:
     """The dtype of activations."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the parameters."""
+    separator: int | Literal["auto", "none"] = "auto"
+    """The token that ends documents; auto for the first one that ends a text and that no chat template uses."""
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     """The devices."""
 
@@ -82,6 +96,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _import(command: Command) -> None:
+    with as_input_errors(ValueError):
+        require_local_folder(command.folder, "FOLDER")
+        require_local_folder(command.workdir, "--workdir")
     # The preset names paths in the workdir relative to itself; only an absolute one is never a part of other text.
     command = dataclasses.replace(command, workdir=command.workdir.absolute())
     _require_unused(command.workdir)
@@ -89,59 +106,65 @@ def _import(command: Command) -> None:
 
     with as_input_errors(ValueError, NotImplementedError):
         family, fields = load_config(command.folder)
+        files = TensorFiles(command.folder)
+        check_sizes(files, family, fields)
+    kept = _kept_files(command.folder)
     model = TransformerConfig(**fields, dtype=command.dtype, param_dtype=command.param_dtype)
-    ends = _end_tokens(command.folder)
+    tokenizer = _open_tokenizer(command, model, kept)
+    texts = tokenizer.texts() if tokenizer else {}
+    token_files = read_token_files(command.folder, vocab_size=model.vocab_size, texts=texts)
+    ends = choose_separator(token_files, command.separator)
     config = Config(
         workdir=str(command.workdir),
         steps=1000,
         init_from=str(command.workdir / IMPORTED),
         mesh=command.mesh,
         model=model,
-        data=DataConfig(tokenizer=_tokenizer(command, model), separator=ends[0] if ends else None),
-        eval=EvalConfig(stop_tokens=tuple(ends[1:])),
+        data=DataConfig(
+            tokenizer=str(command.workdir / _TOKENIZER) if tokenizer else _UNKNOWN_TOKENIZER, separator=ends.separator
+        ),
+        eval=EvalConfig(stop_tokens=ends.stops),
     )
     check(config)
-    _write(command, config, family)
+    _write(command, config, family, files, kept)
     print_line(f"imported   {command.folder} as {command.workdir}")
+    if files.unused:
+        print_line(f"not read   {', '.join(files.unused)}, as model.safetensors is there")
+    print_line(f"separator  {ends.reason}")
     print_line(f"train      python train/run.py {command.workdir / PRESET} --data.path TEXT")
     print_line(f"sample     python train/sample.py {command.workdir} --prompt TEXT")
-    if config.data.tokenizer == _UNKNOWN_TOKENIZER:
+    if tokenizer is None:
         print_line("tokenizer  FOLDER has no tokenizer.json: give --data.tokenizer to train, --tokenizer to sample")
 
 
 def _require_unused(workdir: Path) -> None:
-    names = (PRESET, "config.json", "checkpoints", IMPORTED, _KEPT_FOLDER, _TOKENIZER)
-    if taken := [name for name in names if (workdir / name).exists()]:
+    names = (PRESET, "config.json", "checkpoints", IMPORTED, KEPT, _TOKENIZER)
+    if taken := [name for name in names if os.path.lexists(workdir / name)]:
         raise InputError(f"--workdir must have no import or run: {workdir} has {', '.join(taken)}")
 
 
-def _tokenizer(command: Command, model: TransformerConfig) -> str:
-    """Returns the file that the tokenizer will have, or a name that makes text be refused until a file is given."""
-    file = command.folder / _TOKENIZER
-    if not file.is_file():
-        return _UNKNOWN_TOKENIZER
+def _kept_files(folder: Path) -> dict[str, Path]:
+    """Returns the files that are kept for export, by their names; all are regular files of the folder."""
+    names = [file.name for pattern in _KEPT_FILES for file in sorted(folder.glob(pattern)) if not file.is_dir()]
+    kept = {}
+    with as_input_errors(ValueError, OSError):
+        for name in (*names, *template_files(folder)):
+            kept[name] = checked_file(folder, name)
+            if not os.access(kept[name], os.R_OK):
+                raise InputError(f"{folder / name} must be readable, and is not")
+    return kept
+
+
+def _open_tokenizer(command: Command, model: TransformerConfig, kept: Mapping[str, Path]) -> "Tokenizer | None":
+    """Opens the tokenizer of the folder, which must fit the model, if it has one."""
+    if _TOKENIZER not in kept:
+        return None
     from train.data.tokenizer import Tokenizer
 
-    Tokenizer.open(file, vocab_size=model.vocab_size, field="FOLDER/tokenizer.json")
-    return str(command.workdir / _TOKENIZER)
+    return Tokenizer.open(kept[_TOKENIZER], vocab_size=model.vocab_size, field="FOLDER/tokenizer.json")
 
 
-def _end_tokens(folder: Path) -> list[int]:
-    """Returns the tokens that end a text: the first one ends documents, the others only what is sampled."""
-    ends: list[int] = []
-    for file in (folder / "config.json", folder / "generation_config.json"):
-        try:
-            given = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        except (ValueError, AttributeError) as error:
-            raise InputError(f"{file} must be a JSON object: {error}") from error
-        tokens = given if isinstance(given, list) else [] if given is None else [given]
-        if not all(type(token) is int for token in tokens):
-            raise InputError(f"eos_token_id of {file} must be a token or a list of tokens: got {given!r}")
-        ends += [token for token in tokens if token not in ends]
-    return ends
-
-
-def _write(command: Command, config: Config, family: Family) -> None:
+def _write(command: Command, config: Config, family: Family, files: TensorFiles, kept: Mapping[str, Path]) -> None:
     import jax
     import jax.numpy as jnp
 
@@ -157,7 +180,7 @@ def _write(command: Command, config: Config, family: Family) -> None:
         _require_unused(work.root)  # another import may have ended just before
         abstract: Any = Trainer(config, mesh).abstract_state().params
         with as_input_errors(ValueError):
-            params = import_parameters(command.folder, family, abstract, percent_printer("imported"))
+            params = import_parameters(files, family, abstract, percent_printer("imported"))
         state = TrainState(params, None, jnp.int32(0), jax.random.key_data(jax.random.key(0)))
         for left in work.root.glob(f"{_UNFINISHED}*"):  # by an import that was killed
             shutil.rmtree(left)
@@ -167,12 +190,12 @@ def _write(command: Command, config: Config, family: Family) -> None:
                 identity = RunIdentity({}, {}, architecture(config))
                 checkpoints.save(0, state, data={"sequences": 0}, tokens=0, identity=identity)
                 checkpoints.wait()
-            (place / _KEPT_FOLDER).mkdir()
-            for pattern in _KEPT:  # for export
-                for file in command.folder.glob(pattern):
-                    shutil.copy2(file, place / _KEPT_FOLDER / file.name)
-            if (command.folder / _TOKENIZER).is_file():
-                shutil.copy2(command.folder / _TOKENIZER, place / _TOKENIZER)
+            for name, file in kept.items():  # for export
+                target = place / KEPT / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, target)
+            if _TOKENIZER in kept:
+                shutil.copyfile(kept[_TOKENIZER], place / _TOKENIZER)
             (place / PRESET).write_text(as_preset(config))
             for path in sorted(place.iterdir(), key=lambda path: path.name == PRESET):  # the preset comes last
                 path.rename(work.root / path.name)

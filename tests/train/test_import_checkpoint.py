@@ -1,6 +1,7 @@
 """Tests of train/import_checkpoint.py and train/export_checkpoint.py, at last with `transformers` at both ends."""
 
 import dataclasses
+import fcntl
 import json
 import logging
 import os
@@ -37,6 +38,13 @@ def folder(tmp_path, text):
     change_config(folder, eos_token_id=[1, 0], bos_token_id=0)
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
     return folder
+
+
+@pytest.fixture
+def imported(folder, tmp_path):
+    """The workdir of an import."""
+    assert run_import(folder, tmp_path / "run") == 0
+    return tmp_path / "run"
 
 
 def change_config(folder, **changes):
@@ -159,6 +167,152 @@ def test_a_folder_that_cannot_be_imported_is_refused(folder, tmp_path, changes, 
     refuses(import_checkpoint.main, message, folder, "--workdir", tmp_path / "run", *MESH)
     assert not (tmp_path / "run" / "preset.py").exists()
     assert not (tmp_path / "run" / "imported").exists()
+
+
+def test_every_file_of_save_pretrained_is_exported_again(folder, tmp_path, capsys):
+    content = {
+        "added_tokens.json": '{"<x>": 1}', "chat_template.jinja": "{{ messages }}", "special_tokens_map.json": "{}",
+        "additional_chat_templates/tools.jinja": "{{ tools }}", "tokenizer_config.json": '{"a": 1}',
+        "merges.txt": "a b", "vocab.json": "{}", "tokenizer.model": "binary",
+    }  # fmt: skip
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "tokenizer").mkdir()  # no file of `save_pretrained`
+    for name, text in content.items():
+        (folder / name).write_text(text)
+    change_config(folder, max_position_embeddings=None)
+    workdir, out = tmp_path / "run", tmp_path / "out"
+    assert run_import(folder, workdir) == 0, capsys.readouterr().err
+    assert "separator  token 1 (<end>) ends documents\n" in capsys.readouterr().out
+    assert export_checkpoint.main([str(workdir), str(out), *MESH]) == 0, capsys.readouterr().err
+    assert "tokenizer  that of the import\n" in capsys.readouterr().out
+    assert {name: (out / name).read_text() for name in content} == content
+    kept = {*content, "tokenizer.json", "generation_config.json", "config.json", "model.safetensors"}
+    assert {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()} == kept
+    assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == 32768, "as the class has it"
+
+
+def test_the_separator_is_not_one_that_ends_turns(folder, tmp_path, capsys):
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<end>{% endfor %}")
+    for options, separator, stops in (([], 0, (1, 2)), (["--separator", "1"], 1, (0, 2)), (["--separator", "none"],
+                                      None, (1, 0, 2))):  # fmt: skip
+        workdir = tmp_path / f"run{separator}"
+        assert run_import(folder, workdir, *options) == 0, capsys.readouterr().err
+        config = load_preset(workdir / "preset.py")
+        assert (config.data.separator, config.eval.stop_tokens) == (separator, stops)
+    assert "separator  none, as --separator says" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer.extra", "additional_chat_templates/a.jinja", "vocab.json"]
+)
+def test_what_leads_out_of_the_folder_is_not_copied(name, folder, tmp_path, refuses):
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).symlink_to(secret)
+    refuses(import_checkpoint.main, f"{folder / name} leads out of the folder", folder, "--workdir", tmp_path / "a")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    refuses(import_checkpoint.main, f"{folder / name} must be a regular file", folder, "--workdir", tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(("place", "workdir", "message"), [
+    ("gs://bucket/x", "run", "FOLDER must be a folder of this machine, and not a URL"),
+    ("folder", "gs://bucket/x", "--workdir must be a folder of this machine, and not a URL"),
+    ("folder", os.fsdecode(b"r\xff"), "--workdir must have a path that is text in UTF-8"),
+    ("none", "run", "none must be a folder with config.json and safetensors files"),
+])  # fmt: skip
+def test_places_are_checked_first(place, workdir, message, folder, tmp_path, monkeypatch, refuses):
+    monkeypatch.chdir(tmp_path)
+    refuses(import_checkpoint.main, message, place, "--workdir", workdir, *MESH)
+    assert {path.name for path in tmp_path.iterdir()} == {"folder"}
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "hugging_face", "preset.py"])
+def test_a_link_that_leads_nowhere_is_in_the_way_of_an_import(name, folder, tmp_path, refuses):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "none")
+    refuses(import_checkpoint.main, f"run has {name}", folder, "--workdir", tmp_path / "run", *MESH)
+
+
+@pytest.mark.parametrize("kind", ["folder", "here", "link", "link to nothing", "disk", "left"])
+def test_an_export_fills_a_folder_and_does_not_replace_it(kind, imported, tmp_path, monkeypatch, capsys):
+    """A mount point cannot be replaced, and neither can the folder in which a shell is."""
+    target = named = tmp_path / "out"
+    if kind.startswith("link"):
+        named = tmp_path / "link"
+        named.symlink_to(target)
+    if kind != "link to nothing":
+        target.mkdir()
+    if kind == "here":
+        monkeypatch.chdir(target)
+        named = "."
+    if kind == "disk":
+        (target / "lost+found").mkdir()
+    if kind == "left":
+        (target / ".export-x").mkdir()
+        (target / ".export-x" / "model.safetensors").touch()
+    before = target.stat().st_ino if target.exists() else None
+    assert export_checkpoint.main([str(imported), str(named), *MESH]) == 0, capsys.readouterr().err
+    assert before in (None, target.stat().st_ino)
+    assert not list(tmp_path.rglob(".export-*"))
+    assert {path.name for path in target.iterdir()} - {"lost+found"} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"
+    }  # fmt: skip
+
+
+def test_a_folder_that_another_export_fills_is_refused(imported, tmp_path, refuses):
+    (tmp_path / "out" / ".export-x").mkdir(parents=True)
+    held = os.open(tmp_path / "out", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    refuses(export_checkpoint.main, "another export is writing", imported, tmp_path / "out", *MESH)
+    assert (tmp_path / "out" / ".export-x").exists()
+    os.close(held)
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("gs://bucket/x", "FOLDER must be a folder of this machine, and not a URL"),
+    (os.fsdecode(b"r\xff"), "FOLDER must have a path that is text in UTF-8"),
+    ("run", "FOLDER must not exist, or be an empty folder: "),
+    ("/proc/none", "FOLDER must be one that can be made: /proc/none: "),
+])  # fmt: skip
+def test_the_place_of_an_export_is_checked_before_parameters_are_read(
+    name, message, imported, tmp_path, monkeypatch, refuses
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("train.checkpoints.manager.load_parameters", None)
+    refuses(export_checkpoint.main, message, imported, name, *MESH)
+
+
+def test_a_configuration_that_was_damaged_after_the_import_is_refused_first(imported, tmp_path, monkeypatch, refuses):
+    monkeypatch.setattr("train.checkpoints.manager.load_parameters", None)
+    (imported / "hugging_face" / "config.json").write_text("[" * 10**5)
+    refuses(export_checkpoint.main, "config.json is nested too deeply", imported, tmp_path / "out", *MESH)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_tokenizer_of_a_run_is_exported(imported, tmp_path, text, capsys):
+    """It stands above that of the import, of which nothing is left then."""
+    config, other = load_preset(imported / "preset.py"), tmp_path / "other.json"
+    train_tokenizer(other, text, vocab_size=290)
+    tokens = dataclasses.replace(config.data, tokenizer=str(other), separator=1)
+    changed = dataclasses.replace(config, data=tokens, eval=dataclasses.replace(config.eval, stop_tokens=(0,)))
+    (imported / "config.json").write_text(json.dumps(dataclasses.asdict(changed)))
+    (imported / "checkpoints").symlink_to("imported")
+    assert export_checkpoint.main([str(imported), str(tmp_path / "out"), *MESH]) == 0, capsys.readouterr().err
+    assert f"tokenizer  {other} as tokenizer.json" in capsys.readouterr().out
+    names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == other.read_bytes()
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["eos_token_id"] == [1, 0]
+    assert "bos_token_id" not in written
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["eos_token"] == "<end>"
+    other.unlink()
+    assert export_checkpoint.main([str(imported), str(tmp_path / "again"), *MESH]) == 0
+    assert "tokenizer  that of the import" in capsys.readouterr().out
 
 
 def interrupt(*_):

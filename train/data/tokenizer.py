@@ -79,6 +79,10 @@ class Tokenizer:
                 return [*self.prefix[:-length], *tokens]
         return [*self.prefix, *tokens]
 
+    def texts(self) -> dict[int, str]:
+        """Returns the text of every token, as the file has it."""
+        return {token: text for text, token in self.inner.get_vocab(with_added_tokens=True).items()}
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, without special tokens."""
         with errors_of_tokenizers(f"the tokenizer {self.path} cannot decode tokens"):

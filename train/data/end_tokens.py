@@ -1,0 +1,194 @@
+"""Which token of somebody else's model separates documents: one that ends texts and that no chat template uses.
+
+Models that chat often name the token that ends a turn as the one that ends a text. As a separator of documents it would
+hide every turn from the next one, because attention and loss stay within documents.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from flaxasync.foreign_json import JsonError, parse_json, read_regular
+from models.foreign_folder import checked_file, shown
+from train.lifecycle.errors import InputError, as_input_errors
+
+TEMPLATE = "chat_template.jinja"
+TEMPLATES = "additional_chat_templates"
+"""Where `save_pretrained` of `transformers` writes the template of a chat, and the folder of further ones."""
+_OLD_TEMPLATE = "chat_template.json"
+_MOST_BYTES = 1 << 25
+
+
+@dataclasses.dataclass(frozen=True)
+class EndTokens:
+    """The tokens that end what a model writes.
+
+    Attributes:
+      separator: The token that ends documents, if there is one.
+      stops: The others, which only end what is sampled.
+      reason: A sentence that says so.
+    """
+
+    separator: int | None
+    stops: tuple[int, ...]
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFiles:
+    """What the files beside a tokenizer say.
+
+    Attributes:
+      ends: The tokens that end a text, those of config.json first.
+      texts: The texts of tokens, as far as they are known.
+      names: The names under which a template knows tokens, such as eos_token, and their texts.
+      templates: The chat templates.
+    """
+
+    ends: tuple[int, ...]
+    texts: Mapping[int, str]
+    names: Mapping[str, str]
+    templates: tuple[str, ...]
+
+
+def choose_separator(files: TokenFiles, wanted: int | Literal["auto", "none"] = "auto") -> EndTokens:
+    """Chooses the token that ends documents.
+
+    Args:
+      files: What the folder says.
+      wanted: A token; or "none"; or "auto" for the first token that ends a text and that no chat template uses.
+    """
+    if wanted == "none":
+        return EndTokens(None, files.ends, "none, as --separator says")
+    if wanted != "auto":
+        stops = tuple(token for token in files.ends if token != wanted)
+        reason = f"{_name(wanted, files)} ends documents, as --separator says"
+        if _is_in_a_template(wanted, files):
+            reason += ", though the chat template uses it: no turn sees the one before it"
+        return EndTokens(wanted, stops, reason)
+    in_turns = [token for token in files.ends if _is_in_a_template(token, files)]
+    free = [token for token in files.ends if token not in in_turns]
+    used = f"{', '.join(_name(token, files) for token in in_turns)} can end a turn of its chat template"
+    if free:
+        stops = tuple(token for token in files.ends if token != free[0])
+        return EndTokens(free[0], stops, f"{_name(free[0], files)} ends documents" + (f"; {used}" if in_turns else ""))
+    if in_turns:
+        return EndTokens(None, files.ends, f"none, as {used}; --separator TOKEN names another one")
+    return EndTokens(None, (), "none, as no file names a token that ends a text")
+
+
+def read_token_files(folder: Path, *, vocab_size: int, texts: Mapping[int, str]) -> TokenFiles:
+    """Reads what the files of a folder say of special tokens, and compares their numbers with the vocabulary.
+
+    Args:
+      folder: The folder.
+      vocab_size: The entries of the vocabulary.
+      texts: The texts of the tokens of the tokenizer, if there is one.
+    """
+    ends: list[int] = []
+    for name in ("config.json", "generation_config.json"):
+        content = _read_object(folder, name)
+        for key in ("bos_token_id", "pad_token_id"):
+            _check_tokens(key, content.get(key), folder / name, vocab_size)
+        ends += [token for token in _end_tokens(content, folder / name) if token not in ends]
+    config = _read_object(folder, "tokenizer_config.json")
+    known: dict[int, str] = {}
+    for text, token in _read_object(folder, "added_tokens.json").items():
+        if type(token) is int:
+            known[token] = text
+    decoder = config.get("added_tokens_decoder")
+    for token, entry in decoder.items() if isinstance(decoder, dict) else ():
+        if token.isdecimal() and (text := _text(entry)) is not None:
+            known[int(token)] = text
+    named = {**_read_object(folder, "special_tokens_map.json"), **config}
+    names = {key: _text(entry) for key, entry in named.items() if key.endswith("_token")}
+    return TokenFiles(
+        ends=tuple(ends),
+        texts={**known, **texts},
+        names={key: text for key, text in names.items() if text},
+        templates=tuple(_read_templates(folder, config)),
+    )
+
+
+def template_files(folder: Path) -> list[str]:
+    """Returns the names of the files of a folder that are further templates, relative to it."""
+    return sorted(f"{TEMPLATES}/{file.name}" for file in (folder / TEMPLATES).glob("*.jinja"))
+
+
+def _is_in_a_template(token: int, files: TokenFiles) -> bool:
+    """Says whether a chat template uses a token, by its text or by a name; a token without a text may be in each."""
+    text = files.texts.get(token)
+    if text is None:
+        return bool(files.templates)
+    names = [name for name, named in files.names.items() if named == text]
+    return any(
+        text in template or any(re.search(rf"\b{re.escape(name)}\b", template) for name in names)
+        for template in files.templates
+    )
+
+
+def _name(token: int, files: TokenFiles) -> str:
+    return f"token {token} ({shown(files.texts[token])})" if token in files.texts else f"token {token}"
+
+
+def _end_tokens(content: Mapping[str, Any], file: Path) -> Sequence[int]:
+    given = content.get("eos_token_id")
+    tokens = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(token) is int for token in tokens):
+        raise InputError(f"eos_token_id of {file} must be a token or a list of tokens: got {shown(repr(given))}")
+    return list(dict.fromkeys(tokens))
+
+
+def _check_tokens(key: str, given: Any, file: Path, vocab_size: int) -> None:
+    """Checks a token that nothing here uses, but that `transformers` looks up; some files say -1 for none."""
+    for token in given if isinstance(given, list) else [given]:
+        if token is not None and (type(token) is not int or not -1 <= token < vocab_size):
+            raise InputError(f"{key} of {file} must be a token below vocab_size={vocab_size}: got {shown(repr(given))}")
+
+
+def _read_templates(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    given = [config.get("chat_template"), _read_object(folder, _OLD_TEMPLATE).get("chat_template")]
+    templates = [
+        entry.get("template") if isinstance(entry, dict) else entry
+        for value in given
+        for entry in (value if isinstance(value, list) else [value])
+    ]
+    for name in (TEMPLATE, *template_files(folder)):
+        content = _read(folder, name)
+        if content is not None:
+            try:
+                templates.append(content.decode())
+            except UnicodeDecodeError as error:
+                raise InputError(f"{folder / name} must be text in UTF-8: {error.reason}") from error
+    return [template for template in templates if isinstance(template, str)]
+
+
+def _text(entry: object) -> str | None:
+    """Returns the text of a token, which files have as it is or with its properties."""
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) else None
+
+
+def _read_object(folder: Path, name: str) -> dict[str, Any]:
+    """Reads a file that has an object; empty if there is none."""
+    content = _read(folder, name)
+    if content is None:
+        return {}
+    with as_input_errors(JsonError):
+        value = parse_json(content, str(folder / name))
+    if not isinstance(value, dict):
+        raise InputError(f"{folder / name} must be a JSON object: got {shown(repr(value))}")
+    return value
+
+
+def _read(folder: Path, name: str) -> bytes | None:
+    try:
+        return read_regular(checked_file(folder, name), most_bytes=_MOST_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InputError(f"{folder / name} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise InputError(str(error)) from error
