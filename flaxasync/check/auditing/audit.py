@@ -17,8 +17,9 @@ from flaxasync.check.auditing.wide_transfers import wide_transfers
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.estimate.estimator import limits
 from flaxasync.check.hlo.async_operations import AsyncOperation, async_operations
-from flaxasync.check.hlo.load import chip_of, module_of
+from flaxasync.check.hlo.load import axes_of, chip_of, module_of
 from flaxasync.check.hlo.module import HloModule
+from flaxasync.check.hlo.participants import AxisNames
 from flaxasync.hardware import chip as chip_named
 
 DEFAULT_CHIP = "v5e"  # the chip whose times are estimated if neither the caller nor the program names one
@@ -51,6 +52,7 @@ def audit(
     module = module_of(compiled)
     named = chip or chip_of(compiled)
     costs = Costs(module, chip_named(named or DEFAULT_CHIP), dict(kernels or {}))
+    names = AxisNames(module, axes_of(compiled))
     runs = costs.executions()
     operations = [op for op in async_operations(module) if op.computation in runs]
     windows, independent = overlap.Windows(module, costs), IndependentWork(costs)
@@ -63,12 +65,12 @@ def audit(
     if module.is_scheduled:
         hiding = windows.hiding()
         for op, pair in zip(operations, pairs, strict=True):
-            found += overlap.overlap_findings(module, independent, op, pair, hiding)
+            found += overlap.overlap_findings(module, independent, op, pair, hiding, names)
     else:
         message = f"{module.name or 'the text'} is not scheduled"
         found.append(finding("not-scheduled", message, module.entry.name, ""))
     holding = overlap.collectives_that_hold_the_chip(module, runs)
-    found += overlap.synchronous_collectives(module, independent, holding)
+    found += overlap.synchronous_collectives(module, independent, holding, names)
     copied_in_flight = {(f.computation, f.instruction) for f in found if f.code == "in-flight-copied"}
     found += overlap.loop_copies(module, runs, known=copied_in_flight)
     counts = [runs.get(f.computation, 1) for f in found]

@@ -16,6 +16,7 @@ from flaxasync.check.auditing.independent_work import IndependentWork
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, synchronous_collective
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.participants import AxisNames
 from flaxasync.check.hlo.value_flow import Span
 
 LARGE = 1 << 20  # bytes; a smaller collective is limited by its latency, so it is reported as information only
@@ -99,14 +100,20 @@ def pair_of(module: HloModule, windows: Windows, op: AsyncOperation, runs: int) 
 
 
 def overlap_findings(
-    module: HloModule, independent: IndependentWork, op: AsyncOperation, pair: Pair, hiding: Set[tuple[str, str]]
+    module: HloModule,
+    independent: IndependentWork,
+    op: AsyncOperation,
+    pair: Pair,
+    hiding: Set[tuple[str, str]],
+    names: AxisNames,
 ) -> list[Finding]:
     """Returns what keeps a transfer from being hidden. `hiding` is the work that hides any transfer of the program."""
     offloaded = op.thread != "main"
     if not op.windows or not (op.communicates or offloaded):
         return []
     code, gain, advice = "exposed", pair.exposed, ""
-    message = f"{pair.name} ({pair.kind}, {size_text(pair.bytes)}) takes {time_text(pair.transfer)}"
+    what = f"{pair.kind}{_over(names, op.start)}, {size_text(pair.bytes)}"
+    message = f"{pair.name} ({what}) takes {time_text(pair.transfer)}"
     if not pair.overlapped:
         code, gain = "serialised", 0.0
         message += " and nothing runs meanwhile"
@@ -147,13 +154,19 @@ def collectives_that_hold_the_chip(
 
 
 def synchronous_collectives(
-    module: HloModule, independent: IndependentWork, holding: Iterable[tuple[Computation, Instruction, Instruction]]
+    module: HloModule,
+    independent: IndependentWork,
+    holding: Iterable[tuple[Computation, Instruction, Instruction]],
+    names: AxisNames,
 ) -> list[Finding]:
-    found, costs = [], independent.costs
+    """Returns a finding for each collective that holds the chip, with what to do about it."""
+    costs = independent.costs
+    found = []
     for computation, i, collective in holding:
         seconds = costs.seconds(computation, i)
         moved = max(one.shape.bytes for one in (i, *computation.operands(i)))
-        message = f"{i.name} ({collective.opcode}, {size_text(moved)}) holds the chip for {time_text(seconds)}"
+        what = f"{collective.opcode}{_over(names, collective)}, {size_text(moved)}"
+        message = f"{i.name} ({what}) holds the chip for {time_text(seconds)}"
         severity = None if moved >= LARGE else Severity.INFO
         advice = advise(costs, independent, computation, i, collective)
         found.append(finding(
@@ -161,6 +174,14 @@ def synchronous_collectives(
             advice=advice.text, gain=advice.gain,
         ))  # fmt: skip
     return found
+
+
+def _over(names: AxisNames, collective: Instruction) -> str:
+    """Returns " over data" for a collective between devices along this axis of the mesh, if axes have names."""
+    if not names.axes:
+        return ""
+    found = names.of(collective)
+    return f" over {found}" if found else ""
 
 
 def loop_copies(module: HloModule, runs: Mapping[str, int], *, known: Set[tuple[str, str]]) -> list[Finding]:
