@@ -59,7 +59,8 @@ def test_the_program_is_the_kernel_alone(name, topology):
     assert opcodes["custom-call"] == 1
     assert not {"fusion", "transpose", "slice", "concatenate", "pad"} & set(opcodes)
     if name == "weight_gradient":
-        assert opcodes["copy"] + opcodes["custom-call-start"] == 2  # a tpu7x transposes on its SparseCore
+        # A tpu7x transposes on its SparseCore, in an operation that libtpu 0.0.50 calls call-start.
+        assert opcodes["copy"] + opcodes["custom-call-start"] + opcodes["call-start"] == 2
 
 
 @pytest.mark.slow
