@@ -177,3 +177,28 @@ def test_temporary_memory():
 def test_programs_that_cannot_be_compared(text, options, words):
     with pytest.raises(ValueError, match=words):
         compare(BASELINE, summarize(text, **options))
+
+
+def test_a_step_that_became_faster_is_not_called_worse():
+    """A ring in place of a gather has more transfers, copies and waits, and the step takes less time."""
+    before = with_gathers(seconds=10e-3, exposed=1e-3)
+    ring = {Row("collective-permute", "forward", "model", "bf16", 1 << 24): Count(3, 3, 1.5e-3, {"ring.py:7": 3})}
+    copies = {Row("copy", "forward loop", "", "bf16", 1 << 20): Count(1, 3, 0.0, {"ring.py:8": 1})}
+    hazards = {Row("in-flight-copied", "forward loop"): Count(1, 3, 0.0, {"ring.py:9": 1})}
+    after = dataclasses.replace(before, seconds=9e-3, exposed=0.17, transfers=ring, copies=copies)
+    faster = compare(before, after)
+    assert faster.ok
+    assert "better than in the baseline" in str(faster)
+    assert "  changed: extra transfer: 3 more collective-permutes of 16 MiB" in str(faster)
+    assert not any(change.worse for change in faster.changes)
+    slower = compare(before, dataclasses.replace(after, seconds=11e-3))
+    assert {c.kind for c in slower.changes if c.worse} >= {"extra transfer", "extra copy in a loop"}
+    unsafe = compare(before, dataclasses.replace(after, hazards=hazards))
+    assert [c.kind for c in unsafe.changes if c.worse] == ["extra hazard"]
+
+
+def test_a_faster_step_that_needs_more_memory_or_a_callback_is_still_worse():
+    before = dataclasses.replace(with_gathers(seconds=10e-3), temporaries=1 << 28)
+    callbacks = {Row("jax.debug.callback"): Count(1, 1, 0.0, {"model.py:3": 1})}
+    after = dataclasses.replace(before, seconds=9e-3, temporaries=1 << 29, callbacks=callbacks)
+    assert {c.kind for c in compare(before, after).changes if c.worse} == {"temporary memory", "extra host callback"}
