@@ -30,11 +30,12 @@ class UnsupportedError(NotImplementedError):
 
 
 def make_mesh(
-    axis_shapes: Sequence[int],
-    axis_names: Sequence[str],
+    axis_sizes: Sequence[int] | None = None,
+    axis_names: Sequence[str] = (),
+    axis_types: tuple[AxisType, ...] | None = None,
     *,
     devices: Sequence[Any] | None = None,
-    axis_types: tuple[AxisType, ...] | None = None,
+    axis_shapes: Sequence[int] | None = None,
 ) -> Mesh:
     """Makes a mesh like `jax.make_mesh`, on which neighbours on an axis are neighbours on the chip network.
 
@@ -50,31 +51,51 @@ def make_mesh(
     ```
 
     Args:
-      axis_shapes: The number of devices on each axis.
+      axis_sizes: The number of devices on each axis.
       axis_names: One name for each axis.
-      devices: The devices, real ones or those of a topology; by default the first of `jax.devices()`. Where they have
-        no coordinates, as CPUs and GPUs, or do not fill a grid of chips, the mesh is that of `jax.make_mesh`.
       axis_types: The type of each axis; by default all are Explicit, as with `jax.make_mesh`.
+      devices: The devices, real ones or those of a topology; by default `jax.devices()`. The first ones are taken, as
+        many as the axes need. Where they have no coordinates, as CPUs and GPUs, or do not fill a grid of chips, the
+        mesh is that of `jax.make_mesh`.
+      axis_shapes: The older name of axis_sizes.
 
     Raises:
-      ValueError: There are not as many names or devices as the axes need, or an axis but the last one cannot be divided
-        among the slices.
+      ValueError: There are not as many names, types or devices as the axes need, or an axis but the last one cannot be
+        divided among the slices.
     """
-    shape, names = tuple(axis_shapes), tuple(axis_names)
-    types = (AxisType.Explicit,) * len(shape) if axis_types is None else axis_types
+    given = axis_shapes if axis_sizes is None else axis_sizes
+    if given is None or (axis_sizes is not None and axis_shapes is not None):
+        raise ValueError("make_mesh needs axis_sizes, or axis_shapes, its older name: give one of the two")
+    shape, names = tuple(given), tuple(axis_names)
     if len(shape) != len(names):
-        raise ValueError(f"make_mesh needs one name for each axis: got axis_shapes={shape} and axis_names={names}")
-    size, found = math.prod(shape), list(jax.devices() if devices is None else devices)
-    if size > len(found) or (devices is not None and size != len(found)):
+        raise ValueError(f"make_mesh needs one name for each axis: got axis_sizes={shape} and axis_names={names}")
+    types = (AxisType.Explicit,) * len(shape) if axis_types is None else axis_types
+    if len(types) != len(shape):
+        raise ValueError(f"make_mesh needs one type for each axis: got axis_sizes={shape} and axis_types={types}")
+    size = math.prod(shape)
+    found = list(jax.devices() if devices is None else devices)
+    if size > len(found):
         raise ValueError(
-            f"make_mesh needs axis_shapes that multiply to the number of devices: got {shape}, which is {size}, and "
-            f"{len(found)} devices"
+            f"make_mesh needs a device for each place of the mesh: got {shape}, which is {size}, and {len(found)} "
+            f"devices{_how_to_simulate(size) if devices is None else ''}"
         )
     found = found[:size]
     ordered = order_slices(found, shape, names)
     if ordered is None:
         return jax.make_mesh(shape, names, types, devices=found)
     return Mesh(ordered, names, axis_types=types)
+
+
+def _how_to_simulate(size: int) -> str:
+    """Returns what gives a program as many CPU devices as it needs, once it has fewer devices."""
+    platform = jax.devices()[0].platform
+    elsewhere = (
+        "" if platform == "cpu" else f" and jax.config.update('jax_platforms', 'cpu'), which leaves the {platform}"
+    )
+    return (
+        f" of the platform {platform!r}. To simulate {size} devices on the CPU, call "
+        f"jax.config.update('jax_num_cpu_devices', {size}) right after `import jax`{elsewhere}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

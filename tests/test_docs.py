@@ -1,5 +1,6 @@
 """Tests that the code in the documents runs and that their links point at existing files."""
 
+import ast
 import os
 import pathlib
 import re
@@ -12,12 +13,54 @@ ROOT = pathlib.Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
-def test_the_readme_example_runs():
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    names = {}
-    exec(compile(example, "README.md", "exec"), names)
-    assert names["y"].shape == names["x"].shape
-    assert names["y"].sharding.spec == names["x"].sharding.spec
+FRAGMENT = "# Fragment"  # what the first line of a block of Python begins with that does not run by itself
+
+
+def python_blocks(document):
+    """Returns the blocks of Python of a page that run as pasted, one after the other, and the fragments."""
+    blocks = re.findall(r"^```python\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
+    fragments = [block for block in blocks if block.startswith(FRAGMENT)]
+    return [block for block in blocks if block not in fragments], fragments
+
+
+def on_one_device(*arguments, **options):
+    """Runs Python as on a laptop: its CPU is one device, until a program says otherwise."""
+    given = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}
+    environment = given | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, **options)
+
+
+@pytest.mark.slow
+def test_the_block_of_the_readme_runs_as_pasted():
+    """Line by line, as an interactive Python reads it, which ends a class at an empty line."""
+    (block,), _ = python_blocks(ROOT / "README.md")
+    done = on_one_device("-i", input=block)
+    assert done.stdout.splitlines() == ["(8, 32, 64) P('data', 'model', None)"], done.stderr
+    assert "Error" not in done.stderr
+    assert done.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if python_blocks(d)[0]], ids=lambda path: path.name)
+def test_python_of_a_page_runs_as_pasted(document, tmp_path):
+    """From the top of the page to its end. A block that needs more than the page has says that it is a fragment."""
+    program = tmp_path / "page.py"
+    program.write_text("\n".join(python_blocks(document)[0]))
+    done = on_one_device(str(program), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if python_blocks(d)[1]], ids=lambda path: path.name)
+def test_a_fragment_is_python_and_says_what_it_needs(document):
+    for fragment in python_blocks(document)[1]:
+        ast.parse(fragment)
+        assert re.match(r"# Fragment: .+\.\n", fragment)
+
+
+def test_blocks_are_told_apart(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 1\n```\n\n```\ny = x\n```\n\n```python\n# Fragment: of y.\nz = y\n```\n")
+    assert python_blocks(page) == (["x = 1\n"], ["# Fragment: of y.\nz = y\n"])
 
 
 def test_the_readme_begins_with_its_two_commands():

@@ -1,6 +1,7 @@
 """Tests of `make_mesh` and `mesh_report`: each axis is a ring of neighbours, and never worse than in JAX's order."""
 
 import dataclasses
+import inspect
 import itertools
 import math
 import types
@@ -110,14 +111,35 @@ TWO_SLICES = [Device(4 * s + i, (i % 2, i // 2, 0), slice_index=s) for s in rang
 
 
 @pytest.mark.parametrize(("shape", "names", "devices", "message"), [
-    ((2, 4), ("model",), None, r"one name for each axis: got axis_shapes=\(2, 4\) and axis_names=\('model',\)"),
-    ((3, 4), ("data", "model"), None, r"multiply to the number of devices: got \(3, 4\), which is 12, and 8 devices"),
-    ((2, 2), ("data", "model"), TWO_SLICES, r"got \(2, 2\), which is 4, and 8 devices"),
+    ((2, 4), ("model",), None, r"one name for each axis: got axis_sizes=\(2, 4\) and axis_names=\('model',\)"),
+    ((3, 4), ("data", "model"), None, r"got \(3, 4\), which is 12, and 8 devices of the platform 'cpu'. To simulate 12 "
+     r"devices on the CPU, call jax.config.update\('jax_num_cpu_devices', 12\) right after `import jax`$"),
+    ((4, 4), ("data", "model"), TWO_SLICES, r"got \(4, 4\), which is 16, and 8 devices$"),
     ((8,), ("model",), TWO_SLICES, "divisible by the 2 slices: got {'model': 8}; add an axis of 2"),
 ])  # fmt: skip
 def test_meshes_that_do_not_fit_the_devices_are_refused(shape, names, devices, message):
     with pytest.raises(ValueError, match=message):
         fa.make_mesh(shape, names, devices=devices)
+
+
+def test_it_takes_every_argument_of_jax_make_mesh():
+    """Under its name, and in its position."""
+    theirs, ours = (inspect.signature(make).parameters for make in (jax.make_mesh, fa.make_mesh))
+    assert list(ours)[: len(theirs)] == list(theirs)
+    assert [ours[name].kind for name in theirs] == [parameter.kind for parameter in theirs.values()]
+    auto = (AxisType.Auto,) * 2
+    for arguments, options in [
+        (((2, 4), ("data", "model"), auto), {}),
+        (((2, 2), ("data", "model")), {"devices": jax.devices()}),  # the first four of them
+        ((), {"axis_sizes": (4, 2), "axis_names": ["data", "model"], "axis_types": auto, "devices": jax.devices()}),
+    ]:
+        assert fa.make_mesh(*arguments, **options) == jax.make_mesh(*arguments, **options)
+    assert fa.make_mesh(axis_shapes=(8,), axis_names=("model",)) == fa.make_mesh((8,), ("model",))
+    with pytest.raises(ValueError, match=r"one type for each axis: got axis_sizes=\(2, 4\) and axis_types=\(Auto,\)"):
+        fa.make_mesh((2, 4), ("data", "model"), auto[:1])
+    for sizes in ({}, {"axis_sizes": (8,), "axis_shapes": (8,)}):
+        with pytest.raises(ValueError, match="needs axis_sizes, or axis_shapes, its older name: give one"):
+            fa.make_mesh(axis_names=("model",), **sizes)
 
 
 SMALL = [
