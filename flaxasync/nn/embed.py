@@ -197,6 +197,7 @@ def _lookup(call: Call, ids: Array, linear: Linear) -> Array:
     entries = call.parts[0].shares.size
     if call.rows_sharded:
         return vocabulary.lookup_reduce_scatter(ids, table, axis_name, entries=entries, backend=settings.backend)
+    execution.check_backend("lookup_reduce_scatter", settings.backend)
     return vocabulary.lookup_all_reduce(ids, table, axis_name, entries=entries, dtype=settings.dtype)
 
 

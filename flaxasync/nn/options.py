@@ -31,7 +31,9 @@ class LayerOptions(TypedDict, total=False):
       param_dtype: The dtype of the parameters; float32 by default.
       precision: The precision of the matmuls, as in `lax.dot_general`.
       backend: What executes the layer's collective ops; see `flaxasync.all_gather_matmul`. An op of the layer that
-        lacks the backend chooses for itself. None, the default, lets every op choose.
+        lacks the backend chooses for itself, and where nothing travels, because every device has all rows already, the
+        backend makes no difference; one that is unknown, or that the devices lack, is an error all the same. None, the
+        default, lets every op choose.
       in_spec: How the input is sharded, under Auto axes. By default the leading dimension is sharded over all other
         axes, and over `axis_name` the dimension that the layer documents. Under Explicit axes the type of the input
         says it.

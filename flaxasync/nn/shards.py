@@ -19,6 +19,7 @@ from flaxasync.mesh import vary_alike, vary_like
 from flaxasync.nn import fully_sharded
 from flaxasync.nn.options import Settings
 from flaxasync.nn.uneven_shares import Shares
+from flaxasync.ops import execution
 from flaxasync.ops.matmul.api import (
     all_gather_matmul,
     matmul_all_reduce,
@@ -91,6 +92,7 @@ def bind_columns(x: Array, linears: Sequence[Linear], settings: Settings, *, row
         rows = lax.all_gather(x, settings.axis_name, axis=x.ndim - 2, tiled=True) if rows_sharded else x
         return lambda: [_multiply(rows, kernel, settings) for kernel in kernels]
     if not rows_sharded:
+        execution.check_backend("all_gather_matmul", settings.backend)
         return lambda: [_local_product(x, kernel, settings) for kernel in kernels]
     return functools.partial(
         all_gather_matmul, x, kernels, settings.axis_name, backend=settings.backend, precision=settings.precision,

@@ -125,6 +125,17 @@ def if_available(op: str, requested: str | None) -> str | None:
     return None if name in BACKENDS and name not in OPS[op].backends else requested
 
 
+def check_backend(op: str, requested: str | None) -> None:
+    """Raises as `decide` does for a backend that `op` lacks, or that the devices of the mesh lack.
+
+    This is for layers whose input is such that nothing travels, and the op is not called. The layer may have ops that
+    have other backends, so one of these is no error.
+    """
+    named = if_available(op, requested)
+    if named is not None:
+        _named(op, named, lambda backend: None)
+
+
 def check_mapped(op: str, operand: jax.Array) -> None:
     """Raises ValueError if `shard_map` leaves to XLA an axis that shards an operand."""
     spec = jax.typeof(operand).sharding.spec

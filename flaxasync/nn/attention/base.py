@@ -89,6 +89,8 @@ def make_call(
     settings = with_dtype(layer.settings, x, *(parameter for linear in linears for parameter in linear))
     attention = dataclasses.replace(layer.attention, causal=layer.attention.causal or is_causal)
     splits_heads = attention.context_axis != settings.axis_name
+    if not splits_heads:
+        settings = dataclasses.replace(settings, backend=None)  # it is that of ring attention; projections are local
     call = Call(
         settings, parts, splits_heads and placement.rows_sharded, attention=attention, splits_heads=splits_heads,
         kv_rows_sharded=splits_heads and kv_placement.rows_sharded,

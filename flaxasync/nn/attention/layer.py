@@ -79,6 +79,8 @@ class ParallelAttention(AttentionLayer):
         self.settings = settings_of(layer, linear)
         if given.get("context_backend") is None:
             given["context_backend"] = execution.if_available("ring_attention", self.settings.backend)
+        elif given.get("context_axis") is None:
+            execution.check_backend("ring_attention", given["context_backend"])  # it does nothing, and must exist
         self.attention = attention = HeadAttention.of(
             layer, features, heads, causal=causal, rope_theta=rope_theta, precision=self.settings.precision, **given
         )
