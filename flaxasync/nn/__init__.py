@@ -1,5 +1,6 @@
 """Tensor-parallel layers as `nnx.Module`s, on global arrays and the ambient mesh."""
 
+from flaxasync.nn.adopt.fused import Fused as Fused
 from flaxasync.nn.adopt.loading import Loaded as Loaded
 from flaxasync.nn.adopt.loading import load as load
 from flaxasync.nn.adopt.parallelize import Replaced as Replaced

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from flaxasync.nn.adopt.fused import join_fused, split_fused
 from flaxasync.nn.fully_sharded import StoredLayer
 from flaxasync.nn.placement import put
 
@@ -38,7 +39,8 @@ def load(module: nnx.Module, params: nnx.Module | Mapping[Any, Any], *, strict: 
     """Puts arrays into a model by their names, under the shardings that its layers need.
 
     `nnx.update` with plain arrays does not: it takes their shardings too, and their metadata. Dimensions may be merged
-    or split: a kernel [in, heads, head_dim] of `nnx.MultiHeadAttention` is one [in, heads * head_dim] here.
+    or split: a kernel [in, heads, head_dim] of `nnx.MultiHeadAttention` is one [in, heads * head_dim] here. A fused
+    kernel is taken apart for `ColumnParallelProjections`, and those of a module of parallel layers are put together.
 
     Args:
       module: The model, on the ambient mesh. Parameters that are abstract, of `nnx.eval_shape`, get values too. It may
@@ -57,7 +59,8 @@ def load(module: nnx.Module, params: nnx.Module | Mapping[Any, Any], *, strict: 
     """
     targets, specs = variables_of(module), _layer_specs(module)
     known = {_name(path) for path, _ in nnx.to_flat_state(nnx.state(module))}  # constants and random streams, too
-    source = {_variable_name(name, known): value for name, value in _flatten(params).items()}
+    named = {_variable_name(name, known): value for name, value in _flatten(params).items()}
+    source = join_fused(params, split_fused(module, named, known), known)
     found, reshaped, errors = {}, {}, []
     for name in sorted(targets.keys() & source.keys()):
         value, target = source[name], targets[name].get_value()

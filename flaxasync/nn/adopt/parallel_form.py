@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
 import jax
@@ -12,11 +12,12 @@ from flax.typing import DotGeneralT
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from flaxasync.nn.adopt.fused import Fused, parts_of
 from flaxasync.nn.adopt.loading import variables_of
 from flaxasync.nn.adopt.products import ParallelLoRA
 from flaxasync.nn.attention.layer import ParallelAttention
 from flaxasync.nn.embed import VocabParallelEmbed
-from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear
+from flaxasync.nn.linear import ColumnParallelLinear, ColumnParallelProjections, RowParallelLinear
 from flaxasync.nn.placement import Layout
 
 type Rule = Literal["column", "logits", "row", "row_replicated", "embed", "embed_replicated", "attention"]
@@ -56,8 +57,12 @@ def _check_attention(old: nnx.MultiHeadAttention) -> None:
             raise ValueError(reason)
 
 
-def parallel_form(old: Any, rule: Rule, options: Options) -> nnx.Module:
+def parallel_form(old: Any, rule: Rule | Fused, options: Options) -> nnx.Module:
     """Returns the parallel layer for a plain one: its parameters are abstract, in the dtypes of the plain ones."""
+    if isinstance(rule, Fused):
+        projections = nnx.eval_shape(lambda: _fused(old, options, rule))
+        _take_over(projections, old, parts=rule.parts)
+        return projections
     layer: Any = nnx.eval_shape(lambda: RULES[rule][1](old, options))
     _take_over(layer, old)
     if isinstance(layer, ParallelAttention):
@@ -94,15 +99,19 @@ def adapted_form(old: nnx.LoRA, base: Any, rule: Rule, options: Options) -> nnx.
     return layer
 
 
-def _take_over(layer: nnx.Module, old: nnx.Module, without: str | None = None) -> None:
+def _take_over(
+    layer: nnx.Module, old: nnx.Module, without: str | None = None, parts: Mapping[str, int] | None = None
+) -> None:
     """Gives the abstract parameters of a layer the leading dimensions, dtypes and metadata of those of a plain one.
 
-    How they are sharded is the layer's.
+    How they are sharded is the layer's. The plain one may be of several `parts` side by side.
     """
     before, after = (
         {name: variable for name, variable in variables_of(one).items() if name.split(".")[0] != without}
         for one in (old, layer)
     )
+    if parts is not None:
+        before = parts_of(before, parts)
     if before.keys() != after.keys():
         has, needed = (", ".join(sorted(one)) for one in (before, after))
         raise ValueError(f"it has the parameters {has}, and a layer of its options has {needed}")
@@ -149,6 +158,13 @@ def _shared(old: Any) -> Options:
 def _linear(cls: Callable[..., nnx.Module], old: nnx.Linear, options: Options, **more: Any) -> nnx.Module:
     kept = {name: getattr(old, name) for name in ("dot_general", "promote_dtype", "preferred_element_type")}
     return cls(old.in_features, old.out_features, **_shared(old), **kept, **options, **more)
+
+
+def _fused(old: nnx.Linear, options: Options, rule: Fused) -> ColumnParallelProjections:
+    if sum(rule.parts.values()) != old.out_features:
+        raise ValueError(f"it has {old.out_features} features, and the parts of its rule are {rule}")
+    kept = {name: getattr(old, name) for name in ("dot_general", "promote_dtype", "preferred_element_type")}
+    return ColumnParallelProjections(old.in_features, rule.parts, **_shared(old), **kept, **options)
 
 
 def _embed(old: nnx.Embed, options: Options, *, layout: Layout) -> nnx.Module:

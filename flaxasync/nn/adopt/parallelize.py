@@ -9,9 +9,12 @@ import jax
 from flax import nnx
 
 from flaxasync.mesh import mesh_axis_size
+from flaxasync.nn.adopt.fused import Fused, is_called_fused
 from flaxasync.nn.adopt.loading import load, variables_of
 from flaxasync.nn.adopt.parallel_form import RULES, Options, Rule, adapted_form, parallel_form
 from flaxasync.nn.placement import is_eager, put
+
+FUSED_NOTE = "if the model takes its output apart, the parts move between devices: use flaxasync.nn.Fused"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,15 +26,16 @@ class Replaced:
     before: str  # the type of the layer that was there
     after: str  # the type of the layer that is there now
     shapes: Mapping[str, tuple[int, ...]]  # of its parameters, by name; those of before, but for merged heads
+    note: str = ""  # what may cost time and could be otherwise
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{name} {list(shape)}" for name, shape in self.shapes.items())
-        return f"{self.path}: {self.before} -> {self.after} ({self.rule}), {shapes}"
+        return f"{self.path}: {self.before} -> {self.after} ({self.rule}), {shapes}{self.note and f'; {self.note}'}"
 
 
 def parallelize(
     model: nnx.Module,
-    rules: Mapping[str, Rule],
+    rules: Mapping[str, Rule | Fused],
     *,
     axis_name: str = "model",
     fsdp_axis: str | None = None,
@@ -54,6 +58,7 @@ def parallelize(
     "embed"             nnx.Embed -> VocabParallelEmbed         the output is sharded by rows
     "embed_replicated"  nnx.Embed -> VocabParallelEmbed         the output is the same on all devices of the axis
     "attention"         nnx.MultiHeadAttention -> ParallelAttention
+    fa.nn.Fused(...)    nnx.Linear -> ColumnParallelProjections, each part of its output split by itself
     ```
 
     The rules of `nnx.Linear` turn an `nnx.LoRA` around one into a `ParallelLoRA`; around a parallel layer, that layer
@@ -80,8 +85,10 @@ def parallelize(
     """
     mesh_axis_size("parallelize", axis_name)
     for pattern, rule in rules.items():
-        if rule not in RULES:
-            raise ValueError(f"parallelize got {pattern!r}: {rule!r}: a rule is one of {', '.join(RULES)}")
+        if not isinstance(rule, Fused) and rule not in RULES:
+            raise ValueError(
+                f"parallelize got {pattern!r}: {rule!r}: a rule is one of {', '.join(RULES)}, or a flaxasync.nn.Fused"
+            )
     modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model) if path}
     asked = _match(modules, rules)
     chosen = _with_bases(modules, asked)
@@ -104,16 +111,17 @@ def parallelize(
         if path not in asked and all(isinstance(parent, nnx.LoRA) for parent, _ in places[path]):
             continue  # it is a part of the layers that adapt it
         shapes = {".".join(map(str, p)): v.shape for p, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
-        done.append(Replaced(path, chosen[path], type(old).__name__, type(layer).__name__, shapes))
+        note = FUSED_NOTE if chosen[path] == "column" and is_called_fused(path) else ""
+        done.append(Replaced(path, str(chosen[path]), type(old).__name__, type(layer).__name__, shapes, note))
     _place_rest(model)
     if verbose:
         print("\n".join(map(str, done)))
     return done
 
 
-def _match(modules: Mapping[str, nnx.Module], rules: Mapping[str, Rule]) -> dict[str, Rule]:
+def _match(modules: Mapping[str, nnx.Module], rules: Mapping[str, Rule | Fused]) -> dict[str, Rule | Fused]:
     """Returns the rule of each path, in the order of the model."""
-    chosen: dict[str, tuple[str, Rule]] = {}
+    chosen: dict[str, tuple[str, Rule | Fused]] = {}
     for pattern, rule in rules.items():
         parts = {"**": ".*", "*": "[^.]*"}
         regex = re.compile("".join(parts.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*)", pattern)))
@@ -129,7 +137,7 @@ def _match(modules: Mapping[str, nnx.Module], rules: Mapping[str, Rule]) -> dict
     return {path: chosen[path][1] for path in modules if path in chosen}
 
 
-def _with_bases(modules: Mapping[str, nnx.Module], asked: Mapping[str, Rule]) -> dict[str, Rule]:
+def _with_bases(modules: Mapping[str, nnx.Module], asked: Mapping[str, Rule | Fused]) -> dict[str, Rule | Fused]:
     """Returns the rules, with those of the plain layers that are adapted, of which each becomes one parallel layer."""
     paths, chosen = {id(module): path for path, module in modules.items()}, dict(asked)
     for path, rule in asked.items():
@@ -146,17 +154,21 @@ def _with_bases(modules: Mapping[str, nnx.Module], asked: Mapping[str, Rule]) ->
 
 
 def _new_layer(
-    path: str, rule: Rule, options: Options, modules: Mapping[str, nnx.Module], new: Mapping[str, nnx.Module]
+    path: str, rule: Rule | Fused, options: Options, modules: Mapping[str, nnx.Module], new: Mapping[str, nnx.Module]
 ) -> nnx.Module:
     """Returns the parallel layer for the layer at a path. The layers that it may adapt are in `new` already."""
-    old, replaced = modules[path], RULES[rule][0]
-    kinds = (nnx.Linear, nnx.LoRA) if replaced is nnx.Linear else (replaced,)
+    old = modules[path]
+    kinds: tuple[type[nnx.Module], ...] = (nnx.Linear,)
+    if not isinstance(rule, Fused):
+        replaced = RULES[rule][0]
+        kinds = (nnx.Linear, nnx.LoRA) if replaced is nnx.Linear else (replaced,)
     if type(old) not in kinds:
         names = " and ".join(kind.__name__ for kind in kinds)
         raise ValueError(f"parallelize: {path} is a {type(old).__name__}, and {rule!r} replaces {names}")
     try:
         if not isinstance(old, nnx.LoRA):
             return parallel_form(old, rule, options)
+        assert not isinstance(rule, Fused)  # it takes no adapter
         bases = (layer for base, layer in new.items() if modules[base] is old.base_module)
         return adapted_form(old, next(bases, old.base_module), rule, options)
     except (ValueError, NotImplementedError) as error:
@@ -166,7 +178,9 @@ def _new_layer(
 
 
 def _check_adapted(
-    modules: Mapping[str, nnx.Module], chosen: Mapping[str, Rule], places: Mapping[str, list[tuple[nnx.Module, str]]]
+    modules: Mapping[str, nnx.Module],
+    chosen: Mapping[str, Rule | Fused],
+    places: Mapping[str, list[tuple[nnx.Module, str]]],
 ) -> None:
     """Raises ValueError for an `nnx.LoRA` that would stay around a layer that is replaced."""
     paths = {id(module): path for path, module in modules.items()}
