@@ -69,6 +69,12 @@ def test_every_form_has_the_module_as_its_argument(form):
     assert isinstance(model.up.kernel[...], jax.Array)  # the caller's module is as it was
 
 
+def test_an_abstract_module_is_an_argument_as_well():
+    abstract, x = nnx.eval_shape(Tied), jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    lowered = FunctionCall.of(nnx.jit(apply), (abstract,), {"x": x}).map(lambda leaf: leaf).lower()
+    assert sorted(aval.shape for aval in jax.tree.leaves(lowered.in_avals)) == [(8, 16), (16, 16)]
+
+
 def test_static_arguments_and_keywords_stay_as_they_are():
     static = jax.jit(scaled, static_argnums=1, static_argnames="mode")
     x = jax.ShapeDtypeStruct((8,), jnp.float32)
