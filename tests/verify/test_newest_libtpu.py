@@ -13,7 +13,7 @@ import tempfile
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-OPS = "ppermute/pallas,all_gather_matmul/fused,matmul_reduce_scatter/fused"
+OPS = "ppermute/pallas,all_gather_matmul/fused"
 
 
 @pytest.fixture
@@ -40,5 +40,5 @@ def test_kernels_are_rehearsed_with_the_newest_libtpu(newest, tmp_path):
     content = json.loads(file.read_text())
     assert f"libtpu-{content['machine']['versions']['libtpu']}.dist-info" == metadata.name
     simulated = [result["seconds"] for result in content["results"] if result["case"]["backend"] in ("pallas", "fused")]
-    assert len(simulated) > 10
+    assert len(simulated) >= 7
     assert all(seconds > 0 for seconds in simulated)
