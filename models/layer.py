@@ -119,7 +119,9 @@ class RMSNorm(nnx.Module):
         x, scale_D = x_BLD.astype(jnp.float32), self.scale[...].astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
         scale_D = 1 + scale_D if self.config.norm_plus_one else scale_D
-        return (x * (jax.lax.rsqrt(mean_square + self.config.norm_epsilon) * scale_D)).astype(self.config.dtype)
+        return (
+            x * (jax.lax.rsqrt(mean_square + self.config.norm_epsilon) * jax.lax.broadcast_to_rank(scale_D, x.ndim))
+        ).astype(self.config.dtype)
 
 
 def layer_options(config: TransformerConfig, given: fa.nn.LayerOptions) -> fa.nn.LayerOptions:

@@ -201,7 +201,7 @@ class Transformer(nnx.Module):
         window = self.config.alternating_window
         if window is None:
             return None
-        return ((positions[:, None] - jnp.arange(length) < window) | ~is_windowed)[None, None]
+        return ((positions[:, None] - jnp.arange(length)[None] < window) | ~is_windowed)[None, None]
 
     def loss(
         self,

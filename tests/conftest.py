@@ -23,6 +23,7 @@ WATCHDOG_SECONDS = 420  # a deadlocked collective never returns; no test takes h
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # There is no deadline, because compilation takes much longer than a test body and its time varies. The examples are
 # derandomized, so that a failure is caused by the change and not by the draw.

@@ -79,7 +79,8 @@ def route(logits: Array, k: int, options: RouterOptions, bias: Array | None) -> 
     chooses_by = logits
     if bias is not None:
         unbiased = logits if options.choose_first else jnp.exp(log_scores)
-        chooses_by = unbiased + lax.stop_gradient(bias.astype(logits.dtype))
+        of_experts = lax.broadcast_to_rank(bias.astype(logits.dtype), logits.ndim)
+        chooses_by = unbiased + lax.stop_gradient(of_experts)
     _, ids = lax.top_k(lax.stop_gradient(chooses_by), k)
     if options.choose_first:
         log_weights = log_score(jnp.take_along_axis(logits, ids, axis=-1))

@@ -193,5 +193,10 @@ def multiplies_locally(settings: Settings) -> bool:
 
 def finish(y: Array, bias: Array | None, settings: Settings) -> Array:
     """Adds the bias, and returns the dtype that the caller prefers; that of a local product stays as it is."""
-    y = y if bias is None else y + cast(bias, y, settings.dtype).astype(y.dtype)
-    return y if multiplies_locally(settings) else y.astype(settings.preferred_element_type or settings.dtype)
+    biased = y
+    if bias is not None:
+        of_features = cast(bias, y, settings.dtype).astype(y.dtype)
+        biased = y + lax.broadcast_to_rank(of_features, y.ndim)
+    if multiplies_locally(settings):
+        return biased
+    return biased.astype(settings.preferred_element_type or settings.dtype)

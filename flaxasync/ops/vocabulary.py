@@ -252,7 +252,8 @@ def _cross_entropy_bwd(
         dloss = lax.psum(dloss, axis_name)
     exists, count = _existing(axis_name, options, logits)
     local, mine = _local_ids(targets, logits.shape[-1], axis_name)
-    hit = (jnp.arange(logits.shape[-1], dtype=local.dtype) == local[..., None]) & mine[..., None]
+    numbers = lax.broadcast_to_rank(jnp.arange(logits.shape[-1], dtype=local.dtype), logits.ndim)
+    hit = (numbers == local[..., None]) & mine[..., None]
     below = logits.astype(dloss.dtype) - highest[..., None]
     gradient = jnp.exp(below - log_sum_exp[..., None])
     if options.z_loss:

@@ -12,6 +12,7 @@ def plain_logits(params, config, tokens, xp=np, losses=None):
 
     def norm(x, scale, *, plus_one=config.norm_plus_one):
         scale = 1 + scale if plus_one else scale
+        scale = scale.reshape((1,) * (x.ndim - 1) + (-1,))
         return x / xp.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon) * scale
 
     def linear(x, p):
@@ -29,7 +30,7 @@ def plain_logits(params, config, tokens, xp=np, losses=None):
             between = (1 - smooth) * frequency / config.rope_factor + smooth * frequency
             frequency = np.select([wavelength > low, wavelength < high], [frequency / config.rope_factor, frequency],
                                   between)  # fmt: skip
-        angle = np.arange(x.shape[1])[:, None, None] * frequency
+        angle = np.arange(x.shape[1])[None, :, None, None] * frequency
         cos, sin = np.cos(angle).astype(x.dtype), np.sin(angle).astype(x.dtype)
         real, imaginary = x[..., :half], x[..., half:]
         return xp.concatenate([real * cos - imaginary * sin, real * sin + imaginary * cos], axis=-1)

@@ -23,7 +23,7 @@ slow = pytest.mark.slow
 def rotate(x, theta):
     """Rotates positions by complex multiplication, which is another way to the same numbers."""
     half = x.shape[-1] // 2
-    angle = np.arange(x.shape[1])[:, None, None] * theta ** (-np.arange(half) / half)
+    angle = np.arange(x.shape[1])[None, :, None, None] * theta ** (-np.arange(half) / half)
     real = np.float64 if x.dtype == np.float64 else np.float32
     turned = jax.lax.complex(x[..., :half].astype(real), x[..., half:].astype(real))
     turned *= np.exp(1j * angle).astype(turned.dtype)
@@ -46,9 +46,9 @@ class PlainAttention(nnx.Module):
             q, k = rotate(q, self.rope_theta), rotate(k, self.rope_theta)
         k, v = (jnp.repeat(t, self.groups, axis=2) for t in (k, v))
         distance = np.arange(x.shape[1])[:, None] - np.arange(x.shape[1])
-        allowed = np.abs(distance) < (self.window or x.shape[1])
+        allowed = (np.abs(distance) < (self.window or x.shape[1]))[None, None]
         if self.causal:
-            allowed = allowed & (distance >= 0)
+            allowed = allowed & (distance >= 0)[None, None]
         if ids is not None:
             allowed = allowed & (ids[:, None, :, None] == ids[:, None, None, :])
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(self.head_dim, dtype=x.dtype)

@@ -228,7 +228,7 @@ def test_routers_are_finite_and_right_at_the_ends_of_float32(options, low):
     def weigh(logits):
         choice = route(logits, 3, options, bias)
         statistics = routing(logits, choice, jnp.int32(0), frozenset())
-        return jnp.sum(choice.weights * jnp.arange(1.0, 4.0)), (choice, statistics)
+        return jnp.sum(choice.weights * jnp.arange(1.0, 4.0)[None]), (choice, statistics)
 
     (_, (choice, statistics)), gradient = jax.jit(jax.value_and_grad(weigh, has_aux=True))(logits)
     exact = logits.astype(np.float64)

@@ -98,7 +98,8 @@ class Scales:
         """Returns the float32 products of a sub-block [batches, rows, n] of sums, whose index in the tile is given."""
         rows = self.rows.tiles[slot, *index[:2]]
         columns = self.columns.tiles[slot, :1, : sums.shape[-1]]
-        return sums.astype(jnp.float32) * jnp.concatenate([rows] * (sums.shape[-1] // LANES), axis=-1) * columns
+        of_rows = jnp.concatenate([rows] * (sums.shape[-1] // LANES), axis=-1)
+        return sums.astype(jnp.float32) * of_rows * columns[None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -215,7 +215,8 @@ def _attend_new_rows(
     keys = lax.dynamic_update_slice_in_dim(keys, k.astype(keys.dtype), index, 1)
     values = lax.dynamic_update_slice_in_dim(values, v.astype(values.dtype), index, 1)
     positions = Mask(True, attention.window)  # no row of the cache is later than the newest one
-    allowed = positions.allows(rows[:, None], jnp.arange(keys.shape[1], dtype=index.dtype))[None, None]
+    cached = jnp.arange(keys.shape[1], dtype=index.dtype)
+    allowed = positions.allows(rows[:, None], cached[None])[None, None]
     allowed = allowed if mask is None else allowed & mask
     y = dense_attention(
         q, keys.astype(q.dtype), values.astype(q.dtype), scale=attention.scale, softcap=attention.logit_softcap,

@@ -117,7 +117,7 @@ def apply(call: Call, form: Form, x: Array, weights: Weights, norms: Norms, segm
     def attend(z: Array, sequence: tuple[Inputs[Array], RotaryTables | None], shared: tuple[tuple, Norms]) -> Array:
         (inputs, tables), (biases, norms) = sequence, shared
         projected = lax.split(row_major(z.transpose(0, 2, 1)).reshape(1, size * rows, -1), widths, 2)
-        q, k, v = (y if bias is None else y + bias for y, bias in zip(projected, biases, strict=True))
+        q, k, v = (y if bias is None else y + bias[None, None] for y, bias in zip(projected, biases, strict=True))
         y = call.attention.attend(q, k, v, inputs, norms, tables)
         return row_major(y.reshape(size, rows, -1)).transpose(0, 2, 1)
 

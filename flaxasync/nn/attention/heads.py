@@ -235,8 +235,8 @@ class HeadAttention:
         if self.normalize_qk != "rms":
             x32 -= jnp.mean(x32, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-        scale = vary_like(scale, x).astype(x32.dtype)
-        return (x32 * (lax.rsqrt(variance + self.qk_epsilon) * scale)).astype(x.dtype)
+        factor = lax.broadcast_to_rank(vary_like(scale, x).astype(x32.dtype), x.ndim)
+        return (x32 * (lax.rsqrt(variance + self.qk_epsilon) * factor)).astype(x.dtype)
 
     def _attend_dense(self, q: Array, k: Array, v: Array, inputs: Inputs[Array]) -> Array:
         mask = positional_mask(Mask(self.causal, self.window), q.shape[1], k.shape[1], inputs.segment_ids)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -80,7 +81,7 @@ def rotary_tables(
     frequency = theta ** (-jnp.arange(dim // 2, dtype=dtype) / (dim // 2))
     frequency = frequency if scaling is None else scaling.apply(frequency)
     position = jnp.arange(rows) if positions is None else positions
-    angle = position.astype(dtype)[:, None] * frequency
+    angle = position.astype(dtype)[:, None] * frequency[None]
     return RotaryTables(jnp.cos(angle), jnp.sin(angle))
 
 
@@ -106,7 +107,8 @@ def _rotate(kernel: bool, x: Array, tables: RotaryTables) -> Array:
     """
     if kernel:
         return rotate_heads.rotate_heads(side_by_side(x), *tables).reshape(x.shape)
-    cos, sin = tables.cos[:, None, :], tables.sin[:, None, :]
+    cos = lax.broadcast_to_rank(tables.cos[:, None, :], x.ndim)
+    sin = lax.broadcast_to_rank(tables.sin[:, None, :], x.ndim)
     if mesh.platform() == "tpu":
         # A product with a permutation of 1 and -1 is exact. XLA copies halves of registers to registers of their own.
         one = jnp.eye(cos.shape[-1], dtype=x.dtype)

@@ -134,7 +134,8 @@ def _masked(scores: Scores, segments: Segments, tile: Product, exponents: Array)
     """
     allowed = None
     if tile.masked:
-        q, k = tile.q_start + jnp.arange(tile.q_rows), tile.k_start + jnp.arange(tile.k_rows)[:, None]
+        q = tile.q_start + jnp.arange(tile.q_rows)[None]
+        k = tile.k_start + jnp.arange(tile.k_rows)[:, None]
         allowed = scores.mask.allows(q, k)[None, None, :, None]
     if segments is not None:
         q_ids = _take(segments[0], tile.q_block, tile.q_rows, axis=-1)

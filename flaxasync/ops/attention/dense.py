@@ -44,7 +44,7 @@ def positional_mask(mask: Mask, q_rows: int, k_rows: int, segment_ids: Array | N
     """Returns the mask of positions and segments, [1 or b, 1, s, t]; None where all rows attend to all."""
     allowed = None
     if mask.by_position:
-        allowed = mask.allows(jnp.arange(q_rows)[:, None], jnp.arange(k_rows))[None, None]
+        allowed = mask.allows(jnp.arange(q_rows)[:, None], jnp.arange(k_rows)[None])[None, None]
     if segment_ids is not None:
         same = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
         allowed = same if allowed is None else allowed & same

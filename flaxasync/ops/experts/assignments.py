@@ -57,7 +57,7 @@ def sort(
         rank = lax.iota(jnp.int32, number) - before[expert, part]
         keys = jnp.where(rank < capacity, keys, last)
         counts = jnp.sum(jnp.minimum(of_parts, capacity), axis=1, dtype=jnp.int32)
-    missing = jnp.arange(t, dtype=jnp.int32) < (-counts % t)[:, None]
+    missing = jnp.arange(t, dtype=jnp.int32)[None] < (-counts % t)[:, None]
     padding = jnp.where(missing, jnp.arange(experts, dtype=jnp.int32)[:, None] * one + number, last)
     keys = lax.concatenate([keys, padding.reshape(-1)], 0)
     weights = jnp.pad(weights, (0, padding.size))
@@ -71,7 +71,7 @@ def counts_of_parts(ids: Array, experts: int, parts: int) -> Array:
     """Returns how many of the choices [n, k] in each part of the rows are for each expert, [E, parts]."""
     numbers = jnp.arange(experts, dtype=ids.dtype)
     ranges = split_rows(ids.shape[0], parts)
-    counts = [jnp.sum(ids[i : i + rows].reshape(-1, 1) == numbers, axis=0, dtype=jnp.int32) for i, rows in ranges]
+    counts = [jnp.sum(ids[i : i + rows].reshape(-1, 1) == numbers[None], axis=0, dtype=jnp.int32) for i, rows in ranges]
     return jnp.stack(counts, axis=1)
 
 
@@ -129,7 +129,7 @@ class TilesOf:
     def take(self, start: Index, count: int) -> Tiles:
         """Returns the tiles `start` .. `start` + `count`; those beyond the last one are padding of the last expert."""
         tile = start + lax.iota(jnp.int32, count)
-        group = jnp.minimum(jnp.sum(tile[:, None] >= self.ends, axis=1, dtype=jnp.int32), self.ends.size - 1)
+        group = jnp.minimum(jnp.sum(tile[:, None] >= self.ends[None], axis=1, dtype=jnp.int32), self.ends.size - 1)
         live = tile < self.ends[-1]
         places = jnp.where(live, tile + self.shifts[group], 0)
         rows, weights = (x.at[places].get(mode="promise_in_bounds") for x in (self.rows, self.weights))

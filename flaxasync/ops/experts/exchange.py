@@ -172,14 +172,14 @@ def find_routes(assignments: Assignments, n: int, devices: int, limits: Bounds) 
     tiles, t = assignments.rows.shape
     of_device = jnp.sum(assignments.tiles.reshape(devices, -1), axis=1, dtype=jnp.int32)
     last_tiles, each = jnp.cumsum(of_device, dtype=jnp.int32), lax.iota(jnp.int32, devices)[:, None]
-    device = jnp.sum(lax.iota(jnp.int32, tiles)[:, None] >= last_tiles, axis=1, dtype=jnp.int32)
+    device = jnp.sum(lax.iota(jnp.int32, tiles)[:, None] >= last_tiles[None], axis=1, dtype=jnp.int32)
     keys = (device[:, None] * (n + 1) + assignments.rows).reshape(-1)  # by device, then by row, and padding behind them
     keys, slots = lax.sort((keys, lax.iota(jnp.int32, tiles * t)), num_keys=1)
     device, row = keys // (n + 1), keys % (n + 1)
     is_first = (row < n) & (keys != jnp.pad(keys, (1, 0), constant_values=-1)[:-1])  # of the choices of a row
-    counts = jnp.sum(is_first & (device == each), axis=1, dtype=jnp.int32)
+    counts = jnp.sum(is_first[None] & (device[None] == each), axis=1, dtype=jnp.int32)
     first_rows = jnp.cumsum(counts, dtype=jnp.int32) - counts
-    before = jnp.sum(jnp.where(device == each, first_rows[:, None], 0), axis=0, dtype=jnp.int32)
+    before = jnp.sum(jnp.where(device[None] == each, first_rows[:, None], 0), axis=0, dtype=jnp.int32)
     places = jnp.where(row < n, jnp.cumsum(is_first, dtype=jnp.int32) - 1 - before, limits.rows)
     _, places = lax.sort((slots, places), num_keys=1)
     rows = lax.sort(jnp.where(is_first, keys, devices * (n + 1))) % (n + 1)

@@ -28,7 +28,8 @@ def dot(x: Operand, w: Operand, precision: lax.PrecisionLike = None, *, transpos
         sums = lax.dot_general(
             x.values, w.values, (contracting, ((), ())), preferred_element_type=accumulator_dtype(x.values)
         )
-        return sums.astype(x.scales.dtype) * x.scales[..., None] * w.scales
+        of_columns = lax.broadcast_to_rank(w.scales, sums.ndim)
+        return sums.astype(x.scales.dtype) * x.scales[..., None] * of_columns
     return lax.dot_general(
         x, w, (contracting, ((), ())), precision=precision, preferred_element_type=accumulator_dtype(x)
     )
@@ -64,7 +65,7 @@ def scaled_columns(sums: Array, x: Operand, dy: Operand) -> Array:
     """Returns x.T @ dy, of whose values these are the sums [k, n]. Without scales they are the result."""
     if not isinstance(x, Quantized) or not isinstance(dy, Quantized):
         return sums
-    return sums.astype(x.scales.dtype) * x.scales[:, None] * dy.scales
+    return sums.astype(x.scales.dtype) * x.scales[:, None] * dy.scales[None]
 
 
 def weight_gradients(x: Operand, dys: Operands, precision: lax.PrecisionLike = None) -> Arrays:

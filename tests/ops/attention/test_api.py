@@ -135,7 +135,9 @@ class Counting:
         acc, stats = carry
         first = product.q_block * product.q_rows
         here = (jnp.arange(q.shape[-2]) >= first) & (jnp.arange(q.shape[-2]) < first + product.q_rows)
-        return acc + product.k_rows * here[:, None].astype(acc.dtype), stats.at[..., 1, :].set(1.0)
+        return acc + product.k_rows * jax.lax.broadcast_to_rank(here[:, None], acc.ndim).astype(acc.dtype), stats.at[
+            ..., 1, :
+        ].set(1.0)
 
     def backward(self, scores, q, kv, segments, do, rows, product, gradients):
         return gradients
