@@ -158,8 +158,8 @@ class Blocks:
         )  # tables of constants have to be constants to be simulated
         index = xp.arange(experts.shape[0], dtype=np.int32)
         live = index < tiles
-        first = xp.sum(live & (experts < experts[:, None]), axis=1, dtype=np.int32)
-        end = xp.sum(live & (experts <= experts[:, None]), axis=1, dtype=np.int32)
+        first = xp.sum(live[None] & (experts[None] < experts[:, None]), axis=1, dtype=np.int32)
+        end = xp.sum(live[None] & (experts[None] <= experts[:, None]), axis=1, dtype=np.int32)
         first += (index - first) // self.most * self.most
         return xp.stack([experts, first, xp.minimum(end - first, self.most)])
 

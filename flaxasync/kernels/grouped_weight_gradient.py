@@ -208,16 +208,18 @@ def order_of_tiles(factors: Sequence[Factors]) -> Array:
             if other_number != number:
                 earlier = xp.less_equal if other_number < number else xp.less
                 live = xp.arange(other.experts.size, dtype=np.int32) < other.tiles
-                place = place + xp.sum(live & earlier(other.experts, one.experts[:, None]), axis=1, dtype=np.int32)
+                place = place + xp.sum(
+                    live[None] & earlier(other.experts[None], one.experts[:, None]), axis=1, dtype=np.int32
+                )
         places.append(xp.where(tile < one.tiles, place, steps))
-    came = [xp.maximum(xp.sum(place <= step[:, None], axis=1, dtype=np.int32) - 1, 0) for place in places]
+    came = [xp.maximum(xp.sum(place[None] <= step[:, None], axis=1, dtype=np.int32) - 1, 0) for place in places]
     which, expert = xp.zeros(steps, np.int32), factors[0].experts[came[0]]
     for number, one in enumerate(factors[1:], 1):
-        here = xp.any(places[number] == step[:, None], axis=1)
+        here = xp.any(places[number][None] == step[:, None], axis=1)
         which, expert = xp.where(here, number, which), xp.where(here, one.experts[came[number]], expert)
     changes = xp.cumsum(expert[1:] != expert[:-1], dtype=np.int32)
     live = step < sum(one.tiles for one in factors)
-    later = xp.min(xp.where(live & (expert > expert[:, None]), expert, _NONE), axis=1)
+    later = xp.min(xp.where(live[None] & (expert[None] > expert[:, None]), expert[None], _NONE), axis=1)
     following = xp.where(later == _NONE, expert[0], later)
     rows = [expert, xp.concatenate([xp.zeros(1, np.int32), changes]), which, following, *came]
     return xp.stack(rows).astype(np.int32)
