@@ -37,6 +37,8 @@ class Windows:
 
     tokens: np.ndarray  # 1-D, of any unsigned type; mapped files stay on disk
     length: int  # L, the number of tokens that the model sees
+    corpus: Corpus | None = None  # what the tokens are a part of, which checks them again when they are read
+    first: int = 0  # where in the corpus the tokens begin
 
     def __len__(self) -> int:
         return max(0, (self.tokens.size - 1) // self.length)
@@ -44,7 +46,10 @@ class Windows:
     def __getitem__(self, index: SupportsIndex) -> np.ndarray:
         """Returns one window, int32 [L + 1]."""
         start = int(index) * self.length
-        return self.tokens[start : start + self.length + 1].astype(np.int32)
+        window = np.array(self.tokens[start : start + self.length + 1])  # a copy, which nobody writes any more
+        if self.corpus is not None:
+            self.corpus.check_window(window, self.first + start)
+        return window.astype(np.int32)
 
 
 def split(corpora: dict[str, Corpus], config: Config) -> tuple[dict[str, Windows], dict[str, Windows]]:
@@ -58,8 +63,8 @@ def split(corpora: dict[str, Corpus], config: Config) -> tuple[dict[str, Windows
                 f"data must hold one sequence of data.sequence_length + 1 = {least} tokens: {corpus.name} has {size}"
             )
         border = size - round(size * config.data.validation_fraction)
-        training[name] = Windows(corpus.tokens[:border], length)
-        validation[name] = Windows(corpus.tokens[border:], length)
+        training[name] = Windows(corpus.tokens[:border], length, corpus)
+        validation[name] = Windows(corpus.tokens[border:], length, corpus, border)
         if not len(training[name]):
             raise InputError(
                 f"data.validation_fraction={config.data.validation_fraction} leaves {border} of {size} tokens for "

@@ -6,11 +6,12 @@ which a run without `data.path` reads, are held in memory. Data at a URL that fs
 cache folder once for each version.
 """
 
-import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import json
 import platform
+import shutil
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -18,14 +19,17 @@ from typing import Any
 
 import numpy as np
 
+from flaxasync.foreign_json import JsonError, read_json
 from train.config import DataConfig
-from train.data.tokenizer import Tokenizer, is_file, tokenize_files
+from train.data.mapped_files import MappedFile, hash_all, hash_file
+from train.data.token_cache import open_tokens
+from train.data.tokenizer import Tokenizer, is_file
 from train.lifecycle.errors import InputError, RunError, StorageError
-from train.metrics.output import user_cache
+from train.metrics.output import user_cache, warn
 
 CHUNK_TOKENS = 1 << 24  # number of tokens that are checked at a time
-HASHED_BYTES = 1 << 24  # threads hash chunks of this size
 _TOKEN_FILES = (".npy", ".bin")
+_FETCHED = ".fetched.json"  # has the hashes of the files of a folder in the user's cache
 _TOKEN_DTYPES = (np.dtype("uint8"), np.dtype("uint16"), np.dtype("uint32"))
 # These folders and modules of the standard library are not code that was written to be read, or differ between
 # machines: tests, character tables, and build settings that contain local paths.
@@ -41,6 +45,30 @@ class Corpus:
     tokens: np.ndarray  # 1-D, uint8, uint16 or uint32; it may be mapped from a file
     is_text: bool  # whether every token is a byte of text, so that generated tokens can be shown as text
     tokenizer: Tokenizer | None = None  # what makes text of tokens, if its file was given
+    file: MappedFile | None = None  # what the tokens are mapped from
+    field: str = "data.path"  # what names the data, for messages
+    vocab_size: int | None = None  # the tokens are below it, in batches as well
+
+    @functools.cached_property
+    def content_hash(self) -> str:
+        """The hash of all tokens, computed once."""
+        return hash_all(self.tokens) if self.file is None else self.file.content_hash
+
+    def require_unchanged(self) -> None:
+        """Checks that the file, if there is one, is still the one that was hashed."""
+        if self.file is not None:
+            self.file.require_unchanged(self.field)
+
+    def check_window(self, window: np.ndarray, start: int) -> None:
+        """Checks tokens that were read again, from `start` on: the file may be another one by now."""
+        if self.vocab_size is not None and window.size and window.max() >= self.vocab_size:
+            self.require_unchanged()
+            index = int(np.argmax(window >= self.vocab_size))
+            raise InputError(
+                f"{self.field}: token {start + index} of {self.name} is {window[index]} and no longer below "
+                f"model.vocab_size={self.vocab_size}: its file was changed while the run read it; put it back as it "
+                "was and start the run again, which continues from the newest checkpoint"
+            )
 
 
 def open_corpora(config: DataConfig, *, vocab_size: int) -> dict[str, Corpus]:
@@ -56,32 +84,36 @@ def open_corpora(config: DataConfig, *, vocab_size: int) -> dict[str, Corpus]:
 def open_source(location: str | None, config: DataConfig, *, vocab_size: int, field: str = "data.path") -> Corpus:
     """Opens and checks the data at a path or a URL, or Python's standard library; messages name its `field`."""
     name = location or f"the standard library of Python {platform.python_version()}"
-    tokenizer, is_text = None, False
+    tokenizer = None
     if config.tokenizer is not None and is_file(config.tokenizer):
         tokenizer = Tokenizer.open(Path(config.tokenizer).expanduser(), vocab_size=vocab_size)
+    is_text = False
     try:
         path = None if location is None else _find(location, field)
         if path is not None and path.suffix in _TOKEN_FILES:
-            tokens = _map_tokens(path, np.dtype(config.token_dtype), field)
+            file = MappedFile(path, lambda path: _map_tokens(path, np.dtype(config.token_dtype), field))
         elif tokenizer is not None:
-            texts = _text_files(path, field)
-            tokens = np.memmap(tokenize_files(texts, tokenizer, separator=config.separator), np.uint32, "r")
+            file = open_tokens(_text_files(path, field), tokenizer, separator=config.separator)
         elif config.tokenizer is not None:
             raise InputError(
                 f"{field} must be a .npy or .bin file of tokens where data.tokenizer is a name: {name} is text, and "
                 f"nothing says how to turn it into tokens of {config.tokenizer}; give its tokenizer.json, or None"
             )
         elif path is not None and path.is_file():
-            tokens, is_text = _map_text(path, field), True
+            file = MappedFile(path, lambda path: _map_text(path, field))
+            is_text = True
         else:
             joined = b"\n".join(text.read_bytes() for text in _text_files(path, field))
-            tokens, is_text = np.frombuffer(joined, np.uint8), True
+            file = None
+            is_text = True
     except RunError:  # such as a StorageError, which is an OSError
         raise
     except OSError as error:
-        raise InputError(f"{field} must be readable: {error.filename or location}: {error.strerror}") from error
+        what = error.strerror or error
+        raise InputError(f"{field} must be readable: {error.filename or location}: {what}") from error
+    tokens = np.frombuffer(joined, np.uint8) if file is None else file.tokens
     _check_tokens(tokens, name, vocab_size, field)
-    return Corpus(name, tokens, is_text, tokenizer)
+    return Corpus(name, tokens, is_text, tokenizer, file, field, vocab_size)
 
 
 def identify(corpus: Corpus, tokenizer: str | None) -> dict[str, Any]:
@@ -95,17 +127,8 @@ def identify(corpus: Corpus, tokenizer: str | None) -> dict[str, Any]:
         "tokens": corpus.tokens.size,
         "dtype": str(corpus.tokens.dtype),
         "tokenizer": tokenizer or ("bytes" if corpus.is_text else "unnamed"),
-        "content_hash": hash_all(corpus.tokens),
+        "content_hash": corpus.content_hash,
     }
-
-
-def hash_all(tokens: np.ndarray) -> str:
-    """Hashes the hashes of all chunks, which threads compute side by side."""
-    each = HASHED_BYTES // tokens.dtype.itemsize
-    chunks = (tokens[start : start + each] for start in range(0, tokens.size, each))
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        digests = pool.map(lambda chunk: hashlib.blake2b(chunk.tobytes()).digest(), chunks)
-        return hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
 
 
 def fetch(location: str, field: str) -> Path:
@@ -129,18 +152,40 @@ def _fetch(location: str) -> Path:
     # What a store says about its objects, such as their size, their time and their ETag, tells versions apart.
     version = hashlib.blake2b(json.dumps(found, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
     folder, name = user_cache() / "data" / version, root.rpartition("/")[2]
+    is_again = False
     if folder.exists():
-        return folder / name
+        if _is_as_fetched(folder):
+            return folder / name
+        shutil.rmtree(folder)
+        is_again = True
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, suffix=".tmp") as temporary:
         files = [path for path in found if not path.endswith("/")]  # some tools mark folders with such objects
         store.get(files, [f"{temporary}/data/{name}{path.removeprefix(root)}" for path in files])
+        fetched = Path(temporary, "data")
+        (fetched / _FETCHED).write_text(json.dumps(_describe_fetched(fetched)))
         try:
-            Path(temporary, "data").rename(folder)
+            fetched.rename(folder)
         except OSError:
             if not folder.exists():  # otherwise another process was faster
                 raise
+    if is_again:
+        warn(f"{folder} was not what was fetched from {location}; it was fetched again")
     return folder / name
+
+
+def _is_as_fetched(folder: Path) -> bool:
+    """Says whether a folder of the user's cache has the files that were fetched into it, with their content."""
+    try:
+        return bool(read_json(folder / _FETCHED) == _describe_fetched(folder))
+    except (JsonError, OSError):
+        return False
+
+
+def _describe_fetched(folder: Path) -> dict[str, str]:
+    """Returns the hash of each file below a folder, by its path there."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / _FETCHED]
+    return {path.relative_to(folder).as_posix(): hash_file(path) for path in paths}
 
 
 def _find(location: str, field: str) -> Path:

@@ -1,4 +1,4 @@
-"""Tokenizers, and text data that one of them turns into tokens once: a file of tokens, which is mapped into memory.
+"""Tokenizers, and how one of them turns text data into tokens; `train.data.token_cache` keeps these in a file.
 
 A text file is a document, and so is the "text" of each line of a .jsonl file. A document begins with the tokens with
 which the tokenizer begins a prompt, and a token that the run names may end it. Long documents are encoded in pieces of
@@ -7,17 +7,13 @@ next to a cut may differ from those of the whole document. A tokenizer that begi
 after each cut. A text that begins with these tokens, or ends with that one, as chat templates write it, gets no second.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import itertools
-import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple, Self
 
-import filelock
 import numpy as np
 import tokenizers
 
@@ -121,43 +117,6 @@ def decode_bytes(tokens: Sequence[int]) -> str:
     return bytes(token if token < 256 else ord("?") for token in tokens).decode(errors="replace")
 
 
-def tokenize_files(files: list[Path], tokenizer: Tokenizer, *, separator: int | None) -> Path:
-    """Returns the file of tokens of some text files, uint32, which is made unless it is there.
-
-    It lies in tokens/ beside the tokenizer. If several processes need it at once, one makes it and the others wait.
-    """
-    described = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = json.dumps([VERSION, tokenizer.name, separator, described])
-    folder = tokenizer.path.parent / "tokens"
-    path = folder / f"{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.bin"
-    if path.is_file():
-        return path
-    folder.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(path.with_suffix(".lock")):
-        if not path.is_file():
-            temporary = path.with_suffix(".tmp")
-            _remove_unfinished(folder, keep=temporary)
-            try:
-                with open(temporary, "wb") as out:
-                    total = sum(size for _, size, _ in described)
-                    _write(out, files, tokenizer, separator, total=max(total, 1))
-                    out.flush()
-                    os.fsync(out.fileno())
-                temporary.rename(path)
-            finally:
-                temporary.unlink(missing_ok=True)  # what a bad file or Ctrl-C has left may be large
-    return path
-
-
-def _remove_unfinished(folder: Path, *, keep: Path) -> None:
-    """Removes what killed processes left of other files of tokens; one that is being written is locked."""
-    for left in folder.glob("*.tmp"):
-        if left == keep:
-            continue
-        with contextlib.suppress(filelock.Timeout), filelock.FileLock(left.with_suffix(".lock"), timeout=0):
-            left.unlink(missing_ok=True)
-
-
 class _Piece(NamedTuple):
     """A piece of a document."""
 
@@ -168,7 +127,10 @@ class _Piece(NamedTuple):
     used: int  # bytes of the file
 
 
-def _write(out: IO[bytes], files: Iterable[Path], tokenizer: Tokenizer, separator: int | None, *, total: int) -> None:
+def write_tokens(
+    out: IO[bytes], files: Iterable[Path], tokenizer: Tokenizer, separator: int | None, *, total: int
+) -> None:
+    """Writes the tokens of texts, uint32, one document after the other, and prints the share of `total` bytes."""
     pieces, done = (piece for file in files for piece in _pieces(file)), 0
     report = percent_printer("tokenized")
     for batch in itertools.batched(pieces, BATCH_PIECES):  # they are encoded side by side

@@ -33,6 +33,7 @@ class Evaluation:
             if name in windows or name == MAIN:
                 raise InputError(f"eval.sets must have names of its own: {name} is the validation part of the data")
             windows = windows | {name: _open_set(name, path, config)}
+        self.windows = windows
         self._sets = {name: ValidationBatches(source, config, mesh) for name, source in windows.items()}
 
     def run(self, eval_step: Callable[..., jax.Array], params: Any) -> dict[str, jax.Array]:
@@ -79,7 +80,7 @@ def render(corpus: Corpus, prompt: list[int], generated: list[int]) -> str:
 def _open_set(name: str, path: str, config: Config) -> Windows:
     field = f"the path of {name} in eval.sets"
     corpus = open_source(path, config.data, vocab_size=config.model.vocab_size, field=field)
-    windows, least = Windows(corpus.tokens, config.data.sequence_length), config.data.batch_size
+    windows, least = Windows(corpus.tokens, config.data.sequence_length, corpus), config.data.batch_size
     if len(windows) < least:
         has = f"{corpus.name} has {len(windows)}"
         raise InputError(f"{field} must hold one batch of data.batch_size={least} sequences: {has}")

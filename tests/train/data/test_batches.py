@@ -153,3 +153,24 @@ def test_several_sources_are_mixed_by_their_weights(config, mesh, replace):
 def test_segment_ids_count_the_documents_that_have_ended():
     tokens = np.array([[5, 0, 6, 7, 0, 0, 8], [5, 5, 5, 5, 5, 5, 5]])
     np.testing.assert_array_equal(segment_ids(tokens, 0), [[0, 0, 1, 1, 1, 2, 3], [0] * 7])
+
+
+@pytest.mark.parametrize("part", ["training", "validation"])
+def test_a_token_that_is_no_longer_in_the_vocabulary_ends_the_run(part, config, tmp_path, replace, mesh):
+    """The file is written in place, after its tokens were checked and while it is mapped."""
+    path = tmp_path / "a.bin"
+    np.full(8000, 7, np.uint16).tofile(path)
+    config = replace(config, data={"path": str(path)})
+    corpora = open_corpora(config.data, vocab_size=128)
+    training, validation = split(corpora, config)
+    batches = TrainingBatches(training, config, mesh)
+    next(batches)
+    mapped = np.memmap(path, np.uint16, "r+")
+    mapped[:] = 60000
+    mapped.flush()
+    if part == "validation":
+        batches = iter(ValidationBatches(validation["data"], config, mesh))
+    with pytest.raises(InputError, match=r"data.path: .*a.bin must stay as it is while a run reads it"):
+        take(batches, 12)  # some were read ahead
+    with pytest.raises(InputError, match="must stay as it is"):
+        corpora["data"].require_unchanged()

@@ -1,5 +1,7 @@
 """Tests of train/data/corpus.py: the sources of tokens, the data that is refused, and data at a URL."""
 
+import os
+import re
 import uuid
 from pathlib import Path
 
@@ -112,6 +114,35 @@ def test_a_file_is_fetched_once_for_each_version(location, cache):
     write(f"{location}/text.txt", b"another version")
     assert fetch(f"{location}/text.txt", "data.path").read_bytes() == b"another version"
     assert not list(cache.glob("*.tmp"))
+
+
+def test_files_in_the_cache_that_are_not_what_was_fetched_are_fetched_again(location, cache, capsys):
+    content = {"a.txt": b"a" * 100, "more/b.txt": b"b", "empty.txt": b""}
+    for name, text in content.items():
+        write(f"{location}/{name}", text)
+    folder = fetch(location, "data.path")
+
+    def set_back(path):
+        path.write_bytes(b"c" * 100)
+        os.utime(path, ns=(0, 0))
+
+    for change in (
+        lambda: os.truncate(folder / "a.txt", 25),
+        lambda: set_back(folder / "a.txt"),
+        lambda: (folder / "more" / "b.txt").unlink(),
+        lambda: (folder / "more" / "c.txt").write_text("more"),
+        lambda: (folder.parent / ".fetched.json").write_bytes(b"[" * 9999),
+        lambda: (folder.parent / ".fetched.json").unlink(),
+    ):
+        change()
+        assert fetch(location, "data.path") == folder
+        found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.txt")}
+        assert found == content
+        assert re.fullmatch(
+            r"warning: \S+ was not what was fetched from \S+; it was fetched again\n", capsys.readouterr().err
+        )
+        fetch(location, "data.path")
+        assert capsys.readouterr().err == ""
 
 
 def test_a_fetch_that_is_cut_off_is_not_taken_for_the_data(location, cache, monkeypatch):
