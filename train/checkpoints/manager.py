@@ -6,12 +6,14 @@ that a killed process never leaves half a checkpoint that is read.
 """
 
 import contextlib
+import errno
 import itertools
-import json
 import logging
 import re
 import sys
+import tempfile
 import warnings
+from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -20,9 +22,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
+from flaxasync.foreign_json import JsonError, parse_json, read_json
 from train.checkpoints.record import DamagedError, Record, RunIdentity, check_identity, check_parameters, fingerprint
 from train.config import Config
-from train.lifecycle.errors import InputError, StorageError
+from train.config.command import is_step
+from train.lifecycle.errors import MOST_LISTED, InputError, StorageError, as_input_errors, listed
 from train.step.trainer import Trainer, TrainState
 
 # Replicas share the writing of arrays of at least this many bytes. Each shape needs a compiled program that slices it,
@@ -39,10 +43,12 @@ class Checkpoints:
         """Opens the folder; `read_only` leaves it as it is, perhaps while another run saves there."""
         _silence_orbax()
         path = epath.Path(folder)
-        self.folder = path if "://" in str(path) else path.expanduser().resolve()  # orbax needs absolute paths
+        self.folder = path.expanduser().resolve() if _is_local(path) else path  # orbax needs absolute paths
         self._permanent_every = permanent_every
         self._saving: int | None = None  # the step that is being written
         if not read_only:
+            if _is_local(self.folder):
+                _require_writable(Path(self.folder))
             self._remove_half_written()
         options = ocp.CheckpointManagerOptions(  # with read_only, orbax neither creates nor cleans up
             max_to_keep=keep, keep_period=permanent_every or None, read_only=read_only, cleanup_tmp_directories=True
@@ -73,7 +79,7 @@ class Checkpoints:
         if step is None:
             return steps[-1] if steps else 0
         if step and step not in steps:
-            there = ", ".join(map(str, steps)) or "none"
+            there = listed(reversed(steps)) if len(steps) > MOST_LISTED else listed(steps) or "none"
             raise InputError(f"--resume must be a step that is in {self.folder}: got {step}, there are {there}")
         return step
 
@@ -142,11 +148,23 @@ class Checkpoints:
         return arrays
 
     def record(self, step: int) -> Record:
-        """Returns the record of a checkpoint, or raises an InputError if it is damaged or of another format."""
+        """Returns the record of a checkpoint.
+
+        Raises an InputError if it is damaged, of another format, or of another step than its folder says.
+        """
         try:
-            return Record.from_json(self._read(step, "record", ocp.args.JsonRestore()))
-        except DamagedError as error:
+            if _is_local(self.folder):  # orbax would wait for ever for a pipe
+                read_json(Path(self.path(step), "record", "metadata"))
+            record = Record.from_json(self._read(step, "record", ocp.args.JsonRestore()))
+        except (DamagedError, JsonError) as error:
             raise self._damaged(step, error) from error
+        if record.step != step:
+            where = self.path(step)
+            raise InputError(
+                f"the checkpoint of step {step}, {where}, holds step {record.step}: its folder was renamed, copied or "
+                f"linked. Nothing was deleted. Call it {where.with_name(str(record.step))} again, or move it elsewhere"
+            )
+        return record
 
     def set_aside(self, after: int, folder: epath.Path) -> list[int]:
         """Moves the checkpoints of steps later than `after` into `folder`, and returns the steps."""
@@ -224,16 +242,45 @@ def unused_path(path: epath.Path) -> epath.Path:
 
 def _find(path: epath.Path) -> tuple[epath.Path, int | None]:
     """Returns the folder of checkpoints and the step that a path names; None is the newest one."""
-    if path.name.isdigit() and (path / "state").is_dir():
+    if is_step(path.name) and (path / "state").is_dir():
         return path.parent, int(path.name)
     folders = [path / "checkpoints", path / "imported", path]
-    with contextlib.suppress(OSError, ValueError, KeyError):  # the run may keep its checkpoints in another folder
-        if elsewhere := json.loads((path / "config.json").read_text())["checkpoint"]["folder"]:
-            folders.insert(0, epath.Path(elsewhere))
+    if elsewhere := _named_folder(path / "config.json"):
+        folders.insert(0, epath.Path(elsewhere))
     for folder in folders:
-        if folder.is_dir() and any((child / "state").is_dir() for child in folder.iterdir() if child.name.isdigit()):
+        if folder.is_dir() and any((child / "state").is_dir() for child in folder.iterdir() if is_step(child.name)):
             return folder, None
     raise InputError(f"init_from must be the workdir of a run or one of its checkpoints: there is none in {path}")
+
+
+def _named_folder(file: epath.Path) -> str | None:
+    """Returns the folder in which a run keeps its checkpoints, if its configuration names another than its own."""
+    if not file.exists():
+        return None
+    with as_input_errors(JsonError):
+        config = read_json(Path(file)) if _is_local(file) else parse_json(file.read_bytes(), str(file))
+    try:
+        folder = config["checkpoint"]["folder"]
+    except (KeyError, TypeError, IndexError):
+        return None
+    return folder if isinstance(folder, str) else None
+
+
+def _is_local(path: epath.Path) -> bool:
+    return "://" not in str(path)
+
+
+def _require_writable(folder: Path) -> None:
+    """Checks that checkpoints can be written into a folder, which is made; a full disk may have room again later."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE):
+            raise InputError(
+                f"checkpoint.folder must be a folder that can be written: {folder}: {error.strerror or error}"
+            ) from error
 
 
 def _parts_of(state: TrainState) -> dict[str, Any]:

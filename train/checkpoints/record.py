@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from models.config import HOW_IT_RUNS
 from train.config import Config, flatten
-from train.lifecycle.errors import InputError
+from train.lifecycle.errors import InputError, cut, listed
 
 VERSION = 2  # of the format; 1 had neither a checksum nor the identity of the data
 _STREAM = frozenset({"seed", "data.sequence_length", "data.validation_fraction", "data.separator"})
@@ -57,13 +57,16 @@ class Record(RunIdentity):
         found = fields.get("version", 1)
         if found != VERSION:
             raise InputError(
-                f"the checkpoint has version {found} of the format, and this code reads {VERSION}; continue it with "
-                "the code that wrote it"
+                f"the checkpoint has version {cut(found)} of the format, and this code reads {VERSION}; continue it "
+                "with the code that wrote it"
             )
         rest = {name: value for name, value in fields.items() if name != "checksum"}
         if fields.get("checksum") != _checksum(rest):
             raise DamagedError("the record is not what was saved")
-        return cls(**rest)
+        try:
+            return cls(**rest)
+        except TypeError as error:
+            raise DamagedError(f"the record has other fields: {error}") from error
 
 
 class DamagedError(ValueError):
@@ -103,7 +106,7 @@ def check_identity(record: Record, identity: RunIdentity, *, where: str, accept_
     changed = differences(record.stream | _flat(record.corpus), identity.stream | _flat(identity.corpus))
     if changed and not accept_change:
         raise InputError(
-            f"the data are not those of {where}: {'; '.join(changed)}. Its position of {record.data['sequences']} "
+            f"the data are not those of {where}: {listed(changed, '; ')}. Its position of {record.data['sequences']} "
             "sequences has no meaning there: give the same data, or --data.accept_change True to continue with others"
         )
     return changed
@@ -117,8 +120,9 @@ def check_parameters(record: Record, config: Config, *, where: str) -> None:
 
 def check_architecture(saved: dict[str, Any], now: dict[str, Any], *, where: str) -> None:
     """Checks that the parameters of a checkpoint are those of this run, and otherwise raises an InputError."""
-    if changed := "; ".join(differences(saved, now)):
-        raise InputError(f"{where} holds a run with another architecture: {changed}; use its values or another workdir")
+    if changed := differences(saved, now):
+        what = listed(changed, "; ")
+        raise InputError(f"{where} holds a run with another architecture: {what}; use its values or another workdir")
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import json
 import os
 import platform
 import time
@@ -12,6 +11,7 @@ from typing import IO
 
 import jax
 
+from flaxasync.foreign_json import JsonError, read_json
 from train.checkpoints.record import differences, flat_fields
 from train.config import Config, flatten
 from train.config.command import as_json
@@ -47,11 +47,27 @@ class Workdir:
                 return
         raise StorageError(f"workdir {self.root} or its file .lock was removed or replaced while the run was going on")
 
+    def check_paths(self) -> None:
+        """Checks that what the run will write can be written, because it writes most of it after it has compiled."""
+        files = (self.config, self.metrics, self.events, self.plot, self.sample, self.program, self.stacks)
+        folders = (self.tensorboard, self.checkpoints, self.set_aside, self.profile)
+        for path in files:
+            if path.exists() and not path.is_file():
+                raise InputError(f"workdir must have a file, or nothing, called {path.name}: {path} is something else")
+        for path in folders:
+            if path.exists() and not path.is_dir():
+                raise InputError(
+                    f"workdir must have a folder, or nothing, called {path.name}: {path} is something else"
+                )
+        for path in (self.metrics, self.events):  # a run appends to them; all others it replaces
+            if path.exists() and not os.access(path, os.R_OK | os.W_OK):
+                raise InputError(f"workdir must have files that can be written: {path} cannot")
+
     def changes(self, config: Config) -> list[str]:
         """Says how a configuration differs from that of the last start; checkpoints decide whether it may."""
         try:
-            saved = dict(flatten(json.loads(self.config.read_text())))
-        except (OSError, ValueError, AttributeError):
+            saved = dict(flatten(read_json(self.config)))
+        except (JsonError, AttributeError):
             return []
         unimportant = {"workdir": config.workdir, "data.accept_change": config.data.accept_change}
         return differences(saved | unimportant, flat_fields(config))
@@ -77,6 +93,7 @@ def open_workdir(folder: Path) -> Iterator[Workdir]:
         if jax.process_index() == 0:
             _lock(lock, folder)
             work.lock_file = lock
+            work.check_paths()
         yield work
 
 

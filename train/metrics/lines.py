@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from flaxasync.foreign_json import JsonError, parse_json
 from train.lifecycle.errors import StorageError
 from train.metrics.output import warn, write_atomically
 
@@ -174,8 +175,8 @@ def _read_lines(path: Path) -> tuple[list[Line], list[bytes]]:
     lines, bad = list[Line](), list[bytes]()
     for raw in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
         try:
-            line = json.loads(raw)
-        except ValueError:
+            line = parse_json(raw, str(path))
+        except JsonError:
             line = None
         lines.append(line) if isinstance(line, dict) else bad.append(raw)
     return lines, bad

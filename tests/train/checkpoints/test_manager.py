@@ -134,6 +134,71 @@ def test_the_newest_complete_checkpoint_or_the_requested_one_is_chosen(folder):
             checkpoints.choose(7)
 
 
+@pytest.mark.parametrize("how", ["moved", "linked", "copied", "swapped"])
+def test_a_checkpoint_in_the_folder_of_another_step_is_refused(how, identity, trainer, folder):
+    wrong = folder / "20"
+    if how == "moved":
+        (folder / "10").rename(wrong)
+    elif how == "linked":
+        wrong.symlink_to("10")
+    elif how == "copied":
+        shutil.copytree(folder / "10", wrong)
+    else:
+        (folder / "10").rename(folder / "aside")
+        (folder / "5").rename(folder / "10")
+        (folder / "aside").rename(folder / "5")
+        wrong = folder / "10"
+    held = 5 if how == "swapped" else 10
+    with Checkpoints(folder, keep=3) as checkpoints:
+        assert checkpoints.choose(None) == int(wrong.name)
+        with pytest.raises(
+            InputError, match=rf"checkpoint of step {wrong.name}, {wrong}, holds step {held}: its folder"
+        ):
+            checkpoints.restore(int(wrong.name), trainer.abstract_state(), identity)
+    assert wrong.exists()
+    if how == "moved":
+        wrong.rename(folder / "10")
+        with Checkpoints(folder, keep=3) as checkpoints:
+            assert checkpoints.record(checkpoints.choose(None)).step == 10
+
+
+@pytest.mark.parametrize("part", ["state", "record"])
+def test_a_part_of_another_step_is_damage(part, identity, trainer, folder):
+    shutil.rmtree(folder / "10" / part)
+    shutil.copytree(folder / "5" / part, folder / "10" / part)
+    with Checkpoints(folder, keep=3) as checkpoints, pytest.raises(InputError, match=r"step is not what|holds step 5"):
+        checkpoints.restore(10, trainer.abstract_state(), identity)
+
+
+@pytest.mark.parametrize("content", [None, b"[" * 9999 + b"]" * 9999, b"\xff", b"[1]", b"9" * 5000])
+def test_a_record_that_is_no_json_or_no_file_is_damage(content, folder):
+    record = folder / "10" / "record" / "metadata"
+    record.unlink()
+    if content is None:
+        os.mkfifo(record)  # without a writer it would block whoever opens it
+    else:
+        record.write_bytes(content)
+    with Checkpoints(folder, keep=3) as checkpoints, pytest.raises(InputError, match=r"step 10, .* is damaged"):
+        checkpoints.record(10)
+
+
+def test_a_folder_that_cannot_take_checkpoints_is_refused_first(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", "/proc/checkpoints"):
+        with pytest.raises(InputError, match=r"checkpoint.folder must be a folder that can be written: "):
+            Checkpoints(folder)
+
+
+def test_folders_that_are_no_steps_are_left_alone(folder):
+    for name in ("\u00b2", "\u0663", "007", "notes"):
+        shutil.copytree(folder / "5", folder / name)
+    with Checkpoints(folder, keep=3) as checkpoints:
+        assert checkpoints.steps() == [5, 10]
+    assert checkpoint._find(folder / "10") == (folder, 10)
+    with pytest.raises(InputError, match="init_from must be the workdir"):
+        checkpoint._find(folder / "\u00b2")
+
+
 def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 
@@ -61,3 +62,23 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
         open_workdir(tmp_path / "file"),
     ):
         pass
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "loss.png", "tensorboard", "checkpoints"])
+def test_what_the_run_writes_later_is_checked_first(name, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    is_file = "." in name
+    if is_file:
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).write_text("")
+    kind = "file" if is_file else "folder"
+    with pytest.raises(InputError, match=f"must have a {kind}, or nothing, called {name}"), open_workdir(folder):
+        pass
+
+
+def test_a_configuration_that_is_no_json_says_nothing(work, config):
+    for content in (b"[" * 9999, b"\xff", b"[]", b"{"):
+        work.config.write_bytes(content)
+        assert work.changes(config) == []
