@@ -9,7 +9,8 @@ parts      sum over n of  share_n * parts_n        of the loss, which have no gr
 gradient   sum over n of  share_n * gradient_n     in float32, sharded as the parameters are
 ```
 
-Loss and gradient are therefore those of the whole batch, up to rounding. No row moves to another device.
+Loss and gradient are therefore those of the whole batch, up to rounding, if the loss of a batch is a mean over its
+targets. Two things of a mixture of experts are not, see `what_differs`. No row moves to another device.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,27 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from models.config import TransformerConfig
+
 type Loss = Callable[..., Any]
 type Parts = dict[str, Array]
+
+
+def what_differs(model: TransformerConfig, count: int) -> str:
+    """Says by what a step in `count` micro-batches is not that of the whole batch up to rounding; "" if it is.
+
+    The load-balancing loss is a sum over experts of products of two means over tokens, and the mean of such products
+    over the micro-batches is not the product of the means over the batch. The whole one would need the shares of all
+    micro-batches before the gradient of the first, which is one more forward pass. The router's z-loss is a mean.
+    """
+    if count == 1 or not model.experts:
+        return ""
+    found = list[str]()
+    if model.load_balance_weight:
+        found.append("the load-balancing loss is the mean of those of the micro-batches")
+    if model.capacity_factor is not None:
+        found.append("an expert's capacity is that in a micro-batch, so that other tokens are dropped")
+    return "; ".join(found)
 
 
 def split_batch(batch: tuple[Array, ...], count: int) -> tuple[Array, ...]:

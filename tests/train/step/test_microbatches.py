@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.step.microbatches import loss_and_gradient, split_batch, sum_of_losses
+from models.config import TransformerConfig
+from train.step.microbatches import loss_and_gradient, split_batch, sum_of_losses, what_differs
+from train.step.trainer import Trainer
 
 
 @pytest.fixture
@@ -51,6 +53,55 @@ def test_sums_are_float32_sharded_as_the_parameters_and_weighted_by_targets(rows
         [weighted_mean(np.asarray(w, np.float32), *(np.asarray(part)[n::2] for part in rows)) for n in (0, 1)]
     )
     assert abs(unweighted - whole[0]) > 1e-3, "the micro-batches have as many targets: their weights are not tested"
+
+
+@pytest.mark.parametrize(("fields", "count", "says"), [
+    ({}, 2, []),
+    ({"experts": 4}, 1, []),
+    ({"experts": 4, "load_balance_weight": 0.0, "router_z_weight": 0.1}, 2, []),
+    ({"experts": 4}, 2, ["load-balancing loss"]),
+    ({"experts": 4, "load_balance_weight": 0.0, "capacity_factor": 1.0}, 2, ["capacity"]),
+    ({"experts": 4, "capacity_factor": 1.0}, 2, ["load-balancing loss", "capacity"]),
+])  # fmt: skip
+def test_a_mixture_of_experts_says_what_differs(fields, count, says):
+    said = what_differs(TransformerConfig(**fields), count)
+    assert len(said.split("; ")) == max(1, len(says))
+    assert all(part in said for part in says)
+    assert bool(said) == bool(says)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [
+    {"load_balance_weight": 0.0, "router_z_weight": 0.1},
+    {"load_balance_weight": 1.0},
+    {"load_balance_weight": 0.0, "capacity_factor": 0.5},
+])  # fmt: skip
+def test_what_differs_is_all_that_differs(fields, config, mesh, replace):
+    """The gradient of a mixture of experts in two micro-batches is that of the batch exactly if nothing is said."""
+    config = replace(config, model={"experts": 4, "expert_width": 16, **fields})
+    trainer = Trainer(config, mesh)
+    spec = jax.NamedSharding(mesh, jax.P("data", None))
+    drawn = np.random.default_rng(0).integers(0, 128, (8, 17)).astype(np.int32)
+    batch = (jax.device_put(drawn[:, :-1], spec), jax.device_put(drawn[:, 1:], spec))
+    params = trainer.init().params
+
+    def gradient(count):
+        compute = jax.jit(lambda params: loss_and_gradient(trainer._loss, trainer._targets, params, batch, count))
+        _, parts, tree = compute(params)
+        flat = np.concatenate([np.asarray(leaf, np.float32).ravel() for leaf in jax.tree.leaves(tree)])
+        return jax.device_get(parts), flat
+
+    (whole_parts, whole), (parts, summed) = gradient(1), gradient(2)
+    error = np.linalg.norm(summed - whole) / np.linalg.norm(whole)
+    if what_differs(config.model, 2):
+        assert error > 1e-3
+    else:
+        assert error < 1e-5
+    if fields["load_balance_weight"]:
+        assert parts["load_balance"] != pytest.approx(whole_parts["load_balance"], rel=1e-4)
+        micro = jax.jit(lambda params, n: trainer._loss(params, *(part[n] for part in split_batch(batch, 2))), static_argnums=1)
+        mean = np.mean([float(micro(params, n)[1]["load_balance"]) for n in (0, 1)])
+        assert float(parts["load_balance"]) == pytest.approx(mean, rel=1e-5)
 
 
 def _with_half(w, x, weights):
