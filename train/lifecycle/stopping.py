@@ -1,6 +1,9 @@
 """What stops a run before its end: signals, which the loop notices between two steps, and a watchdog.
 
 After the first signal the run finishes the current step and saves it. A second Ctrl-C ends the process without saving.
+Before the first step, and after the last one is saved, there is nothing to save. A thread then ends the process if its
+main thread does not stop by itself: Python tells the main thread of a signal only between two of its instructions, and
+one of them may compile a program for an hour.
 If several processes train together, a signal to any of them stops all of them after the same step: JAX's runtime
 receives SIGTERM, informs every process, and agrees on the step, so all other signals are turned into SIGTERM there.
 """
@@ -8,6 +11,7 @@ receives SIGTERM, informs every process, and agrees on the step, so all other si
 import contextlib
 import faulthandler
 import os
+import select
 import signal
 import threading
 from collections.abc import Callable
@@ -16,7 +20,7 @@ from types import FrameType
 from typing import Any, Self
 
 from train.lifecycle.errors import COMPLETE, INTERRUPTED, RESTART
-from train.metrics.output import print_error
+from train.metrics.output import print_error, print_line
 
 EXIT_CODES = {
     signal.SIGTERM: RESTART,  # a cluster that takes the machine away
@@ -25,27 +29,82 @@ EXIT_CODES = {
     signal.SIGINT: INTERRUPTED,
 }
 TICK_SECONDS = 1.0
+GRACE_SECONDS = 10.0  # for the main thread to stop by itself
+URGENT_SECONDS = 2.0  # the same after a second Ctrl-C
+SIGNAL_TICK_SECONDS = 0.1
 
 
 class StopRequest:
     """A context manager that records the first signal instead of letting it end the process.
 
-    `shared` says whether several processes train together.
+    `shared` says whether several processes train together. `end` ends the process with an exit code, without waiting
+    for anything, `grace` seconds after a signal that the main thread has not obeyed; see `end_at_once`.
     """
 
-    def __init__(self, *, shared: bool) -> None:
+    def __init__(self, *, shared: bool, grace: float = GRACE_SECONDS, end: Callable[[int], object] = os._exit) -> None:
         self.signal: signal.Signals | None = None  # the first one that arrived
-        self._shared = shared
+        self._shared, self._grace, self._end = shared, grace, end
         self._before: dict[signal.Signals, Any] = {}
+        self._outcome: str | None = "before the first step; there was nothing new to save"
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         watched = [number for number in EXIT_CODES if not (self._shared and number == signal.SIGTERM)]
         self._before = {number: signal.signal(number, self._note) for number in watched}
+        if not self._shared:  # other processes would wait for this one, so all of them stop after the same step
+            self._watch_signals()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._stack.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def end_at_once(self, outcome: str | None) -> None:
+        """Says what is lost if a signal ends the process at any time from here on: nothing, but as `outcome` says.
+
+        With None, which is for the steps of a run, only the main thread may stop it.
+        """
+        self._outcome = outcome
+
+    def _watch_signals(self) -> None:
+        """Starts a thread that is told of each signal when it arrives, whatever the main thread does."""
+        reads, writes = os.pipe()
+        os.set_blocking(writes, False)
+        before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+        thread = threading.Thread(target=self._end_in_time, args=(reads,), name="signals", daemon=True)
+        thread.start()
+
+        def stop() -> None:
+            signal.set_wakeup_fd(before)
+            os.close(writes)  # the thread then reads the end of the pipe
+            thread.join()
+            os.close(reads)
+
+        self._stack.callback(stop)
+
+    def _end_in_time(self, pipe: int) -> None:
+        """Ends the process some time after a signal, sooner after a second Ctrl-C, while there is nothing to save."""
+        arrived = list[signal.Signals]()
+        grace = self._grace
+        waited = 0.0
+        while True:
+            timeout = SIGNAL_TICK_SECONDS if arrived else None
+            if select.select([pipe], [], [], timeout)[0]:
+                content = os.read(pipe, 64)
+                if not content:
+                    return
+                arrived += [signal.Signals(number) for number in content if number in EXIT_CODES]
+                if arrived.count(signal.SIGINT) > 1 and grace == self._grace:
+                    grace = min(self._grace, URGENT_SECONDS)
+                    waited = 0.0
+            elif self._outcome is not None:
+                waited += SIGNAL_TICK_SECONDS
+            outcome = self._outcome
+            if arrived and outcome is not None and waited >= grace:
+                print_line(f"stopped by {arrived[0].name} {outcome}")
+                self._end(EXIT_CODES[arrived[0]])
+                return
 
     def should_stop(self, step: int) -> bool:
         """Returns whether to stop after `step`; every process of a run gets the same answer for the same step."""

@@ -32,6 +32,7 @@ from train.metrics.sinks import open_recorder
 from train.step import flags
 from train.step.evaluation import Evaluation, generate, render
 from train.step.mesh import check_fits_mesh, check_host_memory, configure_jax, make_mesh, mesh_shape
+from train.step.microbatches import what_differs
 from train.step.trainer import Trainer, TrainState, backend_limits_are_input_errors
 
 
@@ -64,6 +65,8 @@ class Run:
         self.training, self.validation = split(self.corpora, config)
         self.evaluation = Evaluation(self.validation, config, mesh)
         self.batches = TrainingBatches(self.training, config, mesh)
+        evaluated = [windows.corpus for windows in self.evaluation.windows.values()]
+        self.read = [*self.corpora.values(), *(corpus for corpus in evaluated if corpus is not None)]
         corpus = {name: identify(source, config.data.tokenizer) for name, source in self.corpora.items()}
         self.identity = identify_run(config, corpus, flags.in_effect(mesh.devices.flat[0].platform))
         kept, folder = config.checkpoint, config.checkpoint.folder or work.checkpoints
@@ -119,6 +122,9 @@ class Run:
             called = f"{name}: " if len(self.corpora) > 1 else ""
             say(f"corpus     {called}{corpus.name}, {corpus.tokens.size:,} tokens")
         say(f"size       {parameters:,} parameters")
+        count = self.config.data.microbatches
+        if differs := what_differs(self.config.model, count):
+            say(f"micro      in {count} micro-batches, the gradient is not that of the whole batch: {differs}")
         for change in changes:
             say(f"changed    {change}")
 
@@ -176,12 +182,20 @@ class Run:
             profiler = Profiler(config.profile, work.profile, events)
             stack.callback(profiler.close)
             saver = Saver(
-                config, self.checkpoints, self.batches, recorder, events, self.identity, watchdog, work.require_lock
+                config,
+                self.checkpoints,
+                self.batches,
+                recorder,
+                events,
+                self.identity,
+                watchdog,
+                self._require_unchanged,
             )
             loop = Loop(
                 config, trainer, train_step, eval_step, self.batches, self.evaluation, saver, recorder, stop, watchdog,
                 profiler,
             )  # fmt: skip
+            stop.end_at_once(None)
             try:
                 state, step = loop.run(state, start=start)
             except DivergedError as error:
@@ -193,9 +207,16 @@ class Run:
             say(f"start again with --workdir {config.workdir} to continue")
         return state, step
 
+    def _require_unchanged(self) -> None:
+        """Checks that the workdir and the data are still those with which the run began; otherwise it saves nothing."""
+        self.work.require_lock()
+        for corpus in self.read:
+            corpus.require_unchanged()
+
     def _finish(self, trainer: Trainer, state: TrainState, events: Events) -> None:
         """Generates the sample, whose file marks the run as complete."""
         config, work = self.config, self.work
+        self.stop.end_at_once(f"after step {config.steps}, which is saved; started again, the run makes the sample")
         if config.eval.sample_tokens:
             source, corpus = next(iter(self.corpora.items()))
             windows = self.validation[source] if len(self.validation[source]) else self.training[source]

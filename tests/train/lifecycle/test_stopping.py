@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -24,6 +26,57 @@ def test_the_first_signal_is_recorded_and_determines_the_exit_code(number, code)
             os.kill(os.getpid(), signal.SIGINT)
         assert (stop.signal, stop.exit_code) == (number, code)
     assert signal.getsignal(number) == before
+
+
+# A mutex that is locked twice blocks the main thread for ever, as a long compilation does: no handler of Python runs.
+BLOCKED = """if True:
+    import ctypes, sys
+    from train.lifecycle.stopping import StopRequest
+
+    with StopRequest(shared=False, grace=float(sys.argv[1])) as stop:
+        if sys.argv[2] == "after":
+            stop.end_at_once(None)
+            print("steps", flush=True)
+            sys.stdin.readline()
+            stop.end_at_once("after step 7, which is saved")
+        print("blocked", flush=True)
+        mutex = ctypes.create_string_buffer(64)
+        library = ctypes.CDLL(None)
+        library.pthread_mutex_lock(mutex)
+        library.pthread_mutex_lock(mutex)
+"""
+
+
+def blocked(grace, when="before"):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", BLOCKED, str(grace), when], text=True, **pipes)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "grace", "code"),
+    [((signal.SIGTERM,), 0.2, 75), ((signal.SIGUSR1,), 0.2, 75), ((signal.SIGINT,), 0.2, 130),
+     ((signal.SIGINT, signal.SIGINT), 1e6, 130)],
+)  # fmt: skip
+def test_a_signal_ends_a_process_whose_main_thread_is_blocked(numbers, grace, code):
+    process = blocked(grace)
+    assert process.stdout.readline() == "blocked\n"
+    for number in numbers:
+        process.send_signal(number)
+        time.sleep(0.05)  # two equal signals that wait are one
+    out, err = process.communicate(timeout=60)
+    name = numbers[0].name
+    assert (out, err) == (f"stopped by {name} before the first step; there was nothing new to save\n", "")
+    assert process.returncode == code
+
+
+def test_a_signal_during_the_steps_ends_the_process_only_when_there_is_nothing_to_save():
+    process = blocked(0.2, "after")
+    assert process.stdout.readline() == "steps\n"
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=1)
+    out, err = process.communicate("\n", timeout=60)
+    assert (process.returncode, out, err) == (75, "blocked\nstopped by SIGTERM after step 7, which is saved\n", "")
 
 
 def test_without_progress_the_process_ends_with_the_code_for_start_again(tmp_path, capsys):

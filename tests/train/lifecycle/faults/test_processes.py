@@ -3,12 +3,14 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
-from tests.train.lifecycle.conftest import after_step, ends, error_of, fault
-from tests.train.runs import lines_of
+from tests.train.lifecycle.conftest import QUIET, STEPS, after_step, ends, error_of, fault
+from tests.train.runs import SCRIPT, lines_of
 
 
 @fault("SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C")
@@ -41,6 +43,42 @@ def test_signal_at_start(place, expected):
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
     ends(process, 75)
+    place.goes_on(expected)
+
+
+@fault("SIGTERM while one program compiles for long")
+def test_signal_during_a_long_compilation(place, expected):
+    """The main thread is blocked outside of Python, so that no handler of a signal runs."""
+    block = """
+from train.step import trainer as _trainer
+def _block(self):
+    import ctypes
+    print("blocked", flush=True)
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(mutex)
+_trainer.Trainer.compile_train_step = _block
+"""
+    process = place.start(code=block)
+    while process.stdout.readline() != "blocked\n":
+        pass
+    process.send_signal(signal.SIGTERM)
+    assert ends(process, 75) == "stopped by SIGTERM before the first step; there was nothing new to save\n"
+    place.goes_on(expected)
+
+
+@fault("standard input, output and error are closed")
+def test_closed_streams(place, compile_little, expected):
+    options = ("--steps", STEPS, "--workdir", place.work, "--checkpoint.every", 5, *QUIET)
+    run = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", sys.executable, SCRIPT, place.preset, *options]
+    assert subprocess.run(list(map(str, run)), env=os.environ | compile_little, timeout=120).returncode == 0
+    assert place.losses() == expected
+    assert place.steps_saved()[-1] == STEPS
+
+
+@fault("a preset that ends the process")
+def test_preset_that_exits(place, expected):
+    place.fails(2, "SystemExit: 0", code="import sys\nsys.exit(0)\n")
+    assert not place.work.exists()
     place.goes_on(expected)
 
 

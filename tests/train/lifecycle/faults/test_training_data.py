@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.train.data.test_tokenizer import train_tokenizer
-from tests.train.lifecycle.conftest import Workplace, after_step, fault
+from tests.train.lifecycle.conftest import Workplace, after_step, error_of, fault
 from tests.train.runs import contents, events_of, lines_of
 
 
@@ -79,6 +79,55 @@ def test_cut_data(place, expected):
     assert process.returncode == -signal.SIGBUS
     path.write_bytes(content)
     place.goes_on(expected, "--data.path", path)
+
+
+@fault("a data file that is written in place during the run")
+def test_rewritten_data(place, expected):
+    """By tokens of the vocabulary and by others; nothing that was computed from them is saved."""
+    text = re.search(r"path='(.*?)'", place.preset.read_text())[1]
+    right = np.frombuffer(Path(text).read_bytes(), np.uint8).astype(np.uint16)
+    path = place.work.with_name("tokens.bin")
+    right.tofile(path)
+    before = path.stat()
+    for step, wrong in ((7, right[::-1]), (12, np.full_like(right, 60_000))):
+        process = place.start("--data.path", path, "--data.token_dtype", "uint16")
+        after_step(process, step)
+        with open(path, "r+b") as file:
+            file.write(wrong.tobytes())
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        err = error_of(process, 2)
+        assert re.fullmatch(rf"error: data.path: {path} must stay as it is while a run reads it: .*\n", err), err
+        assert "saved" not in err.replace("nothing was saved since", "")
+        right.tofile(path)
+    place.goes_on(expected, "--data.path", path)
+
+
+@fault("a damaged file of tokens that a text became", "a text that is edited, and its time set back")
+def test_token_cache(place, text, tmp_path):
+    """A quarter of the tokens is left; then a letter of the text is another one."""
+    copy, tokenizer = tmp_path / "copy.txt", tmp_path / "tokenizer.json"
+    copy.write_bytes(text.read_bytes())
+    train_tokenizer(tokenizer, text, vocab_size=128, special_tokens=(), all_bytes=False)
+    options = ("--data.path", copy, "--data.tokenizer", tokenizer)
+    process = place.start(*options)
+    after_step(process, 16)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+    (tokens,) = (tmp_path / "tokens").glob("*.bin")
+    os.truncate(tokens, tokens.stat().st_size // 16 * 4)
+    before = copy.stat()
+    copy.write_bytes(text.read_bytes().replace(b"quick", b"quack"))
+    os.utime(copy, ns=(before.st_atime_ns, before.st_mtime_ns))
+    place.fails(2, "source data: content_hash was ", *options)
+    copy.write_bytes(text.read_bytes())
+    assert (
+        place.completes(*options)
+        == f"warning: {tokens} was not the file of tokens that had been written; it was made again\n"
+    )
+    again = Workplace(place._start, place.preset, tmp_path / "again")
+    assert again.completes(*options) == ""
+    assert place.losses() == again.losses()
 
 
 @fault("a loss that is not finite")

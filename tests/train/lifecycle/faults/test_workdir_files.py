@@ -29,6 +29,22 @@ def test_damaged_checkpoint(stopped, expected):
     stopped.goes_on(expected, "--resume", earlier)
 
 
+@fault("a checkpoint whose folder was renamed, copied or linked")
+def test_renamed_checkpoint(stopped, expected):
+    folder = stopped.work / "checkpoints"
+    newest = max(stopped.steps_saved())
+    wrong = folder / "35"
+    (folder / str(newest)).rename(wrong)
+    before = contents(stopped.work)
+    stopped.fails(2, f"the checkpoint of step 35, {wrong}, holds step {newest}")
+    assert contents(stopped.work) == before
+    wrong.rename(folder / str(newest))
+    wrong.symlink_to(str(newest))
+    stopped.fails(2, f"holds step {newest}")
+    wrong.unlink()
+    stopped.goes_on(expected)
+
+
 @fault("an invalid line in metrics.jsonl")
 def test_bad_line(stopped, expected):
     path = stopped.work / "metrics.jsonl"
