@@ -24,6 +24,7 @@ def check_memory(trainer: Trainer, config: Config, mesh: jax.sharding.Mesh) -> N
     """Checks that the memory of a device, or of a host whose devices are simulated, has what a run needs at least."""
     needs = least_bytes(trainer, config, mesh)
     device = mesh.local_devices[0]
+    has: int | None
     if device.platform == "cpu":
         where, has = "this host", host_memory()
         needs = {name: size * len(mesh.local_devices) for name, size in needs.items()}

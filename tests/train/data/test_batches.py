@@ -13,6 +13,7 @@ import flaxasync as fa
 from train.data.batches import TrainingBatches, ValidationBatches, Windows, segment_ids, share_of_batch, split
 from train.data.corpus import Corpus, open_corpora
 from train.lifecycle.errors import InputError
+from train.step.evaluation import Evaluation
 from train.step.mesh import make_mesh
 
 
@@ -174,3 +175,18 @@ def test_a_token_that_is_no_longer_in_the_vocabulary_ends_the_run(part, config, 
         take(batches, 12)  # some were read ahead
     with pytest.raises(InputError, match="must stay as it is"):
         corpora["data"].require_unchanged()
+
+
+def test_the_file_of_an_evaluation_set_is_compared_as_well(config, tmp_path, replace, mesh):
+    path = tmp_path / "held_out.txt"
+    path.write_bytes(b"a text of its own, " * 100)
+    config = replace(config, eval={"sets": (("held_out", str(path)),)})
+    validation = split(open_corpora(config.data, vocab_size=128), config)[1]
+    windows = Evaluation(validation, config, mesh).windows
+    for each in windows.values():
+        each.corpus.require_unchanged()
+    with open(path, "r+b") as file:
+        file.write(b"another")
+    with pytest.raises(InputError, match=r"the path of held_out in eval.sets: .*held_out.txt must stay as it is"):
+        windows["held_out"].corpus.require_unchanged()
+    windows["validation"].corpus.require_unchanged()
