@@ -4,6 +4,7 @@ A run that is started again with the same workdir continues. docs/train.md expla
 the exit codes.
 """
 
+import dataclasses
 import functools
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import NoReturn
 if __name__ == "__main__":  # `models`, `configs` and `train` are beside the folder of this script, installed or not
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from train.config import Config
 from train.config.command import Command, as_json, parse
 from train.lifecycle.errors import COMPLETE, exit_code
 from train.lifecycle.stopping import StopRequest
@@ -43,6 +45,8 @@ def _run(arguments: Sequence[str]) -> int:
         print(as_json(command.config), end="")
         return COMPLETE
     # The command line is checked before JAX is imported, which takes seconds.
+    if command.mesh == "auto" and not command.compare_meshes:
+        command = dataclasses.replace(command, config=_with_best_mesh(command))
     if command.topology is not None and command.compare_meshes:
         from train.dry_run.compare_meshes import compare_meshes
 
@@ -62,6 +66,15 @@ def _run(arguments: Sequence[str]) -> int:
 
         verify_first(command.config, command.verify)
     return _train(command)
+
+
+def _with_best_mesh(command: Command) -> Config:
+    from train.dry_run.auto_mesh import mesh_of_run, mesh_of_topology
+
+    if command.topology is not None:
+        return mesh_of_topology(command.config, command.topology, command.trust)
+    # What passes in the verification that follows will be trusted.
+    return mesh_of_run(command.config, "verified" if command.verify == "off" else "predicted")
 
 
 def _train(command: Command) -> int:

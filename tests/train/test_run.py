@@ -38,7 +38,8 @@ def test_a_run_completes_and_continues_with_more_steps(run, finished):
     (finished / "printed.txt").unlink()
     assert "8 cpu, as data 2 x model 4" in out
     assert re.search(r"size +[\d,]+ parameters", out)
-    assert "model      vocab_size=128  layers=2" in out
+    assert "model      vocab_size=128  layers=2  width=16" in out
+    assert "heartbeat_seconds" not in out, "a default was printed"
     assert "step 12/12  loss " in out
     assert "step 12: validation loss " in out
     names = {path.name for path in finished.iterdir()}

@@ -32,6 +32,10 @@ class Command:
     """A parsed command line."""
 
     config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
+    mesh: Literal["named", "auto"] = "named"
+    """auto takes the sizes of the mesh that are predicted to be the fastest of those that fit the TPUs of a run or of
+    --topology; a run that continues keeps its mesh. named takes --mesh.data, --mesh.fsdp, --mesh.context, --mesh.model.
+    """
     resume: str = "latest"
     """What to continue from: latest, the step of a checkpoint, or none; checkpoints that are later are set aside."""
     print_config: bool = False
@@ -84,6 +88,9 @@ def parse(arguments: Sequence[str]) -> Command:
         use_underscores=True,
     )
     assert isinstance(command, Command)
+    sizes = [option for option in options if re.match(r"--mesh\.(data|fsdp|context|model)(=|$)", option)]
+    if command.mesh == "auto" and sizes:
+        raise InputError(f"--mesh auto chooses all sizes of the mesh: got {sizes[0]} as well; leave out one of the two")
     _check_modes(command)
     check(command.config)
     return command

@@ -20,6 +20,7 @@ from flaxasync import check
 from flaxasync.check.estimate.phases import Phases
 from flaxasync.check.estimate.picture import draw_timeline
 from flaxasync.check.estimate.timeline import SOURCES
+from flaxasync.check.progress import progress
 from flaxasync.hardware import Chip
 from flaxasync.ops.trust import Mode, trusting
 from train.config import Config, replace_options
@@ -55,8 +56,16 @@ def dry_run(config: Config, topology: str, trust: Mode = "predicted", kernels: K
             report = _compile_what_fits(config, topology, mesh, kernels)
     folder = Path(config.workdir) / "dry_run"
     folder.mkdir(parents=True, exist_ok=True)
-    text = report.render()
+    with progress("reading the compiled program"):
+        text = report.render()
     say(f"{text}\ntook       {time.monotonic() - began:.0f} s")
+    with progress("writing the details"):
+        _write_details(report, text, folder)
+    say(f"details    {folder}: timeline.png, trace.json (ui.perfetto.dev), audit.txt, program.txt, report.json")
+    return 0
+
+
+def _write_details(report: "DryRun", text: str, folder: Path) -> None:
     (folder / "report.txt").write_text(text + "\n")
     (folder / "report.json").write_text(json.dumps(report.figures(), indent=2) + "\n")
     (folder / "audit.txt").write_text(f"{report.audit}\n\n{report.timeline}\n")
@@ -64,8 +73,6 @@ def dry_run(config: Config, topology: str, trust: Mode = "predicted", kernels: K
     check.save_trace(report.timeline, folder / "trace.json")
     parts = Phases(report.program)
     draw_timeline(report.timeline, folder / "timeline.png", phase_of=lambda name: parts.part(name) or parts.phase(name))
-    say(f"details    {folder}: timeline.png, trace.json (ui.perfetto.dev), audit.txt, program.txt, report.json")
-    return 0
 
 
 def topology_devices(topology: str) -> list[Any]:
@@ -92,6 +99,7 @@ class DryRun:
     tried: Config  # what the program was compiled from
     smaller: dict[str, Any]  # the options in which the two differ; empty if the requested step fits
     needed: int  # memory that the requested step needs, in bytes per device
+    predicted: int  # what that was predicted to need, from the sizes of model and mesh
     advice: str  # what is predicted to fit instead of the requested step; "" if that fits
     topology: str
     mesh: dict[str, int]
@@ -115,6 +123,7 @@ class DryRun:
             "flags": self.flags,
             "fits": not self.smaller,
             "bytes_needed": self.needed,
+            "bytes_predicted": self.predicted,
             "bytes_available": round(chip.hbm_bytes),
             "estimates_are_of": dict(self.smaller),
             "bytes_by_kind": kinds | {"aliased": program.memory["alias_size_in_bytes"]},
@@ -154,6 +163,7 @@ class DryRun:
             f"dry run    {chips} devices of {self.topology}, as {shape}; {f['parameters']:,} parameters",
             f"memory     {'fits' if f['fits'] else 'does not fit'}: {gib(self.needed)} per device for batch "
             f"{data.batch_size} x {data.sequence_length} tokens; {gib(chip.hbm_bytes)} are available",
+            f"           as the compiler counts it; {gib(self.predicted)} were predicted from the sizes alone",
         ]
         if self.smaller:
             lines.append(f"           {self.advice}")
@@ -193,19 +203,24 @@ def _compile_what_fits(config: Config, topology: str, mesh: jax.sharding.Mesh, k
         named = " ".join(f"--{name} {value}" for name, value in smaller.items()) or "as requested"
         say(f"compiling  for {topology}, {named} ...")
         try:
-            state, program = compile_step(tried, topology, mesh)
+            with progress(f"compiling for {topology}"):
+                state, program = compile_step(tried, topology, mesh)
         except check.HbmError as error:
             refused.append(error)
             continue
         except RuntimeError as error:  # a crash, a timeout, or a refusal for another reason than memory
             raise InputError(f"the training step could not be compiled for {topology}: {error}") from error
         needed = refused[0].needed if refused else program.bytes_by_kind["total"]
-        audit = check.audit(program)
         played: Literal["play"] | None = "play" if kernels == "play" else None
-        timeline = check.timeline(program, kernels=played, say=lambda line: say(f"simulating {line}"))
+        with progress("reading the compiled program"):
+            audit = check.audit(program)
+            timeline = check.timeline(program, kernels=played, say=lambda line: say(f"simulating {line}"))
         shape, flags = dict(mesh.shape), in_effect()
         advice = what_fits(config, check.CHIPS[program.chip], shape) if refused else ""
-        return DryRun(config, tried, smaller, needed, advice, topology, shape, state, program, audit, timeline, flags)
+        predicted = sum(predicted_memory(config, shape, check.CHIPS[program.chip]).values())
+        return DryRun(
+            config, tried, smaller, needed, predicted, advice, topology, shape, state, program, audit, timeline, flags
+        )
     raise InputError(f"not even one layer fits on {topology}: {refused[-1]}; use a larger topology, or a smaller model")
 
 

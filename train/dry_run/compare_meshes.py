@@ -15,6 +15,7 @@ import jax
 
 from flaxasync import check
 from flaxasync.check.estimate.phases import Phases
+from flaxasync.check.progress import progress
 from flaxasync.ops.trust import Mode, trusting
 from train.config import Config
 from train.dry_run.command import compile_step, topology_devices
@@ -95,7 +96,7 @@ def compiled_form(config: Config, topology: str, one: Prediction, trust: Mode) -
         mesh = mesh_over(check.topology_devices(topology), config.mesh, topology)
         with flags_of(config, topology.partition(":")[0]) as flags, jax.set_mesh(mesh), trusting(trust):
             say(flags)
-            with backend_limits_are_input_errors(config):
+            with backend_limits_are_input_errors(config), progress(f"compiling for {topology}"):
                 _, program = compile_step(config, topology, mesh, compiler_options=check.HLO_ONLY)
     except check.HbmError as error:
         say(f"           does not fit: it needs {gib(error.needed)}")
@@ -103,7 +104,8 @@ def compiled_form(config: Config, topology: str, one: Prediction, trust: Mode) -
     except (RuntimeError, InputError) as error:  # a crash, a timeout, a mesh or a backend that cannot serve the run
         say(f"           not compiled: {error}")
         return dataclasses.replace(one, source=FAILED)
-    timeline = check.timeline(program)
+    with progress("reading the compiled program"):
+        timeline = check.timeline(program)
     longest = (*(name for name, _ in Phases(program).waits(timeline)), "nothing")[0]
     return dataclasses.replace(
         one,

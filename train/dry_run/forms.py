@@ -21,10 +21,11 @@ from models.config import FsdpOverlap, Remat
 from train.config import Config, replace_options
 from train.dry_run.mesh_costs import AUTOMATIC, Prediction, form_options, predict, predicted_memory
 from train.lifecycle.errors import InputError, as_input_errors
-from train.metrics.output import gib, say, time_text
+from train.metrics.output import gib, print_line, say, time_text
 from train.step.mesh import AXES, FSDP, check_fits_mesh, mesh_shape
 
 ROOM = 0.9  # share of the memory that a form may need if there is one that needs less
+MUCH = 1.1  # a mesh is named instead of that of a run if it is predicted to be as many times faster
 DIRECT = "prefetch_pallas"
 
 
@@ -72,10 +73,34 @@ def choose_and_say(config: Config, mesh: jax.sharding.Mesh) -> Config:
     memory = (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit") if chip is None else None
     linked = chip is None or not any(axis.name == FSDP and axis.across_slices for axis in mesh_report(mesh))
     choice = choose(config, chip, mesh.shape, linked=linked, memory=memory)
-    for name, text in (("chosen", choice.chosen), ("instead", choice.instead)):
+    texts = [("chosen", choice.chosen), ("instead", choice.instead)]
+    if chip is not None and not any(axis.across_slices for axis in mesh_report(mesh)):
+        now = predict(choice.config, chip, mesh.shape).seconds
+        texts.append(("instead", faster_mesh(config, chip, mesh.shape, now)))
+    for name, text in texts:
         if text and ambient_mesh.platform() == "tpu":
             say(f"{name:<10} {text}")
     return choice.config
+
+
+def faster_mesh(config: Config, chip: Chip, mesh: Mapping[str, int], now: float) -> str:
+    """Says which mesh of as many chips is predicted to be much faster than `now` seconds a step; "" if none is."""
+    best = rank(config, chip, math.prod(mesh.values()))[0]
+    if not best.fits or MUCH * best.seconds > now:
+        return ""
+    figures = f"{time_text(best.seconds)} in {gib(best.needed)}"
+    return f"{best.options} would take {figures}, where this mesh takes {time_text(now)}; --mesh auto takes the fastest"
+
+
+def best_mesh(config: Config, chip: Chip, devices: int) -> Config:
+    """Returns a configuration whose mesh is the fastest that fits some devices, by prediction, and prints its sizes."""
+    ranked = rank(config, chip, devices)
+    best = ranked[0]
+    sizes = " ".join(f"--mesh.{axis} {size}" for axis, size in best.sizes.items())
+    why = f"the fastest of {len(ranked)}" if best.fits else f"the one that needs least of {len(ranked)}, none fits"
+    figures = f"{time_text(best.seconds)} in {gib(best.needed)} of {gib(best.available)}"
+    print_line(f"mesh       {sizes} (auto: {why}, by prediction: {figures})")
+    return with_mesh(config, tuple(best.sizes.values()))
 
 
 def rank(config: Config, chip: Chip, devices: int) -> list[Prediction]:

@@ -71,6 +71,9 @@ POLICIES: dict[Remat, Policy] = {
     "offload": Policy(("attention", "statistics"), ("stream", "operands"), ("passes", "matmuls")),
     "offload_most": Policy(("statistics",), ("stream", "operands", "attention"), ("passes", "matmuls")),
 }
+# What such a scan keeps in place of some of them: it gathers kernels again, and its loop of two layers keeps residuals
+# that XLA finds to be equal in a loop of one layer.
+_IN_A_PREFETCHING_SCAN = {"everything": "residuals", "kernels": "none"}
 AUTOMATIC: tuple[Remat, ...] = ("none", "cheap", "dots", "layer")
 """What a run chooses from. Around the transfers to the host, XLA was seen to copy the stacks of all layers."""
 
@@ -175,7 +178,8 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
                        mean if the run keeps one
     gradients          like the parameters; with micro-batches a float32 sum beside them
     kept               for each layer what `model.remat` keeps, with none and cheap its gathered kernels too, but for a
-                       scan that prefetches; and with all but layer the rows that `model.gathered_mib` lets it keep
+                       scan that prefetches, which with none keeps all residuals of its operations; and with all but
+                       layer the rows that `model.gathered_mib` lets it keep
     working            what the largest of three phases has beside the above. Layers: the activations of one layer, with
                        the rows that a product gathers, and with remat layer the kept rows; the whole kernels of two
                        layers; the gradient of the output projection. Loss: the whole kernel and gradient of the output
@@ -208,7 +212,10 @@ def predicted_memory(config: Config, mesh: Mapping[str, int], chip: Chip | None 
     prefetched = {"xla": 0.0, "prefetch": 2 * whole + kernels / ring * stored, "prefetch_pallas": 3 * whole}
     arriving = prefetched[model.fsdp_overlap or "xla"]
     last = whole if arriving else 0.0
-    kept = sum(values[name] for name in policy.keeps if name != "kernels" or not arriving)
+    keeps = policy.keeps
+    if arriving:
+        keeps = tuple(_IN_A_PREFETCHING_SCAN.get(name, name) for name in keeps)
+    kept = sum(values[name] for name in keeps)
     again = 0 if "gathered" in (*policy.keeps, *policy.offloads) else values["gathered"]
     cast = model.layers * kernels / (fsdp * ring) * computed if stored != computed else 0.0
     vocabulary = -(-model.vocab_size // ring)
@@ -277,6 +284,10 @@ def _kinds_of_values(config: Config, mesh: Mapping[str, int], chip: Chip | None)
     if model.attention_softcap is not None or model.alternating_window is not None:
         scores = 4 * rows * config.data.sequence_length * -(-model.heads // ring)
     passes = (5 - model.post_norms) * stream + rows / ring * (q_width + 2 * hidden) * computed
+    residuals = stream + rows / ring * (4 * q_width + 2 * kv_width + 6 * hidden) * computed
+    residuals += 3 * 4 * rows / ring * (2 + 2 * model.post_norms) * model.width  # norms compute in float32
+    residuals += 3 * 4 * rows / ring * (q_width + kv_width) * model.qk_norm
+    residuals += rows * 2 * 4 * model.head_features  # sines and cosines of positions
     return {
         "stream": stream,
         "operands": operands,
@@ -284,6 +295,8 @@ def _kinds_of_values(config: Config, mesh: Mapping[str, int], chip: Chip | None)
         "attention": rows / ring * q_width * computed,
         "statistics": rows / ring * 4 * model.heads,
         "everything": products + passes,
+        "residuals": residuals,
+        "none": 0.0,
         "scores": scores,
         "gathered": _gathered_bytes(config, mesh, chip),
         "kernels": 0.0 if mesh.get(FSDP, 1) == 1 else parameters_of_a_layer(model) / ring * computed,

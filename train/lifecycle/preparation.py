@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 
 from flaxasync import mesh
 from flaxasync.check import check_async_compatible
+from flaxasync.check.progress import progress
 from flaxasync.ops import trust
 from train.config import Config
 from train.lifecycle.errors import InputError
@@ -85,8 +86,10 @@ def compile_steps(
     """Compiles the training step, whose text `train/report.py` reads, and the evaluation step if there are any."""
     began = time.monotonic()
     with backend_limits_are_input_errors(config):
-        train_step = trainer.compile_train_step()
-        eval_step = trainer.compile_eval_step() if config.eval.every else None
+        with progress("compiling the training step"):
+            train_step = trainer.compile_train_step()
+        with progress("compiling the validation step"):
+            eval_step = trainer.compile_eval_step() if config.eval.every else None
     seconds = time.monotonic() - began
     say(f"compiled   the training step in {seconds:.1f} s")
     for line in describe_dispatch(train_step):

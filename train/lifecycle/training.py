@@ -7,15 +7,17 @@ import contextlib
 import dataclasses
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 from etils import epath
 from jax.experimental import multihost_utils
 
+from flaxasync.check.progress import progress
 from train.checkpoints.manager import Checkpoints, load_parameters, unused_path
 from train.checkpoints.record import check_identity, differences, flat_fields, identify_run
 from train.checkpoints.saver import Saver
-from train.config import Config, ProfileConfig
+from train.config import Config, ProfileConfig, flatten
 from train.config.command import Command
 from train.data.batches import TrainingBatches, split
 from train.data.corpus import identify, open_corpora
@@ -44,7 +46,8 @@ def train(command: Command, stop: StopRequest) -> int:
     configure_cache(config)
     if config.mesh.platform == "cpu" and not config.mesh.distributed:  # simulated devices take memory
         check_fits_mesh(config, mesh_shape(config.mesh, config.mesh.cpu_devices, "simulated cpu"))
-    mesh = make_mesh(config.mesh)
+    with progress("opening the devices"):
+        mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         check_fits_mesh(config, mesh.shape)
         check_host_memory(config, mesh)
@@ -61,7 +64,8 @@ class Run:
     def __init__(self, command: Command, mesh: jax.sharding.Mesh, stop: StopRequest, work: Workdir):
         self.command, self.config, self.mesh, self.stop, self.work = command, command.config, mesh, stop, work
         config = self.config
-        self.corpora = open_corpora(config.data, vocab_size=config.model.vocab_size)
+        with progress("reading the data"):
+            self.corpora = open_corpora(config.data, vocab_size=config.model.vocab_size)
         self.training, self.validation = split(self.corpora, config)
         self.evaluation = Evaluation(self.validation, config, mesh)
         self.batches = TrainingBatches(self.training, config, mesh)
@@ -111,11 +115,9 @@ class Run:
         return COMPLETE
 
     def _show_setup(self, parameters: int, changes: list[str]) -> None:
-        fields = dataclasses.asdict(self.config)
-        sections = {name: value for name, value in fields.items() if isinstance(value, dict)}
-        sections["run"] = {name: value for name, value in fields.items() if name not in sections}
-        for name, section in sections.items():
-            say(f"{name:<10} {'  '.join(f'{field}={value}' for field, value in section.items())}")
+        for section, fields in changed_fields(self.config).items():
+            say(f"{section:<10} {'  '.join(f'{field}={value}' for field, value in fields.items())}")
+        say("others     have the defaults that --help shows; --print_config prints all fields")
         shape = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
         say(f"devices    {self.mesh.size} {self.mesh.devices.flat[0].device_kind}, as {shape}")
         for name, corpus in self.corpora.items():
@@ -136,7 +138,10 @@ class Run:
         config = self.config
         if start:
             abstract, accepts = trainer.abstract_state(), config.data.accept_change
-            state, record, accepted = self.checkpoints.restore(start, abstract, self.identity, accept_change=accepts)
+            with progress(f"reading the checkpoint of step {start}"):
+                state, record, accepted = self.checkpoints.restore(
+                    start, abstract, self.identity, accept_change=accepts
+                )
             self.batches.set_state(record.data)
             say(f"resumed    {self.checkpoints.path(start)}")
             for change in accepted:
@@ -220,7 +225,8 @@ class Run:
         if config.eval.sample_tokens:
             source, corpus = next(iter(self.corpora.items()))
             windows = self.validation[source] if len(self.validation[source]) else self.training[source]
-            text = render(corpus, *generate(trainer, state, windows[0], config))
+            with progress("generating the sample"):
+                text = render(corpus, *generate(trainer, state, windows[0], config))
             say(f"sample     (the model continues after \u2502)\n{text}")
             if jax.process_index() == 0:
                 write_atomically(work.sample, text + "\n")
@@ -263,28 +269,50 @@ class Loop:
         dispatched, so the devices never run out of work. After a DivergedError nothing was saved from that step on.
         """
         config, step = self.config, start
+        first_report = min((start // config.report.every + 2) * config.report.every, config.steps)
+
+        def first_steps() -> str:
+            done, steps = self.recorder.computed(), first_report - start
+            return f"training, {done} of the {steps} steps before the first report are done"
+
         self.recorder.pace.start()
-        for step in range(start + 1, config.steps + 1):
-            with self.recorder.pace.counted("load"):
-                batch = next(self.batches)
-            self.profiler.before(step, state)
-            state, metrics = self.train_step(state, *batch)
-            self.recorder.add(step, **metrics)
-            last = step == config.steps
-            if self.eval_step is not None and (last or step % config.eval.every == 0):
-                self.recorder.add(step, **self.evaluation.run(self.eval_step, self.trainer.evaluated(state)))
-            if step % config.report.every == 0:
-                self.recorder.report(step - config.report.every)
-            self.profiler.after(step, state)
-            self.saver.poll(step, state)
-            self.watchdog.progress(f"step {step}")  # after the poll, which may name the checkpoint of an earlier step
-            stopping = self.stop.should_stop(step)
-            if last or stopping or self.saver.is_due(step):
-                self.saver.save(step, state)
-            if stopping:
-                break
-        self.saver.finish(step, state)
+        with contextlib.ExitStack() as until_report:
+            until_report.enter_context(progress(first_steps))
+            for step in range(start + 1, config.steps + 1):
+                with self.recorder.pace.counted("load"):
+                    batch = next(self.batches)
+                self.profiler.before(step, state)
+                state, metrics = self.train_step(state, *batch)
+                self.recorder.add(step, **metrics)
+                last = step == config.steps
+                if self.eval_step is not None and (last or step % config.eval.every == 0):
+                    self.recorder.add(step, **self.evaluation.run(self.eval_step, self.trainer.evaluated(state)))
+                if step % config.report.every == 0:
+                    self.recorder.report(step - config.report.every)
+                if step == first_report:
+                    until_report.close()
+                self.profiler.after(step, state)
+                self.saver.poll(step, state)
+                self.watchdog.progress(f"step {step}")  # after the poll, which may name an earlier step's checkpoint
+                stopping = self.stop.should_stop(step)
+                if last or stopping or self.saver.is_due(step):
+                    self.saver.save(step, state)
+                if stopping:
+                    break
+        with progress(f"writing the checkpoint of step {step}"):
+            self.saver.finish(step, state)
         return state, step
+
+
+def changed_fields(config: Config) -> dict[str, dict[str, Any]]:
+    """Returns the fields of a configuration that differ from their defaults, by their sections."""
+    defaults = dict(flatten(dataclasses.asdict(Config("", 0))))
+    found = dict[str, dict[str, Any]]()
+    for name, value in flatten(dataclasses.asdict(config)):
+        if value != defaults[name]:
+            section, _, field = name.rpartition(".")
+            found.setdefault(section or "run", {})[field] = value
+    return found
 
 
 class Profiler:

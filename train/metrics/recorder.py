@@ -115,6 +115,10 @@ class Recorder:
         if diverged:
             raise diverged
 
+    def computed(self) -> int:
+        """Returns how many of the steps that were in no report yet are computed; any thread may ask."""
+        return sum(metrics["loss"].is_ready() for metrics in list(self._pending.values()))
+
     def flush(self) -> None:
         for sink in self._sinks:
             sink.flush()

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from flaxasync.check.progress import progress
 from train.config import Config
 from train.lifecycle.errors import InputError
 
@@ -141,10 +142,11 @@ def refusal(flags: Mapping[str, str], chip: str | None) -> str:
     environment = os.environ | {VARIABLE: with_flags(flags), "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     command = [sys.executable, "-m", "train.step.flags_probe", _SLICES[chip or "v5e"]]
     try:
-        child = subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            timeout=PROBE_SECONDS,
-        )  # fmt: skip
+        with progress("asking libtpu whether it takes the flags"):
+            child = subprocess.run(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+                timeout=PROBE_SECONDS,
+            )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"libtpu did not say within {PROBE_SECONDS} s whether it takes {with_flags(flags)}"
     if child.returncode == 0:

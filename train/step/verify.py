@@ -7,10 +7,11 @@ take kernels that fail; a backend that was named and fails ends the run.
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from flaxasync.check.progress import progress
 from flaxasync.hardware import CHIPS
 from flaxasync.kernels.flash_attention import unsupported as flash_lacks
 from flaxasync.ops import trust
@@ -46,15 +47,8 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
     enough = (Verdict.PASS, Verdict.SLOWER) if named or config.backend != "auto" else tuple(Verdict)
     if mode == "auto" and min(sizes.values()) > 0 and _have_verdicts(cases_of(config, sizes), enough):
         return
-    setup = setup or Setup(platform="tpu" if config.mesh.platform == "tpu" else None, repeats=1, limit=LIMIT)
-    try:
-        machine = describe(setup)
-    except MachineError as error:
-        last_words = str(error).strip().splitlines()[-1]  # those of the child may be a traceback
-        if _NO_TPU in last_words:
-            cause = last_words[last_words.index(_NO_TPU) :]
-            raise InputError(no_devices("tpu", cause)) from error
-        raise InputError(f"the TPU could not be verified: {last_words}; --verify off skips this") from error
+    setup = setup or setup_of(config)
+    machine = describe_machine(setup, "; --verify off skips this")
     if machine["platform"] != "tpu":
         return
     devices = machine["devices"]
@@ -81,6 +75,26 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
         raise InputError(
             f"model.fsdp_overlap=prefetch_pallas fails on this machine: {copies[0]}; leave it out, or use --verify off"
         )
+
+
+def setup_of(config: Config) -> Setup:
+    """Returns how child processes of a run open its devices."""
+    return Setup(platform="tpu" if config.mesh.platform == "tpu" else None, repeats=1, limit=LIMIT)
+
+
+def describe_machine(setup: Setup, advice: str = "") -> dict[str, Any]:
+    """Returns what the devices of this machine are, which a child process opens; `advice` ends the error."""
+    try:
+        with progress("looking for TPUs"):
+            return describe(setup)
+    except MachineError as error:
+        first_line, *others = str(error).strip().splitlines()
+        if _NO_TPU in str(error):
+            last_line = [first_line, *others][-1]
+            raise InputError(no_devices("tpu", last_line[last_line.find(_NO_TPU) :])) from error
+        # The last words of the child may be a traceback, of which the last line says what happened.
+        said = f"{first_line.partition('; its last words')[0]}: {others[-1]}" if others else first_line
+        raise InputError(f"the TPU could not be verified: {said}{advice}") from error
 
 
 def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:

@@ -1,14 +1,17 @@
 """Tests of train/run.py --dry-run: its report on a run, on chips that are not there, and on a run that does not fit."""
 
 import dataclasses
+import functools
 import json
 import re
+import time
 from unittest import mock
 
 import jax
 import pytest
 
 from flaxasync import check
+from flaxasync.check.progress import progress
 from flaxasync.ops.trust import is_assumed
 from train.config.command import load_preset
 from train.dry_run import command as dry_run_module
@@ -65,6 +68,8 @@ def test_a_dry_run_reports_memory_and_estimated_speed(dry_run, tmp_path):
     out, _ = dry_run()
     assert "4 devices of v5e:2x2, as data 2 x model 2" in out
     assert re.search(r"memory +fits: .* MiB per device for batch 8 x 16 tokens; 15.75 GiB are available", out)
+    predicted = re.search(r" as the compiler counts it; ([\d.]+) MiB were predicted from the sizes", out)
+    assert float(predicted[1]) > 0
     assert re.search(r"step +[\d.]+ ms estimated: work [\d.]+%, waiting for other devices [\d.]+%", out)
     assert re.search(r"speed +[\d,]+ tokens/s, .* MFU [\d.]+% of 197 TFLOP/s", out)
     assert "model FLOPs:" in out
@@ -114,6 +119,17 @@ def test_a_smaller_step_is_estimated_if_the_requested_one_does_not_fit(refusals,
     assert figures["notes"]
     assert all(f"note: {note}\n" in out for note in figures["notes"])
     assert ("bfloat16" in {str(leaf.dtype) for leaf in jax.tree.leaves(states[-1].params)}) == (refusals > 2)
+
+
+def test_compiling_says_for_how_long_it_has_been_under_way(options, monkeypatch, capsys):
+    def compile_slowly(*args, **options):
+        time.sleep(0.5)
+        raise RuntimeError("it died")
+
+    monkeypatch.setattr(check, "compile_for", compile_slowly)
+    monkeypatch.setattr(dry_run_module, "progress", functools.partial(progress, silent=0.1))
+    assert main(options) == 2
+    assert f"flaxasync: compiling for {TOPOLOGY}, 0 s so far\n" in capsys.readouterr().err
 
 
 def test_the_batch_is_chosen_by_its_predicted_memory(preset, replace):

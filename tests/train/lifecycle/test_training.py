@@ -2,21 +2,27 @@
 
 import contextlib
 import dataclasses
+import functools
+import re
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from flaxasync.check.progress import progress
 from tests.train.metrics.test_recorder import Lines
 from train.checkpoints.manager import Checkpoints
 from train.checkpoints.record import identify_run
 from train.checkpoints.saver import Saver
+from train.config import Config, DataConfig, MeshConfig
 from train.data.batches import TrainingBatches, split
 from train.data.corpus import open_corpora
+from train.lifecycle import training as training_module
 from train.lifecycle.errors import DivergedError
 from train.lifecycle.stopping import StopRequest, Watchdog
-from train.lifecycle.training import Loop, Profiler
+from train.lifecycle.training import Loop, Profiler, changed_fields
 from train.metrics.lines import Events
 from train.metrics.recorder import Pace, Recorder
 from train.step.evaluation import Evaluation
@@ -74,6 +80,32 @@ def test_every_step_has_a_line_and_checkpoints_and_validations_follow_their_inte
     assert [line["step"] for line in sink.lines] == list(range(1, 13))
     assert [line["step"] for line in sink.lines if "validation_loss" in line] == [10, 12]
     assert steps() == [5, 10, 12]
+
+
+def test_slow_first_steps_say_how_many_are_done_until_the_first_report(config, make_loop, monkeypatch, capsys):
+    """Of steps 4, 5 and 6, the report at step 6 has the first ones, because a report is an interval late."""
+    monkeypatch.setattr(training_module, "progress", functools.partial(progress, silent=0.1))
+    loop = make_loop(dataclasses.replace(config, steps=12))
+
+    def slow_step(state, *batch):
+        time.sleep(0.3 if state.step < 6 else 0)
+        return loop.train_step(state, *batch)
+
+    state = dataclasses.replace(loop.trainer.init(), step=jnp.int32(3))
+    dataclasses.replace(loop, train_step=slow_step).run(state, start=3)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "training" in line]
+    said = r"flaxasync: training, \d of the 3 steps before the first report are done, \d s so far"
+    assert lines
+    assert all(re.fullmatch(said, line) for line in lines)
+
+
+def test_a_start_prints_what_differs_from_the_defaults():
+    config = Config("runs/here", 3, mesh=MeshConfig(data=1, model=8), data=DataConfig(batch_size=32))
+    assert changed_fields(config) == {
+        "run": {"workdir": "runs/here", "steps": 3},
+        "mesh": {"data": 1, "model": 8},
+        "data": {"batch_size": 32},
+    }
 
 
 def runs_ahead(loop, train_step, *, until: int, seconds: float) -> bool:

@@ -1,0 +1,115 @@
+"""Tests of `--mesh auto`: the mesh that a dry run or a run takes, that a run keeps it, and what is refused."""
+
+import dataclasses
+import math
+import pathlib
+
+import pytest
+
+from configs.llama_8b import llama_8b
+from flaxasync import check
+from flaxasync.hardware import CHIPS
+from flaxasync.ops.trust import trusting
+from train.config import Config, MeshConfig
+from train.config.command import as_json
+from train.dry_run.auto_mesh import mesh_of_run
+from train.dry_run.forms import rank
+from train.run import main
+from train.step.mesh import axis_sizes
+
+PRESET = str(pathlib.Path(__file__).parents[3] / "configs" / "llama_8b.py")
+LONG = ["--data.sequence_length", "8192", "--data.batch_size", "48", "--dry-run", "--topology", "v6e:4x4"]
+SHARDED = "--mesh.data 1 --mesh.fsdp 16 --mesh.context 1 --mesh.model 1"
+
+
+@pytest.fixture
+def printed(monkeypatch, tmp_path, capsys):
+    """A function that returns what a dry run prints before it compiles."""
+
+    def printed(*options: str) -> list[str]:
+        def stop(*args, **options):
+            raise RuntimeError("it stops here")
+
+        monkeypatch.setattr(check, "compile_for", stop)
+        assert main([PRESET, *LONG, "--workdir", str(tmp_path), *options]) == 2
+        captured = capsys.readouterr()
+        assert captured.err.endswith("could not be compiled for v6e:4x4: it stops here\n")
+        return captured.out.splitlines()
+
+    return printed
+
+
+def test_a_mesh_that_is_far_behind_says_which_one_would_be_faster(printed):
+    """48 sequences of 8192 on 16 chips: four devices for each layer send much more than they save."""
+    (line,) = [line for line in printed() if "--mesh" in line]
+    assert line.startswith(f"instead    {SHARDED} --model.remat layer --model.fsdp_overlap prefetch_pallas would take ")
+    assert line.endswith("; --mesh auto takes the fastest")
+
+
+def test_a_dry_run_takes_the_mesh_that_is_predicted_to_be_the_fastest(printed):
+    lines = printed("--mesh", "auto")
+    (line,) = [line for line in lines if "--mesh" in line]
+    assert line.startswith(f"mesh       {SHARDED} (auto: the fastest of ")
+    assert any(line.startswith("flags      xla_tpu_scoped_vmem_limit_kib") for line in lines), "the flags of model 1"
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """The chips of a machine, which a child process would find."""
+    machine = {"platform": "tpu", "chip": "v6e", "kind": "TPU v6 lite", "devices": 16}
+    monkeypatch.setattr("train.step.verify.describe", lambda setup: machine)
+    return machine
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    return dataclasses.replace(llama_8b(), workdir=str(tmp_path), mesh=MeshConfig(data=1, model=4, platform="tpu"))
+
+
+def sizes_of(config):
+    return tuple(axis_sizes(config.mesh).values())
+
+
+def test_a_run_takes_the_fastest_mesh_and_keeps_it_on_as_many_chips(machine, config, tmp_path, capsys):
+    with trusting("predicted"):
+        best = rank(config, CHIPS["v6e"], 16)[0]
+    chosen = mesh_of_run(config, "predicted")
+    assert sizes_of(chosen) == tuple(best.sizes.values())
+    assert dataclasses.replace(chosen, mesh=config.mesh) == config
+    assert "(auto: the fastest of " in capsys.readouterr().out
+
+    before = dataclasses.replace(config, mesh=MeshConfig(data=1, fsdp=4, model=4))
+    assert sizes_of(before) != sizes_of(chosen)
+    (tmp_path / "config.json").write_text(as_json(before))
+    assert sizes_of(mesh_of_run(config, "predicted")) == (1, 4, 1, 4)
+    assert f"(auto: that of {tmp_path}, which this run continues)" in capsys.readouterr().out
+
+    machine["devices"] = 32
+    assert math.prod(sizes_of(mesh_of_run(config, "predicted"))) == 32
+
+
+def test_several_hosts_have_the_mesh_of_the_workdir_or_none(config, tmp_path):
+    several = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, distributed=True))
+    with pytest.raises(
+        ValueError, match=r"counts the chips of one host, and mesh.distributed has several: give --mesh"
+    ):
+        mesh_of_run(several, "predicted")
+    (tmp_path / "config.json").write_text(as_json(dataclasses.replace(config, mesh=MeshConfig(fsdp=8, model=2))))
+    assert sizes_of(mesh_of_run(several, "predicted")) == (-1, 8, 1, 2)
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    (["--mesh.platform", "cpu"], "the times of TPUs alone, and this run has mesh.platform=cpu: give --mesh.data"),
+    (["--mesh.model", "4"], "--mesh auto chooses all sizes of the mesh: got --mesh.model as well"),
+    (["--mesh.fsdp=4"], "--mesh auto chooses all sizes of the mesh: got --mesh.fsdp=4 as well"),
+    (["--dry-run", "--topology", "v5e:2x2*2"], "--mesh auto must have a topology of one slice"),
+    (["--dry-run", "--topology", "v5e:2x2", "--data.batch_size", "3", "--model.heads", "6"], "no mesh of 4 devices"),
+])  # fmt: skip
+def test_what_auto_cannot_choose_is_refused(options, says, refuses):
+    refuses(main, says, PRESET, "--mesh", "auto", *options)
+
+
+def test_unknown_chips_are_refused(machine, config):
+    machine["chip"] = "v9"
+    with pytest.raises(ValueError, match=r"the times of known TPUs alone, and here are TPU v6 lite: give --mesh.data"):
+        mesh_of_run(config, "predicted")

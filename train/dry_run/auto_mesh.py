@@ -1,0 +1,87 @@
+"""`--mesh auto`: the sizes of the mesh that are predicted to be the fastest on the chips of a run or of a dry run.
+
+A run chooses before it opens its chips, because flags of libtpu depend on the mesh: a child process counts them. A run
+that continues on as many chips keeps its mesh, which its workdir has in config.json.
+"""
+
+from pathlib import Path
+
+from flaxasync.check import CHIPS
+from flaxasync.ops.trust import Mode, trusting
+from flaxasync.verify.child import Setup
+from train.config import Config
+from train.config.command import load_config
+from train.dry_run.command import topology_devices
+from train.dry_run.forms import best_mesh, with_mesh
+from train.lifecycle.errors import InputError
+from train.metrics.output import print_line
+from train.step.flags import may_have_tpus
+from train.step.mesh import axis_sizes, infer_sizes
+from train.step.verify import describe_machine, setup_of
+
+_NAMED = "give --mesh.data, --mesh.fsdp, --mesh.context and --mesh.model"
+
+
+def mesh_of_topology(config: Config, topology: str, trust: Mode) -> Config:
+    """Returns a configuration with the mesh that is predicted to be the fastest for a topology, and prints it."""
+    if "*" in topology:
+        raise InputError(
+            "--mesh auto must have a topology of one slice, because it does not know the network between slices: got "
+            f"--topology {topology}; {_NAMED}"
+        )
+    devices = len(topology_devices(topology))
+    with trusting(trust):
+        return best_mesh(config, CHIPS[topology.partition(":")[0]], devices)
+
+
+def mesh_of_run(config: Config, trust: Mode, *, setup: Setup | None = None) -> Config:
+    """Returns a configuration with the mesh of its workdir, or else the fastest one for the TPUs of this machine.
+
+    `setup` starts the child process that counts the chips.
+    """
+    recorded = _recorded(config)
+    if config.mesh.distributed:
+        if recorded is None:
+            raise InputError(
+                "--mesh auto counts the chips of one host, and mesh.distributed has several: "
+                f"{_NAMED}, which --dry-run --topology v5e:8x8 --mesh auto prints for any topology"
+            )
+        return _say_recorded(config, recorded)
+    if not may_have_tpus(config):
+        raise InputError(
+            f"--mesh auto predicts the times of TPUs alone, and this run has mesh.platform={config.mesh.platform}: "
+            f"{_NAMED}"
+        )
+    machine = describe_machine(setup or setup_of(config))
+    if machine["platform"] != "tpu" or machine["chip"] not in CHIPS:
+        raise InputError(
+            f"--mesh auto predicts the times of known TPUs alone, and here are {machine['kind']}: {_NAMED}"
+        )
+    devices = machine["devices"]
+    if recorded is not None and _multiplies(recorded, devices):
+        return _say_recorded(config, recorded)
+    with trusting(trust):
+        return best_mesh(config, CHIPS[machine["chip"]], devices)
+
+
+def _recorded(config: Config) -> tuple[int, ...] | None:
+    """Returns the sizes of the mesh with which the workdir was last used; None if there was no run in it."""
+    workdir = Path(config.workdir)
+    if not (workdir / "config.json").is_file():
+        return None
+    return tuple(axis_sizes(load_config(workdir).mesh).values())
+
+
+def _multiplies(sizes: tuple[int, ...], devices: int) -> bool:
+    try:
+        infer_sizes({str(axis): size for axis, size in enumerate(sizes)}, devices)
+    except InputError:
+        return False
+    return True
+
+
+def _say_recorded(config: Config, sizes: tuple[int, ...]) -> Config:
+    chosen = with_mesh(config, sizes)
+    named = " ".join(f"--mesh.{axis} {size}" for axis, size in axis_sizes(chosen.mesh).items())
+    print_line(f"mesh       {named} (auto: that of {config.workdir}, which this run continues)")
+    return chosen
