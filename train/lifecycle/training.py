@@ -117,7 +117,7 @@ class Run:
     def _show_setup(self, parameters: int, changes: list[str]) -> None:
         for section, fields in changed_fields(self.config).items():
             say(f"{section:<10} {'  '.join(f'{field}={value}' for field, value in fields.items())}")
-        say("others     have the defaults that --help shows; --print_config prints all fields")
+        say("others     have their defaults; --print_config prints all fields")
         shape = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
         say(f"devices    {self.mesh.size} {self.mesh.devices.flat[0].device_kind}, as {shape}")
         for name, corpus in self.corpora.items():
