@@ -108,6 +108,20 @@ def test_a_dtype_that_is_set_is_that_of_the_next_call(name):
         assert nnx.eval_shape(lambda layer, x: layer(x), layer, x).dtype == jnp.float32
 
 
+@pytest.mark.parametrize("name", ["ParallelMLP", "ParallelAttention", "ParallelSelfAttention"])
+def test_an_option_that_is_set_is_set_for_the_layer_and_all_of_its_parts(name):
+    """These layers multiply for their parts, with settings of their own."""
+    with jax.set_mesh(make_mesh(2, 4)):
+        layer = nnx.eval_shape(LAYERS[name][0])
+        layer.set_attributes(quantization="int8", preferred_element_type=jnp.bfloat16)
+        found = [part.settings for _, part in nnx.iter_modules(layer) if hasattr(part, "settings")]
+        assert len(found) >= 4
+        for settings in found:
+            assert (settings.quantization, settings.preferred_element_type) == (fa.Quantization("int8"), jnp.bfloat16)
+        with pytest.raises(ValueError, match=f"{name} got a dot_general and a quantization, which are two ways"):
+            layer.dot_general = jax.lax.dot
+
+
 class Dropping(nnx.Module):
     """Attention that drops, and another module that takes the same views."""
 

@@ -52,6 +52,7 @@ class LikeMultiHeadAttention(nnx.Module):
     use_bias = fixed_setting("use_bias")
     dtype, param_dtype = of_settings("dtype"), of_settings("param_dtype")
     promote_dtype, dot_general = of_settings("promote_dtype"), of_settings("dot_general")
+    quantization, preferred_element_type = of_settings("quantization"), of_settings("preferred_element_type")
     # One function for all four projections, which `promote_dtype` and `dot_general` set.
     qkv_promote_dtype = fixed("qkv_promote_dtype", lambda layer: layer.settings.promote_dtype)
     out_promote_dtype = fixed("out_promote_dtype", lambda layer: layer.settings.promote_dtype)
