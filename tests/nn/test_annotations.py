@@ -24,7 +24,7 @@ def plain(**options):
     return nnx.Linear(8, 16, rngs=nnx.Rngs(0), **options).kernel
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)])
 def test_logical_names_are_resolved_as_flax_resolves_them(axis_type):
     names, rules = {"out_sharding": ("embed", "mlp")}, {"sharding_rules": RULES}
     with jax.set_mesh(make_fsdp_mesh(2, 2, 1, 2, axis_type=axis_type)):
@@ -60,7 +60,7 @@ def test_a_name_without_a_rule_is_refused():
         column(kernel_metadata={"out_sharding": ("embed", "mlp")})
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)])
 def test_a_layer_is_sharded_where_eager_sharding_is_off(axis_type):
     x = np.random.default_rng(0).standard_normal((2, 8, 8)).astype(np.float32)
 

@@ -88,6 +88,7 @@ def test_a_fused_checkpoint_is_loaded_and_given_back():
     assert_model_close(nnx.state(plain, nnx.Param), nnx.state(other, nnx.Param), tolerance=0)
 
 
+@pytest.mark.slow
 def test_a_stack_of_fused_layers_and_an_abstract_one():
     plain = stack(FusedBlock)
     x = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)

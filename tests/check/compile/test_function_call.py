@@ -86,6 +86,7 @@ def test_static_arguments_and_keywords_stay_as_they_are():
     assert "f32[8]" in compile_for("v5e:1x1", jax.jit(scaled, static_argnames="mode"), x, 3.0, mode="times").as_text()
 
 
+@pytest.mark.slow
 def test_a_training_step_of_modules_is_compiled_for_a_topology():
     """Model and optimizer on CPU devices move to the topology, with their shardings."""
 
