@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from models.config import TransformerConfig
+from tests.train.runs import without_progress
 from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
 from train.run import main
 from train.step.mesh import make_mesh
@@ -146,7 +147,8 @@ def run(preset, capsys, monkeypatch, trainer_of):
     def call(*options: object) -> tuple[int, str, str]:
         capsys.readouterr()
         code = main([str(preset("auto")), *map(str, options)])
-        return code, *capsys.readouterr()
+        out, err = capsys.readouterr()
+        return code, out, without_progress(err)
 
     return call
 
@@ -158,7 +160,7 @@ def refuses(capsys):
     def refuses(command, says: str, *arguments: object) -> None:
         capsys.readouterr()
         assert command([*map(str, arguments)]) == 2
-        err = capsys.readouterr().err
+        err = without_progress(capsys.readouterr().err)
         assert err.startswith("error: ")
         assert err.count("\n") == 1
         assert says in err

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train" / "run.py"
@@ -21,6 +22,11 @@ def checkpoints_of(workdir: Path) -> set[str]:
     """Returns the names of all checkpoints, finished or still being written."""
     folder = workdir / "checkpoints"
     return set(os.listdir(folder)) if folder.exists() else set()
+
+
+def without_progress(err: str) -> str:
+    """Returns what a command says on standard error, without the lines about what takes long on a busy machine."""
+    return re.sub(r"^flaxasync: .* s so far\n", "", err, flags=re.MULTILINE)
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.runs import SCRIPT, checkpoints_of, lines_of
+from tests.train.runs import SCRIPT, checkpoints_of, lines_of, without_progress
 
 STEPS = 40
 QUIET = ("--eval.every", 0, "--eval.sample_tokens", 4)
@@ -82,7 +82,7 @@ class Workplace:
         process = self.start(*options, code=code)
         out, err = process.communicate(timeout=120)
         assert "Traceback" not in err, out + err
-        return process.returncode, out, err
+        return process.returncode, out, without_progress(err)
 
     def fails(self, exit_code: int, says: str, *options: object, code: str = "") -> str:
         """Runs to the end, checks that it fails with one paragraph that says something, and returns that."""
@@ -116,7 +116,7 @@ class Workplace:
 def ends(process: subprocess.Popen, code: int, err: str = "") -> str:
     """Waits for the end of a run, checks its exit code and what it said, and returns what it has printed since."""
     out, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (code, err)
+    assert (process.returncode, without_progress(said)) == (code, err)
     return out
 
 
@@ -125,7 +125,7 @@ def error_of(process: subprocess.Popen, code: int) -> str:
     _, said = process.communicate(timeout=90)
     assert process.returncode == code, said
     assert "Traceback" not in said
-    return said
+    return without_progress(said)
 
 
 def after_step(process: subprocess.Popen, step: int) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.processes import environments
 from tests.train.lifecycle.conftest import after_step, fault
-from tests.train.runs import SCRIPT, checkpoints_of, lines_of
+from tests.train.runs import SCRIPT, checkpoints_of, lines_of, without_progress
 from train.lifecycle.workdir import open_workdir
 from train.run import main
 
@@ -48,7 +48,7 @@ def losses_of(workdir: Path) -> list[float]:
 def end(processes) -> tuple[list[int], list[tuple[str, str]]]:
     """Returns the exit codes, and what each process has printed since it was last read, to stdout and to stderr."""
     printed = [process.communicate(timeout=120) for process in processes]
-    return [process.returncode for process in processes], printed
+    return [process.returncode for process in processes], [(out, without_progress(err)) for out, err in printed]
 
 
 @fault("several processes: SIGTERM to one of them")
