@@ -56,6 +56,9 @@ Asynchronous transfers, as pairs of a start and a done:
   ppermute_done              Waits for the block that arrives.
   ppermute_start_stateful    Begins sending what one Ref holds to another Ref of a neighbour.
   ppermute_done_stateful     Waits for both ends of such a transfer.
+  ppermute_start_slots       Begins sending one slot of a Ref to the other slot of a neighbour.
+  ppermute_done_slots        Waits for both ends of such a transfer.
+  tie_refs                   Orders operations on Refs, so that what reads them stays between a start and its done.
   copy_start                 Begins copying an array within a device.
   copy_done                  Waits for the copy.
   slice_start                Begins copying one row of an array within a device.
@@ -97,11 +100,14 @@ if TYPE_CHECKING:
     from flaxasync.transport import copy_start as copy_start
     from flaxasync.transport import ppermute as ppermute
     from flaxasync.transport import ppermute_done as ppermute_done
+    from flaxasync.transport import ppermute_done_slots as ppermute_done_slots
     from flaxasync.transport import ppermute_done_stateful as ppermute_done_stateful
     from flaxasync.transport import ppermute_start as ppermute_start
+    from flaxasync.transport import ppermute_start_slots as ppermute_start_slots
     from flaxasync.transport import ppermute_start_stateful as ppermute_start_stateful
     from flaxasync.transport import slice_done as slice_done
     from flaxasync.transport import slice_start as slice_start
+    from flaxasync.transport import tie_refs as tie_refs
     from flaxasync.transport import while_travelling as while_travelling
 
 __version__ = "0.1.0"
@@ -117,8 +123,9 @@ _HOMES = {
     "flaxasync.ops.quantization": ("Quantization",),
     "flaxasync.ops.saved": ("offload_most", "offload_operands", "save_costly", "save_matmuls"),
     "flaxasync.transport": (
-        "copy_done", "copy_start", "ppermute", "ppermute_done", "ppermute_done_stateful", "ppermute_start",
-        "ppermute_start_stateful", "slice_done", "slice_start", "while_travelling",
+        "copy_done", "copy_start", "ppermute", "ppermute_done", "ppermute_done_slots", "ppermute_done_stateful",
+        "ppermute_start", "ppermute_start_slots", "ppermute_start_stateful", "slice_done", "slice_start", "tie_refs",
+        "while_travelling",
     ),
 }  # fmt: skip
 """The module of each public name. A module is imported when one of its names is first used, so that `flaxasync.check`

@@ -128,8 +128,9 @@ def staggered_loop(
     Each feature of this loop removes one hazard of asynchronous transfers (docs/async.md shows the compiled programs):
 
     * The start is in the turn before its done, so that a whole turn is between the two.
-    * The window is tied to the blocks in flight at its beginning and at its end (`Channel.tie`). Without ties, the
-      loop's boundary keeps compute in its window in only one of two turns, and outside a loop nothing does.
+    * The window is tied to the blocks in flight at its beginning and at its end (`Channel.tie`). A loop of value
+      futures, or of two Refs, that reads its block without ties can give wrong results: nothing says that it reads
+      before the done, so XLA may copy the block while it is in flight. And ties keep compute in its window.
     * `blocks` is a result of the start and an operand of the done, so that the memory which the window reads is alive.
     * `unroll=2`: The two buffers swap roles in every turn, and a loop's carry has a fixed buffer for each role. With
       one turn in a body, XLA would have to copy one of them while it is being written. A single turn is written

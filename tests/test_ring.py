@@ -1,5 +1,9 @@
 """Ring arithmetic on plain ints, and the staggered loop on rings of all sizes."""
 
+import functools
+import pathlib
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+import flaxasync as fa
 from flaxasync import ring, transport
 from flaxasync.mesh import cast_to_varying
 
@@ -111,6 +116,53 @@ def test_the_smallest_ring_with_a_loop(unroll, smallest):
         return str(jax.make_jaxpr(mapped)(x)).count("scan[")
 
     assert [loops(size) for size in range(2, 9)] == [int(size >= smallest) for size in range(2, 9)]
+
+
+def gathered(through, x):
+    return ring.ring_gather(through, x, x, lambda block, row, carry: carry + block)
+
+
+def reduced(through, x):
+    return ring.ring_reduce(through, x.shape[0], lambda row, count: x[:count] * jnp.asarray(row, x.dtype), x.dtype)
+
+
+def visited(through, x):
+    def visit(hop, blocks, carry):
+        return blocks, carry + blocks[0]
+
+    def last(carry):
+        return (carry,), carry
+
+    hops = jax.lax.axis_size("x") - 1
+    (y,), _ = ring.ring_visit(through, (x,), x, visit, last, add=jnp.add, shifts=(1,), hops=hops)
+    return y
+
+
+def attended(through, x):
+    q = x.reshape(1, x.shape[0], 1, x.shape[1])
+    return fa.ring_attention(q, q, q, "x", backend="xla", kernel="reference")[0, :, 0]
+
+
+TABLE = (pathlib.Path(__file__).parent.parent / "docs" / "async.md").read_text().split("<!-- rings -->")[1]
+RINGS = {"ring_gather": gathered, "ring_reduce": reduced, "ring_attention": attended, "ring_visit": visited}
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_the_table_of_rings(name):
+    """docs/async.md says from which size on a ring has a loop: there it has one, and the next smaller one has none."""
+    (smallest,) = (
+        int(n) for first, n in re.findall(r"^\| `(\w+)`.*\| (\d+) devices \|$", TABLE, re.M) if first == name
+    )
+
+    def loops(size):
+        mesh = jax.sharding.AbstractMesh((size,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+        with jax.sharding.use_abstract_mesh(mesh):
+            x = jax.ShapeDtypeStruct((size * 2, 8), jnp.float32, sharding=jax.NamedSharding(mesh, P("x")))
+            run = functools.partial(RINGS[name], ring.Ring("x", transport.get("xla")))
+            mapped = jax.shard_map(run, in_specs=P("x"), out_specs=P("x"))
+            return len(re.findall(r"= (?:scan|while)\[", str(jax.make_jaxpr(mapped)(x))))
+
+    assert loops(smallest) - loops(smallest - 1) == 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])

@@ -8,6 +8,7 @@ permute    the public permute on values, and the table from the names of backend
 xla        the transport on `lax.ppermute`
 pallas     the transport on value futures
 stateful   the transport on Refs, and the public permute on Refs
+slots      the public permute between the two slots of one Ref
 pair       makes a start and a done from two kernel bodies
 local      copies within a device
 direct     an all-gather and an all-to-all in which each device sends to all others
@@ -33,6 +34,8 @@ from flaxasync.transport.permute import ppermute_done as ppermute_done
 from flaxasync.transport.permute import ppermute_start as ppermute_start
 from flaxasync.transport.schedule import tie as tie
 from flaxasync.transport.schedule import while_travelling as while_travelling
+from flaxasync.transport.slots import ppermute_done_slots as ppermute_done_slots
+from flaxasync.transport.slots import ppermute_start_slots as ppermute_start_slots
 from flaxasync.transport.stateful import ppermute_done_stateful as ppermute_done_stateful
 from flaxasync.transport.stateful import ppermute_start_stateful as ppermute_start_stateful
 from flaxasync.transport.stateful import tie_refs as tie_refs

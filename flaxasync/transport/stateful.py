@@ -80,6 +80,11 @@ def ppermute_done_stateful(send_sem: Semaphore, recv_sem: Semaphore, x_ref: Ref,
     x_ref[...], y_ref[...] = pair.done_kernel(
         "ppermute_stateful_done", pallas.wait_sent_and_received, contents, semaphores, returned=(0, 1)
     )
+    keep()
+
+
+def keep() -> None:
+    """Keeps the loop, the branch or the function in which it is called, even if nothing uses a result of it."""
     _keep_p.bind()
 
 
@@ -162,9 +167,14 @@ def _new_pair(x: jax.Array) -> tuple[Ref, Ref]:
     return jax.new_ref(x), jax.new_ref(empty)
 
 
+def is_whole_ref(ref: Any) -> bool:
+    """Says whether this is a Ref, and neither a view of one nor an array."""
+    return isinstance(ref, jax.core.Tracer | jax.Ref) and hasattr(jax.typeof(ref), "inner_aval")
+
+
 def _check_refs(caller: str, x_ref: Ref, y_ref: Ref) -> None:
     for name, ref in (("x_ref", x_ref), ("y_ref", y_ref)):
-        if not isinstance(ref, jax.core.Tracer | jax.Ref) or not hasattr(jax.typeof(ref), "inner_aval"):
+        if not is_whole_ref(ref):
             raise ValueError(
                 f"{caller} needs {name} to be a whole Ref: got {type(ref).__name__}; make one with jax.new_ref"
             )

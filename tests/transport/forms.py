@@ -106,6 +106,29 @@ def swap(x, hops):
     return y_ref[...], seen
 
 
+def slots(x, hops, *, tied=True):
+    """The two slots of one Ref, chosen by the parity of the hop; a body makes one hop."""
+    ref = jax.new_ref(jnp.stack([x, jnp.zeros_like(x)]))
+    begin, end = functools.partial(fa.ppermute_start_slots, axis_name=AXIS), fa.ppermute_done_slots
+
+    def window(hop, sems, seen):
+        if tied:
+            hop, seen = fa.tie_refs(ref, values=(hop, seen))
+        seen = add(ref[hop % 2], seen)
+        if tied:
+            seen = fa.tie_refs(ref, values=seen)
+        end(*sems, ref)
+        return seen
+
+    def turn(hop, carry):
+        seen = window(hop, *carry)
+        return begin(ref, (hop + 1) % 2), seen
+
+    sems, seen = lax.fori_loop(0, hops - 1, turn, (begin(ref, 0), jnp.zeros_like(x)))
+    seen = window(hops - 1, sems, seen)
+    return ref[hops % 2], seen
+
+
 def gather(backend, directions):
     """Doubles the rows of every device with `ring.ring_gather`."""
 
@@ -156,6 +179,7 @@ FORMS = {
     "staggered": Form(staggered, lambda hops, size: 2 + (hops - 1) % 2 + 1, _passing),
     "staggered_both": Form(staggered_both, lambda hops, size: 2 * (2 + (hops - 1) % 2 + 1), _passing_both),
     "swap": Form(swap, lambda hops, size: 3, _passing),
+    "slots": Form(slots, lambda hops, size: 2, _passing),
     **{f"gather_{b}_{d}": gather(b, d) for b, d in (("pallas", 1), ("pallas", 2), ("stateful", 2))},
     **{f"reduce_{b}_{d}": reduce(b, d) for b, d in (("pallas", 1), ("pallas", 2), ("stateful", 2))},
 }

@@ -95,7 +95,7 @@ def test_a_dot_in_the_window_writes_straight_into_its_rows():
 
 
 def one_turn(x):
-    """A loop of a single turn, which `unroll=2` does not alter; `staggered_loop` writes it out."""
+    """A loop of a single turn. With `unroll=2` JAX writes it without a loop (test_touched_in_flight.py)."""
     return done(*lax.fori_loop(0, 1, lambda _, carry: start(done(*carry)), start(x), unroll=1))
 
 

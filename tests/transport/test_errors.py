@@ -29,6 +29,10 @@ def start(x, axis_name="x"):
     return fa.ppermute_start(x, axis_name, backend="pallas")
 
 
+def start_slots(make, slot=0):
+    return lambda x: fa.ppermute_start_slots(make(x), slot, "x")
+
+
 def start_refs(make):
     return lambda x: fa.ppermute_start_stateful(*make(x), "x")
 
@@ -36,6 +40,7 @@ def start_refs(make):
 @pytest.mark.parametrize(("call", "instead"), [
     (lambda x: start(x)[0], "backend='xla'"),
     (start_refs(lambda x: (jax.new_ref(x), jax.new_ref(x))), "backend='xla'"),
+    (start_slots(lambda x: jax.new_ref(jnp.stack([x, x]))), "backend='xla'"),
     (lambda x: fa.all_gather_matmul(x, x.T, "x", backend="pallas"), "backend='xla'"),
     (lambda x: transport.copy_start(x)[0], "x \\+ 0"),
     (lambda x: transport.slice_start(x, 0)[0], "lax.dynamic_index_in_dim"),
@@ -78,6 +83,11 @@ def done_twice(x):
     (start_refs(lambda x: (x, jax.new_ref(x))), "needs x_ref to be a whole Ref"),
     (start_refs(lambda x: (jax.new_ref(x[:8]), jax.new_ref(x).at[:8])),
      "needs y_ref to be a whole Ref: got TransformedRef"),
+    (start_slots(jnp.stack), r"needs slots_ref to be a whole Ref \[2, ...\]: got \w+; make one with jax.new_ref"),
+    (start_slots(jax.new_ref), r"to have two slots of one dimension or more.*: got float32\[16, 128\]; make it with"),
+    (start_slots(lambda x: jax.new_ref(jnp.stack([x, x])), 2), "needs slot to be 0 or 1: got 2; give it the parity"),
+    (lambda x: fa.ppermute_done_slots(0, 0, jax.new_ref(x)), "ppermute_done_slots needs slots_ref to have two slots"),
+    (lambda x: fa.ppermute_start_slots(jax.new_ref(jnp.stack([x, x])), 0, "model"), "needs the mesh axis 'model'"),
     *((lambda x, op=op: op(x, x.T, "x", backend="pallas", unroll=1),
        "roles every turn(.|\n)*copies one of them while it is in flight") for op in OPS),
     *((lambda x, op=op: op(x, x.T, "x", backend="stateful", unroll=3), "an even(.|\n)*roles every turn") for op in OPS),
@@ -91,6 +101,7 @@ def test_misuse_is_a_value_error(call, message):
 @pytest.mark.parametrize(("call", "message"), [
     *((lambda x, dtype=dtype: start(x.astype(dtype))[0], f"TPU DMAs move .*: got {dtype}; cast or bitcast it")
       for dtype in ("bool", "float16", "complex64")),
+    (start_slots(lambda x: jax.new_ref(jnp.stack([x, x]).astype(bool))), "ppermute_slots: TPU DMAs move .*: got bool"),
     (lambda x: start(x[0, 0])[0], "of one dimension or more that are not empty"),
     (lambda x: start(x[:0])[0], "of one dimension or more that are not empty"),
     (lambda x: fa.ppermute_start(x, "x", backend="stateful")[0], "has no Refs to work on; use ppermute_start_stateful"),

@@ -35,7 +35,8 @@ CODES = {
     # Hazards of kernel pairs: the compiler does not know that the buffer is in use.
     "in-flight-copied": Code(
         _ERROR, "the compiler copies a buffer that a transfer is reading or writing, and waits on the copy",
-        "unroll the staggered loop by two (fori_loop(..., unroll=2)), or use a two-slot Ref, or distinct Refs",
+        "tie what reads the block between start and done (flaxasync.while_travelling, tie_refs); unroll a staggered "
+        "loop by two (fori_loop(..., unroll=2)) or use the two slots of one Ref (flaxasync.ppermute_start_slots)",
     ),
     "in-flight-read": Code(
         _ERROR, "an instruction reads the destination before the done",
