@@ -4,8 +4,9 @@ XLA's default set of commands for command buffers contains neither WHILE nor CON
 fewer than five commands. The host then reads the condition back before every iteration (`while_thunk.cc` and
 `conditional_thunk.cc` in openxla/xla).
 
-CUDA 12.8 crashes with conditional nodes of while loops, so they need 12.9 or later. JAX before 0.8.3 has the same bug;
-this package needs a later one.
+With CUDA 12.8 a loop works whose trip count is not known when it is compiled and that contains no other loop. Loops of
+a known trip count, nested loops and optimizers such as L-BFGS, whose line search is a loop within a loop, crash there
+and need 12.9 or later. JAX before 0.8.3 has the same bug; this package needs a later one.
 """
 
 import functools
@@ -13,17 +14,21 @@ import logging
 import os
 import subprocess
 import sys
+from typing import Literal, get_args
+
+type LoopKind = Literal["dynamic", "static", "nested"]
 
 # The plus signs add to XLA's set, where bare names would replace it. The second flag is there because a loop alone is
 # one command.
 _COMMANDS, SMALL_GRAPHS = "--xla_gpu_enable_command_buffer=", "--xla_gpu_graph_min_graph_size=1"
 LOOPS = f"{_COMMANDS}+WHILE,+CONDITIONAL"
-_NEEDED_CUDA = 12090  # as CUDA numbers 12.9
+# The version of CUDA that each kind of loop needs, as CUDA numbers it. Branches were tried with 12.9 and later alone.
+_NEEDED_CUDA = {"dynamic": 12080, "static": 12090, "nested": 12090}
 _SECONDS = 120  # reading the flags takes one second; the rest allows for a busy machine
 
 
 @functools.cache
-def command_buffer_flags() -> str:
+def command_buffer_flags(loops: LoopKind = "nested") -> str:
     """Returns what to add to XLA_FLAGS, before JAX is first used, so that while loops stay on a GPU.
 
     Each flag is first tried in a process of its own, because XLA aborts on a name that it does not know. Whether a loop
@@ -31,12 +36,17 @@ def command_buffer_flags() -> str:
 
     Where JAX does not know the version of CUDA, a logged line says what it must be.
 
+    Args:
+      loops: The most that the program has: "dynamic" for loops without a known trip count that contain no loop, which
+        CUDA 12.8 can run; "static" for loops with a known one, too; "nested" for any, such as those of L-BFGS.
+
     Raises:
-      NotImplementedError: CUDA is older than 12.9, or the installed jaxlib has no command buffers for while loops.
+      ValueError: There is no such kind of loop.
+      NotImplementedError: CUDA is too old for such loops, or the installed jaxlib has no command buffers for loops.
     """
-    suits, note = cuda_note()
+    suits, note = cuda_note(loops)
     if suits is False:
-        raise NotImplementedError(f"while loops cannot be put into command buffers here: {note}")
+        raise NotImplementedError(f"{loops} while loops cannot be put into command buffers here: {note}")
     if suits is None:
         logging.getLogger(__name__).warning("flaxasync: %s", note)
     if not _is_accepted(LOOPS):
@@ -54,18 +64,25 @@ def flags_for(*commands: str) -> str:
     return f"{_COMMANDS}{','.join(f'+{command}' for command in commands)} {SMALL_GRAPHS}"
 
 
-def cuda_note() -> tuple[bool | None, str]:
-    """Says whether the CUDA that JAX uses runs conditional nodes, and why; None if its version is not known."""
-    version = cuda_version()
+def cuda_note(loops: LoopKind = "nested") -> tuple[bool | None, str]:
+    """Says whether the CUDA that JAX uses runs such loops in command buffers; None if its version is not known."""
+    if loops not in _NEEDED_CUDA:
+        kinds = ", ".join(get_args(LoopKind.__value__))
+        raise ValueError(f"loops must be one of {kinds}: got {loops!r}")
+    needed, version = _NEEDED_CUDA[loops], cuda_version()
+    crash = "12.8 crashes with static and nested loops" if loops != "dynamic" else "dynamic loops were tried with 12.8"
     if version is None:
-        return (
-            None,
-            "JAX does not know its version of CUDA here; CUDA 12.8 crashes with conditional nodes: use 12.9 or later",
+        return None, f"JAX does not know its version of CUDA here; {crash}: use {_version(needed)} or later"
+    if version < needed:
+        return False, (
+            f"CUDA {_version(version)} is older than {_version(needed)}, and {crash}: install {_version(needed)} or "
+            "later"
         )
-    text = f"CUDA {version // 1000}.{version % 1000 // 10}"
-    if version < _NEEDED_CUDA:
-        return False, f"{text} is older than 12.9, and 12.8 crashes with conditional nodes: install 12.9 or later"
-    return True, f"{text} runs conditional nodes"
+    return True, f"CUDA {_version(version)} runs {loops} loops"
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def cuda_version() -> int | None:

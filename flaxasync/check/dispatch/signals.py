@@ -11,11 +11,14 @@ from typing import Any
 
 import jax
 
-from flaxasync.check.hlo.module import Instruction
+from flaxasync.check.hlo.async_operations import COLLECTIVES
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.origins import CALLBACK, HOST_TRANSFERS, callback_name, is_host_callback
 from flaxasync.check.hlo.reader import parse
 from flaxasync.check.hlo.shapes import HloError
 from flaxasync.check.hlo.trip_count import trip_count
+
+_WORK = frozenset({"call", "conditional", "custom-call", "sort", "while", *COLLECTIVES})  # beside matmuls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Program:
     callbacks: tuple[Callback, ...] = ()
     dynamic_loops: tuple[str, ...] = ()
     branches: tuple[str, ...] = ()
+    late_branches: tuple[str, ...] = ()  # those of `branches` whose index is computed by work, or within a loop
+    has_nested_loops: bool = False  # whether one of its loops contains another one
     unread: str = ""  # why there is no text, or why it could not be read
 
     @property
@@ -75,7 +80,7 @@ def read_program(compiled: Any, platform: str) -> Program:
         module = parse(text)
     except HloError as error:
         return Program(unread=f"the program's text could not be read ({error})")
-    callbacks, loops, branches = [], [], []
+    callbacks, loops, branches, late_branches = [], [], [], []
     for computation in module.computations.values():
         for i in computation.instructions:
             source = module.source(i)
@@ -84,11 +89,39 @@ def read_program(compiled: Any, platform: str) -> Program:
                 callbacks.append(_callback(i, source))
             elif i.opcode == "conditional":
                 branches.append(place)
+                if not computation.is_entry or _is_late(module, computation, i):
+                    late_branches.append(place)
             elif i.opcode == "while" and not (
                 "known_trip_count" in i.backend_config or (platform == "tpu" and trip_count(module, i) is not None)
             ):
                 loops.append(place)
-    return Program(tuple(dict.fromkeys(callbacks)), tuple(loops), tuple(branches))
+    return Program(
+        callbacks=tuple(dict.fromkeys(callbacks)),
+        dynamic_loops=tuple(loops),
+        branches=tuple(branches),
+        late_branches=tuple(late_branches),
+        has_nested_loops=_has_nested_loops(module),
+    )
+
+
+def _is_late(module: HloModule, computation: Computation, branch: Instruction) -> bool:
+    """Says whether the index of a branch needs more work of the program than a few elementwise operations."""
+    index, *_ = computation.operands(branch)
+    pending, seen = [index], {index.name}
+    while pending:
+        one = pending.pop()
+        if one.opcode in _WORK or module.contains_matmul(one):
+            return True
+        for operand in computation.operands(one):
+            if operand.name not in seen:
+                seen.add(operand.name)
+                pending.append(operand)
+    return False
+
+
+def _has_nested_loops(module: HloModule) -> bool:
+    loops = [i for computation in module.computations.values() for i in computation.instructions if i.opcode == "while"]
+    return any(inside.opcode == "while" for loop in loops for inside in module.nested(loop) if inside is not loop)
 
 
 def read_traced(traced: jax.stages.Traced) -> Signal:
@@ -108,6 +141,18 @@ def read_flags(compiled: Any) -> Signal | None:
     except AttributeError:
         return None
     return Signal("the executable's private flags", unordered, ordered, callbacks)
+
+
+def read_path(compiled: Any) -> str:
+    """Returns the path of JAX on which calls of a compiled function go: "C++" or "Python"; "" if JAX does not say.
+
+    A call asks the executable for a dispatcher in C++, as here, and runs in Python where it gets none.
+    """
+    executable: Any = getattr(compiled, "_executable", None)
+    params: Any = getattr(compiled, "_params", None)
+    if params is None or not hasattr(executable, "create_cpp_call"):
+        return ""
+    return "Python" if executable.create_cpp_call(params) is None else "C++"
 
 
 def _callback(i: Instruction, source: str) -> Callback:

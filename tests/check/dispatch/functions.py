@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.experimental import io_callback
 
@@ -57,12 +58,35 @@ def cond(x):
     return lax.cond(x[0, 0] > 0, work, lambda x: x, x)
 
 
+def cond_after_work(x):
+    y = work(x)
+    return lax.cond(y[0, 0] > 0, step, lambda x: x, y)
+
+
 def static_loop(x):
     return lax.fori_loop(0, TRIPS, lambda _, c: step(c), x)
 
 
 def dynamic_while(x):
     return lax.while_loop(lambda s: (s[0] < TRIPS) & (s[1][0, 0] < 1e9), lambda s: (s[0] + 1, step(s[1])), (0, x))[1]
+
+
+def lbfgs(x):
+    """Six steps of L-BFGS on a quadratic function; its line search is a loop without a trip count in another loop."""
+    solver = optax.lbfgs(memory_size=4)
+
+    def value(w):
+        return jnp.mean(jnp.square(x @ w * 1e-2 - 1))
+
+    def turn(_, carry):
+        w, state = carry
+        loss, gradient = optax.value_and_grad_from_state(value)(w, state=state)
+        updates, state = solver.update(gradient, state, w, value=loss, grad=gradient, value_fn=value)
+        return optax.apply_updates(w, updates), state
+
+    w = jnp.zeros_like(x)
+    with jax.numpy_dtype_promotion("standard"):
+        return lax.fori_loop(0, TRIPS, turn, (w, solver.init(w)))[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +100,7 @@ class Row:
     callbacks: str = ""  # the name of the callback in its text; "" if there is none
     loops: int = 0  # the number of its loops without a known trip count
     branches: int = 0
+    late: int = 0  # the number of its branches whose index is computed by work
 
 
 TABLE = [
@@ -86,6 +111,7 @@ TABLE = [
     Row(callback_that_jax_removes),
     Row(callback_that_xla_removes, waits=True),
     Row(cond, branches=1),
+    Row(cond_after_work, branches=1, late=1),
     Row(static_loop),
     Row(dynamic_while, loops=1),
 ]

@@ -1,5 +1,6 @@
 """What is read from a compiled function agrees with what is measured, and does not need private attributes of JAX."""
 
+import dataclasses
 import inspect
 import re
 import subprocess
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import dispatch
 from flaxasync import check
 from flaxasync.check.dispatch import command_buffers, compatibility
 from tests.check.dispatch import functions
@@ -44,6 +46,7 @@ def test_the_table_of_functions_also_without_private_attributes(row, x, monkeypa
     assert info.has_host_callbacks is row.waits, "on one CPU device nothing else makes the host wait"
     assert [callback.name for callback in info.callbacks] == ([row.callbacks] if row.callbacks else [])
     assert (len(info.dynamic_loops), len(info.branches)) == (row.loops, row.branches)
+    assert info.path == ("Python" if row.unordered or row.callbacks or row.waits else "C++")
     assert (info.platform, info.devices) == ("cpu", 1)
     for call in (aot, jax.jit(row.fn)):  # they behave alike
         timing = check.measure_dispatch(call, x, repeats=3, floor=FLOOR)
@@ -95,23 +98,96 @@ def test_on_several_cpu_devices_a_callback_is_named_and_does_not_make_the_host_w
         assert timing.waits is False, str(timing)
 
 
-def test_on_a_gpu_loops_without_a_trip_count_and_branches_make_the_host_wait(monkeypatch):
-    """The rule is taken from XLA's source. No GPU was there to measure it."""
+def is_called_in_python(aot, x):
+    """Says whether a second call of a compiled function runs JAX's own Python function for it."""
+    jax.block_until_ready(aot(x))
+    entered = []
+
+    def notice(frame, event, argument):
+        if event == "call":
+            entered.append(frame.f_code)
+
+    sys.setprofile(notice)
+    try:
+        y = aot(x)
+    finally:
+        sys.setprofile(None)
+    jax.block_until_ready(y)
+    return jax.stages.Compiled.call.__code__ in entered
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.fn.__name__)
+def test_the_path_that_jax_names_is_the_one_that_a_call_takes(row):
+    aot = compiled(row.fn)
+    info = check.check_async_compatible(aot)
+    assert is_called_in_python(aot, jnp.ones(SMALL.shape)) == (info.path == "Python")
+    assert f"JAX's {info.path} path" in str(info)
+
+
+def test_the_answer_is_a_mapping_too():
+    yes, no = (check.check_async_compatible(compiled(fn)) for fn in (work, printing))
+    assert (yes["compatible"], no["compatible"]) == (True, False)
+    assert (yes["issues"], no["issues"]) == ((), no.reasons)
+    assert no["has_unordered_effects"] is no["has_host_callbacks"] is True
+    assert no["ordered_effects"] == ()
+    assert list(no) == list(no.keys()) == [field.name for field in dataclasses.fields(no)]
+    assert dict(no) == {name: getattr(no, name) for name in no}
+    assert no.get("nothing") is None
+    with pytest.raises(KeyError, match="nothing"):
+        no["nothing"]
+    assert "issues" in yes
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.setattr(compatibility, "_placement", lambda compiled: ("gpu", 1))
-    compatible = {dynamic_while: False, functions.cond: False, functions.static_loop: True, printing: False}
-    for fn, expected in compatible.items():
-        assert check.check_async_compatible(compiled(fn)).compatible is expected
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize(("fn", "compatible", "reason"), [
+    (work, True, "nothing in it"),
+    (dynamic_while, False, "reads its condition back every time (99 % of a call on an H100)"),
+    (functions.lbfgs, False, "reads its condition back every time"),
+    (functions.static_loop, True, "nothing in it"),
+    (functions.cond, True, "its index is there at once (2.7 % of a call on an H100)"),
+    (functions.cond_after_work, False, "reads back which one to take, once that is computed (by XLA's source)"),
+    (printing, False, "which a GPU program waits for (84 to 99 % of a call on an H100)"),
+    (functions.callback_that_jax_removes, True, "nothing in it"),
+    (callback_that_xla_removes, True, "a GPU does not wait for it (3 to 4 % of a call on an H100)"),
+])  # fmt: skip
+def test_what_holds_a_gpu_as_the_table_of_the_page_has_it(fn, compatible, reason):
+    """docs/dispatch.md has what was measured on an H100."""
+    info = check.check_async_compatible(compiled(fn))
+    assert info.compatible is compatible, str(info)
+    assert reason in " ".join(info.reasons)
+    assert bool(info.issues) == (not compatible)
+    assert "not measured" not in str(info)
+    if compatible:
+        assert check.make_async_aot_caller(compiled(fn))
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_a_callback_that_nobody_can_look_for_is_taken_for_one_that_waits(monkeypatch):
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda self: "")
+    assert check.check_async_compatible(compiled(callback_that_xla_removes)).compatible is False
+
+
+def test_on_a_gpu_the_remedy_names_flags_for_the_kind_of_loop(on_gpu, monkeypatch):
     info = check.check_async_compatible(compiled(dynamic_while))
     assert "functions.py:" in info.reasons[0]
     assert f"add {command_buffers.flags_for('WHILE')} to XLA_FLAGS" in info.remedies[0]
-    assert "JAX does not know its version of CUDA here" in info.remedies[0]
-    (remedy,) = check.check_async_compatible(compiled(functions.cond)).remedies
+    assert "command_buffer_flags('dynamic') tries (JAX does not know its version of CUDA here" in info.remedies[0]
+    assert "use 12.8 or later" in info.remedies[0]
+    (remedy,) = check.check_async_compatible(compiled(functions.lbfgs)).remedies
+    assert "command_buffer_flags('nested')" in remedy
+    assert "use 12.9 or later" in remedy
+    (remedy,) = check.check_async_compatible(compiled(functions.cond_after_work)).remedies
     assert "--xla_gpu_enable_command_buffer=+CONDITIONAL --xla_gpu_graph_min_graph_size=1" in remedy
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=+WHILE")
     info = check.check_async_compatible(compiled(dynamic_while))
     assert info.compatible is None
-    assert "command buffer" in info.reasons[0]
+    assert "command buffer" in info.issues[0]
 
 
 def test_on_a_tpu_the_text_has_no_trip_counts_and_the_answer_says_so():
@@ -166,26 +242,58 @@ print(check.check_async_compatible(fn.lower(x).compile()).reasons, check.measure
     assert "the host waits: dispatch" in done.stdout
 
 
-@pytest.mark.parametrize(("version", "suits", "note"), [
-    (12080, False, "CUDA 12.8 is older than 12.9, and 12.8 crashes .*: install 12.9 or later"),
-    (12090, True, "CUDA 12.9 runs conditional nodes"),
-    (13010, True, "CUDA 13.1 runs conditional nodes"),
-    (None, None, "JAX does not know its version of CUDA here; .* use 12.9 or later"),
+@pytest.mark.parametrize(("version", "loops", "suits", "note"), [
+    (12060, "dynamic", False, "CUDA 12.6 is older than 12.8, .*: install 12.8 or later"),
+    (12080, "dynamic", True, "CUDA 12.8 runs dynamic loops"),
+    (12080, "static", False, "CUDA 12.8 is older than 12.9, and 12.8 crashes .*: install 12.9 or later"),
+    (12080, "nested", False, "CUDA 12.8 is older than 12.9, and 12.8 crashes .*: install 12.9 or later"),
+    (12090, "static", True, "CUDA 12.9 runs static loops"),
+    (13010, "nested", True, "CUDA 13.1 runs nested loops"),
+    (None, "nested", None, "JAX does not know its version of CUDA here; .* use 12.9 or later"),
+    (None, "dynamic", None, "JAX does not know its version of CUDA here; .* use 12.8 or later"),
 ])  # fmt: skip
-def test_cuda_that_crashes_with_conditional_nodes_gets_no_flags(version, suits, note, monkeypatch, caplog):
+def test_cuda_that_crashes_with_a_kind_of_loop_gets_no_flags(version, loops, suits, note, monkeypatch, caplog):
     query = None if version is None else types.SimpleNamespace(cuda_runtime_get_version=lambda: version)
     monkeypatch.setattr("jax._src.lib.cuda_versions", query)
     monkeypatch.setattr(command_buffers, "_is_accepted", lambda flag: True)
-    found, why = command_buffers.cuda_note()
+    found, why = command_buffers.cuda_note(loops)
     assert found is suits
     assert re.search(note, why)
     make = command_buffers.command_buffer_flags.__wrapped__
     if suits is False:
         with pytest.raises(NotImplementedError, match=note):
-            make()
+            make(loops)
     else:
-        assert make() == f"{command_buffers.LOOPS} {command_buffers.SMALL_GRAPHS}"
+        assert make(loops) == f"{command_buffers.LOOPS} {command_buffers.SMALL_GRAPHS}"
     assert ("its version of CUDA" in caplog.text) == (suits is None)
+
+
+def test_another_kind_of_loop():
+    with pytest.raises(ValueError, match="loops must be one of dynamic, static, nested: got 'all'"):
+        check.command_buffer_flags("all")
+
+
+def test_a_pipeline_of_calls_and_the_modes_of_the_benchmark(monkeypatch):
+    """The table of docs/dispatch.md is made with them; what the modes do can be measured on a GPU alone."""
+    monkeypatch.setattr(command_buffers, "_is_accepted", lambda flag: True)
+    check.command_buffer_flags.cache_clear()
+    assert [dispatch.flags_of(mode) for mode in dispatch.MODES] == [
+        "", "--xla_gpu_enable_command_buffer=", f"{command_buffers.LOOPS} {command_buffers.SMALL_GRAPHS}",
+    ]  # fmt: skip
+    check.command_buffer_flags.cache_clear()
+    chosen = dispatch.parser().parse_args(["--command-buffers", "loops"])
+    assert (chosen.command_buffers, chosen.calls) == ("loops", 8)
+    seen = []
+
+    def double(x):
+        seen.append(x)
+        return x * 2
+
+    found = dispatch.pipeline(double, jnp.ones(4), 3)
+    values = [float(x[0]) for x in seen]
+    assert values == [1.0] + [1.0, 2.0, 4.0] * dispatch.CALLS
+    assert 0 < found.ratio <= 1
+    assert found.total > 0
 
 
 @pytest.mark.slow
