@@ -52,7 +52,7 @@ class Row:
     measured: float | None  # as published; None for a program that the study does not have
     value: Value | None  # of the simulated program, in seconds or a count; None if the player cannot give it
     unit: str = "ms"
-    allowed: float | None = 0.1  # the largest error; None where it is only shown
+    allowed: float = 0.1  # the largest error
     remark: str = ""  # beside the error, or in place of the prediction
 
 
@@ -155,13 +155,21 @@ def both(label: str, measured: tuple[float, float], variant: str, name: str) -> 
 
 TILES = {DIAGONAL: (7.5, 416, 1870, 3535), OFF_DIAGONAL: (7.5, 8.7, 440, 2575)}  # percentiles of waits, as published
 NO_WAIT = "the player gives no time to a wait that is over"
+TILE = 0.3  # the largest error of a wait for a tile
+IS_OVER = 1.0  # of a wait that is over, for which the player has 0
+LATE = 2.0  # of waits after a store, which the order of transfers makes too long
+ROUGH = 0.5  # of a figure that rests on few waits, or on the difference of two times
 
 
 def tile_rows(device: int) -> list[Row]:
     rows = []
     for name, share, known in zip(("p50", "p90", "p99", "max"), (50, 90, 99, 100), TILES[device], strict=True):
         label, value = f"waits for tiles, device {device}: {name}", tile_waits(device, percentile(share))
-        rows.append(Row("fused", label, known, value, "ns", None, NO_WAIT if known < 10 else ""))
+        over = known < 10
+        allowed = IS_OVER if over else TILE
+        if (device, name) == (OFF_DIAGONAL, "p99"):
+            allowed = LATE
+        rows.append(Row("fused", label, known, value, "ns", allowed, NO_WAIT if over else ""))
     return rows
 
 
@@ -192,24 +200,24 @@ ROWS = (
     Row("series", "all-reduce kernel", 3.07, phases(OFF_DIAGONAL, "all_reduce")),
     Row("series", "of its waits for 64 tiles, the shorter ones", 45.47, reduced_tile(25), "us"),
     Row("series", "of its waits for 64 tiles, the longer ones", 46.5, reduced_tile(75), "us"),
-    Row("series", "one addition of 1024 x 1024", 1.085, addition, "us", None, "ours is mixed with a copy of the sum"),
+    Row("series", "one addition of 1024 x 1024", 1.085, addition, "us", 1.0, "ours is mixed with a copy of the sum"),
     Row("series", "exit copy", 408.7, phases(OFF_DIAGONAL, "copy."), "us", remark="calibrates HBM"),
     total("fused", 12.3),
     Row("fused", "wait for the DMA, off the diagonal", 2.877, waits(OFF_DIAGONAL, "fused", *OTHERS)),
     Row("fused", "GEMM, on the diagonal", 6.15, phases(DIAGONAL, "fused")),
     Row("fused", "GEMM, off the diagonal", 5.96, GEMM_OFF),
-    Row("fused", "contention with arriving data", 191, without(phases(DIAGONAL, "fused"), GEMM_OFF), "us", None),
+    Row("fused", "contention with arriving data", 191, without(phases(DIAGONAL, "fused"), GEMM_OFF), "us", ROUGH),
     Row("fused", "all-reduce kernel", 3.064, phases(OFF_DIAGONAL, "all_reduce")),
     Row("fused", "stall before it, on the diagonal", 2.688, waits(DIAGONAL, "all_reduce", "sync")),
     Row("fused", "exit copy", 408.9, phases(OFF_DIAGONAL, "copy."), "us", remark="calibrates HBM"),
     *(row for device in TILES for row in tile_rows(device)),
     Row("fused", "device 0 while data arrive: waits", 924, tile_waits(DIAGONAL, lambda w: len(w.seconds), True), ""),
-    Row("fused", "device 0 while data arrive: p90", 606, tile_waits(DIAGONAL, percentile(90), True), "ns", None),
-    Row("fused", "device 0 while data arrive: sum", 216, tile_waits(DIAGONAL, spent, True), "us", None),
-    Row("fused", "device 0 afterwards: p90", 8.7, tile_waits(DIAGONAL, percentile(90), False), "ns", None, NO_WAIT),
-    Row("fused", "device 0 afterwards: max", 573, tile_waits(DIAGONAL, percentile(100), False), "ns", None),
-    Row("fused", "device 0 afterwards: sum", 33, tile_waits(DIAGONAL, spent, False), "us", None),
-    Row("fused", "device 1: sum", 58, tile_waits(OFF_DIAGONAL, spent), "us", None),
+    Row("fused", "device 0 while data arrive: p90", 606, tile_waits(DIAGONAL, percentile(90), True), "ns", ROUGH),
+    Row("fused", "device 0 while data arrive: sum", 216, tile_waits(DIAGONAL, spent, True), "us", TILE),
+    Row("fused", "device 0 afterwards: p90", 8.7, tile_waits(DIAGONAL, percentile(90), False), "ns", IS_OVER, NO_WAIT),
+    Row("fused", "device 0 afterwards: max", 573, tile_waits(DIAGONAL, percentile(100), False), "ns", 2.5),
+    Row("fused", "device 0 afterwards: sum", 33, tile_waits(DIAGONAL, spent, False), "us", LATE),
+    Row("fused", "device 1: sum", 58, tile_waits(OFF_DIAGONAL, spent), "us", LATE),
     total("overlapped", None),
     Row("overlapped", "kernel", None, phases(OFF_DIAGONAL, "overlapped")),
     Row(STEP, "one step over k", 5.593, step, "us", 0.01),
@@ -228,18 +236,24 @@ ROWS = (
 
 def study() -> dict[str, Result]:
     """Simulates the programs of all rows."""
-    mesh, alone = topology_mesh(TOPOLOGY, (2, 2), ("x", "y")), topology_mesh("v5e:1x1", (1,), ("x",))
+    mesh = topology_mesh(TOPOLOGY, (2, 2), ("x", "y"))
     totals = {row.variant: row.measured for row in ROWS if row.label == "total"}
     results = {}
     for variant in TITLES:
         fn, *arguments = program(variant, mesh)
         measured = totals[variant]
         results[variant] = play(fn, *arguments, topology=TOPOLOGY, measured=measured and measured / 1e3)
-    m, k, n = STUDY
-    operands = array((m, k), alone, P()), array((k, n), alone, P())
-    results[ONE_CHIP] = play(jax.jit(jnp.matmul), *operands, topology="v5e:1x1")
+    results[ONE_CHIP] = play_on_one_chip()
     results[STEP] = play_gemm()
     return results
+
+
+def play_on_one_chip() -> Result:
+    """Simulates the whole product as one fusion of XLA."""
+    mesh = topology_mesh("v5e:1x1", (1,), ("x",))
+    m, k, n = STUDY
+    operands = array((m, k), mesh, P()), array((k, n), mesh, P())
+    return play(jax.jit(jnp.matmul), *operands, topology="v5e:1x1")
 
 
 def play_gemm() -> Result:
@@ -253,7 +267,7 @@ def misses(predicted: list[tuple[Row, float]]) -> list[str]:
     """Returns what is further from its figure than its row allows, and whether the totals are in another order."""
     found = []
     for row, value in predicted:
-        if row.measured and row.allowed and abs(value / row.measured - 1) > row.allowed:
+        if row.measured and abs(value / row.measured - 1) > row.allowed:
             found.append(f"{row.variant}, {row.label}: {value:.4g} {row.unit}, measured {row.measured:.4g} {row.unit}")
     totals = [(row, value) for row, value in predicted if row.label == "total" and row.measured]
     by_prediction, by_measurement = sorted(totals, key=lambda t: t[1]), sorted(totals, key=lambda t: t[0].measured or 0)

@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +25,7 @@ from flaxasync.ops.execution import OPS
 from tests.kernels.conftest import as_float32, draw, simulated
 from tests.ops.matmul.conftest import assert_close
 
+ROOT = pathlib.Path(__file__).parents[2]
 SPECS = P("x", "y"), P("x", None)
 TILES = Tiles(16, 128, 128)
 BACKENDS = OPS["mesh_matmul"].backends
@@ -77,6 +81,21 @@ def test_kernels_on_any_mesh(backend, shape, mode, options):
 def test_values_on_more_devices(backend, shape, options):
     """Values alone: the simulator looks for races on four devices at most."""
     parity(shape, "eager", backend=backend, races=False, **options)
+
+
+@pytest.mark.slow
+def test_values_on_four_rows_of_four():
+    """Of all backends, with the gradients, which are the same for all: on 16 devices in a process of its own."""
+    command = [sys.executable, "-m", "tests.ops.sixteen_devices"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines() == [
+        "none: o, dlhs, drhs",
+        "xla_gemm, directions=None: o",
+        "serial, directions=2: o",
+        "fused, directions=1: o",
+        "overlapped, directions=1: o",
+        "overlapped, directions=2: o",
+    ], done.stderr[-2000:]
 
 
 def check_gradients(mesh, fn, **sizes):
