@@ -8,7 +8,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -117,7 +117,8 @@ class Recorder:
 
     def computed(self) -> int:
         """Returns how many of the steps that were in no report yet are computed; any thread may ask."""
-        return sum(metrics["loss"].is_ready() for metrics in list(self._pending.values()))
+        losses: list[Any] = [metrics["loss"] for metrics in list(self._pending.values())]
+        return sum(loss.is_ready() for loss in losses)  # which the stub of jax.Array lacks
 
     def flush(self) -> None:
         for sink in self._sinks:
