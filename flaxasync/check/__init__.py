@@ -72,9 +72,9 @@ Does a call hold the host?
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from flaxasync.check.auditing.async_rules import check_async_rules
 from flaxasync.check.auditing.audit import audit
 from flaxasync.check.auditing.findings import CODES, Audit, Finding, Severity
-from flaxasync.check.auditing.hazards import check_async_rules
 from flaxasync.check.capturing.overview import Overview, overview
 from flaxasync.check.capturing.recorder import CapturedProgram, capture, read_folder
 from flaxasync.check.compile.program import CompiledProgram, HbmError
@@ -82,9 +82,10 @@ from flaxasync.check.estimate.timeline import Loop, Slice, Timeline
 from flaxasync.check.gate.comparison import Change, Comparison, Tolerances, compare
 from flaxasync.check.gate.summary import Row, Summary, read_baseline, summarize, write_baseline
 from flaxasync.check.hlo.async_operations import AsyncOperation, async_operations
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction, format_module
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.reader import parse
 from flaxasync.check.hlo.shapes import HloError, Shape
+from flaxasync.check.hlo.writer import format_module
 from flaxasync.check.timeline_of import timeline
 from flaxasync.hardware import CHIPS, Chip
 

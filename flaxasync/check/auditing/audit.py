@@ -2,7 +2,7 @@
 
 For every asynchronous operation the audit reports its bytes, the work that runs inside its window, and what stays
 exposed (overlap.py). Then it reports what is wrong, each finding with a code and a remedy (findings.py). Times are
-estimates from the text. Hazards and broken rules (hazards.py) are facts of the text.
+estimates from the text. Hazards (hazards.py) and broken rules (async_rules.py) are facts of the text.
 """
 
 import dataclasses
@@ -10,16 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from flaxasync.check.auditing import overlap
+from flaxasync.check.auditing.async_rules import check_async_rules
 from flaxasync.check.auditing.findings import CODES, Audit, Finding, finding
-from flaxasync.check.auditing.hazards import check_async_rules, kernel_hazards, sent_operands
+from flaxasync.check.auditing.hazards import kernel_hazards, sent_operands
 from flaxasync.check.auditing.independent_work import IndependentWork
 from flaxasync.check.auditing.wide_transfers import wide_transfers
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.estimate.estimator import limits
-from flaxasync.check.hlo.async_operations import AsyncOperation, async_operations
+from flaxasync.check.hlo.async_operations import KERNEL, AsyncOperation, async_operations
 from flaxasync.check.hlo.load import axes_of, chip_of, module_of
-from flaxasync.check.hlo.module import HloModule
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.participants import AxisNames
+from flaxasync.check.hlo.shapes import SEMAPHORE, SMEM, VMEM
 from flaxasync.hardware import chip as chip_named
 
 DEFAULT_CHIP = "v5e"  # the chip whose times are estimated if neither the caller nor the program names one
@@ -85,10 +87,30 @@ def _notes(module: HloModule, costs: Costs, chip_was_assumed: bool) -> tuple[str
     notes = []
     if chip_was_assumed:
         notes.append(f"times are those of a {costs.chip.name}, because the text does not name its chip: say chip=...")
-    instructions = (i for computation in module.computations.values() for i in computation.instructions)
+    instructions = [i for computation in module.computations.values() for i in computation.instructions]
     if not any("estimated_cycles" in i.attributes.get("backend_config", "") for i in instructions):
-        notes.append("the text has no cycle estimates (it is no TPU program): work is timed by its bytes only")
+        if not any(_is_for_tpu(i) for i in instructions):
+            notes.append("the text has no cycle estimates (it is no TPU program): work is timed by its bytes only")
+        elif any(costs.explained(c, i)[1] == "bytes" for c, i in _run_by_core(module, costs)):
+            notes.append("the text has no cycle estimates: work beside kernels is timed by its bytes only")
     return (*notes, *limits(module, costs.chip.name))
+
+
+def _is_for_tpu(i: Instruction) -> bool:
+    """Says whether an instruction has what only the compiler for TPUs writes: a kernel, tiles of 8, or its notes."""
+    layouts = [leaf.layout for _, leaf in i.shape.leaves() if leaf.layout is not None]
+    is_tiled = any("T(" in layout.tiling or layout.memory_space in (VMEM, SEMAPHORE, SMEM) for layout in layouts)
+    return (
+        is_tiled
+        or i.custom_call_target == KERNEL
+        or '"scoped_memory_configs"' in i.attributes.get("backend_config", "")
+    )
+
+
+def _run_by_core(module: HloModule, costs: Costs) -> list[tuple[Computation, Instruction]]:
+    """Returns the instructions of the control flow but for kernels, which have estimates of their own."""
+    computations = [module.computations[name] for name in costs.executions()]
+    return [(c, i) for c in computations for i in c.instructions if i.custom_call_target != KERNEL]
 
 
 def _unfinished_kernels(module: HloModule, operations: list[AsyncOperation]) -> list[Finding]:

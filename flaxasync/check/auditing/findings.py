@@ -89,13 +89,37 @@ CODES = {
         _WARNING, "the module is not scheduled: the text has no order, so windows and stalls cannot be told",
         "audit the compiled program (jitted.lower(...).compile(), or compile_for), not the lowered one",
     ),
-    # The rules of the "Async HLO Instructions" proposal about users.
+    # The rules of the "Async HLO Instructions" proposal.
     "async-one-user": Code(
         _ERROR, "a start or an update has more than one user, or a user that is no update and no done",
         "route every reader through the done",
     ),
     "async-unfinished": Code(_ERROR, "a start is never finished", "add its done"),
     "async-no-start": Code(_ERROR, "an update or a done continues no start", "give it the result of one"),
+    "async-operand-alias": Code(
+        _ERROR, "the first part of a start's tuple is not the tuple of its operands",
+        "write ((operands...), results, context), with the shapes of the operands",
+    ),
+    "async-result-alias": Code(
+        _ERROR, "the second part of a start's tuple has not the shape that the done returns",
+        "write ((operands...), results, context), with the shape of the done; () if an update binds the results",
+    ),
+    "async-no-calls": Code(
+        _ERROR, "an async-start does not name the one computation that it runs",
+        "add calls=%computation, or write the short form",
+    ),
+    "async-wrapped-one": Code(
+        _ERROR, "the computation of an async-start has more or less than one instruction beside its parameters",
+        "wrap one instruction; several of them as a call: call-start(...), to_apply=%computation",
+    ),
+    "async-wrapped-first-class": Code(
+        _ERROR, "an async-start wraps an opcode that has a start and a done of its own",
+        "use those, as collective-permute-start and collective-permute-done",
+    ),
+    "async-shape": Code(
+        _ERROR, "the computation of an async-start takes other operands, or makes another result",
+        "give its parameters the shapes of the operands, and its root that of the done",
+    ),
 }  # fmt: skip
 
 

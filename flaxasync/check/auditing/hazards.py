@@ -1,8 +1,4 @@
-"""What is wrong with asynchronous operations: hazards of kernel pairs, and broken rules of XLA's own instructions.
-
-The rules are those of XLA's "Async HLO Instructions" proposal (openxla.org/xla/async_ops) about users: a start or an
-update has one user, an update or the done, and a done continues a start. Compilers verify the rules about shapes when
-they build a program, so no compiled program breaks those.
+"""What is wrong with pairs of kernels: hazards that no compiler sees.
 
 XLA schedules and allocates its own asynchronous operations safely. For XLA a pair of kernels is just two calls that
 share semaphores and aliased buffers, so XLA may copy, free or move a buffer that a transfer is using.
@@ -12,10 +8,10 @@ the destination. If the start aliases all of its buffers (Refs), the last one is
 transfers may send one buffer at the same time, because each start aliases it to a result but only reads it.
 """
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Set
 
 from flaxasync.check.auditing.findings import Finding, Severity, finding
-from flaxasync.check.hlo.async_operations import AsyncOperation, spelling_of_opcode, step_of_opcode
+from flaxasync.check.hlo.async_operations import AsyncOperation
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import SEMAPHORE, SMEM, VMEM, Shape
 from flaxasync.check.hlo.value_flow import Use, trace
@@ -23,7 +19,6 @@ from flaxasync.check.hlo.value_flow import Use, trace
 SMALL = 1024  # bytes; anything smaller is assumed to be a scalar that the kernel takes by value
 
 type Operand = tuple[str, str, int]  # the computation, the instruction, and the number of the operand
-_CARRIERS = ("while", "conditional", "call")  # they pass a future on
 
 
 def sent_operands(module: HloModule, operations: Iterable[AsyncOperation]) -> frozenset[Operand]:
@@ -133,38 +128,3 @@ def _unaliased_operands(computation: Computation, start: Instruction) -> list[tu
 def _is_buffer(shape: Shape) -> bool:
     """Says whether an array can be one that a transfer moves, and is no semaphore and no scalar."""
     return shape.memory_space not in (SEMAPHORE, SMEM) and shape.bytes >= SMALL
-
-
-def check_async_rules(module: HloModule) -> tuple[Finding, ...]:
-    """Returns a finding for every rule that an asynchronous operation of the module breaks."""
-    return tuple(
-        finding(code, message, computation.name, i.name, source=module.source(i))
-        for computation in module.computations.values()
-        for i in computation.instructions
-        for code, message in _broken_rules(computation, i)
-    )
-
-
-def _broken_rules(computation: Computation, i: Instruction) -> Iterator[tuple[str, str]]:
-    is_start, step = bool(spelling_of_opcode(i.opcode)), step_of_opcode(i.opcode)
-    if is_start or step == "update":
-        users = computation.users.get(i.name, [])
-        right = [u for u in users if _continues(i, u) or u.opcode in ("tuple", *_CARRIERS)]
-        if not users and not i.is_root:  # the caller of this computation finishes what its root starts
-            yield "async-unfinished", f"{i.name} has no done"
-        if len(users) > 1 or len(right) < len(users):
-            yield "async-one-user", f"{i.name} is used by {', '.join(u.name for u in users)}"
-    if step and not is_start:
-        before = next(iter(computation.operands(i)), None)
-        carriers = ("get-tuple-element", "parameter", *_CARRIERS)
-        is_carried = before is not None and before.shape.is_tuple and before.opcode in carriers
-        if before is None or not (is_carried or _continues(before, i)):
-            yield "async-no-start", f"{i.name} continues {before.name if before else 'nothing'}"
-
-
-def _continues(step: Instruction, user: Instruction) -> bool:
-    """Says whether an instruction is an update or a done of the spelling in which a step is written."""
-    if step.opcode in ("send", "recv"):
-        return user.opcode == f"{step.opcode}-done"
-    stem = step.opcode.removesuffix("-start").removesuffix("-update")
-    return user.opcode in (f"{stem}-done", f"{stem}-update")

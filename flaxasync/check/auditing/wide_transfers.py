@@ -21,7 +21,7 @@ from flaxasync.check.hlo.async_operations import COLLECTIVES
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import element_bits
 
-_SPELLINGS = ("first-class", "sugar")  # of the starts that are followed: the others wrap or fuse what they move
+_SPELLINGS = ("first-class", "generic")  # of the starts that are followed
 _WIDE = frozenset({"f64", "f32"})
 _FLOATS = _WIDE | {"f16", "bf16"}
 _MOVES = frozenset({
@@ -165,12 +165,14 @@ def _through(
     if user.opcode == "get-tuple-element" and element:
         return [(at, user, ())] if user.tuple_index == element[0] else []
     if element is None:  # a future
-        return [(at, user, ())] if _step_of_move(user, "-done") else None
+        if user.opcode == "async-update":
+            return [(at, user, None)]
+        return [(at, user, ())] if _step_of_move(module, at, user, "-done") else None
     if element:
         return None
     if user.opcode in _MOVES or user.custom_call_target == _JOINS:
         return [(at, user, ())]
-    if _step_of_move(user, "-start"):
+    if _step_of_move(module, at, user, "-start"):
         return [(at, user, None)]
     numbers = [n for n, operand in enumerate(user.operands) if operand == step.name]
     if user.opcode == "tuple" and user.is_root:
@@ -186,9 +188,15 @@ def _fusions(module: HloModule, body: Computation) -> list[tuple[Computation, In
     return callers if all(call.opcode == "fusion" for _, call in callers) else []
 
 
-def _step_of_move(i: Instruction, suffix: str) -> bool:
+def _step_of_move(module: HloModule, at: Computation, i: Instruction, suffix: str) -> bool:
     """Says whether an instruction is the start or the done of something that only moves or adds its operands."""
-    return i.opcode.endswith(suffix) and i.opcode.removesuffix(suffix) in _MOVES
+    if not i.opcode.endswith(suffix):
+        return False
+    start = i
+    while start.opcode in ("async-update", "async-done") and start.operands:
+        start = at.by_name[start.operands[0]]
+    wrapped = module.called(start) if start.opcode == "async-start" else []
+    return (wrapped[0].root.opcode if wrapped else i.opcode.removesuffix(suffix)) in _MOVES
 
 
 def _promoted(module: HloModule, i: Instruction) -> bool:

@@ -120,6 +120,8 @@ class Costs:
             return self.played[name].seconds
         if operation.spelling == "kernel" and operation.communicates:
             return self.chip.hop_latency + operation.bytes / self.chip.link_bandwidth
+        if operation.start.opcode == "async-start" and operation.collectives:
+            return sum(self._wrapped_seconds(*held) for held in operation.collectives)
         if operation.communicates:
             collective = operation.inner or operation.start
             sent = self._operand_bytes(computation, operation.start) or operation.bytes
@@ -129,6 +131,17 @@ class Costs:
         if operation.with_host and self.chip.host_bandwidth is not None:
             return operation.bytes / self.chip.host_bandwidth
         return self.memory_seconds(2 * operation.bytes)
+
+    def _wrapped_seconds(self, computation: Computation, collective: Instruction) -> float:
+        """Returns the seconds of a collective that an asynchronous operation wraps, alone or within a fusion."""
+        sent, received = self._operand_bytes(computation, collective), collective.shape.bytes
+        kind = collective.opcode.removesuffix("-start")
+        if collective.opcode != kind and collective.shape.is_tuple and kind != "all-reduce":
+            received = (collective.shape.at((1,)) or collective.shape).bytes  # the first part is what is sent
+        fusions = [call for _, call in self.module.callers.get(computation.name, ()) if call.opcode == "fusion"]
+        if kind == "all-reduce" and fusions and fusions[0].shape.bytes < sent:
+            kind = "reduce-scatter"  # as XLA writes it: an all-reduce, and a slice of the sum
+        return collective_seconds(kind, sent, received, self.group_size(collective), self.chip)
 
     def _explain(self, computation: Computation, i: Instruction) -> tuple[float, str]:
         if i.opcode in _FREE or i.opcode.endswith(_STEPS) or i.opcode in ("send", "recv"):

@@ -3,13 +3,14 @@
 | spelling | start | done |
 |---|---|---|
 | first-class | all-gather-start, all-reduce-start, collective-permute-start, copy-start; send, recv | op-done |
-| generic | async-start(...), calls=%wrapped | async-update*, async-done |
-| sugar | op-start of any other opcode: slice-start, custom-call-start, reduce-scatter-start | op-update*, op-done |
+| generic | async-start(...), calls=%wrapped; `parse` reads its short form, too | async-update*, async-done |
 | fusion | a fusion that contains a custom call AsyncCollectiveStart | a fusion that contains AsyncCollectiveDone |
-| kernel | a custom call that returns semaphores, S(2): a Pallas start | the custom calls that consume them |
+| kernel | a Pallas kernel that returns semaphores, S(2) | the custom calls that consume them |
 
-Between the two, the future may pass through tuples, loops and branches. A start in a loop body whose done is in the
-next iteration has several windows. A start may have no operands and get them from an update later: it is bound late.
+A generic operation may wrap a collective within a fusion, or several collectives, which are one
+operation then. Between start and done, the future may pass through tuples, loops and branches. A
+start in a loop body whose done is in the next iteration has several windows. A start may have no
+operands and get them from an update later: it is bound late.
 """
 
 import dataclasses
@@ -24,8 +25,13 @@ COLLECTIVES = (
     "collective-broadcast", "send", "recv",
 )  # fmt: skip
 
+# The custom call of a Pallas kernel. Others that return semaphores, like BarrierStart, are no start of a transfer.
+KERNEL = "tpu_custom_call"
 # The custom calls that mark the fusions in which XLA starts and ends a collective.
 _FUSED_START, _FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
+
+
+type Held = tuple[Computation, Instruction]  # an instruction and the computation that holds it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +48,16 @@ class Window:
 class AsyncOperation:
     """A start with its updates and its dones."""
 
-    spelling: str  # "first-class", "generic", "sugar", "fusion" or "kernel"
-    kind: str  # the opcode of what runs: "collective-permute", "copy", "all-reduce", ...; "custom-call" for a kernel
+    spelling: str  # "first-class", "generic", "fusion" or "kernel"
+    # The opcode of what runs: "collective-permute", "copy", "all-reduce", ...; "custom-call" for a kernel. Of several
+    # collectives that are wrapped together all opcodes: "all-gather and all-reduce".
+    kind: str
     computation: str  # of the start
     start: Instruction
     updates: tuple[Instruction, ...]  # they take the future and return it
     windows: tuple[Window, ...]  # one for each done
-    inner: Instruction | None  # the wrapped instruction, if the text has one
+    inner: Instruction | None  # the wrapped instruction, if the text has one; of several collectives the largest
+    collectives: tuple[Held, ...]  # those that are wrapped
     bytes: int  # of the arrays that the operation moves or makes
 
     @property
@@ -62,7 +71,9 @@ class AsyncOperation:
     @property
     def communicates(self) -> bool:
         """Whether the operation moves data between devices. For a kernel this is read from the backend's notes."""
-        return self.start.is_communicating_kernel if self.spelling == "kernel" else self.kind in COLLECTIVES
+        if self.spelling == "kernel":
+            return self.start.is_communicating_kernel
+        return bool(self.collectives) or self.kind in COLLECTIVES
 
     @property
     def with_host(self) -> str:
@@ -88,8 +99,8 @@ def spelling_of_start(module: HloModule, instruction: Instruction) -> str:
     if instruction.opcode == "fusion":
         return "fusion" if _contains_mark(module, instruction, _FUSED_START) else ""
     if instruction.opcode == "custom-call":
-        is_mark = instruction.custom_call_target in (_FUSED_START, _FUSED_DONE)
-        return "kernel" if not is_mark and _new_semaphores(instruction) else ""
+        is_kernel = instruction.custom_call_target == KERNEL
+        return "kernel" if is_kernel and _new_semaphores(instruction) else ""
     return spelling_of_opcode(instruction.opcode)
 
 
@@ -99,7 +110,7 @@ def spelling_of_opcode(opcode: str) -> str:
         return "generic"
     if opcode.removesuffix("-start") in FIRST_CLASS and (opcode.endswith("-start") or opcode in ("send", "recv")):
         return "first-class"
-    return "sugar" if opcode.endswith("-start") else ""
+    return "generic" if opcode.endswith("-start") else ""
 
 
 def step_of_opcode(opcode: str) -> str:
@@ -142,25 +153,47 @@ def largest_array(kernel: Instruction) -> Shape:
 
 
 def _operation(module: HloModule, computation: Computation, start: Instruction, spelling: str) -> AsyncOperation:
-    inner = _wrapped(module, start)
+    collectives = _wrapped_collectives(module, start)
+    inner = max((i for _, i in collectives), key=_moved_by, default=None) or _wrapped(module, start)
     if spelling in ("kernel", "fusion"):
         updates, windows = _buffer_ends(module, computation, start, spelling)
     else:
         updates, windows = _opcode_ends(module, computation, start)
-    kind = start.opcode.removesuffix("-start")
-    if spelling in ("generic", "fusion") or (inner is not None and inner.opcode in COLLECTIVES):
-        kind = inner.opcode if inner is not None else kind
+    kinds = {i.opcode.removesuffix("-start") for _, i in collectives}
+    if not kinds:
+        kinds = {(start if inner is None or spelling == "kernel" else inner).opcode.removesuffix("-start")}
+    kind = " and ".join(sorted(kinds))
     moved = _moved_bytes(computation, start, spelling, kind, windows, inner)
-    return AsyncOperation(spelling, kind, computation.name, start, tuple(updates), tuple(windows), inner, moved)
+    ends = tuple(updates), tuple(windows)
+    return AsyncOperation(spelling, kind, computation.name, start, *ends, inner, tuple(collectives), moved)
 
 
 def _wrapped(module: HloModule, start: Instruction) -> Instruction | None:
-    """Returns the instruction that a generic, sugared or fused start runs, if the text has it."""
-    for computation in module.called(start):
-        root = computation.root if start.opcode == "async-start" else None
-        if found := next((i for i in computation.instructions if i.opcode in COLLECTIVES), root):
-            return found
-    return None
+    """Returns the instruction that a generic start runs, if the text has it."""
+    wrapped = module.called(start) if start.opcode == "async-start" else []
+    return wrapped[0].root if wrapped else None
+
+
+def _wrapped_collectives(module: HloModule, start: Instruction) -> list[Held]:
+    """Returns the collectives in what a start calls, at any depth. A start of a fusion performs the first one."""
+    found: list[Held] = []
+    pending = list(reversed(module.called(start)))
+    seen: set[str] = set()
+    while pending:
+        computation = pending.pop()
+        if computation.name in seen:
+            continue
+        seen.add(computation.name)
+        for i in computation.instructions:
+            if i.opcode.removesuffix("-start") in COLLECTIVES:
+                found.append((computation, i))
+            elif i.opcode in ("fusion", "call", "async-start", "custom-call", "while", "conditional"):
+                pending += reversed(module.called(i))
+    return found if start.opcode == "async-start" else found[:1]
+
+
+def _moved_by(collective: Instruction) -> int:
+    return collective.shape.bytes
 
 
 def _opcode_ends(

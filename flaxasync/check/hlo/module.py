@@ -1,12 +1,13 @@
-"""A compiled program as frozen data: a module of computations, which are lists of instructions; and its text.
+"""A compiled program as frozen data: a module of computations, which are lists of instructions.
 
-`parse` in reader.py makes these from HLO text. Names, operands and attributes are kept as they were printed, and
-properties decode them on access. `parse` has checked that every operand is defined before its use, and that every
-computation that is called is there.
+`parse` in reader.py makes these from HLO text, and `format_module` in writer.py writes the text. Names, operands and
+attributes are kept as they were printed, and properties decode them on access. `parse` has checked that every operand
+is defined before its use, and that every computation that is called is there and does not call itself.
 """
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,8 @@ _CALLS = (
     "calls", "to_apply", "body", "condition", "true_computation", "false_computation", "select", "scatter",
     "called_computations", "branch_computations",
 )  # fmt: skip
+# The attributes that name something, or say where it comes from.
+_NAMING = frozenset((*_CALLS, "control-predecessors", "metadata"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -155,9 +158,12 @@ class Computation:
         return {i.parameter_number: i for i in self.instructions if i.parameter_number is not None}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class HloModule:
-    """A program."""
+    """A program. Two programs are equal if they do the same, whatever their computations and instructions are named.
+
+    Metadata do not count either: they say where an instruction comes from.
+    """
 
     name: str
     computations: dict[str, Computation]  # by name, in printed order
@@ -226,37 +232,42 @@ class HloModule:
             return instruction.opcode in MATMULS
         return any(i.opcode in MATMULS for i in self.nested(instruction))
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HloModule):
+            return NotImplemented
+        mine = (self.name, self.attributes, self.tables, len(self.computations))
+        return mine == (other.name, other.attributes, other.tables, len(other.computations)) and all(
+            one == two for one, two in zip(self._without_names(), other._without_names(), strict=True)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # a module has dictionaries
+
+    def _without_names(self) -> Iterator[tuple[object, ...]]:
+        """Yields what each computation does, in the order in which they are called from the entry, then the others."""
+        order = [self.entry.name]
+        numbers = {self.entry.name: 0}
+        for name in itertools.chain(order, self.computations):  # `order` grows meanwhile
+            if name not in numbers:
+                numbers[name] = len(order)
+                order.append(name)
+            computation = self.computations[name]
+            for called in (called for i in computation.instructions for called in i.called_computations):
+                if called not in numbers:
+                    numbers[called] = len(order)
+                    order.append(called)
+        for name in order:
+            computation = self.computations[name]
+            yield computation.is_entry, computation.execution_thread, len(computation.instructions)
+            for i in computation.instructions:
+                operands = [computation.position[operand] for operand in i.operands]
+                before = [computation.position.get(other, other) for other in i.control_predecessors]
+                called = [numbers[other] for other in i.called_computations]
+                others = {key: value for key, value in i.attributes.items() if key not in _NAMING}
+                yield i.opcode, i.shape, i.is_root, i.literal, operands, before, called, others
+
     @functools.cached_property
     def _stack_frames(self) -> dict[str, str]:
         return read_stack_frames(self.tables)
-
-
-def format_module(module: HloModule) -> str:
-    """Returns the HLO text of a module, which `parse` reads back to an equal module, and jaxlib's parser accepts."""
-    attributes = "".join(f", {key}={value}" for key, value in module.attributes.items())
-    blocks = [f"HloModule {module.name}{attributes}"]
-    if module.tables:
-        blocks.append(module.tables)
-    blocks += [_format_computation(computation) for computation in module.computations.values()]
-    return "\n\n".join(blocks) + "\n"
-
-
-def _format_computation(computation: Computation) -> str:
-    parameters = [computation.parameters[n] for n in sorted(computation.parameters)]
-    signature = ", ".join(f"{p.name}: {p.shape.without_layout()}" for p in parameters)
-    result = computation.root.shape.without_layout()
-    head = f"{'ENTRY ' if computation.is_entry else ''}%{computation.name} ({signature}) -> {result} {{"
-    lines = [head, *(f"  {_format_instruction(i)}" for i in computation.instructions)]
-    thread = computation.execution_thread
-    lines.append("}" if thread == "main" else f'}}, execution_thread="{thread}"')
-    return "\n".join(lines)
-
-
-def _format_instruction(instruction: Instruction) -> str:
-    inside = instruction.literal or ", ".join(f"%{operand}" for operand in instruction.operands)
-    attributes = "".join(f", {key}={value}" for key, value in instruction.attributes.items())
-    root = "ROOT " if instruction.is_root else ""
-    return f"{root}%{instruction.name} = {instruction.shape} {instruction.opcode}({inside}){attributes}"
 
 
 @functools.lru_cache(maxsize=1024)  # a program repeats few of them, and asks for each one often

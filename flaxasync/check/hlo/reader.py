@@ -9,6 +9,7 @@ import dataclasses
 import re
 import sys
 
+from flaxasync.check.hlo.async_forms import to_generic
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.participants import MAX_DEVICES, check_participants
 from flaxasync.check.hlo.shapes import ARRAY, HloError, Shape, read_shape, split_at_commas
@@ -39,7 +40,8 @@ def parse(text: str) -> HloModule:
     """Reads HLO text: what `compiled.as_text()` returns, or an HLO dump.
 
     Returns:
-      The module. Two modules are equal when they print alike.
+      The module. Asynchronous operations in the short form, like `custom-call-start`, are in it as async-start, with
+      the computation that the short form stands for.
 
     Raises:
       HloError: The text is not HLO, or is cut short, or names an operand or a computation that it does not define, or
@@ -49,7 +51,7 @@ def parse(text: str) -> HloModule:
         raise HloError(
             f"HLO text must be a str: got {type(text).__name__}; use compiled.as_text(), or decode the bytes"
         )
-    return _Reader(text).module()
+    return to_generic(_Reader(text).module())
 
 
 class _Reader:
