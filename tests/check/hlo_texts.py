@@ -54,7 +54,13 @@ EXAMPLES = {
         f"ROOT %async-done = f32[32] async-done({FUTURE} %async-update1)",
         wrapped=ASYNC_OP,
     ),
-    "sugar": module(
+    "short form": module(
+        f'%op-start = {FUTURE} custom-call-start(%operand0), custom_call_target="foo"',
+        f"%op-update0 = {FUTURE} custom-call-update({FUTURE} %op-start)",
+        f"%op-update1 = {FUTURE} custom-call-update({FUTURE} %op-update0)",
+        f"ROOT %op-done = f32[32] custom-call-done({FUTURE} %op-update1)",
+    ),
+    "custom-call": module(
         f'%cc-start = {FUTURE} custom-call-start(%operand0), custom_call_target="foo"',
         f"%cc-update = {FUTURE} custom-call-update(%cc-start)",
         "ROOT %result = f32[32] custom-call-done(%cc-update)",
@@ -75,6 +81,38 @@ EXAMPLES = {
         "%call-start = ((f32[64]), (), s32[]) call-start(%operand0), to_apply=%async_op",
         "ROOT %result = f32[32] call-done(%call-start)",
         wrapped=ASYNC_OP,
+    ),
+}  # fmt: skip
+TWO_STEPS = ASYNC_OP.replace(
+    "ROOT %op = f32[32] custom-call(%param0)",
+    "%more = f32[64] negate(%param0)\n  ROOT %op = f32[32] custom-call(%more)",
+)
+COPIES = ASYNC_OP.replace('f32[32] custom-call(%param0), custom_call_target="foo"', "f32[64] copy(%param0)")
+# Texts that break a rule of the proposal, by what docs/check.md says of them.
+WRONG = {
+    "two dones of one start": module(START, "%done.1 = f32[32] async-done(%async-start)", DONE, wrapped=ASYNC_OP),
+    "a done that names another opcode": module(
+        START, "ROOT %d = f32[32] negate-done(%async-start)", wrapped=ASYNC_OP
+    ),
+    "a start without a done": module(START, "ROOT %r = f32[64] negate(%operand0)", wrapped=ASYNC_OP),
+    "a start that the entry returns in a tuple": module(
+        START, f"ROOT %t = ({FUTURE}) tuple(%async-start)", wrapped=ASYNC_OP
+    ),
+    "the done of an array": module("ROOT %async-done = f32[32] async-done(%operand0)"),
+    "a first part of another shape than the operand": module(
+        START.replace("((f32[64])", "((f32[63])"), DONE, wrapped=ASYNC_OP
+    ),
+    "a first part that is no tuple": module(START.replace("((f32[64])", "(f32[64]"), DONE, wrapped=ASYNC_OP),
+    "a second part of another shape than the done": module(
+        START.replace("f32[32]", "f32[31]"), DONE, wrapped=ASYNC_OP
+    ),
+    "no `calls=`": module(START.replace(", calls=%async_op", ""), DONE, wrapped=ASYNC_OP),
+    "a computation of two instructions": module(START, DONE, wrapped=TWO_STEPS),
+    "a computation that copies": module(
+        START.replace("f32[32]", "f32[64]"), DONE.replace("f32[32]", "f32[64]"), wrapped=COPIES.replace("f32[32]", "f32[64]")
+    ),
+    "a computation with a parameter of another shape": module(
+        START, DONE, wrapped=ASYNC_OP.replace("f32[64]", "f32[128]")
     ),
 }  # fmt: skip
 

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from flaxasync.check import HloModule, async_operations
+from flaxasync.check import HloModule
 from flaxasync.check.hlo.participants import replica_groups
 
 # Its text for fingerprints lists all devices, whatever the notation was. A computation is repeated where it is called.
@@ -43,17 +43,11 @@ def counts_of_jaxlib(texts: list[str]) -> list[Counts | None]:
 
 
 def counts(module: HloModule) -> Counts:
-    """Returns the counts of a module as jaxlib's parser has it.
-
-    It turns sugar, `op-start(...)`, into an async-start of a computation that it makes: of the operation and of a
-    parameter for each operand that the start and its updates bind.
-    """
-    sugared = [op for op in async_operations(module) if op.spelling == "sugar" and op.start.opcode != "call-start"]
-    bound = sum(len(op.start.operands) + sum(len(update.operands) - 1 for update in op.updates) for op in sugared)
+    """Returns the counts of a module, which has the short form of asynchronous operations as jaxlib's parser has it."""
     collectives = [i for c in module.computations.values() for i in c.instructions if "replica_groups" in i.attributes]
     groups = [_lists(i.attributes["replica_groups"] != "{}" and replica_groups(i, 1)) for i in collectives]
-    instructions = sum(len(c.instructions) for c in module.computations.values()) + len(sugared) + bound
-    return str(len(module.computations) + len(sugared)), str(instructions), *sorted({*groups})
+    instructions = sum(len(c.instructions) for c in module.computations.values())
+    return str(len(module.computations)), str(instructions), *sorted({*groups})
 
 
 def _lists(groups: tuple[tuple[int, ...], ...] | bool) -> str:

@@ -98,8 +98,9 @@ def _leaves_the_program(module: HloModule, op: AsyncOperation) -> bool:
     called = [call.opcode for _, call in module.callers.get(op.computation, [])]
     if at is not module.entry and not any(opcode in _CARRIERS for opcode in called):
         return False
-    users = _users_in_order(at, op.start)
-    return (bool(users) or op.start.is_root) and all(u.opcode in ("tuple", *_CARRIERS) for u in users)
+    last = chain(at, op.start)[-1]
+    users = _users_in_order(at, last)
+    return (bool(users) or last.is_root) and all(u.opcode in ("tuple", *_CARRIERS) for u in users)
 
 
 def _users_in_order(computation: Computation, step: Instruction) -> list[Instruction]:
