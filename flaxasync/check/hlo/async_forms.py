@@ -38,26 +38,26 @@ def to_generic(module: HloModule) -> HloModule:
     free = (name for name in itertools.chain(["async_computation"], numbered) if name not in module.computations)
     for computation in module.computations.values():
         changes: dict[str, Instruction] = {}
-        starts: dict[str, Instruction] = {}  # of each step, by its name, as far as it is in this computation
+        # What the start of each step wraps, by the name of the step, as far as it is in this computation.
+        wraps: dict[str, tuple[str, ...]] = {}
         for i in computation.instructions:
             stem, step = short_step(i.opcode)
-            role = "start" if i.opcode == "async-start" or step == "start" else step_of_opcode(i.opcode)
-            if role == "start":
-                starts[i.name] = i
-            elif role and i.operands and i.operands[0] in starts:
-                starts[i.name] = starts[i.operands[0]]
+            if i.opcode == "async-start":
+                wraps[i.name] = tuple(called.root.opcode for called in module.called(i))
+            elif step_of_opcode(i.opcode) and i.operands and i.operands[0] in wraps:
+                wraps[i.name] = wraps[i.operands[0]]
             if step == "start":
                 called = _called_by_short_call(module, i)
+                wraps[i.name] = (module.computations[called].root.opcode if called else stem,)
                 if not called:
                     wrapped = _wrapped(computation, i, next(free))
                     computations[wrapped.name] = wrapped  # a computation is printed before its caller
                     called = wrapped.name
                 changes[i.name] = _generic(i, called)
-            elif step and _fits(module, computation, i, stem, starts.get(i.name)):
-                changes[i.name] = dataclasses.replace(i, opcode=f"async-{step}")
+            elif step and _fits(computation, i, stem, wraps.get(i.name)):
+                changes[i.name] = _without_old(i, f"async-{step}")
             elif i.opcode in ("async-update", "async-done") and any(key in i.attributes for key in _OLD):
-                kept = {key: value for key, value in i.attributes.items() if key not in _OLD}
-                changes[i.name] = dataclasses.replace(i, attributes=kept)
+                changes[i.name] = _without_old(i, i.opcode)
         computations[computation.name] = _changed(computation, changes)
     return dataclasses.replace(module, computations=computations)
 
@@ -121,9 +121,16 @@ def operands_of(computation: Computation, steps: Iterable[Instruction]) -> list[
 
 def only_instruction(wrapped: Computation) -> Instruction | None:
     """Returns the only instruction beside the parameters, if it takes all of them in order; None otherwise."""
-    parameters = tuple(wrapped.parameters[n].name for n in sorted(wrapped.parameters))
+    if sorted(wrapped.parameters) != list(range(len(wrapped.parameters))):
+        return None
+    parameters = tuple(wrapped.parameters[n].name for n in range(len(wrapped.parameters)))
     is_only = len(wrapped.instructions) == len(parameters) + 1 and wrapped.root.operands == parameters
     return wrapped.root if is_only else None
+
+
+def _without_old(step: Instruction, opcode: str) -> Instruction:
+    kept = {key: value for key, value in step.attributes.items() if key not in _OLD}
+    return dataclasses.replace(step, opcode=opcode, attributes=kept)
 
 
 def _called_by_short_call(module: HloModule, start: Instruction) -> str:
@@ -169,14 +176,16 @@ def _parameters(bound: list[Shape], declared: Shape | None) -> list[Shape]:
     return shapes if fit and (shapes or not bound) else bound
 
 
-def _fits(module: HloModule, computation: Computation, step: Instruction, stem: str, start: Instruction | None) -> bool:
-    """Says whether an update or a done may belong to its start: it names what that wraps, or its start is elsewhere."""
-    if start is None:
-        carriers = ("get-tuple-element", "parameter", "while", "conditional", "call", "async-update")
-        return bool(step.operands) and computation.by_name[step.operands[0]].opcode in carriers
-    if start.opcode == "async-start":
-        return stem in ("call", *(called.root.opcode for called in module.called(start)))
-    return stem == short_step(start.opcode)[0]
+def _fits(computation: Computation, step: Instruction, stem: str, wrapped: tuple[str, ...] | None) -> bool:
+    """Says whether an update or a done may belong to its start.
+
+    It names what that wraps, or a call; or the start is in another computation.
+    """
+    if wrapped is None:
+        carriers = ("get-tuple-element", "parameter", "while", "conditional", "call")
+        before = [computation.by_name[name].opcode for name in step.operands[:1]]
+        return any(opcode in carriers or opcode.endswith("-update") for opcode in before)
+    return stem in ("call", *wrapped)
 
 
 def _shortened(module: HloModule, computation: Computation, start: Instruction) -> Instruction | None:
@@ -184,6 +193,8 @@ def _shortened(module: HloModule, computation: Computation, start: Instruction) 
     called = module.called(start)
     root = only_instruction(called[0]) if len(called) == 1 else None
     if root is None or root.opcode in FIRST_CLASS or len(module.callers[called[0].name]) > 1:
+        return None
+    if _STEP.fullmatch(root.opcode) or called[0].is_entry:
         return None
     own = {key: value for key, value in start.attributes.items() if key != "calls"}
     of_root = {key: value for key, value in root.attributes.items() if key not in ("metadata", *own)}
@@ -194,11 +205,13 @@ def _shortened(module: HloModule, computation: Computation, start: Instruction) 
     return short if _parts(again) == _parts(called[0]) else None
 
 
-def _parts(wrapped: Computation) -> tuple[object, ...]:
+def _parts(wrapped: Computation) -> list[object]:
     """Returns what must be the same in two wrapped computations: all but names and metadata."""
-    parameters = tuple(wrapped.parameters[n].shape for n in sorted(wrapped.parameters))
-    attributes: Mapping[str, str] = {k: v for k, v in wrapped.root.attributes.items() if k != "metadata"}
-    return parameters, wrapped.root.shape, wrapped.root.opcode, attributes, wrapped.execution_thread
+    found: list[object] = [wrapped.execution_thread]
+    for i in wrapped.instructions:
+        attributes = {key: value for key, value in i.attributes.items() if key != "metadata"}
+        found.append((i.shape, i.opcode, i.literal, attributes))
+    return found
 
 
 def _changed(computation: Computation, changes: Mapping[str, Instruction]) -> Computation:
