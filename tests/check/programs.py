@@ -23,11 +23,11 @@ from tests.check import async_forms
 
 
 def all_gather(x, w):
-    return x @ w + lax.all_gather(x, "x", tiled=True).sum(0)
+    return x @ w + lax.all_gather(x, "x", tiled=True).sum(0, keepdims=True)
 
 
 def all_gather_and_matmul(x, w):
-    return lax.all_gather(x, "x", tiled=True).sum(0) + jnp.tanh(x @ w) @ w
+    return lax.all_gather(x, "x", tiled=True).sum(0, keepdims=True) + jnp.tanh(x @ w) @ w
 
 
 def psum(x, w):
