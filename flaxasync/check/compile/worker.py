@@ -39,7 +39,9 @@ def compile_request(request: dict) -> dict:
     stats = executable.get_compiled_memory_stats()
     return {
         "text": "\n\n".join(m.to_string() for m in executable.hlo_modules()),
-        "memory": {name: getattr(stats, name) for name in dir(stats) if name.endswith("_in_bytes")},
+        "memory": {
+            name: getattr(stats, name) for name in dir(stats) if name.endswith(("_in_bytes", "_allocation_bytes"))
+        },
         "cost": dict(executable.cost_analysis()),
     }
 

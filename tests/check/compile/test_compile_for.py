@@ -246,3 +246,19 @@ def test_meshes_with_other_axes_do_not_mix(mesh):
 def test_a_mesh_of_another_size(matmul):
     with pytest.raises(ValueError, match="the mesh must have the 8 devices of v5e:2x4"):
         compile_for("v5e:2x4", *matmul)
+
+
+def test_temporaries_are_what_the_compiler_allocates():
+    """The carry of a loop and six results, of 1 GiB each; libtpu 0.0.50 reports 8 GiB of temporaries."""
+
+    def loop(x, y):
+        def step(carry, _):
+            following = jnp.tanh(carry @ y)
+            return following, following
+
+        last, every = jax.lax.scan(step, x, length=6)
+        return last, jnp.sin(every).sum(0)
+
+    x, y = (jax.ShapeDtypeStruct((rows, 16384), jnp.bfloat16) for rows in (32768, 16384))
+    program = compile_for("v5e:1x1", loop, x, y)
+    assert program.bytes_by_kind["temporaries"] == pytest.approx(7 << 30, rel=1e-3)
