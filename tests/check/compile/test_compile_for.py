@@ -248,6 +248,7 @@ def test_a_mesh_of_another_size(matmul):
         compile_for("v5e:2x4", *matmul)
 
 
+@pytest.mark.slow
 def test_temporaries_are_what_the_compiler_allocates():
     """The carry of a loop and six results, of 1 GiB each; libtpu 0.0.50 reports 8 GiB of temporaries."""
 
