@@ -18,7 +18,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +112,7 @@ def _mesh_axes(layer: str, name: str, metadata: Mapping[str, Any]) -> P | None:
     if not annotations.keys() - {"sharding_rules"}:
         return None
     variable = nnx.Variable(jax.ShapeDtypeStruct((), jnp.float32), **annotations, eager_sharding=False)
-    spec = nnx.get_partition_spec(variable).get_value()
+    spec = cast(P, nnx.get_partition_spec(variable).get_value())
     axes = jax.sharding.get_abstract_mesh().axis_names
     for entry in spec:
         for axis in axes_of(entry):

@@ -63,7 +63,8 @@ class FunctionCall:
             from flax import nnx  # it is loaded already, because there are modules
 
             graph, state = nnx.split(modules)
-            changed = iter(nnx.merge(graph, jax.tree.map(function, state)))
+            merged: Any = nnx.merge(graph, jax.tree.map(function, state))
+            changed = iter(merged)
             leaves = [next(changed) if _is_module(leaf) else function(leaf) for leaf in leaves]
         else:
             leaves = list(map(function, leaves))
