@@ -1,11 +1,11 @@
 """`progress`: says on stderr what is under way, and for how long, while it takes longer than ten seconds.
 
-    with progress("compiling for v5e:2x4"):
-        ...
+    with progress("training"):
+        with progress("compiling the step"):
+            ...
 
-prints "flaxasync: compiling for v5e:2x4, 10 s so far" after ten seconds, and a line every ten seconds from then on.
-What ends sooner prints nothing. Blocks may be nested: only the innermost one speaks, so that nothing is said twice. The
-training script uses it, too.
+prints "flaxasync: training: compiling the step, 10 s so far" after ten seconds, and such a line every ten seconds from
+then on. What ends sooner prints nothing. Anything that can be silent for longer uses it; the training script, too.
 """
 
 import contextlib
@@ -16,9 +16,17 @@ from collections.abc import Callable, Iterator
 
 SILENT_SECONDS = 10.0  # of the longest silence
 
-# The blocks that are open in this process, the innermost last; those of other threads are among them.
-_open: list[object] = []
-_speaking = threading.Lock()  # held to change `_open`, and from the look at it until the line is said
+type What = str | Callable[[], str]
+
+
+class _OpenBlocks(threading.local):
+    """The blocks that a thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[What] = []
+
+
+_open = _OpenBlocks()
 
 
 def to_stderr(line: str) -> None:
@@ -26,12 +34,7 @@ def to_stderr(line: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(
-    what: str | Callable[[], str],
-    *,
-    silent: float = SILENT_SECONDS,
-    say: Callable[[str], None] = to_stderr,
-) -> Iterator[None]:
+def progress(what: What, *, silent: float = SILENT_SECONDS, say: Callable[[str], None] = to_stderr) -> Iterator[None]:
     """Says what the block does, and for how long, every `silent` seconds until it ends.
 
     Args:
@@ -39,26 +42,32 @@ def progress(
         it has come. The function is called in another thread.
       silent: The seconds from one line to the next, and to the first one.
       say: Prints a line; by default on stderr.
+
+    A block within another one adds what it does to the lines of the outermost one, whose `silent` and `say` count.
     """
+    stack = _open.stack
+    stack.append(what)
+    try:
+        with _speaker(stack, silent, say) if len(stack) == 1 else contextlib.nullcontext():
+            yield
+    finally:
+        stack.pop()
+
+
+@contextlib.contextmanager
+def _speaker(stack: list[What], silent: float, say: Callable[[str], None]) -> Iterator[None]:
     began = time.monotonic()
     ended = threading.Event()
-    block = object()
 
     def speak() -> None:
         while not ended.wait(silent):
-            with _speaking:
-                if _open and _open[-1] is block:
-                    doing = what if isinstance(what, str) else what()
-                    say(f"flaxasync: {doing}, {time.monotonic() - began:.0f} s so far")
+            doing = ": ".join(one if isinstance(one, str) else one() for one in list(stack))
+            say(f"flaxasync: {doing}, {time.monotonic() - began:.0f} s so far")
 
-    speaker = threading.Thread(target=speak, name="flaxasync progress", daemon=True)
-    with _speaking:
-        _open.append(block)
-    speaker.start()
+    thread = threading.Thread(target=speak, name="flaxasync progress", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         ended.set()
-        with _speaking:
-            _open.remove(block)
-        speaker.join()
+        thread.join()

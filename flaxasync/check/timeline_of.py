@@ -6,7 +6,9 @@ from typing import Any, Literal
 from flaxasync.check.compile.program import CompiledProgram
 from flaxasync.check.estimate import estimator
 from flaxasync.check.estimate.timeline import Timeline
-from flaxasync.check.hlo.load import module_of
+from flaxasync.check.hlo.load import chip_of, module_of
+from flaxasync.check.progress import progress
+from flaxasync.check.tested_libtpu import installed_libtpu, untested
 
 
 def timeline(
@@ -47,7 +49,7 @@ def timeline(
     if kernels != "play":
         if isinstance(kernels, str):
             raise ValueError(f"kernels must be 'play', or seconds by name: got {kernels!r}")
-        return estimator.timeline(compiled, chip, kernels=kernels, copies=copies or "cycles")
+        return estimator.timeline(compiled, chip, kernels=kernels, copies=copies or "cycles", notes=_versions(compiled))
     if not isinstance(compiled, CompiledProgram):
         raise ValueError(
             f"kernels='play' needs a program of flaxasync.check.compile_for: got {type(compiled).__name__}; compile it "
@@ -56,5 +58,18 @@ def timeline(
     from flaxasync.check.player.kernels import kernel_times  # imports numpy, which the estimate does not need
 
     module = module_of(compiled)
-    played, notes = kernel_times(compiled, module, say, integers)
+    with progress(f"simulating the kernels of {module.name}"):
+        played, notes = kernel_times(compiled, module, say, integers)
+    notes = (*notes, *_versions(compiled))
     return estimator.timeline(compiled, chip, copies=copies or "simulated", played=played, notes=notes)
+
+
+def _versions(compiled: Any) -> tuple[str, ...]:
+    """Returns a line about the version of libtpu that compiled a program, if it was not tested."""
+    if isinstance(compiled, CompiledProgram):
+        line = untested(compiled.libtpu)
+    elif chip_of(compiled) is not None:  # JAX compiled it in this process, for a TPU
+        line = untested(installed_libtpu())
+    else:  # a text does not say
+        line = None
+    return () if line is None else (line,)

@@ -18,6 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from flaxasync import check
+from flaxasync.check.tested_libtpu import installed_libtpu, untested
 from flaxasync.hardware import describe_unknown
 from flaxasync.ops import trust
 from flaxasync.verify.cases import Case, list_cases, unsupported
@@ -87,6 +88,9 @@ def _run(chosen: argparse.Namespace, serve: Serve) -> int:
         rehearse=bool(chosen.rehearse),
     )  # fmt: skip
     print(describe_in_words(machine))
+    version = untested(installed_libtpu()) if chosen.rehearse else None
+    if version is not None:
+        print(f"note: {version}")
     results = verify(cases, machine, setup, quick=chosen.quick)
     print(f"{summarize(results, machine)}\n{time.monotonic() - began:.0f} s")
     stored = record_verdicts(results, machine)

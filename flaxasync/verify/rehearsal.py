@@ -15,7 +15,7 @@ from unittest import mock
 import jax
 
 from flaxasync import check
-from flaxasync.check.player.errors import PlayerError, ProtocolError
+from flaxasync.check.player.errors import PlayerError, ProtocolError, UnsimulatedError
 from flaxasync.mesh import UnsupportedError
 from flaxasync.ops import trust
 from flaxasync.verify import measure, programs
@@ -64,6 +64,8 @@ def play_case(case: Case, topology: str) -> Timing:
     with jax.set_mesh(mesh):
         program = programs.make_program(case)
         played = check.play(program, *programs.abstract_arguments(case, mesh), topology=topology)
+    if played.not_simulated:
+        raise UnsimulatedError(played.not_simulated)
     phases: Counter[str] = Counter()
     for phase in played.slowest.phases:
         phases[phase.name] += phase.seconds  # type: ignore[assignment]

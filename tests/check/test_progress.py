@@ -1,6 +1,9 @@
 """The line about work that takes long: it comes while the work is under way, and never for what ends sooner."""
 
 import queue
+import threading
+
+import pytest
 
 from flaxasync.check.progress import progress
 
@@ -14,6 +17,7 @@ def test_what_takes_long_is_named_with_its_time_until_it_ends():
         second = said.get(timeout=WAIT)
     assert first == "flaxasync: compiling for v5e:2x4, 0 s so far"
     assert second.startswith("flaxasync: compiling for v5e:2x4, ")
+    assert not [thread for thread in threading.enumerate() if thread.name == "flaxasync progress"]
 
 
 def test_what_ends_sooner_says_nothing():
@@ -23,16 +27,34 @@ def test_what_ends_sooner_says_nothing():
     assert said == []
 
 
-def test_only_the_innermost_block_speaks_and_says_how_far_it_has_come():
-    outer, inner = queue.Queue(), queue.Queue()
-    done = iter(range(10**9))
-    with progress("playing", silent=0.01, say=outer.put):
-        outer.get(timeout=WAIT)
-        with progress(lambda: f"step {next(done)}", silent=0.01, say=inner.put):
-            assert inner.get(timeout=WAIT) == "flaxasync: step 0, 0 s so far"
-            while not outer.empty():
-                outer.get()
-            assert inner.get(timeout=WAIT).startswith("flaxasync: step 1, ")
-            assert inner.get(timeout=WAIT).startswith("flaxasync: step 2, ")
-            assert outer.empty()
-        assert outer.get(timeout=WAIT).startswith("flaxasync: playing, "), "the outer one goes on"
+def test_an_inner_block_says_how_far_the_outer_one_has_come():
+    said = queue.Queue()
+    steps = iter(range(10**9))
+    with progress("playing", silent=0.01, say=said.put):
+        assert said.get(timeout=WAIT).startswith("flaxasync: playing, ")
+        with progress(lambda: f"step {next(steps)}", silent=WAIT):
+            while not said.get(timeout=WAIT).startswith("flaxasync: playing: step 1, "):
+                pass
+        with pytest.raises(ValueError, match="over"), progress("failing"):
+            raise ValueError("over")
+        while not said.get(timeout=WAIT).startswith("flaxasync: playing, "):
+            pass
+
+
+def test_threads_speak_for_themselves():
+    said = queue.Queue()
+
+    def work(name):
+        with progress(name, silent=0.01, say=said.put):
+            lines.wait(WAIT)
+
+    lines = threading.Event()
+    threads = [threading.Thread(target=work, args=(name,)) for name in ("one", "other")]
+    for thread in threads:
+        thread.start()
+    heard = set()
+    while heard != {"one", "other"}:
+        heard.add(said.get(timeout=WAIT).removeprefix("flaxasync: ").partition(",")[0])
+    lines.set()
+    for thread in threads:
+        thread.join()

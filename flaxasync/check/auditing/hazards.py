@@ -11,7 +11,7 @@ transfers may send one buffer at the same time, because each start aliases it to
 from collections.abc import Iterable, Set
 
 from flaxasync.check.auditing.findings import Finding, Severity, finding
-from flaxasync.check.hlo.async_operations import AsyncOperation
+from flaxasync.check.hlo.async_operations import AsyncOperation, async_operations
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import SEMAPHORE, SMEM, VMEM, Shape
 from flaxasync.check.hlo.value_flow import Use, trace
@@ -34,6 +34,14 @@ def sent_operands(module: HloModule, operations: Iterable[AsyncOperation]) -> fr
                 uses = trace(module, computation, op.start, path, stop=lambda i: i.name in ends)
                 found |= {(u.computation, u.instruction.name, u.operand) for u in uses if u.instruction.name in ends}
     return frozenset(found)
+
+
+def unsafe_buffers(module: HloModule) -> tuple[str, ...]:
+    """Returns the errors of all kernel pairs of a program, each as "code: message"."""
+    operations = [op for op in async_operations(module) if op.spelling == "kernel"]
+    sent = sent_operands(module, operations)
+    found = [f for op in operations for f in kernel_hazards(module, op, sent)]
+    return tuple(f"{f.code}: {f.message}" for f in found if f.severity is Severity.ERROR)
 
 
 def kernel_hazards(module: HloModule, operation: AsyncOperation, sent: Set[Operand]) -> list[Finding]:

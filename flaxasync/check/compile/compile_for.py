@@ -31,6 +31,8 @@ from flaxasync.check.compile import worker
 from flaxasync.check.compile.function_call import FunctionCall
 from flaxasync.check.compile.program import CompiledProgram, hbm_error, listeners
 from flaxasync.check.compile.topologies import ENVIRONMENT, busy_message, place_arguments, places_of, topology_devices
+from flaxasync.check.progress import progress
+from flaxasync.check.tested_libtpu import installed_libtpu
 
 FLAGS = "LIBTPU_INIT_ARGS"  # the environment variable of libtpu's flags
 COMPILE_SECONDS = 600  # an 8B training step takes a minute to compile, so ten minutes mean that the compiler hangs
@@ -83,7 +85,7 @@ def compile_for(
     """
     devices = topology_devices(topology)
     call, mesh = place_arguments(topology, devices, FunctionCall.of(fn, args, kwargs))
-    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh), progress(f"tracing for {topology}"):
         lowered = call.lower()
     request = _request(topology, lowered, dict(compiler_options or {}))
     known = {d.id for d in devices}
@@ -95,7 +97,8 @@ def compile_for(
     folder = tempfile.mkdtemp(prefix="flaxasync-") if keep_dumps is True else keep_dumps or None
     dumps = None if folder is None else pathlib.Path(folder).absolute()
     began = time.perf_counter()
-    answer = shared_process(dumps=dumps is not None).compile(request, timeout, dumps)
+    with progress(f"compiling for {topology}"):
+        answer = shared_process(dumps=dumps is not None).compile(request, timeout, dumps)
     seconds = time.perf_counter() - began
     coords = places_of(devices)
     program = CompiledProgram(
@@ -106,6 +109,7 @@ def compile_for(
         coords=tuple(coords[i] for i in request["device_ids"]),
         dumps=dumps,
         axes=_mesh_axes(call),
+        libtpu=installed_libtpu(),
     )
     for listen in listeners:
         listen(program, seconds)

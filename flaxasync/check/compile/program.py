@@ -27,6 +27,7 @@ class CompiledProgram:
     coords: tuple[tuple[int, ...], ...]  # the chip of each partition, and its core where a chip has several
     dumps: pathlib.Path | None = None  # the folder with libtpu's final bundles, if they were asked for
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # the sizes of the mesh axes, in their order
+    libtpu: str = ""  # the version that compiled it; "" if it is not known
 
     @property
     def chip(self) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from flaxasync.check.estimate.costs import Costs, KernelTime
 from flaxasync.check.estimate.lockstep import Lockstep
-from flaxasync.check.estimate.timeline import KINDS, DeviceTime, Timeline
+from flaxasync.check.estimate.timeline import FROM_TEXT, KERNELS_PLAYED, KINDS, DeviceTime, Timeline
 from flaxasync.check.hlo.load import chip_of, module_of
 from flaxasync.check.hlo.module import HloModule
 from flaxasync.check.hlo.shapes import HOST
@@ -54,6 +54,7 @@ def timeline(
         notes=(*_notes(lockstep), *notes),
         loops=tuple(lockstep.loops),
         flops=costs.product_flops(),
+        preference=KERNELS_PLAYED if played else FROM_TEXT,
     )
 
 

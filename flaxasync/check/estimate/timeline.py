@@ -30,6 +30,18 @@ SOURCES = {
 }
 
 
+# Which of the three predictions of one program to believe, for each of them. docs/check.md says why.
+FROM_TEXT = (
+    "of the three predictions of a program this one, from its text alone, is the coarsest: where Pallas kernels take "
+    'much of the time, prefer timeline(program, kernels="play"), and where it can be simulated, play of the whole'
+)
+KERNELS_PLAYED = (
+    "from the text, and from kernels that were simulated one by one: prefer it to a timeline without them, and play of "
+    "the whole program, in which kernels, copies and collectives share HBM and links, to both"
+)
+WHOLE_PLAYED = "of the three predictions of a program, the simulation of the whole is the one to believe"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slice:
     """One period of time on one lane of one device."""
@@ -86,6 +98,7 @@ class Timeline:
     notes: tuple[str, ...] = ()  # what a reader should know beside the figures
     loops: tuple[Loop, ...] = ()  # in the order in which they ended
     flops: float | None = None  # of a device's matrix products, recomputed ones included; None if they are not known
+    preference: str = ""  # whether to believe it or another prediction of the program
 
     @property
     def slowest(self) -> DeviceTime:
@@ -117,4 +130,6 @@ class Timeline:
             lines.append(f"taken from: {', '.join(shares)}")
         lines.append(f"basis: {self.basis}")
         lines.append(f"known error: {self.known_error}")
+        if self.preference:
+            lines.append(f"which to believe: {self.preference}")
         return "\n".join(lines + [f"note: {note}" for note in self.notes])

@@ -7,6 +7,7 @@ Each file imports only files that are listed above it or beside it:
   collectives, dump                                     XLA's collectives; from a folder of dumps to programs
   result, machine                                       one device: its record, and what it does
   network, state, semaphores, transfers, simulation     all devices together
+  estimated                                             an estimate in the form of a result, of what is not simulated
   play, kernels                                         the public functions; the kernels of a program one by one
 """
 
@@ -22,6 +23,7 @@ from flaxasync.check.player.errors import PlayerError as PlayerError
 from flaxasync.check.player.errors import ProtocolError as ProtocolError
 from flaxasync.check.player.errors import RaceError as RaceError
 from flaxasync.check.player.errors import UnknownOperationError as UnknownOperationError
+from flaxasync.check.player.errors import UnsimulatedError as UnsimulatedError
 from flaxasync.check.player.play import play as play
 from flaxasync.check.player.play import play_dump as play_dump
 from flaxasync.check.player.result import Result as Result

@@ -1,17 +1,22 @@
-"""Simulates the bundle dumps of a TPU program and shows where the time goes: python -m flaxasync.check.player DIR."""
+"""Simulates the bundle dumps of a TPU program and shows where the time goes: python -m flaxasync.check.player DIR.
+
+The exit status is 0, 1 if the program breaks a rule of the machine, and 2 if it cannot be simulated, or not be read.
+"""
 
 import argparse
 import pathlib
 import sys
 
-from flaxasync.check.player.errors import PlayerError
+from flaxasync.check.player.dump import read_note, read_scheduled
+from flaxasync.check.player.errors import PlayerError, ProtocolError, UnsimulatedError
 from flaxasync.check.player.play import play_dump
 from flaxasync.check.render import save_picture, save_trace
+from flaxasync.check.timeline_of import timeline
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command. Returns 0, or 1 if the program breaks a rule of the machine or cannot be simulated."""
-    parser = argparse.ArgumentParser(prog="python -m flaxasync.check.player", description=__doc__)
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m flaxasync.check.player", description=description)
     add = parser.add_argument
     add("folder", help="the folder that --xla_jf_dump_to named")
     add("--topology", help="topology of the program, like v5e:2x2 (default: as in player.json)")
@@ -33,9 +38,15 @@ def main(argv: list[str] | None = None) -> int:
         result = play_dump(
             options.folder, topology=options.topology, coords=coords, accept=options.accept, measured=measured
         )
+    except UnsimulatedError as error:
+        print(
+            f"cannot be simulated: {error}. {_from_text(pathlib.Path(options.folder), options.topology)}",
+            file=sys.stderr,
+        )
+        return 2
     except PlayerError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, ProtocolError) else 2
     print(result.to_json() if options.json == "-" else result)
     if options.json and options.json != "-":
         pathlib.Path(options.json).write_text(result.to_json() + "\n")
@@ -44,6 +55,15 @@ def main(argv: list[str] | None = None) -> int:
     if options.picture:
         save_picture(result, options.picture)
     return 0
+
+
+def _from_text(folder: pathlib.Path, topology: str | None) -> str:
+    """Returns a sentence about what the text of a program that cannot be simulated says of its time."""
+    t = timeline(read_scheduled(folder), topology or read_note(folder).topology)
+    return (
+        f"From its text alone, it is estimated at {t.seconds * 1e3:.3f} ms, of which {t.exposed * 1e3:.3f} ms are "
+        "exposed communication (fa.check.timeline)."
+    )
 
 
 if __name__ == "__main__":

@@ -157,9 +157,7 @@ class Code:
         elif operation.unit == "sdivrem":
             dividend, divisor = map(self._scalar, operation.operands)
             reads.append(f"t{number} = divmod({dividend}, max({divisor}, 1))")
-            both = self._pops[operation.result] == 2
-            chosen = "" if both else "[1:]" if "Rem" in operation.comment else "[:1]"
-            writes.append(f"{guard}d.divided.extend(t{number}{chosen})")
+            writes.append(f"{guard}d.divided.extend(t{number}{self._wanted_of_division(operation)})")
         elif operation.name == "spush.sccf":  # to the other core of the chip, which is assumed to send the same value
             reads.append(f"t{number} = {self._scalar(operation.operands[0])}")
             writes.append(f"{guard}d.core_values.append(t{number})")
@@ -173,6 +171,23 @@ class Code:
             reads.append(f"t{number} = {result}" if not guard else f"t{number} = ({result}) if g{number} else 0")
             writes.append(f"{guard}{register[0]}[{register[1]}] = t{number}")
         return reads, writes
+
+    def _wanted_of_division(self, operation: Operation) -> str:
+        """Returns the index of what a program reads of (quotient, remainder): of both, or of the one that is named.
+
+        Some versions of libtpu leave the name out. The other one is no guess: a slot that is a quotient in place of a
+        remainder lets a kernel wait for a transfer that never began.
+        """
+        if self._pops[operation.result] == 2 or "DivAndRem" in operation.comment:
+            return ""
+        if "Rem" in operation.comment:
+            return "[1:]"
+        if "Div" in operation.comment:
+            return "[:1]"
+        raise scalar.NoScalarError(
+            f"{operation.name!r} that does not say whether the quotient or the remainder is meant, as this version of "
+            "libtpu prints it,"
+        )
 
     def _scalar(self, text: str) -> str:
         return scalar.operand_value(text, self._address_of)

@@ -27,7 +27,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flaxasync.check.player.errors import MeshMismatchError, PlayerError
+from flaxasync.check.player.errors import MeshMismatchError, PlayerError, UnsimulatedError
 from flaxasync.hardware import CHIPS, Chip
 
 DEVICES_PER_CHIP = {"tpu7x": 2}  # one for every other chip
@@ -159,7 +159,7 @@ def chip_grid(name: str) -> ChipGrid:
     """Reads a topology's name: "v5e:2x4", "v5p:2x2x2"."""
     match = _TOPOLOGY.fullmatch(name)
     if match is None and "*" in name:
-        raise PlayerError(f"the player simulates one slice: got {name!r}; compile for {name.partition('*')[0]!r}")
+        raise UnsimulatedError(f"the player simulates one slice: got {name!r}; compile for {name.partition('*')[0]!r}")
     if match is None or match[1] not in CHIPS:
         raise PlayerError(f"topology must be a chip and its grid, like 'v5e:2x4' or 'v5p:2x2x2': got {name!r}")
     shape = tuple(int(n or 1) for n in match.groups()[1:])

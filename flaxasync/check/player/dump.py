@@ -5,7 +5,6 @@ libtpu does not write its version. `play` writes a note (player.json) with the v
 
 import dataclasses
 import functools
-import glob
 import json
 import pathlib
 import re
@@ -17,11 +16,12 @@ from flaxasync.check.player.collectives import SYNCHRONOUS
 from flaxasync.check.player.errors import DumpError
 from flaxasync.check.player.memory import integer_elements, words
 
-TESTED_LIBTPU = ("0.0.50.1", "0.0.51", "0.0.52")  # the first one is what jax[tpu] installs
 TOP = "TLP"  # the name of the top level program, which is the compiled entry computation
 _NOTE = "player.json"
 _SET_UP = "<late-"  # the beginning of the names of the runtime's set-up and tear-down, which are not simulated
-_BUNDLES = re.compile(r"\d+-(.+)-\d\d-final_bundles\.txt")
+# A file of the final bundles, or of the declarations, of a program: its beginning, the program, and the pass's number.
+_BUNDLES = re.compile(r"(\d+-(.+))-\d+-final_bundles\.txt")
+_ORIGINAL = re.compile(r"(\d+-(.+))-\d+-original\.txt")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,27 +96,38 @@ def read_dump(folder: pathlib.Path) -> Dump:
     """Reads the folder that `--xla_jf_dump_to` named. DumpError says why it is no dump of one program."""
     if not folder.is_dir():
         raise DumpError(f"{folder} is no folder: give the one that --xla_jf_dump_to wrote to")
-    files = [(m[1], path) for path in sorted(folder.iterdir()) if (m := _BUNDLES.fullmatch(path.name))]
-    if (tops := sum(name == TOP for name, _ in files)) != 1:
+    paths = sorted(folder.iterdir())
+    files = [(m[2], m[1], path) for path in paths if (m := _BUNDLES.fullmatch(path.name))]
+    originals = {m[1]: path for path in reversed(paths) if (m := _ORIGINAL.fullmatch(path.name))}
+    if (tops := sum(name == TOP for name, _, _ in files)) != 1:
         raise DumpError(
             f"{folder} holds the final bundles of {tops} programs, and must hold those of one: compile one jitted "
             f"function with --xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
             "--xla_jf_dump_llo_pass_label_regex=(final_bundles|original) into an empty folder, or let play() do it"
         )
+    module = read_scheduled(folder)
+    programs = {
+        name: _read_complete(name, path, originals.get(beginning))
+        for name, beginning, path in files
+        if not name.startswith(_SET_UP)
+    }
+    instructions = {i.name: i for c in module.computations.values() for i in c.instructions}
+    return Dump(folder, programs, module, read_note(folder), instructions)
+
+
+def read_scheduled(folder: pathlib.Path) -> HloModule:
+    """Reads the scheduled HLO of a dump. DumpError says that the folder has none."""
     texts = list(folder.glob(f"*-{TOP}-hlo.txt"))
     if not texts:
         raise DumpError(f"{folder} lacks *-TLP-hlo.txt, the scheduled HLO: compile with --xla_jf_dump_hlo_text=true")
-    programs = {name: _read_complete(name, path) for name, path in files if not name.startswith(_SET_UP)}
-    module = parse(texts[0].read_text())
-    instructions = {i.name: i for c in module.computations.values() for i in c.instructions}
-    return Dump(folder, programs, module, _read_note(folder), instructions)
+    return parse(texts[0].read_text())
 
 
 def write_note(folder: pathlib.Path, note: Note) -> None:
     (folder / _NOTE).write_text(json.dumps(dataclasses.asdict(note), indent=1) + "\n")
 
 
-def _read_note(folder: pathlib.Path) -> Note:
+def read_note(folder: pathlib.Path) -> Note:
     try:
         read = json.loads((folder / _NOTE).read_text())
         return Note(read["topology"], read["libtpu"], tuple(tuple(c) for c in read["coords"]))
@@ -126,16 +137,14 @@ def _read_note(folder: pathlib.Path) -> Note:
         raise DumpError(f"{folder / _NOTE} is damaged ({error!r}): remove it, and name the topology") from error
 
 
-def _read_complete(name: str, bundles: pathlib.Path) -> Program:
+def _read_complete(name: str, bundles: pathlib.Path, original: pathlib.Path | None) -> Program:
     """Reads a program from a *-final_bundles.txt and the *-original.txt beside it, and checks that it has its end."""
-    stem = bundles.name[: -len("03-final_bundles.txt")]
-    originals = sorted(bundles.parent.glob(f"{glob.escape(stem)}*-original.txt"))
-    if not originals:
+    if original is None:
         raise DumpError(
             f"{bundles.name} has no *-original.txt beside it, which declares its buffers: add 'original' to "
             "--xla_jf_dump_llo_pass_label_regex"
         )
-    program = read_program(name, bundles, originals[0])
+    program = read_program(name, bundles, original)
     if name == TOP:
         complete = any(o.name == "inlined_call" and "late-finalization" in o.comment for o in program.bundles[-1])
     else:

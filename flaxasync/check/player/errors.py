@@ -9,7 +9,11 @@ class DumpError(PlayerError):
     """The folder does not hold exactly one complete dump, in a version that the player can read."""
 
 
-class UnknownOperationError(PlayerError, NotImplementedError):
+class UnsimulatedError(PlayerError, NotImplementedError):
+    """The player cannot simulate the program, although nothing may be wrong with it. `play` returns an estimate."""
+
+
+class UnknownOperationError(UnsimulatedError):
     """The program contains an operation whose meaning or cost the player does not know."""
 
 

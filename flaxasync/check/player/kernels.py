@@ -39,6 +39,7 @@ from flaxasync.check.player.errors import PlayerError
 from flaxasync.check.player.memory import integer_elements
 from flaxasync.check.player.play import play_dump
 from flaxasync.check.player.transfers import UNKNOWN_SCALARS
+from flaxasync.check.progress import progress
 from flaxasync.hardware import CHIPS
 
 VARIABLE = "FLAXASYNC_PLAYED_KERNELS"  # the environment variable that names another folder for the times of kernels
@@ -94,7 +95,8 @@ def kernel_times(
             if say is not None:
                 say(f"kernel {number} of {len(names_of)}: {names[0]}")
             try:
-                time = _simulate(program, kernel)
+                with progress(f"kernel {number} of {len(names_of)}, {names[0]}"):
+                    time = _simulate(program, kernel)
             except (PlayerError, RuntimeError) as error:  # it cannot be simulated, or not be compiled
                 lines.append(f"{names[0]} was not simulated: {str(error).partition(chr(10))[0]}")
                 continue

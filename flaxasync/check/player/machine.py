@@ -7,7 +7,7 @@ from typing import NamedTuple
 from flaxasync.check.player import matrix_unit
 from flaxasync.check.player.basic_blocks import Code, ExternalOperation
 from flaxasync.check.player.chips import Coords
-from flaxasync.check.player.errors import PlayerError
+from flaxasync.check.player.errors import PlayerError, UnsimulatedError
 from flaxasync.check.player.memory import LATE, Addresses
 from flaxasync.check.player.result import Recorder
 
@@ -78,7 +78,7 @@ class Machine:
         while external is None and self.position < self.code.length:
             self._blocks_run += 1
             if self._blocks_run > MAX_BLOCKS:
-                raise PlayerError(
+                raise UnsimulatedError(
                     f"device {self.device} ran {MAX_BLOCKS} blocks without an end, now in {self.kernel} at "
                     f"{self.code.program.location(self.position)}"
                 )

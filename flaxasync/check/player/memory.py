@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from flaxasync.check.hlo.module import Instruction
 from flaxasync.check.hlo.shapes import Shape, element_bits, read_shape
 from flaxasync.check.player.bundle_text import Declaration, Program
-from flaxasync.check.player.errors import DumpError, PlayerError
+from flaxasync.check.player.errors import DumpError, UnsimulatedError
 
 GRANULE = 32  # bytes
 # The first byte of each space, and the byte after its last. Operands have 13 bits for a semaphore and 32 for a granule.
@@ -68,11 +68,11 @@ class Addresses:
         self._by_program[program.name] = {name: self._declared(program, d) for name, d in program.declarations.items()}
 
     def new(self, space: str, size: int, label: str) -> Buffer:
-        """Gives addresses to a buffer of `size` bytes. PlayerError says that the space has no more of them."""
+        """Gives addresses to a buffer of `size` bytes. UnsimulatedError says that the space has no more of them."""
         units = max(1, -(-size // self._unit[space]))
         buffer = Buffer(space, self._next[space], units, label)
         if (end := (buffer.address + units) * self._unit[space]) > _END[space]:
-            raise PlayerError(
+            raise UnsimulatedError(
                 f"the program's buffers in {space} need addresses up to {end:#x}, and the player has them up to "
                 f"{_END[space]:#x}, as no two buffers share any: simulate its parts as programs of their own ({label})"
             )

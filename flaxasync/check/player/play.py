@@ -1,19 +1,22 @@
 """`play` and `play_dump`: from a function, or from a folder of dumps, to the result of its simulation."""
 
-import importlib.metadata
 import os
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from flaxasync.check.auditing.hazards import unsafe_buffers
 from flaxasync.check.player.chips import PlayedChip, chip_grid, places_of_partitions, played_chip
-from flaxasync.check.player.dump import TESTED_LIBTPU, Note, read_dump, write_note
-from flaxasync.check.player.errors import MeshMismatchError
+from flaxasync.check.player.dump import Note, read_dump, write_note
+from flaxasync.check.player.errors import MeshMismatchError, UnsimulatedError
+from flaxasync.check.player.estimated import estimated_result
 from flaxasync.check.player.matrix_unit import operations
 from flaxasync.check.player.result import Result
 from flaxasync.check.player.simulation import Simulation
 from flaxasync.check.player.state import State
+from flaxasync.check.progress import progress
+from flaxasync.check.tested_libtpu import installed_libtpu, untested
 
 
 def play(
@@ -38,24 +41,29 @@ def play(
 
     Returns:
       Where the time and the bytes of the program went. `print` shows a table. `fa.check.save_picture` and
-      `fa.check.save_trace` write it to files.
+      `fa.check.save_trace` write it to files. Of a program that cannot be simulated, because it has an operation that
+      the player does not know, for example, the figures are the estimate of `fa.check.timeline`, and
+      `.not_simulated` says why.
 
     Raises:
       ValueError: The topology is unknown, or does not fit the arguments.
       RuntimeError: The compiler refused the program.
-      PlayerError: The program cannot be simulated, or breaks a rule of the machine.
+      PlayerError: The program breaks a rule of the machine, or its dumps cannot be read.
     """
     from flaxasync.check.compile.compile_for import compile_for  # imports JAX, which play_dump does not need
 
-    with tempfile.TemporaryDirectory(prefix="flaxasync-") as temporary:
+    with progress(f"playing for {topology}"), tempfile.TemporaryDirectory(prefix="flaxasync-") as temporary:
         folder = pathlib.Path(temporary if keep_dumps is None else keep_dumps)
         if folder.is_dir() and any(folder.iterdir()):
             raise ValueError(
                 f"keep_dumps must be an empty folder: {folder} is not; dumps of two programs cannot be told apart"
             )
         compiled = compile_for(topology, fn, *args, keep_dumps=folder, compiler_options=compiler_options, **kwargs)
-        write_note(folder, Note(topology, _libtpu_version(), compiled.coords))
-        return play_dump(folder, measured=measured, accept=accept)
+        write_note(folder, Note(topology, installed_libtpu(), compiled.coords))
+        try:
+            return play_dump(folder, measured=measured, accept=accept)
+        except UnsimulatedError as error:
+            return estimated_result(compiled, str(error), measured=measured)
 
 
 def play_dump(
@@ -79,9 +87,11 @@ def play_dump(
       measured, accept: As for `play`.
 
     Raises:
-      PlayerError: The program cannot be simulated, or breaks a rule of the machine; see errors.py.
+      UnsimulatedError: The program cannot be simulated. It is a PlayerError.
+      PlayerError: The program breaks a rule of the machine, or its dumps cannot be read; see errors.py.
     """
-    dump = read_dump(pathlib.Path(folder))
+    with progress(f"reading the bundles in {folder}"):
+        dump = read_dump(pathlib.Path(folder))
     devices, named = dump.module.num_partitions, topology or dump.note.topology
     if not named:
         raise MeshMismatchError(
@@ -97,12 +107,17 @@ def play_dump(
     notes = []
     if not order and devices > 1:
         notes.append("the order of the mesh is not known: partitions are taken to be the chips in their order")
-    if not dump.note.libtpu:
-        notes.append("the dump does not say which libtpu made it; its form is that of a tested version")
-    elif dump.note.libtpu not in TESTED_LIBTPU:
-        notes.append(f"dumped by libtpu {dump.note.libtpu}; the player was tested with {', '.join(TESTED_LIBTPU)}")
+    version = untested(dump.note.libtpu)
+    if version is not None:
+        notes.append(version)
     state = State(dump, grid, places_of_partitions(grid, devices, order), chip, frozenset(accept))
-    Simulation(state).run()
+    try:
+        with progress(state.progress):
+            Simulation(state).run()
+    except UnsimulatedError as error:
+        if version is None:
+            raise
+        raise type(error)(f"{error}; {version}") from error
     return _result(state, measured, notes)
 
 
@@ -127,11 +142,5 @@ def _result(state: State, measured: float | None, notes: list[str]) -> Result:
         slices=tuple(state.slices),
         all_waits=tuple(state.waits),
         measured=measured,
+        unsafe=unsafe_buffers(state.dump.module),
     )
-
-
-def _libtpu_version() -> str:
-    try:
-        return importlib.metadata.version("libtpu")
-    except importlib.metadata.PackageNotFoundError:  # a nightly build has another name
-        return ""

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from flaxasync.check.estimate.timeline import DeviceTime, Slice, Timeline
+from flaxasync.check.estimate.timeline import WHOLE_PLAYED, DeviceTime, Slice, Timeline
 from flaxasync.check.player.chips import PlayedChip
 from flaxasync.check.player.matrix_unit import Operations
 
@@ -120,6 +120,9 @@ class Result:
     slices: tuple[Slice, ...] = dataclasses.field(repr=False)  # what each lane of each device did when
     all_waits: tuple[EndedWait, ...] = dataclasses.field(repr=False)  # of all devices, in the order in which they ended
     measured: float | None = None  # seconds that the program took on a TPU, if it was measured
+    not_simulated: str = ""  # why the figures are an estimate from the text of the program; "" if they are simulated
+    unsafe: tuple[str, ...] = ()  # what the audit rejects of buffers in flight, which no figure here shows
+    preference: str = WHOLE_PLAYED  # whether to believe it or another prediction of the program
 
     @property
     def slowest(self) -> Device:
@@ -167,7 +170,10 @@ class Result:
             )
             for d in self.devices
         )
-        return Timeline(self.name, self.chip, self.basis, self.known_error, self.slices, devices, self.notes)
+        return Timeline(
+            self.name, self.chip, self.basis, self.known_error, self.slices, devices, self.notes,
+            preference=self.preference,
+        )  # fmt: skip
 
     def to_json(self) -> str:
         """Returns everything except the slices and the single waits as JSON."""
@@ -178,21 +184,30 @@ class Result:
 
     def __str__(self) -> str:
         slowest = self.slowest
-        head = f"{self.name} on {self.topology}: {self.seconds * 1e3:.4f} ms, {slowest.share_of_peak:.1%} of peak, "
-        head += f"exposed communication {self.exposed * 1e3:.4f} ms"
+        how = "not simulated, estimated at " if self.not_simulated else ""
+        head = f"{self.name} on {self.topology}: {how}{self.seconds * 1e3:.4f} ms, "
+        head += f"{slowest.share_of_peak:.1%} of peak, exposed communication {self.exposed * 1e3:.4f} ms"
         if self.error is not None and self.measured is not None:
             head += f"; measured {self.measured * 1e3:.4g} ms, error {self.error:+.1%}"
+        if self.unsafe:
+            head += "; its results are wrong on a chip, because a buffer in flight is touched"
         columns = ("total", "issue", "mxu stall", "mxu busy", *CAUSES)
-        lines = [head, f"  {'':34s}" + "".join(f"{c:>11s}" for c in columns) + "   ms"]
+        lines = [head, *(f"  unsafe: {found}" for found in self.unsafe)]
+        if self.not_simulated:
+            lines.append(f"  not simulated: {self.not_simulated}")
+        lines += [f"  {'':34s}" + "".join(f"{c:>11s}" for c in columns) + "   ms"]
         lines += [_row(f"device {d.device} at {','.join(map(str, d.coords))}", d) for d in self.devices]
         lines.append(f"  phases of device {slowest.device}, the slowest:")
         for p in slowest.phases:
             if p.seconds > 0.002 * slowest.seconds:
                 runs = f" x{p.runs}" if p.runs > 1 else ""
                 lines.append(_row("  " * (1 + p.depth) + p.name + runs + (" (ring model)" if p.analytic else ""), p))
-        lines.append(f"  device {slowest.device} has {self.waits(slowest.device)}")
+        if self.all_waits:
+            lines.append(f"  device {slowest.device} has {self.waits(slowest.device)}")
         moved = ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in sorted(self.bytes.items()))
-        lines += [f"  bytes of all devices: {moved}", f"  basis: {self.basis}", f"  known error: {self.known_error}"]
+        lines += [f"  bytes of all devices: {moved}"] if moved else []
+        lines += [f"  basis: {self.basis}", f"  known error: {self.known_error}"]
+        lines.append(f"  which to believe: {self.preference}")
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
 

@@ -97,6 +97,14 @@ class State:
         self._order = itertools.count()
         self._by_number = dict(zip(self.chips, self.machines, strict=True))
 
+    def progress(self) -> str:
+        """Says how far the simulation has come."""
+        now = min(machine.now for machine in self.machines)
+        where = next(machine.phase for machine in self.machines if machine.now == now)
+        return (
+            f"simulating {len(self.machines)} devices, {self.chip.seconds(now) * 1e3:.3f} ms of the program, at {where}"
+        )
+
     def at(self, time: float, answer: Callable[[], None]) -> None:
         """Queues an event. Events at the same time happen in the order in which they were queued."""
         heapq.heappush(self.events, (time, next(self._order), answer))

@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec as P
 from benchmarks import tp_mlp
 from benchmarks.player_layers import estimated
 from benchmarks.programs import SYNCHRONOUS, array, play_program
-from flaxasync.check import parse, timeline, topology_devices, topology_mesh, topology_size
+from flaxasync.check import CHIPS, parse, timeline, topology_devices, topology_mesh, topology_size
 from flaxasync.check.auditing.advice import OFFLOAD_FLAGS
-from flaxasync.check.player import PlayerError, UnknownOperationError, collectives, play, played_chip, transfers
+from flaxasync.check.estimate.timeline import FROM_TEXT
+from flaxasync.check.player import PlayerError, collectives, play, played_chip, transfers
 from tests.check.programs import assert_times_add_up, play_shards, sent_bytes
 
 
@@ -88,10 +89,18 @@ def gather_beside_a_matmul(options):
     return play_shards("v5e:2x2", local, (rows, columns, rows), (rows, columns), *shapes, compiler_options=options)
 
 
-def test_an_asynchronous_collective_is_refused_with_the_option_that_makes_it_synchronous():
-    with pytest.raises(UnknownOperationError, match="asynchronous all-gather of XLA reads a table") as refused:
-        gather_beside_a_matmul(None)
-    assert f"compiler_options={json.dumps(SYNCHRONOUS)}" in str(refused.value)
+def test_of_an_asynchronous_collective_there_is_an_estimate_and_the_option_that_makes_it_synchronous():
+    result = gather_beside_a_matmul(None)
+    assert "asynchronous all-gather of XLA reads a table" in result.not_simulated
+    assert f"compiler_options={json.dumps(SYNCHRONOUS)}" in result.not_simulated
+    own_rows, gathered_rows = 256, 1024
+    products = 2 * (own_rows + gathered_rows) * 512 * 1024 / CHIPS["v5e"].flops
+    assert products < result.seconds < 10 * products
+    assert_times_add_up(result)
+    head, reason, *_ = str(result).splitlines()
+    assert "v5e:2x2: not simulated, estimated at " in head
+    assert reason.endswith(result.not_simulated)
+    assert f"which to believe: {FROM_TEXT}" in str(result)
 
 
 @pytest.mark.slow
@@ -105,11 +114,11 @@ def test_the_refusal_of_a_sparse_core_names_the_options_with_which_it_can_be_sim
         local = functools.partial(lax.all_gather, axis_name="x", tiled=True)
         return play_shards("tpu7x:2x2x1", local, (P("x"),), P(), (8192, 1024), compiler_options=options)
 
-    with pytest.raises(UnknownOperationError, match="drives a SparseCore, which the player does not model") as refused:
-        gather(None)
-    options = ast.literal_eval(str(refused.value).rpartition("compiler_options=")[2])
+    refusal = gather(None).not_simulated
+    assert "drives a SparseCore, which the player does not model" in refusal
+    options = ast.literal_eval(refusal.rpartition("compiler_options=")[2])
     assert options == {flag.removesuffix("=true"): "false" for flag in OFFLOAD_FLAGS.values()}
-    assert gather(options).seconds > 0
+    assert not gather(options).not_simulated
 
 
 def test_xlas_windowed_einsum_on_v6e():

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flaxasync.check.player import MeshMismatchError, PlayerError, matrix_unit
+from flaxasync.check.player import MeshMismatchError, PlayerError, UnknownOperationError, matrix_unit
 from flaxasync.check.player import scalar_operations as scalar
 from flaxasync.check.player.basic_blocks import Code
 from flaxasync.check.player.bundle_text import HEADER, parse_operation, read_program
 from flaxasync.check.player.chips import PLAYED_CHIPS, chip_grid, places_of_partitions, played_chip
-from flaxasync.check.player.errors import DumpError, UnknownOperationError
+from flaxasync.check.player.errors import DumpError
 from flaxasync.check.player.memory import Addresses
 from flaxasync.check.player.network import Network
 from flaxasync.check.player.result import SIGNAL
@@ -160,6 +160,28 @@ def test_a_sparse_core_is_refused_before_anything_that_depends_on_it(tmp_path):
 
 
 # The time of matrix operations: what holds a unit, and what waits for a result.
+
+
+@pytest.mark.parametrize(("comment", "pops", "read"), [
+    (" /* kDivAndRem */", 2, [2, 1]),
+    (" /* kDiv */", 1, [2]),
+    (" /* kRem */", 1, [1]),
+    ("", 2, [2, 1]),
+    ("", 1, None),  # of a version that does not say which of the two it is
+])  # fmt: skip
+def test_what_a_program_reads_of_a_division(tmp_path, comment, pops, read):
+    popped = "".join(f"%s{n}_s{n} = spop.drf %7  ;;  " for n in range(3, 3 + pops))
+    program = write(
+        tmp_path, f"     0   :  {{ %7 = sdivrem.u32 %s1_s1, %s2_s2{comment} }}\n   0x1   :  {{ {popped}}}\n"
+    )
+    code = Code(program, Addresses(512), played_chip("v5e"), frozenset())
+    if read is None:
+        with pytest.raises(UnknownOperationError, match="does not say whether the quotient or the remainder is meant"):
+            code.block(0)
+        return
+    registers = [0, 7, 3, *[99] * 61]
+    code.block(0).run(registers, [False] * 32, SimpleNamespace(divided=deque()))
+    assert registers[3 : 3 + pops] == read
 
 
 def matrix(text, chip="v5e"):

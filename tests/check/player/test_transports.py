@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from flaxasync import transport
 from flaxasync.check import topology_size
 from flaxasync.check.player import DeadlockError, LeftoverSemaphoreError, OutOfBoundsError, RaceError
+from tests.check import async_forms
 from tests.check.programs import assert_times_add_up, play_exchange, play_shards, sent_bytes
 from tests.transport.forms import FORMS
 from tests.transport.test_jax_scenarios import SCENARIOS
@@ -25,6 +26,14 @@ LOCAL = {  # copies and slices within a device, and how many blocks each moves
     "stateful_copies": 2,
     "pair_of_ones_own": 1 / 4,
 }
+
+
+@pytest.mark.parametrize(("form", "unsafe"), [("value", False), ("read_in_flight", True)])
+def test_a_result_says_first_that_a_buffer_in_flight_is_touched(form, unsafe):
+    """The transfer may be over by then in the simulation; on a chip the results would be wrong."""
+    result = play_shards("v5e:2x2", getattr(async_forms, form), (P("x"),), P("x"), (4 * 256, 1024))
+    assert any(found.startswith("in-flight-copied: the destination buffer of ") for found in result.unsafe) == unsafe
+    assert ("results are wrong on a chip" in str(result).splitlines()[0]) == unsafe
 
 
 def play_block(topology, local):
