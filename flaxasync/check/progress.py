@@ -61,8 +61,8 @@ def _speaker(stack: list[What], silent: float, say: Callable[[str], None]) -> It
 
     def speak() -> None:
         while not ended.wait(silent):
-            doing = ": ".join(one if isinstance(one, str) else one() for one in list(stack))
-            say(f"flaxasync: {doing}, {time.monotonic() - began:.0f} s so far")
+            doing = dict.fromkeys(one if isinstance(one, str) else one() for one in list(stack))  # each once
+            say(f"flaxasync: {': '.join(doing)}, {time.monotonic() - began:.0f} s so far")
 
     thread = threading.Thread(target=speak, name="flaxasync progress", daemon=True)
     thread.start()
