@@ -72,6 +72,7 @@ bench: .venv/.bench  ## measure or predict the tables that take minutes, and dra
 	$(CPU) $(BIN)/python benchmarks/async_starts.py --write docs/async.md
 	$(CPU) $(BIN)/python benchmarks/vector_memory.py --write docs/tpu.md
 	$(CPU) $(BIN)/python benchmarks/player.py --write docs/player.md --pictures docs/img
+	$(CPU) $(BIN)/python benchmarks/player_v6e.py --write docs/player.md
 	$(CPU) $(BIN)/python benchmarks/player_layers.py --write docs/player.md
 	$(CPU) $(BIN)/python benchmarks/mesh_matmul.py --write docs/kernels/mesh_matmul.md
 	$(CPU) $(BIN)/python benchmarks/all_gather_matmul.py --write docs/kernels/all_gather_matmul.md

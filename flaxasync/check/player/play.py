@@ -110,8 +110,9 @@ def play_dump(
     version = untested(dump.note.libtpu)
     if version is not None:
         notes.append(version)
-    state = State(dump, grid, places_of_partitions(grid, devices, order), chip, frozenset(accept))
+    places = places_of_partitions(grid, devices, order)
     try:
+        state = State(dump, grid, places, chip, frozenset(accept))
         with progress(state.progress):
             Simulation(state).run()
     except UnsimulatedError as error:

@@ -6,12 +6,16 @@ The exit status is 0, or 2 if the profile or the program cannot be read. Exposed
 device communicates and does not compute: the union of the intervals of communication less the union of those of
 compute. Adding the times of single instructions would count a moment as often as instructions share it, and would count
 a loop beside what runs in it. A Pallas kernel that sends and multiplies is one instruction, and counts as compute: what
-it waits for inside is not in a profile, but in the simulation of the program.
+it waits for inside is not in a profile, but in the simulation of the program. The two halves of an asynchronous
+operation are no compute, whatever is under way. The program says which pairs of kernels communicate, and which fusions
+are such halves or hold a collective; without it, names do.
 """
 
 import argparse
+import bisect
 import dataclasses
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from flaxasync.check.estimate.estimator import timeline
 from flaxasync.check.estimate.phases import layer_of
 from flaxasync.check.estimate.timeline import Timeline
+from flaxasync.check.hlo.async_operations import async_operations, synchronous_collective
 from flaxasync.check.hlo.load import read_module
 from flaxasync.check.hlo.module import HloModule, Instruction
 from flaxasync.check.trace.profile import BARRIER, DeviceProfile, Event, Interval, clip, read_profile, seconds, union
@@ -29,10 +34,58 @@ COMMUNICATION = (
     "all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all",
     "collective-broadcast", "send", "recv", "ppermute", "all_gather", "psum", "reduce_scatter", "psum_scatter",
     "all_to_all", "nccl", "rccl", BARRIER,
+    "async-collective-start", "async-collective-done",  # fusions of libtpu
 )  # fmt: skip
+_HALF = re.compile(r"-(?:start|update|done)(?:\.\d+)*$")  # the end of the name of a start, an update or a done
 # Instructions whose events last as long as those of the instructions in them, which are events of their own.
 CONTAINERS = ("while", "conditional", "call")
 SHOWN = 12  # instructions and layers in the table
+
+
+class Program:
+    """What is known of the instructions in a profile: what the text of the program says of them, if there is one."""
+
+    def __init__(self, module: HloModule | None):
+        self._instructions: dict[str, Instruction] = {}
+        self._communicating: set[str] = set()
+        self._halves: set[str] = set()  # starts, updates and dones
+        if module is None:
+            return
+        for computation in module.computations.values():
+            for i in computation.instructions:
+                self._instructions[i.name] = i
+                if synchronous_collective(module, i) is not None:
+                    self._communicating.add(i.name)
+        for op in async_operations(module):
+            halves = (op.start, *op.updates, *(window.done for window in op.windows))
+            self._halves.update(i.name for i in halves)
+            if op.communicates or op.spelling == "fusion":  # which XLA makes of collectives alone
+                self._communicating.update(i.name for i in halves)
+
+    def communicates(self, event: Event) -> bool:
+        return self._name(event) in self._communicating or self._what(event).startswith(COMMUNICATION)
+
+    def computes(self, event: Event) -> bool:
+        """Says whether the device works during the event: it does not where it starts a transfer or waits for one."""
+        what = self._what(event)
+        if what.startswith(CONTAINERS) or "Async" in event.line or self.communicates(event):
+            return False
+        return self._name(event) not in self._halves and not _HALF.search(what)
+
+    def path(self, event: Event) -> str:
+        """Returns the names of the functions and scopes that an event comes from."""
+        found = self._instructions.get(self._name(event))
+        return (found.op_name if found else "") or event.scope
+
+    def _name(self, event: Event) -> str:
+        return event.op if event.op in self._instructions else event.name
+
+    def _what(self, event: Event) -> str:
+        """Returns the opcode of an instruction; its name where the opcode is not known, or says nothing of its kind."""
+        found = self._instructions.get(self._name(event))
+        if found is None or found.opcode in ("async-start", "async-update", "async-done", "fusion"):
+            return event.name
+        return found.opcode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +131,11 @@ def measure_exposed(
     if not matches:
         raise ValueError(f"the profile has no program {program!r}: it has {', '.join(sorted(spent))}")
     wanted = program if program in matches else matches[0]
-    known = {i.name: i for c in module.computations.values() for i in c.instructions} if module else {}
+    known = Program(module)
     return [_times(device, wanted, known) for device in devices]
 
 
-def _times(device: DeviceProfile, program: str, known: dict[str, Instruction]) -> DeviceTimes:
+def _times(device: DeviceProfile, program: str, known: Program) -> DeviceTimes:
     if device.runs:
         runs = [run.interval for run in device.runs if run.program == program]
         events = [e for e in device.events if any(start <= e.start < end for start, end in runs)]
@@ -90,14 +143,8 @@ def _times(device: DeviceProfile, program: str, known: dict[str, Instruction]) -
         events = [e for e in device.events if e.program == program]
         runs = _runs(events)
     count = max(len(runs), 1)
-    communicating, computing = [], []
-    for event in events:
-        what = _what(event, known)
-        if what.startswith(COMMUNICATION):
-            communicating.append(event)
-        elif not what.startswith(CONTAINERS) and "Async" not in event.line:
-            computing.append(event)
-    compute = union(e.interval for e in computing)
+    communicating = [event for event in events if known.communicates(event)]
+    compute = union(event.interval for event in events if known.computes(event))
     exposed = subtract((e.interval for e in communicating), compute)
     ops = _shares(communicating, exposed, count, known)
     layers: dict[str, Exposed] = {}
@@ -124,7 +171,36 @@ def _runs(events: Sequence[Event]) -> list[Interval]:
     by_run: dict[str, list[Event]] = {}
     for event in events:
         by_run.setdefault(event.run, []).append(event)
+    if list(by_run) == [""]:
+        return _runs_without_numbers(events)
     return sorted((min(e.start for e in found), max(e.end for e in found)) for found in by_run.values())
+
+
+def _runs_without_numbers(events: Sequence[Event]) -> list[Interval]:
+    """Returns the time of each run of one program, where the profile does not number the runs.
+
+    The instructions with the fewest events are taken to run once in each run, and any other event to belong to the run
+    whose such instructions are nearest: those of loops are between them, and the host is slower than a device.
+    """
+    by_name: dict[str, list[Interval]] = {}
+    for event in sorted(events, key=lambda e: e.start):
+        by_name.setdefault(event.op or event.name, []).append(event.interval)
+    count = min(map(len, by_name.values()))
+    once = [found for found in by_name.values() if len(found) == count]
+    cores = [(min(found[n][0] for found in once), max(found[n][1] for found in once)) for n in range(count)]
+    runs = list(cores)
+    for event in events:
+        n = _nearest(cores, event)
+        runs[n] = (min(runs[n][0], event.start), max(runs[n][1], event.end))
+    return runs
+
+
+def _nearest(cores: Sequence[Interval], event: Event) -> int:
+    """Returns the index of the interval that an event is in, or that is nearest to it, of some that are in order."""
+    before = max(0, bisect.bisect_right(cores, event.start, key=lambda core: core[0]) - 1)
+    after = before + 1
+    is_later = after < len(cores) and cores[after][0] - event.end < event.start - cores[before][1]
+    return after if is_later else before
 
 
 def subtract(intervals: Iterable[Interval], removed: Iterable[Interval]) -> list[Interval]:
@@ -142,9 +218,7 @@ def subtract(intervals: Iterable[Interval], removed: Iterable[Interval]) -> list
     return rest
 
 
-def _shares(
-    communicating: Sequence[Event], exposed: list[Interval], runs: int, known: dict[str, Instruction]
-) -> list[Exposed]:
+def _shares(communicating: Sequence[Event], exposed: list[Interval], runs: int, known: Program) -> list[Exposed]:
     """Divides the exposed time among the instructions."""
     by_name: dict[str, list[Event]] = {}
     shares: Counter[str] = Counter()
@@ -155,18 +229,10 @@ def _shares(
         exposed = [rest for rest in (subtract(exposed, mine) if mine else exposed) if rest[1] > event.start]
     found = []
     for name, events in by_name.items():
-        path = (known[name].op_name if name in known else "") or events[-1].scope
         busy = seconds(e.interval for e in events)
-        found.append(Exposed(name, layer_of(path), len(events) / runs, shares[name] / runs, busy / runs))
+        layer = layer_of(known.path(events[-1]))
+        found.append(Exposed(name, layer, len(events) / runs, shares[name] / runs, busy / runs))
     return found
-
-
-def _what(event: Event, known: dict[str, Instruction]) -> str:
-    """Returns the opcode of an instruction; its name where the opcode is not known, or says nothing of its kind."""
-    found = known.get(event.name)
-    if found is None or found.opcode in ("async-start", "async-update", "async-done", "fusion"):
-        return event.name
-    return found.opcode
 
 
 def main(arguments: list[str] | None = None) -> int:

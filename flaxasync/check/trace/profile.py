@@ -29,6 +29,7 @@ class Event:
     scope: str = ""  # the names of the functions and `jax.named_scope`s that it comes from
     program: str = ""  # the name of the program, without the number that a TPU appends to it
     run: str = ""  # the number of the run of the program
+    op: str = ""  # the instruction of the program, where the name is that of a kernel
 
     @property
     def interval(self) -> Interval:
@@ -127,6 +128,7 @@ def _event(event: Any, line: str) -> Event:
         scope=str(stats.get("tf_op", "")),
         program=str(stats.get("hlo_module", "")),
         run=str(stats.get("run_id", "")),
+        op=str(stats.get("hlo_op", "")),
     )
 
 

@@ -13,6 +13,7 @@ import sys
 
 import pytest
 
+from benchmarks import player_v6e
 from benchmarks.player import ONE_CHIP, ROWS, STEP, misses, play_gemm, play_on_one_chip, predict
 from benchmarks.player_kernels import STUDY, program
 from flaxasync.check import topology_mesh
@@ -194,3 +195,17 @@ def test_the_table_notices_what_is_too_far_and_what_is_out_of_order():
         [(row, swapped.get(row.variant, value) if row.label == "total" else value) for row, value in exact]
     )
     assert "another order: xla, collectives_and_gemm, fused, series" in text
+
+
+@pytest.mark.slow
+def test_the_kernel_that_a_v6e_ran():
+    """Its bytes are facts of its tiles. libtpu 0.0.50 orders its copies as in the profile; later versions do not."""
+    result = player_v6e.play_matmul()
+    steps = (2048 // 512) * (2048 // 1024) * (1024 // 512)
+    assert result.bytes == {"hbm to vmem": steps * 4 * (512 * 512 + 512 * 1024), "vmem to hbm": 4 * 2048 * 2048}
+    total, *parts = [row.value(result) * 1e6 / row.measured for row in player_v6e.ROWS]
+    if importlib.metadata.version("libtpu").startswith("0.0.50"):
+        assert total == pytest.approx(1, abs=0.07)
+        assert parts == pytest.approx([1, 1, 1], abs=0.15)
+    else:
+        assert 0.75 < total < 1

@@ -79,6 +79,77 @@ def test_a_moment_counts_once_however_many_transfers_share_it(profile):
     assert {layer.name: round(layer.seconds * 1e6) for layer in times.layers} == {"attention": 300, "": 200}
 
 
+# Fusions of libtpu that start a gather, end it, and perform another one, under names that do not say so.
+FUSED = """HloModule jit_step, is_scheduled=true, num_partitions=2
+
+%started (p: f32[8]) -> f32[16] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %s = f32[16]{0} custom-call(%p), custom_call_target="AsyncCollectiveStart"
+}
+
+%ended (p: f32[16]) -> f32[16] {
+  %p = f32[16]{0} parameter(0)
+  ROOT %d = f32[16]{0} custom-call(%p), custom_call_target="AsyncCollectiveDone"
+}
+
+%gathers (p: f32[8]) -> f32[16] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %g = f32[16]{0} all-gather(%p), replica_groups={{0,1}}, dimensions={0}
+}
+
+ENTRY %main (x: f32[8]) -> (f32[16], f32[16]) {
+  %x = f32[8]{0} parameter(0)
+  %fusion.4 = f32[16]{0} fusion(%x), kind=kCustom, calls=%started
+  %fusion.5 = f32[16]{0} fusion(%fusion.4), kind=kCustom, calls=%ended
+  %fusion.6 = f32[16]{0} fusion(%x), kind=kCustom, calls=%gathers
+  ROOT %t = (f32[16]{0}, f32[16]{0}) tuple(%fusion.5, %fusion.6)
+}
+"""
+
+
+@pytest.mark.parametrize(("names", "module"), [
+    (("async-collective-start.1", "async-collective-done.1", "all-gather.2"), None),
+    (("fusion.4", "fusion.5", "fusion.6"), FUSED),
+], ids=["by name", "by program"])  # fmt: skip
+def test_fusions_that_start_and_end_a_collective_do_not_compute(names, module, tmp_path):
+    start, done, whole = names
+    ops = [("fusion.1", 0, 190), (start, 190, 10), (done, 200, 600), (whole, 800, 100), ("fusion.3", 900, 100)]
+    file = tmp_path / "host.xplane.pb"
+    file.write_bytes(xplane({"XLA Modules": [("jit_step(17)", 0, 1000)], "XLA Ops": ops}))
+    (times,) = measure_exposed(read_profile(file), module=None if module is None else parse(module))
+    assert times.compute == pytest.approx(290e-6)
+    assert times.communication == pytest.approx(710e-6)
+    assert times.exposed == pytest.approx(710e-6)
+
+
+@pytest.mark.parametrize("done", ["copy-done.1", "slice-done", "async-done.2"])
+def test_a_wait_for_a_copy_within_the_device_hides_nothing(done, tmp_path):
+    ops = [("fusion.1", 0, 400), (done, 400, 600)]
+    file = tmp_path / "host.xplane.pb"
+    under_way = {"Async XLA Ops": [("all-gather-start.1", 0, 1000)]}
+    file.write_bytes(xplane({"XLA Modules": [("jit_step(17)", 0, 1000)], "XLA Ops": ops} | under_way))
+    (times,) = measure_exposed(read_profile(file))
+    assert times.exposed == pytest.approx(600e-6)
+
+
+@pytest.mark.parametrize("loops", [0, 3])
+def test_runs_that_a_profile_does_not_number_are_told_apart(loops, tmp_path):
+    """Five runs of 300 us, 1000 us from one to the next; a loop before the first instruction is a part of its run."""
+    runs = range(0, 5000, 1000)
+    looped = [("step", at + 10 * n, 10) for at in runs for n in range(loops)]
+    streams = {
+        "Stream #1(Compute)": [*looped, *(("gemm", at + 30, 100) for at in runs)],
+        "Stream #2(NCCL)": [("ncclDevKernel_AllGather", at + 100, 230) for at in runs],
+    }
+    file = tmp_path / "host.xplane.pb"
+    file.write_bytes(xplane(streams, "/device:GPU:0"))
+    (times,) = measure_exposed(read_profile(file))
+    assert times.runs == 5
+    assert times.seconds == pytest.approx((330 if loops else 300) * 1e-6)
+    assert times.exposed == pytest.approx(200e-6)
+    assert times.compute == pytest.approx((100 + 10 * loops) * 1e-6)
+
+
 def test_the_exact_name_of_a_program_goes_before_a_longer_one(profile):
     longer = {"XLA Modules": [("jit_step_long(16)", 3000, 50), *EVENTS["XLA Modules"]]}
     next(profile.rglob("*.xplane.pb")).write_bytes(xplane(EVENTS | longer))
