@@ -10,7 +10,7 @@ as one operation, it wraps such opcodes for another thread (a SparseCore, the ho
 call "control_dep" may use any step, because it only orders instructions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from flaxasync.check.auditing.findings import Finding, finding
 from flaxasync.check.hlo.async_forms import chain, operands_of
@@ -33,14 +33,18 @@ _LONG = 300  # characters of a message
 type Broken = tuple[str, str, Instruction]  # a code, a message, and the instruction that is at fault
 
 
-def check_async_rules(module: HloModule) -> tuple[Finding, ...]:
-    """Returns a finding for every rule that an asynchronous operation of the module breaks."""
+def check_async_rules(module: HloModule, operations: Sequence[AsyncOperation] | None = None) -> tuple[Finding, ...]:
+    """Returns a finding for every rule that an asynchronous operation of the module breaks.
+
+    `operations` are all of the module, from a caller that has found them already.
+    """
+    known = async_operations(module) if operations is None else operations
     found = [
         finding(code, message, computation.name, i.name, source=module.source(i))
         for computation in module.computations.values()
         for code, message, i in _broken_in(module, computation)
     ]
-    for op in async_operations(module):
+    for op in known:
         if _leaves_the_program(module, op):
             message = f"{op.name} has no done: its future leaves the program"
             source = module.source(op.start)

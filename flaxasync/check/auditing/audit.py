@@ -6,12 +6,12 @@ estimates from the text. Hazards (hazards.py) and broken rules (async_rules.py) 
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flaxasync.check.auditing import overlap
 from flaxasync.check.auditing.async_rules import check_async_rules
-from flaxasync.check.auditing.findings import CODES, Audit, Finding, finding
+from flaxasync.check.auditing.findings import CODES, Audit, Finding, Pair, finding
 from flaxasync.check.auditing.hazards import kernel_hazards, sent_operands
 from flaxasync.check.auditing.independent_work import IndependentWork
 from flaxasync.check.auditing.wide_transfers import wide_transfers
@@ -56,16 +56,16 @@ def audit(
     costs = Costs(module, chip_named(named or DEFAULT_CHIP), dict(kernels or {}))
     names = AxisNames(module, axes_of(compiled))
     runs = costs.executions()
-    operations = [op for op in async_operations(module) if op.computation in runs]
-    windows, independent = overlap.Windows(module, costs), IndependentWork(costs)
-    pairs = tuple(overlap.pair_of(module, windows, op, runs[op.computation]) for op in operations)
-    found = list(check_async_rules(module))
+    in_text = async_operations(module)
+    operations = [op for op in in_text if op.computation in runs]
+    pairs, hiding = _pairs(module, costs, operations, runs)
+    independent = IndependentWork(costs)
+    found = list(check_async_rules(module, in_text))
     sent = sent_operands(module, operations)
     found += [f for op in operations if op.spelling == "kernel" for f in kernel_hazards(module, op, sent)]
     found += _unfinished_kernels(module, operations)
     found += _missing(module, operations, expect or {})
     if module.is_scheduled:
-        hiding = windows.hiding()
         for op, pair in zip(operations, pairs, strict=True):
             found += overlap.overlap_findings(module, independent, op, pair, hiding, names)
     else:
@@ -81,6 +81,15 @@ def audit(
         found += wide_transfers(module, costs, pairs, holding, runs)
     found.sort(key=lambda f: (-f.severity, -f.gain, list(CODES).index(f.code)))
     return Audit(module.name, costs.chip.name, pairs, tuple(found), _notes(module, costs, named is None))
+
+
+def _pairs(
+    module: HloModule, costs: Costs, operations: Sequence[AsyncOperation], runs: Mapping[str, int]
+) -> tuple[tuple[Pair, ...], set[tuple[str, str]]]:
+    """Returns the operations as they were scheduled, and the work that hides any of them."""
+    windows = overlap.Windows(module, costs)
+    pairs = tuple(overlap.pair_of(module, windows, op, runs[op.computation]) for op in operations)
+    return pairs, windows.hiding()
 
 
 def _notes(module: HloModule, costs: Costs, chip_was_assumed: bool) -> tuple[str, ...]:

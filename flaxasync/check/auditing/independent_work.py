@@ -28,7 +28,7 @@ class _Reach:
 
 
 class IndependentWork:
-    """Finds work that could run beside a transfer. Each computation is looked at once."""
+    """Finds work that could run beside a transfer, for callers that ask of one computation after the other."""
 
     def __init__(self, costs: Costs):
         self.costs = costs
@@ -43,7 +43,8 @@ class IndependentWork:
         computations that contain one, loops, branches and what takes less than a microsecond do not count.
         """
         if computation.name not in self._reach:
-            self._reach[computation.name] = self._read(computation)
+            # Only the last one is kept: those of all computations would take as much memory as the program.
+            self._reach = {computation.name: self._read(computation)}
         reach = self._reach[computation.name]
         free = (1 << len(reach.work)) - 1
         for name in starts:

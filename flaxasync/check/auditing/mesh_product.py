@@ -25,6 +25,7 @@ _SUMS = ("all-reduce", "all-reduce-start")
 _GATHERS = ("all-gather", "all-gather-start")
 _PERMUTES = ("collective-permute", "collective-permute-start")
 _TYPES = ("bf16", "f32")  # of the kernels of `mesh_matmul`
+_COLLECTIVES = frozenset((*_SUMS, *_GATHERS, *_PERMUTES))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,8 @@ class MeshProduct:
 
 def find(module: HloModule, computation: Computation, step: Instruction) -> MeshProduct | None:
     """Returns the product that a collective is the first or the last step of; None if there is no such product."""
+    if len(computation.opcodes & _COLLECTIVES) < 2:
+        return None  # it has a sum and what arrives before it
     if step.opcode in _SUMS:
         for matmul in _nearest(module, computation, step, forward=False):
             for arrival in _nearest(module, computation, matmul, forward=False):
@@ -79,7 +82,7 @@ def _nearest(module: HloModule, computation: Computation, step: Instruction, *, 
             if one.name in seen:
                 continue
             seen.add(one.name)
-            if one.opcode in (*_SUMS, *_GATHERS, *_PERMUTES) or module.contains_matmul(one):
+            if one.opcode in _COLLECTIVES or module.contains_matmul(one):
                 found.append(one)
             elif one.opcode in _PASSES:
                 pending.append(one)

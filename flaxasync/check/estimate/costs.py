@@ -31,6 +31,7 @@ _FREE = frozenset(
 )
 _FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
 _STEPS = ("-start", "-done", "-update")
+_NO_TIME = (0.0, "nothing")
 _NUMBER = re.compile(r"(?<=.)\.\d+$")  # that of an instruction: "gemm.3"
 
 
@@ -55,7 +56,7 @@ class Costs:
     copies: str = "cycles"  # or "bytes" or "simulated": what the time of a copy is taken from
     played: Mapping[str, KernelTime] = dataclasses.field(default_factory=dict)  # by the name of the kernel or start
     # What is known already: by the names of a computation and an instruction, and by the name of a computation.
-    _known: dict[tuple[str, str], tuple[float, str]] = dataclasses.field(default_factory=dict, repr=False)
+    _known: dict[str, dict[str, tuple[float, str]]] = dataclasses.field(default_factory=dict, repr=False)
     _totals: dict[str, float] = dataclasses.field(default_factory=dict, repr=False)
 
     def seconds(self, computation: Computation, instruction: Instruction) -> float:
@@ -67,10 +68,12 @@ class Costs:
 
         The second value is one of "cycles", "links", "bytes", "played", "given", "estimate", "body" and "nothing".
         """
-        key = (computation.name, instruction.name)
-        if key not in self._known:
-            self._known[key] = self._explain(computation, instruction)
-        return self._known[key]
+        if _takes_no_time(instruction.opcode):
+            return _NO_TIME  # which is not kept: a large program has more of these than of all others
+        known = self._known.setdefault(computation.name, {})
+        if instruction.name not in known:
+            known[instruction.name] = self._explain(computation, instruction)
+        return known[instruction.name]
 
     def exposed(self, instruction: Instruction) -> float:
         """Returns the seconds of a kernel in which it waits for other devices, as far as that is known."""
@@ -144,8 +147,6 @@ class Costs:
         return collective_seconds(kind, sent, received, self.group_size(collective), self.chip)
 
     def _explain(self, computation: Computation, i: Instruction) -> tuple[float, str]:
-        if i.opcode in _FREE or i.opcode.endswith(_STEPS) or i.opcode in ("send", "recv"):
-            return 0.0, "nothing"
         if i.opcode in ("while", "conditional", "call"):
             parts = [self.total_seconds(called) for called in self.module.called(i)]
             trips = self.trips(i) if i.opcode == "while" else 1
@@ -220,6 +221,11 @@ class Costs:
 
     def _operand_bytes(self, computation: Computation, i: Instruction, skip: int = 0) -> int:
         return sum(made.shape.bytes for made in computation.operands(i)[skip:])
+
+
+def _takes_no_time(opcode: str) -> bool:
+    """Says whether no instruction of this opcode takes time of the core."""
+    return opcode in _FREE or opcode in ("send", "recv") or opcode.endswith(_STEPS)
 
 
 def collective_seconds(opcode: str, bytes_in: int, bytes_out: int, group: int, chip: Chip) -> float:

@@ -14,6 +14,7 @@ operands and get them from an update later: it is bound late.
 """
 
 import dataclasses
+import functools
 
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import HOST, SEMAPHORE, Shape
@@ -104,6 +105,7 @@ def spelling_of_start(module: HloModule, instruction: Instruction) -> str:
     return spelling_of_opcode(instruction.opcode)
 
 
+@functools.lru_cache(1024)  # a program has few opcodes, and each is asked about in every instruction
 def spelling_of_opcode(opcode: str) -> str:
     """Returns the spelling of an opcode that is a start in every instruction; "" for any other opcode."""
     if opcode == "async-start":
@@ -113,6 +115,7 @@ def spelling_of_opcode(opcode: str) -> str:
     return "generic" if opcode.endswith("-start") else ""
 
 
+@functools.lru_cache(1024)
 def step_of_opcode(opcode: str) -> str:
     """Returns "update" or "done" for an opcode that continues or ends an operation; "" for any other opcode."""
     return next((step for step in ("update", "done") if opcode.endswith(f"-{step}")), "")

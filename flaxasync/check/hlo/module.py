@@ -69,6 +69,8 @@ class Instruction:
     @property
     def called_computations(self) -> tuple[str, ...]:
         """The names of the computations that this instruction calls: of a loop the body, then the condition."""
+        if self.attributes.keys().isdisjoint(_CALLS):
+            return ()
         texts = [self.attributes[key] for key in _CALLS if key in self.attributes]
         return tuple(name for text in texts for name in _REFERENCE.findall(text))
 
@@ -139,6 +141,11 @@ class Computation:
     def position(self) -> dict[str, int]:
         """The index of each instruction in the list."""
         return {i.name: n for n, i in enumerate(self.instructions)}
+
+    @functools.cached_property
+    def opcodes(self) -> frozenset[str]:
+        """The opcodes of all instructions."""
+        return frozenset(i.opcode for i in self.instructions)
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
