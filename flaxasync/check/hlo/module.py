@@ -162,7 +162,8 @@ class Computation:
 
     @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
-        return {i.parameter_number: i for i in self.instructions if i.parameter_number is not None}
+        numbered = [(_small_int(i.literal), i) for i in self.instructions if i.opcode == "parameter"]
+        return {number: i for number, i in numbered if number is not None}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -237,7 +238,19 @@ class HloModule:
         """Says whether an instruction is a matmul, or a fusion that contains one at any depth."""
         if instruction.opcode != "fusion":
             return instruction.opcode in MATMULS
-        return any(i.opcode in MATMULS for i in self.nested(instruction))
+        return not self._with_matmul.isdisjoint(instruction.called_computations)
+
+    @functools.cached_property
+    def _with_matmul(self) -> set[str]:
+        """The names of the computations that have a matmul, in them or in what they call."""
+        found: set[str] = set()
+        pending = [c.name for c in self.computations.values() if any(i.opcode in MATMULS for i in c.instructions)]
+        while pending:
+            name = pending.pop()
+            if name not in found:
+                found.add(name)
+                pending += [caller.name for caller, _ in self.callers.get(name, ())]
+        return found
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, HloModule):
