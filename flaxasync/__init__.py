@@ -22,6 +22,7 @@ Layers, as `nnx.Module`s on global arrays and the ambient mesh:
   nn.parallel_dot_general    A dot_general for nnx.Linear that does the product of a parallel layer.
   nn.scan_with_prefetch      Scan over fully sharded layers that gathers the next layer's weights while one computes.
   nn.parallelize             Replaces the layers of a model by parallel ones, by the paths of its modules.
+  nn.Fused                   A rule of parallelize for a layer that computes several projections side by side.
   nn.quantize                Quantises the parallel layers of a model, by rules of qwix.
   nn.Replaced                A layer that parallelize replaced.
   nn.load                    Puts plain arrays into a parallel model, by names, under its shardings.

@@ -23,7 +23,6 @@ WATCHDOG_SECONDS = 420  # a deadlocked collective never returns; no test takes h
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # There is no deadline, because compilation takes much longer than a test body and its time varies. The examples are
 # derandomized, so that a failure is caused by the change and not by the draw.
@@ -51,6 +50,21 @@ def watchdog():
     faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+# Folders whose tests run where JAX raises instead of adding dimensions to arrays of different ranks. The other folders
+# have programs of strangers as well, such as plain NNX decoders to compare with.
+WITHOUT_RANK_PROMOTION = tuple(
+    f"tests/{name}/" for name in ("nn", "ops", "models", "transport", "kernels", "simulator")
+)
+
+
+@pytest.fixture(autouse=True)
+def rank_promotion(request):
+    """Runs layers, ops, kernels and the decoder with jax_numpy_rank_promotion="raise"."""
+    raises = request.node.nodeid.startswith(WITHOUT_RANK_PROMOTION)
+    with jax.numpy_rank_promotion("raise" if raises else "allow"):
+        yield
 
 
 @pytest.fixture

@@ -164,5 +164,5 @@ def test_loss_and_model():
 def test_a_shape_that_the_signature_excludes_is_detected():
     """The negative test: a vector is not [..., rows, features]."""
     layer = nnx.eval_shape(lambda: fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0)))
-    with pytest.raises(jaxtyping.TypeCheckError, match="problem arose whilst typechecking parameter 'x'"):
+    with pytest.raises(jaxtyping.TypeCheckError, match="problem arose whilst typechecking parameter 'inputs'"):
         on_layer(fa.nn.ColumnParallelLinear, "__call__", layer, jnp.ones(8), P())

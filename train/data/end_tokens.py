@@ -100,8 +100,9 @@ def read_token_files(folder: Path, *, vocab_size: int, texts: Mapping[int, str])
             known[token] = text
     decoder = config.get("added_tokens_decoder")
     for token, entry in decoder.items() if isinstance(decoder, dict) else ():
-        if token.isdecimal() and (text := _text(entry)) is not None:
-            known[int(token)] = text
+        added = _text(entry)
+        if token.isdecimal() and added is not None:
+            known[int(token)] = added
     named = {**_read_object(folder, "special_tokens_map.json"), **config}
     names = {key: _text(entry) for key, entry in named.items() if key.endswith("_token")}
     return TokenFiles(

@@ -281,9 +281,9 @@ class HloModule:
             for i in computation.instructions:
                 operands = [computation.position[operand] for operand in i.operands]
                 before = [computation.position.get(other, other) for other in i.control_predecessors]
-                called = [numbers[other] for other in i.called_computations]
+                calls = [numbers[other] for other in i.called_computations]
                 others = {key: value for key, value in i.attributes.items() if key not in _NAMING}
-                yield i.opcode, i.shape, i.is_root, i.literal, operands, before, called, others
+                yield i.opcode, i.shape, i.is_root, i.literal, operands, before, calls, others
 
     @functools.cached_property
     def _stack_frames(self) -> dict[str, str]:
