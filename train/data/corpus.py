@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from flaxasync.foreign_json import JsonError, read_json
+from models.foreign_folder import shown
 from train.config import DataConfig
 from train.data.mapped_files import MappedFile, hash_all, hash_file
 from train.data.token_cache import open_tokens
@@ -149,6 +150,7 @@ def _fetch(location: str) -> Path:
     found = {root: store.info(root)} if store.isfile(root) else store.find(root, detail=True)
     if not found:
         raise FileNotFoundError(f"there is no {location}")
+    _check_names(root, list(found))
     # What a store says about its objects, such as their size, their time and their ETag, tells versions apart.
     version = hashlib.blake2b(json.dumps(found, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
     folder, name = user_cache() / "data" / version, root.rpartition("/")[2]
@@ -186,6 +188,15 @@ def _describe_fetched(folder: Path) -> dict[str, str]:
     """Returns the hash of each file below a folder, by its path there."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / _FETCHED]
     return {path.relative_to(folder).as_posix(): hash_file(path) for path in paths}
+
+
+def _check_names(root: str, paths: list[str]) -> None:
+    """Refuses names of a store that would lead out of the folder into which its files are copied."""
+    for path in paths:
+        name = root.rpartition("/")[2] + path.removeprefix(root)
+        parts = name.split("/")
+        if not path.startswith(root) or not parts[0] or "\0" in name or {".", ".."} & set(parts):
+            raise ValueError(f"it has an object with a name that is none of a file below {root}: {shown(path)}")
 
 
 def _find(location: str, field: str) -> Path:

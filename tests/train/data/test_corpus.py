@@ -145,6 +145,17 @@ def test_files_in_the_cache_that_are_not_what_was_fetched_are_fetched_again(loca
         assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("name", ["../../evil", "a/../../../evil", "..", "a\0b"])
+def test_an_object_of_a_store_that_leads_out_of_the_cache_is_refused(name, location, cache):
+    store, root = fsspec.core.url_to_fs(f"{location}/texts")
+    store.pipe(f"{root}/a.txt", b"text")
+    store.store[f"{root}/{name}"] = store.store[f"{root}/a.txt"]
+    before = sorted(cache.rglob("*"))
+    with pytest.raises(InputError, match=r"data.path=memory://.* cannot be read: ValueError: it has an object with a"):
+        fetch(f"{location}/texts", "data.path")
+    assert sorted(cache.rglob("*")) == before
+
+
 def test_a_fetch_that_is_cut_off_is_not_taken_for_the_data(location, cache, monkeypatch):
     write(f"{location}/texts/a.txt", b"a")
     write(f"{location}/texts/more/b.txt", b"b")
