@@ -52,8 +52,8 @@ def watchdog():
     faulthandler.cancel_dump_traceback_later()
 
 
-# Folders whose tests run where JAX raises instead of adding dimensions to arrays of different ranks. The other folders
-# have programs of strangers as well, such as plain NNX decoders to compare with.
+# Folders whose quick tests run where JAX raises instead of adding dimensions to arrays of different ranks. The other
+# tests have programs of strangers as well, such as plain decoders to compare with.
 WITHOUT_RANK_PROMOTION = tuple(
     f"tests/{name}/" for name in ("nn", "ops", "models", "transport", "kernels", "simulator")
 )
@@ -62,7 +62,8 @@ WITHOUT_RANK_PROMOTION = tuple(
 @pytest.fixture(autouse=True)
 def rank_promotion(request):
     """Runs layers, ops, kernels and the decoder with jax_numpy_rank_promotion="raise"."""
-    raises = request.node.nodeid.startswith(WITHOUT_RANK_PROMOTION)
+    is_quick = request.node.get_closest_marker("slow") is None
+    raises = is_quick and request.node.nodeid.startswith(WITHOUT_RANK_PROMOTION)
     with jax.numpy_rank_promotion("raise" if raises else "allow"):
         yield
 
