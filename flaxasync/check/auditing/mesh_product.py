@@ -10,11 +10,12 @@ the products around the mesh row. The rows arrive in one of two ways:
 """
 
 import dataclasses
+import functools
 import math
 
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
-from flaxasync.check.hlo.participants import groups_in, permute_pairs
+from flaxasync.check.hlo.participants import Groups, groups_in, permute_pairs
 
 # What may stand between a step and the next one.
 _PASSES = frozenset({
@@ -97,21 +98,32 @@ def _arrives_for(
         return False
     if not {leaf.element_type for _, leaf in arrival.shape.leaves() if leaf.dimensions} <= {*_TYPES}:
         return False
-    group_of = _groups_by_device(sum_, module)
+    summed = groups_in(module, sum_)
     if arrival.opcode in _PERMUTES:
-        pairs = permute_pairs(arrival)
-        kept = any(source == target for source, target in pairs)
-        return kept and any(group_of.get(source) != group_of.get(target) for source, target in pairs)
+        return _leaves_its_group(permute_pairs(arrival), summed)
     if arrival.opcode not in _GATHERS:
         return False
-    gathered = groups_in(module, arrival)
-    crosses = all(len({group_of.get(device) for device in group}) == len(group) > 1 for group in gathered)
-    return crosses and _is_sliced(module, arrival, matmul)
+    return _crosses(groups_in(module, arrival), summed) and _is_sliced(module, arrival, matmul)
 
 
-def _groups_by_device(collective: Instruction, module: HloModule) -> dict[int, int]:
+@functools.lru_cache(64)  # a program repeats few pairs and groups
+def _leaves_its_group(pairs: tuple[tuple[int, int], ...], summed: Groups) -> bool:
+    """Says whether some devices keep their rows in a permute, and others send them out of the group of their sum."""
+    group_of = _groups_by_device(summed)
+    kept = any(source == target for source, target in pairs)
+    return kept and any(group_of.get(source) != group_of.get(target) for source, target in pairs)
+
+
+@functools.lru_cache(64)
+def _crosses(gathered: Groups, summed: Groups) -> bool:
+    """Says whether all devices that gather from each other are in groups of their own when they sum."""
+    group_of = _groups_by_device(summed)
+    return all(len({group_of.get(device) for device in group}) == len(group) > 1 for group in gathered)
+
+
+def _groups_by_device(groups: Groups) -> dict[int, int]:
     """Returns the number of the group of each device."""
-    return {device: number for number, group in enumerate(groups_in(module, collective)) for device in group}
+    return {device: number for number, group in enumerate(groups) for device in group}
 
 
 def _is_sliced(module: HloModule, arrival: Instruction, matmul: Instruction) -> bool:

@@ -32,6 +32,7 @@ _BLANK = re.compile(r"(?:\s+|//[^\n]*|/\*(?s:.*?)\*/)*")
 _CONTINUED = re.compile(r"(?:\s+|//[^\n]*|/\*(?s:.*?)\*/)*,")
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|/\*.*?\*/|//[^\n]*|[{}()\[\],\n"]', re.DOTALL)
 _CLOSER = {"{": "}", "(": ")", "[": "]"}
+_CLOSING = frozenset(_CLOSER.values())
 # The greatest depth of calls within calls that is read. Real programs stay below thirty.
 MAX_CALLS = 100
 
@@ -279,13 +280,13 @@ class _Reader:
         opened: list[re.Match] = []
         for token in _TOKEN.finditer(self.text, at):
             mark = token[0]
-            if not opened and (mark in stops or (stops and mark.startswith("//"))):
-                return token.start()
             if mark in _CLOSER:
                 opened.append(token)
+            elif not opened and (mark in stops or (stops and mark.startswith("//"))):
+                return token.start()
             elif mark == '"':  # a string that is closed is one token
                 raise self.error("a string is not closed: the text is cut short", token.start())
-            elif mark in ("}", ")", "]"):
+            elif mark in _CLOSING:
                 if not opened or mark != _CLOSER[opened.pop()[0]]:
                     raise self.error(f"unexpected {mark!r}", token.start())
                 if not opened and not stops:
