@@ -10,6 +10,7 @@ of 1.121 estimated. A Pallas kernel without a `cost_estimate` is charged by its 
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -70,10 +71,13 @@ class Costs:
         """
         if _takes_no_time(instruction.opcode):
             return _NO_TIME  # which is not kept: a large program has more of these than of all others
-        known = self._known.setdefault(computation.name, {})
-        if instruction.name not in known:
-            known[instruction.name] = self._explain(computation, instruction)
-        return known[instruction.name]
+        known = self._known.get(computation.name)
+        if known is None:
+            known = self._known[computation.name] = {}
+        found = known.get(instruction.name)
+        if found is None:
+            found = known[instruction.name] = self._explain(computation, instruction)
+        return found
 
     def exposed(self, instruction: Instruction) -> float:
         """Returns the seconds of a kernel in which it waits for other devices, as far as that is known."""
@@ -223,6 +227,7 @@ class Costs:
         return sum(made.shape.bytes for made in computation.operands(i)[skip:])
 
 
+@functools.lru_cache(1024)  # a program has few opcodes, and each is asked about in every instruction
 def _takes_no_time(opcode: str) -> bool:
     """Says whether no instruction of this opcode takes time of the core."""
     return opcode in _FREE or opcode in ("send", "recv") or opcode.endswith(_STEPS)

@@ -27,6 +27,7 @@ _CALLS = (
     "calls", "to_apply", "body", "condition", "true_computation", "false_computation", "select", "scatter",
     "called_computations", "branch_computations",
 )  # fmt: skip
+_CALLING = frozenset(_CALLS)
 # The attributes that name something, or say where it comes from.
 _NAMING = frozenset((*_CALLS, "control-predecessors", "metadata"))
 
@@ -69,7 +70,7 @@ class Instruction:
     @property
     def called_computations(self) -> tuple[str, ...]:
         """The names of the computations that this instruction calls: of a loop the body, then the condition."""
-        if self.attributes.keys().isdisjoint(_CALLS):
+        if _CALLING.isdisjoint(self.attributes):
             return ()
         texts = [self.attributes[key] for key in _CALLS if key in self.attributes]
         return tuple(name for text in texts for name in _REFERENCE.findall(text))
@@ -190,7 +191,7 @@ class HloModule:
     def num_replicas(self) -> int:
         return _small_int(self.attributes.get("replica_count", "")) or 1
 
-    @property
+    @functools.cached_property
     def num_devices(self) -> int:
         """The number of devices that run the program: each replica has one for each partition."""
         return self.num_replicas * self.num_partitions
@@ -238,19 +239,20 @@ class HloModule:
         """Says whether an instruction is a matmul, or a fusion that contains one at any depth."""
         if instruction.opcode != "fusion":
             return instruction.opcode in MATMULS
-        return not self._with_matmul.isdisjoint(instruction.called_computations)
+        return any(self._has_matmul(name) for name in instruction.called_computations)
+
+    def _has_matmul(self, name: str) -> bool:
+        """Says whether a computation has a matmul, in itself or in what it calls. Calls are not nested deep."""
+        if name not in self._matmuls:
+            inside = self.computations[name].instructions
+            called = (other for i in inside for other in i.called_computations)
+            self._matmuls[name] = any(i.opcode in MATMULS for i in inside) or any(map(self._has_matmul, called))
+        return self._matmuls[name]
 
     @functools.cached_property
-    def _with_matmul(self) -> set[str]:
-        """The names of the computations that have a matmul, in them or in what they call."""
-        found: set[str] = set()
-        pending = [c.name for c in self.computations.values() if any(i.opcode in MATMULS for i in c.instructions)]
-        while pending:
-            name = pending.pop()
-            if name not in found:
-                found.add(name)
-                pending += [caller.name for caller, _ in self.callers.get(name, ())]
-        return found
+    def _matmuls(self) -> dict[str, bool]:
+        """Which of the computations that were asked about have a matmul, by name."""
+        return {}
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, HloModule):

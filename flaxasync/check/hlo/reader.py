@@ -6,6 +6,7 @@ not check what an opcode means.
 """
 
 import dataclasses
+import json
 import re
 import sys
 
@@ -31,6 +32,7 @@ _MAIN = '"main"'
 _BLANK = re.compile(r"(?:\s+|//[^\n]*|/\*(?s:.*?)\*/)*")
 _CONTINUED = re.compile(r"(?:\s+|//[^\n]*|/\*(?s:.*?)\*/)*,")
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|/\*.*?\*/|//[^\n]*|[{}()\[\],\n"]', re.DOTALL)
+_JSON = json.JSONDecoder()
 _CLOSER = {"{": "}", "(": ")", "[": "]"}
 _CLOSING = frozenset(_CLOSER.values())
 # The greatest depth of calls within calls that is read. Real programs stay below thirty.
@@ -215,14 +217,28 @@ class _Reader:
             match = _ATTRIBUTE.match(self.text, self.at)
             if not match:
                 raise self.error(f"expected an attribute 'name=value' after ',': got {self.excerpt()}")
-            begin, plain = match.end(), _PLAIN_VALUE.match(self.text, match.end())
-            self.at = plain.end() if plain else self.end(begin, stops=",\n}")
+            begin = match.end()
+            self.at = self.end_of_value(begin)
             value = sys.intern(self.text[begin : self.at].strip())
             if match[1] == "device_ids" and found.get("replica_groups", "").startswith("mesh["):
                 found["replica_groups"] += f", device_ids={value}"  # the one value that has a comma of its own
             else:
                 found[match[1]] = value
         return found
+
+    def end_of_value(self, begin: int) -> int:
+        """Returns the index behind the value of an attribute: of the comma, the line end or the brace after it."""
+        plain = _PLAIN_VALUE.match(self.text, begin)
+        if plain:
+            return plain.end()
+        if self.text.startswith('{"', begin):  # most of a compiled text are the JSON objects of backend_config
+            try:
+                _, end = _JSON.raw_decode(self.text, begin)
+            except (ValueError, RecursionError):
+                end = begin
+            if end > begin and self.text.startswith((",", "\n", "}"), end):
+                return end
+        return self.end(begin, stops=",\n}")
 
     def shape(self) -> Shape:
         if self.text.startswith("(", self.at):
