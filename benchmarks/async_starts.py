@@ -1,10 +1,12 @@
-"""Which of JAX's own asynchronous collectives are asynchronous in the compiled program, by chip. No TPU is needed.
+"""Which of JAX's own asynchronous collectives are asynchronous in the compiled program, by chip. No
+TPU is needed.
 
     python benchmarks/async_starts.py [--write docs/async.md]
 
-Each program starts one collective, multiplies two matrices that have nothing to do with it, and takes the result of the
-collective. `fa.check.audit` then says what became of it. The programs are compiled in a child process, so a crash of
-the compiler is an entry of the table. `jax.lax.psum_scatter_start` is public; the other functions are private to JAX.
+Each program starts one collective, multiplies two matrices that have nothing to do with it, and
+takes the result of the collective. `fa.check.audit` then says what became of it. The programs are
+compiled in a child process, so a crash of the compiler is an entry of the table.
+`jax.lax.psum_scatter_start` is public; the other functions are private to JAX.
 """
 
 import importlib.metadata
@@ -20,12 +22,17 @@ from benchmarks.programs import array
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync import check, ring
 
-AXIS, ROWS, WIDTH = "x", 1024, 2048
-TOPOLOGIES = {"v5e": "v5e:2x4", "v6e": "v6e:2x4", "v5p": "v5p:2x2x2", "tpu7x": "tpu7x:2x2x1"}  # eight devices each
+AXIS = "x"
+ROWS = 1024
+WIDTH = 2048
+# eight devices each
+TOPOLOGIES = {"v5e": "v5e:2x4", "v6e": "v6e:2x4", "v5p": "v5p:2x2x2", "tpu7x": "tpu7x:2x2x1"}
 _OFFLOAD = ("all_gather", "reduce_scatter", "all_reduce")
 OPTIONS: dict[str, Mapping[str, str]] = {
     **{chip: {} for chip in TOPOLOGIES},
-    "v6e, offload": {f"xla_tpu_enable_sparse_core_collective_offload_{name}": "true" for name in _OFFLOAD},
+    "v6e, offload": {
+        f"xla_tpu_enable_sparse_core_collective_offload_{name}": "true" for name in _OFFLOAD
+    },
 }
 
 
@@ -44,13 +51,17 @@ CASES: dict[str, Callable[[jax.Array, int], Any]] = {
     "ppermute_start, carried by a loop": _loop,
     "all_gather_start": lambda x, size: parallel.all_gather_start(x, AXIS, tiled=True),
     "psum_scatter_start": lambda x, size: lax.psum_scatter_start(x, AXIS, tiled=True),
-    "psum_scatter_start, float32": lambda x, size: lax.psum_scatter_start(x.astype("float32"), AXIS, tiled=True),
+    "psum_scatter_start, float32": lambda x, size: lax.psum_scatter_start(
+        x.astype("float32"), AXIS, tiled=True
+    ),
     "psum_scatter_start, float32 of a bfloat16 product": lambda x, size: lax.psum_scatter_start(
         (x @ x.T).astype("float32"), AXIS, tiled=True
     ),
     "psum_start": lambda x, size: parallel.psum_start(x, AXIS),
     "psum_start, float32": lambda x, size: parallel.psum_start(x.astype("float32"), AXIS),
-    "all_to_all_start": lambda x, size: parallel.all_to_all_start(x.reshape(size, -1, WIDTH), AXIS, 0, 0),
+    "all_to_all_start": lambda x, size: parallel.all_to_all_start(
+        x.reshape(size, -1, WIDTH), AXIS, 0, 0
+    ),
     "all_to_all_start, tiled": lambda x, size: parallel.all_to_all_start(x, AXIS, 0, 0, tiled=True),
 }
 
@@ -68,7 +79,8 @@ def outcome(case: str, column: str) -> str:
 
     out = P() if case.startswith("psum_start") else P(AXIS)
     fn = jax.shard_map(body, mesh=mesh, in_specs=(P(AXIS), P(AXIS), P()), out_specs=(out, P(AXIS)))
-    x, rhs = array((ROWS * size, WIDTH), mesh, P(AXIS)), array((WIDTH, WIDTH), mesh, P())
+    x = array((ROWS * size, WIDTH), mesh, P(AXIS))
+    rhs = array((WIDTH, WIDTH), mesh, P())
     options = {**check.HLO_ONLY, **OPTIONS[column]}
     try:
         program = check.compile_for(topology, jax.jit(fn), x, x, rhs, compiler_options=options)
@@ -79,12 +91,15 @@ def outcome(case: str, column: str) -> str:
         return "synchronous"
     if not all(p.overlapped for p in transfers):
         return "start and done, nothing between"
-    offloaded = any(op.thread == "sparsecore" for op in check.async_operations(check.parse(program.as_text())))
+    offloaded = any(
+        op.thread == "sparsecore" for op in check.async_operations(check.parse(program.as_text()))
+    )
     return "SparseCore" if offloaded else "asynchronous"
 
 
 def table_rows(columns: Iterable[str]) -> list[list[str]]:
-    columns, rows = tuple(columns), []
+    columns = tuple(columns)
+    rows = []
     for case in CASES:
         name, comma, detail = case.partition(",")
         rows.append([f"`{name}`{comma}{detail}", *(outcome(case, column) for column in columns)])
@@ -92,7 +107,9 @@ def table_rows(columns: Iterable[str]) -> list[list[str]]:
 
 
 def versions() -> str:
-    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "libtpu"))
+    return ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "libtpu")
+    )
 
 
 def main() -> None:

@@ -1,12 +1,15 @@
-"""Does a call hold the host? Dispatch / total of jitted and compiled functions, on the first platform that JAX finds.
+"""Does a call hold the host? Dispatch / total of jitted and compiled functions, on the first
+platform that JAX finds.
 
     python benchmarks/dispatch.py [--write docs/dispatch.md] [--command-buffers default|none|loops] [--calls 8]
 
-The functions are those of tests/check/dispatch/functions.py. On a CPU the command also prints on several devices. A
-pipeline is calls of which each takes what the one before returned; its dispatch ends when the last call has returned.
+The functions are those of tests/check/dispatch/functions.py. On a CPU the command also prints on
+several devices. A pipeline is calls of which each takes what the one before returned; its dispatch
+ends when the last call has returned.
 
-`--command-buffers` says what a GPU runs as CUDA graphs: XLA's default set of commands; nothing; or while loops and
-branches, too, by the flags of `flaxasync.check.command_buffer_flags`. They change nothing on other devices.
+`--command-buffers` says what a GPU runs as CUDA graphs: XLA's default set of commands; nothing; or
+while loops and branches, too, by the flags of `flaxasync.check.command_buffer_flags`. They change
+nothing on other devices.
 
 All figures of the table are medians.
 """
@@ -29,18 +32,22 @@ import flaxasync as fa
 from benchmarks.table import command_line, print_table, write_between_markers
 from tests.check.dispatch.functions import TABLE, lbfgs, printing, step, work
 
-SIZES = {"cpu": 1024, "gpu": 8192}  # about 100 ms on two cores; about 100 ms of float32 on a data-centre GPU
+# about 100 ms on two cores; about 100 ms of float32 on a data-centre GPU
+SIZES = {"cpu": 1024, "gpu": 8192}
 SMALL = {"cpu": 512, "gpu": 2048}  # of the functions that are called often
 CALLS = 7  # of each function that are timed
 QUEUE = 128  # calls of a long queue
-EXPECTED = {True: "no", False: "yes", None: "cannot tell"}  # does it hold the host, by DispatchInfo.compatible
+# does it hold the host, by DispatchInfo.compatible
+EXPECTED = {True: "no", False: "yes", None: "cannot tell"}
 MODES = ("default", "none", "loops")
 NO_COMMANDS = "--xla_gpu_enable_command_buffer="
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """The times of calls that follow one another, in seconds, and the share for which the host was held."""
+    """The times of calls that follow one another, in seconds, and the share for which the host was
+    held.
+    """
 
     total: float
     ratio: float
@@ -50,14 +57,17 @@ def row(name: str, fn: Callable, x: jax.Array) -> list[str]:
     """Measures a function jitted and compiled, beside what is expected of it."""
     compiled = jax.jit(fn).lower(x).compile()
     expected = EXPECTED[fa.check.check_async_compatible(compiled).compatible]
-    jitted, ahead = (fa.check.measure_dispatch(f, x, repeats=CALLS) for f in (jax.jit(fn), compiled))
+    jitted, ahead = (
+        fa.check.measure_dispatch(f, x, repeats=CALLS) for f in (jax.jit(fn), compiled)
+    )
     return [name, expected, f"{ahead.total * 1e3:.0f}", f"{jitted.ratio:.1%}", f"{ahead.ratio:.1%}"]
 
 
 def pipeline(fn: Callable, x: jax.Array, calls: int) -> Pipeline:
     """Measures so many calls, each of the result of the one before."""
     jax.block_until_ready(fn(x))
-    totals, ratios = [], []
+    totals = []
+    ratios = []
     for _ in range(CALLS):
         y = x
         start = time.perf_counter()
@@ -71,12 +81,19 @@ def pipeline(fn: Callable, x: jax.Array, calls: int) -> Pipeline:
     return Pipeline(statistics.median(totals), statistics.median(ratios))
 
 
-def pipeline_row(name: str, fn: Callable, x: jax.Array, calls: int, expected: str = "no") -> list[str]:
+def pipeline_row(
+    name: str, fn: Callable, x: jax.Array, calls: int, expected: str = "no"
+) -> list[str]:
     """Measures a pipeline of a function, jitted and compiled. The time is that of one call."""
     jitted = pipeline(jax.jit(fn), x, calls)
     ahead = pipeline(jax.jit(fn).lower(x).compile(), x, calls)
-    return [f"{name}, {calls} calls", expected, f"{ahead.total / calls * 1e3:.0f}", f"{jitted.ratio:.1%}",
-            f"{ahead.ratio:.1%}"]  # fmt: skip
+    return [
+        f"{name}, {calls} calls",
+        expected,
+        f"{ahead.total / calls * 1e3:.0f}",
+        f"{jitted.ratio:.1%}",
+        f"{ahead.ratio:.1%}",
+    ]
 
 
 def on_devices(devices: int) -> list[str]:
@@ -95,15 +112,21 @@ def flags_of(mode: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     found = command_line(__doc__)
-    found.add_argument("--command-buffers", choices=MODES, default="default", help="what a GPU runs as CUDA graphs")
-    found.add_argument("--calls", type=int, default=8, metavar="N", help="the calls of a pipeline (8)")
+    found.add_argument(
+        "--command-buffers", choices=MODES, default="default", help="what a GPU runs as CUDA graphs"
+    )
+    found.add_argument(
+        "--calls", type=int, default=8, metavar="N", help="the calls of a pipeline (8)"
+    )
     return found
 
 
 def main() -> None:
     chosen = parser().parse_args()
     # XLA reads its flags when JAX first asks for devices, which is below.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags_of(chosen.command_buffers)}".strip()
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} {flags_of(chosen.command_buffers)}".strip()
+    )
     jax.config.update("jax_num_cpu_devices", 8)
     device = jax.devices()[0]
     x = jax.block_until_ready(jnp.ones((SIZES[device.platform],) * 2))
@@ -116,9 +139,17 @@ def main() -> None:
         rows.append(pipeline_row("work", work, x, chosen.calls))
         rows.append(pipeline_row("one step of it", step, small, QUEUE, "after a long queue"))
     where = f"{os.cpu_count()} CPU cores" if on_cpu else device.device_kind
-    mode = "" if chosen.command_buffers == "default" else f", with command buffers: {chosen.command_buffers}"
-    versions = f"Measured with jax {jax.__version__} and jaxlib {jaxlib.__version__} on {where}{mode}."
-    table = print_table(["function", "expected to hold the host", "ms a call", "jit", "compiled"], rows)
+    mode = (
+        ""
+        if chosen.command_buffers == "default"
+        else f", with command buffers: {chosen.command_buffers}"
+    )
+    versions = (
+        f"Measured with jax {jax.__version__} and jaxlib {jaxlib.__version__} on {where}{mode}."
+    )
+    table = print_table(
+        ["function", "expected to hold the host", "ms a call", "jit", "compiled"], rows
+    )
     write_between_markers(chosen.write, "dispatch", f"{versions}\n\n{table}")
 
 

@@ -1,9 +1,11 @@
-"""The decoder of models/transformer.py made of nnx.Linear and nnx.Embed, with XLA's automatic sharding.
+"""The decoder of models/transformer.py made of nnx.Linear and nnx.Embed, with XLA's automatic
+sharding.
 
-This is what a user would write without flaxasync. The kernels are annotated as those of models/transformer.py (columns,
-then rows), the residual stream is constrained to the same layout, and XLA chooses every collective operation. The
-parameters have the same names and shapes, so that either model loads the parameters of the other. The mesh must have
-Auto axes. With an fsdp axis, kernels are stored sharded over it as well, and XLA gathers them.
+This is what a user would write without flaxasync. The kernels are annotated as those of
+models/transformer.py (columns, then rows), the residual stream is constrained to the same layout,
+and XLA chooses every collective operation. The parameters have the same names and shapes, so that
+either model loads the parameters of the other. The mesh must have Auto axes. With an fsdp axis,
+kernels are stored sharded over it as well, and XLA gathers them.
 """
 
 import dataclasses
@@ -24,7 +26,8 @@ from models.layer import RMSNorm
 class Layout:
     batch: tuple[str, ...] = ("data",)  # they shard the batch
     fsdp: str | None = None  # shards kernels as well
-    flash: bool = False  # whether attention is `flaxasync.attention`, a kernel that XLA cannot partition itself
+    # whether attention is `flaxasync.attention`, a kernel that XLA cannot partition itself
+    flash: bool = False
 
     @property
     def columns(self) -> tuple[str | None, ...]:  # of a kernel whose output features are split
@@ -38,12 +41,19 @@ class Layout:
 PLAIN = Layout()
 
 
-def linear(inputs: int, outputs: int, sharding: tuple, config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Linear:
+def linear(
+    inputs: int, outputs: int, sharding: tuple, config: TransformerConfig, rngs: nnx.Rngs
+) -> nnx.Linear:
     """Makes an nnx.Linear without a bias, whose kernel is annotated with a sharding."""
     return nnx.Linear(
-        inputs, outputs, use_bias=False, dtype=jnp.dtype(config.dtype), param_dtype=jnp.dtype(config.param_dtype),
-        kernel_metadata={"out_sharding": sharding}, rngs=rngs,
-    )  # fmt: skip
+        inputs,
+        outputs,
+        use_bias=False,
+        dtype=jnp.dtype(config.dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        kernel_metadata={"out_sharding": sharding},
+        rngs=rngs,
+    )
 
 
 def constrain(x: Array, *spec: str | tuple[str, ...] | None) -> Array:
@@ -75,20 +85,29 @@ class PlainExperts(nnx.Module):
         self.up, self.gate = (self._kernel(shape, config, rngs) for _ in range(2))
         self.down = self._kernel((shape[0], *shape[:0:-1]), config, rngs)
 
-    def _kernel(self, shape: tuple[int, ...], config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Param:
+    def _kernel(
+        self, shape: tuple[int, ...], config: TransformerConfig, rngs: nnx.Rngs
+    ) -> nnx.Param:
         init = nnx.initializers.lecun_normal(batch_axis=0)
         return nnx.Param(
-            init(rngs.params(), shape, jnp.dtype(config.param_dtype)), out_sharding=("model", self.layout.fsdp, None)
+            init(rngs.params(), shape, jnp.dtype(config.param_dtype)),
+            out_sharding=("model", self.layout.fsdp, None),
         )
 
     def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
         values, ids = lax.top_k(jax.nn.softmax(self.router(x).astype(jnp.float32)), self.k)
         values /= jnp.sum(values, axis=-1, keepdims=True)
-        weights = jnp.sum(jax.nn.one_hot(ids, self.up.shape[0]) * values[..., None], axis=-2).astype(x.dtype)
+        weights = jnp.sum(
+            jax.nn.one_hot(ids, self.up.shape[0]) * values[..., None], axis=-2
+        ).astype(x.dtype)
         up, gate, down = (kernel[...].astype(x.dtype) for kernel in (self.up, self.gate, self.down))
-        hidden = jax.nn.silu(jnp.einsum("bld,edf->eblf", x, gate)) * jnp.einsum("bld,edf->eblf", x, up)
+        hidden = jax.nn.silu(jnp.einsum("bld,edf->eblf", x, gate)) * jnp.einsum(
+            "bld,edf->eblf", x, up
+        )
         hidden = constrain(hidden, "model", self.layout.batch, None, None)
-        return constrain(jnp.einsum("eblf,efd,ble->bld", hidden, down, weights), self.layout.batch, "model", None)
+        return constrain(
+            jnp.einsum("eblf,efd,ble->bld", hidden, down, weights), self.layout.batch, "model", None
+        )
 
 
 class PlainAttention(nnx.Module):
@@ -98,24 +117,38 @@ class PlainAttention(nnx.Module):
         self.layout = layout
         self.head_dim = config.head_features
         self.rope_theta = config.rope_theta
-        self.query = linear(config.width, config.heads * self.head_dim, layout.columns, config, rngs)
-        self.key = linear(config.width, config.kv_heads * self.head_dim, layout.columns, config, rngs)
-        self.value = linear(config.width, config.kv_heads * self.head_dim, layout.columns, config, rngs)
+        self.query = linear(
+            config.width, config.heads * self.head_dim, layout.columns, config, rngs
+        )
+        self.key = linear(
+            config.width, config.kv_heads * self.head_dim, layout.columns, config, rngs
+        )
+        self.value = linear(
+            config.width, config.kv_heads * self.head_dim, layout.columns, config, rngs
+        )
         self.out = linear(config.heads * self.head_dim, config.width, layout.rows, config, rngs)
 
     def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
         q, k, v = (
-            constrain(y.reshape(*y.shape[:-1], -1, self.head_dim), self.layout.batch, None, "model", None)
+            constrain(
+                y.reshape(*y.shape[:-1], -1, self.head_dim), self.layout.batch, None, "model", None
+            )
             for y in (self.query(x), self.key(x), self.value(x))
         )
         q, k = (fa.nn.rotary_embedding(y, theta=self.rope_theta) for y in (q, k))
         out = self.attend(q, k, v)
-        return constrain(self.out(out.reshape(*out.shape[:-2], -1)), self.layout.batch, "model", None)
+        return constrain(
+            self.out(out.reshape(*out.shape[:-2], -1)), self.layout.batch, "model", None
+        )
 
-    def attend(self, q: Float[Array, "B L H A"], k: Float[Array, "B L K A"], v: Float[Array, "B L K A"]) -> Array:
+    def attend(
+        self, q: Float[Array, "B L H A"], k: Float[Array, "B L K A"], v: Float[Array, "B L K A"]
+    ) -> Array:
         if self.layout.flash:
             heads = P(self.layout.batch, None, "model", None)
-            return jax.shard_map(fa.attention, in_specs=(heads, heads, heads), out_specs=heads)(q, k, v)
+            return jax.shard_map(fa.attention, in_specs=(heads, heads, heads), out_specs=heads)(
+                q, k, v
+            )
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
@@ -139,9 +172,14 @@ class PlainTransformer(nnx.Module):
     def __init__(self, config: TransformerConfig, *, layout: Layout = PLAIN, rngs: nnx.Rngs):
         self.layout, self.remat = layout, config.remat
         self.embed = nnx.Embed(
-            config.vocab_size, config.width, dtype=jnp.dtype(config.dtype), param_dtype=jnp.dtype(config.param_dtype),
-            embedding_init=nnx.initializers.normal(0.02), embedding_metadata={"out_sharding": layout.rows}, rngs=rngs,
-        )  # fmt: skip
+            config.vocab_size,
+            config.width,
+            dtype=jnp.dtype(config.dtype),
+            param_dtype=jnp.dtype(config.param_dtype),
+            embedding_init=nnx.initializers.normal(0.02),
+            embedding_metadata={"out_sharding": layout.rows},
+            rngs=rngs,
+        )
 
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
@@ -153,11 +191,18 @@ class PlainTransformer(nnx.Module):
         self.output = linear(config.width, config.vocab_size, layout.columns, config, rngs)
 
     def __call__(self, tokens: Int[Array, "B L"]) -> Float[Array, "B L V"]:
-        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
+        @nnx.scan(
+            in_axes=(0, nnx.Carry),
+            out_axes=nnx.Carry,
+            transform_metadata={nnx.PARTITION_NAME: None},
+        )
         def run(layer: PlainLayer, x: Array) -> Array:
             if self.remat in (None, "none"):
                 return layer(x)
-            policies = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "layer": None}
+            policies = {
+                "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+                "layer": None,
+            }
             return nnx.remat(lambda layer, x: layer(x), policy=policies[self.remat])(layer, x)
 
         batch = self.layout.batch

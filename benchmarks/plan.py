@@ -1,15 +1,19 @@
-"""Does `fa.plan` choose well? It chooses for a grid of shapes, chips and rings; a sample of it is compiled and played.
+"""Does `fa.plan` choose well? It chooses for a grid of shapes, chips and rings; a sample of it is
+compiled and played.
 
     python benchmarks/plan.py [--count 5] [--results plays.jsonl] [--write docs/plan.md]
 
-It takes an hour. --count gives a smaller sample, and the file of results keeps each play, so that none is repeated.
+It takes an hour. --count gives a smaller sample, and the file of results keeps each play, so that
+none is repeated.
 
-Each case is one op, alone or with its gradients, as a jitted program. Its time is that of the played program, without
-the copy that XLA adds where a kernel ends a program (docs/kernels/mesh_matmul.md). Each ring of a mesh has a w of its
-own, because the gradient of a shared w would be summed over "data", which is not part of the op. The constants of the
-model were fitted to samples of earlier seeds, and this sample has no case of those. XLA's own collectives are compiled
-as synchronous ones, because XLA splits the asynchronous all-gather of more than two devices into steps inside matmuls,
-which read tables that the player lacks. `plan` is asked about rings along a line of chips, but those are not played.
+Each case is one op, alone or with its gradients, as a jitted program. Its time is that of the
+played program, without the copy that XLA adds where a kernel ends a program
+(docs/kernels/mesh_matmul.md). Each ring of a mesh has a w of its own, because the gradient of a
+shared w would be summed over "data", which is not part of the op. The constants of the model were
+fitted to samples of earlier seeds, and this sample has no case of those. XLA's own collectives are
+compiled as synchronous ones, because XLA splits the asynchronous all-gather of more than two
+devices into steps inside matmuls, which read tables that the player lacks. `plan` is asked about
+rings along a line of chips, but those are not played.
 """
 
 import collections
@@ -37,11 +41,14 @@ MESHES = {  # topology, and shape of ("data", "model"); the ring lies on "model"
     "v6e:2x2 ring 4": ("v6e:2x2", (1, 4)),
     "v6e:2x4 ring 8": ("v6e:2x4", (1, 8)),
 }
-LINES = {"v5e:2x4 ring 4"}  # no closed rings of chips, which alone the player's model of XLA's gathers knows
+# no closed rings of chips, which alone the player's model of XLA's gathers knows
+LINES = {"v5e:2x4 ring 4"}
 ROWS = (128, 512, 2048)
-SIDES = ((1024, 512), (2048, 2048), (4096, 1024), (8192, 3584), (4096, 4096))  # (features, hidden features)
+# (features, hidden features)
+SIDES = ((1024, 512), (2048, 2048), (4096, 1024), (8192, 3584), (4096, 4096))
 BACKENDS = ("none", "xla", "pallas", "fused")
-COUNT, SEED = 30, 4
+COUNT = 30
+SEED = 4
 FIRST_UNSEEN = 3  # the constants of the model were fitted to the samples of smaller seeds
 ALLOWED = 0.05
 
@@ -69,38 +76,69 @@ class Case:
     def shapes(self) -> tuple[tuple[int, int], ...]:
         """The shapes of x, w and y on one device."""
         if self.op == "all_gather_matmul":
-            return (self.rows, self.features), (self.features, self.hidden), (self.ring * self.rows, self.hidden)
-        return (self.ring * self.rows, self.hidden), (self.hidden, self.features), (self.rows, self.features)
+            return (
+                (self.rows, self.features),
+                (self.features, self.hidden),
+                (self.ring * self.rows, self.hidden),
+            )
+        return (
+            (self.ring * self.rows, self.hidden),
+            (self.hidden, self.features),
+            (self.rows, self.features),
+        )
 
     def plan(self) -> Plan:
-        return fa.plan(self.op, *self.shapes[:2], chip=MESHES[self.mesh][0], ring=self.ring, backward=self.backward)
+        return fa.plan(
+            self.op,
+            *self.shapes[:2],
+            chip=MESHES[self.mesh][0],
+            ring=self.ring,
+            backward=self.backward,
+        )
 
 
 def grid() -> list[Case]:
-    return [Case(op, mesh, rows, *sides, backward) for op, mesh, rows, sides, backward in
-            itertools.product(OPS, MESHES, ROWS, SIDES, (False, True))]  # fmt: skip
+    return [
+        Case(op, mesh, rows, *sides, backward)
+        for op, mesh, rows, sides, backward in itertools.product(
+            OPS, MESHES, ROWS, SIDES, (False, True)
+        )
+    ]
 
 
 def sample(seed: int, count: int) -> list[Case]:
-    """Returns the cases to play: no line of chips and, from seed `FIRST_UNSEEN` on, no case of an earlier seed.
+    """Returns the cases to play: no line of chips and, from seed `FIRST_UNSEEN` on, no case of an
+    earlier seed.
 
     A smaller sample is the beginning of a larger one.
     """
-    seen = {case for other in range(seed if seed >= FIRST_UNSEEN else 0) for case in sample(other, COUNT)}
+    seen = {
+        case
+        for other in range(seed if seed >= FIRST_UNSEEN else 0)
+        for case in sample(other, COUNT)
+    }
     drawn = random.Random(seed).sample(grid(), 2 * max(COUNT, count))
     return [case for case in drawn if case.mesh not in LINES and case not in seen][:count]
 
 
 def played_seconds(case: Case, backend: str) -> float:
-    """Returns the seconds of the case's played program, without the copies of its results at its exit."""
+    """Returns the seconds of the case's played program, without the copies of its results at its
+    exit.
+    """
     topology, (data, ring) = MESHES[case.mesh]
     mesh = fa.check.topology_mesh(topology, (data, ring), ("data", "model"))
-    rows, columns = P(("data", "model"), None), P("data", "model")
-    specs = {"all_gather_matmul": (rows, columns, columns), "matmul_reduce_scatter": (columns, rows, rows)}[case.op]
+    rows = P(("data", "model"), None)
+    columns = P("data", "model")
+    specs = {
+        "all_gather_matmul": (rows, columns, columns),
+        "matmul_reduce_scatter": (columns, rows, rows),
+    }[case.op]
 
     def whole(shape: tuple[int, ...], spec: P) -> jax.ShapeDtypeStruct:
         counts = ({None: 1, "data": data, "model": ring}.get(axis, data * ring) for axis in spec)
-        return array(tuple(side * count for side, count in zip(shape, counts, strict=True)), mesh, spec)
+        return array(
+            tuple(side * count for side, count in zip(shape, counts, strict=True)), mesh, spec
+        )
 
     op = functools.partial(getattr(fa, case.op), axis_name="model", backend=backend)
     local = jax.shard_map(op, mesh=mesh, in_specs=specs[:2], out_specs=specs[2])
@@ -111,22 +149,35 @@ def played_seconds(case: Case, backend: str) -> float:
 
     x, w, dy = (whole(shape, spec) for shape, spec in zip(case.shapes, specs, strict=True))
     fn, arguments = (with_gradients, (x, w, dy)) if case.backward else (local, (x, w))
-    return seconds_without_exit_copies(*play_program(topology, jax.jit(fn), *arguments, compiler_options=SYNCHRONOUS))
+    return seconds_without_exit_copies(
+        *play_program(topology, jax.jit(fn), *arguments, compiler_options=SYNCHRONOUS)
+    )
 
 
 def play_sample(cases: list[Case], path: str | None) -> dict[tuple[Case, str], float]:
-    """Returns the seconds of each case with each backend. Plays what the file at `path` lacks, and adds it there."""
+    """Returns the seconds of each case with each backend. Plays what the file at `path` lacks, and
+    adds it there.
+    """
     file = None if path is None else pathlib.Path(path)
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file and file.exists() else []
+    lines = (
+        [json.loads(line) for line in file.read_text().splitlines()]
+        if file and file.exists()
+        else []
+    )
     results = {(Case(**line["case"]), line["backend"]): line["seconds"] for line in lines}
     for number, (case, backend) in enumerate(itertools.product(cases, BACKENDS), 1):
         if (case, backend) in results:
             continue
         results[case, backend] = seconds = played_seconds(case, backend)
-        print(f"{number}/{len(cases) * len(BACKENDS)} {case} {backend}: {seconds * 1e3:.4f} ms", flush=True)
+        print(
+            f"{number}/{len(cases) * len(BACKENDS)} {case} {backend}: {seconds * 1e3:.4f} ms",
+            flush=True,
+        )
         if file:
             file.parent.mkdir(parents=True, exist_ok=True)
-            line = json.dumps({"case": dataclasses.asdict(case), "backend": backend, "seconds": seconds})
+            line = json.dumps(
+                {"case": dataclasses.asdict(case), "backend": backend, "seconds": seconds}
+            )
             with file.open("a") as stream:
                 stream.write(f"{line}\n")
     return results
@@ -136,11 +187,14 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--count", type=int, default=COUNT, help="cases to play")
     parser.add_argument("--seed", type=int, default=SEED, help="of the sample")
-    parser.add_argument("--results", metavar="FILE", help="keep each play in this file, and play nothing twice")
+    parser.add_argument(
+        "--results", metavar="FILE", help="keep each play in this file, and play nothing twice"
+    )
     chosen = parser.parse_args()
     cases = sample(chosen.seed, chosen.count)
     results = play_sample(cases, chosen.results)
-    rows: dict[tuple[str, str], tuple[float, tuple[str, ...]]] = {}  # the error of a prediction, and the cells
+    # the error of a prediction, and the cells
+    rows: dict[tuple[str, str], tuple[float, tuple[str, ...]]] = {}
     behind = []
     for case in sorted(cases, key=lambda c: (c.op, c.mesh, c.backward, c.rows)):
         played = {backend: results[case, backend] for backend in BACKENDS}
@@ -149,17 +203,28 @@ def main() -> None:
         behind.append(played[choice] / min(played.values()) - 1)
         error = max(abs(planned[backend] / played[backend] - 1) for backend in BACKENDS)
         if error > rows.get((case.op, case.mesh), (-1.0, ()))[0]:
-            size, gradients = f"{case.rows}x{case.features}x{case.hidden}", "yes" if case.backward else "no"
+            size = f"{case.rows}x{case.features}x{case.hidden}"
+            gradients = "yes" if case.backward else "no"
             times = [f"{played[b] * 1e3:.3f} ({planned[b] * 1e3:.3f})" for b in BACKENDS]
             cells = (case.op, case.mesh, size, gradients, *times, choice, f"{behind[-1]:.1%}")
             rows[case.op, case.mesh] = error, cells
     columns = [f"{backend}: played (planned) ms" for backend in BACKENDS]
-    header = ("op", "mesh", "rows x features x hidden", "gradients", *columns, "chosen", "behind the best")
+    header = (
+        "op",
+        "mesh",
+        "rows x features x hidden",
+        "gradients",
+        *columns,
+        "chosen",
+        "behind the best",
+    )
     table = print_table(header, [cells for _, cells in rows.values()])
     choices = collections.Counter(case.plan().backend for case in grid()).most_common()
     text = (
-        f"Of {len(grid())} cases `plan` chooses {', '.join(f'{b} for {n}' for b, n in choices)}. Of the {len(cases)} "
-        f"that were played, {sum(b <= ALLOWED for b in behind)} are within {ALLOWED:.0%} of the best; the furthest is "
+        f"Of {len(grid())} cases `plan` chooses {', '.join(f'{b} for {n}' for b, n in choices)}. "
+        f"Of the {len(cases)} "
+        f"that were played, {sum(b <= ALLOWED for b in behind)} are within {ALLOWED:.0%} of the "
+        "best; the furthest is "
         f"{max(behind):.1%} behind."
     )
     print(text)

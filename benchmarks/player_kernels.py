@@ -1,9 +1,11 @@
-"""The programs of the 2x2 study: LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N], in its variants and in an overlapped one.
+"""The programs of the 2x2 study: LHS[M_X, K_Y] . RHS[K_X, N] -> O[M_X, N], in its variants and in
+an overlapped one.
 
-They exist to be simulated, because the player is compared with their published times. The all-gather, alone and with
-the matmul in one kernel, and the all-reduce are as published, one step after the other; a matmul's step and the
-overlapped kernel are those of the package. Each variant is a function of local shards on a ("x", "y") mesh of 2 x 2
-devices. `program` makes the jitted function and its arguments for any m, k and n.
+They exist to be simulated, because the player is compared with their published times. The
+all-gather, alone and with the matmul in one kernel, and the all-reduce are as published, one step
+after the other; a matmul's step and the overlapped kernel are those of the package. Each variant is
+a function of local shards on a ("x", "y") mesh of 2 x 2 devices. `program` makes the jitted
+function and its arguments for any m, k and n.
 
     x [m/2, k/2]  rows of mesh row, columns of mesh column      (LHS)
     w [k/2, n]    the half of the rows that mesh row holds      (RHS)
@@ -34,7 +36,9 @@ ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The sides of a matmul tile, whose rows the overlapped kernel doubles, and the side of an all-reduce tile."""
+    """The sides of a matmul tile, whose rows the overlapped kernel doubles, and the side of an
+    all-reduce tile.
+    """
 
     m: int = 512
     k: int = 1024
@@ -73,9 +77,12 @@ def all_gather(w: jax.Array) -> jax.Array:
 
 def all_reduce(x: jax.Array, tiles: Tiles) -> jax.Array:
     """Returns the sum of x and the x of the neighbour on y, tile by tile through VMEM."""
-    bm, bn = min(tiles.reduce, x.shape[0]), min(tiles.reduce, x.shape[1])
+    bm = min(tiles.reduce, x.shape[0])
+    bn = min(tiles.reduce, x.shape[1])
 
-    def body(x_ref: Any, o_ref: Any, send_sem: Any, recv_sem: Any, copy_sem: Any, mine: Any, theirs: Any) -> None:
+    def body(
+        x_ref: Any, o_ref: Any, send_sem: Any, recv_sem: Any, copy_sem: Any, mine: Any, theirs: Any
+    ) -> None:
         copy = pltpu.make_async_copy(x_ref, mine, copy_sem)
         copy.start()
         copy.wait()
@@ -102,14 +109,23 @@ def all_reduce(x: jax.Array, tiles: Tiles) -> jax.Array:
 def gather_gemm(x: jax.Array, w: jax.Array, tiles: operands.Tiles) -> jax.Array:
     """Returns x @ the half of w that this mesh column multiplies, in one kernel.
 
-    Every device sends its half to the other device of its mesh column. A device on the diagonal multiplies with its own
-    half meanwhile; the others wait for all of theirs, and multiply with it.
+    Every device sends its half to the other device of its mesh column. A device on the diagonal
+    multiplies with its own half meanwhile; the others wait for all of theirs, and multiply with it.
     """
-    (m, k), n = x.shape, w.shape[1]
+    m, k = x.shape
+    n = w.shape[1]
     tiles = tiles.within(m, k, n)
     x_spec, w_spec, o_spec = specs(tiles)
 
-    def body(x_ref: Any, w_ref: Any, o_ref: Any, received: Any, send_sem: Any, recv_sem: Any, accumulator: Any) -> None:
+    def body(
+        x_ref: Any,
+        w_ref: Any,
+        o_ref: Any,
+        received: Any,
+        send_sem: Any,
+        recv_sem: Any,
+        accumulator: Any,
+    ) -> None:
         holds = lax.axis_index("x") == lax.axis_index("y")
         other = _other("x")
         send = pltpu.make_async_remote_copy(w_ref, received, send_sem, recv_sem, device_id=other)
@@ -138,14 +154,17 @@ def gather_gemm(x: jax.Array, w: jax.Array, tiles: operands.Tiles) -> jax.Array:
         out_shape=[jax.ShapeDtypeStruct((m, n), x.dtype), jax.ShapeDtypeStruct(w.shape, w.dtype)],
         in_specs=[ANYWHERE] * 2,
         out_specs=[ANYWHERE] * 2,
-        scratch_shapes=[pltpu.SemaphoreType.DMA] * 2 + [pltpu.VMEM((tiles.m, tiles.n), jnp.float32)],
+        scratch_shapes=[pltpu.SemaphoreType.DMA] * 2
+        + [pltpu.VMEM((tiles.m, tiles.n), jnp.float32)],
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=32 * MIB),
         name="fused",
     )(x, w)[0]
 
 
 def collectives_and_gemm(x: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
-    return lax.psum(gemm(x, _needed(lax.all_gather(w, "x", axis=0, tiled=True)), tiles=tiles.matmul()), "y")
+    return lax.psum(
+        gemm(x, _needed(lax.all_gather(w, "x", axis=0, tiled=True)), tiles=tiles.matmul()), "y"
+    )
 
 
 def series(x: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
@@ -168,20 +187,30 @@ VARIANTS = {
 }
 
 
-def program(variant: str, mesh: Mesh, shape: tuple[int, int, int] = STUDY, tiles: Tiles = DEFAULT_TILES) -> tuple:
-    """Returns the jitted function of a variant, or of "xla", and its two arguments, without values."""
+def program(
+    variant: str, mesh: Mesh, shape: tuple[int, int, int] = STUDY, tiles: Tiles = DEFAULT_TILES
+) -> tuple:
+    """Returns the jitted function of a variant, or of "xla", and its two arguments, without
+    values.
+    """
     m, k, n = shape
-    specs, out = (P("x", "y"), P("x", None)), P("x", None)
+    specs = (P("x", "y"), P("x", None))
+    out = P("x", None)
     arguments = array((m, k), mesh, specs[0]), array((k, n), mesh, specs[1])
     if variant == "xla":
         return jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, out)), *arguments
     local = functools.partial(VARIANTS[variant], tiles=tiles)
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)), *arguments
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+    ), *arguments
 
 
 def _other(axis: str) -> dict:
     """Returns the id of the neighbour on one axis of the 2 x 2 mesh."""
-    return {name: 1 - lax.axis_index(name) if name == axis else lax.axis_index(name) for name in ("x", "y")}
+    return {
+        name: 1 - lax.axis_index(name) if name == axis else lax.axis_index(name)
+        for name in ("x", "y")
+    }
 
 
 def _needed(w: jax.Array) -> jax.Array:

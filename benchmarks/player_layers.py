@@ -1,8 +1,10 @@
-"""How XLA's own estimates of its fusions compare with their simulation, in a tensor-parallel MLP with every backend.
+"""How XLA's own estimates of its fusions compare with their simulation, in a tensor-parallel MLP
+with every backend.
 
     python benchmarks/player_layers.py [--write docs/player.md]
 
-The MLP is that of benchmarks/tp_mlp.py, forward. Nothing here ran on a TPU: every time is a prediction.
+The MLP is that of benchmarks/tp_mlp.py, forward. Nothing here ran on a TPU: every time is a
+prediction.
 """
 
 import dataclasses
@@ -17,7 +19,11 @@ from flaxasync.check.player import Result, played_chip
 from flaxasync.check.player.result import Phase
 
 PROGRAMS = (
-    *((topology, backend) for topology in ("v5e:2x2", "v5e:2x4") for backend in ("none", "xla", "pallas")),
+    *(
+        (topology, backend)
+        for topology in ("v5e:2x2", "v5e:2x4")
+        for backend in ("none", "xla", "pallas")
+    ),
     ("v5e:2x4", "automatic"),
 )
 KINDS = {  # the kinds of fusions that XLA writes itself
@@ -29,7 +35,9 @@ KINDS = {  # the kinds of fusions that XLA writes itself
 
 @dataclasses.dataclass(frozen=True)
 class Estimated:
-    """A simulated fusion, and the compiler's own estimate of it, in seconds for all of its executions."""
+    """A simulated fusion, and the compiler's own estimate of it, in seconds for all of its
+    executions.
+    """
 
     phase: Phase
     estimate: float
@@ -47,7 +55,9 @@ class Estimated:
 
 
 def estimated(result: Result, program: CompiledProgram) -> list[Estimated]:
-    """Returns the fusions of the slowest device that the compiler has estimated, in the order in which they ran."""
+    """Returns the fusions of the slowest device that the compiler has estimated, in the order in
+    which they ran.
+    """
     clock = played_chip(result.topology).clock
     cycles = {
         i.name: i.estimated_cycles
@@ -55,7 +65,11 @@ def estimated(result: Result, program: CompiledProgram) -> list[Estimated]:
         for i in computation.instructions
         if i.opcode == "fusion" and i.estimated_cycles
     }
-    return [Estimated(p, p.runs * cycles[p.name] / clock) for p in result.slowest.phases if p.name in cycles]
+    return [
+        Estimated(p, p.runs * cycles[p.name] / clock)
+        for p in result.slowest.phases
+        if p.name in cycles
+    ]
 
 
 def main() -> None:
@@ -69,9 +83,19 @@ def main() -> None:
     rows = []
     for kind, label in KINDS.items():
         ratios = sorted(e.ratio for e in found if e.kind == kind)
-        quarters = [f"{ratios[round(share * (len(ratios) - 1))]:.2f}" for share in (0, 0.25, 0.5, 0.75, 1)]
+        quarters = [
+            f"{ratios[round(share * (len(ratios) - 1))]:.2f}" for share in (0, 0.25, 0.5, 0.75, 1)
+        ]
         rows.append((label, str(len(ratios)), *quarters))
-    header = ("what XLA wrote", "how many", "least", "a quarter below", "median", "a quarter above", "most")
+    header = (
+        "what XLA wrote",
+        "how many",
+        "least",
+        "a quarter below",
+        "median",
+        "a quarter above",
+        "most",
+    )
     write_between_markers(chosen.write, "player estimates", print_table(header, rows))
 
 

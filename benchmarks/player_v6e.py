@@ -2,10 +2,11 @@
 
     python benchmarks/player_v6e.py [--write docs/player.md]      a few seconds
 
-The profile is public (the repository vlasenkoalexey/xprof-cli, tests/fixtures): three runs on one v6e, with jaxlib
-0.10.0 and libtpu of April 2026, of a Pallas matmul in float32. Its bundles say how it is tiled: tiles of
-512 x 512 x 1024, three buffers for tiles of x, and one for tiles of w, whose copies therefore overlap with nothing. The
-kernel here has the same tiles and buffers, and is compiled here. Nothing here ran on a TPU.
+The profile is public (the repository vlasenkoalexey/xprof-cli, tests/fixtures): three runs on one
+v6e, with jaxlib 0.10.0 and libtpu of April 2026, of a Pallas matmul in float32. Its bundles say how
+it is tiled: tiles of 512 x 512 x 1024, three buffers for tiles of x, and one for tiles of w, whose
+copies therefore overlap with nothing. The kernel here has the same tiles and buffers, and is
+compiled here. Nothing here ran on a TPU.
 """
 
 import dataclasses
@@ -25,16 +26,22 @@ from flaxasync.check.player.result import Phase
 from flaxasync.check.tested_libtpu import installed_libtpu
 
 TOPOLOGY = "v6e:1x1"
-M, K, N = 2048, 1024, 2048
-TILE_M, TILE_K, TILE_N = 512, 512, 1024
-X_BUFFERS, W_BUFFERS = 3, 1
+M = 2048
+K = 1024
+N = 2048
+TILE_M = 512
+TILE_K = 512
+TILE_N = 1024
+X_BUFFERS = 3
+W_BUFFERS = 1
 NAME = "matmul"
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     label: str
-    measured: float  # microseconds in the profile: of the total the median of its runs, of parts their mean
+    # microseconds in the profile: of the total the median of its runs, of parts their mean
+    measured: float
     value: Callable[[Result], float]  # of the simulated program, in seconds
 
 
@@ -77,8 +84,12 @@ def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
             step,
             grid=(M // TILE_M, N // TILE_N, K // TILE_K),
             in_specs=[
-                pl.BlockSpec((TILE_M, TILE_K), lambda i, j, t: (i, t), pipeline_mode=pl.Buffered(X_BUFFERS)),
-                pl.BlockSpec((TILE_K, TILE_N), lambda i, j, t: (t, j), pipeline_mode=pl.Buffered(W_BUFFERS)),
+                pl.BlockSpec(
+                    (TILE_M, TILE_K), lambda i, j, t: (i, t), pipeline_mode=pl.Buffered(X_BUFFERS)
+                ),
+                pl.BlockSpec(
+                    (TILE_K, TILE_N), lambda i, j, t: (t, j), pipeline_mode=pl.Buffered(W_BUFFERS)
+                ),
             ],
             out_specs=[pl.BlockSpec((TILE_M, TILE_N), lambda i, j, t: (i, j))],
         )(x_ref, w_ref, o_ref)
@@ -102,14 +113,21 @@ def play_matmul() -> Result:
 
 def cells(row: Row, result: Result) -> tuple[str, ...]:
     predicted = row.value(result) * 1e6
-    return row.label, f"{row.measured:g} us", f"{predicted:.1f} us", f"{predicted / row.measured - 1:+.1%}"
+    return (
+        row.label,
+        f"{row.measured:g} us",
+        f"{predicted:.1f} us",
+        f"{predicted / row.measured - 1:+.1%}",
+    )
 
 
 def main() -> None:
     chosen = command_line(__doc__).parse_args()
     result = play_matmul()
     header = ("part of the time", "measured", f"predicted, libtpu {installed_libtpu()}", "error")
-    write_between_markers(chosen.write, "player v6e", print_table(header, [cells(row, result) for row in ROWS]))
+    write_between_markers(
+        chosen.write, "player v6e", print_table(header, [cells(row, result) for row in ROWS])
+    )
 
 
 if __name__ == "__main__":

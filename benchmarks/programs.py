@@ -1,4 +1,6 @@
-"""Programs for chips that the machine need not have: their arguments, their compilation and their simulation."""
+"""Programs for chips that the machine need not have: their arguments, their compilation and their
+simulation.
+"""
 
 import gzip
 import hashlib
@@ -24,24 +26,33 @@ from flaxasync.check.player import Result, play_dump
 from flaxasync.check.player.dump import Note, write_note
 from flaxasync.check.player.errors import UnknownOperationError
 
-COMPILE_SECONDS = 7200  # a large program takes two minutes on an idle machine, and much longer on a busy one
-HANDED_ON = ("bitcast", "get-tuple-element", "copy-start", "copy-done")  # opcodes that do not change an array
-SYNCHRONOUS = {"xla_tpu_enable_async_collective_fusion": "false"}  # the simulator can execute these collectives
+# a large program takes two minutes on an idle machine, and much longer on a busy one
+COMPILE_SECONDS = 7200
+# opcodes that do not change an array
+HANDED_ON = ("bitcast", "get-tuple-element", "copy-start", "copy-done")
+# the simulator can execute these collectives
+SYNCHRONOUS = {"xla_tpu_enable_async_collective_fusion": "false"}
 
 
-def array(shape: tuple[int, ...], mesh: Mesh, spec: P, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+def array(
+    shape: tuple[int, ...], mesh: Mesh, spec: P, dtype: Any = jnp.bfloat16
+) -> jax.ShapeDtypeStruct:
     """Describes an argument of a program: its global shape, and how it is sharded."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
 def split_layer(make: Callable[[], nnx.Module], mesh: Mesh, dtype: Any = None) -> tuple[Any, Any]:
-    """Returns the structure of a layer, and its parameters without values, sharded as the layer asks.
+    """Returns the structure of a layer, and its parameters without values, sharded as the layer
+    asks.
 
-    The mesh is the ambient one. A dtype is that of all parameters, in place of those that the layer gives them.
+    The mesh is the ambient one. A dtype is that of all parameters, in place of those that the layer
+    gives them.
     """
     graph, state = nnx.split(nnx.eval_shape(make))
     specs = nnx.get_partition_spec(state)
-    return graph, jax.tree.map(lambda leaf, spec: array(leaf.shape, mesh, spec, dtype or leaf.dtype), state, specs)
+    return graph, jax.tree.map(
+        lambda leaf, spec: array(leaf.shape, mesh, spec, dtype or leaf.dtype), state, specs
+    )
 
 
 def play_program(
@@ -50,17 +61,26 @@ def play_program(
     """Compiles and simulates a jitted function. Returns the result, and the compiled program."""
     with tempfile.TemporaryDirectory(prefix="flaxasync-") as folder:
         program = check.compile_for(
-            topology, fn, *arguments, keep_dumps=folder, compiler_options=compiler_options, timeout=COMPILE_SECONDS
+            topology,
+            fn,
+            *arguments,
+            keep_dumps=folder,
+            compiler_options=compiler_options,
+            timeout=COMPILE_SECONDS,
         )
         note = Note(topology, importlib.metadata.version("libtpu"), program.coords)
         write_note(pathlib.Path(folder), note)
         return play_dump(folder), program
 
 
-def play_or_synchronize(topology: str, fn: Callable, *arguments: Any) -> tuple[Result, check.CompiledProgram, str]:
-    """Simulates a program as XLA compiles it by default or, if that is refused, with synchronous collectives.
+def play_or_synchronize(
+    topology: str, fn: Callable, *arguments: Any
+) -> tuple[Result, check.CompiledProgram, str]:
+    """Simulates a program as XLA compiles it by default or, if that is refused, with synchronous
+    collectives.
 
-    Returns the result, the compiled program, and a mark for its row of a table: "*" if its collectives are synchronous.
+    Returns the result, the compiled program, and a mark for its row of a table: "*" if its
+      collectives are synchronous.
     """
     try:
         return *play_program(topology, fn, *arguments), ""
@@ -69,18 +89,24 @@ def play_or_synchronize(topology: str, fn: Callable, *arguments: Any) -> tuple[R
 
 
 def seconds_without_exit_copies(result: Result, program: check.CompiledProgram) -> float:
-    """Returns the seconds of a played program without the copies that XLA adds where a kernel ends the program."""
+    """Returns the seconds of a played program without the copies that XLA adds where a kernel ends
+    the program.
+    """
     copies = exit_copies(check.parse(program.text))
     return result.seconds - sum(p.seconds for p in result.slowest.phases if p.name in copies)
 
 
 def exit_copies(module: check.HloModule) -> set[str]:
-    """Returns the copies that hand a kernel's results to the caller. Copies of what XLA computed are work."""
+    """Returns the copies that hand a kernel's results to the caller. Copies of what XLA computed
+    are work.
+    """
     by_name = {i.name: i for i in module.entry.instructions}
 
     def of_kernel(name: str) -> bool:
         made = by_name[name]
-        return made.opcode == "custom-call" or (made.opcode in HANDED_ON and of_kernel(made.operands[0]))
+        return made.opcode == "custom-call" or (
+            made.opcode in HANDED_ON and of_kernel(made.operands[0])
+        )
 
     root = module.entry.root
     assert root is not None
@@ -90,13 +116,17 @@ def exit_copies(module: check.HloModule) -> set[str]:
 
 
 def kept(folder: pathlib.Path | None, facts: object, make: Callable[[], Any]) -> Any:
-    """Returns what `make` returns, in JSON's types, or what an earlier call with the same facts left in the folder.
+    """Returns what `make` returns, in JSON's types, or what an earlier call with the same facts
+    left in the folder.
 
-    Facts are what the result depends on; the version of libtpu and the sources of `flaxasync.check` are added to them.
+    Facts are what the result depends on; the version of libtpu and the sources of `flaxasync.check`
+    are added to them.
     """
     if folder is None:
         return make()
-    sources = [file.read_text() for file in sorted(pathlib.Path(check.__file__).parent.rglob("*.py"))]
+    sources = [
+        file.read_text() for file in sorted(pathlib.Path(check.__file__).parent.rglob("*.py"))
+    ]
     everything = repr((facts, importlib.metadata.version("libtpu"), sources))
     file = folder / f"{hashlib.sha256(everything.encode()).hexdigest()}.json"
     if not file.exists():
@@ -106,18 +136,24 @@ def kept(folder: pathlib.Path | None, facts: object, make: Callable[[], Any]) ->
     return json.loads(file.read_text())
 
 
-def compile_once(folder: pathlib.Path, name: str, topology: str, fn: Any, *arguments: Any) -> check.CompiledProgram:
+def compile_once(
+    folder: pathlib.Path, name: str, topology: str, fn: Any, *arguments: Any
+) -> check.CompiledProgram:
     """Compiles a jitted function for its HLO, or reads what an earlier call left in the folder.
 
-    The file is that of the lowered function, the flags of libtpu in the environment, and the compiler.
+    The file is that of the lowered function, the flags of libtpu in the environment, and the
+    compiler.
     """
     versions = [importlib.metadata.version(package) for package in ("jaxlib", "libtpu")]
     content = repr((topology, fn.lower(*arguments).as_text(), os.environ.get(FLAGS), versions))
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]
-    file = folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', name)[:200]}-{digest}.pickle.gz"  # names of files have 255 letters
+    # names of files have 255 letters
+    file = folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', name)[:200]}-{digest}.pickle.gz"
     if not file.exists():
         options = check.HLO_ONLY
-        found = check.compile_for(topology, fn, *arguments, timeout=COMPILE_SECONDS, compiler_options=options)
+        found = check.compile_for(
+            topology, fn, *arguments, timeout=COMPILE_SECONDS, compiler_options=options
+        )
         folder.mkdir(parents=True, exist_ok=True)
         file.write_bytes(gzip.compress(pickle.dumps(found)))
     return pickle.loads(gzip.decompress(file.read_bytes()))

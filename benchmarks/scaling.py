@@ -2,8 +2,9 @@
 
     python benchmarks/scaling.py [--write docs/scaling.md]      half a minute, no TPU
 
-A step has one sequence for each chip. The mesh of a row is the best of all grids of data x fsdp x context x model by
-`train.dry_run.mesh_costs`, whose predictions are made of the sizes of model and mesh alone. Nothing has run on a TPU.
+A step has one sequence for each chip. The mesh of a row is the best of all grids of data x fsdp x
+context x model by `train.dry_run.mesh_costs`, whose predictions are made of the sizes of model and
+mesh alone. Nothing has run on a TPU.
 """
 
 import dataclasses
@@ -22,13 +23,24 @@ PRESETS = ("llama_8b", "llama_70b")
 # A slice of v5e or v6e has 256 chips at most.
 CHIP_COUNTS = {"v5e": (8, 16, 64, 256), "v6e": (8, 16, 64, 256), "v5p": (8, 16, 64, 512)}
 SEQUENCE = {"v5e": 4096, "v6e": 4096, "v5p": 8192}
-HEADER = ("model", "chips", "data x fsdp x context x model", "memory", "step", "tokens/s a chip", "MFU", "exposed",
-          "what binds")  # fmt: skip
+HEADER = (
+    "model",
+    "chips",
+    "data x fsdp x context x model",
+    "memory",
+    "step",
+    "tokens/s a chip",
+    "MFU",
+    "exposed",
+    "what binds",
+)
 
 
 def run(preset: str, chip: str, chips: int) -> Config:
     config = load_preset(CONFIGS / f"{preset}.py")
-    data = dataclasses.replace(config.data, batch_size=chips, sequence_length=SEQUENCE[chip], microbatches=1)
+    data = dataclasses.replace(
+        config.data, batch_size=chips, sequence_length=SEQUENCE[chip], microbatches=1
+    )
     model = dataclasses.replace(config.model, remat="layer", fsdp_overlap="xla")
     return dataclasses.replace(config, data=data, model=model)
 
@@ -41,9 +53,16 @@ def predicted(preset: str, chip: str, chips: int) -> tuple[str, ...]:
         return (preset, f"{chips} {chip}", mesh, gib(best.needed), "-", "-", "-", "-", limit)
     speed = SEQUENCE[chip] / best.seconds
     return (
-        preset, f"{chips} {chip}", mesh, gib(best.needed), time_text(best.seconds), f"{speed:,.0f}", f"{best.mfu:.1%}",
-        f"{best.exposed / best.seconds:.1%}", best.binds,
-    )  # fmt: skip
+        preset,
+        f"{chips} {chip}",
+        mesh,
+        gib(best.needed),
+        time_text(best.seconds),
+        f"{speed:,.0f}",
+        f"{best.mfu:.1%}",
+        f"{best.exposed / best.seconds:.1%}",
+        best.binds,
+    )
 
 
 def mesh_text(prediction: Prediction) -> str:
@@ -52,7 +71,12 @@ def mesh_text(prediction: Prediction) -> str:
 
 def main() -> None:
     chosen = command_line(__doc__).parse_args()
-    rows = [predicted(preset, chip, n) for preset in PRESETS for chip in CHIP_COUNTS for n in CHIP_COUNTS[chip]]
+    rows = [
+        predicted(preset, chip, n)
+        for preset in PRESETS
+        for chip in CHIP_COUNTS
+        for n in CHIP_COUNTS[chip]
+    ]
     write_between_markers(chosen.write, "predicted", print_table(HEADER, rows))
 
 

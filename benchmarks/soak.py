@@ -1,11 +1,12 @@
-"""A soak of train/run.py: the tiny preset under random faults for a long time, compared with a run without any.
+"""A soak of train/run.py: the tiny preset under random faults for a long time, compared with a run
+without any.
 
     python benchmarks/soak.py [--minutes 60] [--every 120] [--write docs/operations.md]
 
-docs/operations.md says what is done. The exit code is 1 if a loss differs by a bit, or if the memory of the process
-grew by more than 2 % in the longest start after its first third, which is its warm-up; a step that does not have
-exactly one line fails an assertion. The full disk is a small tmpfs, which only root can mount; without it that fault is
-left out.
+docs/operations.md says what is done. The exit code is 1 if a loss differs by a bit, or if the
+memory of the process grew by more than 2 % in the longest start after its first third, which is its
+warm-up; a step that does not have exactly one line fails an assertion. The full disk is a small
+tmpfs, which only root can mount; without it that fault is left out.
 """
 
 import contextlib
@@ -27,23 +28,32 @@ from benchmarks.table import command_line, print_table, write_between_markers
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train" / "run.py"
 START_AGAIN = (74, 75, -signal.SIGKILL)
-DISK, FULL_DISK = "64m", "full disk"
+DISK = "64m"
+FULL_DISK = "full disk"
 FULL_SECONDS = (3.0, 30.0)  # how long the disk stays full
 MOST_GROWTH = 0.02  # of the memory of one start after its warm-up
-STEPS = 1_000_000  # more than any soak reaches, so that the learning rate of a step does not depend on its length
+# more than any soak reaches, so that the learning rate of a step does not depend on its length
+STEPS = 1_000_000
 
 
 class Soak:
     def __init__(self, disk: Path, can_fill: bool, seed: int, every: float):
-        self.work, self._disk, self._dice, self._every = disk / "run", disk, random.Random(seed), every
+        self.work, self._disk, self._dice, self._every = (
+            disk / "run",
+            disk,
+            random.Random(seed),
+            every,
+        )
         self._kinds = ["SIGKILL", "SIGTERM", "SIGHUP", *([FULL_DISK] if can_fill else [])]
         self._bag: list[str] = []
         self.injected, self.codes = Counter[str](), Counter[int]()
-        self.memory: list[list[tuple[float, int]]] = []  # of each start: seconds since it began and resident bytes
+        # of each start: seconds since it began and resident bytes
+        self.memory: list[list[tuple[float, int]]] = []
 
     def run(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        process, fault_at = self._start(), self._next_fault()
+        process = self._start()
+        fault_at = self._next_fault()
         while time.monotonic() < until:
             time.sleep(1)
             if process.poll() is not None:
@@ -55,13 +65,17 @@ class Soak:
             else:
                 with contextlib.suppress(OSError):
                     pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
-                    self.memory[-1].append((time.monotonic() - self._began, pages * os.sysconf("SC_PAGE_SIZE")))
+                    self.memory[-1].append(
+                        (time.monotonic() - self._began, pages * os.sysconf("SC_PAGE_SIZE"))
+                    )
         process.send_signal(signal.SIGTERM)
         process.wait()
         self._note_end(process)
 
     def draw(self) -> str:
-        """Draws the next fault from a bag that is filled with one of each kind whenever it is empty."""
+        """Draws the next fault from a bag that is filled with one of each kind whenever it is
+        empty.
+        """
         if not self._bag:
             self._bag = self._dice.sample(self._kinds, len(self._kinds))
         return self._bag.pop()
@@ -77,7 +91,10 @@ class Soak:
     def _note_end(self, process: subprocess.Popen) -> None:
         self.codes[process.returncode] += 1
         if process.returncode not in START_AGAIN:
-            sys.exit(f"the run ended with exit code {process.returncode}, after which nobody starts it again")
+            sys.exit(
+                f"the run ended with exit code {process.returncode}, after which nobody starts it "
+                "again"
+            )
 
     def _disturb(self, process: subprocess.Popen, kind: str) -> None:
         self.injected[kind] += 1
@@ -93,13 +110,24 @@ class Soak:
 
 
 def start(work: Path, *options: str) -> subprocess.Popen:
-    command = [sys.executable, str(SCRIPT), "configs/tiny.py", "--workdir", str(work), "--steps", str(STEPS), *options]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "configs/tiny.py",
+        "--workdir",
+        str(work),
+        "--steps",
+        str(STEPS),
+        *options,
+    ]
     quiet = ("--eval.every", "0", "--eval.sample_tokens", "0", "--checkpoint.every", "25")
     return subprocess.Popen([*command, *quiet], cwd=SCRIPT.parents[1], stdout=subprocess.DEVNULL)
 
 
 def undisturbed(work: Path, last: int) -> list[float]:
-    """Trains without a fault until the metrics have step `last`, and returns the losses up to it."""
+    """Trains without a fault until the metrics have step `last`, and returns the losses up to
+    it.
+    """
     process = start(work, "--checkpoint.keep", "1")
     while len(found := losses(work)) < last:
         assert process.poll() is None, process.returncode
@@ -119,11 +147,15 @@ def losses(work: Path) -> list[float]:
 
 
 def settled_memory(samples: list[tuple[float, int]]) -> tuple[float, float]:
-    """Returns the median memory in MiB of the second and of the last third of a start, from its samples."""
+    """Returns the median memory in MiB of the second and of the last third of a start, from its
+    samples.
+    """
     settled = [size for at, size in samples if at > samples[-1][0] / 3]
     half = len(settled) // 2
     if not half:
-        sys.exit("no start lasted long enough to measure its memory: give a larger --every or --minutes")
+        sys.exit(
+            "no start lasted long enough to measure its memory: give a larger --every or --minutes"
+        )
     return statistics.median(settled[:half]) / 2**20, statistics.median(settled[half:]) / 2**20
 
 
@@ -131,7 +163,9 @@ def settled_memory(samples: list[tuple[float, int]]) -> tuple[float, float]:
 def small_disk() -> Iterator[tuple[Path, bool]]:
     """Makes a folder, if possible on a small disk of its own; yields it and whether it is one."""
     with tempfile.TemporaryDirectory() as folder:
-        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", folder], capture_output=True)
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", folder], capture_output=True
+        )
         try:
             yield Path(folder), mounted.returncode == 0
         finally:
@@ -144,7 +178,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--every", type=float, default=120, help="mean seconds between faults")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="a folder for the metrics and events of both runs")
+    parser.add_argument(
+        "--keep", type=Path, help="a folder for the metrics and events of both runs"
+    )
     chosen = parser.parse_args()
     with small_disk() as (disk, can_fill), tempfile.TemporaryDirectory() as folder:
         soak = Soak(disk, can_fill, chosen.seed, chosen.every)
@@ -160,11 +196,18 @@ def main() -> None:
     rows = [
         ["duration", f"{chosen.minutes:g} min, a fault every {chosen.every:g} s on average"],
         ["faults", ", ".join(f"{count} x {name}" for name, count in sorted(soak.injected.items()))],
-        ["exit codes", ", ".join(f"{count} x {code}" for code, count in sorted(soak.codes.items()))],
-        ["steps", f"{len(disturbed):,}, each with one line"],
-        ["losses that equal those of an undisturbed run, bit by bit", f"{equal:,} of {len(disturbed):,}"],
         [
-            f"memory of the longest start ({longest[-1][0]:.0f} s), median of its second and of its last third",
+            "exit codes",
+            ", ".join(f"{count} x {code}" for code, count in sorted(soak.codes.items())),
+        ],
+        ["steps", f"{len(disturbed):,}, each with one line"],
+        [
+            "losses that equal those of an undisturbed run, bit by bit",
+            f"{equal:,} of {len(disturbed):,}",
+        ],
+        [
+            f"memory of the longest start ({longest[-1][0]:.0f} s), median of its second and of "
+            "its last third",
             f"{early:,.0f} MiB and {late:,.0f} MiB",
         ],
     ]
@@ -172,7 +215,10 @@ def main() -> None:
     if equal < len(disturbed):
         sys.exit(f"{len(disturbed) - equal} losses differ from those of the undisturbed run")
     if late > early * (1 + MOST_GROWTH):
-        sys.exit(f"the memory grew by {late / early - 1:.1%} in the longest start, more than {MOST_GROWTH:.0%}")
+        sys.exit(
+            f"the memory grew by {late / early - 1:.1%} in the longest start, more than "
+            f"{MOST_GROWTH:.0%}"
+        )
 
 
 if __name__ == "__main__":

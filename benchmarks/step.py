@@ -1,16 +1,19 @@
-"""One decoder layer of a preset, forward and with all gradients, on eight TPUs: predicted without a TPU.
+"""One decoder layer of a preset, forward and with all gradients, on eight TPUs: predicted without a
+TPU.
 
     python benchmarks/step.py --cache DIR                           all layers on all topologies (hours)
     python benchmarks/step.py --cache DIR --write docs/kernels/layers.md   also writes the table of that file
     python benchmarks/step.py --presets llama_8b --topologies v6e:2x4 --variants flaxasync
 
-docs/kernels/layers.md says what is computed. "flaxasync" is the layer of models/transformer.py, whose ops choose their
-backends. "automatic" is the same layer of nnx.Linear, whose collective operations XLA chooses. All of them use the
-attention kernel of `flaxasync.attention`. benchmarks/whole_step.py has the whole step of llama_8b.
+docs/kernels/layers.md says what is computed. "flaxasync" is the layer of models/transformer.py,
+whose ops choose their backends. "automatic" is the same layer of nnx.Linear, whose collective
+operations XLA chooses. All of them use the attention kernel of `flaxasync.attention`.
+benchmarks/whole_step.py has the whole step of llama_8b.
 
-A * marks a program that had to be compiled with synchronous collectives. "Of peak" compares with all matmuls at the
-peak of the data sheet: the causal half of attention alone, and gradients as twice the forward pass. A play takes
-minutes; with --cache none is repeated.
+A * marks a program that had to be compiled with synchronous collectives. "Of peak" compares with
+all matmuls at the
+peak of the data sheet: the causal half of attention alone, and gradients as twice the forward pass.
+A play takes minutes; with --cache none is repeated.
 """
 
 import dataclasses
@@ -39,17 +42,30 @@ from train.config import Config
 
 TOPOLOGIES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
 PRESETS: dict[str, Callable[[], Config]] = {"llama_8b": llama_8b, "llama_70b": llama_70b}
-BATCH, SEQUENCE = 4, 4096  # sequences, and tokens of each
+# sequences, and tokens of each
+BATCH = 4
+SEQUENCE = 4096
 KEPT = "flaxasync, gathered x kept"
 OURS = ("flaxasync", KEPT)
 VARIANTS = (*OURS, "automatic")
-HEADER = ("layer", "topology", "program", "predicted ms", "estimate", "of peak", "matrix units busy ms", "exposed ms",
-          "temporaries MiB")  # fmt: skip
+HEADER = (
+    "layer",
+    "topology",
+    "program",
+    "predicted ms",
+    "estimate",
+    "of peak",
+    "matrix units busy ms",
+    "exposed ms",
+    "temporaries MiB",
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Played:
-    """What one variant of the layer is predicted to take on a topology, on its slowest device; times are in seconds."""
+    """What one variant of the layer is predicted to take on a topology, on its slowest device;
+    times are in seconds.
+    """
 
     preset: str
     topology: str
@@ -63,15 +79,26 @@ class Played:
 
 
 def architecture(preset: str, variant: str) -> TransformerConfig:
-    """Returns the architecture of a preset, with everything in bfloat16 and without rematerialization."""
-    model, mib = PRESETS[preset]().model, 128 if variant == KEPT else 0
-    return dataclasses.replace(model, dtype="bfloat16", param_dtype="bfloat16", remat="none", gathered_mib=mib)
+    """Returns the architecture of a preset, with everything in bfloat16 and without
+    rematerialization.
+    """
+    model = PRESETS[preset]().model
+    mib = 128 if variant == KEPT else 0
+    return dataclasses.replace(
+        model, dtype="bfloat16", param_dtype="bfloat16", remat="none", gathered_mib=mib
+    )
 
 
 def peak_seconds(config: TransformerConfig, batch: int, sequence: int, topology: str) -> float:
-    """Returns the time of all matmuls of a layer at the peak of the data sheet, with the causal half of attention."""
-    rows, heads, dim = batch * sequence, config.heads, config.head_features
-    kernels = config.width * dim * (2 * heads + 2 * config.kv_heads) + 3 * config.width * config.mlp_width
+    """Returns the time of all matmuls of a layer at the peak of the data sheet, with the causal
+    half of attention.
+    """
+    rows = batch * sequence
+    heads = config.heads
+    dim = config.head_features
+    kernels = (
+        config.width * dim * (2 * heads + 2 * config.kv_heads) + 3 * config.width * config.mlp_width
+    )
     forward = 2 * rows * kernels + 2 * 2 * batch * heads * dim * sequence**2 / 2
     return 3 * forward / topology_size(topology) / hardware.chip(topology).flops
 
@@ -83,37 +110,53 @@ def make_layer(variant: str, config: TransformerConfig, rngs: nnx.Rngs) -> nnx.M
 
 
 def mesh_of(devices: Sequence[Any], variant: str, config: TransformerConfig) -> Mesh:
-    """Makes a mesh of one ring, or of as many as leave each device a key-value head, with the variant's axis types."""
-    kind, size = AxisType.Explicit if variant in OURS else AxisType.Auto, min(len(devices), config.kv_heads)
+    """Makes a mesh of one ring, or of as many as leave each device a key-value head, with the
+    variant's axis types.
+    """
+    kind = AxisType.Explicit if variant in OURS else AxisType.Auto
+    size = min(len(devices), config.kv_heads)
     shape = (len(devices) // size, size)
     return fa.make_mesh(shape, ("data", "model"), devices=devices, axis_types=(kind, kind))
 
 
-def program(variant: str, config: TransformerConfig, batch: int, sequence: int, mesh: Mesh) -> tuple[Any, tuple]:
+def program(
+    variant: str, config: TransformerConfig, batch: int, sequence: int, mesh: Mesh
+) -> tuple[Any, tuple]:
     shape = jax.ShapeDtypeStruct((batch, sequence, config.width), jnp.dtype(config.dtype))
     return layer_program(lambda: make_layer(variant, config, nnx.Rngs(0)), shape, mesh)
 
 
-def layer_program(make: Callable[[], nnx.Module], shape: jax.ShapeDtypeStruct, mesh: Mesh) -> tuple[Any, tuple]:
-    """Makes the jitted forward and backward pass of a layer; must be called under `jax.set_mesh(mesh)`.
+def layer_program(
+    make: Callable[[], nnx.Module], shape: jax.ShapeDtypeStruct, mesh: Mesh
+) -> tuple[Any, tuple]:
+    """Makes the jitted forward and backward pass of a layer; must be called under
+    `jax.set_mesh(mesh)`.
 
-    The mesh has the axes "data" and "model"; x and y have this shape, [batch, rows, features], sharded by rows over
-    "model". The function takes the parameters, x and dy, which are returned beside it without values. It returns y, the
-    gradients of the parameters, and dx.
+    The mesh has the axes "data" and "model"; x and y have this shape, [batch, rows, features],
+    sharded by rows over "model". The function takes the parameters, x and dy, which are returned
+    beside it without values. It returns y, the gradients of the parameters, and dx.
     """
     graph, state = split_layer(make, mesh)
     x = array(shape.shape, mesh, P("data", "model", None), shape.dtype)
 
-    def forward_and_backward(state: Any, x: jax.Array, dy: jax.Array) -> tuple[jax.Array, Any, jax.Array]:
+    def forward_and_backward(
+        state: Any, x: jax.Array, dy: jax.Array
+    ) -> tuple[jax.Array, Any, jax.Array]:
         y, backward = jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)
         return y, *backward(dy)
 
     state_shardings = jax.tree.map(lambda value: value.sharding, state)
-    return jax.jit(forward_and_backward, out_shardings=(x.sharding, state_shardings, x.sharding)), (state, x, x)
+    return jax.jit(forward_and_backward, out_shardings=(x.sharding, state_shardings, x.sharding)), (
+        state,
+        x,
+        x,
+    )
 
 
 def played(preset: str, variant: str, topology: str, cache: pathlib.Path | None = None) -> Played:
-    """Simulates a layer, or reads from the folder `cache` what it took when it was simulated before."""
+    """Simulates a layer, or reads from the folder `cache` what it took when it was simulated
+    before.
+    """
     config = architecture(preset, variant)
     mesh = mesh_of(topology_devices(topology), variant, config)
     with jax.set_mesh(mesh):
@@ -140,17 +183,32 @@ def milliseconds(seconds: float) -> str:
 
 
 def row(found: Played, peak: float) -> tuple[str, ...]:
-    error, share = f"{found.estimated / found.seconds - 1:+.1%}", f"{peak / found.seconds:.1%}"
-    played, times = milliseconds(found.seconds) + found.mark, map(milliseconds, (found.matrix_busy, found.exposed))
-    return found.preset, found.topology, found.variant, played, error, share, *times, f"{found.temporaries / 2**20:.0f}"
+    error = f"{found.estimated / found.seconds - 1:+.1%}"
+    share = f"{peak / found.seconds:.1%}"
+    played = milliseconds(found.seconds) + found.mark
+    times = map(milliseconds, (found.matrix_busy, found.exposed))
+    return (
+        found.preset,
+        found.topology,
+        found.variant,
+        played,
+        error,
+        share,
+        *times,
+        f"{found.temporaries / 2**20:.0f}",
+    )
 
 
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS))
-    parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES), metavar="NAME", help="as v5e:2x4")
+    parser.add_argument(
+        "--topologies", nargs="+", default=list(TOPOLOGIES), metavar="NAME", help="as v5e:2x4"
+    )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--cache", type=pathlib.Path, metavar="DIR", help="folder of programs that were played")
+    parser.add_argument(
+        "--cache", type=pathlib.Path, metavar="DIR", help="folder of programs that were played"
+    )
     chosen = parser.parse_args()
     rows = []
     for preset, topology in itertools.product(chosen.presets, chosen.topologies):

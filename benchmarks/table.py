@@ -1,4 +1,6 @@
-"""What every benchmark does with its table: prints it as Markdown, and writes it between the markers of a page."""
+"""What every benchmark does with its table: prints it as Markdown, and writes it between the
+markers of a page.
+"""
 
 import argparse
 import pathlib
@@ -6,9 +8,15 @@ from collections.abc import Callable, Sequence
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
-    """Makes the command line of a benchmark: its docstring is the help, and --write names the page of its table."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", metavar="FILE", help="page in which the table between its markers is replaced")
+    """Makes the command line of a benchmark: its docstring is the help, and --write names the page
+    of its table.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", metavar="FILE", help="page in which the table between its markers is replaced"
+    )
     return parser
 
 
@@ -19,11 +27,22 @@ def write_rows[T](
     cases: Sequence[T],
     row: Callable[[T, pathlib.Path], Sequence[str]],
 ) -> None:
-    """Makes the row of each case and writes the table. Rows are given a folder in which compiled programs are kept."""
+    """Makes the row of each case and writes the table. Rows are given a folder in which compiled
+    programs are kept.
+    """
     parser = command_line(description)
-    parser.add_argument("--programs", type=pathlib.Path, required=True, metavar="DIR", help="folder of compiled steps")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only steps whose description has this text")
-    chosen, rows = parser.parse_args(), []
+    parser.add_argument(
+        "--programs",
+        type=pathlib.Path,
+        required=True,
+        metavar="DIR",
+        help="folder of compiled steps",
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only steps whose description has this text"
+    )
+    chosen = parser.parse_args()
+    rows = []
     for case in cases:
         if chosen.only in str(case):
             rows.append(row(case, chosen.programs))
@@ -32,27 +51,41 @@ def write_rows[T](
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Prints a Markdown table with aligned columns, those of numbers to the right, and returns its text."""
+    """Prints a Markdown table with aligned columns, those of numbers to the right, and returns its
+    text.
+    """
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     numeric = [all(row[i][:1].isdigit() for row in rows) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
-        padded = [c.rjust(w) if n else c.ljust(w) for c, w, n in zip(cells, widths, numeric, strict=True)]
+        padded = [
+            c.rjust(w) if n else c.ljust(w) for c, w, n in zip(cells, widths, numeric, strict=True)
+        ]
         return f"| {' | '.join(padded)} |"
 
-    rule = "|" + "|".join("-" * (w + 1) + (":" if n else "-") for w, n in zip(widths, numeric, strict=True)) + "|"
+    rule = (
+        "|"
+        + "|".join(
+            "-" * (w + 1) + (":" if n else "-") for w, n in zip(widths, numeric, strict=True)
+        )
+        + "|"
+    )
     table = "\n".join([line(header), rule, *map(line, rows)])
     print(table)
     return table
 
 
 def write_between_markers(path: str | None, name: str, text: str) -> None:
-    """Replaces the text between `<!-- name -->` and `<!-- /name -->` in a file; without a path it does nothing."""
+    """Replaces the text between `<!-- name -->` and `<!-- /name -->` in a file; without a path it
+    does nothing.
+    """
     if path is None:
         return
     file = pathlib.Path(path)
     before, opening, rest = file.read_text().partition(f"<!-- {name} -->")
     _, closing, after = rest.partition(f"<!-- /{name} -->")
     if not opening or not closing:
-        raise ValueError(f"{path} needs the markers <!-- {name} --> and <!-- /{name} -->, in this order")
+        raise ValueError(
+            f"{path} needs the markers <!-- {name} --> and <!-- /{name} -->, in this order"
+        )
     file.write_text(f"{before}{opening}\n\n{text}\n\n{closing}{after}")

@@ -2,10 +2,10 @@
 
     python benchmarks/tp_mlp.py [--write docs/kernels/layers.md]      on v5e:2x4: half an hour on two cores
 
-The MLP is y = silu(x @ up) @ down in bfloat16. Its input and output are sharded over the sequence, and its hidden
-features over the same eight devices. The backend "automatic" is the same formula in jax.numpy, which XLA partitions
-with its default options. "Gradients" means one program that computes sum(y^2) and its gradients with respect to x, up
-and down.
+The MLP is y = silu(x @ up) @ down in bfloat16. Its input and output are sharded over the sequence,
+and its hidden features over the same eight devices. The backend "automatic" is the same formula in
+jax.numpy, which XLA partitions with its default options. "Gradients" means one program that
+computes sum(y^2) and its gradients with respect to x, up and down.
 
 A * marks a program that had to be compiled with synchronous collectives.
 """
@@ -33,7 +33,9 @@ VARIANTS = ("automatic", "none", "xla", "pallas", "fused")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of an MLP with x [batch, sequence, model], up [model, hidden] and down [hidden, model]."""
+    """Sizes of an MLP with x [batch, sequence, model], up [model, hidden] and down [hidden,
+    model].
+    """
 
     batch: int = 8
     sequence: int = 2048
@@ -44,18 +46,25 @@ class Shape:
         return f"B{self.batch} S{self.sequence} D{self.model} F{self.hidden}"
 
     def ideal_ms(self, topology: str, *, backward: bool) -> float:
-        """Returns the time of all matmuls at the peak of the data sheet: two forward, four backward."""
+        """Returns the time of all matmuls at the peak of the data sheet: two forward, four
+        backward.
+        """
         flops = 2 * self.batch * self.sequence * self.model * self.hidden * (6 if backward else 2)
         return flops / topology_size(topology) / hardware.chip(topology).flops * 1e3
 
 
-LARGER, NARROWER = Shape(sequence=4096), Shape(model=4096)
+LARGER = Shape(sequence=4096)
+NARROWER = Shape(model=4096)
 ROWS = [(Shape(), variant) for variant in VARIANTS]
 ROWS += [(shape, variant) for shape in (LARGER, NARROWER) for variant in ("automatic", "fused")]
 
 
-def program(variant: str, shape: Shape, mesh: Mesh, *, backward: bool) -> tuple[Callable, Sequence[Any]]:
-    """Makes the function of a variant, of the parameters and x, and these without values, for the ambient mesh."""
+def program(
+    variant: str, shape: Shape, mesh: Mesh, *, backward: bool
+) -> tuple[Callable, Sequence[Any]]:
+    """Makes the function of a variant, of the parameters and x, and these without values, for the
+    ambient mesh.
+    """
     rows = P(None, "model", None)
     x = array((shape.batch, shape.sequence, shape.model), mesh, rows)
     if variant == "automatic":
@@ -66,12 +75,16 @@ def program(variant: str, shape: Shape, mesh: Mesh, *, backward: bool) -> tuple[
 
         def forward(state: Any, x: jax.Array) -> jax.Array:
             up, down = state
-            return jax.lax.with_sharding_constraint(jax.nn.silu(x @ up) @ down, NamedSharding(mesh, rows))
+            return jax.lax.with_sharding_constraint(
+                jax.nn.silu(x @ up) @ down, NamedSharding(mesh, rows)
+            )
 
     else:
 
         def make() -> nnx.Module:
-            return fa.nn.ParallelMLP(shape.model, shape.hidden, gated=False, backend=variant, rngs=nnx.Rngs(0))
+            return fa.nn.ParallelMLP(
+                shape.model, shape.hidden, gated=False, backend=variant, rngs=nnx.Rngs(0)
+            )
 
         graph, state = split_layer(make, mesh, jnp.bfloat16)
 
@@ -94,7 +107,9 @@ def ring(devices: Sequence[Any], variant: str) -> Mesh:
 
 
 def row(variant: str, shape: Shape) -> tuple[str, ...]:
-    """Makes a row of the table: for each program its total, the excess over the ideal time, and the longest wait."""
+    """Makes a row of the table: for each program its total, the excess over the ideal time, and the
+    longest wait.
+    """
     cells: list[str] = []
     for backward in (False, True):
         mesh = ring(topology_devices(TOPOLOGY), variant)
@@ -103,10 +118,13 @@ def row(variant: str, shape: Shape) -> tuple[str, ...]:
                 fn, arguments = program(variant, shape, mesh, backward=backward)
                 result, _, mark = play_or_synchronize(TOPOLOGY, fn, *arguments)
         except PlayerError as error:
-            print(f"{shape}, {variant}, {'gradients' if backward else 'forward'}: not played: {error}")
+            print(
+                f"{shape}, {variant}, {'gradients' if backward else 'forward'}: not played: {error}"
+            )
             cells += ["-", "-", "-"]
         else:
-            total, ideal = result.seconds * 1e3, shape.ideal_ms(TOPOLOGY, backward=backward)
+            total = result.seconds * 1e3
+            ideal = shape.ideal_ms(TOPOLOGY, backward=backward)
             wait = max((p.exposed for p in result.slowest.phases), default=0.0) / result.seconds
             cells += [f"{total:.2f}{mark}", f"{total / ideal - 1:+.0%}", f"{wait:.1%}"]
     return (str(shape), variant, *cells)

@@ -1,11 +1,13 @@
-"""The whole training step of the Llama presets: automatic sharding and flaxasync, estimated without a TPU.
+"""The whole training step of the Llama presets: automatic sharding and flaxasync, estimated without
+a TPU.
 
     python benchmarks/whole_step.py --programs DIR --write docs/scaling.md     each step takes minutes to compile
     python benchmarks/whole_step.py --programs DIR --only v6e                  the steps on some chips
 
-docs/scaling.md says what is compared. "automatic" is the program of benchmarks/recipes.py with its flags. It sends to
-the host what the recipes send or, where memory is large, keeps the results of all products. Times and memory are
-predictions, with kernels that are played. DIR keeps what was compiled.
+docs/scaling.md says what is compared. "automatic" is the program of benchmarks/recipes.py with its
+flags. It sends to the host what the recipes send or, where memory is large, keeps the results of
+all products. Times and memory are predictions, with kernels that are played. DIR keeps what was
+compiled.
 """
 
 import dataclasses
@@ -33,14 +35,29 @@ from train.step.products import model_flops_per_token
 from train.step.trainer import Trainer
 
 PRESETS = {"8B": llama_8b, "70B": llama_70b}
-OURS, AUTOMATIC = "flaxasync", "automatic"
-HEADER = ("model", "chips", "program", "data x fsdp x model", "remat", "fsdp overlap", "tokens a chip", "memory",
-          "step", "MFU", "exposed", "longest wait")  # fmt: skip
+OURS = "flaxasync"
+AUTOMATIC = "automatic"
+HEADER = (
+    "model",
+    "chips",
+    "program",
+    "data x fsdp x model",
+    "remat",
+    "fsdp overlap",
+    "tokens a chip",
+    "memory",
+    "step",
+    "MFU",
+    "exposed",
+    "longest wait",
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step of ours; see `TransformerConfig` for remat, overlap (fsdp_overlap) and kept (gathered_mib)."""
+    """A step of ours; see `TransformerConfig` for remat, overlap (fsdp_overlap) and kept
+    (gathered_mib).
+    """
 
     topology: str
     mesh: tuple[int, int, int]  # sizes of the axes data, fsdp and model
@@ -55,7 +72,8 @@ class Case:
     flags: str = "auto"  # `--xla.flags`
 
 
-# On v5e and v5p libtpu takes the flags of v6e except the limit of scoped vector memory, which is that of the chip.
+# On v5e and v5p libtpu takes the flags of v6e except the limit of scoped vector memory, which is
+# that of the chip.
 V5P = FLAGS.replace("98304", "49152") + WITHOUT_COLLECTIVE_MATMUL
 # What `auto` sets on v6e, and a schedule for less memory.
 LEAN = "xla_tpu_scoped_vmem_limit_kib=98304 xla_tpu_scheduler_percent_shared_memory_limit=75"
@@ -65,11 +83,24 @@ CASES: tuple[Case | Recipe, ...] = (
     recipes.RECIPES[1],
     Case("v6e:2x4", (1, 8, 1), 3, 8192, "offload", "prefetch_pallas"),
     recipes.RECIPES[0],
-    Case("v6e:4x8", (1, 32, 1), 2, 8192, "offload_most", "prefetch_pallas", 0, "70B", "bfloat16", flags=LEAN),
+    Case(
+        "v6e:4x8",
+        (1, 32, 1),
+        2,
+        8192,
+        "offload_most",
+        "prefetch_pallas",
+        0,
+        "70B",
+        "bfloat16",
+        flags=LEAN,
+    ),
     recipes.RECIPES[4],
     Case("v5p:2x2x2", (1, 8, 1), 2, 8192, remat="cheap"),
     Case("v5p:2x2x2", (1, 8, 1), 2, 8192, remat="cheap", overlap="prefetch_pallas"),
-    Recipe("8B", "v5p:2x2x2", math.nan, 2, offloaded=(), saved=(*PROJECTIONS, "gate", "up"), flags=V5P),
+    Recipe(
+        "8B", "v5p:2x2x2", math.nan, 2, offloaded=(), saved=(*PROJECTIONS, "gate", "up"), flags=V5P
+    ),
     Case("v5e:4x4", (1, 4, 4), 1, 4096, overlap="prefetch_pallas"),
     Case("v5e:4x4", (1, 4, 4), 1, 4096, overlap="prefetch_pallas", kind="int8"),
     Recipe("8B", "v5e:4x4", math.nan, 1, length=4096),
@@ -77,7 +108,8 @@ CASES: tuple[Case | Recipe, ...] = (
 
 
 def config_of(case: Case) -> Config:
-    config, chips = PRESETS[case.model](), check.topology_size(case.topology)
+    config = PRESETS[case.model]()
+    chips = check.topology_size(case.topology)
     data, fsdp, model = case.mesh
     return dataclasses.replace(
         config,
@@ -94,7 +126,10 @@ def config_of(case: Case) -> Config:
         ),
         xla=XlaConfig(case.flags),
         data=dataclasses.replace(
-            config.data, batch_size=case.sequences * chips, sequence_length=case.length, microbatches=1
+            config.data,
+            batch_size=case.sequences * chips,
+            sequence_length=case.length,
+            microbatches=1,
         ),
     )
 
@@ -102,7 +137,11 @@ def config_of(case: Case) -> Config:
 def compiled(case: Case, folder: pathlib.Path) -> check.CompiledProgram:
     config = config_of(case)
     mesh = mesh_over(check.topology_devices(case.topology), config.mesh, case.topology)
-    with flags_of(config, case.topology.partition(":")[0]), jax.set_mesh(mesh), trusting("predicted"):
+    with (
+        flags_of(config, case.topology.partition(":")[0]),
+        jax.set_mesh(mesh),
+        trusting("predicted"),
+    ):
         trainer = Trainer(config, mesh)
         arguments = trainer.abstract_state(), *trainer.abstract_batch()
         return compile_once(folder, f"{case}", case.topology, trainer.train_step, *arguments)
@@ -116,16 +155,29 @@ def row(case: Case | Recipe, folder: pathlib.Path) -> tuple[str, ...]:
         program = compiled(case, folder)
         timeline = check.timeline(program, kernels="play")
         overlap = f"{case.overlap}, {case.kept} MiB kept" if case.kept else case.overlap
-        named = (f"{OURS}, {case.kind}" if case.kind else OURS, "x".join(map(str, case.mesh)), case.remat, overlap)
-    seconds, tokens = timeline.seconds, case.sequences * case.length
+        named = (
+            f"{OURS}, {case.kind}" if case.kind else OURS,
+            "x".join(map(str, case.mesh)),
+            case.remat,
+            overlap,
+        )
+    seconds = timeline.seconds
+    tokens = case.sequences * case.length
     name = "70B" if "70B" in str(case) else "8B"
     flops = tokens * model_flops_per_token(PRESETS[name]().model, case.length)
     mfu = flops / (seconds * check.CHIPS[program.chip].flops)
     waits = Phases(program).waits(timeline)
     return (
-        name, case.topology, *named, f"{case.sequences} x {case.length}", gib(program.bytes_by_kind["total"]),
-        time_text(seconds), f"{mfu:.1%}", f"{timeline.exposed / seconds:.1%}", waits[0][0] if waits else "-",
-    )  # fmt: skip
+        name,
+        case.topology,
+        *named,
+        f"{case.sequences} x {case.length}",
+        gib(program.bytes_by_kind["total"]),
+        time_text(seconds),
+        f"{mfu:.1%}",
+        f"{timeline.exposed / seconds:.1%}",
+        waits[0][0] if waits else "-",
+    )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,25 @@
-"""A decoder of the size of GPT-2 small, 124 million parameters, for tokens of its vocabulary of 50257 entries."""
+"""A decoder of the size of GPT-2 small, 124 million parameters, for tokens of its vocabulary of
+50257 entries.
+"""
 
 from models.config import TransformerConfig
-from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
+from train.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    MeshConfig,
+    OptimizerConfig,
+    ReportConfig,
+)
 
 
 def gpt2_124m() -> Config:
-    """Trains on 10 billion tokens, half a million per step; `--data.path` must name a .bin file of uint16 tokens.
+    """Trains on 10 billion tokens, half a million per step; `--data.path` must name a .bin file of
+    uint16 tokens.
 
-    The size of the vocabulary is rounded up from 50257 to a multiple of 128, so that every power of two up to 128
-    devices divides it.
+    The size of the vocabulary is rounded up from 50257 to a multiple of 128, so that every power of
+    two up to 128 devices divides it.
     """
     return Config(
         workdir="runs/gpt2_124m",

@@ -1,15 +1,23 @@
 """A decoder of the size of Llama 3 70B, for 128 chips of TPU v5p or 256 of v6e."""
 
 from models.config import TransformerConfig
-from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
+from train.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    MeshConfig,
+    OptimizerConfig,
+    ReportConfig,
+)
 
 
 def llama_70b() -> Config:
     """Trains with a million tokens per step; `--data.path` must name a .bin file of uint32 tokens.
 
-    The TPU compiler counts 26.3 GiB per device for a step on v5p:4x4x8, where fsdp is 32. On v6e:16x16, where it is 64,
-    `--data.batch_size 256 --data.sequence_length 4096` takes 13.7 GiB. Both are with `--model.remat layer` and
-    `--model.fsdp_overlap xla`.
+    The TPU compiler counts 26.3 GiB per device for a step on v5p:4x4x8, where fsdp is 32. On
+    v6e:16x16, where it is 64, `--data.batch_size 256 --data.sequence_length 4096` takes 13.7 GiB.
+    Both are with `--model.remat layer` and `--model.fsdp_overlap xla`.
     """
     return Config(
         workdir="runs/llama_70b",

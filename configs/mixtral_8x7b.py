@@ -1,13 +1,22 @@
 """A mixture of experts of the size of Mixtral 8x7B, for 64 chips of TPU v6e or 16 of v5p."""
 
 from models.config import TransformerConfig
-from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
+from train.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    MeshConfig,
+    OptimizerConfig,
+    ReportConfig,
+)
 
 
 def mixtral_8x7b() -> Config:
     """Trains on 64 sequences per step; `--data.path` must name a .bin file of uint16 tokens.
 
-    A token meets 12.9 of the 46.7 billion parameters, as it chooses 2 of the 8 experts of each layer.
+    A token meets 12.9 of the 46.7 billion parameters, as it chooses 2 of the 8 experts of each
+    layer.
     """
     return Config(
         workdir="runs/mixtral_8x7b",

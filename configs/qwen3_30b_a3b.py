@@ -1,14 +1,22 @@
 """A mixture of experts of the size of Qwen 3 30B-A3B, for 32 chips of TPU v6e or 8 of v5p."""
 
 from models.config import TransformerConfig
-from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
+from train.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    MeshConfig,
+    OptimizerConfig,
+    ReportConfig,
+)
 
 
 def qwen3_30b_a3b() -> Config:
     """Trains on 64 sequences per step; `--data.path` must name a .bin file of uint32 tokens.
 
-    A token meets 3.4 of the 30.5 billion parameters, as it chooses 8 of the 128 experts of each layer. On v6e:4x4 give
-    `--model.param_dtype bfloat16`.
+    A token meets 3.4 of the 30.5 billion parameters, as it chooses 8 of the 128 experts of each
+    layer. On v6e:4x4 give `--model.param_dtype bfloat16`.
     """
     return Config(
         workdir="runs/qwen3_30b_a3b",

@@ -1,4 +1,5 @@
-"""Draws docs/img/loop.png: the staggered loop beside gathering first. A schematic; its widths are no measurement.
+"""Draws docs/img/loop.png: the staggered loop beside gathering first. A schematic; its widths are
+no measurement.
 
 python docs/loop_picture.py
 """
@@ -11,7 +12,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 BLOCKS = ["#3b6ea8", "#5d9a6b", "#d08a3e", "#9a5b8f"]  # one colour a device's block of x
-LINK, MATMUL = 0.8, 1.0  # time of one hop and of one block's matmul, in blocks: compute bound, as large layers are
+# time of one hop and of one block's matmul, in blocks: compute bound, as large layers are
+LINK, MATMUL = 0.8, 1.0
 R = len(BLOCKS)
 
 
@@ -28,7 +30,16 @@ def bar(axes: plt.Axes, start: float, width: float, lane: int, block: int, text:
     )
     color = BLOCKS[block] if sent else "white"
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5} if sent else None
-    axes.text(start + width / 2, lane + 0.5, text, ha="center", va="center", color=color, fontsize=9, bbox=box)
+    axes.text(
+        start + width / 2,
+        lane + 0.5,
+        text,
+        ha="center",
+        va="center",
+        color=color,
+        fontsize=9,
+        bbox=box,
+    )
 
 
 def main() -> None:
@@ -46,7 +57,11 @@ def main() -> None:
         if hop < R - 1:
             bar(ring, hop * MATMUL, LINK, 0, (-hop - 1) % R, f"block {(-hop - 1) % R}")
     gather.set_title('gather, then multiply (backend="none")', loc="left", fontsize=11)
-    ring.set_title("the staggered loop: multiply the block in hand while the next one travels", loc="left", fontsize=11)
+    ring.set_title(
+        "the staggered loop: multiply the block in hand while the next one travels",
+        loc="left",
+        fontsize=11,
+    )
     for axes in panels:
         axes.set_yticks([0.5, 1.5], ["link", "matrix unit"])
         axes.set_ylim(0, 2)
@@ -57,9 +72,14 @@ def main() -> None:
     gather.axvline(end, color="0.4", linestyle=":")
     ring.axvline(end, color="0.4", linestyle=":")
     ring.annotate(
-        "", xy=(R * MATMUL, 0.5), xytext=(end, 0.5), arrowprops={"arrowstyle": "<->", "color": "0.4", "linewidth": 1.2}
+        "",
+        xy=(R * MATMUL, 0.5),
+        xytext=(end, 0.5),
+        arrowprops={"arrowstyle": "<->", "color": "0.4", "linewidth": 1.2},
     )
-    ring.text((R * MATMUL + end) / 2, 0.62, "hidden", ha="center", va="bottom", color="0.3", fontsize=10)
+    ring.text(
+        (R * MATMUL + end) / 2, 0.62, "hidden", ha="center", va="bottom", color="0.3", fontsize=10
+    )
     panels[-1].set_xlabel("time on device 0 of 4 (schematic)")
     figure.savefig(pathlib.Path(__file__).parent / "img" / "loop.png", dpi=150)
 

@@ -1,4 +1,5 @@
-"""Takes the screenshots of the report page in docs/img: `python docs/report_picture.py WORKDIR ...`.
+"""Takes the screenshots of the report page in docs/img: `python docs/report_picture.py WORKDIR
+...`.
 
 It needs Debian's package chromium. `benchmarks/soak.py --keep FOLDER` gives workdirs with faults.
 """
@@ -13,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from train import report
 
-PICTURES = {"report.png": 1280, "report_narrow.png": 500}  # file name: width of the window in pixels
+# file name: width of the window in pixels
+PICTURES = {"report.png": 1280, "report_narrow.png": 500}
 
 
 def main(workdirs: Sequence[str]) -> int:
@@ -24,8 +26,19 @@ def main(workdirs: Sequence[str]) -> int:
             return code
         for name, width in PICTURES.items():
             picture = Path(__file__).with_name("img") / name
-            options = (f"--user-data-dir={folder}/profile", f"--window-size={width},1100", f"--screenshot={picture}")
-            command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", *options, page.as_uri()]
+            options = (
+                f"--user-data-dir={folder}/profile",
+                f"--window-size={width},1100",
+                f"--screenshot={picture}",
+            )
+            command = [
+                "chromium",
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                *options,
+                page.as_uri(),
+            ]
             subprocess.run(command, check=True, capture_output=True)
     return 0
 

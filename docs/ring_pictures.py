@@ -43,8 +43,18 @@ def draw(square: plt.Axes, bars: plt.Axes, layout: str) -> None:
     for q in range(CHUNKS):
         for k in range(q + 1):
             color = BLOCKS[device_of[q, k]]
-            square.add_patch(plt.Rectangle((k, q), 1, 1, facecolor=color, edgecolor="white", alpha=0.9))
-            square.text(k + 0.5, q + 0.5, str(hop_of[q, k]), ha="center", va="center", color="white", fontsize=9)
+            square.add_patch(
+                plt.Rectangle((k, q), 1, 1, facecolor=color, edgecolor="white", alpha=0.9)
+            )
+            square.text(
+                k + 0.5,
+                q + 0.5,
+                str(hop_of[q, k]),
+                ha="center",
+                va="center",
+                color="white",
+                fontsize=9,
+            )
     square.set_xlim(0, CHUNKS)
     square.set_ylim(CHUNKS, 0)
     square.set_aspect("equal")
@@ -66,11 +76,19 @@ def draw(square: plt.Axes, bars: plt.Axes, layout: str) -> None:
 
 def main() -> None:
     """Draws both layouts side by side."""
-    figure, panels = plt.subplots(2, 2, figsize=(9, 6.6), layout="constrained", height_ratios=(2.6, 1))
+    figure, panels = plt.subplots(
+        2, 2, figsize=(9, 6.6), layout="constrained", height_ratios=(2.6, 1)
+    )
     for column, layout in enumerate(LAYOUTS):
         draw(panels[0, column], panels[1, column], layout)
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in BLOCKS]
-    figure.legend(handles, [f"device {i}" for i in range(R)], loc="outside lower center", ncols=R, frameon=False)
+    figure.legend(
+        handles,
+        [f"device {i}" for i in range(R)],
+        loc="outside lower center",
+        ncols=R,
+        frameon=False,
+    )
     figure.savefig(pathlib.Path(__file__).parent / "img" / "ring_layouts.png", dpi=150)
 
 

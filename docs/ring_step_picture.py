@@ -1,4 +1,5 @@
-"""Draws docs/img/ring_step.png: one step of a ring of four devices, with the words of docs/glossary.md at their places.
+"""Draws docs/img/ring_step.png: one step of a ring of four devices, with the words of
+docs/glossary.md at their places.
 
 python docs/ring_step_picture.py
 """
@@ -39,18 +40,40 @@ def note(axes: plt.Axes, text: str, at: tuple[float, float], words: tuple[float,
 
 
 def device(axes: plt.Axes, index: int) -> None:
-    """Draws a device: the block in hand, the receive buffer, and the product with its own columns of w."""
+    """Draws a device: the block in hand, the receive buffer, and the product with its own columns
+    of w.
+    """
     x = index * (WIDTH + GAP)
-    axes.add_patch(Rectangle((x, 0), WIDTH, 3.0, facecolor="#f5f5f3", edgecolor="0.6", linewidth=1.2))
-    axes.text(x + WIDTH / 2, 2.8, f"device {index}", ha="center", va="center", fontsize=10, fontweight="bold")
+    axes.add_patch(
+        Rectangle((x, 0), WIDTH, 3.0, facecolor="#f5f5f3", edgecolor="0.6", linewidth=1.2)
+    )
+    axes.text(
+        x + WIDTH / 2,
+        2.8,
+        f"device {index}",
+        ha="center",
+        va="center",
+        fontsize=10,
+        fontweight="bold",
+    )
     block_rows(axes, x + 1.16, 1.7, BLOCKS[(index - HOP) % R], arriving=False)
     block_rows(axes, x + 0.14, 1.7, BLOCKS[(index - HOP - 1) % R], arriving=True)
     axes.add_patch(Rectangle((x + 0.14, 0.15), 0.85, 0.85, facecolor="#d9d9d9", edgecolor="0.5"))
     axes.text(x + 0.565, 0.575, "w", ha="center", va="center", fontsize=11)
     axes.add_patch(Rectangle((x + 1.16, 0.15), 0.85, 0.85, facecolor="white", edgecolor="0.5"))
-    axes.add_patch(Rectangle((x + 1.16, 0.79 - 0.21 * ((index - HOP) % R)), 0.85, 0.2, facecolor="0.55"))
+    axes.add_patch(
+        Rectangle((x + 1.16, 0.79 - 0.21 * ((index - HOP) % R)), 0.85, 0.2, facecolor="0.55")
+    )
     axes.text(x + 1.585, 1.15, "y", ha="center", va="center", fontsize=11)
-    axes.text(x + 1.585, 1.5, f"x{(index - HOP) % R} · w", ha="center", va="center", fontsize=10, color=INK)
+    axes.text(
+        x + 1.585,
+        1.5,
+        f"x{(index - HOP) % R} · w",
+        ha="center",
+        va="center",
+        fontsize=10,
+        color=INK,
+    )
 
 
 def main() -> None:
@@ -70,12 +93,23 @@ def main() -> None:
         axes.add_patch(arrow)
     right = R * (WIDTH + GAP) - GAP
     note(axes, "block: what one device\nsends in one hop", (1.6, 2.52), (2.35, 3.75))
-    note(axes, "receive buffer: the other slot,\nwhere the next block arrives", (0.55, 2.52), (-0.1, 3.75))
+    note(
+        axes,
+        "receive buffer: the other slot,\nwhere the next block arrives",
+        (0.55, 2.52),
+        (-0.1, 3.75),
+    )
     note(axes, "hop: a transfer to the\nnext device on the ring", (5.8, 2.15), (5.8, 3.75))
-    note(axes, "tile: what one matrix-unit\nproduct works on", (right - 0.35, 2.3), (right + 0.55, 3.75))
+    note(
+        axes,
+        "tile: what one matrix-unit\nproduct works on",
+        (right - 0.35, 2.3),
+        (right + 0.55, 3.75),
+    )
     note(axes, "the rows of y that\nthis step writes", (right - 0.3, 0.47), (right + 1.0, 0.95))
     axes.text(
-        right / 2, -1.05, "direction +1: device i sends to device i + 1; the last one closes the ring", ha="center",
+        right / 2, -1.05, "direction +1: device i sends to device i + 1; the last one closes the "
+                          "ring", ha="center",
         fontsize=9.5, color=INK,
     )  # fmt: skip
     axes.set_xlim(-1.3, right + 1.9)

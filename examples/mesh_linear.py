@@ -1,4 +1,5 @@
-"""A model of two layers on a mesh of rows and features, 2 x 4 simulated devices, trained for a few steps.
+"""A model of two layers on a mesh of rows and features, 2 x 4 simulated devices, trained for a few
+steps.
 
 JAX_PLATFORMS=cpu python examples/mesh_linear.py
 """
@@ -12,7 +13,9 @@ import flaxasync as fa
 
 
 class Model(nnx.Module):
-    """Two Dense layers and a residual connection; inputs are sharded by rows over x and by features over y."""
+    """Two Dense layers and a residual connection; inputs are sharded by rows over x and by features
+    over y.
+    """
 
     def __init__(self, features: int, hidden: int, *, rngs: nnx.Rngs):
         self.up = fa.nn.MeshLinear(features, hidden, rngs=rngs)
@@ -33,7 +36,9 @@ def main() -> float:
 
         @nnx.jit
         def step(model: Model, x: jax.Array, target: jax.Array) -> jax.Array:
-            loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - target) ** 2))(model)
+            loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - target) ** 2))(
+                model
+            )
             params = jax.tree.map(lambda p, g: p - 0.5 * g, nnx.state(model, nnx.Param), grads)
             nnx.update(model, params)
             return loss

@@ -28,11 +28,15 @@ def main() -> float:
     jax.config.update("jax_num_cpu_devices", 8)
     with jax.set_mesh(fa.make_mesh((2, 4), ("data", "model"))):
         block = Block(64, 256, rngs=nnx.Rngs(0))
-        x = jax.device_put(jax.random.normal(jax.random.key(0), (8, 32, 64)), P("data", "model", None))
+        x = jax.device_put(
+            jax.random.normal(jax.random.key(0), (8, 32, 64)), P("data", "model", None)
+        )
 
         @nnx.jit
         def step(block: Block, x: jax.Array) -> jax.Array:
-            loss, grads = nnx.value_and_grad(lambda block: jnp.mean((block(x) - jnp.roll(x, 1, axis=-1)) ** 2))(block)
+            loss, grads = nnx.value_and_grad(
+                lambda block: jnp.mean((block(x) - jnp.roll(x, 1, axis=-1)) ** 2)
+            )(block)
             params = jax.tree.map(lambda p, g: p - 0.5 * g, nnx.state(block, nnx.Param), grads)
             nnx.update(block, params)
             return loss

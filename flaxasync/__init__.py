@@ -124,13 +124,23 @@ _HOMES = {
     "flaxasync.ops.quantization": ("Quantization",),
     "flaxasync.ops.saved": ("offload_most", "offload_operands", "save_costly", "save_matmuls"),
     "flaxasync.transport": (
-        "copy_done", "copy_start", "ppermute", "ppermute_done", "ppermute_done_slots", "ppermute_done_stateful",
-        "ppermute_start", "ppermute_start_slots", "ppermute_start_stateful", "slice_done", "slice_start", "tie_refs",
+        "copy_done",
+        "copy_start",
+        "ppermute",
+        "ppermute_done",
+        "ppermute_done_slots",
+        "ppermute_done_stateful",
+        "ppermute_start",
+        "ppermute_start_slots",
+        "ppermute_start_stateful",
+        "slice_done",
+        "slice_start",
+        "tie_refs",
         "while_travelling",
     ),
-}  # fmt: skip
-"""The module of each public name. A module is imported when one of its names is first used, so that `flaxasync.check`
-does not import the layers, and the layers do not import `flaxasync.check`."""
+}
+"""The module of each public name. A module is imported when one of its names is first used, so that
+`flaxasync.check` does not import the layers, and the layers do not import `flaxasync.check`."""
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = ["check", "nn", *sorted(_HOME_OF)]
 
@@ -150,5 +160,6 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-if os.environ.get("FLAXASYNC_CAPTURE"):  # a folder, to which every program that this process compiles is written
+# a folder, to which every program that this process compiles is written
+if os.environ.get("FLAXASYNC_CAPTURE"):
     importlib.import_module("flaxasync.check.capturing.recorder").capture_from_environment()

@@ -1,15 +1,16 @@
 """Orders chips so that each mesh axis is a ring of neighbours on the chip network.
 
-Chips lie on a grid of up to three dimensions, some of which wrap: a link closes them into a ring. A mesh axis of n
-devices takes a box of n chips. A ring of single links passes through all chips of a box that has an even side and a
-second side longer than one, or that fills a dimension which wraps.
+Chips lie on a grid of up to three dimensions, some of which wrap: a link closes them into a ring. A
+mesh axis of n devices takes a box of n chips. A ring of single links passes through all chips of a
+box that has an even side and a second side longer than one, or that fills a dimension which wraps.
 
-Which box each axis takes is searched. Every dimension of the network is factored among the axes. The factors of one
-dimension are nested in every order, and an inner block is repeated either as it is or mirrored every other time, so
-that the ends of neighbouring blocks meet. The best order is the one whose last axis has the shortest longest hop, then
-the axis before it, and so on.
+Which box each axis takes is searched. Every dimension of the network is factored among the axes.
+The factors of one dimension are nested in every order, and an inner block is repeated either as it
+is or mirrored every other time, so that the ends of neighbouring blocks meet. The best order is the
+one whose last axis has the shortest longest hop, then the axis before it, and so on.
 
-A hop between two chips is measured in links, by the shortest path. Two cores of one chip are zero links apart.
+A hop between two chips is measured in links, by the shortest path. Two cores of one chip are zero
+links apart.
 """
 
 import dataclasses
@@ -37,8 +38,11 @@ class DeviceGrid:
 
     @classmethod
     def of(cls, devices: Sequence[Any]) -> "DeviceGrid | None":
-        """Returns the grid of the devices of one slice, or None if they have no coordinates or do not fill a grid."""
-        if not all(hasattr(device, "core_on_chip") for device in devices):  # GPUs have coordinates, and no cores
+        """Returns the grid of the devices of one slice, or None if they have no coordinates or do
+        not fill a grid.
+        """
+        # GPUs have coordinates, and no cores
+        if not all(hasattr(device, "core_on_chip") for device in devices):
             return None
         places = {_coordinates(device) for device in devices}
         first, last = (tuple(map(end, zip(*places, strict=True))) for end in (min, max))
@@ -47,9 +51,11 @@ class DeviceGrid:
             return None
         chip = chip_of_device(devices[0].device_kind)
         whole = _slice_sizes(devices[0]) or sizes
-        if chip is None or any(first):  # a part of a larger slice that does not begin at its first chip
+        # a part of a larger slice that does not begin at its first chip
+        if chip is None or any(first):
             return cls(sizes, (False,) * len(sizes), first)
-        spans = [size == full for size, full in zip(sizes[:-1], whole[:-1], strict=True)]  # the whole slice
+        # the whole slice
+        spans = [size == full for size, full in zip(sizes[:-1], whole[:-1], strict=True)]
         closed = [a and b for a, b in zip(spans, chip.wraps(whole[:-1]), strict=True)]
         return cls(sizes, (*closed, False), first)
 
@@ -58,7 +64,9 @@ class DeviceGrid:
         return tuple(c - start for c, start in zip(_coordinates(device), self.origin, strict=True))
 
     def links(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """Returns the links between devices, int [...], from two arrays of coordinates, int [..., dimensions]."""
+        """Returns the links between devices, int [...], from two arrays of coordinates, int [...,
+        dimensions].
+        """
         apart = np.abs(source - target)
         around = np.where(self.wraps, np.array(self.sizes) - apart, apart)
         return np.minimum(apart, around)[..., :-1].sum(-1)
@@ -67,7 +75,8 @@ class DeviceGrid:
         """Returns the links of each hop to the next device on a mesh axis, int [rings, size].
 
         Args:
-          order: The coordinates of the device at each position of the mesh, int [*shape, dimensions].
+          order: The coordinates of the device at each position of the mesh, int [*shape,
+            dimensions].
           axis: The mesh axis. The last hop of each ring leads back to its first device.
         """
         to_next = self.links(order, np.roll(order, -1, axis))
@@ -75,7 +84,8 @@ class DeviceGrid:
 
 
 def order_slices(devices: Sequence[Any], shape: Sizes, names: Sequence[str]) -> np.ndarray | None:
-    """Returns the devices of one or several slices as an array of a mesh's shape; None if a slice does not fill a grid.
+    """Returns the devices of one or several slices as an array of a mesh's shape; None if a slice
+    does not fill a grid.
 
     The first axis whose devices can be divided among the slices is divided, but never the last one.
 
@@ -95,7 +105,8 @@ def order_slices(devices: Sequence[Any], shape: Sizes, names: Sequence[str]) -> 
         grid = DeviceGrid.of(one)
         if grid is None:
             return None
-        at, order = {grid.position(device): device for device in one}, ring_order(grid, in_slice)
+        at = {grid.position(device): device for device in one}
+        order = ring_order(grid, in_slice)
         ordered.append(np.empty(in_slice, dtype=object))
         for index in np.ndindex(*in_slice):
             ordered[-1][index] = at[tuple(map(int, order[index]))]
@@ -103,7 +114,9 @@ def order_slices(devices: Sequence[Any], shape: Sizes, names: Sequence[str]) -> 
 
 
 def slices_of(devices: Sequence[Any]) -> list[list[Any]]:
-    """Returns the devices of each slice. Devices of topologies and of single slices may have no slice index."""
+    """Returns the devices of each slice. Devices of topologies and of single slices may have no
+    slice index.
+    """
     by_slice: dict[int, list[Any]] = {}
     for device in devices:
         by_slice.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
@@ -122,25 +135,31 @@ def ring_order(grid: DeviceGrid, shape: Sizes) -> np.ndarray:
       ValueError: The shape does not multiply to the devices of the grid.
     """
     if math.prod(shape) != math.prod(grid.sizes):
-        raise ValueError(f"a mesh of shape {shape} needs {math.prod(shape)} devices: got a grid of {grid.sizes}")
+        raise ValueError(
+            f"a mesh of shape {shape} needs {math.prod(shape)} devices: got a grid of {grid.sizes}"
+        )
     best: tuple[list[int], np.ndarray] | None = None
     for order in _orders(grid, shape):
         cost = _cost(grid, order, best and best[0])
         if cost is not None and (best is None or cost < best[0]):
             best = cost, order
-    assert best is not None  # the factorization that fills one dimension after the other always exists
+    # the factorization that fills one dimension after the other always exists
+    assert best is not None
     return best[1]
 
 
 def _axis_across_slices(shape: Sizes, names: Sequence[str], slices: int) -> int:
-    """Returns the first axis, the last one excepted, whose devices can be divided among the slices."""
+    """Returns the first axis, the last one excepted, whose devices can be divided among the
+    slices.
+    """
     if slices == 1:
         return 0
     for axis, size in enumerate(shape[:-1]):
         if size % slices == 0:
             return axis
     raise ValueError(
-        f"rings are kept within a slice, so an axis before {names[-1]!r} must be divisible by the {slices} slices: got "
+        f"rings are kept within a slice, so an axis before {names[-1]!r} must be divisible by the "
+        f"{slices} slices: got "
         f"{dict(zip(names, shape, strict=True))}; add an axis of {slices}, such as 'data', in front"
     )
 
@@ -150,7 +169,9 @@ def _coordinates(device: Any) -> tuple[int, ...]:
 
 
 def _slice_sizes(device: Any) -> Sizes | None:
-    """Returns the number of devices along each dimension of the whole slice of a device; None if it is not known."""
+    """Returns the number of devices along each dimension of the whole slice of a device; None if it
+    is not known.
+    """
     client = getattr(device, "client", None)
     if client is None:
         return None
@@ -160,7 +181,9 @@ def _slice_sizes(device: Any) -> Sizes | None:
 
 
 def _cost(grid: DeviceGrid, order: np.ndarray, limit: list[int] | None) -> list[int] | None:
-    """The longest hop of each axis, the last axis first, then the sum of its hops; None where it exceeds a limit."""
+    """The longest hop of each axis, the last axis first, then the sum of its hops; None where it
+    exceeds a limit.
+    """
     cost: list[int] = []
     hops = []
     for axis in reversed(range(order.ndim - 1)):
@@ -194,7 +217,9 @@ def _factorizations(size: int, count: int) -> tuple[Sizes, ...]:
 
 
 def _nestings(by_axis: Sizes) -> Iterator[tuple[Sizes, bool]]:
-    """The orders, outermost first, in which axes share one dimension; and whether inner blocks are mirrored."""
+    """The orders, outermost first, in which axes share one dimension; and whether inner blocks are
+    mirrored.
+    """
     sharing = [axis for axis, factor in enumerate(by_axis) if factor > 1]
     for order in itertools.permutations(sharing):
         yield order, False
@@ -203,7 +228,10 @@ def _nestings(by_axis: Sizes) -> Iterator[tuple[Sizes, bool]]:
 
 
 def _place(
-    factors: Sequence[Sizes], nestings: Sequence[tuple[Sizes, bool]], paths: Sequence[Path], shape: Sizes
+    factors: Sequence[Sizes],
+    nestings: Sequence[tuple[Sizes, bool]],
+    paths: Sequence[Path],
+    shape: Sizes,
 ) -> np.ndarray:
     """The coordinates of the device at each position of the mesh, int [*shape, dimensions]."""
     order = np.zeros((*shape, len(factors)), int)
@@ -223,7 +251,8 @@ def _place(
 def _rings(box: Sizes) -> tuple[Path, ...]:
     """Rings through all points of a box: closed ones of single steps where there are any.
 
-    They differ in the dimension along which most steps go, for dimensions that are not equally long in links. A line
+    They differ in the dimension along which most steps go, for dimensions that are not equally long
+    in links. A line
     has two: from end to end, where a link may close it, and over every other point there and back.
     """
     wide = [dimension for dimension, size in enumerate(box) if size > 1]
@@ -260,8 +289,12 @@ def _closed_or_open(sizes: Sequence[int]) -> list[Path]:
 
 
 def _to_and_fro(sizes: Sequence[int]) -> Path:
-    """A path of single steps through all points of a box, one line after the other, every second one backwards."""
+    """A path of single steps through all points of a box, one line after the other, every second
+    one backwards.
+    """
     path: list[tuple[int, ...]] = [()]
     for size in reversed(sizes):
-        path = [(n, *point) for n in range(size) for point in (path if n % 2 == 0 else reversed(path))]
+        path = [
+            (n, *point) for n in range(size) for point in (path if n % 2 == 0 else reversed(path))
+        ]
     return tuple(path)

@@ -1,8 +1,10 @@
-"""Reads JSON that somebody else has written: one reader, and one error for all that can be wrong with it.
+"""Reads JSON that somebody else has written: one reader, and one error for all that can be wrong
+with it.
 
-A file may be no regular file (a pipe blocks for ever, a device has no end), too large, nested so deeply that a parser
-runs out of stack, no UTF-8, or hold integers that Python refuses to convert. All of these are a `JsonError`, whose
-message names the file. This module imports nothing of the package, so that every layer may use it.
+A file may be no regular file (a pipe blocks for ever, a device has no end), too large, nested so
+deeply that a parser runs out of stack, no UTF-8, or hold integers that Python refuses to convert.
+All of these are a `JsonError`, whose message names the file. This module imports nothing of the
+package, so that every layer may use it.
 """
 
 import json
@@ -42,7 +44,8 @@ def read_json(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
 
     Raises:
       MissingJsonError: There is no such file.
-      JsonError: It is no regular file, cannot be read, is too large, or is not JSON; see `parse_json`.
+      JsonError: It is no regular file, cannot be read, is too large, or is not JSON; see
+        `parse_json`.
     """
     try:
         content = read_regular(path, most_bytes=most_bytes)
@@ -61,8 +64,8 @@ def parse_json(content: bytes | str, name: str) -> Any:
       name: What an error calls it, such as its file and its line.
 
     Raises:
-      JsonError: It is no UTF-8, no JSON, nested more deeply than `MOST_DEPTH`, or has an integer of more than
-        `MOST_DIGITS` digits or a text that is no Unicode, which cannot be written again.
+      JsonError: It is no UTF-8, no JSON, nested more deeply than `MOST_DEPTH`, or has an integer of
+        more than `MOST_DIGITS` digits or a text that is no Unicode, which cannot be written again.
     """
     try:
         text = content.decode() if isinstance(content, bytes) else content
@@ -74,7 +77,9 @@ def parse_json(content: bytes | str, name: str) -> Any:
             f"{name} is not text in UTF-8: byte {error.start} is {error.object[error.start]:#04x}"
         ) from error
     except UnicodeEncodeError as error:
-        raise JsonError(f"{name} has a text that is no Unicode: half of a surrogate pair") from error
+        raise JsonError(
+            f"{name} has a text that is no Unicode: half of a surrogate pair"
+        ) from error
     except RecursionError as error:
         raise _too_deep(name) from error
     except ValueError as error:
@@ -88,15 +93,20 @@ def read_regular(path: Path, *, most_bytes: int) -> bytes:
     """Reads a regular file.
 
     Raises:
-      OSError: There is none, it cannot be read, it is no regular file, or it has more than `most_bytes`.
+      OSError: There is none, it cannot be read, it is no regular file, or it has more than
+        `most_bytes`.
     """
-    # A pipe without a writer would block the call that opens it, hence O_NONBLOCK, which changes no regular file.
+    # A pipe without a writer would block the call that opens it, hence O_NONBLOCK, which changes no
+    # regular file.
     with open(path, "rb", opener=_open_without_blocking) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError("it is no regular file")
-        content = file.read(most_bytes + 1)  # the size that the system reports may be 0, as below /proc
+        # the size that the system reports may be 0, as below /proc
+        content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
-        raise OSError(f"it has more than {most_bytes:,} bytes, which is the most that is read of such a file")
+        raise OSError(
+            f"it has more than {most_bytes:,} bytes, which is the most that is read of such a file"
+        )
     return content
 
 
@@ -111,7 +121,9 @@ def _integer(digits: str) -> int:
 
 
 def _is_deeper(value: Any, most: int) -> bool:
-    """Says whether more than `most` arrays and objects are inside each other, looking at one level at a time."""
+    """Says whether more than `most` arrays and objects are inside each other, looking at one level
+    at a time.
+    """
     level = [value]
     for _ in range(most + 1):
         containers = [element for element in level if isinstance(element, (dict, list))]
@@ -124,4 +136,7 @@ def _is_deeper(value: Any, most: int) -> bool:
 
 
 def _too_deep(name: str) -> JsonError:
-    return JsonError(f"{name} is nested too deeply: the most is {MOST_DEPTH} arrays and objects inside each other")
+    return JsonError(
+        f"{name} is nested too deeply: the most is {MOST_DEPTH} arrays and objects inside each "
+        "other"
+    )

@@ -1,8 +1,8 @@
 """Meshes whose axes are rings of neighbouring chips, and what the enclosing mesh tells an op.
 
-`make_mesh` and `mesh_report` are public. The other functions ask the enclosing mesh: that of `jax.set_mesh`, or of an
-enclosing `jax.shard_map`. It may be of devices that are not present: a mesh over the devices of a topology says "tpu"
-on a machine without one, and so does a simulator's.
+`make_mesh` and `mesh_report` are public. The other functions ask the enclosing mesh: that of
+`jax.set_mesh`, or of an enclosing `jax.shard_map`. It may be of devices that are not present: a
+mesh over the devices of a topology says "tpu" on a machine without one, and so does a simulator's.
 """
 
 import dataclasses
@@ -37,12 +37,15 @@ def make_mesh(
     devices: Sequence[Any] | None = None,
     axis_shapes: Sequence[int] | None = None,
 ) -> Mesh:
-    """Makes a mesh like `jax.make_mesh`, on which neighbours on an axis are neighbours on the chip network.
+    """Makes a mesh like `jax.make_mesh`, on which neighbours on an axis are neighbours on the chip
+    network.
 
-    The blocks of a ring travel to the next device on an axis, so the links between the two decide what a hop costs. The
-    last axis gets closed rings of single links wherever the network has them, then the axis before it gets the shortest
-    hops that are left, and so on: put the axis with the most traffic, tensor parallelism, last. `mesh_report` shows the
-    result. No ring lies across slices: an axis before the last one is divided among them.
+    The blocks of a ring travel to the next device on an axis, so the links between the two decide
+    what a hop costs. The last axis gets closed rings of single links wherever the network has them,
+    then the axis before it gets the shortest
+    hops that are left, and so on: put the axis with the most traffic, tensor parallelism, last.
+    `mesh_report` shows the result. No ring lies across slices: an axis before the last one is
+    divided among them.
 
     ```python
     mesh = fa.make_mesh((2, 4), ("data", "model"))                      # on a v5e:2x4: two squares of 2x2 chips
@@ -54,29 +57,37 @@ def make_mesh(
       axis_sizes: The number of devices on each axis.
       axis_names: One name for each axis.
       axis_types: The type of each axis; by default all are Explicit, as with `jax.make_mesh`.
-      devices: The devices, real ones or those of a topology; by default `jax.devices()`. The first ones are taken, as
-        many as the axes need. Where they have no coordinates, as CPUs and GPUs, or do not fill a grid of chips, the
-        mesh is that of `jax.make_mesh`.
+      devices: The devices, real ones or those of a topology; by default `jax.devices()`. The first
+        ones are taken, as many as the axes need. Where they have no coordinates, as CPUs and GPUs,
+        or do not fill a grid of chips, the mesh is that of `jax.make_mesh`.
       axis_shapes: The older name of axis_sizes.
 
     Raises:
-      ValueError: There are not as many names, types or devices as the axes need, or an axis but the last one cannot be
-        divided among the slices.
+      ValueError: There are not as many names, types or devices as the axes need, or an axis but the
+        last one cannot be divided among the slices.
     """
     given = axis_shapes if axis_sizes is None else axis_sizes
     if given is None or (axis_sizes is not None and axis_shapes is not None):
-        raise ValueError("make_mesh needs axis_sizes, or axis_shapes, its older name: give one of the two")
-    shape, names = tuple(given), tuple(axis_names)
+        raise ValueError(
+            "make_mesh needs axis_sizes, or axis_shapes, its older name: give one of the two"
+        )
+    shape = tuple(given)
+    names = tuple(axis_names)
     if len(shape) != len(names):
-        raise ValueError(f"make_mesh needs one name for each axis: got axis_sizes={shape} and axis_names={names}")
+        raise ValueError(
+            f"make_mesh needs one name for each axis: got axis_sizes={shape} and axis_names={names}"
+        )
     types = (AxisType.Explicit,) * len(shape) if axis_types is None else axis_types
     if len(types) != len(shape):
-        raise ValueError(f"make_mesh needs one type for each axis: got axis_sizes={shape} and axis_types={types}")
+        raise ValueError(
+            f"make_mesh needs one type for each axis: got axis_sizes={shape} and axis_types={types}"
+        )
     size = math.prod(shape)
     found = list(jax.devices() if devices is None else devices)
     if size > len(found):
         raise ValueError(
-            f"make_mesh needs a device for each place of the mesh: got {shape}, which is {size}, and {len(found)} "
+            f"make_mesh needs a device for each place of the mesh: got {shape}, which is {size}, "
+            f"and {len(found)} "
             f"devices{_how_to_simulate(size) if devices is None else ''}"
         )
     found = found[:size]
@@ -90,7 +101,9 @@ def _how_to_simulate(size: int) -> str:
     """Returns what gives a program as many CPU devices as it needs, once it has fewer devices."""
     platform = jax.devices()[0].platform
     elsewhere = (
-        "" if platform == "cpu" else f" and jax.config.update('jax_platforms', 'cpu'), which leaves the {platform}"
+        ""
+        if platform == "cpu"
+        else f" and jax.config.update('jax_platforms', 'cpu'), which leaves the {platform}"
     )
     return (
         f" of the platform {platform!r}. To simulate {size} devices on the CPU, call "
@@ -104,11 +117,13 @@ class AxisReport:
 
     Attributes:
       name: The name of the axis.
-      hops: The links of each hop to the next device on the axis, of the ring with the longest hop; the last hop closes
-        the ring. Empty if the devices have no coordinates, or if the axis goes across slices.
+      hops: The links of each hop to the next device on the axis, of the ring with the longest hop;
+        the last hop closes the ring. Empty if the devices have no coordinates, or if the axis goes
+        across slices.
       across_slices: Whether the axis goes across slices, whose devices no links connect.
-      unmatched: On the last axis of a mesh of two, the share of devices that begin a `fa.mesh_matmul` over both without
-        the rows of RHS that meet their columns of LHS: 1 - 1/N on N x N devices. None elsewhere.
+      unmatched: On the last axis of a mesh of two, the share of devices that begin a
+        `fa.mesh_matmul` over both without the rows of RHS that meet their columns of LHS: 1 - 1/N
+        on N x N devices. None elsewhere.
     """
 
     name: str
@@ -124,20 +139,25 @@ class AxisReport:
     def __str__(self) -> str:
         if self.unmatched is not None:
             links = dataclasses.replace(self, unmatched=None)
-            return f"{links}; {self.unmatched:.0%} of the devices begin mesh_matmul without matching operands"
+            return (
+                f"{links}; {self.unmatched:.0%} of the devices begin mesh_matmul without "
+                "matching operands"
+            )
         if self.across_slices:
             return f"{self.name}: across slices"
         if not self.hops:
             return f"{self.name}: the devices have no coordinates"
         runs = [(links, len(list(group))) for links, group in itertools.groupby(self.hops)]
         text = ", ".join(
-            f"{count} x {links}" if count > 2 else ", ".join([str(links)] * count) for links, count in runs
+            f"{count} x {links}" if count > 2 else ", ".join([str(links)] * count)
+            for links, count in runs
         )
         return f"{self.name}: {'closed ring' if self.closed else 'ring'}, links per hop {text}"
 
 
 def mesh_report(mesh: Mesh) -> tuple[AxisReport, ...]:
-    """Reports, for each axis of a mesh, how far apart neighbours on the axis are on the chip network.
+    """Reports, for each axis of a mesh, how far apart neighbours on the axis are on the chip
+    network.
 
     `print(*fa.mesh_report(mesh), sep="\\n")` prints one line for each axis.
     """
@@ -151,7 +171,8 @@ def mesh_report(mesh: Mesh) -> tuple[AxisReport, ...]:
         if grid is not None and not across:
             order = np.array([[grid.position(device) for device in line] for line in lines])
             hops = max(
-                (tuple(int(n) for n in ring) for ring in grid.hops(order, 1)), key=lambda ring: (max(ring), ring)
+                (tuple(int(n) for n in ring) for ring in grid.hops(order, 1)),
+                key=lambda ring: (max(ring), ring),
             )
         reports.append(AxisReport(name, hops, across))
     if len(reports) == 2:
@@ -160,12 +181,17 @@ def mesh_report(mesh: Mesh) -> tuple[AxisReport, ...]:
 
 
 def _unmatched(x: int, y: int) -> float:
-    """Returns the share of X x Y devices (i, j) whose block j of Y of the contraction is not within block i of X."""
-    return 1 - sum(i * y <= j * x and (j + 1) * x <= (i + 1) * y for i in range(x) for j in range(y)) / (x * y)
+    """Returns the share of X x Y devices (i, j) whose block j of Y of the contraction is not within
+    block i of X.
+    """
+    return 1 - sum(
+        i * y <= j * x and (j + 1) * x <= (i + 1) * y for i in range(x) for j in range(y)
+    ) / (x * y)
 
 
 def mesh_axis_size(caller: str, axis_name: str) -> int:
-    """Returns the number of devices on an axis of the ambient mesh; outside and inside `jax.shard_map`.
+    """Returns the number of devices on an axis of the ambient mesh; outside and inside
+    `jax.shard_map`.
 
     Raises:
       ValueError: no mesh is set, or it lacks the axis. The message begins with `caller`.
@@ -174,11 +200,13 @@ def mesh_axis_size(caller: str, axis_name: str) -> int:
     if mesh.empty:
         raise ValueError(
             f"{caller} needs a mesh with the axis {axis_name!r}, and none is set; "
-            f'wrap the call in `with jax.set_mesh(flaxasync.make_mesh((devices,), ("{axis_name}",))):`'
+            "wrap the call in `with jax.set_mesh(flaxasync.make_mesh((devices,), "
+            f'("{axis_name}",))):`'
         )
     if axis_name not in mesh.shape:
         raise ValueError(
-            f"{caller} works on the mesh axis {axis_name!r}, and the mesh has {', '.join(map(repr, mesh.axis_names))}; "
+            f"{caller} works on the mesh axis {axis_name!r}, and the mesh has "
+            f"{', '.join(map(repr, mesh.axis_names))}; "
             "pass axis_name, or add the axis to the mesh"
         )
     return mesh.shape[axis_name]
@@ -188,13 +216,15 @@ def mapped_axis_size(caller: str, axis_name: str) -> int:
     """Returns the number of devices on an axis that an enclosing `jax.shard_map` maps.
 
     Raises:
-      ValueError: no enclosing `shard_map` maps an axis of this name. The message begins with `caller`.
+      ValueError: no enclosing `shard_map` maps an axis of this name. The message begins with
+        `caller`.
     """
     try:
         return lax.axis_size(axis_name)
     except NameError:
         raise ValueError(
-            f"{caller} needs the mesh axis {axis_name!r} inside jax.shard_map, and no enclosing shard_map maps it; "
+            f"{caller} needs the mesh axis {axis_name!r} inside jax.shard_map, and no enclosing "
+            "shard_map maps it; "
             "call it from a function given to jax.shard_map, with a mesh that has this axis"
         ) from None
 
@@ -209,29 +239,39 @@ def all_axes_mapped() -> bool:
 
 
 def cast_to_varying(x: jax.Array, axes: set[str] | frozenset[str]) -> jax.Array:
-    """Casts `x` to vary over the mesh axes `axes`. The transpose of the cast sums a gradient over them.
+    """Casts `x` to vary over the mesh axes `axes`. The transpose of the cast sums a gradient over
+    them.
 
-    Axes that the type of `x` already names as varying are left alone, so the cast can be applied twice.
+    Axes that the type of `x` already names as varying are left alone, so the cast can be applied
+    twice.
     """
     missing = tuple(axis for axis in sorted(axes) if axis not in jax.typeof(x).mat.varying)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def vary_like[T](tree: T, *others: Any, over: Collection[str] = ()) -> T:
-    """Casts all arrays of a pytree to vary over the mesh axes `over`, and over those of any array of other pytrees."""
-    axes = frozenset(over).union(*(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(others)))
+    """Casts all arrays of a pytree to vary over the mesh axes `over`, and over those of any array
+    of other pytrees.
+    """
+    axes = frozenset(over).union(
+        *(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(others))
+    )
     return jax.tree.map(lambda leaf: cast_to_varying(leaf, axes), tree)
 
 
 def vary_alike[T](tree: T, *axes: str) -> T:
-    """Casts all arrays of a pytree to vary over the mesh axes over which any of them varies, and over `axes`."""
+    """Casts all arrays of a pytree to vary over the mesh axes over which any of them varies, and
+    over `axes`.
+    """
     return vary_like(tree, tree, over=axes)
 
 
 def declare_invarying(x: jax.Array, axes: set[str] | frozenset[str]) -> jax.Array:
-    """Declares, inside `jax.shard_map`, that `x` is the same on all devices of `axes`. Nothing moves or is checked.
+    """Declares, inside `jax.shard_map`, that `x` is the same on all devices of `axes`. Nothing
+    moves or is checked.
 
-    It is for what permutes have made the same: JAX has no cast from varying to invarying, because it cannot prove one.
+    It is for what permutes have made the same: JAX has no cast from varying to invarying, because
+      it cannot prove one.
     """
     return _declare_invarying.bind(x, axes=tuple(sorted(axes)))
 
@@ -244,20 +284,27 @@ mlir.register_lowering(_declare_invarying, lambda _, x, *, axes: [x])
 
 
 def platform() -> str | None:
-    """Returns the platform of the mesh's devices, "tpu" for example; None where the mesh does not say."""
+    """Returns the platform of the mesh's devices, "tpu" for example; None where the mesh does not
+    say.
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device is not None else None
 
 
 def chip() -> hardware.Chip | None:
-    """Returns the chip of the mesh's devices; None where the chip table lacks it, or the mesh does not say."""
+    """Returns the chip of the mesh's devices; None where the chip table lacks it, or the mesh does
+    not say.
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return hardware.chip_of_device(device.device_kind if device is not None else None)
 
 
 def chip_name() -> str:
-    """Returns the name of the chip of the mesh's devices, or what the devices call themselves if it is not known."""
-    found, device = chip(), jax.sharding.get_abstract_mesh().abstract_device
+    """Returns the name of the chip of the mesh's devices, or what the devices call themselves if it
+    is not known.
+    """
+    found = chip()
+    device = jax.sharding.get_abstract_mesh().abstract_device
     return found.name if found else device.device_kind if device is not None else "unknown"
 
 
@@ -265,14 +312,18 @@ def check_tpu(caller: str, instead: str) -> None:
     """Raises UnsupportedError where the mesh is known to be of devices other than TPUs."""
     found = platform()
     if found not in ("tpu", None):
-        raise UnsupportedError(f"{caller} is made of TPU kernels, and this mesh is of {found} devices; use {instead}")
+        raise UnsupportedError(
+            f"{caller} is made of TPU kernels, and this mesh is of {found} devices; use {instead}"
+        )
 
 
 def device_at(axis_name: str, shift: int) -> dict[str, Any]:
-    """Returns the id of the device `shift` positions onward on an axis, in the form that Pallas takes as `device_id`.
+    """Returns the id of the device `shift` positions onward on an axis, in the form that Pallas
+    takes as `device_id`.
 
-    On all other axes the device is at this device's position. The id names every axis, because Pallas fills in a
-    missing one with a type that fails to lower (jax 0.12, meshes of two axes under `check_vma`).
+    On all other axes the device is at this device's position. The id names every axis, because
+    Pallas fills in a missing one with a type that fails to lower (jax 0.12, meshes of two axes
+    under `check_vma`).
     """
     here = {name: lax.axis_index(name) for name in jax.sharding.get_abstract_mesh().manual_axes}
     size = lax.axis_size(axis_name)

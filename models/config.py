@@ -12,11 +12,24 @@ type Remat = Literal["none", "cheap", "dots", "layer", "offload", "offload_most"
 type FsdpOverlap = Literal["xla", "prefetch", "prefetch_pallas"]
 type ContextLayout = Literal["zigzag", "contiguous"]
 
-HOW_IT_RUNS = frozenset({
-    "dtype", "remat", "fsdp_overlap", "gathered_mib", "exchange_heads", "capacity_factor", "load_balance_weight",
-    "router_z_weight", "quantization", "quantization_backward", "quantization_weights",
-})  # fmt: skip
-"""The fields of `TransformerConfig` that say how a model is computed or trained, and not what it is."""
+HOW_IT_RUNS = frozenset(
+    {
+        "dtype",
+        "remat",
+        "fsdp_overlap",
+        "gathered_mib",
+        "exchange_heads",
+        "capacity_factor",
+        "load_balance_weight",
+        "router_z_weight",
+        "quantization",
+        "quantization_backward",
+        "quantization_weights",
+    }
+)
+"""The fields of `TransformerConfig` that say how a model is computed or trained, and not what it
+is.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,36 +37,52 @@ class TransformerConfig:
     """The architecture, and how it is computed."""
 
     vocab_size: int = 256
-    """The entries of the vocabulary. Bytes need 256. A multiple of the model axis saves an all-to-all in each step."""
+    """The entries of the vocabulary. Bytes need 256. A multiple of the model axis saves an
+    all-to-all in each step.
+    """
     layers: int = 4
     """The number of decoder layers."""
     width: int = 256
     """The features of the residual stream."""
     heads: int = 8
-    """The query heads of each layer; a multiple of kv_heads. Heads that the model axis does not divide are padded."""
+    """The query heads of each layer; a multiple of kv_heads. Heads that the model axis does not
+    divide are padded.
+    """
     kv_heads: int = 4
-    """The key-value heads of each layer. Fewer than the model axis has devices are computed by several of them."""
+    """The key-value heads of each layer. Fewer than the model axis has devices are computed by
+    several of them.
+    """
     mlp_width: int = 768
     """The hidden features of the gated MLP; a multiple of the model axis."""
     experts: int = 0
-    """The experts that stand in each layer for the MLP; 0 for the MLP. All layers have them, or none has."""
+    """The experts that stand in each layer for the MLP; 0 for the MLP. All layers have them, or
+    none has.
+    """
     experts_per_token: int = 2
     """How many of the experts each token chooses."""
     expert_width: int | None = None
-    """The hidden features of an expert; None for mlp_width. A multiple of the model axis if that has more devices than
-    there are experts."""
+    """The hidden features of an expert; None for mlp_width. A multiple of the model axis if that
+    has more devices than there are experts."""
     shared_expert_width: int = 0
-    """The hidden features of an expert that every token has beside those that it chooses; 0 for none."""
+    """The hidden features of an expert that every token has beside those that it chooses; 0 for
+    none.
+    """
     router_scores: Literal["softmax", "sigmoid"] = "softmax"
-    """The scores by which experts are chosen and weighted: the softmax over all of them, or the sigmoid of each."""
+    """The scores by which experts are chosen and weighted: the softmax over all of them, or the
+    sigmoid of each.
+    """
     normalize_expert_weights: bool = True
     """Whether the weights of the experts of a token are divided by their sum."""
     load_balance_weight: float = 0.01
-    """The factor of the load-balancing loss, which is 1 where experts are chosen evenly, in the loss of training."""
+    """The factor of the load-balancing loss, which is 1 where experts are chosen evenly, in the
+    loss of training.
+    """
     router_z_weight: float = 0.0
     """The factor of the mean of logsumexp(router logits)**2 in the loss of training."""
     capacity_factor: float | None = None
-    """Drops the last tokens of an expert beyond this factor times the mean of all experts; None drops none."""
+    """Drops the last tokens of an expert beyond this factor times the mean of all experts; None
+    drops none.
+    """
     head_dim: int | None = None
     """The features of a head, an even number; None for width / heads."""
     activation: Literal["silu", "gelu"] = "silu"
@@ -63,19 +92,29 @@ class TransformerConfig:
     mlp_bias: bool = False
     """Whether the three projections of the MLP have biases."""
     qk_norm: bool = False
-    """Whether each head of queries and keys is normalized by its root mean square before it is rotated."""
+    """Whether each head of queries and keys is normalized by its root mean square before it is
+    rotated.
+    """
     attention_scale: float | None = None
     """The factor of the attention scores; None for 1 / sqrt(head_dim)."""
     attention_softcap: float | None = None
-    """Attention scores s become c * tanh(s / c) with this c; None for as they are. All scores are then in memory."""
+    """Attention scores s become c * tanh(s / c) with this c; None for as they are. All scores are
+    then in memory.
+    """
     alternating_window: int | None = None
-    """In layers 0, 2, 4, ... a position attends to this many last positions only; None for all. Needs all scores."""
+    """In layers 0, 2, 4, ... a position attends to this many last positions only; None for all.
+    Needs all scores.
+    """
     rope_theta: float = 10_000.0
     """The base of the rotary position embedding."""
     rope_factor: float = 1.0
-    """The divisor of its low frequencies, as in Llama 3.1; 1 for none. The next three fields say which are low."""
+    """The divisor of its low frequencies, as in Llama 3.1; 1 for none. The next three fields say
+    which are low.
+    """
     rope_low_frequency: float = 1.0
-    """The number of turns within rope_original_length below which a frequency is divided by the whole factor."""
+    """The number of turns within rope_original_length below which a frequency is divided by the
+    whole factor.
+    """
     rope_high_frequency: float = 4.0
     """The number of turns within rope_original_length above which a frequency is kept."""
     rope_original_length: int = 8192
@@ -85,7 +124,9 @@ class TransformerConfig:
     norm_plus_one: bool = False
     """Whether RMSNorm multiplies with 1 + scale, as in Gemma, instead of scale."""
     post_norms: bool = False
-    """Whether attention and MLP have another RMSNorm after them, before they are added, as in Gemma 2."""
+    """Whether attention and MLP have another RMSNorm after them, before they are added, as in Gemma
+    2.
+    """
     scale_embeddings: bool = False
     """Whether embeddings are multiplied with sqrt(width), as in Gemma."""
     logit_softcap: float | None = None
@@ -97,26 +138,37 @@ class TransformerConfig:
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the parameters and of the optimizer's state."""
     remat: Remat | None = None
-    """What the backward pass does again: nothing; only what is cheap, so neither matmuls nor attention nor gathers of
-    kernels; all but matmuls ("dots"); or each whole layer. "offload" keeps in the memory of the host what each layer
-    and its attention get, and "offload_most" also what attention returns. None lets the trainer choose what is
-    predicted to be the fastest of these that fits, without offloading; elsewhere it means "none"."""
+    """What the backward pass does again: nothing; only what is cheap, so neither matmuls nor
+    attention nor gathers of kernels; all but matmuls ("dots"); or each whole layer. "offload" keeps
+    in the memory of the host what each layer and its attention get, and "offload_most" also what
+    attention returns. None lets the trainer choose what is predicted to be the fastest of these
+    that fits, without offloading; elsewhere it means "none"."""
     exchange_heads: bool | None = None
-    """Whether weights and heads of attention travel instead of rows; None for what is predicted to be faster."""
+    """Whether weights and heads of attention travel instead of rows; None for what is predicted to
+    be faster.
+    """
     gathered_mib: int = 0
-    """The most MiB for which a layer keeps the rows that a product gathers, until its gradient, instead of sending them
-    again. Attention and MLP of a layer may keep as much: of all layers, or of one at a time with remat "layer"."""
+    """The most MiB for which a layer keeps the rows that a product gathers, until its gradient,
+    instead of sending them again. Attention and MLP of a layer may keep as much: of all layers, or
+    of one at a time with remat "layer"."""
     quantization: Literal["int8", "fp8"] | None = None
-    """The 8-bit type in which Dense layers multiply and gather; None for dtype. Experts and logits keep dtype."""
+    """The 8-bit type in which Dense layers multiply and gather; None for dtype. Experts and logits
+    keep dtype.
+    """
     quantization_backward: Literal["int8", "fp8"] | None = None
-    """The 8-bit type of the gradients that they multiply for the gradients of their inputs; None for dtype."""
+    """The 8-bit type of the gradients that they multiply for the gradients of their inputs; None
+    for dtype.
+    """
     quantization_weights: Literal["int8", "fp8"] | None = None
-    """The 8-bit type in which they multiply the gradients of their weights, that of the two above; None for dtype."""
+    """The 8-bit type in which they multiply the gradients of their weights, that of the two above;
+    None for dtype.
+    """
     fsdp_overlap: FsdpOverlap | None = None
-    """Who hides the transfers of fsdp: XLA, as far as it can; or a scan that gathers the next layer's weights while one
-    computes, by permutes (prefetch) or, on TPUs, by copies of Pallas kernels (prefetch_pallas). Without an fsdp axis,
-    prefetch sums the gradients of each layer over the data axis while the rest of it computes backward. None lets the
-    trainer choose what is predicted to be the fastest of those that are trusted; elsewhere it means "xla"."""
+    """Who hides the transfers of fsdp: XLA, as far as it can; or a scan that gathers the next
+    layer's weights while one computes, by permutes (prefetch) or, on TPUs, by copies of Pallas
+    kernels (prefetch_pallas). Without an fsdp axis, prefetch sums the gradients of each layer over
+    the data axis while the rest of it computes backward. None lets the trainer choose what is
+    predicted to be the fastest of those that are trusted; elsewhere it means "xla"."""
 
     @property
     def head_features(self) -> int:
@@ -141,16 +193,18 @@ def check_fits(
     Args:
       config: The architecture.
       sequence_length: The tokens of a sequence.
-      mesh_shape: The devices of each mesh axis. The model is split over "model", sequences over "context" if the mesh
-        has it, and parameters are stored sharded over "fsdp" as well if it has that.
+      mesh_shape: The devices of each mesh axis. The model is split over "model", sequences over
+        "context" if the mesh has it, and parameters are stored sharded over "fsdp" as well if it
+        has that.
       context_layout: The order of positions on "context".
 
     Raises:
-      ValueError: A size is not positive, memory is negative, or something does not divide; the message then names both,
-        and a size that would.
+      ValueError: A size is not positive, memory is negative, or something does not divide; the
+        message then names both, and a size that would.
     """
     sizes = {
-        field: getattr(config, field) for field in ("vocab_size", "layers", "width", "heads", "kv_heads", "mlp_width")
+        field: getattr(config, field)
+        for field in ("vocab_size", "layers", "width", "heads", "kv_heads", "mlp_width")
     }
     for name, size in {**sizes, "sequence_length": sequence_length}.items():
         if size < 1:
@@ -162,38 +216,54 @@ def check_fits(
             f"{', '.join(map(repr, of_gradients))} and None; give it too, or leave them out"
         )
     if config.gathered_mib < 0:
-        raise ValueError(f"gathered_mib must be 0 or more: got {config.gathered_mib}; use 0 to keep nothing")
-    if config.head_dim is not None and (config.head_dim < 2 or config.head_dim % 2):
-        raise ValueError(f"head_dim must be even, for rotary positions, or None: got head_dim={config.head_dim}")
-    if config.head_dim is None and (config.width % config.heads or config.width // config.heads % 2):
         raise ValueError(
-            f"width must be an even multiple of heads, for rotary positions: got width={config.width}, "
+            f"gathered_mib must be 0 or more: got {config.gathered_mib}; use 0 to keep nothing"
+        )
+    if config.head_dim is not None and (config.head_dim < 2 or config.head_dim % 2):
+        raise ValueError(
+            f"head_dim must be even, for rotary positions, or None: got head_dim={config.head_dim}"
+        )
+    if config.head_dim is None and (
+        config.width % config.heads or config.width // config.heads % 2
+    ):
+        raise ValueError(
+            "width must be an even multiple of heads, for rotary positions: got "
+            f"width={config.width}, "
             f"heads={config.heads}; use a multiple of {2 * config.heads}, or give head_dim"
         )
     if config.heads % config.kv_heads:
-        raise ValueError(f"heads must be a multiple of kv_heads: got heads={config.heads}, kv_heads={config.kv_heads}")
+        raise ValueError(
+            f"heads must be a multiple of kv_heads: got heads={config.heads}, "
+            f"kv_heads={config.kv_heads}"
+        )
     if config.experts:
         _check_experts(config, mesh_shape["model"])
-    fsdp, data = mesh_shape.get("fsdp", 1), mesh_shape.get("data", 1)
+    fsdp = mesh_shape.get("fsdp", 1)
+    data = mesh_shape.get("data", 1)
     _check_divides("fsdp", fsdp, width=config.width)
     if config.fsdp_overlap == "prefetch_pallas" and fsdp == 1:
         raise ValueError(
-            f"fsdp_overlap='prefetch_pallas' needs an 'fsdp' axis of 2 devices or more: got {fsdp}; use "
+            "fsdp_overlap='prefetch_pallas' needs an 'fsdp' axis of 2 devices or more: got "
+            f"{fsdp}; use "
             f"fsdp_overlap={'prefetch' if data > 1 else 'xla'!r} otherwise"
         )
     if config.fsdp_overlap == "prefetch" and fsdp == data == 1:
         raise ValueError(
-            "fsdp_overlap='prefetch' needs an 'fsdp' or a 'data' axis of 2 devices or more: got 1 and 1; use "
+            "fsdp_overlap='prefetch' needs an 'fsdp' or a 'data' axis of 2 devices or more: got 1 "
+            "and 1; use "
             "fsdp_overlap='xla' otherwise"
         )
     if config.fsdp_overlap == "prefetch_pallas" and config.width % (128 * fsdp):
         raise ValueError(
-            "fsdp_overlap='prefetch_pallas' moves blocks of whole tiles, so width must be a multiple of 128 x the "
-            f"'fsdp' axis: got width={config.width} on {fsdp} devices; use fsdp_overlap='prefetch' otherwise"
+            "fsdp_overlap='prefetch_pallas' moves blocks of whole tiles, so width must be a "
+            "multiple of 128 x the "
+            f"'fsdp' axis: got width={config.width} on {fsdp} devices; use fsdp_overlap='prefetch' "
+            "otherwise"
         )
     if config.fsdp_overlap not in (None, "xla") and config.alternating_window is not None:
         raise ValueError(
-            f"fsdp_overlap={config.fsdp_overlap!r} applies the same function to all layers, which alternating_window="
+            f"fsdp_overlap={config.fsdp_overlap!r} applies the same function to all layers, which "
+            "alternating_window="
             f"{config.alternating_window} does not: use fsdp_overlap='xla'"
         )
     devices = mesh_shape["model"]
@@ -201,25 +271,35 @@ def check_fits(
     for name in ("attention_softcap", "alternating_window"):
         if context > 1 and getattr(config, name) is not None:
             raise ValueError(
-                f"{name} needs all scores of a position on one device, which a 'context' axis of {context} devices "
+                f"{name} needs all scores of a position on one device, which a 'context' axis of "
+                f"{context} devices "
                 f"splits: got {name}={getattr(config, name)}; use a context axis of 1"
             )
-    shares = math.lcm(context * devices, 2 * context if context_layout == "zigzag" else 1) if context > 1 else 1
+    shares = (
+        math.lcm(context * devices, 2 * context if context_layout == "zigzag" else 1)
+        if context > 1
+        else 1
+    )
     if sequence_length % shares:
         raise ValueError(
-            f"sequence_length must be divisible by {shares}, for a 'context' axis of {context} devices in "
-            f"{context_layout!r} layout and a 'model' axis of {devices}: got sequence_length={sequence_length}; use "
+            f"sequence_length must be divisible by {shares}, for a 'context' axis of {context} "
+            "devices in "
+            f"{context_layout!r} layout and a 'model' axis of {devices}: got "
+            f"sequence_length={sequence_length}; use "
             f"{-(-sequence_length // shares) * shares}, or smaller axes"
         )
     hidden = "shared_expert_width" if config.experts else "mlp_width"
-    _check_divides("model", devices, **{hidden: getattr(config, hidden), "sequence_length": sequence_length})
+    _check_divides(
+        "model", devices, **{hidden: getattr(config, hidden), "sequence_length": sequence_length}
+    )
 
 
 def _check_divides(axis: str, devices: int, **sizes: int) -> None:
     for name, size in sizes.items():
         if size % devices:
             raise ValueError(
-                f"{name} must be divisible by the {axis!r} axis: got {name}={size} on {devices} devices; use "
+                f"{name} must be divisible by the {axis!r} axis: got {name}={size} on {devices} "
+                "devices; use "
                 f"{-(-size // devices) * devices}, or a smaller axis"
             )
 
@@ -228,19 +308,28 @@ def _check_experts(config: TransformerConfig, devices: int) -> None:
     """Checks the mixture of experts of each layer, for the devices of the model axis."""
     if not 1 <= config.experts_per_token <= config.experts:
         raise ValueError(
-            f"experts_per_token must be 1 to experts={config.experts}, as a token chooses an expert once: got "
+            f"experts_per_token must be 1 to experts={config.experts}, as a token chooses an "
+            "expert once: got "
             f"experts_per_token={config.experts_per_token}"
         )
     if config.mlp_bias:
-        raise ValueError("mlp_bias is for a dense MLP, and experts have no biases: use mlp_bias=False")
+        raise ValueError(
+            "mlp_bias is for a dense MLP, and experts have no biases: use mlp_bias=False"
+        )
     if config.capacity_factor is not None and not config.capacity_factor > 0:
-        raise ValueError(f"capacity_factor must be above 0, or None to drop nothing: got {config.capacity_factor}")
-    width, name = config.expert_features, "mlp_width" if config.expert_width is None else "expert_width"
+        raise ValueError(
+            "capacity_factor must be above 0, or None to drop nothing: got "
+            f"{config.capacity_factor}"
+        )
+    width = config.expert_features
+    name = "mlp_width" if config.expert_width is None else "expert_width"
     if width < 1:
         raise ValueError(f"expert_width must be 1 or more, or None for mlp_width: got {width}")
     if config.experts < devices and width % devices:
         raise ValueError(
-            f"a 'model' axis with more devices than experts splits each expert, so {name} must be divisible by it: got "
-            f"{name}={width} for experts={config.experts} on {devices} devices; use {-(-width // devices) * devices}, "
+            f"a 'model' axis with more devices than experts splits each expert, so {name} must be "
+            "divisible by it: got "
+            f"{name}={width} for experts={config.experts} on {devices} devices; use "
+            f"{-(-width // devices) * devices}, "
             "or a smaller axis"
         )

@@ -1,11 +1,14 @@
-"""The families of decoders whose checkpoints can be imported: the names of their tensors and of their options.
+"""The families of decoders whose checkpoints can be imported: the names of their tensors and of
+their options.
 
-Each `Family` is a table. To add one, write such a table, add it to `FAMILIES`, and add a small model of it to
-tests/models/test_hugging_face.py. This file does not import JAX.
+Each `Family` is a table. To add one, write such a table, add it to `FAMILIES`, and add a small
+model of it to tests/models/test_hugging_face.py. This file does not import JAX.
 
-A kernel is [in, out] here and [out, in] there. All other tensors have one layout. Rotary positions rotate the same
-pairs, and the parameters of all layers are stacked here, so that {layer} stands for an index along dimension 0. Those
-of experts are stacked as well: {expert} is an index along dimension 1, and each of them is a kernel.
+A kernel is [in, out] here and [out, in] there. All other tensors have one layout. Rotary positions
+rotate the same pairs, and the parameters of all layers are stacked here, so that {layer} stands for
+an index along dimension 0. Those
+of experts are stacked as well: {expert} is an index along dimension 1, and each of them is a
+  kernel.
 """
 
 import dataclasses
@@ -75,7 +78,9 @@ _HEAD_NORMS = {
     "layers.attention.query_ln.scale": _LAYER + "self_attn.q_norm.weight",
     "layers.attention.key_ln.scale": _LAYER + "self_attn.k_norm.weight",
 }
-_MLP_BIASES = {f"layers.mlp.{name}.bias": f"{_LAYER}mlp.{name}_proj.bias" for name in ("gate", "up", "down")}
+_MLP_BIASES = {
+    f"layers.mlp.{name}.bias": f"{_LAYER}mlp.{name}_proj.bias" for name in ("gate", "up", "down")
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +91,16 @@ class Family:
       model_type: Its name in config.json.
       architecture: The class of `transformers` that loads it.
       tensors: The name there of every parameter here. A model has those that its options make.
-      fields: The key in config.json of every field of `TransformerConfig` that differs between models of the family.
+      fields: The key in config.json of every field of `TransformerConfig` that differs between
+        models of the family.
       always: The fields that are the same for all of its models.
-      defaults: What keys that config.json lacks stand for: the defaults of the family's class in `transformers` 5.24,
-        which are in src/transformers/models/FAMILY/configuration_FAMILY.py, and for rope_theta in
-        modeling_rope_utils.py.
-      required: The values that can be imported of keys that have no field here. A key that is absent is accepted,
-        because the first of these values is the default of the class.
-      nullable: The keys of integers that may be null, which stands for what the class then makes of it.
+      defaults: What keys that config.json lacks stand for: the defaults of the family's class in
+        `transformers` 5.24, which are in src/transformers/models/FAMILY/configuration_FAMILY.py,
+        and for rope_theta in modeling_rope_utils.py.
+      required: The values that can be imported of keys that have no field here. A key that is
+        absent is accepted, because the first of these values is the default of the class.
+      nullable: The keys of integers that may be null, which stands for what the class then makes of
+        it.
       aliases: Other names of keys in config.json.
     """
 
@@ -177,7 +184,10 @@ GEMMA = Family(
     },
     # The first files of Gemma say "gelu" and mean the tanh approximation that it was trained with.
     required=_REQUIRED
-    | {"hidden_act": ("gelu_pytorch_tanh", "gelu"), "hidden_activation": ("gelu_pytorch_tanh", None)},
+    | {
+        "hidden_act": ("gelu_pytorch_tanh", "gelu"),
+        "hidden_activation": ("gelu_pytorch_tanh", None),
+    },
 )
 GEMMA2 = Family(
     model_type="gemma2",
@@ -254,7 +264,10 @@ QWEN3_MOE = Family(
     tensors=_TENSORS
     | _HEAD_NORMS
     | {"layers.mlp.router.kernel": _LAYER + "mlp.gate.weight"}
-    | {f"layers.mlp.{name}": f"{_LAYER}mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down")},
+    | {
+        f"layers.mlp.{name}": f"{_LAYER}mlp.experts.{{expert}}.{name}_proj.weight"
+        for name in ("gate", "up", "down")
+    },
     fields=_FIELDS
     | {
         "experts": "num_experts",
@@ -281,26 +294,32 @@ QWEN3_MOE = Family(
         "rope_theta": 10_000,
         "max_position_embeddings": 32_768,
     },
-    required=_REQUIRED | {"hidden_act": ("silu",), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+    required=_REQUIRED
+    | {"hidden_act": ("silu",), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
     aliases={"num_local_experts": "num_experts"},  # of `transformers` 5
 )
-FAMILIES = {family.model_type: family for family in (LLAMA, QWEN3, GEMMA, GEMMA2, MIXTRAL, QWEN3_MOE)}
+FAMILIES = {
+    family.model_type: family for family in (LLAMA, QWEN3, GEMMA, GEMMA2, MIXTRAL, QWEN3_MOE)
+}
 
 
 def read_config(given: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
-    """Returns the family of a config.json, and the fields of `TransformerConfig` that it determines.
+    """Returns the family of a config.json, and the fields of `TransformerConfig` that it
+    determines.
 
     Raises:
-      NotImplementedError: The family, or an option, is not supported; the message names all that are not.
-      ValueError: It is no object, or a value has another type than its field, is not above 0 or is too large; the
-        message names all of them.
+      NotImplementedError: The family, or an option, is not supported; the message names all that
+        are not.
+      ValueError: It is no object, or a value has another type than its field, is not above 0 or is
+        too large; the message names all of them.
     """
     if not isinstance(given, Mapping):
         raise ValueError(f"config.json must be an object: got {shown(given)}")
     family = FAMILIES.get(str(given.get("model_type")))
     if family is None:
         raise NotImplementedError(
-            f"config.json is of model_type {shown(repr(given.get('model_type')))}, which is not supported; supported "
+            f"config.json is of model_type {shown(repr(given.get('model_type')))}, which is not "
+            "supported; supported "
             f"are {', '.join(FAMILIES)}"
         )
     named = {family.aliases.get(key, key): value for key, value in given.items()}
@@ -311,17 +330,24 @@ def read_config(given: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
     values = {**family.defaults, **named}
     if family in (LLAMA, GEMMA2) and values["hidden_size"] % values["num_attention_heads"]:
         raise ValueError(  # as their classes do
-            f"config.json of a {family.model_type} is malformed: hidden_size={values['hidden_size']} must be a "
+            f"config.json of a {family.model_type} is malformed: "
+            f"hidden_size={values['hidden_size']} must be a "
             f"multiple of num_attention_heads={values['num_attention_heads']}"
         )
     for key, supported in family.required.items():
         if named.get(key, supported[0]) not in supported:
-            why = ", as all layers have experts" if key in ("decoder_sparse_step", "mlp_only_layers") else ""
+            why = (
+                ", as all layers have experts"
+                if key in ("decoder_sparse_step", "mlp_only_layers")
+                else ""
+            )
             got = shown(repr(named[key]))
             unsupported.append(f"{key}={got} (supported: {' or '.join(map(repr, supported))}{why})")
     unsupported += _unsupported_layers(family, values)
     if unsupported:
-        raise NotImplementedError(f"config.json asks for what a {family.model_type} lacks here: {listed(unsupported)}")
+        raise NotImplementedError(
+            f"config.json asks for what a {family.model_type} lacks here: {listed(unsupported)}"
+        )
     fields = {name: values[key] for name, key in family.fields.items()} | {**family.always, **rope}
     fields["kv_heads"] = fields["heads"] if fields["kv_heads"] is None else fields["kv_heads"]
     if fields.get("attention_scale") is not None:
@@ -339,16 +365,19 @@ def write_config(config: TransformerConfig, *, length: int) -> tuple[Family, dic
     Raises:
       NotImplementedError: No family has these options; the message says what each one lacks.
     """
-    plain, reasons = TransformerConfig(), []
+    plain = TransformerConfig()
+    reasons = []
     rope_names = ("rope_theta", *_ROPE_FIELDS)
     free = HOW_IT_RUNS | {"param_dtype", *rope_names}
     for family in FAMILIES.values():
         lacks = [
             f"{field.name}={getattr(config, field.name)!r}"
             for field in dataclasses.fields(config)
-            if field.name not in free and field.name not in family.fields
-            and getattr(config, field.name) != family.always.get(field.name, getattr(plain, field.name))
-        ]  # fmt: skip
+            if field.name not in free
+            and field.name not in family.fields
+            and getattr(config, field.name)
+            != family.always.get(field.name, getattr(plain, field.name))
+        ]
         if not lacks:
             break
         reasons.append(f"{family.model_type} lacks {', '.join(lacks)}")
@@ -360,12 +389,18 @@ def write_config(config: TransformerConfig, *, length: int) -> tuple[Family, dic
         written[family.fields["expert_width"]] = config.expert_features
     if family is GEMMA2:
         scale = config.attention_scale
-        written["query_pre_attn_scalar"] = config.head_features if scale is None else _whole(scale**-2)
+        written["query_pre_attn_scalar"] = (
+            config.head_features if scale is None else _whole(scale**-2)
+        )
         written["layer_types"] = [_layer_type(i, windowed=True) for i in range(config.layers)]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_factor != 1:
-        rope |= {"rope_type": "llama3"} | {key: getattr(config, name) for name, key in _ROPE_FIELDS.items()}
-    activation = {key: values[0] for key, values in family.required.items() if key.startswith("hidden_act")}
+        rope |= {"rope_type": "llama3"} | {
+            key: getattr(config, name) for name, key in _ROPE_FIELDS.items()
+        }
+    activation = {
+        key: values[0] for key, values in family.required.items() if key.startswith("hidden_act")
+    }
     return family, {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -385,8 +420,16 @@ def _read_rope(family: Family, given: Mapping[str, Any]) -> tuple[dict[str, Any]
     kind = rope["rope_type"]
     fields = {"rope_theta": float(rope["rope_theta"])}
     rotated = rope.get("partial_rotary_factor")
-    unsupported = [] if rotated in (1, None) else [f"partial_rotary_factor={shown(repr(rotated))} (supported: 1)"]
-    unsupported += [f"{key} of rotary positions of its own" for key, value in rope.items() if isinstance(value, dict)]
+    unsupported = (
+        []
+        if rotated in (1, None)
+        else [f"partial_rotary_factor={shown(repr(rotated))} (supported: 1)"]
+    )
+    unsupported += [
+        f"{key} of rotary positions of its own"
+        for key, value in rope.items()
+        if isinstance(value, dict)
+    ]
     relevant = ("rope_type", "rope_theta", "partial_rotary_factor", *_ROPE_FIELDS.values())
     if any(rope.get(key) != other.get(key) for other in ropes[1:] for key in relevant):
         kinds = " and ".join(f"rope_type={shown(repr(each['rope_type']))}" for each in ropes)
@@ -394,7 +437,10 @@ def _read_rope(family: Family, given: Mapping[str, Any]) -> tuple[dict[str, Any]
     if kind == "default":
         return fields, unsupported
     if kind != "llama3":
-        return fields, [*unsupported, f"rope_type={shown(repr(kind))} (supported: 'default' or 'llama3')"]
+        return fields, [
+            *unsupported,
+            f"rope_type={shown(repr(kind))} (supported: 'default' or 'llama3')",
+        ]
     lacking = [key for key in _ROPE_FIELDS.values() if key not in rope]
     if lacking:
         return fields, [*unsupported, f"rope_type='llama3' without {', '.join(lacking)}"]
@@ -402,14 +448,18 @@ def _read_rope(family: Family, given: Mapping[str, Any]) -> tuple[dict[str, Any]
 
 
 def _rope_parameters(family: Family, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns what config.json says of rotary positions, in each of the places where versions of `transformers` do.
+    """Returns what config.json says of rotary positions, in each of the places where versions of
+    `transformers` do.
 
-    `transformers` takes rope_scaling if it is there, and otherwise rope_parameters; what neither says is beside them.
+    `transformers` takes rope_scaling if it is there, and otherwise rope_parameters; what neither
+    says is beside them.
     """
     beside = {"rope_theta": family.defaults["rope_theta"]}
     beside |= {key: given[key] for key in ("rope_theta", "partial_rotary_factor") if key in given}
     places = [given[name] for name in ("rope_scaling", "rope_parameters") if given.get(name)]
-    return [beside | {"rope_type": place.get("type", "default")} | place for place in places or [{}]]
+    return [
+        beside | {"rope_type": place.get("type", "default")} | place for place in places or [{}]
+    ]
 
 
 def _contradictory(family: Family, given: Mapping[str, Any]) -> list[str]:
@@ -423,7 +473,8 @@ def _contradictory(family: Family, given: Mapping[str, Any]) -> list[str]:
 
 def _malformed(family: Family, given: Mapping[str, Any]) -> list[str]:
     """Returns the keys whose values cannot be read, each with its value and what it must be."""
-    an_object, a_list = (dict, "an object"), (list, "a list")
+    an_object = (dict, "an object")
+    a_list = (list, "a list")
     containers = {"rope_scaling": an_object, "rope_parameters": an_object, "layer_types": a_list}
     wrong = [
         f"{key}={shown(repr(given[key]))} must be {needed}, or null"
@@ -431,11 +482,15 @@ def _malformed(family: Family, given: Mapping[str, Any]) -> list[str]:
         if not isinstance(given.get(key), kind | None)
     ]
     if given.get("max_position_embeddings") is not None:
-        wrong += _misfit("max_position_embeddings", given["max_position_embeddings"], {int, type(None)})
+        wrong += _misfit(
+            "max_position_embeddings", given["max_position_embeddings"], {int, type(None)}
+        )
     for name, key in family.fields.items():
         if key in given and not (given[key] is None and key in family.nullable):
             wrong += _misfit(key, given[key], _kinds(name))
-    if any(not isinstance(given.get(key), dict | None) for key in ("rope_scaling", "rope_parameters")):
+    if any(
+        not isinstance(given.get(key), dict | None) for key in ("rope_scaling", "rope_parameters")
+    ):
         return wrong
     rope_keys = {"rope_theta": "rope_theta", **_ROPE_FIELDS}
     found = [

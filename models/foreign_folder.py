@@ -1,7 +1,9 @@
-"""Folders that somebody else has made: which of their files may be read, and how a message names what is in them.
+"""Folders that somebody else has made: which of their files may be read, and how a message names
+what is in them.
 
-A name that a file gives, and a link, may lead anywhere. A file is read if it is a regular file inside the folder. The
-one exception is the cache of Hugging Face, whose snapshots are folders of links to the files in `blobs` beside them.
+A name that a file gives, and a link, may lead anywhere. A file is read if it is a regular file
+inside the folder. The one exception is the cache of Hugging Face, whose snapshots are folders of
+links to the files in `blobs` beside them.
 """
 
 import os
@@ -44,20 +46,28 @@ def checked_file(folder: Path, name: str, *, named_by: str = "") -> Path:
         raise ValueError(f"{file} must be a regular file, and is none")
     if not _is_inside(folder, path):
         raise ValueError(
-            f"{file} leads out of the folder, to {shown(os.path.realpath(path))}; copy that file into "
+            f"{file} leads out of the folder, to {shown(os.path.realpath(path))}; copy that file "
+            "into "
             "the folder if you trust it"
         )
     return path
 
 
 def require_local_folder(path: Path, name: str) -> None:
-    """Raises ValueError if a path is a URL, or cannot be printed; `name` is the option that gave it."""
+    """Raises ValueError if a path is a URL, or cannot be printed; `name` is the option that gave
+    it.
+    """
     if _URL.match(str(path)):
-        raise ValueError(f"{name} must be a folder of this machine, and not a URL: got {path}; mount or copy it first")
+        raise ValueError(
+            f"{name} must be a folder of this machine, and not a URL: got {path}; mount or copy it "
+            "first"
+        )
     try:
         str(path.absolute()).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name} must have a path that is text in UTF-8: got {os.fsencode(path)!r}") from error
+        raise ValueError(
+            f"{name} must have a path that is text in UTF-8: got {os.fsencode(path)!r}"
+        ) from error
 
 
 def listed(items: Iterable[str]) -> str:
@@ -68,7 +78,9 @@ def listed(items: Iterable[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """Returns a text or a value as a message shows it: in one line, and without what is too long."""
+    """Returns a text or a value as a message shows it: in one line, and without what is too
+    long.
+    """
     text = str(value) if isinstance(value, (str, Path)) else repr(value)
     if not text.isprintable():
         text = repr(text)
@@ -76,7 +88,9 @@ def shown(value: object) -> str:
 
 
 def _is_inside(folder: Path, path: Path) -> bool:
-    """Says whether a file, after all links, is in a folder, or in the blobs of a snapshot in Hugging Face's cache."""
+    """Says whether a file, after all links, is in a folder, or in the blobs of a snapshot in
+    Hugging Face's cache.
+    """
     root = Path(os.path.realpath(folder))
     target = Path(os.path.realpath(path))
     if target.is_relative_to(root):

@@ -1,8 +1,9 @@
 """Parameters of other people's checkpoints: imported from safetensors onto any mesh, and exported.
 
-`models.families` has the names. Nothing is ever in host memory as a whole: one tensor of one layer is read at a time,
-and of it only the part that one device holds; it is put into the stack of all layers on the devices. Export fetches one
-tensor at a time. The experts of a layer, which are tensors of their own in the files, are such a tensor here.
+`models.families` has the names. Nothing is ever in host memory as a whole: one tensor of one layer
+is read at a time, and of it only the part that one device holds; it is put into the stack of all
+layers on the devices. Export fetches one tensor at a time. The experts of a layer, which are
+tensors of their own in the files, are such a tensor here.
 """
 
 import functools
@@ -45,11 +46,13 @@ def load_config(folder: Path) -> tuple[Family, dict[str, Any]]:
         file = checked_file(folder, "config.json")
     except FileNotFoundError as error:
         raise ValueError(
-            f"{folder} must be a folder with config.json and safetensors files: there is no config.json"
+            f"{folder} must be a folder with config.json and safetensors files: there is no "
+            "config.json"
         ) from error
     if os.path.lexists(folder / _ADAPTER):
         raise NotImplementedError(
-            f"{folder} has {_ADAPTER}, so that its parameters are those of a model and of an adapter; merge the two "
+            f"{folder} has {_ADAPTER}, so that its parameters are those of a model and of an "
+            "adapter; merge the two "
             "first, or remove that file"
         )
     return read_config(read_json(file))
@@ -61,25 +64,27 @@ def import_parameters(
     """Reads the parameters of a checkpoint onto the devices that hold them.
 
     Args:
-      folder: A folder with one safetensors file or with an index of several, such a file, or one of them opened.
+      folder: A folder with one safetensors file or with an index of several, such a file, or one of
+        them opened.
       family: The names of the tensors.
-      abstract: Shape, dtype and sharding of every parameter of the model, nested by its names, as `jax.eval_shape` and
-        `nnx.to_pure_dict` give them. Values are cast to these dtypes.
+      abstract: Shape, dtype and sharding of every parameter of the model, nested by its names, as
+        `jax.eval_shape` and `nnx.to_pure_dict` give them. Values are cast to these dtypes.
       report: Called after every tensor.
 
     Returns:
       The parameters, as `abstract`.
 
     Raises:
-      ValueError: Tensors are missing, left over or of another shape, or a file is damaged. All of them are named, and
-        none was loaded.
+      ValueError: Tensors are missing, left over or of another shape, or a file is damaged. All of
+        them are named, and none was loaded.
     """
     leaves, tree = jax.tree.flatten_with_path(abstract)
     files = folder if isinstance(folder, TensorFiles) else TensorFiles(folder)
     with jax.set_mesh(_mesh_of(leaves[0][1])):
         names = {_name(path): leaf for path, leaf in leaves}
         _check(files, family, names)
-        total, done = sum(leaf.size * leaf.dtype.itemsize for leaf in names.values()), 0
+        total = sum(leaf.size * leaf.dtype.itemsize for leaf in names.values())
+        done = 0
         values = []
         for name, leaf in names.items():
             value = _import_one(files, family.tensors[name], name, leaf)
@@ -90,10 +95,17 @@ def import_parameters(
 
 
 def export_parameters(
-    folder: Path, config: TransformerConfig, params: Any, *, length: int, dtype: Any = None,
-    shard_bytes: int = SHARD_BYTES, report: Report = lambda *_: None,
-) -> dict[str, Any]:  # fmt: skip
-    """Writes parameters as safetensors, under the names of the family that the architecture belongs to.
+    folder: Path,
+    config: TransformerConfig,
+    params: Any,
+    *,
+    length: int,
+    dtype: Any = None,
+    shard_bytes: int = SHARD_BYTES,
+    report: Report = lambda *_: None,
+) -> dict[str, Any]:
+    """Writes parameters as safetensors, under the names of the family that the architecture belongs
+    to.
 
     Args:
       folder: The folder, which must exist.
@@ -111,13 +123,17 @@ def export_parameters(
       NotImplementedError: No family has these options, or several processes hold the parameters.
     """
     if jax.process_count() > 1:
-        raise NotImplementedError("export needs all parameters in one process; run it in a process of its own")
+        raise NotImplementedError(
+            "export needs all parameters in one process; run it in a process of its own"
+        )
     family, written = write_config(config, length=length)
     named = {_name(path): leaf for path, leaf in jax.tree.flatten_with_path(params)[0]}
     sizes: dict[str, int] = {}
     for name, leaf in named.items():
         theirs = _their_names(family.tensors[name], leaf)
-        sizes |= dict.fromkeys(theirs, leaf.size * np.dtype(dtype or leaf.dtype).itemsize // len(theirs))
+        sizes |= dict.fromkeys(
+            theirs, leaf.size * np.dtype(dtype or leaf.dtype).itemsize // len(theirs)
+        )
     tensors = _fetch_all(family, named, dtype, sum(sizes.values()), report)
     safetensors_files.write(folder, tensors, sizes, shard_bytes=shard_bytes)
     stored = {str(np.dtype(dtype or leaf.dtype)) for leaf in named.values()}
@@ -125,11 +141,15 @@ def export_parameters(
 
 
 def _check(files: TensorFiles, family: Family, names: Mapping[str, Any]) -> None:
-    """Raises ValueError unless the files have exactly the tensors that the parameters need, in their shapes."""
+    """Raises ValueError unless the files have exactly the tensors that the parameters need, in
+    their shapes.
+    """
     needed = {}
     for name, leaf in names.items():
         if name not in family.tensors:
-            raise NotImplementedError(f"the table of {family.model_type} in models/families.py has no {name}")
+            raise NotImplementedError(
+                f"the table of {family.model_type} in models/families.py has no {name}"
+            )
         template = family.tensors[name]
         shape = leaf.shape[template.count("{") :]
         for their_name in _their_names(template, leaf):
@@ -137,7 +157,10 @@ def _check(files: TensorFiles, family: Family, names: Mapping[str, Any]) -> None
     tied = {_OUTPUT} if "output.kernel" not in names else set()
     there = {name for name in files.shapes if not name.endswith(_COMPUTED) and name not in tied}
     problems = [f"missing: {name} {list(needed[name])}" for name in sorted(needed.keys() - there)]
-    problems += [f"left over: {shown(name)} {list(files.shapes[name])}" for name in sorted(there - needed.keys())]
+    problems += [
+        f"left over: {shown(name)} {list(files.shapes[name])}"
+        for name in sorted(there - needed.keys())
+    ]
     problems += [
         f"{name} is {list(files.shapes[name])} and must be {list(needed[name])}"
         for name in sorted(needed.keys() & there)
@@ -145,14 +168,17 @@ def _check(files: TensorFiles, family: Family, names: Mapping[str, Any]) -> None
     ]
     if problems:
         raise ValueError(
-            f"the tensors of {files.path} are not those of this {family.model_type}, nothing was loaded: "
-            + listed(problems)
+            f"the tensors of {files.path} are not those of this {family.model_type}, nothing was "
+            "loaded: " + listed(problems)
         )
-    output, embedding = _OUTPUT, family.tensors["embed.embedding"]
+    output = _OUTPUT
+    embedding = family.tensors["embed.embedding"]
     if tied and output in files.shapes and not files.are_equal(output, embedding):
         raise ValueError(
-            f"{output} of {files.path} differs from {embedding}, although tie_word_embeddings of config.json, or its "
-            f"default for a {family.model_type}, says that they are one: `transformers` then uses both; write false "
+            f"{output} of {files.path} differs from {embedding}, although tie_word_embeddings of "
+            "config.json, or its "
+            f"default for a {family.model_type}, says that they are one: `transformers` then uses "
+            "both; write false "
             "there to import both, or remove the tensor"
         )
 
@@ -167,21 +193,30 @@ def _import_one(files: TensorFiles, template: str, name: str, leaf: Any) -> jax.
     sharding = NamedSharding(leaf.sharding.mesh, spec)
     stack = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
     for layer, of_layer in enumerate(names):
-        part = _make_sharded(functools.partial(read, of_layer), leaf.shape[1:], sharding, leaf.dtype)
+        part = _make_sharded(
+            functools.partial(read, of_layer), leaf.shape[1:], sharding, leaf.dtype
+        )
         stack = _put_layer(stack, part, np.int32(layer))
     return stack
 
 
-def _read(files: TensorFiles, names: str | list[str], index: tuple[slice, ...], *, transposed: bool) -> np.ndarray:
+def _read(
+    files: TensorFiles, names: str | list[str], index: tuple[slice, ...], *, transposed: bool
+) -> np.ndarray:
     """Reads a part of a tensor, or of the stack of several, as it is here."""
     if isinstance(names, list):
-        return np.stack([_read(files, name, index[1:], transposed=transposed) for name in names[index[0]]])
+        return np.stack(
+            [_read(files, name, index[1:], transposed=transposed) for name in names[index[0]]]
+        )
     value = files.read(names, index[::-1] if transposed else index)
     return value.T if transposed else value
 
 
 def _make_sharded(
-    read: Callable[[tuple[slice, ...]], np.ndarray], shape: tuple[int, ...], sharding: NamedSharding, dtype: Any
+    read: Callable[[tuple[slice, ...]], np.ndarray],
+    shape: tuple[int, ...],
+    sharding: NamedSharding,
+    dtype: Any,
 ) -> jax.Array:
     """Makes a sharded array of what is read, one part of it in host memory at a time."""
     parts: dict[tuple[slice, ...], list[Any]] = {}
@@ -216,9 +251,13 @@ def _fetch_all(
         names = iter(_their_names(template, leaf))
         for layer in range(leaf.shape[0] if _is_stacked(template) else 1):
             with jax.set_mesh(_mesh_of(leaf)):
-                fetched = np.asarray(_take_layer(leaf, np.int32(layer)) if _is_stacked(template) else leaf)
+                fetched = np.asarray(
+                    _take_layer(leaf, np.int32(layer)) if _is_stacked(template) else leaf
+                )
             for value in fetched if "{expert}" in template else (fetched,):
-                value = (value.T if _is_transposed(name, template) else value).astype(dtype or value.dtype, order="C")
+                value = (value.T if _is_transposed(name, template) else value).astype(
+                    dtype or value.dtype, order="C"
+                )
                 done += value.nbytes
                 report(name, done, total)
                 yield next(names), value
@@ -245,4 +284,6 @@ def _is_transposed(name: str, template: str) -> bool:
 
 def _their_names(template: str, leaf: Any) -> list[str]:
     indices = np.ndindex(leaf.shape[: template.count("{")])  # of the layer, and of the expert
-    return [template.format(**dict(zip(("layer", "expert"), index, strict=False))) for index in indices]
+    return [
+        template.format(**dict(zip(("layer", "expert"), index, strict=False))) for index in indices
+    ]

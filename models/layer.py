@@ -1,4 +1,5 @@
-"""A layer of the decoder of `models.transformer`: attention and an MLP, or a mixture of experts, between norms.
+"""A layer of the decoder of `models.transformer`: attention and an MLP, or a mixture of experts,
+between norms.
 
 Shape suffixes: B batch, L sequence, D width; `models.transformer` says how they are sharded.
 """
@@ -17,7 +18,8 @@ _ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); with `post_norms`, attention and MLP are normalized once more.
+    """x + attention(norm(x)), then x + mlp(norm(x)); with `post_norms`, attention and MLP are
+    normalized once more.
 
     With experts, `mlp` is a mixture of them.
     """
@@ -32,7 +34,10 @@ class DecoderLayer(nnx.Module):
         **given: Unpack[fa.nn.LayerOptions],
     ):
         shared: Any = layer_options(config, given)
-        options = shared | {"gathered_bytes": config.gathered_mib * 2**20, "quantization": quantization_of(config)}
+        options = shared | {
+            "gathered_bytes": config.gathered_mib * 2**20,
+            "quantization": quantization_of(config),
+        }
         self.attention_norm = RMSNorm(config, rngs=rngs)
         self.attention = fa.nn.ParallelSelfAttention(
             config.width,
@@ -61,7 +66,9 @@ class DecoderLayer(nnx.Module):
                 config.expert_features,
                 config.experts,
                 experts_per_token=config.experts_per_token,
-                router=fa.nn.RouterOptions(config.router_scores, normalize=config.normalize_expert_weights),
+                router=fa.nn.RouterOptions(
+                    config.router_scores, normalize=config.normalize_expert_weights
+                ),
                 shared_hidden=config.shared_expert_width,
                 capacity_factor=config.capacity_factor,
                 activation=activation,
@@ -70,7 +77,12 @@ class DecoderLayer(nnx.Module):
             )
         else:
             self.mlp = fa.nn.ParallelMLP(
-                config.width, config.mlp_width, activation=activation, use_bias=config.mlp_bias, rngs=rngs, **options
+                config.width,
+                config.mlp_width,
+                activation=activation,
+                use_bias=config.mlp_bias,
+                rngs=rngs,
+                **options,
             )
         self.post_attention_norm = RMSNorm(config, rngs=rngs) if config.post_norms else None
         self.post_mlp_norm = RMSNorm(config, rngs=rngs) if config.post_norms else None
@@ -94,21 +106,27 @@ class DecoderLayer(nnx.Module):
         *,
         decode: bool = False,
     ) -> tuple[Float[Array, "B L D"], Float[Array, "2"] | None]:
-        """Applies the layer, and adds its load-balancing loss and its z-loss to `losses`, unless that is None."""
+        """Applies the layer, and adds its load-balancing loss and its z-loss to `losses`, unless
+        that is None.
+        """
         y_BLD = self.attention(self.attention_norm(x_BLD), segment_ids_BL, mask=mask, decode=decode)
         x_BLD += y_BLD if self.post_attention_norm is None else self.post_attention_norm(y_BLD)
         normed_BLD = self.mlp_norm(x_BLD)
         if isinstance(self.mlp, fa.nn.ParallelMoE):
             y_BLD, routing = self.mlp.with_routing(normed_BLD)
             if losses is not None:
-                losses += jnp.stack([routing.load_balance_loss, routing.z_loss]).astype(losses.dtype)
+                losses += jnp.stack([routing.load_balance_loss, routing.z_loss]).astype(
+                    losses.dtype
+                )
         else:
             y_BLD = self.mlp(normed_BLD)
         return x_BLD + (y_BLD if self.post_mlp_norm is None else self.post_mlp_norm(y_BLD)), losses
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation of the width, computed in float32: `nnx.RMSNorm`, or Gemma's, with 1 + scale."""
+    """Root-mean-square normalisation of the width, computed in float32: `nnx.RMSNorm`, or Gemma's,
+    with 1 + scale.
+    """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -116,22 +134,31 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(init(rngs.params(), (config.width,), jnp.dtype(config.param_dtype)))
 
     def __call__(self, x_BLD: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
-        x, scale_D = x_BLD.astype(jnp.float32), self.scale[...].astype(jnp.float32)
+        x = x_BLD.astype(jnp.float32)
+        scale_D = self.scale[...].astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
         scale_D = 1 + scale_D if self.config.norm_plus_one else scale_D
         return (
-            x * (jax.lax.rsqrt(mean_square + self.config.norm_epsilon) * jax.lax.broadcast_to_rank(scale_D, x.ndim))
+            x
+            * (
+                jax.lax.rsqrt(mean_square + self.config.norm_epsilon)
+                * jax.lax.broadcast_to_rank(scale_D, x.ndim)
+            )
         ).astype(self.config.dtype)
 
 
 def layer_options(config: TransformerConfig, given: fa.nn.LayerOptions) -> fa.nn.LayerOptions:
-    """Returns the keywords that all parallel layers share: those that are given, and those of the configuration."""
+    """Returns the keywords that all parallel layers share: those that are given, and those of the
+    configuration.
+    """
     return {**given, "dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}
 
 
 def quantization_of(config: TransformerConfig) -> fa.Quantization | None:
     """Returns how the decoder layers are quantised."""
-    kind, backward, weights = config.quantization, config.quantization_backward, config.quantization_weights
+    kind = config.quantization
+    backward = config.quantization_backward
+    weights = config.quantization_weights
     return kind and fa.Quantization(kind, backward, weights=weights)
 
 
@@ -139,5 +166,8 @@ def _rope_scaling(config: TransformerConfig) -> fa.nn.RopeScaling | None:
     if config.rope_factor == 1:
         return None
     return fa.nn.RopeScaling(
-        config.rope_factor, config.rope_low_frequency, config.rope_high_frequency, config.rope_original_length
+        config.rope_factor,
+        config.rope_low_frequency,
+        config.rope_high_frequency,
+        config.rope_original_length,
     )

@@ -1,7 +1,9 @@
-"""Safetensors files: parts of tensors read from one file or from indexed shards, and tensors written one by one.
+"""Safetensors files: parts of tensors read from one file or from indexed shards, and tensors
+written one by one.
 
-Format: https://huggingface.co/docs/safetensors, a length of 8 bytes, a header in JSON, and the tensors end to end. The
-`safetensors` package reads slices, but can only write what is in memory as a whole, so files are written here.
+Format: https://huggingface.co/docs/safetensors, a length of 8 bytes, a header in JSON, and the
+tensors end to end. The `safetensors` package reads slices, but can only write what is in memory as
+a whole, so files are written here.
 """
 
 import json
@@ -17,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from flaxasync.foreign_json import read_json
 from models.foreign_folder import checked_file, listed, shown
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _COMPARED = 1 << 24  # the most values of a tensor that are compared at a time
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -36,8 +39,9 @@ class TensorFiles:
         """Opens the files and reads their headers.
 
         Raises:
-          ValueError: There are no such files, one is cut short, damaged or no regular file inside the folder, the index
-            names a tensor that its file lacks, or a tensor has a type that is not floating-point; they are named.
+          ValueError: There are no such files, one is cut short, damaged or no regular file inside
+            the folder, the index names a tensor that its file lacks, or a tensor has a type that is
+            not floating-point; they are named.
         """
         self.path = path
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -55,15 +59,22 @@ class TensorFiles:
                 problems.append(str(error))
                 continue
             lacking = sorted(set(names or ()) - found.keys())
-            problems += [f"{file} lacks {shown(name)}, which the index says is in it" for name in lacking]
+            problems += [
+                f"{file} lacks {shown(name)}, which the index says is in it" for name in lacking
+            ]
             for name, (dtype, shape) in sorted(found.items()):
                 if named.get(name, file) != file:
                     continue  # the index says that it is in another file
                 if name in self._of:
                     both = f"{self._of[name].name} and {file.name}"
-                    problems.append(f"{shown(name)} is in {both}, and the index does not say which of them is right")
+                    problems.append(
+                        f"{shown(name)} is in {both}, and the index does not say which of them is "
+                        "right"
+                    )
                 if dtype not in _DTYPES:
-                    problems.append(f"{shown(name)} is of type {dtype}; supported are {', '.join(_DTYPES)}")
+                    problems.append(
+                        f"{shown(name)} is of type {dtype}; supported are {', '.join(_DTYPES)}"
+                    )
                 self._of[name] = file
                 self.shapes[name] = shape
         if problems:
@@ -72,7 +83,8 @@ class TensorFiles:
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Returns the part of a tensor that `index` selects; nothing else of it is read.
 
-        The file is mapped for this call alone, because the pages that were read count as memory of the process.
+        The file is mapped for this call alone, because the pages that were read count as memory of
+        the process.
         """
         with safe_open(self._of[name], framework="np") as file:
             return file.get_slice(name)[index]
@@ -92,7 +104,11 @@ class TensorFiles:
 
 
 def write(
-    folder: Path, tensors: Iterator[tuple[str, np.ndarray]], sizes: Mapping[str, int], *, shard_bytes: int
+    folder: Path,
+    tensors: Iterator[tuple[str, np.ndarray]],
+    sizes: Mapping[str, int],
+    *,
+    shard_bytes: int,
 ) -> None:
     """Writes tensors, one in memory at a time, as one file, or as several with an index.
 
@@ -103,9 +119,11 @@ def write(
       shard_bytes: The most bytes of a file that has more than one tensor.
     """
     shards = _divide(sizes, shard_bytes)
-    files = [SINGLE] if len(shards) == 1 else [
-        f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))
-    ]  # fmt: skip
+    files = (
+        [SINGLE]
+        if len(shards) == 1
+        else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    )
     for file, names in zip(files, shards, strict=True):
         _write_file(folder / file, tensors, {name: sizes[name] for name in names})
     if len(shards) > 1:
@@ -117,18 +135,27 @@ def write(
 def _find(path: Path) -> dict[Path, list[str] | None]:
     """Returns the files, and the tensors that an index says are in each; None without an index.
 
-    As for `transformers`, model.safetensors stands above an index beside it, which is often of an older version.
+    As for `transformers`, model.safetensors stands above an index beside it, which is often of an
+    older version.
     """
     if path.is_file():
         return {path: None}
     for name, of_it in ((SINGLE, _find_single), (INDEX, _find_shards)):
         if os.path.lexists(path / name):
             return of_it(path)
-    others = sorted(file.name for ending in ("*.bin", "*.pth", "*.pt", "*.gguf") for file in path.glob(ending))
-    found = f"; {listed(map(shown, others))} cannot be read, save them as safetensors first" if others else ""
+    others = sorted(
+        file.name for ending in ("*.bin", "*.pth", "*.pt", "*.gguf") for file in path.glob(ending)
+    )
+    found = (
+        f"; {listed(map(shown, others))} cannot be read, save them as safetensors first"
+        if others
+        else ""
+    )
     shards = sorted(file.name for file in path.glob("*.safetensors"))
     if shards:
-        found = f"; which tensors {listed(map(shown, shards))} should have is not known without {INDEX}"
+        found = (
+            f"; which tensors {listed(map(shown, shards))} should have is not known without {INDEX}"
+        )
     raise ValueError(f"there is neither {SINGLE} nor {INDEX} in {path}{found}")
 
 
@@ -146,8 +173,15 @@ def _find_shards(folder: Path) -> dict[Path, list[str] | None]:
     except FileNotFoundError as error:
         raise ValueError(f"{folder / INDEX} is a link to a file that is missing") from error
     index = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
-        raise ValueError(f'{folder / INDEX} is not an index of tensors: it must have "weight_map", {{tensor: file}}')
+    if (
+        not isinstance(index, dict)
+        or not index
+        or not all(isinstance(name, str) for name in index.values())
+    ):
+        raise ValueError(
+            f'{folder / INDEX} is not an index of tensors: it must have "weight_map", {{tensor: '
+            f"file}}"
+        )
     tensors: dict[str, list[str]] = {}
     for tensor, name in index.items():
         tensors.setdefault(name, []).append(tensor)
@@ -177,7 +211,9 @@ def _read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     try:
         with safe_open(file, framework="np") as opened:
             parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
-            return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
+            return {
+                name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()
+            }
     except FileNotFoundError as error:
         raise ValueError(f"{file.parent}/{shown(file.name)} is missing") from error
     except (SafetensorError, OSError) as error:
@@ -196,10 +232,15 @@ def _divide(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
     return shards
 
 
-def _write_file(path: Path, tensors: Iterator[tuple[str, np.ndarray]], sizes: Mapping[str, int]) -> None:
-    """Writes the next tensors. Their shapes are known last, so the header is written into room that is left for it."""
+def _write_file(
+    path: Path, tensors: Iterator[tuple[str, np.ndarray]], sizes: Mapping[str, int]
+) -> None:
+    """Writes the next tensors. Their shapes are known last, so the header is written into room that
+    is left for it.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    room = 8 * (32 + sum(len(name) // 8 + 32 for name in sizes))  # a multiple of 8, as tensors must be aligned
+    # a multiple of 8, as tensors must be aligned
+    room = 8 * (32 + sum(len(name) // 8 + 32 for name in sizes))
     offset = 0
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "wb") as file:
@@ -212,7 +253,8 @@ def _write_file(path: Path, tensors: Iterator[tuple[str, np.ndarray]], sizes: Ma
                 "shape": list(value.shape),
                 "data_offsets": [offset, offset + size],
             }
-            # Not `tofile`, whose error on a full disk has no number. The view as bytes serves bfloat16 as well.
+            # Not `tofile`, whose error on a full disk has no number. The view as bytes serves
+            # bfloat16 as well.
             file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
             offset += size
         text = json.dumps(header).encode()

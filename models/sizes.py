@@ -1,7 +1,8 @@
-"""Compares the sizes that a config.json names with the tensors of the files, before anything of that size is made.
+"""Compares the sizes that a config.json names with the tensors of the files, before anything of
+that size is made.
 
-A size that is far too large would otherwise be noticed only when memory runs out. That every tensor has exactly its
-shape is compared later, in `models.hugging_face`. This file does not import JAX.
+A size that is far too large would otherwise be noticed only when memory runs out. That every tensor
+has exactly its shape is compared later, in `models.hugging_face`. This file does not import JAX.
 """
 
 import math
@@ -50,10 +51,16 @@ def check_sizes(files: TensorFiles, family: Family, fields: Mapping[str, Any]) -
         else:
             continue
         if size is not None and size > most:
-            origin = ", the default where config.json lacks it," if family.defaults.get(key) == size else ""
+            origin = (
+                ", the default where config.json lacks it,"
+                if family.defaults.get(key) == size
+                else ""
+            )
             problems.append(f"{key} is {size:,}{origin} and must be at most {most:,}, {what}")
     if problems:
-        raise ValueError(f"config.json and the tensors of {files.path} are not of one model: {listed(problems)}")
+        raise ValueError(
+            f"config.json and the tensors of {files.path} are not of one model: {listed(problems)}"
+        )
 
 
 def _tensor_of(name: str, files: TensorFiles, family: Family) -> str | None:

@@ -1,16 +1,21 @@
-"""A Llama-style decoder: layers of `models.layer` between an embedding and an output layer, as one scan.
+"""A Llama-style decoder: layers of `models.layer` between an embedding and an output layer, as one
+scan.
 
-The options of `TransformerConfig` make it the decoder of other families too, such as Qwen 3 and Gemma 2. With experts
-it is a mixture of experts: each layer then adds the losses of its router to a sum that goes through the layers with x.
+The options of `TransformerConfig` make it the decoder of other families too, such as Qwen 3 and
+Gemma 2. With experts
+it is a mixture of experts: each layer then adds the losses of its router to a sum that goes through
+  the layers with x.
 
-The residual stream is sharded over the sequence: each device of the model axis holds its own rows of it. Norms and
-residuals run on those rows, and the parallel layers gather and scatter rows while they multiply. With a context axis
-the sequence is split over that axis too, and keys and values travel along it. Layers are stacked along a leading
-dimension of their parameters and run as one scan.
+The residual stream is sharded over the sequence: each device of the model axis holds its own rows
+of it. Norms and residuals run on those rows, and the parallel layers gather and scatter rows while
+they multiply. With a context axis the sequence is split over that axis too, and keys and values
+travel along it. Layers are stacked along a leading dimension of their parameters and run as one
+scan.
 
-Shape suffixes: B batch, L sequence, D width, V vocabulary. On a mesh (data, model), x_BLD is sharded
-P(data, model, None) and tokens_BL is P(data, None); with a context axis, they are P(data, (context, model), None) and
-P(data, context). With an fsdp axis, "data" stands for (data, fsdp), over which parameters are stored sharded as well.
+Shape suffixes: B batch, L sequence, D width, V vocabulary. On a mesh (data, model), x_BLD is
+sharded P(data, model, None) and tokens_BL is P(data, None); with a context axis, they are P(data,
+(context, model), None) and P(data, context). With an fsdp axis, "data" stands for (data, fsdp),
+over which parameters are stored sharded as well.
 """
 
 import dataclasses
@@ -38,15 +43,18 @@ _POLICIES: dict[Remat | None, Any] = {
 }
 
 
-type _Carry = tuple[Array, Array | None]  # what goes through the layers: x, and the losses of the routers so far
+# what goes through the layers: x, and the losses of the routers so far
+type _Carry = tuple[Array, Array | None]
 
 
 class Losses(NamedTuple):
-    """The losses of a batch, float32; those of routers are means over the layers, and None where there are none.
+    """The losses of a batch, float32; those of routers are means over the layers, and None where
+    there are none.
 
     Attributes:
       cross_entropy: The mean cross-entropy of the targets, in nats a token.
-      load_balance: How uneven the experts are chosen; 1 if they are chosen evenly. See `flaxasync.nn.Routing`.
+      load_balance: How uneven the experts are chosen; 1 if they are chosen evenly. See
+        `flaxasync.nn.Routing`.
       router_z: The mean of logsumexp(router logits)**2.
     """
 
@@ -59,15 +67,16 @@ class Transformer(nnx.Module):
     """Turns tokens into logits.
 
     Args:
-      config: The architecture. Without a trainer that chooses, its remat and fsdp_overlap None mean "none" and "xla".
+      config: The architecture. Without a trainer that chooses, its remat and fsdp_overlap None mean
+        "none" and "xla".
       axis_name: The mesh axis that splits heads, hidden features, vocabulary and sequence.
-      fsdp_axis: The mesh axis over which parameters are stored sharded as well, one of those that split the batch; None
-        if there is none.
+      fsdp_axis: The mesh axis over which parameters are stored sharded as well, one of those that
+        split the batch; None if there is none.
       context_axis: The mesh axis that splits sequences; None if they are not split.
       context_layout: The order of positions on it. Tokens and targets are given in the order of
         `flaxasync.sequence_order`.
-      backend: What executes the collective ops of all layers; see `flaxasync.all_gather_matmul`. An op that lacks this
-        backend chooses for itself.
+      backend: What executes the collective ops of all layers; see `flaxasync.all_gather_matmul`. An
+        op that lacks this backend chooses for itself.
       rngs: The random streams; the model draws from `params`.
 
     Raises:
@@ -85,34 +94,50 @@ class Transformer(nnx.Module):
         backend: str | None = None,
         rngs: nnx.Rngs,
     ):
-        given: fa.nn.LayerOptions = {"axis_name": axis_name, "fsdp_axis": fsdp_axis, "backend": backend}
+        given: fa.nn.LayerOptions = {
+            "axis_name": axis_name,
+            "fsdp_axis": fsdp_axis,
+            "backend": backend,
+        }
         options = layer_options(config, given)
         self.config = dataclasses.replace(
             config, remat=config.remat or "none", fsdp_overlap=config.fsdp_overlap or "xla"
         )
-        self.axis_name, self.fsdp_axis = axis_name, fsdp_axis
+        self.axis_name = axis_name
+        self.fsdp_axis = fsdp_axis
         self.embed = fa.nn.VocabParallelEmbed(
-            config.vocab_size, config.width, embedding_init=nnx.initializers.normal(0.02), rngs=rngs, **options
+            config.vocab_size,
+            config.width,
+            embedding_init=nnx.initializers.normal(0.02),
+            rngs=rngs,
+            **options,
         )
 
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
         def stack(rngs: nnx.Rngs) -> DecoderLayer:
-            return DecoderLayer(config, context_axis=context_axis, context_layout=context_layout, rngs=rngs, **given)
+            return DecoderLayer(
+                config, context_axis=context_axis, context_layout=context_layout, rngs=rngs, **given
+            )
 
         self.layers = stack(rngs)
         self.final_norm = RMSNorm(config, rngs=rngs)
-        self.output = None if config.tie_embeddings else fa.nn.ColumnParallelLinear(
-            config.width, config.vocab_size, use_bias=False, pad=True, rngs=rngs, **options
-        )  # fmt: skip
+        self.output = (
+            None
+            if config.tie_embeddings
+            else fa.nn.ColumnParallelLinear(
+                config.width, config.vocab_size, use_bias=False, pad=True, rngs=rngs, **options
+            )
+        )
 
     def __call__(
         self, tokens_BL: Int[Array, "B L"], segment_ids_BL: Int[Array, "B L"] | None = None
     ) -> Float[Array, "B L V"]:
         """Returns the logits of the next token at every position, sharded over the vocabulary.
 
-        With segment ids, a position attends only to positions of the same id. Where the model axis does not divide the
-        vocabulary, V is the next multiple, and the logits beyond the vocabulary are as low as can be.
+        With segment ids, a position attends only to positions of the same id. Where the model axis
+        does not divide the vocabulary, V is the next multiple, and the logits beyond the vocabulary
+        are as low as can be.
         """
 
         def finish(modules: tuple[RMSNorm, Any], x_BLD: Array, losses: None) -> Array:
@@ -128,42 +153,69 @@ class Transformer(nnx.Module):
           length: The most tokens of a sequence.
         """
         config = self.config
-        self.layers.attention.init_cache((config.layers, batch, length, config.width), jnp.dtype(config.dtype))
+        self.layers.attention.init_cache(
+            (config.layers, batch, length, config.width), jnp.dtype(config.dtype)
+        )
 
     def decode(self, tokens_BL: Int[Array, "B L"]) -> Float[Array, "B V"]:
-        """Adds tokens to the sequences in the cache, and returns the logits of the token after the last one.
+        """Adds tokens to the sequences in the cache, and returns the logits of the token after the
+        last one.
 
-        Call `init_cache` first. The caller makes sure that the cache has room: in a full one the last tokens are
-        replaced. Every device of the model axis has all rows, so any number of tokens can be added.
+        Call `init_cache` first. The caller makes sure that the cache has room: in a full one the
+        last tokens are replaced. Every device of the model axis has all rows, so any number of
+        tokens can be added.
         """
         cached: Any = self.layers.attention
         if cached.cached_key is None:
-            raise ValueError("Transformer.decode needs a cache of keys and values, and has none: call init_cache first")
-        length, index = cached.cached_key[...].shape[2], cached.cache_index[...][0]
+            raise ValueError(
+                "Transformer.decode needs a cache of keys and values, and has none: call "
+                "init_cache first"
+            )
+        length = cached.cached_key[...].shape[2]
+        index = cached.cache_index[...][0]
         positions = index + jnp.arange(tokens_BL.shape[1], dtype=index.dtype)
         spec = jax.P(jax.typeof(cached.cached_key[...]).sharding.spec[1], None)
-        if jax.typeof(tokens_BL).sharding.spec != spec:  # under Explicit axes the rows must lie as those of the cache
+        # under Explicit axes the rows must lie as those of the cache
+        if jax.typeof(tokens_BL).sharding.spec != spec:
             tokens_BL = jax.sharding.reshard(tokens_BL, spec)
 
-        @nnx.scan(in_axes=(0, 0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
+        @nnx.scan(
+            in_axes=(0, 0, nnx.Carry),
+            out_axes=nnx.Carry,
+            transform_metadata={nnx.PARTITION_NAME: None},
+        )
         def run(layer: DecoderLayer, is_windowed: Array, x_BLD: Array) -> Array:
             return layer(x_BLD, mask=self._window_mask(is_windowed, positions, length), decode=True)
 
-        x_BLD = run(self.layers, self._windowed_layers(), self._embed(tokens_BL, layout="replicated"))
+        x_BLD = run(
+            self.layers, self._windowed_layers(), self._embed(tokens_BL, layout="replicated")
+        )
         return _logits(self._last_modules(), x_BLD[:, -1:], self.config)[:, 0]
 
     def _apply(
-        self, finish: Callable[..., Any], tokens_BL: Array, segment_ids_BL: Array | None, *arrays: Array,
+        self,
+        finish: Callable[..., Any],
+        tokens_BL: Array,
+        segment_ids_BL: Array | None,
+        *arrays: Array,
         routed: bool = False,
-    ) -> Any:  # fmt: skip
-        """Returns finish(modules, x, losses, *arrays) of the last layer's result x and the modules that make logits.
+    ) -> Any:
+        """Returns finish(modules, x, losses, *arrays) of the last layer's result x and the modules
+        that make logits.
 
-        `losses` are those of the routers of all layers, load-balancing and z, if they are wanted; otherwise None.
+        `losses` are those of the routers of all layers, load-balancing and z, if they are wanted;
+        otherwise None.
         """
 
-        @nnx.scan(in_axes=(0, 0, nnx.Carry), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: None})
+        @nnx.scan(
+            in_axes=(0, 0, nnx.Carry),
+            out_axes=nnx.Carry,
+            transform_metadata={nnx.PARTITION_NAME: None},
+        )
         def run(layer: DecoderLayer, is_windowed: Array, carry: _Carry) -> _Carry:
-            mask = self._window_mask(is_windowed, jnp.arange(tokens_BL.shape[1]), tokens_BL.shape[1])
+            mask = self._window_mask(
+                is_windowed, jnp.arange(tokens_BL.shape[1]), tokens_BL.shape[1]
+            )
             return _with_remat(self.config.remat)(layer, *carry, segment_ids_BL, mask)
 
         carry = self._embed(tokens_BL), jnp.zeros(2, jnp.float32) if routed else None
@@ -172,21 +224,37 @@ class Transformer(nnx.Module):
         if self.config.fsdp_overlap != "xla" and (self.fsdp_axis is not None or sums_beside):
             ids = () if segment_ids_BL is None else (segment_ids_BL,)
             return fa.nn.scan_with_prefetch(
-                lambda layer, carry, *ids: layer.with_losses(*carry, *ids), self.layers, carry, *ids,
-                fsdp_axis=self.fsdp_axis, dtype=jnp.dtype(self.config.dtype),
+                lambda layer, carry, *ids: layer.with_losses(*carry, *ids),
+                self.layers,
+                carry,
+                *ids,
+                fsdp_axis=self.fsdp_axis,
+                dtype=jnp.dtype(self.config.dtype),
                 backend="pallas" if self.config.fsdp_overlap == "prefetch_pallas" else "xla",
                 policy=_POLICIES[self.config.remat],
-                then=(lambda modules, carry, *arrays: finish(modules, *carry, *arrays), self._last_modules(), *arrays),
-            )  # fmt: skip
+                then=(
+                    lambda modules, carry, *arrays: finish(modules, *carry, *arrays),
+                    self._last_modules(),
+                    *arrays,
+                ),
+            )
         carry = run(self.layers, self._windowed_layers(), carry)
         return finish(self._last_modules(), *carry, *arrays)
 
-    def _embed(self, tokens_BL: Array, layout: Literal["sequence", "replicated"] = "sequence") -> Array:
+    def _embed(
+        self, tokens_BL: Array, layout: Literal["sequence", "replicated"] = "sequence"
+    ) -> Array:
         x_BLD = self.embed(tokens_BL, layout=layout)
-        return x_BLD * jnp.asarray(self.config.width**0.5, x_BLD.dtype) if self.config.scale_embeddings else x_BLD
+        return (
+            x_BLD * jnp.asarray(self.config.width**0.5, x_BLD.dtype)
+            if self.config.scale_embeddings
+            else x_BLD
+        )
 
     def _last_modules(self) -> tuple[RMSNorm, Any]:
-        """Returns what makes logits: the last norm, and the output projection or the embedding that stands for it."""
+        """Returns what makes logits: the last norm, and the output projection or the embedding that
+        stands for it.
+        """
         return self.final_norm, self.embed if self.output is None else self.output
 
     def _windowed_layers(self) -> Array:
@@ -194,7 +262,8 @@ class Transformer(nnx.Module):
         return jnp.arange(self.config.layers) % 2 == 0
 
     def _window_mask(self, is_windowed: Array, positions: Array, length: int) -> Array | None:
-        """Returns what queries at `positions` may attend to of `length` positions, bool [1, 1, q, length], or None.
+        """Returns what queries at `positions` may attend to of `length` positions, bool [1, 1, q,
+        length], or None.
 
         It says only what `alternating_window` forbids; the attention is causal beside it.
         """
@@ -211,12 +280,15 @@ class Transformer(nnx.Module):
         segment_ids_BL: Int[Array, "B L"] | None = None,
         weights_BL: Float[Array, "B L"] | None = None,
     ) -> Float[Array, ""]:
-        """Returns what training minimizes, as float32: the mean cross-entropy of the targets, in nats a token.
+        """Returns what training minimizes, as float32: the mean cross-entropy of the targets, in
+        nats a token.
 
-        There are never all logits. Weights make it a weighted mean. With experts, each loss of their routers is added:
-        its mean over the layers, times its weight in the configuration.
+        There are never all logits. Weights make it a weighted mean. With experts, each loss of
+        their routers is added: its mean over the layers, times its weight in the configuration.
         """
-        losses = self.losses(tokens_BL, targets_BL, segment_ids_BL=segment_ids_BL, weights_BL=weights_BL)
+        losses = self.losses(
+            tokens_BL, targets_BL, segment_ids_BL=segment_ids_BL, weights_BL=weights_BL
+        )
         return self.total(losses)
 
     def total(self, losses: Losses) -> Float[Array, ""]:
@@ -224,7 +296,8 @@ class Transformer(nnx.Module):
         if losses.load_balance is None or losses.router_z is None:
             return losses.cross_entropy
         auxiliary = (
-            self.config.load_balance_weight * losses.load_balance + self.config.router_z_weight * losses.router_z
+            self.config.load_balance_weight * losses.load_balance
+            + self.config.router_z_weight * losses.router_z
         )
         return losses.cross_entropy + auxiliary
 
@@ -237,20 +310,31 @@ class Transformer(nnx.Module):
         weights_BL: Float[Array, "B L"] | None = None,
         routed: bool = True,
     ) -> Losses:
-        """Returns what `loss` adds up, each by itself; without those of the routers unless `routed`."""
+        """Returns what `loss` adds up, each by itself; without those of the routers unless
+        `routed`.
+        """
 
         def finish(
-            modules: tuple[RMSNorm, Any], x_BLD: Array, losses: Array | None, targets_BL: Array, *weights_BL: Array
+            modules: tuple[RMSNorm, Any],
+            x_BLD: Array,
+            losses: Array | None,
+            targets_BL: Array,
+            *weights_BL: Array,
         ) -> Losses:
             norm, output = modules
             cross_entropy = fa.nn.linear_cross_entropy(
-                norm(x_BLD), output, targets_BL, weights=weights_BL[0] if weights_BL else None,
+                norm(x_BLD),
+                output,
+                targets_BL,
+                weights=weights_BL[0] if weights_BL else None,
                 logit_softcap=self.config.logit_softcap,
-            )  # fmt: skip
+            )
             return Losses(cross_entropy, *(() if losses is None else losses / self.config.layers))
 
         arrays = (targets_BL,) if weights_BL is None else (targets_BL, weights_BL)
-        return self._apply(finish, tokens_BL, segment_ids_BL, *arrays, routed=routed and self.config.experts > 0)
+        return self._apply(
+            finish, tokens_BL, segment_ids_BL, *arrays, routed=routed and self.config.experts > 0
+        )
 
 
 def _logits(modules: tuple[RMSNorm, Any], x_BLD: Array, config: TransformerConfig) -> Array:
@@ -265,13 +349,19 @@ def _logits(modules: tuple[RMSNorm, Any], x_BLD: Array, config: TransformerConfi
 
 
 def _with_remat(remat: Remat | None) -> Callable[..., _Carry]:
-    """Returns a function that applies a layer to its inputs, and says what the backward pass does again.
+    """Returns a function that applies a layer to its inputs, and says what the backward pass does
+    again.
 
-    With an fsdp axis, each weight is gathered once forward and, unless "none" or "cheap" keeps it, once backward.
+    With an fsdp axis, each weight is gathered once forward and, unless "none" or "cheap" keeps it,
+    once backward.
     """
 
     def apply(
-        layer: DecoderLayer, x_BLD: Array, losses: Array | None, segment_ids_BL: Array | None, mask: Array | None
+        layer: DecoderLayer,
+        x_BLD: Array,
+        losses: Array | None,
+        segment_ids_BL: Array | None,
+        mask: Array | None,
     ) -> _Carry:
         return layer.with_losses(checkpoint_name(x_BLD, STREAM), losses, segment_ids_BL, mask)
 

@@ -1,11 +1,13 @@
-"""The settings of every test process: eight CPU devices, libtpu as a compiler without a TPU, and a watchdog."""
+"""The settings of every test process: eight CPU devices, libtpu as a compiler without a TPU, and a
+watchdog.
+"""
 
 import faulthandler
 import gc
 import os
 
-# These variables must be set before jax is imported. Tests that compile for a TPU topology need the TPU_* variables,
-# and several processes must be able to load libtpu at once.
+# These variables must be set before jax is imported. Tests that compile for a TPU topology need the
+# TPU_* variables, and several processes must be able to load libtpu at once.
 os.environ.update(
     JAX_PLATFORMS="cpu",
     TPU_SKIP_MDS_QUERY="1",
@@ -24,19 +26,22 @@ WATCHDOG_SECONDS = 420  # a deadlocked collective never returns; no test takes h
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# There is no deadline, because compilation takes much longer than a test body and its time varies. The examples are
-# derandomized, so that a failure is caused by the change and not by the draw.
+# There is no deadline, because compilation takes much longer than a test body and its time varies.
+# The examples are derandomized, so that a failure is caused by the change and not by the draw.
 hypothesis.settings.register_profile("flaxasync", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("flaxasync")
 
 
 def pytest_collection_modifyitems(items):
-    """Runs the folders with the longest tests first: a long test at the end would leave the other worker idle."""
+    """Runs the folders with the longest tests first: a long test at the end would leave the other
+    worker idle.
+    """
     items.sort(key=lambda item: not item.nodeid.startswith(("tests/train/", "tests/verify/")))
 
 
 def pytest_collection_finish():
-    """Collects garbage less often, because tracing makes many objects, and few of them are in cycles.
+    """Collects garbage less often, because tracing makes many objects, and few of them are in
+    cycles.
 
     The objects that exist now, mostly imported modules, are left out of all later collections.
     """
@@ -52,8 +57,8 @@ def watchdog():
     faulthandler.cancel_dump_traceback_later()
 
 
-# Folders whose quick tests run where JAX raises instead of adding dimensions to arrays of different ranks. The other
-# tests have programs of strangers as well, such as plain decoders to compare with.
+# Folders whose quick tests run where JAX raises instead of adding dimensions to arrays of different
+# ranks. The other tests have programs of strangers as well, such as plain decoders to compare with.
 WITHOUT_RANK_PROMOTION = tuple(
     f"tests/{name}/" for name in ("nn", "ops", "models", "transport", "kernels", "simulator")
 )
@@ -77,7 +82,8 @@ def empty_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def quick_compile(request):
-    """Compiles with few optimizations, which takes about half the time, for tests that look at values only.
+    """Compiles with few optimizations, which takes about half the time, for tests that look at
+    values only.
 
     The mark `optimized` exempts a test.
     """

@@ -1,4 +1,6 @@
-"""Test parameters that form a grid, of which `make test` runs a part and `make test-slow` the rest."""
+"""Test parameters that form a grid, of which `make test` runs a part and `make test-slow` the
+rest.
+"""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -8,12 +10,13 @@ import pytest
 
 
 def sparse(*axes: Iterable[Any], keep: Callable[..., bool], slow: Callable[..., bool]) -> list[Any]:
-    """Returns combinations of the axes' values, and marks those that `make test` does not run as slow.
+    """Returns combinations of the axes' values, and marks those that `make test` does not run as
+    slow.
 
     Args:
       *axes: The values of each parameter.
-      keep: Decides whether `make test` runs a combination, given the index of each of its values. Every value of every
-        axis must occur in a combination that is kept.
+      keep: Decides whether `make test` runs a combination, given the index of each of its values.
+        Every value of every axis must occur in a combination that is kept.
       slow: Decides likewise which of the others `make test-slow` runs.
     """
     numbered = list(itertools.product(*(list(enumerate(values)) for values in axes)))

@@ -1,10 +1,14 @@
-"""Several processes on this machine that JAX joins, as it does under Open MPI, whose variables these are."""
+"""Several processes on this machine that JAX joins, as it does under Open MPI, whose variables
+these are.
+"""
 
 import socket
 
 
 def environments(count: int) -> list[dict[str, str]]:
-    """Returns the environment variables with which each process of a run on this machine joins the others."""
+    """Returns the environment variables with which each process of a run on this machine joins the
+    others.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"

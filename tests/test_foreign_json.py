@@ -1,4 +1,6 @@
-"""Tests of flaxasync/foreign_json.py: what JSON is read, and that everything else is one error with the file's name."""
+"""Tests of flaxasync/foreign_json.py: what JSON is read, and that everything else is one error with
+the file's name.
+"""
 
 import os
 import sys
@@ -11,7 +13,9 @@ from flaxasync.foreign_json import MOST_DEPTH, JsonError, MissingJsonError, pars
 def test_json_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "a.json"
     most = int(1e30)  # `transformers` writes it for "no limit"
-    text = '{"a": [1, -2.5, "caf\u00e9 \\ud83d\\ude00"], "b": {"most": MOST}}'.replace("MOST", str(most))
+    text = '{"a": [1, -2.5, "caf\u00e9 \\ud83d\\ude00"], "b": {"most": MOST}}'.replace(
+        "MOST", str(most)
+    )
     path.write_text(text, encoding="utf-8")
     (tmp_path / "link.json").symlink_to(path)
     for file in (path, tmp_path / "link.json"):
@@ -57,7 +61,9 @@ def test_the_largest_depth_is_read():
 def test_only_regular_files_are_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path / "pipe", "/dev/zero", tmp_path):
-        with pytest.raises(JsonError, match=r"cannot be read: (it is no regular file|Is a directory)"):
+        with pytest.raises(
+            JsonError, match=r"cannot be read: (it is no regular file|Is a directory)"
+        ):
             read_json(place)
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(JsonError, match="Too many levels of symbolic links"):

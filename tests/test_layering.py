@@ -1,4 +1,6 @@
-"""Tests that imports point down, that the checking tools stand apart, and that no files import each other."""
+"""Tests that imports point down, that the checking tools stand apart, and that no files import each
+other.
+"""
 
 import ast
 import functools
@@ -28,17 +30,28 @@ LAYERS = {
     "train": 7,
     "configs": 8,
 }
-CHECK = "flaxasync.check"  # apart: it depends on facts about chips alone, and no layer of the package imports it
+# apart: it depends on facts about chips alone, and no layer of the package imports it
+CHECK = "flaxasync.check"
 CHECK_DEPENDS_ON = ("flaxasync.hardware", "flaxasync.device_order")
-# The public names; the verification, which reads profiles and simulates; and the script, which audits what it runs.
+# The public names; the verification, which reads profiles and simulates; and the script, which
+# audits what it runs.
 MAY_IMPORT_CHECK = ("flaxasync", "flaxasync.verify", "train")
 
 
 @functools.cache
 def modules():
-    """Returns {name: path} of every module of the package, the model, the script and the presets."""
-    paths = [path for top in ("flaxasync", "models", "train", "configs") for path in sorted((ROOT / top).rglob("*.py"))]
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    """Returns {name: path} of every module of the package, the model, the script and the
+    presets.
+    """
+    paths = [
+        path
+        for top in ("flaxasync", "models", "train", "configs")
+        for path in sorted((ROOT / top).rglob("*.py"))
+    ]
+    names = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in paths
+    ]
     return dict(zip(names, paths, strict=True))
 
 
@@ -54,7 +67,8 @@ def within(name, package):
 def imported(path, known):
     """Returns every module of `known` that a file imports at any depth of its code.
 
-    That includes imports inside functions, those for type checkers alone, and modules that a `from` import names.
+    That includes imports inside functions, those for type checkers alone, and modules that a `from`
+    import names.
     """
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -81,7 +95,9 @@ def violations(name, targets):
 
 
 def cycle(imports):
-    """Returns modules that import each other, directly or around, from {module: modules that it imports}; or None."""
+    """Returns modules that import each other, directly or around, from {module: modules that it
+    imports}; or None.
+    """
     try:
         list(graphlib.TopologicalSorter(imports).static_order())
     except graphlib.CycleError as error:
@@ -89,24 +105,36 @@ def cycle(imports):
     return None
 
 
-@pytest.mark.parametrize(("name", "path"), modules().items(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("name", "path"), modules().items(), ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_imports_point_down(name, path):
     assert violations(name, imported(path, modules())) == []
 
 
 def test_no_files_import_each_other():
-    assert cycle({name: imported(path, modules()) - {name} for name, path in modules().items()}) is None
+    assert (
+        cycle({name: imported(path, modules()) - {name} for name, path in modules().items()})
+        is None
+    )
 
 
-@pytest.mark.parametrize(("name", "source", "forbidden"), [
-    ("flaxasync.ring", "from flaxasync import nn", ["flaxasync.nn"]),
-    ("flaxasync.ring", "import flaxasync.transport.xla", ["flaxasync.transport.xla"]),
-    ("flaxasync.kernels.gemm", "def f():\n    from flaxasync.ops import plan", ["flaxasync.ops.plan"]),
-    ("flaxasync.ops.plan", "from flaxasync.check import audit", ["flaxasync.check"]),
-    ("flaxasync.nn.mlp", "import flaxasync", ["flaxasync"]),
-    ("flaxasync.check.player.play", "from flaxasync.mesh import chip", ["flaxasync.mesh"]),
-    ("models.transformer", "from flaxasync import check", ["flaxasync.check"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "source", "forbidden"),
+    [
+        ("flaxasync.ring", "from flaxasync import nn", ["flaxasync.nn"]),
+        ("flaxasync.ring", "import flaxasync.transport.xla", ["flaxasync.transport.xla"]),
+        (
+            "flaxasync.kernels.gemm",
+            "def f():\n    from flaxasync.ops import plan",
+            ["flaxasync.ops.plan"],
+        ),
+        ("flaxasync.ops.plan", "from flaxasync.check import audit", ["flaxasync.check"]),
+        ("flaxasync.nn.mlp", "import flaxasync", ["flaxasync"]),
+        ("flaxasync.check.player.play", "from flaxasync.mesh import chip", ["flaxasync.mesh"]),
+        ("models.transformer", "from flaxasync import check", ["flaxasync.check"]),
+    ],
+)
 def test_a_forbidden_import_is_found(tmp_path, name, source, forbidden):
     """Negative test: the rules notice each kind of import that they forbid."""
     file = tmp_path / "module.py"

@@ -1,4 +1,6 @@
-"""Tests of the public names: complete, documented, imported when they are used, and with correct shapes."""
+"""Tests of the public names: complete, documented, imported when they are used, and with correct
+shapes.
+"""
 
 import importlib
 import importlib.metadata
@@ -31,12 +33,16 @@ def mesh():
 
 def run(code):
     """Runs Python code in a new process and returns what it prints."""
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.split()
 
 
 def test_neither_the_package_nor_a_layer_loads_the_checking_tools_or_matplotlib():
     loaded = run("import flaxasync, sys; print(*sys.modules)")
-    assert not [name for name in loaded if name.startswith(("flaxasync.check", "matplotlib", "jax"))]
+    assert not [
+        name for name in loaded if name.startswith(("flaxasync.check", "matplotlib", "jax"))
+    ]
     used = "flaxasync.nn, flaxasync.all_gather_matmul, flaxasync.plan"
     loaded = run(f"import flaxasync, sys; {used}; print(*sys.modules)")
     assert "flaxasync.nn.linear" in loaded
@@ -52,7 +58,9 @@ def test_every_public_name_is_there():
 
 
 def test_no_submodule_has_a_public_name():
-    """Importing a submodule sets an attribute of the package, which would replace a function of the same name."""
+    """Importing a submodule sets an attribute of the package, which would replace a function of the
+    same name.
+    """
     submodules = {module.name for module in pkgutil.iter_modules(fa.__path__)}
     assert "ring" in submodules
     cannot_be_imported = {"ring_attention"}  # a former module, which raises
@@ -60,14 +68,28 @@ def test_no_submodule_has_a_public_name():
 
 
 def test_the_names_for_type_checkers_are_the_public_names():
-    """They are written twice in `flaxasync/__init__.py`: once as imports, once with the modules to import from."""
-    imports = [line.split(" as ")[1] for line in inspect.getsource(fa).splitlines() if line.startswith("    from flax")]
+    """They are written twice in `flaxasync/__init__.py`: once as imports, once with the modules to
+    import from.
+    """
+    imports = [
+        line.split(" as ")[1]
+        for line in inspect.getsource(fa).splitlines()
+        if line.startswith("    from flax")
+    ]
     assert sorted(imports) == sorted(fa.__all__)
 
 
 def test_help_lists_every_public_name_in_one_line():
-    listed = {line.split()[0]: line.split(maxsplit=1)[1] for line in fa.__doc__.splitlines() if line.startswith("  ")}
-    layers = {f"nn.{name}" for name, value in vars(fa.nn).items() if name[0] != "_" and not inspect.ismodule(value)}
+    listed = {
+        line.split()[0]: line.split(maxsplit=1)[1]
+        for line in fa.__doc__.splitlines()
+        if line.startswith("  ")
+    }
+    layers = {
+        f"nn.{name}"
+        for name, value in vars(fa.nn).items()
+        if name[0] != "_" and not inspect.ismodule(value)
+    }
     assert set(listed) == (set(fa.__all__) - {"nn"}) | layers
     assert all(line.endswith(".") for line in listed.values())
 
@@ -80,32 +102,43 @@ def test_former_modules_forward_or_say_where_their_contents_are():
     from flaxasync.collective_matmul import all_gather_matmul
 
     assert all_gather_matmul is fa.all_gather_matmul
-    with pytest.raises(ImportError, match=r"use the function flaxasync\.ring_attention, or import from flaxasync\.ops"):
+    with pytest.raises(
+        ImportError,
+        match=r"use the function flaxasync\.ring_attention, or import from flaxasync\.ops",
+    ):
         importlib.import_module("flaxasync.ring_attention")
     assert callable(fa.ring_attention)
 
 
 def public(module, prefix):
-    """Yields (qualified name, object) of every public name of a module and of every public method of its classes."""
+    """Yields (qualified name, object) of every public name of a module and of every public method
+    of its classes.
+    """
     for name, value in vars(module).items():
         if name.startswith("_") or not callable(value):
             continue
         yield f"{prefix}.{name}", value
         if inspect.isclass(value):
             for method, function in vars(value).items():
-                if inspect.isfunction(function) and (not method.startswith("_") or method == "__call__"):
+                if inspect.isfunction(function) and (
+                    not method.startswith("_") or method == "__call__"
+                ):
                     yield f"{prefix}.{name}.{method}", function
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [*public(fa, "fa"), *public(fa.nn, "fa.nn")], ids=lambda v: v if isinstance(v, str) else ""
+    ("name", "value"),
+    [*public(fa, "fa"), *public(fa.nn, "fa.nn")],
+    ids=lambda v: v if isinstance(v, str) else "",
 )
 def test_every_public_name_is_documented(name, value):
     documentation = inspect.getdoc(value) or ""
     assert documentation, name
     if inspect.isfunction(value) and "." not in value.__qualname__:
         explained = "Args:" in documentation or "Arguments and errors as" in documentation
-        assert explained or len(inspect.signature(value).parameters) <= 3, f"{name} does not explain its arguments"
+        assert explained or len(inspect.signature(value).parameters) <= 3, (
+            f"{name} does not explain its arguments"
+        )
         assert "\n" in documentation, f"{name} has a docstring of one line only"
 
 
@@ -115,14 +148,18 @@ def checked(fn):
 
 
 def on_shards(op, specs, out_spec, *shapes):
-    args = [jax.device_put(jnp.ones(shape), spec) for shape, spec in zip(shapes, specs, strict=True)]
+    args = [
+        jax.device_put(jnp.ones(shape), spec) for shape, spec in zip(shapes, specs, strict=True)
+    ]
     fn = checked(op)
     mapped = jax.shard_map(lambda x, w: fn(x, w, "model"), in_specs=specs, out_specs=out_spec)
     return jax.eval_shape(mapped, *args)
 
 
 def on_layer(cls, method, layer, x, spec):
-    return nnx.eval_shape(lambda layer, x: checked(getattr(cls, method))(layer, x), layer, jax.device_put(x, spec))
+    return nnx.eval_shape(
+        lambda layer, x: checked(getattr(cls, method))(layer, x), layer, jax.device_put(x, spec)
+    )
 
 
 def test_ops():
@@ -130,7 +167,9 @@ def test_ops():
     on_shards(fa.matmul_reduce_scatter, (COLUMNS, DOWN), ROWS, (2, 8, 4), (4, 8))
     on_shards(fa.matmul_all_reduce, (COLUMNS, DOWN), P(), (2, 8, 4), (4, 8))
     heads = jax.device_put(jnp.ones((2, 8, 4, 2)), ROWS)
-    ring = jax.shard_map(lambda x: checked(fa.ring_attention)(x, x, x, "model"), in_specs=ROWS, out_specs=ROWS)
+    ring = jax.shard_map(
+        lambda x: checked(fa.ring_attention)(x, x, x, "model"), in_specs=ROWS, out_specs=ROWS
+    )
     jax.eval_shape(ring, heads)
 
 
@@ -164,5 +203,7 @@ def test_loss_and_model():
 def test_a_shape_that_the_signature_excludes_is_detected():
     """The negative test: a vector is not [..., rows, features]."""
     layer = nnx.eval_shape(lambda: fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0)))
-    with pytest.raises(jaxtyping.TypeCheckError, match="problem arose whilst typechecking parameter 'inputs'"):
+    with pytest.raises(
+        jaxtyping.TypeCheckError, match="problem arose whilst typechecking parameter 'inputs'"
+    ):
         on_layer(fa.nn.ColumnParallelLinear, "__call__", layer, jnp.ones(8), P())

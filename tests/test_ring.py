@@ -47,7 +47,9 @@ def test_a_sum_passes_every_device_and_ends_at_its_owner(size, shift):
 @given(rows=st.integers(0, 1000), parts=st.integers(1, 8))
 def test_split_rows_covers_all_rows_evenly(rows, parts):
     ranges = ring.split_rows(rows, parts)
-    assert [row for start, count in ranges for row in range(start, start + count)] == list(range(rows))
+    assert [row for start, count in ranges for row in range(start, start + count)] == list(
+        range(rows)
+    )
     assert max(count for _, count in ranges) - min(count for _, count in ranges) <= 1
 
 
@@ -89,7 +91,8 @@ class Recorder:
         return state + 1
 
 
-@pytest.mark.parametrize("hops", [0, 1, 2, 3, 4, 5])  # with more, fori_loop traces turns that nobody counts
+# with more, fori_loop traces turns that nobody counts
+@pytest.mark.parametrize("hops", [0, 1, 2, 3, 4, 5])
 def test_every_window_stands_between_a_start_and_its_done(hops):
     recorder = Recorder()
 
@@ -123,7 +126,9 @@ def gathered(through, x):
 
 
 def reduced(through, x):
-    return ring.ring_reduce(through, x.shape[0], lambda row, count: x[:count] * jnp.asarray(row, x.dtype), x.dtype)
+    return ring.ring_reduce(
+        through, x.shape[0], lambda row, count: x[:count] * jnp.asarray(row, x.dtype), x.dtype
+    )
 
 
 def visited(through, x):
@@ -143,21 +148,38 @@ def attended(through, x):
     return fa.ring_attention(q, q, q, "x", backend="xla", kernel="reference")[0, :, 0]
 
 
-TABLE = (pathlib.Path(__file__).parent.parent / "docs" / "async.md").read_text().split("<!-- rings -->")[1]
-RINGS = {"ring_gather": gathered, "ring_reduce": reduced, "ring_attention": attended, "ring_visit": visited}
+TABLE = (
+    (pathlib.Path(__file__).parent.parent / "docs" / "async.md")
+    .read_text()
+    .split("<!-- rings -->")[1]
+)
+RINGS = {
+    "ring_gather": gathered,
+    "ring_reduce": reduced,
+    "ring_attention": attended,
+    "ring_visit": visited,
+}
 
 
 @pytest.mark.parametrize("name", RINGS)
 def test_the_table_of_rings(name):
-    """docs/async.md says from which size on a ring has a loop: there it has one, and the next smaller one has none."""
+    """docs/async.md says from which size on a ring has a loop: there it has one, and the next
+    smaller one has none.
+    """
     (smallest,) = (
-        int(n) for first, n in re.findall(r"^\| `(\w+)`.*\| (\d+) devices \|$", TABLE, re.M) if first == name
+        int(n)
+        for first, n in re.findall(r"^\| `(\w+)`.*\| (\d+) devices \|$", TABLE, re.M)
+        if first == name
     )
 
     def loops(size):
-        mesh = jax.sharding.AbstractMesh((size,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+        mesh = jax.sharding.AbstractMesh(
+            (size,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,)
+        )
         with jax.sharding.use_abstract_mesh(mesh):
-            x = jax.ShapeDtypeStruct((size * 2, 8), jnp.float32, sharding=jax.NamedSharding(mesh, P("x")))
+            x = jax.ShapeDtypeStruct(
+                (size * 2, 8), jnp.float32, sharding=jax.NamedSharding(mesh, P("x"))
+            )
             run = functools.partial(RINGS[name], ring.Ring("x", transport.get("xla")))
             mapped = jax.shard_map(run, in_specs=P("x"), out_specs=P("x"))
             return len(re.findall(r"= (?:scan|while)\[", str(jax.make_jaxpr(mapped)(x))))
@@ -177,7 +199,14 @@ def test_both_directions_bring_every_block(size, unroll):
 
         blocks, seen = ({"k": x, "v": -x}, x), cast_to_varying(jnp.zeros((size, 2), x.dtype), {"x"})
         blocks, seen = ring.staggered_loop(
-            transport.get("xla"), "x", blocks, seen, window, shifts=(1, -1), hops=size - 1, unroll=unroll
+            transport.get("xla"),
+            "x",
+            blocks,
+            seen,
+            window,
+            shifts=(1, -1),
+            hops=size - 1,
+            unroll=unroll,
         )
         return window(size - 1, blocks, seen)[1][None]
 

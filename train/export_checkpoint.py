@@ -1,7 +1,9 @@
-"""Writes the parameters of a run for `transformers`: `python train/export_checkpoint.py WORKDIR FOLDER`.
+"""Writes the parameters of a run for `transformers`: `python train/export_checkpoint.py WORKDIR
+FOLDER`.
 
-FOLDER gets config.json, safetensors files and the tokenizer of the run; if it began with an import, all other files of
-that, too. They are prepared in a folder inside FOLDER, so that FOLDER may be a mount point, and moved there at last.
+FOLDER gets config.json, safetensors files and the tokenizer of the run; if it began with an import,
+all other files of that, too. They are prepared in a folder inside FOLDER, so that FOLDER may be a
+mount point, and moved there at last.
 """
 
 import contextlib
@@ -18,7 +20,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-if __name__ == "__main__":  # `models`, `configs` and `train` are beside the folder of this script, installed or not
+# `models`, `configs` and `train` are beside the folder of this script, installed or not
+if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.foreign_folder import require_local_folder, shown
@@ -44,9 +47,13 @@ class Command:
     step: int | None = None
     """Step of the checkpoint; None for the newest one."""
     parameters: Literal["evaluated", "trained"] = "evaluated"
-    """The parameters that validation uses, a running mean if there is one, or those that training goes on with."""
+    """The parameters that validation uses, a running mean if there is one, or those that training
+    goes on with.
+    """
     dtype: Literal["float32", "bfloat16"] | None = None
-    """The dtype in the files; None for that of the parameters in the checkpoint, where a running mean is float32."""
+    """The dtype in the files; None for that of the parameters in the checkpoint, where a running
+    mean is float32.
+    """
     mesh: MeshConfig = _ONE_CPU
     """The devices that the parameters are restored onto."""
 
@@ -56,7 +63,8 @@ def main(arguments: Sequence[str]) -> int:
     return exit_code(
         lambda: _export(parse_as(Command, arguments, prog="train/export_checkpoint.py")),
         outcome="Nothing was exported",
-        memory_advice="On a larger --mesh.model or --mesh.fsdp each device holds less of the parameters",
+        memory_advice="On a larger --mesh.model or --mesh.fsdp each device holds less of the "
+        "parameters",
     )
 
 
@@ -79,8 +87,11 @@ def _export(command: Command) -> None:
     files = exported_files(command.workdir, config)
     mesh = open_model_mesh(config)
     with jax.set_mesh(mesh), _prepared(command.folder, target) as place:
-        trainer, evaluated = Trainer(config, mesh), command.parameters == "evaluated"
-        params, path, part = load_parameters(command.workdir, config, trainer, step=command.step, evaluated=evaluated)
+        trainer = Trainer(config, mesh)
+        evaluated = command.parameters == "evaluated"
+        params, path, part = load_parameters(
+            command.workdir, config, trainer, step=command.step, evaluated=evaluated
+        )
         _write(command, config, params, files, place)
     which = "the running mean of the parameters" if part == "ema" else "the parameters"
     print_line(f"exported   {which} of {path} as {command.folder}")
@@ -88,21 +99,28 @@ def _export(command: Command) -> None:
 
 
 def _require_empty(folder: Path, target: Path) -> None:
-    """Refuses a folder that holds anything but what an export that was killed has left, or what a disk begins with."""
+    """Refuses a folder that holds anything but what an export that was killed has left, or what a
+    disk begins with.
+    """
     if not os.path.lexists(target):
         return
     try:
         names = [path.name for path in target.iterdir()]
     except OSError as error:
-        raise InputError(f"FOLDER must not exist, or be an empty folder: {folder}: {error.strerror}") from error
+        raise InputError(
+            f"FOLDER must not exist, or be an empty folder: {folder}: {error.strerror}"
+        ) from error
     held = sorted(name for name in names if not name.startswith(_UNFINISHED) and name != _OF_A_DISK)
     if held:
-        raise InputError(f"FOLDER must not exist, or be an empty folder: {folder} has {shown(held[0])}")
+        raise InputError(
+            f"FOLDER must not exist, or be an empty folder: {folder} has {shown(held[0])}"
+        )
 
 
 @contextlib.contextmanager
 def _prepared(folder: Path, target: Path) -> Iterator[Path]:
-    """Gives a new folder inside the target, and moves its files into the target at the end, config.json last.
+    """Gives a new folder inside the target, and moves its files into the target at the end,
+    config.json last.
 
     If anything fails, the target is as it was.
     """
@@ -112,7 +130,9 @@ def _prepared(folder: Path, target: Path) -> Iterator[Path]:
         target.mkdir(exist_ok=True)
         opened = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise InputError(f"FOLDER must be one that can be made: {folder}: {error.strerror}") from error
+        raise InputError(
+            f"FOLDER must be one that can be made: {folder}: {error.strerror}"
+        ) from error
     moved: list[Path] = []
     place = None
     try:
@@ -120,7 +140,9 @@ def _prepared(folder: Path, target: Path) -> Iterator[Path]:
         try:
             place = Path(tempfile.mkdtemp(dir=target, prefix=_UNFINISHED))
         except OSError as error:
-            raise InputError(f"FOLDER must be one that can be written: {folder}: {error.strerror}") from error
+            raise InputError(
+                f"FOLDER must be one that can be written: {folder}: {error.strerror}"
+            ) from error
         yield place
         for path in sorted(place.iterdir(), key=_is_config):
             moved.append(target / path.name)
@@ -141,16 +163,23 @@ def _prepared(folder: Path, target: Path) -> Iterator[Path]:
 
 
 def _remove_unfinished(opened: int, folder: Path, target: Path) -> None:
-    """Locks a folder against other exports until it is closed, and removes what killed ones have left in it."""
+    """Locks a folder against other exports until it is closed, and removes what killed ones have
+    left in it.
+    """
     left = sorted(target.glob(f"{_UNFINISHED}*"))
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise InputError(f"FOLDER must be one that nothing else writes: another export is writing {folder}") from error
-    except OSError as error:  # a file system without locks, on which nothing tells whether an export is going on
+        raise InputError(
+            f"FOLDER must be one that nothing else writes: another export is writing {folder}"
+        ) from error
+    except (
+        OSError
+    ) as error:  # a file system without locks, on which nothing tells whether an export is going on
         if left:
             raise InputError(
-                f"FOLDER must not exist, or be an empty folder: {folder} has {left[0].name}, of an export that goes on "
+                f"FOLDER must not exist, or be an empty folder: {folder} has {left[0].name}, of an "
+                "export that goes on "
                 "or was killed; remove it then"
             ) from error
     for path in left:
@@ -161,7 +190,9 @@ def _is_config(path: Path) -> bool:
     return path.name == "config.json"
 
 
-def _write(command: Command, config: Config, params: Any, files: ExportedFiles, folder: Path) -> None:
+def _write(
+    command: Command, config: Config, params: Any, files: ExportedFiles, folder: Path
+) -> None:
     """Writes the files of an export into a folder."""
     import jax.numpy as jnp
 
@@ -171,14 +202,19 @@ def _write(command: Command, config: Config, params: Any, files: ExportedFiles, 
     length = max(files.length, config.data.sequence_length)
     dtype = command.dtype and jnp.dtype(command.dtype)
     report = percent_printer("exported")
-    written = export_parameters(folder, config.model, params, length=length, dtype=dtype, report=report)
+    written = export_parameters(
+        folder, config.model, params, length=length, dtype=dtype, report=report
+    )
     for name, file in files.copied.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy2(file, folder / name)
     for name, content in files.written.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    # Keys of the imported file that say nothing of the architecture, such as the ids of special tokens, are kept.
-    kept_keys = {key: value for key, value in before.items() if key not in ("torch_dtype", "rope_scaling")}
+    # Keys of the imported file that say nothing of the architecture, such as the ids of special
+    # tokens, are kept.
+    kept_keys = {
+        key: value for key, value in before.items() if key not in ("torch_dtype", "rope_scaling")
+    }
     (folder / "config.json").write_text(json.dumps(kept_keys | written, indent=2) + "\n")
 
 

@@ -1,7 +1,7 @@
 """Imports other people's parameters: `python train/import_checkpoint.py FOLDER --workdir DIR`.
 
-FOLDER has config.json and safetensors files, as `transformers` writes them. DIR becomes a workdir from which training
-goes on and from which text can be sampled; see docs/checkpoints.md.
+FOLDER has config.json and safetensors files, as `transformers` writes them. DIR becomes a workdir
+from which training goes on and from which text can be sampled; see docs/checkpoints.md.
 
 ```
 preset.py       the configuration; `python train/run.py DIR/preset.py --data.path TEXT` trains
@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-if __name__ == "__main__":  # `models`, `configs` and `train` are beside the folder of this script, installed or not
+# `models`, `configs` and `train` are beside the folder of this script, installed or not
+if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.config import TransformerConfig
@@ -47,11 +48,19 @@ IMPORTED = "imported"  # the folder of the checkpoint that an import makes
 _TOKENIZER = "tokenizer.json"
 _UNFINISHED = ".import-"  # begins the name of the folder in which an import is prepared
 _UNKNOWN_TOKENIZER = "the imported checkpoint"
-# What `save_pretrained` of `transformers` writes beside the tensors, and older versions of it wrote.
+# What `save_pretrained` of `transformers` writes beside the tensors, and older versions of it
+# wrote.
 _KEPT_FILES = (
-    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 _HERE = "@here@"  # stands for the folder of the preset file
 _TEMPLATE = '''"""The configuration of an imported checkpoint; train/run.py takes this file as its preset."""
 
@@ -81,7 +90,9 @@ class Command:
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the parameters."""
     separator: int | Literal["auto", "none"] = "auto"
-    """The token that ends documents; auto for the first one that ends a text and that no chat template uses."""
+    """The token that ends documents; auto for the first one that ends a text and that no chat
+    template uses.
+    """
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     """The devices."""
 
@@ -91,7 +102,8 @@ def main(arguments: Sequence[str]) -> int:
     return exit_code(
         lambda: _import(parse_as(Command, arguments, prog="train/import_checkpoint.py")),
         outcome="Nothing was imported",
-        memory_advice="--param_dtype bfloat16, or a larger --mesh.model or --mesh.fsdp, needs less on each device",
+        memory_advice="--param_dtype bfloat16, or a larger --mesh.model or --mesh.fsdp, needs less "
+        "on each device",
     )
 
 
@@ -99,7 +111,8 @@ def _import(command: Command) -> None:
     with as_input_errors(ValueError):
         require_local_folder(command.folder, "FOLDER")
         require_local_folder(command.workdir, "--workdir")
-    # The preset names paths in the workdir relative to itself; only an absolute one is never a part of other text.
+    # The preset names paths in the workdir relative to itself; only an absolute one is never a part
+    # of other text.
     command = dataclasses.replace(command, workdir=command.workdir.absolute())
     _require_unused(command.workdir)
     from models.hugging_face import load_config
@@ -121,7 +134,8 @@ def _import(command: Command) -> None:
         mesh=command.mesh,
         model=model,
         data=DataConfig(
-            tokenizer=str(command.workdir / _TOKENIZER) if tokenizer else _UNKNOWN_TOKENIZER, separator=ends.separator
+            tokenizer=str(command.workdir / _TOKENIZER) if tokenizer else _UNKNOWN_TOKENIZER,
+            separator=ends.separator,
         ),
         eval=EvalConfig(stop_tokens=ends.stops),
     )
@@ -134,7 +148,10 @@ def _import(command: Command) -> None:
     print_line(f"train      python train/run.py {command.workdir / PRESET} --data.path TEXT")
     print_line(f"sample     python train/sample.py {command.workdir} --prompt TEXT")
     if tokenizer is None:
-        print_line("tokenizer  FOLDER has no tokenizer.json: give --data.tokenizer to train, --tokenizer to sample")
+        print_line(
+            "tokenizer  FOLDER has no tokenizer.json: give --data.tokenizer to train, --tokenizer "
+            "to sample"
+        )
 
 
 def _require_unused(workdir: Path) -> None:
@@ -144,8 +161,15 @@ def _require_unused(workdir: Path) -> None:
 
 
 def _kept_files(folder: Path) -> dict[str, Path]:
-    """Returns the files that are kept for export, by their names; all are regular files of the folder."""
-    names = [file.name for pattern in _KEPT_FILES for file in sorted(folder.glob(pattern)) if not file.is_dir()]
+    """Returns the files that are kept for export, by their names; all are regular files of the
+    folder.
+    """
+    names = [
+        file.name
+        for pattern in _KEPT_FILES
+        for file in sorted(folder.glob(pattern))
+        if not file.is_dir()
+    ]
     kept = {}
     with as_input_errors(ValueError, OSError):
         for name in (*names, *template_files(folder)):
@@ -155,16 +179,22 @@ def _kept_files(folder: Path) -> dict[str, Path]:
     return kept
 
 
-def _open_tokenizer(command: Command, model: TransformerConfig, kept: Mapping[str, Path]) -> "Tokenizer | None":
+def _open_tokenizer(
+    command: Command, model: TransformerConfig, kept: Mapping[str, Path]
+) -> "Tokenizer | None":
     """Opens the tokenizer of the folder, which must fit the model, if it has one."""
     if _TOKENIZER not in kept:
         return None
     from train.data.tokenizer import Tokenizer
 
-    return Tokenizer.open(kept[_TOKENIZER], vocab_size=model.vocab_size, field="FOLDER/tokenizer.json")
+    return Tokenizer.open(
+        kept[_TOKENIZER], vocab_size=model.vocab_size, field="FOLDER/tokenizer.json"
+    )
 
 
-def _write(command: Command, config: Config, family: Family, files: TensorFiles, kept: Mapping[str, Path]) -> None:
+def _write(
+    command: Command, config: Config, family: Family, files: TensorFiles, kept: Mapping[str, Path]
+) -> None:
     import jax
     import jax.numpy as jnp
 
@@ -197,12 +227,15 @@ def _write(command: Command, config: Config, family: Family, files: TensorFiles,
             if _TOKENIZER in kept:
                 shutil.copyfile(kept[_TOKENIZER], place / _TOKENIZER)
             (place / PRESET).write_text(as_preset(config))
-            for path in sorted(place.iterdir(), key=lambda path: path.name == PRESET):  # the preset comes last
+            # the preset comes last
+            for path in sorted(place.iterdir(), key=lambda path: path.name == PRESET):
                 path.rename(work.root / path.name)
 
 
 def as_preset(config: Config) -> str:
-    """Returns the text of a preset file for a workdir, where paths into the workdir are relative to the file."""
+    """Returns the text of a preset file for a workdir, where paths into the workdir are relative to
+    the file.
+    """
     here = Path(config.workdir)
 
     def relative(value: Any) -> Any:
@@ -210,7 +243,9 @@ def as_preset(config: Config) -> str:
         return f"{_HERE}/{Path(value).relative_to(here)}" if inside else value
 
     data = dataclasses.replace(config.data, tokenizer=relative(config.data.tokenizer))
-    moved = dataclasses.replace(config, workdir=_HERE, init_from=relative(config.init_from), data=data)
+    moved = dataclasses.replace(
+        config, workdir=_HERE, init_from=relative(config.init_from), data=data
+    )
     source = textwrap.indent(pprint.pformat(moved, width=110), " " * 11).lstrip()
     return _TEMPLATE + source.replace(f"'{_HERE}", "_HERE + '") + "\n"
 

@@ -1,6 +1,8 @@
-"""Writes one HTML page about a run, or about several side by side: `python train/report.py WORKDIR ...`.
+"""Writes one HTML page about a run, or about several side by side: `python train/report.py WORKDIR
+...`.
 
-The page is one file that has its data, its style and its program in it and loads nothing, so it can be sent to others.
+The page is one file that has its data, its style and its program in it and loads nothing, so it can
+be sent to others.
 """
 
 import argparse
@@ -12,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # `models`, `configs` and `train` are beside the folder of this script, installed or not
+# `models`, `configs` and `train` are beside the folder of this script, installed or not
+if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from flaxasync import check
@@ -23,8 +26,17 @@ from train.metrics.output import write_atomically
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
 MARK = "/*DATA*/null"  # what the template has in place of the data
-MOST_POINTS = 2000  # of a curve; of more points, the lowest and the highest of each stretch are kept
-_FIRST = ("loss", "validation_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "step_seconds")
+# of a curve; of more points, the lowest and the highest of each stretch are kept
+MOST_POINTS = 2000
+_FIRST = (
+    "loss",
+    "validation_loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens_per_second",
+    "mfu",
+    "step_seconds",
+)
 # The metrics of which the page shows the last value, or the median, and the format of that number.
 _LAST = {"loss": ",.4f", "validation_loss": ",.4f", "tokens": ",", "goodput": ".1%"}
 _MEDIAN = {"tokens_per_second": ",.0f", "step_seconds": ".4g", "mfu": ".1%"}
@@ -32,13 +44,22 @@ _MEDIAN = {"tokens_per_second": ",.0f", "step_seconds": ".4g", "mfu": ".1%"}
 
 def main(arguments: Sequence[str]) -> int:
     """Writes the page and returns the exit code."""
-    parser = argparse.ArgumentParser(prog="train/report.py", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("workdirs", nargs="+", type=Path, metavar="WORKDIR", help="the workdir of a run")
-    parser.add_argument("--out", type=Path, help="the page; by default report.html in the first workdir")
+    parser = argparse.ArgumentParser(
+        prog="train/report.py", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "workdirs", nargs="+", type=Path, metavar="WORKDIR", help="the workdir of a run"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="the page; by default report.html in the first workdir"
+    )
     options = parser.parse_args(arguments)
     for workdir in options.workdirs:
         if not (workdir / "metrics.jsonl").is_file():
-            print(f"error: WORKDIR must be the folder of a run: there is no {workdir}/metrics.jsonl", file=sys.stderr)
+            print(
+                f"error: WORKDIR must be the folder of a run: there is no {workdir}/metrics.jsonl",
+                file=sys.stderr,
+            )
             return BAD_INPUT
     page = options.out or options.workdirs[0] / "report.html"
     write_atomically(page, render([read_run(workdir) for workdir in options.workdirs]))
@@ -48,22 +69,29 @@ def main(arguments: Sequence[str]) -> int:
 
 def render(runs: list[dict[str, Any]]) -> str:
     """Returns the page of some runs, as `read_run` describes them."""
-    data = json.dumps(runs, allow_nan=False).replace("<", "\\u003c")  # must not end the script that it is in
+    # must not end the script that it is in
+    data = json.dumps(runs, allow_nan=False).replace("<", "\\u003c")
     return TEMPLATE.read_text().replace(MARK, data)
 
 
 def read_run(workdir: Path) -> dict[str, Any]:
     """Reads everything that the page shows of a run, as JSON data."""
-    lines, events = read_metrics(workdir / "metrics.jsonl"), read_events(workdir / "events.jsonl")
-    config = json.loads(_read(workdir / "config.json") or "{}", parse_constant=str)  # the page shows "Infinity" as text
+    lines = read_metrics(workdir / "metrics.jsonl")
+    events = read_events(workdir / "events.jsonl")
+    # the page shows "Infinity" as text
+    config = json.loads(_read(workdir / "config.json") or "{}", parse_constant=str)
     names = dict.fromkeys(name for line in lines for name in line if name not in ("step", "tokens"))
     audit, timeline = _read_program(workdir / "program.txt.gz", events)
     return {
         "name": workdir.resolve().name,
         "figures": _figures(lines, events, config),
         "series": {
-            name: _thin([[line["step"], line[name]] for line in lines if line.get(name) is not None])
-            for name in sorted(names, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
+            name: _thin(
+                [[line["step"], line[name]] for line in lines if line.get(name) is not None]
+            )
+            for name in sorted(
+                names, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST)
+            )
         },
         "events": [event for event in events if event["event"] != "checkpoint"],
         "checkpoints": [event["step"] for event in events if event["event"] == "checkpoint"],
@@ -75,7 +103,9 @@ def read_run(workdir: Path) -> dict[str, Any]:
     }
 
 
-def _figures(lines: list[dict[str, Any]], events: list[dict[str, Any]], config: dict[str, Any]) -> dict[str, str]:
+def _figures(
+    lines: list[dict[str, Any]], events: list[dict[str, Any]], config: dict[str, Any]
+) -> dict[str, str]:
     """Returns the figures at the top of the page, by their names."""
     kinds = [event["event"] for event in events]
     times = [event["unix"] for event in events if "unix" in event]
@@ -86,7 +116,11 @@ def _figures(lines: list[dict[str, Any]], events: list[dict[str, Any]], config: 
             figures[name.replace("_", " ")] = format(values[-1], form)
         elif values:
             figures[f"{name.replace('_', ' ')} (median)"] = format(statistics.median(values), form)
-    for label, event in (("starts", "start"), ("skipped updates", "skipped"), ("storage errors", "storage_error")):
+    for label, event in (
+        ("starts", "start"),
+        ("skipped updates", "skipped"),
+        ("storage errors", "storage_error"),
+    ):
         figures[label] = str(kinds.count(event))
     if times:
         figures["wall time"] = f"{(max(times) - min(times)) / 60:.1f} min"

@@ -1,7 +1,8 @@
-"""Trains a decoder with tensor parallelism: `python train/run.py [CONFIG] [--workdir DIR] [--section.field VALUE ...]`.
+"""Trains a decoder with tensor parallelism: `python train/run.py [CONFIG] [--workdir DIR]
+[--section.field VALUE ...]`.
 
-A run that is started again with the same workdir continues. docs/train.md explains the options, and docs/operations.md
-the exit codes.
+A run that is started again with the same workdir continues. docs/train.md explains the options, and
+docs/operations.md the exit codes.
 """
 
 import dataclasses
@@ -14,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-if __name__ == "__main__":  # `models`, `configs` and `train` are beside the folder of this script, installed or not
+# `models`, `configs` and `train` are beside the folder of this script, installed or not
+if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from train.config import Config
@@ -26,9 +28,11 @@ from train.step.flags import set_flags
 
 _exit_code = functools.partial(
     exit_code,
-    outcome="Nothing that was complete is lost: started again, the run continues from its newest checkpoint",
+    outcome="Nothing that was complete is lost: started again, the run continues from its newest "
+    "checkpoint",
     memory_advice=(
-        "Use a smaller data.batch_size, --model.remat layer, a larger mesh.model or bfloat16 parameters; --dry-run "
+        "Use a smaller data.batch_size, --model.remat layer, a larger mesh.model or bfloat16 "
+        "parameters; --dry-run "
         "says beforehand what fits a TPU"
     ),
 )
@@ -50,18 +54,22 @@ def _run(arguments: Sequence[str]) -> int:
     if command.topology is not None and command.compare_meshes:
         from train.dry_run.compare_meshes import compare_meshes
 
-        return compare_meshes(command.config, command.topology, command.trust, command.compiled_meshes)
+        return compare_meshes(
+            command.config, command.topology, command.trust, command.compiled_meshes
+        )
     if command.topology is not None:
         from train.dry_run.command import dry_run
 
         return dry_run(command.config, command.topology, command.trust, command.kernels)
     flags = set_flags(command.config)
-    # Several processes share the chips, so none can verify alone what it would use: they agree on what is stored.
+    # Several processes share the chips, so none can verify alone what it would use: they agree on
+    # what is stored.
     if command.config.mesh.distributed:
         _train_with_others(command, flags)
     if flags:
         print_line(flags)
-    if command.config.mesh.platform in ("auto", "tpu"):  # the import takes time that other platforms need not spend
+    # the import takes time that other platforms need not spend
+    if command.config.mesh.platform in ("auto", "tpu"):
         from train.step.verify import verify_first
 
         verify_first(command.config, command.verify)
@@ -85,10 +93,13 @@ def _train(command: Command) -> int:
 
 
 def _train_with_others(command: Command, flags: str) -> NoReturn:
-    """Trains as one of several processes; an error ends this process without waiting for the others, as JAX would."""
+    """Trains as one of several processes; an error ends this process without waiting for the
+    others, as JAX would.
+    """
 
     def join_and_train() -> int:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would not see Ctrl-C while JAX waits for the others
+        # Python would not see Ctrl-C while JAX waits for the others
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         from train.step.mesh import configure_jax
 
         configure_jax(command.config.mesh)

@@ -1,6 +1,8 @@
-"""Continues a prompt with a checkpoint of a run or of an import: `python train/sample.py WORKDIR --prompt TEXT`.
+"""Continues a prompt with a checkpoint of a run or of an import: `python train/sample.py WORKDIR
+--prompt TEXT`.
 
-The text appears while it is generated. It ends at a token that ends documents, or after `--max_tokens`.
+The text appears while it is generated. It ends at a token that ends documents, or after
+`--max_tokens`.
 """
 
 import dataclasses
@@ -14,7 +16,8 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-if __name__ == "__main__":  # `models`, `configs` and `train` are beside the folder of this script, installed or not
+# `models`, `configs` and `train` are beside the folder of this script, installed or not
+if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from train.config import Config, MeshConfig
@@ -35,7 +38,9 @@ class Command:
     prompt_file: Path | None = None
     """File with the text to continue, instead of --prompt."""
     temperature: float = 0.8
-    """Below 1 favours likely tokens, above 1 unlikely ones; 0 always takes the most likely one (divisor of logits)."""
+    """Below 1 favours likely tokens, above 1 unlikely ones; 0 always takes the most likely one
+    (divisor of logits).
+    """
     top_p: float = 1.0
     """Tokens are drawn from the most likely ones whose probabilities add up to this (0 to 1)."""
     max_tokens: int = 128
@@ -59,7 +64,8 @@ def main(arguments: Sequence[str]) -> int:
     return exit_code(
         lambda: _run(arguments),
         outcome="No checkpoint was changed",
-        memory_advice="A smaller --batch or --cache, or a larger --mesh.model or --mesh.fsdp, needs less on a device",
+        memory_advice="A smaller --batch or --cache, or a larger --mesh.model or --mesh.fsdp, "
+        "needs less on a device",
         reader_may_leave=True,
     )
 
@@ -87,7 +93,8 @@ def _sample(command: Command, config: Config) -> None:
     length = prompt.size + command.max_tokens if command.cache is None else command.cache
     if prompt.size < 1 or prompt.size + command.max_tokens > length:
         raise InputError(
-            f"the prompt must have 1 token or more, and fit --cache with --max_tokens: got {prompt.size} tokens and "
+            "the prompt must have 1 token or more, and fit --cache with --max_tokens: got "
+            f"{prompt.size} tokens and "
             f"max_tokens={command.max_tokens} in a cache of {length}; shorten it, or raise --cache"
         )
 
@@ -104,10 +111,14 @@ def _sample(command: Command, config: Config) -> None:
     mesh = open_model_mesh(config)
     with jax.set_mesh(mesh):
         trainer = Trainer(config, mesh)
-        params, path, _ = load_parameters(command.workdir, config, trainer, step=command.step, evaluated=True)
+        params, path, _ = load_parameters(
+            command.workdir, config, trainer, step=command.step, evaluated=True
+        )
         print(f"# {path}", file=sys.stderr)
         generator = Generator(trainer.model, batch=command.batch, length=length)
-        sampling = Sampling(jax.random.key(command.seed), np.float32(command.temperature), np.float32(command.top_p))
+        sampling = Sampling(
+            jax.random.key(command.seed), np.float32(command.temperature), np.float32(command.top_p)
+        )
         parts = generator.run(params, prompt, sampling, count=command.max_tokens)
         ends = {config.data.separator, *config.eval.stop_tokens}
         if command.batch == 1:
@@ -117,18 +128,26 @@ def _sample(command: Command, config: Config) -> None:
             return
         rows = np.concatenate(list(parts), axis=1)
     for number, row in enumerate(rows, start=1):
-        print(f"--- {number}\n" + "".join(stream(decode, prompt.tolist(), iter([row.tolist()]), ends)))
+        print(
+            f"--- {number}\n" + "".join(stream(decode, prompt.tolist(), iter([row.tolist()]), ends))
+        )
 
 
 def stream(
-    decode: Callable[[Sequence[int]], str], prompt: list[int], parts: Iterator[list[int]], ends: Container[int | None]
+    decode: Callable[[Sequence[int]], str],
+    prompt: list[int],
+    parts: Iterator[list[int]],
+    ends: Container[int | None],
 ) -> Iterator[str]:
-    """Yields the text of the prompt, and what each part adds to it, until the first of the tokens `ends`.
+    """Yields the text of the prompt, and what each part adds to it, until the first of the tokens
+    `ends`.
 
-    A last character that may need tokens of the next part is held back. A decoder may write other text for earlier
+    A last character that may need tokens of the next part is held back. A decoder may write other
+    text for earlier
     tokens when later ones follow: what was shown stays, and all that is different follows it.
     """
-    tokens, shown = list(prompt), ""
+    tokens = list(prompt)
+    shown = ""
     for part in itertools.chain([[]], parts):  # the prompt is shown before the first token is drawn
         before = list(itertools.takewhile(lambda token: token not in ends, part))
         tokens += before
@@ -154,16 +173,22 @@ def _prompt(command: Command) -> str:
         try:
             command.prompt.encode()
         except UnicodeEncodeError as error:
-            raise InputError(f"--prompt must be text in UTF-8: got {os.fsencode(command.prompt)!r:.100}") from error
+            raise InputError(
+                f"--prompt must be text in UTF-8: got {os.fsencode(command.prompt)!r:.100}"
+            ) from error
         return command.prompt
     assert command.prompt_file is not None
     try:
         return command.prompt_file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise InputError(f"--prompt_file must be text in UTF-8: {command.prompt_file}: {error}") from error
+        raise InputError(
+            f"--prompt_file must be text in UTF-8: {command.prompt_file}: {error}"
+        ) from error
 
 
-def _codec(command: Command, config: Config) -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], str]]:
+def _codec(
+    command: Command, config: Config
+) -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], str]]:
     """Returns the functions that turn text into tokens and back."""
     name = command.tokenizer or config.data.tokenizer
     if name is not None and is_file(name):
@@ -171,9 +196,12 @@ def _codec(command: Command, config: Config) -> tuple[Callable[[str], list[int]]
         tokenizer = Tokenizer.open(path, vocab_size=config.model.vocab_size, field="the tokenizer")
         return tokenizer.encode, tokenizer.decode
     paths = [config.data.path, *(path for _, path, _ in config.data.sources)]
-    if name is not None or any(path is not None and Path(path).suffix in (".npy", ".bin") for path in paths):
+    if name is not None or any(
+        path is not None and Path(path).suffix in (".npy", ".bin") for path in paths
+    ):
         raise InputError(
-            f"the run was trained on tokens of {name or 'an unnamed tokenizer'}, and nothing says how to turn text "
+            f"the run was trained on tokens of {name or 'an unnamed tokenizer'}, and nothing says "
+            "how to turn text "
             "into them; give its file with --tokenizer tokenizer.json"
         )
     return lambda text: list(text.encode()), decode_bytes

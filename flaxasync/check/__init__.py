@@ -1,7 +1,9 @@
-"""Reads compiled programs without a TPU: what overlaps, what is exposed, and whether a buffer in flight is touched.
+"""Reads compiled programs without a TPU: what overlaps, what is exposed, and whether a buffer in
+flight is touched.
 
-This package imports nothing of flaxasync but the chip table and the order of devices, and no other part of flaxasync
-imports it. What needs JAX, the simulator or matplotlib is imported when it is first used.
+This package imports nothing of flaxasync but the chip table and the order of devices, and no other
+part of flaxasync imports it. What needs JAX, the simulator or matplotlib is imported when it is
+first used.
 
 The text of a program
   parse                    reads HLO text
@@ -93,7 +95,11 @@ if TYPE_CHECKING:
     from flaxasync.check.compile.compile_for import HLO_ONLY, compile_for
     from flaxasync.check.compile.topologies import topology_devices, topology_mesh, topology_size
     from flaxasync.check.dispatch.command_buffers import command_buffer_flags
-    from flaxasync.check.dispatch.compatibility import DispatchInfo, check_async_compatible, make_async_aot_caller
+    from flaxasync.check.dispatch.compatibility import (
+        DispatchInfo,
+        check_async_compatible,
+        make_async_aot_caller,
+    )
     from flaxasync.check.dispatch.timing import DispatchTiming, measure_dispatch
     from flaxasync.check.player.play import play
     from flaxasync.check.render import save_picture, save_trace
@@ -103,21 +109,68 @@ _HOME_OF = {
     **dict.fromkeys(("HLO_ONLY", "compile_for"), "compile.compile_for"),
     **dict.fromkeys(("topology_devices", "topology_mesh", "topology_size"), "compile.topologies"),
     "command_buffer_flags": "dispatch.command_buffers",
-    **dict.fromkeys(("DispatchInfo", "check_async_compatible", "make_async_aot_caller"), "dispatch.compatibility"),
+    **dict.fromkeys(
+        ("DispatchInfo", "check_async_compatible", "make_async_aot_caller"),
+        "dispatch.compatibility",
+    ),
     **dict.fromkeys(("DispatchTiming", "measure_dispatch"), "dispatch.timing"),
     "play": "player.play",
     **dict.fromkeys(("save_picture", "save_trace"), "render"),
 }
 
 __all__ = [
-    "CHIPS", "CODES", "HLO_ONLY", "AsyncOperation", "Audit", "CapturedProgram", "Change", "Chip", "Comparison",
-    "CompiledProgram", "Computation", "DispatchInfo", "DispatchTiming", "Finding", "HbmError", "HloError", "HloModule",
-    "Instruction", "Loop", "Overview", "Row", "Severity", "Shape", "Slice", "Summary", "Timeline", "Tolerances",
-    "async_operations", "audit", "capture", "check_async_compatible", "check_async_rules", "command_buffer_flags",
-    "compare", "compile_for", "format_module", "make_async_aot_caller", "measure_dispatch", "overview", "parse",
-    "play", "read_baseline", "read_folder", "save_picture", "save_trace", "summarize", "timeline",
-    "topology_devices", "topology_mesh", "topology_size", "write_baseline",
-]  # fmt: skip
+    "CHIPS",
+    "CODES",
+    "HLO_ONLY",
+    "AsyncOperation",
+    "Audit",
+    "CapturedProgram",
+    "Change",
+    "Chip",
+    "Comparison",
+    "CompiledProgram",
+    "Computation",
+    "DispatchInfo",
+    "DispatchTiming",
+    "Finding",
+    "HbmError",
+    "HloError",
+    "HloModule",
+    "Instruction",
+    "Loop",
+    "Overview",
+    "Row",
+    "Severity",
+    "Shape",
+    "Slice",
+    "Summary",
+    "Timeline",
+    "Tolerances",
+    "async_operations",
+    "audit",
+    "capture",
+    "check_async_compatible",
+    "check_async_rules",
+    "command_buffer_flags",
+    "compare",
+    "compile_for",
+    "format_module",
+    "make_async_aot_caller",
+    "measure_dispatch",
+    "overview",
+    "parse",
+    "play",
+    "read_baseline",
+    "read_folder",
+    "save_picture",
+    "save_trace",
+    "summarize",
+    "timeline",
+    "topology_devices",
+    "topology_mesh",
+    "topology_size",
+    "write_baseline",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -125,7 +178,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("flaxasync.check.player")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"flaxasync.check.{_HOME_OF[name]}"), name)
+    value = globals()[name] = getattr(
+        importlib.import_module(f"flaxasync.check.{_HOME_OF[name]}"), name
+    )
     return value
 
 

@@ -6,7 +6,8 @@
     python -m flaxasync.check gate BASELINE FILE [--update]   compare with a baseline: is anything worse?
     python -m flaxasync.check trace PATH [--program HLO]      read a profile: measured beside estimated communication
 
-The exit status is 0 if no finding is as severe as --fail-on, 1 if a finding is, and 2 if the text cannot be read.
+The exit status is 0 if no finding is as severe as --fail-on, 1 if a finding is, and 2 if the text
+cannot be read.
 """
 
 import argparse
@@ -33,28 +34,39 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] and arguments[0] in _COMMANDS:  # a file of such a name is ./trace
         return importlib.import_module(_COMMANDS[arguments[0]]).main(arguments[1:])
-    parser = argparse.ArgumentParser(prog="python -m flaxasync.check", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m flaxasync.check", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument(
         "file",
-        help="HLO text (a dump, or what compiled.as_text() returned); - for standard input; or a captured folder",
+        help="HLO text (a dump, or what compiled.as_text() returned); - for standard input; or a "
+        "captured folder",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--chip", choices=sorted(CHIPS), help="the chip whose times are estimated (default: v5e)")
+    parser.add_argument(
+        "--chip", choices=sorted(CHIPS), help="the chip whose times are estimated (default: v5e)"
+    )
     parser.add_argument(
         "--expect",
         action="append",
         default=[],
         metavar="NAME=COUNT",
-        help="fail unless there are at least that many asynchronous operations of that name or kind",
+        help="fail unless there are at least that many asynchronous operations of that name or "
+        "kind",
     )
     severities = [str(s) for s in Severity]
-    parser.add_argument("--fail-on", choices=severities, help="the lowest severity that fails (default: error)")
+    parser.add_argument(
+        "--fail-on", choices=severities, help="the lowest severity that fails (default: error)"
+    )
     parser.add_argument("--timeline", action="store_true", help="also print the estimated timeline")
     parser.add_argument("--trace", metavar="FILE", help="write the timeline as a Chrome trace")
     parser.add_argument("--picture", metavar="FILE", help="draw the timeline as a PNG")
     chosen = parser.parse_args(arguments)
     try:
-        expect = {name: int(count) for name, _, count in (entry.rpartition("=") for entry in chosen.expect)}
+        expect = {
+            name: int(count)
+            for name, _, count in (entry.rpartition("=") for entry in chosen.expect)
+        }
     except ValueError:
         parser.error(f"--expect needs NAME=COUNT: got {', '.join(chosen.expect)}")
     try:
@@ -62,7 +74,8 @@ def main(arguments: list[str] | None = None) -> int:
             others = ("json", "expect", "fail_on", "timeline", "trace", "picture")
             if given := [f"--{name.replace('_', '-')}" for name in others if getattr(chosen, name)]:
                 parser.error(
-                    f"{chosen.file} is a folder, for which --chip is the only option: got {', '.join(given)}; give one "
+                    f"{chosen.file} is a folder, for which --chip is the only option: got "
+                    f"{', '.join(given)}; give one "
                     "of its files to audit a program"
                 )
             print(check.overview(check.read_folder(chosen.file), chip=chosen.chip))
@@ -86,5 +99,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    gc.disable()  # a module has no cycles, and looking for them takes a fifth of the time of reading it
+    # a module has no cycles, and looking for them takes a fifth of the time of reading it
+    gc.disable()
     sys.exit(main())

@@ -1,11 +1,13 @@
-"""`progress`: says on stderr what is under way, and for how long, while it takes longer than ten seconds.
+"""`progress`: says on stderr what is under way, and for how long, while it takes longer than ten
+seconds.
 
     with progress("training"):
         with progress("compiling the step"):
             ...
 
-prints "flaxasync: training: compiling the step, 10 s so far" after ten seconds, and such a line every ten seconds from
-then on. What ends sooner prints nothing. Anything that can be silent for longer uses it; the training script, too.
+prints "flaxasync: training: compiling the step, 10 s so far" after ten seconds, and such a line
+every ten seconds from then on. What ends sooner prints nothing. Anything that can be silent for
+longer uses it; the training script, too.
 """
 
 import contextlib
@@ -34,16 +36,19 @@ def to_stderr(line: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(what: What, *, silent: float = SILENT_SECONDS, say: Callable[[str], None] = to_stderr) -> Iterator[None]:
+def progress(
+    what: What, *, silent: float = SILENT_SECONDS, say: Callable[[str], None] = to_stderr
+) -> Iterator[None]:
     """Says what the block does, and for how long, every `silent` seconds until it ends.
 
     Args:
-      what: What is under way, as "compiling for v5e:2x4"; or a function that returns it, for work that can say how far
-        it has come. The function is called in another thread.
+      what: What is under way, as "compiling for v5e:2x4"; or a function that returns it, for work
+        that can say how far it has come. The function is called in another thread.
       silent: The seconds from one line to the next, and to the first one.
       say: Prints a line; by default on stderr.
 
-    A block within another one adds what it does to the lines of the outermost one, whose `silent` and `say` count.
+    A block within another one adds what it does to the lines of the outermost one, whose `silent`
+    and `say` count.
     """
     stack = _open.stack
     stack.append(what)
@@ -61,7 +66,8 @@ def _speaker(stack: list[What], silent: float, say: Callable[[str], None]) -> It
 
     def speak() -> None:
         while not ended.wait(silent):
-            doing = dict.fromkeys(one if isinstance(one, str) else one() for one in list(stack))  # each once
+            # each once
+            doing = dict.fromkeys(one if isinstance(one, str) else one() for one in list(stack))
             say(f"flaxasync: {': '.join(doing)}, {time.monotonic() - began:.0f} s so far")
 
     thread = threading.Thread(target=speak, name="flaxasync progress", daemon=True)

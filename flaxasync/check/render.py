@@ -1,4 +1,6 @@
-"""Files made of results: `save_picture` draws timelines and simulated runs, `save_trace` writes Chrome traces."""
+"""Files made of results: `save_picture` draws timelines and simulated runs, `save_trace` writes
+Chrome traces.
+"""
 
 import json
 import pathlib
@@ -10,13 +12,23 @@ from flaxasync.check.estimate.timeline import Timeline
 from flaxasync.check.player.result import Result
 
 # The names that the trace viewers have for their colours.
-_COLOURS = {"compute": "good", "stall": "terrible", "collective": "bad", "memory": "yellow", "repeat": "grey"}
+_COLOURS = {
+    "compute": "good",
+    "stall": "terrible",
+    "collective": "bad",
+    "memory": "yellow",
+    "repeat": "grey",
+}
 
 
 def save_picture(
-    results: Timeline | Result | Sequence[Timeline | Result], path: Any, *, titles: Sequence[str] = ()
+    results: Timeline | Result | Sequence[Timeline | Result],
+    path: Any,
+    *,
+    titles: Sequence[str] = (),
 ) -> None:
-    """Draws results as a PNG: one with its longest loops, or several below one another on one scale of time.
+    """Draws results as a PNG: one with its longest loops, or several below one another on one scale
+    of time.
 
     Args:
       results: What `timeline` or `play` returned, or several of them.
@@ -38,8 +50,8 @@ def save_picture(
 def save_trace(result: Timeline | Result, path: Any) -> None:
     """Writes a Chrome trace, the JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-    It has one process for each device, one thread for each lane, and times in microseconds. Its metadata says what the
-    times are based on.
+    It has one process for each device, one thread for each lane, and times in microseconds. Its
+    metadata says what the times are based on.
     """
     t = _timeline(result)
     lanes: dict[tuple[int, str], int] = {}
@@ -50,13 +62,24 @@ def save_trace(result: Timeline | Result, path: Any) -> None:
         name = {"name": f"device {device} ({t.chip})"}
         events.append({"ph": "M", "name": "process_name", "pid": device, "args": name})
     for (device, lane), thread in lanes.items():
-        events.append({"ph": "M", "name": "thread_name", "pid": device, "tid": thread, "args": {"name": lane}})
+        events.append(
+            {"ph": "M", "name": "thread_name", "pid": device, "tid": thread, "args": {"name": lane}}
+        )
     for s in t.slices:
         colour = {"cname": _COLOURS[s.kind]} if s.kind in _COLOURS else {}
-        events.append({
-            "ph": "X", "name": s.name, "cat": s.kind, "pid": s.device, "tid": lanes[s.device, s.lane],
-            "ts": s.start * 1e6, "dur": s.seconds * 1e6, "args": {"kind": s.kind, "cause": s.cause},
-        } | colour)  # fmt: skip
+        events.append(
+            {
+                "ph": "X",
+                "name": s.name,
+                "cat": s.kind,
+                "pid": s.device,
+                "tid": lanes[s.device, s.lane],
+                "ts": s.start * 1e6,
+                "dur": s.seconds * 1e6,
+                "args": {"kind": s.kind, "cause": s.cause},
+            }
+            | colour
+        )
     about = {"basis": t.basis, "known_error": t.known_error, "notes": list(t.notes)}
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
     pathlib.Path(path).write_text(text)
@@ -64,5 +87,7 @@ def save_trace(result: Timeline | Result, path: Any) -> None:
 
 def _timeline(result: Any) -> Timeline:
     if not isinstance(result, Timeline | Result):
-        raise ValueError(f"results must be what timeline or play returned: got {type(result).__name__}")
+        raise ValueError(
+            f"results must be what timeline or play returned: got {type(result).__name__}"
+        )
     return result.timeline() if isinstance(result, Result) else result

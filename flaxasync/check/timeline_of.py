@@ -1,4 +1,6 @@
-"""`timeline`: the estimate of `estimate/estimator.py`, for which the kernels of a program may be simulated first."""
+"""`timeline`: the estimate of `estimate/estimator.py`, for which the kernels of a program may be
+simulated first.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -24,44 +26,53 @@ def timeline(
 
     Args:
       compiled: A compiled program, its text, or a parsed module. It must be scheduled.
-      chip: "v5e", "v6e", "v5p" or "tpu7x"; the name of a topology will do, too. By default the program's own chip.
-      kernels: Seconds of Pallas kernels, by name. The time of any other kernel is that of its own cost estimate at the
-        chip's peak, and transfers within it take none. "play" simulates every distinct kernel once, by itself, which
-        takes seconds for each; the times are kept in the user's cache folder. The program must then be one of
-        `compile_for`.
-      copies: "cycles" takes the compiler's estimates of copies, which are far too long within vector memory. "bytes"
-        times copies by the bytes that they move. "simulated" does so, too, but at the lower rate of simulated copies
-        where a layout changes in vector memory. By default "simulated" where kernels are simulated, and "cycles"
-        elsewhere, by which the compiler itself schedules.
+      chip: "v5e", "v6e", "v5p" or "tpu7x"; the name of a topology will do, too. By default the
+        program's own chip.
+      kernels: Seconds of Pallas kernels, by name. The time of any other kernel is that of its own
+        cost estimate at the chip's peak, and transfers within it take none. "play" simulates every
+        distinct kernel once, by itself, which takes seconds for each; the times are kept in the
+        user's cache folder. The program must then be one of `compile_for`.
+      copies: "cycles" takes the compiler's estimates of copies, which are far too long within
+        vector memory. "bytes" times copies by the bytes that they move. "simulated" does so, too,
+        but at the lower rate of simulated copies where a layout changes in vector memory. By
+        default "simulated" where kernels are simulated, and "cycles" elsewhere, by which the
+        compiler itself schedules.
       say: Is called with a line about each kernel that is simulated.
-      integers: Says what integer operands of a simulated kernel are that the program does not determine, such as the
-        sizes of groups: (name, shape) -> elements, or None to take 0.
+      integers: Says what integer operands of a simulated kernel are that the program does not
+        determine, such as the sizes of groups: (name, shape) -> elements, or None to take 0.
 
     Returns:
-      The timeline: `.seconds`, `.compute`, `.exposed`, `.devices`, `.flops`. `print` shows a table, which says what
-      the times were taken from. `fa.check.save_picture` and `fa.check.save_trace` write it to files.
+      The timeline: `.seconds`, `.compute`, `.exposed`, `.devices`, `.flops`. `print` shows a table,
+      which says what the times were taken from. `fa.check.save_picture` and `fa.check.save_trace`
+      write it to files.
 
     Raises:
-      ValueError: The chip is unknown or was not given, the program is not scheduled or has no text, or kernels are to
-        be simulated and it does not say for which chips it was compiled.
+      ValueError: The chip is unknown or was not given, the program is not scheduled or has no text,
+        or kernels are to be simulated and it does not say for which chips it was compiled.
       HloError: The text cannot be read.
     """
     if kernels != "play":
         if isinstance(kernels, str):
             raise ValueError(f"kernels must be 'play', or seconds by name: got {kernels!r}")
-        return estimator.timeline(compiled, chip, kernels=kernels, copies=copies or "cycles", notes=_versions(compiled))
+        return estimator.timeline(
+            compiled, chip, kernels=kernels, copies=copies or "cycles", notes=_versions(compiled)
+        )
     if not isinstance(compiled, CompiledProgram):
         raise ValueError(
-            f"kernels='play' needs a program of flaxasync.check.compile_for: got {type(compiled).__name__}; compile it "
+            "kernels='play' needs a program of flaxasync.check.compile_for: got "
+            f"{type(compiled).__name__}; compile it "
             "so, or give kernels={name: seconds}"
         )
-    from flaxasync.check.player.kernels import kernel_times  # imports numpy, which the estimate does not need
+    # imports numpy, which the estimate does not need
+    from flaxasync.check.player.kernels import kernel_times
 
     module = module_of(compiled)
     with progress(f"simulating the kernels of {module.name}"):
         played, notes = kernel_times(compiled, module, say, integers)
     notes = (*notes, *_versions(compiled))
-    return estimator.timeline(compiled, chip, copies=copies or "simulated", played=played, notes=notes)
+    return estimator.timeline(
+        compiled, chip, copies=copies or "simulated", played=played, notes=notes
+    )
 
 
 def _versions(compiled: Any) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""Pallas TPU kernels: arrays in HBM in, transfers and matmuls inside, no policy. The ops above choose among them.
+"""Pallas TPU kernels: arrays in HBM in, transfers and matmuls inside, no policy. The ops above
+choose among them.
 
 | module | kernel |
 |---|---|
@@ -14,10 +15,12 @@
 | `grouped_matmul` | rows that are sorted by expert, times the weights of their experts |
 | `grouped_weight_gradient` | the weight gradients of `grouped_matmul` |
 
-All of them but the last four are built from `engine`, and are for use inside `jax.shard_map`, on local shards. The
-ops have checked the operands: float32 or bfloat16, all of one dtype, each batch in whole hardware tiles, on axes of two
-devices or more. Beside what its docstring names, a kernel refuses only tiles that exceed the chip's vector memory, with
-a ValueError. These arguments mean the same in each kernel:
+All of them but the last four are built from `engine`, and are for use inside `jax.shard_map`, on
+local shards. The
+ops have checked the operands: float32 or bfloat16, all of one dtype, each batch in whole hardware
+tiles, on axes of two devices or more. Beside what its docstring names, a kernel refuses only tiles
+that exceed the chip's vector memory, with a ValueError. These arguments mean the same in each
+kernel:
 
 ```
 tiles          the largest tiles of a product; by default the kernel chooses; the last of a dimension may be partial

@@ -1,4 +1,5 @@
-"""Adds rows to the rows of an array that an index names, as a Pallas TPU kernel: the end of a mixture of experts.
+"""Adds rows to the rows of an array that an index names, as a Pallas TPU kernel: the end of a
+mixture of experts.
 
 ```
 values  [M, D]     rows of tiles of t rows, of which the first `tiles` are live
@@ -9,8 +10,9 @@ y       [n, D]     y[rows[i]] += scale[i] * values[i], from zeros
 grid    columns of y   ->   tiles
 ```
 
-The sums of all rows are in vector memory, float32, for some columns at a time. XLA's scatter keeps them in HBM: adding
-4096 rows of 2048 features takes it 362 us on v5e, and as many again to begin from zeros and to round, by simulation.
+The sums of all rows are in vector memory, float32, for some columns at a time. XLA's scatter keeps
+them in HBM: adding 4096 rows of 2048 features takes it 362 us on v5e, and as many again to begin
+from zeros and to round, by simulation.
 """
 
 import jax.numpy as jnp
@@ -19,7 +21,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import available, vmem_limit
-from flaxasync.kernels.engine.operands import DTYPES, LANES, Ref, Scalar, largest_divisor, output, sublanes
+from flaxasync.kernels.engine.operands import (
+    DTYPES,
+    LANES,
+    Ref,
+    Scalar,
+    largest_divisor,
+    output,
+    sublanes,
+)
 from flaxasync.mesh import UnsupportedError
 
 UNROLLED = 16  # rows that are added in one turn of a loop
@@ -31,19 +41,27 @@ def add_rows(values: Array, rows: Array, scale: Array, tiles: Array | int, *, n:
     Raises:
       NotImplementedError: The kernel cannot serve such operands; see `check_add_rows`.
     """
-    (_, features), t = values.shape, rows.shape[1]
+    _, features = values.shape
+    t = rows.shape[1]
     columns = check_add_rows("add_rows", values.dtype, n, t, features)
     need = _bytes(n, t, columns, values.dtype.itemsize)
-    # Those of one tile at a time: where all are in scalar memory, little is left of it, and libtpu spills into HBM.
+    # Those of one tile at a time: where all are in scalar memory, little is left of it, and libtpu
+    # spills into HBM.
     of_tile = pl.BlockSpec((1, 1, t), lambda j, i: (i, 0, 0), memory_space=pltpu.SMEM)
     return pl.pallas_call(
         _body,
         out_shape=output((n, features), values, rows, scale),
         # One tile at least, even of padding, because its last step writes y.
-        grid=(features // columns, max(tiles, 1) if isinstance(tiles, int) else jnp.maximum(tiles, 1)),
+        grid=(
+            features // columns,
+            max(tiles, 1) if isinstance(tiles, int) else jnp.maximum(tiles, 1),
+        ),
         in_specs=[of_tile, of_tile, pl.BlockSpec((t, columns), lambda j, i: (i, j))],
         out_specs=pl.BlockSpec((n, columns), lambda j, i: (0, j)),
-        scratch_shapes=[pltpu.VMEM((n + 8, columns), jnp.float32), pltpu.VMEM((t, columns), jnp.float32)],
+        scratch_shapes=[
+            pltpu.VMEM((n + 8, columns), jnp.float32),
+            pltpu.VMEM((t, columns), jnp.float32),
+        ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit(need)
         ),
@@ -57,20 +75,27 @@ def add_rows(values: Array, rows: Array, scale: Array, tiles: Array | int, *, n:
 
 
 def check_add_rows(caller: str, dtype: jnp.dtype, n: int, tile_rows: int, features: int) -> int:
-    """Returns the columns of a step. Raises NotImplementedError if the kernel cannot serve operands like these."""
+    """Returns the columns of a step. Raises NotImplementedError if the kernel cannot serve operands
+    like these.
+    """
     if dtype.name not in DTYPES:
-        raise UnsupportedError(f"{caller} has kernels for {' and '.join(DTYPES)}: got {dtype.name}; cast the operands")
+        raise UnsupportedError(
+            f"{caller} has kernels for {' and '.join(DTYPES)}: got {dtype.name}; cast the operands"
+        )
     unit = sublanes(dtype)
     if features % LANES or n % unit or tile_rows % LANES:
         raise UnsupportedError(
-            f"{caller} needs features and rows of a tile in multiples of {LANES}, and rows in multiples of {unit}: got "
+            f"{caller} needs features and rows of a tile in multiples of {LANES}, and rows in "
+            f"multiples of {unit}: got "
             f"{features}, {tile_rows} and {n}; pad them"
         )
     columns = largest_divisor(features, 512, LANES)
     while columns > LANES and _bytes(n, tile_rows, columns, dtype.itemsize) > available():
         columns = largest_divisor(features, columns - LANES, LANES)
     if _bytes(n, tile_rows, columns, dtype.itemsize) > available():
-        raise UnsupportedError(f"{caller} has the sums of all rows in vector memory: got {n} rows; give it fewer")
+        raise UnsupportedError(
+            f"{caller} has the sums of all rows in vector memory: got {n} rows; give it fewer"
+        )
     return columns
 
 
@@ -79,7 +104,8 @@ def _bytes(n: int, tile_rows: int, columns: int, itemsize: int) -> int:
 
 
 def _body(rows: Ref, scale: Ref, values: Ref, y: Ref, sums: Ref, wide: Ref) -> None:
-    tile, last = pl.program_id(1), pl.num_programs(1) - 1
+    tile = pl.program_id(1)
+    last = pl.num_programs(1) - 1
 
     @pl.when(tile == 0)
     def clear() -> None:

@@ -1,8 +1,9 @@
-"""What a kernel for attention between one block of queries and one block of keys computes: `BlockKernel`.
+"""What a kernel for attention between one block of queries and one block of keys computes:
+`BlockKernel`.
 
-The softmax is exact over any number of blocks, in any order. A carry holds, in float32, the sum of the values weighted
-by 2**(score - maximum), the maximum, and the sum of the weights. Scores are kept in units of log 2, because the
-hardware's exponential is exp2.
+The softmax is exact over any number of blocks, in any order. A carry holds, in float32, the sum of
+the values weighted by 2**(score - maximum), the maximum, and the sum of the weights. Scores are
+kept in units of log 2, because the hardware's exponential is exp2.
 
 ```
 q        [b, n, g, s, d]     queries of n groups of g heads
@@ -13,7 +14,8 @@ rows     [b, n, g, 2, s]     float32, for the gradient: log2 of the sum of 2**sc
 segments [b, s], [b, t]      int32; rows of different segments do not attend to each other
 ```
 
-`flaxasync.kernels.flash_attention` computes this on TPUs, `flaxasync.ops.attention.blocks` on every device.
+`flaxasync.kernels.flash_attention` computes this on TPUs, `flaxasync.ops.attention.blocks` on every
+device.
 """
 
 import dataclasses
@@ -25,10 +27,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 LOG2_E = 1.4426950408889634
-LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)  # below every score, and differences of two such values are finite
+# below every score, and differences of two such values are finite
+LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 type Carry = tuple[Array, Array]  # acc, stats
-type Gradients = tuple[Array, Array]  # dq as acc, dkv as kv; float32, before they are multiplied by the scale
+# dq as acc, dkv as kv; float32, before they are multiplied by the scale
+type Gradients = tuple[Array, Array]
 type Segments = tuple[Array, Array] | None  # of the rows of q, of the rows of kv
 
 
@@ -37,7 +41,8 @@ class Mask:
     """Which rows a row attends to, by position. Segments restrict it further."""
 
     causal: bool  # whether a row attends only to itself and to earlier rows
-    window: int | None  # a row attends only to rows fewer than `window` positions away; None for any distance
+    # a row attends only to rows fewer than `window` positions away; None for any distance
+    window: int | None
 
     @property
     def by_position(self) -> bool:
@@ -49,8 +54,12 @@ class Mask:
         return self.reaches(q, 1, k, 1)
 
     def covers(self, q: Any, q_rows: int, k: Any, k_rows: int) -> Any:
-        """Says whether all of the `q_rows` rows from q on attend to all of the `k_rows` rows from k on."""
-        last_q, last_k, conditions = q + (q_rows - 1), k + (k_rows - 1), []
+        """Says whether all of the `q_rows` rows from q on attend to all of the `k_rows` rows from k
+        on.
+        """
+        last_q = q + (q_rows - 1)
+        last_k = k + (k_rows - 1)
+        conditions = []
         if self.causal:
             conditions.append(last_k <= q)
         if self.window is not None:
@@ -60,7 +69,9 @@ class Mask:
         return functools.reduce(operator.and_, conditions, True)
 
     def reaches(self, q: Any, q_rows: int, k: Any, k_rows: int) -> Any:
-        """Says whether any of the `q_rows` rows from q on attends to any of the `k_rows` rows from k on."""
+        """Says whether any of the `q_rows` rows from q on attends to any of the `k_rows` rows from
+        k on.
+        """
         conditions = []
         if self.causal:
             conditions.append(k <= q + (q_rows - 1))
@@ -73,33 +84,52 @@ class Mask:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One block of queries with one block of keys and values. Indices and positions may be traced values."""
+    """One block of queries with one block of keys and values. Indices and positions may be traced
+    values.
+    """
 
     q_block: Any  # index of the block of `q_rows` rows among this device's rows
     q_rows: int
     q_start: Any  # position in the sequence of its first row
-    k_block: Any  # index of the block of `k_rows` rows among the keys and values that this device holds now
+    # index of the block of `k_rows` rows among the keys and values that this device holds now
+    k_block: Any
     k_rows: int
     k_start: Any  # position in the sequence of its first row
-    masked: bool  # whether the mask forbids some row of the one block to attend to some row of the other
+    # whether the mask forbids some row of the one block to attend to some row of the other
+    masked: bool
     needed: Any  # whether the mask lets any row attend to another; None where it always does
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """What turns the product of a query and a key into a score. Hashable: it is a static argument."""
+    """What turns the product of a query and a key into a score. Hashable: it is a static
+    argument.
+    """
 
     mask: Mask
     scale: float  # the factor of the products
-    precision: lax.PrecisionLike = None  # of the matmuls, as in `lax.dot_general`; they accumulate in float32
+    # of the matmuls, as in `lax.dot_general`; they accumulate in float32
+    precision: lax.PrecisionLike = None
 
 
 @runtime_checkable
 class BlockKernel(Protocol):
-    """An implementation of the product and its gradient. Hashable. Carries and gradients keep their dtypes."""
+    """An implementation of the product and its gradient. Hashable. Carries and gradients keep their
+    dtypes.
+    """
 
-    def forward(self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product, carry: Carry) -> Carry:
-        """Adds the rows of kv that `product` names to the carry of the rows of q that `product` names."""
+    def forward(
+        self,
+        scores: Scores,
+        q: Array,
+        kv: Array,
+        segments: Segments,
+        product: Product,
+        carry: Carry,
+    ) -> Carry:
+        """Adds the rows of kv that `product` names to the carry of the rows of q that `product`
+        names.
+        """
 
     def backward(
         self,
@@ -112,4 +142,6 @@ class BlockKernel(Protocol):
         product: Product,
         gradients: Gradients,
     ) -> Gradients:
-        """Adds what the product contributes to the gradients of q and of kv; `do` has the shape of q."""
+        """Adds what the product contributes to the gradients of q and of kv; `do` has the shape of
+        q.
+        """

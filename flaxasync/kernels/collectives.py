@@ -1,11 +1,12 @@
 """All-gather and all-reduce along one mesh axis, as Pallas TPU kernels.
 
-`all_gather` moves blocks from HBM to HBM. Each block goes once around the ring, forwarded from where it arrived, with
-two directions half of its rows each way (`engine.gather`). The own block is copied while the first hop is on its way.
+`all_gather` moves blocks from HBM to HBM. Each block goes once around the ring, forwarded from
+where it arrived, with two directions half of its rows each way (`engine.gather`). The own block is
+copied while the first hop is on its way.
 
-`all_reduce` is a grid over tiles, with hops in vector memory. Every tile of the result has a ring reduction of its own,
-while the next tile's operand comes from HBM and the last tile's result goes there. A block is some of a tile's rows.
-Partial sums travel in x's dtype and are added in float32.
+`all_reduce` is a grid over tiles, with hops in vector memory. Every tile of the result has a ring
+reduction of its own, while the next tile's operand comes from HBM and the last tile's result goes
+there. A block is some of a tile's rows. Partial sums travel in x's dtype and are added in float32.
 
 ```
 hop s       device i sends its partial sum of block i - s - 1, and receives its neighbour's of block i - s - 2
@@ -13,13 +14,15 @@ the end     device i has block i, summed over all devices          (direction 0;
 then        the finished blocks go around the ring once more
 ```
 
-Receive buffers are not acknowledged. In the reduction every device adds to every sum, so when a device has its sum of
-one tile, its neighbour has begun that tile, and has read all that it received for the tile before: two sets of receive
-buffers, used in turn, suffice. For the second round one set does. It begins when the own sum is there, to which the
-neighbour added its share after it had stored the tile before.
+Receive buffers are not acknowledged. In the reduction every device adds to every sum, so when a
+device has its sum of
+one tile, its neighbour has begun that tile, and has read all that it received for the tile before:
+two sets of receive buffers, used in turn, suffice. For the second round one set does. It begins
+when the own sum is there, to which the neighbour added its share after it had stored the tile
+before.
 
-Tiles may hang over the edges of the result. What lies there is whatever the memory held. It travels, too, and is added
-up, but only to what lies there on other devices, and it is never stored.
+Tiles may hang over the edges of the result. What lies there is whatever the memory held. It
+travels, too, and is added up, but only to what lies there on other devices, and it is never stored.
 """
 
 import dataclasses
@@ -45,15 +48,20 @@ def all_gather(
 ) -> jax.Array:
     """Returns the rows of all R devices on an axis, for each of them: [m, n] -> [R*m, n].
 
-    With two directions, half of the rows of x goes each way; None is 2 where that is faster and m can be halved.
+    With two directions, half of the rows of x goes each way; None is 2 where that is faster and m
+    can be halved.
 
     Raises:
       ValueError: with two directions, the rows have no halves of whole hardware tiles.
     """
-    caller, size, (m, n), unit = "all_gather", lax.axis_size(axis_name), x.shape, sublanes(x.dtype)
+    caller = "all_gather"
+    size = lax.axis_size(axis_name)
+    m, n = x.shape
+    unit = sublanes(x.dtype)
     directions = choose_directions(size, m, unit, directions)
     half_blocks(caller, "rows of x", m, unit, directions)  # raises if there are none
-    ring, layout = Ring(axis_name, size, directions), BlockLayout.of(1, m, unit, directions)
+    ring = Ring(axis_name, size, directions)
+    layout = BlockLayout.of(1, m, unit, directions)
 
     def body(x_ref: Ref, o_ref: Ref, semaphores: GatherSemaphores) -> None:
         gather = Gather(ring, layout, x_ref, o_ref, semaphores)
@@ -102,30 +110,43 @@ def all_reduce(
     directions: int | None = 1,
     collective_id: int | None = None,
 ) -> jax.Array:
-    """Sums over the R devices on an axis, for each of them: [m, n] -> [m, n]. m is in R blocks of whole hardware tiles.
+    """Sums over the R devices on an axis, for each of them: [m, n] -> [m, n]. m is in R blocks of
+    whole hardware tiles.
 
-    The result's type says that it does not vary over the axis. `tiles` are m and n of a tile at most; None is `TILES`,
-    or what fits. With two directions, half of the columns goes each way; None is 2 where that is faster and n can be
-    halved.
+    The result's type says that it does not vary over the axis. `tiles` are m and n of a tile at
+    most; None is `TILES`, or what fits. With two directions, half of the columns goes each way;
+    None is 2 where that is faster and n can be halved.
 
     Raises:
       ValueError: with two directions, the columns of a tile have no halves of whole hardware tiles.
     """
-    caller, size, (rows, width) = "all_reduce", lax.axis_size(axis_name), x.shape
+    caller = "all_reduce"
+    size = lax.axis_size(axis_name)
+    rows, width = x.shape
     ring = Ring(axis_name, size, choose_directions(size, width, LANES, directions))
     tile, vmem_bytes = _tile(caller, x, ring, tiles)
-    m, n, hops = tile.m // size, tile.n, size - 1
+    m = tile.m // size
+    n = tile.n
+    hops = size - 1
     halves = half_blocks(caller, "columns of a tile", n, LANES, ring.directions)
 
     def reduce(x_tile: Ref, scratch: Scratch, o_ref: Ref) -> None:
         """Puts this device's block of the sum over all devices into o_ref."""
-        buffers = remainder(pl.program_id(0) * pl.num_programs(1) + pl.program_id(1), 2)  # the set that this tile uses
+        # the set that this tile uses
+        buffers = remainder(pl.program_id(0) * pl.num_programs(1) + pl.program_id(1), 2)
 
         def partial_sum(direction: int, hop: int) -> jax.Array:
-            """Returns what is sent in a hop: what this device has of that block, and what it has received."""
-            block, columns = ring.behind(hop + 1, direction), halves[direction]
+            """Returns what is sent in a hop: what this device has of that block, and what it has
+            received.
+            """
+            block = ring.behind(hop + 1, direction)
+            columns = halves[direction]
             own = x_tile[aligned(block * m, m, sublanes(x.dtype)), columns].astype(jnp.float32)
-            return own if hop == 0 else own + scratch.received[buffers, hop - 1, :, columns].astype(jnp.float32)
+            return (
+                own
+                if hop == 0
+                else own + scratch.received[buffers, hop - 1, :, columns].astype(jnp.float32)
+            )
 
         for hop in range(hops):
             with jax.named_scope("reduce"):
@@ -142,7 +163,9 @@ def all_reduce(
         for d in ring.both:
             o_ref[:, halves[d]] = partial_sum(d, hops).astype(x.dtype)
 
-    def kernel(x_tile: Ref, o_tile: Ref, scratch: Scratch, finished: Ref, send_sem: Ref, recv_sem: Ref) -> None:
+    def kernel(
+        x_tile: Ref, o_tile: Ref, scratch: Scratch, finished: Ref, send_sem: Ref, recv_sem: Ref
+    ) -> None:
         first_tile = (pl.program_id(0) == 0) & (pl.program_id(1) == 0)
         pl.when(first_tile)(lambda: ring.enter(caller, collective_id))
         reduce(x_tile, scratch, finished.at[ring.index])
@@ -157,10 +180,17 @@ def all_reduce(
         for number in range(size):
             o_tile[number * m : (number + 1) * m, :] = finished[number]
 
-    dma, grid, itemsize = pltpu.SemaphoreType.DMA, (pl.cdiv(rows, tile.m), pl.cdiv(width, n)), x.dtype.itemsize
-    outgoing, received, finished = (pltpu.VMEM((*some, m, n), x.dtype) for some in ((), (2, hops), (size,)))
-    scratch: Ref = Scratch(outgoing, received, dma((ring.directions,)), dma((2, ring.directions, hops)))
-    spec, result = pl.BlockSpec((tile.m, n), lambda i, j: (i, j)), output(x.shape, x, invarying=(axis_name,))
+    dma = pltpu.SemaphoreType.DMA
+    grid = (pl.cdiv(rows, tile.m), pl.cdiv(width, n))
+    itemsize = x.dtype.itemsize
+    outgoing, received, finished = (
+        pltpu.VMEM((*some, m, n), x.dtype) for some in ((), (2, hops), (size,))
+    )
+    scratch: Ref = Scratch(
+        outgoing, received, dma((ring.directions,)), dma((2, ring.directions, hops))
+    )
+    spec = pl.BlockSpec((tile.m, n), lambda i, j: (i, j))
+    result = output(x.shape, x, invarying=(axis_name,))
     sent = 2 * hops * grid[0] * grid[1] * m * n * itemsize
     return pl.pallas_call(
         kernel,
@@ -170,26 +200,35 @@ def all_reduce(
         out_specs=spec,
         scratch_shapes=[scratch, finished, dma((ring.directions,)), dma((ring.directions, hops))],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",) * 2, collective_id=collective_id, vmem_limit_bytes=vmem_limit(vmem_bytes)
+            dimension_semantics=("arbitrary",) * 2,
+            collective_id=collective_id,
+            vmem_limit_bytes=vmem_limit(vmem_bytes),
         ),
         cost_estimate=pl.CostEstimate(
-            flops=x.size, transcendentals=0, bytes_accessed=2 * x.size * itemsize, remote_bytes_transferred=sent
+            flops=x.size,
+            transcendentals=0,
+            bytes_accessed=2 * x.size * itemsize,
+            remote_bytes_transferred=sent,
         ),
         name=caller,
     )(x)
 
 
 def _tile(caller: str, x: jax.Array, ring: Ring, tiles: Tiles | None) -> tuple[Tiles, int]:
-    """Returns the largest tile of the result up to the one asked for, and the bytes of vector memory."""
+    """Returns the largest tile of the result up to the one asked for, and the bytes of vector
+    memory.
+    """
     m, n = x.shape
-    lanes = LANES * ring.directions if n >= LANES * ring.directions else LANES  # a tile, too, is halved
+    # a tile, too, is halved
+    lanes = LANES * ring.directions if n >= LANES * ring.directions else LANES
 
     def fit(most: Tiles) -> Tiles:
         height = Tiling.overhanging(m, most.m, ring.size * sublanes(x.dtype)).size
         return Tiles(height, 1, Tiling.overhanging(n, most.n, lanes).size)
 
     def need(t: Tiles) -> int:
-        # Two tiles each of the operand and the result, and the blocks that are sent, received and finished.
+        # Two tiles each of the operand and the result, and the blocks that are sent, received and
+        # finished.
         buffers = 2 + 2 + 1 + (2 * ring.size - 1) / ring.size
         return int(t.m * t.n * (buffers * x.dtype.itemsize + 8))  # and two values of float32
 

@@ -1,14 +1,17 @@
-"""Attention between a block of queries and a block of keys as two Pallas TPU kernels: no scores leave vector memory.
+"""Attention between a block of queries and a block of keys as two Pallas TPU kernels: no scores
+leave vector memory.
 
-The forward kernel visits all tiles of keys and values for every tile of queries. The backward kernel does the same and
-computes dq, dk and dv from one product of scores, with five matmuls for each pair of tiles. The sums of dk and dv of up
-to `KV_ROWS` rows stay in vector memory throughout a call; a longer block takes several calls.
+The forward kernel visits all tiles of keys and values for every tile of queries. The backward
+kernel does the same and computes dq, dk and dv from one product of scores, with five matmuls for
+each pair of tiles. The sums of dk and dv of up to `KV_ROWS` rows stay in vector memory throughout a
+call; a longer block takes several calls.
 
-Both kernels add to their arguments in place and touch only the rows of their product, so the carry of a ring is written
-once for each product. Attention over whole sequences needs no carry: there the kernels write results in the dtype of q.
-Tiles of keys that no row attends to are skipped, and tiles to which all rows attend need no
-mask. In a causal product with square tiles the others lie on the diagonal: there each sub-block of keys is multiplied
-only with the rows of queries from its own first row on.
+Both kernels add to their arguments in place and touch only the rows of their product, so the carry
+of a ring is written once for each product. Attention over whole sequences needs no carry: there the
+kernels write results in the dtype of q. Tiles of keys that no row attends to are skipped, and tiles
+to which all rows attend need no mask. In a causal product with square tiles the others lie on the
+diagonal: there each sub-block of keys is multiplied only with the rows of queries from its own
+first row on.
 
 The kernels have no soft cap and no dropout, and head sizes are multiples of 64 up to 256.
 
@@ -26,7 +29,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.attention_block import LOG2_E, LOWEST, Carry, Gradients, Product, Scores, Segments
+from flaxasync.kernels.attention_block import (
+    LOG2_E,
+    LOWEST,
+    Carry,
+    Gradients,
+    Product,
+    Scores,
+    Segments,
+)
 from flaxasync.kernels.engine.operands import LANES, largest_divisor
 from flaxasync.kernels.flash_attention_grid import Grid, is_triangle
 from flaxasync.kernels.flash_attention_mask import (
@@ -39,8 +50,10 @@ from flaxasync.kernels.flash_attention_mask import (
     widened,
 )
 
-WHOLE_ROWS = 8192  # rows of whole sequences whose dk and dv stay in VMEM: 8 MiB of float32, and 8 MiB of results
-KV_ROWS = 4096  # rows whose dk and dv stay in VMEM: 4 MiB of float32 at head size 128, and 16 MiB with the copies
+# rows of whole sequences whose dk and dv stay in VMEM: 8 MiB of float32, and 8 MiB of results
+WHOLE_ROWS = 8192
+# rows whose dk and dv stay in VMEM: 4 MiB of float32 at head size 128, and 16 MiB with the copies
+KV_ROWS = 4096
 VMEM_LIMIT = 64 * 2**20  # bytes; these kernels use less than half of them
 
 _NT = (((1,), (1,)), ((), ()))  # x @ y.T
@@ -55,7 +68,8 @@ class _Form(NamedTuple):
 
     body: Callable[..., None]
     matmuls: int  # for each pair of tiles
-    heads: Literal["parallel", "arbitrary"]  # whether heads and tiles of queries may be visited in any order
+    # whether heads and tiles of queries may be visited in any order
+    heads: Literal["parallel", "arbitrary"]
     name: str
 
 
@@ -69,19 +83,38 @@ class Flash:
     q_tile: int = 1024  # rows in a tile of q
     kv_tile: int = 2048  # rows in a tile of kv
     sub_block: int = 256  # rows of kv that are multiplied at once
-    triangle_tiles: tuple[int, int] = (2048, 2048)  # rows in the square tiles of a triangle: forward, backward
+    # rows in the square tiles of a triangle: forward, backward
+    triangle_tiles: tuple[int, int] = (2048, 2048)
 
-    def forward(self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product, carry: Carry) -> Carry:
+    def forward(
+        self,
+        scores: Scores,
+        q: Array,
+        kv: Array,
+        segments: Segments,
+        product: Product,
+        carry: Carry,
+    ) -> Carry:
         grid = self._grid(scores, q.shape, product, self.triangle_tiles[0])
         operands = [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1))]
         updated = [(carry[0], grid.queries()), (carry[1], grid.statistics())]
         sums = [(grid.q_tile, LANES)] * 2
-        return _call(FORWARD, scores, grid, operands, segments, product, [product], sums, updated=updated)
+        return _call(
+            FORWARD, scores, grid, operands, segments, product, [product], sums, updated=updated
+        )
 
     def attend_whole(
-        self, scores: Scores, q: Array, k: Array, v: Array, segments: Segments, product: Product, head_size: int
+        self,
+        scores: Scores,
+        q: Array,
+        k: Array,
+        v: Array,
+        segments: Segments,
+        product: Product,
+        head_size: int,
     ) -> tuple[Array, Array]:
-        """Returns the output [b, s, n * g * d] of the only product, and log2 of the sum of 2**score [b, n, g, 1, s].
+        """Returns the output [b, s, n * g * d] of the only product, and log2 of the sum of 2**score
+        [b, n, g, 1, s].
 
         q is [b, s, n * g * d], and k and v are [b, s, n * d], as projections return them.
         """
@@ -90,12 +123,21 @@ class Flash:
         log_sum = _like(q, (*grid.shape[:3], 1, q.shape[1]), jnp.float32)
         results = [(_like(q, q.shape, q.dtype), grid.joined()), (log_sum, grid.statistics(1))]
         sums = [(grid.q_tile, width) for width in (LANES, LANES, head_size)]
-        return _call(FORWARD, scores, grid, operands, segments, product, [product], sums, results=results)
+        return _call(
+            FORWARD, scores, grid, operands, segments, product, [product], sums, results=results
+        )
 
     def backward(
-        self, scores: Scores, q: Array, kv: Array, segments: Segments, do: Array, rows: Array, product: Product,
+        self,
+        scores: Scores,
+        q: Array,
+        kv: Array,
+        segments: Segments,
+        do: Array,
+        rows: Array,
+        product: Product,
         gradients: Gradients,
-    ) -> Gradients:  # fmt: skip
+    ) -> Gradients:
         k_rows = largest_divisor(product.k_rows, KV_ROWS, LANES)
         count = product.k_rows // k_rows
 
@@ -108,35 +150,59 @@ class Flash:
             )
 
         def one_call(index: Any, gradients: Gradients) -> Gradients:
-            every, one = [part(call) for call in range(count)], part(index)
+            every = [part(call) for call in range(count)]
+            one = part(index)
             grid = self._grid(scores, q.shape, one, self.triangle_tiles[1])
             operands = [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1))]
             operands += [(do, grid.queries()), (rows, grid.statistics())]
             updated = [(gradients[0], grid.queries()), (gradients[1], grid.key_gradients())]
-            return _call(BACKWARD, scores, grid, operands, segments, one, every, (), updated=updated)
+            return _call(
+                BACKWARD, scores, grid, operands, segments, one, every, (), updated=updated
+            )
 
-        return one_call(0, gradients) if count == 1 else lax.fori_loop(0, count, one_call, gradients)
+        return (
+            one_call(0, gradients) if count == 1 else lax.fori_loop(0, count, one_call, gradients)
+        )
 
     def differentiate_whole(
-        self, scores: Scores, q: Array, k: Array, v: Array, segments: Segments, do: Array, out: Array,
-        log_sum_exp: Array, product: Product, head_size: int,
-    ) -> tuple[Array, Array, Array]:  # fmt: skip
-        """Returns dq, dk and dv, as q, k and v, from what `attend_whole` returned and do [b, s, n * g * d]."""
+        self,
+        scores: Scores,
+        q: Array,
+        k: Array,
+        v: Array,
+        segments: Segments,
+        do: Array,
+        out: Array,
+        log_sum_exp: Array,
+        product: Product,
+        head_size: int,
+    ) -> tuple[Array, Array, Array]:
+        """Returns dq, dk and dv, as q, k and v, from what `attend_whole` returned and do [b, s, n *
+        g * d].
+        """
         grid = self._grid(scores, _heads(q, k, head_size), product, self.triangle_tiles[1])
         operands = [(q, grid.joined()), (k, grid.joined_keys()), (v, grid.joined_keys())]
         operands += [(do, grid.joined()), (out, grid.joined()), (log_sum_exp, grid.statistics(1))]
         sums = (grid.q_tile, head_size), (2, grid.k_rows, head_size), (2, grid.q_tile)
         of_keys = [(jax.ShapeDtypeStruct.like(x), grid.joined_key_gradients()) for x in (k, v)]
         results = [(jax.ShapeDtypeStruct.like(q), grid.joined()), *of_keys]
-        return _call(BACKWARD, scores, grid, operands, segments, product, [product], sums, results=results)
+        return _call(
+            BACKWARD, scores, grid, operands, segments, product, [product], sums, results=results
+        )
 
     def _grid(self, scores: Scores, heads: tuple[int, ...], product: Product, square: int) -> Grid:
-        tiles = (square, square) if product.masked and is_triangle(scores.mask) else (self.q_tile, self.kv_tile)
+        tiles = (
+            (square, square)
+            if product.masked and is_triangle(scores.mask)
+            else (self.q_tile, self.kv_tile)
+        )
         return Grid.of(heads, product, *tiles, self.sub_block)
 
 
 def unsupported(dtype: jnp.dtype, head_size: int, q_rows: int, k_rows: int) -> str | None:
-    """Returns what the kernels accept, for an error message, if they do not accept such blocks; None if they do."""
+    """Returns what the kernels accept, for an error message, if they do not accept such blocks;
+    None if they do.
+    """
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"float32 and bfloat16: got {dtype}"
     if head_size not in (64, 128, 192, 256):
@@ -162,14 +228,19 @@ def _call(
 ) -> Any:
     """Calls a kernel for one of `products`, which updates arrays in place, or returns results.
 
-    `sums` are the shapes of what it adds up in vector memory. The ids of segments come last among the operands.
+    `sums` are the shapes of what it adds up in vector memory. The ids of segments come last among
+    the operands.
     """
-    cost = grid.cost(scores.mask, products, matmuls=form.matmuls, itemsize=operands[0][0].dtype.itemsize)
+    cost = grid.cost(
+        scores.mask, products, matmuls=form.matmuls, itemsize=operands[0][0].dtype.itemsize
+    )
     if segments is not None:
         of_queries, of_keys = (ids[:, None] for ids in segments)
         operands = [*operands, (of_queries, grid.ids_of_queries()), (of_keys, grid.ids_of_keys())]
     arrays, specs = zip(*operands, *updated, strict=True)
-    shapes, result_specs = zip(*results, *((jax.ShapeDtypeStruct.like(x), spec) for x, spec in updated), strict=True)
+    shapes, result_specs = zip(
+        *results, *((jax.ShapeDtypeStruct.like(x), spec) for x, spec in updated), strict=True
+    )
     first = 1 + len(operands)  # operand 0 has the scalars
     return pl.pallas_call(
         functools.partial(form.body, scores, grid, product, segments is not None, bool(results)),
@@ -203,13 +274,19 @@ def _like(x: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def _forward_body(
-    scores: Scores, grid: Grid, product: Product, by_segment: bool, is_whole: bool, at: Any, *refs: Any
+    scores: Scores,
+    grid: Grid,
+    product: Product,
+    by_segment: bool,
+    is_whole: bool,
+    at: Any,
+    *refs: Any,
 ) -> None:
     """Body of the forward kernel: one tile of queries with one tile of keys and values.
 
-    All refs are in VMEM: q and acc [q_tile, d], k and v [k_tile, d], segment ids [1, tile], stats [2, q_tile]. Between
-    the first and the last tile of keys the maximum is kept in every lane of [q_tile, LANES]; the sum of the weights is
-    kept as one partial sum in each lane.
+    All refs are in VMEM: q and acc [q_tile, d], k and v [k_tile, d], segment ids [1, tile], stats
+    [2, q_tile]. Between the first and the last tile of keys the maximum is kept in every lane of
+    [q_tile, LANES]; the sum of the weights is kept as one partial sum in each lane.
     """
     if is_whole:
         q_ref, k_ref, v_ref, *ids, out, log_sum, highest_ref, weights_ref, acc = refs
@@ -224,14 +301,19 @@ def _forward_body(
             highest_ref[...] = jnp.full_like(highest_ref, LOWEST)
             return
         acc[...] = acc_in[...]
-        highest_ref[...], weights_ref[...] = as_column(stats_in[0:1]), as_column(stats_in[1:2]) / LANES
+        highest_ref[...], weights_ref[...] = (
+            as_column(stats_in[0:1]),
+            as_column(stats_in[1:2]) / LANES,
+        )
 
     def add(part: Part) -> None:
         for rows in grid.sub_blocks():
             queries = queries_of(grid, part, rows)
             with jax.named_scope("scores"):
                 s = _dot(q_ref[queries], k_ref[rows], _NT, scores) * (scores.scale * LOG2_E)
-                allowed = allowed_part(scores, grid, part, ids if by_segment else None, at, rows, by_rows=False)
+                allowed = allowed_part(
+                    scores, grid, part, ids if by_segment else None, at, rows, by_rows=False
+                )
                 if allowed is not None:
                     s = jnp.where(allowed, s, LOWEST)
             with jax.named_scope("softmax"):
@@ -239,7 +321,8 @@ def _forward_body(
                 highest = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
                 p = jnp.exp2(s - widened(highest, rows.size))
                 if allowed is not None and (by_segment or part is Part.SOME):
-                    p = jnp.where(allowed, p, 0.0)  # where a whole row is masked, LOWEST is the maximum
+                    # where a whole row is masked, LOWEST is the maximum
+                    p = jnp.where(allowed, p, 0.0)
                 shrink = jnp.exp2(before - highest)
                 new = sum(p[:, lane : lane + LANES] for lane in range(0, rows.size, LANES))
                 weights_ref[queries] = shrink * weights_ref[queries] + new
@@ -254,7 +337,9 @@ def _forward_body(
     @pl.when(j == grid.k_tiles - 1)
     def end() -> None:
         if is_whole:
-            weights = jnp.broadcast_to(jnp.sum(weights_ref[...], axis=1, keepdims=True), weights_ref.shape)
+            weights = jnp.broadcast_to(
+                jnp.sum(weights_ref[...], axis=1, keepdims=True), weights_ref.shape
+            )
             out[...] = (acc[...] / widened(weights, grid.head_size)).astype(out.dtype)
             log_sum[...] = as_row(highest_ref[...] + jnp.log2(weights))
             return
@@ -263,15 +348,36 @@ def _forward_body(
 
 
 def _backward_body(
-    scores: Scores, grid: Grid, product: Product, by_segment: bool, is_whole: bool, at: Any, *refs: Any
+    scores: Scores,
+    grid: Grid,
+    product: Product,
+    by_segment: bool,
+    is_whole: bool,
+    at: Any,
+    *refs: Any,
 ) -> None:
     """Body of the backward kernel: one tile of queries with one tile of keys and values.
 
-    Beside the refs of the forward body: do and dq [q_tile, d], rows [2, q_tile] and dkv [2, k_rows, d], all in VMEM.
-    Scores have the layout [k_tile, q_tile], because three of the four products that use them take them as they are.
+    Beside the refs of the forward body: do and dq [q_tile, d], rows [2, q_tile] and dkv [2, k_rows,
+    d], all in VMEM. Scores have the layout [k_tile, q_tile], because three of the four products
+    that use them take them as they are.
     """
     if is_whole:
-        q_ref, k_ref, v_ref, do_ref, out_ref, log_sum, *ids, dq_out, dk_out, dv_out, dq, dkv, rows_ref = refs
+        (
+            q_ref,
+            k_ref,
+            v_ref,
+            do_ref,
+            out_ref,
+            log_sum,
+            *ids,
+            dq_out,
+            dk_out,
+            dv_out,
+            dq,
+            dkv,
+            rows_ref,
+        ) = refs
     else:
         q_ref, k_ref, v_ref, do_ref, rows_ref, *ids, dq_in, dkv_in, dq, dkv = refs
     g, i, j = (pl.program_id(axis) for axis in (2, 3, 4))
@@ -292,12 +398,17 @@ def _backward_body(
         first = pl.multiple_of(j * grid.k_tile, grid.k_tile)
         for rows in grid.sub_blocks():
             queries = queries_of(grid, part, rows)
-            q, do = q_ref[queries], do_ref[queries]
-            k, v, here = k_ref[rows], v_ref[rows], pl.ds(first + rows.start, rows.size)
+            q = q_ref[queries]
+            do = do_ref[queries]
+            k = k_ref[rows]
+            v = v_ref[rows]
+            here = pl.ds(first + rows.start, rows.size)
             with jax.named_scope("scores"):
                 s = _dot(k, q, _NT, scores) * (scores.scale * LOG2_E)
                 p = jnp.exp2(s - rows_ref[0:1, queries])
-                allowed = allowed_part(scores, grid, part, ids if by_segment else None, at, rows, by_rows=True)
+                allowed = allowed_part(
+                    scores, grid, part, ids if by_segment else None, at, rows, by_rows=True
+                )
                 if allowed is not None:
                     p = jnp.where(allowed, p, 0.0)
             with jax.named_scope("dv"):
@@ -324,7 +435,9 @@ def _backward_body(
 
 
 def _dot(x: Any, y: Any, contracting: Any, scores: Scores) -> Any:
-    return lax.dot_general(x, y, contracting, precision=scores.precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        x, y, contracting, precision=scores.precision, preferred_element_type=jnp.float32
+    )
 
 
 FORWARD = _Form(_forward_body, 2, "parallel", "flash_attention")

@@ -1,4 +1,6 @@
-"""The grid of the flash attention kernels: which block of each array every step has in vector memory."""
+"""The grid of the flash attention kernels: which block of each array every step has in vector
+memory.
+"""
 
 import dataclasses
 import itertools
@@ -28,13 +30,24 @@ class Grid:
     sub_block: int  # rows of a tile of keys and values that are multiplied at once
 
     @classmethod
-    def of(cls, heads: tuple[int, ...], product: Product, q_tile: int, kv_tile: int, sub_block: int) -> "Grid":
-        """Returns the steps for heads of queries [b, n, g, s, d], with the largest tiles, up to those that are given,
-        that divide the blocks."""
+    def of(
+        cls, heads: tuple[int, ...], product: Product, q_tile: int, kv_tile: int, sub_block: int
+    ) -> "Grid":
+        """Returns the steps for heads of queries [b, n, g, s, d], with the largest tiles, up to
+        those that are given, that divide the blocks."""
         b, n, g, _, d = heads
-        q_tile, k_tile = largest_divisor(product.q_rows, q_tile, LANES), largest_divisor(product.k_rows, kv_tile, LANES)
+        q_tile = largest_divisor(product.q_rows, q_tile, LANES)
+        k_tile = largest_divisor(product.k_rows, kv_tile, LANES)
         return cls(
-            b, n, g, d, product.q_rows, q_tile, product.k_rows, k_tile, largest_divisor(k_tile, sub_block, LANES)
+            b,
+            n,
+            g,
+            d,
+            product.q_rows,
+            q_tile,
+            product.k_rows,
+            k_tile,
+            largest_divisor(k_tile, sub_block, LANES),
         )
 
     def sub_blocks(self) -> list[Any]:
@@ -55,8 +68,8 @@ class Grid:
     def scalars(self, product: Product) -> Array:
         """Returns the scalars [4] that every step can read.
 
-        These are the index of the block of queries in its array, the index of the block of keys, and the positions in
-        the sequence of their first rows.
+        These are the index of the block of queries in its array, the index of the block of keys,
+        and the positions in the sequence of their first rows.
         """
         values = (product.q_block, product.k_block, product.q_start, product.k_start)
         return jnp.stack([jnp.asarray(value, jnp.int32) for value in values])
@@ -67,14 +80,22 @@ class Grid:
         return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (b, n, g, s[0] * self.q_tiles + i, 0))
 
     def joined(self) -> pl.BlockSpec:
-        """Returns the block [q_tile, d] of one head of rows [b, s, n * g * d], whose heads are whole registers wide."""
+        """Returns the block [q_tile, d] of one head of rows [b, s, n * g * d], whose heads are
+        whole registers wide.
+        """
         shape = (None, self.q_tile, self.head_size)
-        return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (b, s[0] * self.q_tiles + i, n * self.heads + g))
+        return pl.BlockSpec(
+            shape, lambda b, n, g, i, j, s: (b, s[0] * self.q_tiles + i, n * self.heads + g)
+        )
 
     def keys(self, which: int) -> pl.BlockSpec:
-        """Returns the block [k_tile, d] of keys (which=0) or of values (which=1) [2, b, n, t, d]."""
+        """Returns the block [k_tile, d] of keys (which=0) or of values (which=1) [2, b, n, t,
+        d].
+        """
         shape = (None, None, None, self.k_tile, self.head_size)
-        return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (which, b, n, s[1] * self.k_tiles + j, 0))
+        return pl.BlockSpec(
+            shape, lambda b, n, g, i, j, s: (which, b, n, s[1] * self.k_tiles + j, 0)
+        )
 
     def joined_keys(self) -> pl.BlockSpec:
         """Returns the block [k_tile, d] of one head of keys or of values [b, t, n * d]."""
@@ -82,7 +103,9 @@ class Grid:
         return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (b, s[1] * self.k_tiles + j, n))
 
     def joined_key_gradients(self) -> pl.BlockSpec:
-        """Returns the block [k_rows, d] of dk or dv [b, t, n * d]; it stays in VMEM for all heads of a group."""
+        """Returns the block [k_rows, d] of dk or dv [b, t, n * d]; it stays in VMEM for all heads
+        of a group.
+        """
         shape = (None, self.k_rows, self.head_size)
         return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (b, s[1], n))
 
@@ -92,19 +115,27 @@ class Grid:
         return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (b, n, g, 0, s[0] * self.q_tiles + i))
 
     def key_gradients(self) -> pl.BlockSpec:
-        """Returns the block [2, k_rows, d] of dkv [2, b, n, t, d]; it stays in VMEM for all heads of a group."""
+        """Returns the block [2, k_rows, d] of dkv [2, b, n, t, d]; it stays in VMEM for all heads
+        of a group.
+        """
         shape = (2, None, None, self.k_rows, self.head_size)
         return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (0, b, n, s[1], 0))
 
     def ids_of_queries(self) -> pl.BlockSpec:
         """Returns the block [1, q_tile] of the segment ids [b, 1, s] of queries."""
-        return pl.BlockSpec((None, 1, self.q_tile), lambda b, n, g, i, j, s: (b, 0, s[0] * self.q_tiles + i))
+        return pl.BlockSpec(
+            (None, 1, self.q_tile), lambda b, n, g, i, j, s: (b, 0, s[0] * self.q_tiles + i)
+        )
 
     def ids_of_keys(self) -> pl.BlockSpec:
         """Returns the block [1, k_tile] of the segment ids [b, 1, t] of keys."""
-        return pl.BlockSpec((None, 1, self.k_tile), lambda b, n, g, i, j, s: (b, 0, s[1] * self.k_tiles + j))
+        return pl.BlockSpec(
+            (None, 1, self.k_tile), lambda b, n, g, i, j, s: (b, 0, s[1] * self.k_tiles + j)
+        )
 
-    def cost(self, mask: Mask, products: Sequence[Product], *, matmuls: int, itemsize: int) -> pl.CostEstimate:
+    def cost(
+        self, mask: Mask, products: Sequence[Product], *, matmuls: int, itemsize: int
+    ) -> pl.CostEstimate:
         """Returns the cost of a call with this number of matmuls for each pair of tiles.
 
         Where a loop makes the call, it has a product in each iteration, and the cost is their mean.
@@ -113,26 +144,43 @@ class Grid:
         shares = [self._reached(mask, product) for product in products]
         scores = int(heads * self.q_rows * self.k_rows * sum(shares) / len(shares))
         kv_bytes = 2 * heads * self.q_tiles * self.k_rows * self.head_size * itemsize
-        q_bytes = heads * self.q_rows * self.head_size * (itemsize + 8)  # read; a float32 sum is read and written
+        # read; a float32 sum is read and written
+        q_bytes = heads * self.q_rows * self.head_size * (itemsize + 8)
         return pl.CostEstimate(
-            flops=2 * matmuls * scores * self.head_size, transcendentals=scores, bytes_accessed=kv_bytes + q_bytes
+            flops=2 * matmuls * scores * self.head_size,
+            transcendentals=scores,
+            bytes_accessed=kv_bytes + q_bytes,
         )
 
     def has_triangles(self, mask: Mask, product: Product) -> bool:
-        """Says whether tiles are above the diagonal of a causal product, on it, or below: blocks begin at multiples of
-        their rows, so square tiles are."""
+        """Says whether tiles are above the diagonal of a causal product, on it, or below: blocks
+        begin at multiples of their rows, so square tiles are."""
         return product.masked and is_triangle(mask) and self.q_tile == self.k_tile
 
     def _reached(self, mask: Mask, product: Product) -> float:
-        """Returns the share of the scores that are computed; 1 if the positions are traced values."""
-        if not product.masked or not all(isinstance(start, int) for start in (product.q_start, product.k_start)):
+        """Returns the share of the scores that are computed; 1 if the positions are traced
+        values.
+        """
+        if not product.masked or not all(
+            isinstance(start, int) for start in (product.q_start, product.k_start)
+        ):
             return 1.0
-        # On the diagonal each sub-block of keys is multiplied with the queries from its own first row on.
-        on_diagonal = (1 + self.sub_block / self.k_tile) / 2 if self.has_triangles(mask, product) else 1.0
+        # On the diagonal each sub-block of keys is multiplied with the queries from its own first
+        # row on.
+        on_diagonal = (
+            (1 + self.sub_block / self.k_tile) / 2 if self.has_triangles(mask, product) else 1.0
+        )
         shares = []
         for i, j in itertools.product(range(self.q_tiles), range(self.k_tiles)):
-            tile = product.q_start + i * self.q_tile, self.q_tile, product.k_start + j * self.k_tile, self.k_tile
-            shares.append(1.0 if mask.covers(*tile) else on_diagonal if mask.reaches(*tile) else 0.0)
+            tile = (
+                product.q_start + i * self.q_tile,
+                self.q_tile,
+                product.k_start + j * self.k_tile,
+                self.k_tile,
+            )
+            shares.append(
+                1.0 if mask.covers(*tile) else on_diagonal if mask.reaches(*tile) else 0.0
+            )
         return sum(shares) / len(shares)
 
 

@@ -1,4 +1,6 @@
-"""What the mask leaves of a tile of scores in the flash attention kernels, and vectors along sublanes or lanes."""
+"""What the mask leaves of a tile of scores in the flash attention kernels, and vectors along
+sublanes or lanes.
+"""
 
 import enum
 from collections.abc import Callable
@@ -21,13 +23,16 @@ class Part(enum.Enum):
     SOME = "what the positions say"
 
 
-def where_reached(scores: Scores, grid: Grid, product: Product, at: Any, add: Callable[[Part], None]) -> None:
+def where_reached(
+    scores: Scores, grid: Grid, product: Product, at: Any, add: Callable[[Part], None]
+) -> None:
     """Adds the part of this step's tile that the mask leaves, if it leaves any."""
     if not product.masked:
         add(Part.WHOLE)
         return
     q, k = _starts(grid, at)
-    tile, mask = (q, grid.q_tile, k, grid.k_tile), scores.mask
+    tile = (q, grid.q_tile, k, grid.k_tile)
+    mask = scores.mask
     if grid.has_triangles(mask, product):
         pl.when(k < q)(lambda: add(Part.WHOLE))
         pl.when(k == q)(lambda: add(Part.LOWER))
@@ -44,18 +49,30 @@ def queries_of(grid: Grid, part: Part, rows: Any) -> Any:
 
 
 def _starts(grid: Grid, at: Any) -> tuple[Any, Any]:
-    """Returns the positions in the sequence of the first rows of this step's tiles of queries and of keys."""
+    """Returns the positions in the sequence of the first rows of this step's tiles of queries and
+    of keys.
+    """
     return at[2] + pl.program_id(3) * grid.q_tile, at[3] + pl.program_id(4) * grid.k_tile
 
 
 def allowed_part(
-    scores: Scores, grid: Grid, part: Part, ids: list[Any] | None, at: Any, rows: Any, *, by_rows: bool
+    scores: Scores,
+    grid: Grid,
+    part: Part,
+    ids: list[Any] | None,
+    at: Any,
+    rows: Any,
+    *,
+    by_rows: bool,
 ) -> Any:
     """Returns which queries attend to which keys of a sub-block; None if all attend to all.
 
-    The result is [rows, queries] if `by_rows`, else [queries, rows], for those queries that `queries_of` returns.
+    The result is [rows, queries] if `by_rows`, else [queries, rows], for those queries that
+    `queries_of` returns.
     """
-    allowed, (q_axis, k_axis), queries = None, (1, 0) if by_rows else (0, 1), queries_of(grid, part, rows)
+    allowed = None
+    q_axis, k_axis = (1, 0) if by_rows else (0, 1)
+    queries = queries_of(grid, part, rows)
     count = queries.stop - queries.start
     shape = (rows.size, count) if by_rows else (count, rows.size)
     if part is not Part.WHOLE:
@@ -64,7 +81,8 @@ def allowed_part(
         k_rows = k + rows.start + lax.broadcasted_iota(jnp.int32, shape, k_axis)
         allowed = scores.mask.allows(q_rows, k_rows)
     if ids is not None:
-        q_ids, k_ids = ids[0][:, queries], ids[1][:, rows]
+        q_ids = ids[0][:, queries]
+        k_ids = ids[1][:, rows]
         column, row = (k_ids, q_ids) if by_rows else (q_ids, k_ids)
         same = widened(as_column(column), shape[1]) == jnp.broadcast_to(row, shape)
         allowed = same if allowed is None else allowed & same
@@ -72,7 +90,9 @@ def allowed_part(
 
 
 def as_column(row: Any) -> Any:
-    """Turns a vector along the lanes [1, n] into one along the sublanes with a copy in every lane, [n, LANES]."""
+    """Turns a vector along the lanes [1, n] into one along the sublanes with a copy in every lane,
+    [n, LANES].
+    """
     return jnp.swapaxes(jnp.broadcast_to(row, (LANES, row.shape[1])), 0, 1)
 
 

@@ -1,7 +1,8 @@
-"""x [m, k] @ w [k, n] as a Pallas TPU kernel: tiles stream from HBM, float32 sums stay in vector memory.
+"""x [m, k] @ w [k, n] as a Pallas TPU kernel: tiles stream from HBM, float32 sums stay in vector
+memory.
 
-Tiles need not divide the operands: the last tile of k is multiplied with its own size, and Pallas neither reads nor
-writes beyond m and n.
+Tiles need not divide the operands: the last tile of k is multiplied with its own size, and Pallas
+neither reads nor writes beyond m and n.
 """
 
 import jax
@@ -19,7 +20,8 @@ TILES = Tiles(512, 1024, 1024)
 
 def gemm(x: jax.Array, w: jax.Array, *, tiles: Tiles = TILES) -> jax.Array:
     """Multiplies in one kernel. Sums are float32, the result has x's dtype."""
-    (m, k), n = x.shape, w.shape[1]
+    m, k = x.shape
+    n = w.shape[1]
     tiles = tiles.within(m, k, n)
     need = check_vmem("gemm", tiles, lambda tiles: matmul_bytes(tiles, x.dtype, results=2, sums=1))
     x_spec, w_spec, o_spec = specs(tiles)
@@ -31,7 +33,8 @@ def gemm(x: jax.Array, w: jax.Array, *, tiles: Tiles = TILES) -> jax.Array:
         out_specs=o_spec,
         scratch_shapes=[pltpu.VMEM((tiles.m, tiles.n), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem_limit(need)
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=vmem_limit(need),
         ),
         cost_estimate=cost(tiles, m, k, n, x.dtype.itemsize),
         name="gemm",
@@ -47,8 +50,10 @@ def step(
     depth: int,  # k of the whole operands
 ) -> None:
     """Does one step of the grid, a tile of x times a tile of w."""
-    t, last = pl.program_id(2), pl.num_programs(2) - 1
-    (m, k), n = x_tile.shape, w_tile.shape[1]
+    t = pl.program_id(2)
+    last = pl.num_programs(2) - 1
+    m, k = x_tile.shape
+    n = w_tile.shape[1]
     rows = Tiling.in_sub_blocks(m, m, SUB_BLOCK, 8 * 4 // x_tile.dtype.itemsize)
 
     def product(depth: int, index: tuple[pl.Slice, slice]) -> jax.Array:
@@ -63,7 +68,9 @@ def step(
         first=t == 0,
         last=t == last,
         accumulator=accumulator,
-        for_each_sub_block=lambda use: rows.for_each_sub_block(0, lambda rows: use((rows, slice(0, n)))),
+        for_each_sub_block=lambda use: rows.for_each_sub_block(
+            0, lambda rows: use((rows, slice(0, n)))
+        ),
         product=product,
         finish=finish,
     )
@@ -84,7 +91,9 @@ def grid(tiles: Tiles, m: int, k: int, n: int) -> tuple[int, int, int]:
 
 
 def cost(tiles: Tiles, m: int, k: int, n: int, itemsize: int) -> pl.CostEstimate:
-    """Returns the cost of a matmul. It reads x once for every column of tiles, and w once for every row of tiles."""
+    """Returns the cost of a matmul. It reads x once for every column of tiles, and w once for every
+    row of tiles.
+    """
     rows, columns, _ = grid(tiles, m, k, n)
     streamed = (m * k * columns + k * n * rows + m * n) * itemsize
     return pl.CostEstimate(flops=2 * m * k * n, transcendentals=0, bytes_accessed=streamed)

@@ -1,4 +1,5 @@
-"""Products of rows that are sorted by expert with the weights of their experts, as one Pallas TPU kernel.
+"""Products of rows that are sorted by expert with the weights of their experts, as one Pallas TPU
+kernel.
 
 ```
 x        [M, K]       rows sorted by expert; the rows of each expert begin at a multiple of t rows, a tile
@@ -12,12 +13,14 @@ x                                                         x               x     
 w              x                   if K is divided        x                        a block comes for each group
 ```
 
-A group is a run of tiles of one expert. If K is whole, it is all tiles of the expert, so each weight is read once in a
-call. Otherwise the float32 sums of a group stay in vector memory until all blocks of K are added, and memory limits it.
+A group is a run of tiles of one expert. If K is whole, it is all tiles of the expert, so each
+weight is read once in a call. Otherwise the float32 sums of a group stay in vector memory until all
+blocks of K are added, and memory limits it.
 
-Pallas fetches x and stores y, a step ahead. The kernel fetches w itself, a group ahead, because one step is too short
-for a block of w if tiles have few rows. `Blocks.choose` takes the sizes that are the fastest. Two cores of a chip share
-the columns out, and nothing is fetched ahead from one block of columns to the next.
+Pallas fetches x and stores y, a step ahead. The kernel fetches w itself, a group ahead, because one
+step is too short for a block of w if tiles have few rows. `Blocks.choose` takes the sizes that are
+the fastest. Two cores of a chip share the columns out, and nothing is fetched ahead from one block
+of columns to the next.
 """
 
 import dataclasses
@@ -36,7 +39,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import available, chip_in_use, vmem_limit
 from flaxasync.kernels.engine.matmul import Epilogue, accumulate, dot
-from flaxasync.kernels.engine.operands import DTYPES, HBM, LANES, Ref, Scalar, aligned, largest_divisor, output
+from flaxasync.kernels.engine.operands import (
+    DTYPES,
+    HBM,
+    LANES,
+    Ref,
+    Scalar,
+    aligned,
+    largest_divisor,
+    output,
+)
 from flaxasync.kernels.engine.slots import IncomingTiles, start_copy
 from flaxasync.kernels.engine.tiling import Tiling, split
 from flaxasync.mesh import UnsupportedError
@@ -61,7 +73,8 @@ def grouped_matmul(
     epilogue: Epilogue | None = None,
     operands: Sequence[Array] = (),
 ) -> tuple[Array, ...]:
-    """Returns the product of x with each w, which share one reading of x; see the head of this file.
+    """Returns the product of x with each w, which share one reading of x; see the head of this
+    file.
 
     Args:
       x, ws, experts, tiles: The operands; all w have the same shape.
@@ -73,23 +86,39 @@ def grouped_matmul(
     Raises:
       NotImplementedError: The kernel cannot serve such operands.
     """
-    return _call("grouped_matmul", (x,), ws, experts, tiles, tile_rows, transposed, epilogue, operands)
+    return _call(
+        "grouped_matmul", (x,), ws, experts, tiles, tile_rows, transposed, epilogue, operands
+    )
 
 
 def grouped_sum(
-    xs: Sequence[Array], ws: Sequence[Array], experts: Array, tiles: Array, *, tile_rows: int, transposed: bool = False
+    xs: Sequence[Array],
+    ws: Sequence[Array],
+    experts: Array,
+    tiles: Array,
+    *,
+    tile_rows: int,
+    transposed: bool = False,
 ) -> Array:
-    """Returns the sum [M, N] of the products of each x [M, K] with its w; see `grouped_matmul` for the arguments."""
+    """Returns the sum [M, N] of the products of each x [M, K] with its w; see `grouped_matmul` for
+    the arguments.
+    """
     return _call("grouped_sum", xs, ws, experts, tiles, tile_rows, transposed, None, ())[0]
 
 
 def check_grouped(caller: str, dtype: jnp.dtype, tile_rows: int, *features: int) -> None:
-    """Raises NotImplementedError if the grouped kernels cannot serve operands of this dtype and of these features."""
+    """Raises NotImplementedError if the grouped kernels cannot serve operands of this dtype and of
+    these features.
+    """
     if dtype.name not in DTYPES:
-        raise UnsupportedError(f"{caller} has kernels for {' and '.join(DTYPES)}: got {dtype.name}; cast the operands")
+        raise UnsupportedError(
+            f"{caller} has kernels for {' and '.join(DTYPES)}: got {dtype.name}; cast the operands"
+        )
     for what, size in (("tile_rows", tile_rows), *(("features", size) for size in features)):
         if size % LANES:
-            raise UnsupportedError(f"{caller} needs {what} to be a multiple of {LANES}: got {size}; pad the operands")
+            raise UnsupportedError(
+                f"{caller} needs {what} to be a multiple of {LANES}: got {size}; pad the operands"
+            )
 
 
 class Step(NamedTuple):
@@ -116,24 +145,40 @@ class Blocks:
         return self.n // self.width
 
     @classmethod
-    def choose(cls, xs: Sequence[Array], ws: Sequence[Array], n: int, rows: int, results: int) -> tuple[Self, int]:
-        """Returns the blocks that fit into vector memory and are the fastest, and what they take of that memory.
+    def choose(
+        cls, xs: Sequence[Array], ws: Sequence[Array], n: int, rows: int, results: int
+    ) -> tuple[Self, int]:
+        """Returns the blocks that fit into vector memory and are the fastest, and what they take of
+        that memory.
 
-        `results` counts the arrays [M, N] that are read or written. Experts are assumed to have equally many tiles.
+        `results` counts the arrays [M, N] that are read or written. Experts are assumed to have
+        equally many tiles.
         """
-        (m, k), itemsize, pairs, joined = xs[0].shape, xs[0].dtype.itemsize, len(xs), len(ws) // len(xs)
+        m, k = xs[0].shape
+        itemsize = xs[0].dtype.itemsize
+        pairs = len(xs)
+        joined = len(ws) // len(xs)
         chip = chip_in_use()
-        second = itemsize / (chip.hbm_bandwidth * chip.hbm_efficiency)  # in which HBM moves one element
+        # in which HBM moves one element
+        second = itemsize / (chip.hbm_bandwidth * chip.hbm_efficiency)
         alike = pl.cdiv(m // rows, ws[0].shape[0])  # tiles of an expert
 
         def vmem_bytes(blocks: Self) -> int:
-            streamed = pairs * blocks.k * rows + len(ws) * blocks.k * blocks.n + results * rows * blocks.n
-            sums = (blocks.most * rows * blocks.n if blocks.depth > 1 else 0) + 2 * SUB_BLOCK * blocks.width
+            streamed = (
+                pairs * blocks.k * rows + len(ws) * blocks.k * blocks.n + results * rows * blocks.n
+            )
+            sums = (
+                blocks.most * rows * blocks.n if blocks.depth > 1 else 0
+            ) + 2 * SUB_BLOCK * blocks.width
             return 2 * itemsize * streamed + 4 * sums * joined
 
         def seconds(blocks: Self) -> float:
             readings = pl.cdiv(alike, blocks.most) if blocks.depth > 1 else 1
-            elements = pairs * m * k * blocks.columns + readings * sum(w.size for w in ws) + results * m * n
+            elements = (
+                pairs * m * k * blocks.columns
+                + readings * sum(w.size for w in ws)
+                + results * m * n
+            )
             first_and_last = (
                 len(ws) * blocks.k * blocks.width + rows * blocks.k + results * rows * blocks.n
             )  # nothing is multiplied meanwhile
@@ -152,7 +197,9 @@ class Blocks:
         return best, vmem_bytes(best)
 
     def table(self, experts: Array, tiles: Array) -> Array:
-        """Returns the table [3, M / t]: each tile's expert, the first tile of its group, and the tiles of its group."""
+        """Returns the table [3, M / t]: each tile's expert, the first tile of its group, and the
+        tiles of its group.
+        """
         xp: Any = (
             np if isinstance(experts, np.ndarray) else jnp
         )  # tables of constants have to be constants to be simulated
@@ -165,7 +212,8 @@ class Blocks:
 
     def at(self, step: Scalar, table: Ref) -> Step:
         some = split(step, self.depth)[0]  # a tile of the same group
-        first, count = table[1, some], table[2, some]
+        first = table[1, some]
+        count = table[2, some]
         if self.depth == 1:
             return Step(first, count, 0, step - first)
         return Step(first, count, *split(step - first * self.depth, count))
@@ -175,7 +223,9 @@ class Blocks:
         return at.first + at.tile, at.k
 
     def y_index(self, j: Scalar, step: Scalar, table: Ref) -> tuple[Scalar, Scalar]:
-        """Returns the index of a block of y; that of the group's first tile until the last block of K comes."""
+        """Returns the index of a block of y; that of the group's first tile until the last block of
+        K comes.
+        """
         at = self.at(step, table)
         return at.first + jnp.where(at.k == self.depth - 1, at.tile, 0), j
 
@@ -183,16 +233,22 @@ class Blocks:
 def _width(k: int, n: int, joined: int) -> int:
     """Returns the columns of a block of y that are multiplied at once."""
     unit = math.gcd(n, 2 * LANES) if joined == 1 else LANES
-    return largest_divisor(n, max(unit, min(max(NARROWEST, n // PANELS), PANEL // (k * joined))), unit)
+    return largest_divisor(
+        n, max(unit, min(max(NARROWEST, n // PANELS), PANEL // (k * joined))), unit
+    )
 
 
 def outer_semantics(cores: int) -> Literal["parallel", "arbitrary"]:
-    """Returns the semantics of an outer dimension of a grid, whose steps the cores of a chip share out."""
+    """Returns the semantics of an outer dimension of a grid, whose steps the cores of a chip share
+    out.
+    """
     return "parallel" if cores > 1 else "arbitrary"
 
 
 def imbalance(steps: int, cores: int) -> float:
-    """Returns how much longer so many equal steps take than if the cores could divide them evenly."""
+    """Returns how much longer so many equal steps take than if the cores could divide them
+    evenly.
+    """
     return pl.cdiv(steps, cores) * cores / steps
 
 
@@ -204,7 +260,9 @@ def divisors(size: int) -> Iterator[int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """The body of the kernel. Several pairs of x and w have their products added, or several w lie side by side."""
+    """The body of the kernel. Several pairs of x and w have their products added, or several w lie
+    side by side.
+    """
 
     blocks: Blocks
     transposed: bool
@@ -217,15 +275,20 @@ class _Kernel:
     def __call__(self, table: Ref, *refs: Ref) -> None:
         """Does one step of the grid: one block of each x times one block of each w.
 
-        The refs are those of x [rows, k] in VMEM, of w in HBM, of the operands and results [rows, n] in VMEM, and of
+        The refs are those of x [rows, k] in VMEM, of w in HBM, of the operands and results [rows,
+        n] in VMEM, and of
         the scratch memory: see `scratch`.
         """
         *arrays, w_tiles, sums, last_slot = refs
-        xs, ws, rest = arrays[: self.pairs], arrays[self.pairs :][: self.count], arrays[self.pairs + self.count :]
-        j, step = pl.program_id(0), pl.program_id(1)
+        xs = arrays[: self.pairs]
+        ws = arrays[self.pairs :][: self.count]
+        rest = arrays[self.pairs + self.count :]
+        j = pl.program_id(0)
+        step = pl.program_id(1)
         at = self.blocks.at(step, table)
 
-        same, end = at.k + 1 < self.blocks.depth, at.first + at.size
+        same = at.k + 1 < self.blocks.depth
+        end = at.first + at.size
         ends = end * self.blocks.depth == pl.num_programs(1)
         next_j = jnp.where(ends & jnp.logical_not(same), j + 1, j)
         tile = jnp.where(same, at.first, jnp.where(ends, 0, end))
@@ -242,10 +305,19 @@ class _Kernel:
         @pl.when(next_j == j if self.cores > 1 else next_j < self.blocks.columns)
         def begin_next_group() -> None:
             next_k = jnp.where(same, at.k + 1, 0)
-            self.start_w(w_tiles, 1 - last_slot[0], ws, table[0, tile], next_k, next_j, at.tile, at.size)
+            self.start_w(
+                w_tiles, 1 - last_slot[0], ws, table[0, tile], next_k, next_j, at.tile, at.size
+            )
 
         with jax.named_scope("multiply"):
-            self.multiply(at, xs, w_tiles, last_slot[0], sums.at[at.tile if self.blocks.depth > 1 else 0], rest)
+            self.multiply(
+                at,
+                xs,
+                w_tiles,
+                last_slot[0],
+                sums.at[at.tile if self.blocks.depth > 1 else 0],
+                rest,
+            )
 
     @property
     def count(self) -> int:
@@ -253,7 +325,9 @@ class _Kernel:
         return self.pairs * self.joined
 
     def scratch(self, dtype: jnp.dtype) -> list[Ref]:
-        """Returns blocks of w for this group and the next one, the sums of a group, and the slot of this group's w."""
+        """Returns blocks of w for this group and the next one, the sums of a group, and the slot of
+        this group's w.
+        """
         blocks = self.blocks
         shape = self._w_shape(blocks.k, self.joined * blocks.width)
         sums = (
@@ -268,12 +342,21 @@ class _Kernel:
         ]
 
     def start_w(
-        self, w_tiles: IncomingTiles, half: Scalar, ws: Sequence[Ref], expert: Scalar, k: Scalar, j: Scalar,
-        share: Scalar, shares: Scalar,
-    ) -> None:  # fmt: skip
+        self,
+        w_tiles: IncomingTiles,
+        half: Scalar,
+        ws: Sequence[Ref],
+        expert: Scalar,
+        k: Scalar,
+        j: Scalar,
+        share: Scalar,
+        shares: Scalar,
+    ) -> None:
         """Starts to fetch a share of the panels of block (k, j) of an expert's weights."""
         blocks = self.blocks
-        first, end = (lax.div(number * blocks.panels + shares - 1, shares) for number in (share, share + 1))
+        first, end = (
+            lax.div(number * blocks.panels + shares - 1, shares) for number in (share, share + 1)
+        )
 
         @pl.loop(first, end)
         def start(panel: Scalar) -> None:
@@ -283,12 +366,24 @@ class _Kernel:
             for number, w in enumerate(ws):
                 pair, part = divmod(number, self.joined)
                 target = self._w_shape(slice(None), pl.ds(part * blocks.width, blocks.width))
-                start_copy(w.at[expert, *source], w_tiles.tiles.at[slot, pair, *target], w_tiles.sems.at[slot])
+                start_copy(
+                    w.at[expert, *source],
+                    w_tiles.tiles.at[slot, pair, *target],
+                    w_tiles.sems.at[slot],
+                )
 
     def multiply(
-        self, at: Step, xs: Sequence[Ref], w_tiles: IncomingTiles, half: Scalar, sums: Ref, rest: Sequence[Ref]
+        self,
+        at: Step,
+        xs: Sequence[Ref],
+        w_tiles: IncomingTiles,
+        half: Scalar,
+        sums: Ref,
+        rest: Sequence[Ref],
     ) -> None:
-        """Adds the products of this step to the sums, panel by panel, and finishes them in the last block of K."""
+        """Adds the products of this step to the sums, panel by panel, and finishes them in the last
+        block of K.
+        """
         blocks = self.blocks
         height = largest_divisor(blocks.rows, SUB_BLOCK, LANES)
 
@@ -304,14 +399,19 @@ class _Kernel:
 
         def product(depth: int, index: tuple[Scalar, pl.Slice], slot: Scalar) -> Array:
             tiles = (w_tiles.tiles[slot, pair] for pair in range(self.pairs))
-            products = (dot(x[index[1]], w, transposed=self.transposed) for x, w in zip(xs, tiles, strict=True))
+            products = (
+                dot(x[index[1]], w, transposed=self.transposed)
+                for x, w in zip(xs, tiles, strict=True)
+            )
             return functools.reduce(jnp.add, products)
 
         def finish(value: Array, index: tuple[Scalar, pl.Slice], slot: Scalar) -> None:
             here = index[1], aligned(index[0] * blocks.width, blocks.width, LANES)
             values = tuple(jnp.split(value, self.joined, axis=1))
             if self.epilogue is not None:
-                values = self.epilogue(values, tuple(o[here].astype(jnp.float32) for o in rest[: self.operands]))
+                values = self.epilogue(
+                    values, tuple(o[here].astype(jnp.float32) for o in rest[: self.operands])
+                )
             for y, result in zip(rest[self.operands :], values, strict=True):
                 y[here] = result.astype(y.dtype)
 
@@ -331,14 +431,25 @@ class _Kernel:
 
 
 def _call(
-    caller: str, xs: Sequence[Array], ws: Sequence[Array], experts: Array, tiles: Array, rows: int, transposed: bool,
-    epilogue: Epilogue | None, operands: Sequence[Array],
-) -> tuple[Array, ...]:  # fmt: skip
-    (m, k), n, joined = xs[0].shape, ws[0].shape[1 if transposed else 2], len(ws) // len(xs)
+    caller: str,
+    xs: Sequence[Array],
+    ws: Sequence[Array],
+    experts: Array,
+    tiles: Array,
+    rows: int,
+    transposed: bool,
+    epilogue: Epilogue | None,
+    operands: Sequence[Array],
+) -> tuple[Array, ...]:
+    m, k = xs[0].shape
+    n = ws[0].shape[1 if transposed else 2]
+    joined = len(ws) // len(xs)
     check_grouped(caller, xs[0].dtype, rows, k, n)
     results = epilogue.results if epilogue else joined
     blocks, vmem_bytes = Blocks.choose(xs, ws, n, rows, len(operands) + results)
-    kernel = _Kernel(blocks, transposed, len(xs), joined, epilogue, len(operands), chip_in_use().cores)
+    kernel = _Kernel(
+        blocks, transposed, len(xs), joined, epilogue, len(operands), chip_in_use().cores
+    )
     y_spec = pl.BlockSpec((rows, blocks.n), blocks.y_index)
     ys = pl.pallas_call(
         kernel,
@@ -355,13 +466,18 @@ def _call(
         ),
         out_shape=[output((m, n), xs[0], *xs[1:], *ws, *operands)] * results,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=(outer_semantics(kernel.cores), "arbitrary"), vmem_limit_bytes=vmem_limit(vmem_bytes)
+            dimension_semantics=(outer_semantics(kernel.cores), "arbitrary"),
+            vmem_limit_bytes=vmem_limit(vmem_bytes),
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * m * k * n * len(ws),
             transcendentals=0,
             bytes_accessed=xs[0].dtype.itemsize
-            * (len(xs) * m * k * blocks.columns + sum(w.size for w in ws) + (len(operands) + results) * m * n),
+            * (
+                len(xs) * m * k * blocks.columns
+                + sum(w.size for w in ws)
+                + (len(operands) + results) * m * n
+            ),
         ),
         name=caller,
     )(blocks.table(experts, tiles), *xs, *ws, *operands)

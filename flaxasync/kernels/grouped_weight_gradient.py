@@ -11,12 +11,15 @@ dy                             x               x
 dw           x                 x                       stays in vector memory for all tiles of an expert
 ```
 
-There can be several x with their dy, such as those of two turns of a ring: the tiles of an expert in all of them follow
-each other, and dw is read and written once. To read and write float32 dw takes as long as to multiply hundreds of rows.
+There can be several x with their dy, such as those of two turns of a ring: the tiles of an expert
+in all of them follow each other, and dw is read and written once. To read and write float32 dw
+takes as long as to multiply hundreds of rows.
 
-The kernel moves dw itself. A block is stored sub-block by sub-block, as they are finished in the last tile of the
-expert, because all at once would keep the next tiles of x and dy waiting. What is added to is fetched into the memory
-of the sums a whole block ahead: one tile would be too short for it. Two cores of a chip share the blocks of K out.
+The kernel moves dw itself. A block is stored sub-block by sub-block, as they are finished in the
+last tile of the expert, because all at once would keep the next tiles of x and dy waiting. What is
+added to is fetched into the memory
+of the sums a whole block ahead: one tile would be too short for it. Two cores of a chip share the
+  blocks of K out.
 """
 
 import functools
@@ -45,15 +48,25 @@ from flaxasync.kernels.engine.operands import (
 )
 from flaxasync.kernels.engine.slots import OutgoingTiles, start_copy, wait
 from flaxasync.kernels.engine.tiling import split
-from flaxasync.kernels.grouped_matmul import STEP_SECONDS, check_grouped, divisors, imbalance, outer_semantics
+from flaxasync.kernels.grouped_matmul import (
+    STEP_SECONDS,
+    check_grouped,
+    divisors,
+    imbalance,
+    outer_semantics,
+)
 
-HEIGHT, WIDTH = 512, 1024  # the sides of what is multiplied at once
+# the sides of what is multiplied at once
+HEIGHT = 512
+WIDTH = 1024
 EXPERT, RANK, FACTOR, NEXT, FIRST_TILE = range(5)  # the rows of `order_of_tiles`
 _NONE = np.iinfo(np.int32).max
 
 
 class Factors(NamedTuple):
-    """Sorted rows, and what they are multiplied by. Rows of padding in live tiles must be zero in one of the two."""
+    """Sorted rows, and what they are multiplied by. Rows of padding in live tiles must be zero in
+    one of the two.
+    """
 
     x: Array  # [M, K]
     dys: tuple[Array, ...]  # [M, N]
@@ -64,37 +77,53 @@ class Factors(NamedTuple):
 def grouped_weight_gradient(
     factors: Sequence[Factors], expert_count: int, *, tile_rows: int, initial: Sequence[Array] = ()
 ) -> tuple[Array, ...]:
-    """Returns the gradients of weights [E, K, N] for each dy, summed over `factors`; see the head of this file.
+    """Returns the gradients of weights [E, K, N] for each dy, summed over `factors`; see the head
+    of this file.
 
     Args:
       factors: The operands. All x have the same K, and all dy the same N.
       expert_count: The number of experts, E.
       tile_rows: The rows of a tile, a multiple of 128.
-      initial: What to add to, one float32 array [E, K, N] for each dy; the results take its memory. Zeros by default.
+      initial: What to add to, one float32 array [E, K, N] for each dy; the results take its memory.
+        Zeros by default.
 
     Raises:
       NotImplementedError: The kernel cannot serve such operands.
     """
-    x, dys = factors[0].x, factors[0].dys
-    k, n = x.shape[1], dys[0].shape[1]
+    x = factors[0].x
+    dys = factors[0].dys
+    k = x.shape[1]
+    n = dys[0].shape[1]
     check_grouped("grouped_weight_gradient", x.dtype, tile_rows, k, n)
     blocks, vmem_bytes = _choose(factors, expert_count, tile_rows, initial)
-    grid, count, block, streamed = (k // blocks.k, n // blocks.n), len(dys), (blocks.k, blocks.n), 1 + len(dys)
+    grid = (k // blocks.k, n // blocks.n)
+    count = len(dys)
+    block = (blocks.k, blocks.n)
+    streamed = 1 + len(dys)
     cores = chip_in_use().cores
     scratch: list[Ref] = [OutgoingTiles.allocate(_slots(initial), block, jnp.float32)] * count
     operands = [array for one in factors for array in (one.x, *one.dys)]
     like = output((expert_count, k, n), *operands, *initial).update(dtype=jnp.float32)
 
     def body(order: Ref, *refs: Ref) -> None:
-        """Does one step of the grid. x [t, k] and each dy [t, n] are in VMEM, each initial and dw in HBM."""
-        tiles, old = refs[: len(operands)], refs[len(operands) : -2 * count]
-        dws, outgoing = refs[-2 * count : -count], refs[-count:]
-        (i, j, step), end = (pl.program_id(axis) for axis in range(3)), pl.num_programs(2) - 1
-        expert, experts = order[EXPERT, step], order[RANK, end] + 1  # those that have tiles
+        """Does one step of the grid. x [t, k] and each dy [t, n] are in VMEM, each initial and dw
+        in HBM.
+        """
+        tiles = refs[: len(operands)]
+        old = refs[len(operands) : -2 * count]
+        dws = refs[-2 * count : -count]
+        outgoing = refs[-count:]
+        i, j, step = (pl.program_id(axis) for axis in range(3))
+        end = pl.num_programs(2) - 1
+        # those that have tiles
+        expert = order[EXPERT, step]
+        experts = order[RANK, end] + 1
         first = (step == 0) | (order[EXPERT, jnp.maximum(step - 1, 0)] != expert)
         last = (step == end) | (order[EXPERT, jnp.minimum(step + 1, end)] != expert)
         before, blocks_in_all = (0, grid[1]) if cores > 1 else (i * grid[1], grid[0] * grid[1])
-        number, numbers = (before + j) * experts + order[RANK, step], blocks_in_all * experts  # in the order of storing
+        # in the order of storing
+        number = (before + j) * experts + order[RANK, step]
+        numbers = blocks_in_all * experts
         slot = outgoing[0].slot(number)
         sums = [one.tiles.at[slot] for one in outgoing]
 
@@ -104,8 +133,11 @@ def grouped_weight_gradient(
 
         def fetch(number: Scalar, expert: Scalar) -> None:
             row, column = split(lax.div(number, experts), grid[1])
-            at, to = (i if cores > 1 else row, column), outgoing[0].slot(number)
-            here = tuple(aligned(index * size, size, LANES) for index, size in zip(at, block, strict=True))
+            at = (i if cores > 1 else row, column)
+            to = outgoing[0].slot(number)
+            here = tuple(
+                aligned(index * size, size, LANES) for index, size in zip(at, block, strict=True)
+            )
             for one, ref in zip(outgoing, old, strict=True):
                 start_copy(ref.at[expert, *here], one.tiles.at[to], one.sems.at[to])
 
@@ -118,7 +150,11 @@ def grouped_weight_gradient(
 
         def store(rows: pl.Slice, columns: pl.Slice) -> None:
             for one, dw in zip(outgoing, dws, strict=True):
-                start_copy(one.tiles.at[slot, rows, columns], target(dw, expert, rows, columns), one.sems.at[slot])
+                start_copy(
+                    one.tiles.at[slot, rows, columns],
+                    target(dw, expert, rows, columns),
+                    one.sems.at[slot],
+                )
 
         def store_zeros(start: Scalar, stop: Scalar) -> None:
             """Stores the gradients of experts without tiles; the slot is free."""
@@ -137,7 +173,8 @@ def grouped_weight_gradient(
                         )
                         wait(sums[0], outgoing[0].sems.at[slot])
 
-        pl.when(first & (number >= 2))(lambda: wait_for(number - 2))  # its slot is the next one to be written
+        # its slot is the next one to be written
+        pl.when(first & (number >= 2))(lambda: wait_for(number - 2))
         if initial:
             pl.when((number == 0) & first)(lambda: fetch(number, expert))
             pl.when(first & (number + 1 < numbers))(lambda: fetch(number + 1, order[NEXT, step]))
@@ -162,8 +199,15 @@ def grouped_weight_gradient(
     for which in range(len(factors)):
         row = FIRST_TILE + which
         in_specs += [
-            pl.BlockSpec((tile_rows, blocks.k), lambda i, j, step, order, row=row: (order[row, step], i)),
-            *[pl.BlockSpec((tile_rows, blocks.n), lambda i, j, step, order, row=row: (order[row, step], j))] * count,
+            pl.BlockSpec(
+                (tile_rows, blocks.k), lambda i, j, step, order, row=row: (order[row, step], i)
+            ),
+            *[
+                pl.BlockSpec(
+                    (tile_rows, blocks.n), lambda i, j, step, order, row=row: (order[row, step], j)
+                )
+            ]
+            * count,
         ]
     dws = pl.pallas_call(
         body,
@@ -194,13 +238,15 @@ def grouped_weight_gradient(
 def order_of_tiles(factors: Sequence[Factors]) -> Array:
     """Returns the order in which tiles are multiplied, [4 + len(factors), steps].
 
-    Its rows are the expert of each step, how many experts came before, which of `factors` the step's tile is of, the
-    next expert, which is the first one after the last, and for each of `factors` the last tile that has come.
+    Its rows are the expert of each step, how many experts came before, which of `factors` the
+    step's tile is of, the next expert, which is the first one after the last, and for each of
+    `factors` the last tile that has come.
     """
     constant = all(isinstance(one.experts, np.ndarray) for one in factors)
     xp: Any = np if constant else jnp  # tables of constants have to be constants to be simulated
     steps = sum(one.experts.size for one in factors)
-    step, places = xp.arange(steps, dtype=np.int32), []
+    step = xp.arange(steps, dtype=np.int32)
+    places = []
     for number, one in enumerate(factors):
         tile = xp.arange(one.experts.size, dtype=np.int32)
         place = tile
@@ -209,24 +255,35 @@ def order_of_tiles(factors: Sequence[Factors]) -> Array:
                 earlier = xp.less_equal if other_number < number else xp.less
                 live = xp.arange(other.experts.size, dtype=np.int32) < other.tiles
                 place = place + xp.sum(
-                    live[None] & earlier(other.experts[None], one.experts[:, None]), axis=1, dtype=np.int32
+                    live[None] & earlier(other.experts[None], one.experts[:, None]),
+                    axis=1,
+                    dtype=np.int32,
                 )
         places.append(xp.where(tile < one.tiles, place, steps))
-    came = [xp.maximum(xp.sum(place[None] <= step[:, None], axis=1, dtype=np.int32) - 1, 0) for place in places]
-    which, expert = xp.zeros(steps, np.int32), factors[0].experts[came[0]]
+    came = [
+        xp.maximum(xp.sum(place[None] <= step[:, None], axis=1, dtype=np.int32) - 1, 0)
+        for place in places
+    ]
+    which = xp.zeros(steps, np.int32)
+    expert = factors[0].experts[came[0]]
     for number, one in enumerate(factors[1:], 1):
         here = xp.any(places[number][None] == step[:, None], axis=1)
-        which, expert = xp.where(here, number, which), xp.where(here, one.experts[came[number]], expert)
+        which = xp.where(here, number, which)
+        expert = xp.where(here, one.experts[came[number]], expert)
     changes = xp.cumsum(expert[1:] != expert[:-1], dtype=np.int32)
     live = step < sum(one.tiles for one in factors)
-    later = xp.min(xp.where(live[None] & (expert[None] > expert[:, None]), expert[None], _NONE), axis=1)
+    later = xp.min(
+        xp.where(live[None] & (expert[None] > expert[:, None]), expert[None], _NONE), axis=1
+    )
     following = xp.where(later == _NONE, expert[0], later)
     rows = [expert, xp.concatenate([xp.zeros(1, np.int32), changes]), which, following, *came]
     return xp.stack(rows).astype(np.int32)
 
 
 def _slots(initial: Sequence[Array]) -> int:
-    """Returns how many blocks of a dw are in vector memory: one grows, one leaves, and one comes."""
+    """Returns how many blocks of a dw are in vector memory: one grows, one leaves, and one
+    comes.
+    """
     return 3 if initial else 2
 
 
@@ -244,10 +301,13 @@ def _add(
 ) -> None:
     """Adds x.T @ dy to each sum [k, n] in vector memory, or writes it there if `begun` is False.
 
-    In the last tile of an expert `store` is called for each sub-block of the sums as soon as it is finished.
+    In the last tile of an expert `store` is called for each sub-block of the sums as soon as it is
+    finished.
     """
-    (_, k), n = x_tile.shape, dy_tiles[0].shape[1]
-    height, width = largest_divisor(k, HEIGHT, LANES), largest_divisor(n, WIDTH, LANES)
+    _, k = x_tile.shape
+    n = dy_tiles[0].shape[1]
+    height = largest_divisor(k, HEIGHT, LANES)
+    width = largest_divisor(n, WIDTH, LANES)
 
     @pl.loop(0, k // height)
     def on_rows(i: Scalar) -> None:
@@ -259,19 +319,32 @@ def _add(
             columns = aligned(j * width, width, LANES)
             for number, dy in enumerate(dy_tiles):
                 value = dot(x_transposed, dy[:, columns])
-                sums[number][rows, columns] = sums[number][rows, columns] + value if begun else value
+                sums[number][rows, columns] = (
+                    sums[number][rows, columns] + value if begun else value
+                )
             pl.when(last)(lambda: store(rows, columns))
 
 
-def _choose(factors: Sequence[Factors], experts: int, rows: int, initial: Sequence[Array]) -> tuple[Tiles, int]:
-    """Returns the blocks that are the fastest of those that fit into vector memory, and what they take of it."""
-    x, dys, m, chip = factors[0].x, factors[0].dys, _rows(factors), chip_in_use()
-    k, n, itemsize = x.shape[1], dys[0].shape[1], x.dtype.itemsize
+def _choose(
+    factors: Sequence[Factors], experts: int, rows: int, initial: Sequence[Array]
+) -> tuple[Tiles, int]:
+    """Returns the blocks that are the fastest of those that fit into vector memory, and what they
+    take of it.
+    """
+    x = factors[0].x
+    dys = factors[0].dys
+    m = _rows(factors)
+    chip = chip_in_use()
+    k = x.shape[1]
+    n = dys[0].shape[1]
+    itemsize = x.dtype.itemsize
     bandwidth = chip.hbm_bandwidth * chip.hbm_efficiency
 
     def vmem_bytes(tiles: Tiles) -> int:
         streamed = itemsize * rows * (tiles.k + len(dys) * tiles.n) * len(factors)
-        return 2 * streamed + 4 * tiles.k * tiles.n * len(dys) * _slots(initial) + 8 * HEIGHT * WIDTH
+        return (
+            2 * streamed + 4 * tiles.k * tiles.n * len(dys) * _slots(initial) + 8 * HEIGHT * WIDTH
+        )
 
     def seconds(tiles: Tiles) -> float:
         streamed = itemsize * m * (k * (n // tiles.n) + len(dys) * n * (k // tiles.k))

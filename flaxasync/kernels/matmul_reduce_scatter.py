@@ -1,4 +1,5 @@
-"""reduce_scatter(sum of x_i @ w_i) as one Pallas TPU kernel: a partial sum is sent, tile by tile, as it is finished.
+"""reduce_scatter(sum of x_i @ w_i) as one Pallas TPU kernel: a partial sum is sent, tile by tile,
+as it is finished.
 
 ```
 x_i  [B, R*m, k_i]   all rows, this device's part of the contraction     (R devices on the axis, B batches)
@@ -11,14 +12,16 @@ link           a b c d       a b c d                        each from vector mem
 neighbour                  + a b c d           + a b c d    adds what it received, in float32; sends on or stores
 ```
 
-A tile that arrives is needed one hop after it was sent, so it has the time of a whole block for its trip. Half of the
-tiles of a block go around the ring in each direction: in hop s a device works for the owner that is s + 1 devices
-behind it in that direction (`Ring.behind`).
+A tile that arrives is needed one hop after it was sent, so it has the time of a whole block for its
+trip. Half of the
+tiles of a block go around the ring in each direction: in hop s a device works for the owner that is
+s + 1 devices behind it in that direction (`Ring.behind`).
 
-The receiver has two receive buffers for a block, used in turn. A tile is sent only after the receiver has acknowledged
-that it read the tile that lies there, which was sent two hops earlier. One count for each direction is enough, since
-tiles are sent and read in one order. Every wait is for something that an earlier tile causes, so waits cannot form a
-circle. Where links take longer than the products, the kernel can compute weight gradients meanwhile: `engine.beside`.
+The receiver has two receive buffers for a block, used in turn. A tile is sent only after the
+receiver has acknowledged that it read the tile that lies there, which was sent two hops earlier.
+One count for each direction is enough, since tiles are sent and read in one order. Every wait is
+for something that an earlier tile causes, so waits cannot form a circle. Where links take longer
+than the products, the kernel can compute weight gradients meanwhile: `engine.beside`.
 """
 
 import dataclasses
@@ -35,7 +38,17 @@ from jax.experimental.pallas import tpu as pltpu
 from flaxasync.kernels.engine import beside
 from flaxasync.kernels.engine.call import SEMAPHORES, available, call, check_vmem, matmul_bytes
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles, Scales, laid_out_scales
-from flaxasync.kernels.engine.operands import LANES, Condition, DType, Index, Ref, Scalar, Tiles, output, sublanes
+from flaxasync.kernels.engine.operands import (
+    LANES,
+    Condition,
+    DType,
+    Index,
+    Ref,
+    Scalar,
+    Tiles,
+    output,
+    sublanes,
+)
 from flaxasync.kernels.engine.ring import Acknowledgements, Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, wait
 from flaxasync.kernels.engine.tiling import IterationGrid, RowTiling, Tiling, remainder, split
@@ -43,8 +56,10 @@ from flaxasync.mesh import UnsupportedError
 
 CALLER = "matmul_reduce_scatter"
 TILES = Tiles(1024, 4096, 1024)  # the largest tiles, where none are asked for
-FEWEST_TILES = 8  # of a block: with one tile for each direction, the two directions would take turns on the links
-WIDEST = 1280  # columns of a tile, at most, where the largest tiles would divide them into an odd number
+# of a block: with one tile for each direction, the two directions would take turns on the links
+FEWEST_TILES = 8
+# columns of a tile, at most, where the largest tiles would divide them into an odd number
+WIDEST = 1280
 SMALLEST = 256 * 256  # elements of a tile of the result below which a block has fewer tiles instead
 OUTGOING = (8, 3)  # slots for tiles that leave: at most, and at least where vector memory is short
 
@@ -65,11 +80,15 @@ class Coordinates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The steps of the kernel: for each hop all tiles of a block, row by row, and for each all of the contraction."""
+    """The steps of the kernel: for each hop all tiles of a block, row by row, and for each all of
+    the contraction.
+    """
 
     size: int  # devices of the ring
-    tiles: MatmulTiles  # tiles of the rows of a block, of the columns, and of the contraction of all pairs of x and w
-    directions: int  # 1, or 2 where tiles travel both ways: in a row of tiles those of direction 0 come first
+    # tiles of the rows of a block, of the columns, and of the contraction of all pairs of x and w
+    tiles: MatmulTiles
+    # 1, or 2 where tiles travel both ways: in a row of tiles those of direction 0 come first
+    directions: int
     outgoing: int  # finished tiles that may be leaving at once
 
     @property
@@ -84,30 +103,43 @@ class Schedule:
 
     @property
     def grid(self) -> IterationGrid:
-        return IterationGrid((self.size, self.tiles.rows.count, self.tiles.columns.count, self.depth))
+        return IterationGrid(
+            (self.size, self.tiles.rows.count, self.tiles.columns.count, self.depth)
+        )
 
     def at(self, step: Scalar) -> Coordinates:
         hop, i, j, t = self.grid.coordinates(step)
-        rows, columns = self.tiles.rows.count, self.tiles.columns.count
-        # The columns are divided between the directions, or the rows if there is one tile of columns only.
+        rows = self.tiles.rows.count
+        columns = self.tiles.columns.count
+        # The columns are divided between the directions, or the rows if there is one tile of
+        # columns only.
         first = pl.cdiv(columns, self.directions) if columns > 1 else pl.cdiv(rows, self.directions)
-        direction = jnp.where((j if columns > 1 else i) >= first, 1, 0) if self.directions == 2 else jnp.int32(0)
-        x_slot, w_slot = remainder(step, 2), self.tiles.w_slot(t, j, step)
+        direction = (
+            jnp.where((j if columns > 1 else i) >= first, 1, 0)
+            if self.directions == 2
+            else jnp.int32(0)
+        )
+        x_slot = remainder(step, 2)
+        w_slot = self.tiles.w_slot(t, j, step)
         new_x: Condition = True
         new_w: Condition = (hop == 0) & (i == 0) if self.tiles.w_stays else True
-        if self.depth == 1:  # a tile of x has all of the contraction: it serves all columns that go in one direction
+        # a tile of x has all of the contraction: it serves all columns that go in one direction
+        if self.depth == 1:
             runs = 2 if self.directions == 2 and columns > 1 else 1
             new_x = (j == 0) | (j == first) if runs == 2 else j == 0
             x_slot = remainder((hop * rows + i) * runs + (direction if runs == 2 else 0), 2)
         tile = i * columns + j
-        return Coordinates(hop, i, j, t, tile, hop * self.block + tile, direction, new_x, new_w, x_slot, w_slot)
+        return Coordinates(
+            hop, i, j, t, tile, hop * self.block + tile, direction, new_x, new_w, x_slot, w_slot
+        )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scratch:
     matmul: MatmulScratch  # with one accumulator, if a tile of the result takes several steps
-    received: IncomingTiles  # [2, batches, rows, n] partial sums of the neighbour, for this tile and the next one
+    # [2, batches, rows, n] partial sums of the neighbour, for this tile and the next one
+    received: IncomingTiles
     recv_sem: Ref  # [2, tiles of a block] DMA semaphores, one for each place in the receive buffers
     read: Acknowledgements
     scales: Scales | None  # if x and w are 8-bit values
@@ -127,38 +159,58 @@ def matmul_reduce_scatter(
     directions: int = 2,
     collective_id: int | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Returns y, in the dtype in which sums travel, too, and each dw; see the heads of this file and of the package.
+    """Returns y, in the dtype in which sums travel, too, and each dw; see the heads of this file
+    and of the package.
 
-    Args beside those:
-      scales: those of all rows, [B, R*m], and of the columns, [n], in float32, if the only x and w are 8-bit values.
-      result: the dtype of y and the dws; that of x by default.
-      gradients: what is computed beside the sums. Where any are asked for, they have all vector memory that y leaves.
+    Args beside those: scales: those of all rows, [B, R*m], and of the columns, [n], in float32, if
+      the only x and w are 8-bit values. result: the dtype of y and the dws; that of x by default.
+      gradients: what is computed beside the sums. Where any are asked for, they have all vector
+      memory that y leaves.
 
     Raises:
       NotImplementedError: there are more tiles than semaphores.
     """
     size = lax.axis_size(axis_name)
-    (batch, all_rows, _), dtype, pairs = xs[0].shape, xs[0].dtype, len(xs)
-    m, n, ks = all_rows // size, ws[0].shape[0 if transposed else 1], [x.shape[2] for x in xs]
+    batch, all_rows, _ = xs[0].shape
+    dtype = xs[0].dtype
+    pairs = len(xs)
+    m = all_rows // size
+    n = ws[0].shape[0 if transposed else 1]
+    ks = [x.shape[2] for x in xs]
     result = jnp.dtype(result or dtype)
-    schedule, vmem_bytes = _plan(xs, ws, transposed, tiles, size, directions, result, scales is not None)
-    ring, used = Ring(axis_name, size, schedule.directions), schedule.tiles
-    laid_out = [] if scales is None else laid_out_scales(scales[0].reshape(batch, size, m), scales[1:])
+    schedule, vmem_bytes = _plan(
+        xs, ws, transposed, tiles, size, directions, result, scales is not None
+    )
+    ring = Ring(axis_name, size, schedule.directions)
+    used = schedule.tiles
+    laid_out = (
+        [] if scales is None else laid_out_scales(scales[0].reshape(batch, size, m), scales[1:])
+    )
     more = beside.Plan.of(gradients, result, available() - vmem_bytes) if gradients else None
     sums, flops, hbm_bytes = (more.sums, more.flops, more.hbm_bytes) if more else ((), 0, 0)
-    inputs, local = 2 * pairs + len(laid_out), beside.operands(more, gradients) if more else []
+    inputs = 2 * pairs + len(laid_out)
+    local = beside.operands(more, gradients) if more else []
 
     def body(*refs: Ref) -> None:
-        x_refs, w_refs, scale_refs = refs[:pairs], refs[pairs : 2 * pairs], refs[2 * pairs : inputs]
-        given, (y, buffers, *dws, scratch) = refs[inputs : inputs + len(local)], refs[inputs + len(local) :]
+        x_refs = refs[:pairs]
+        w_refs = refs[pairs : 2 * pairs]
+        scale_refs = refs[2 * pairs : inputs]
+        given = refs[inputs : inputs + len(local)]
+        y, buffers, *dws, scratch = refs[inputs + len(local) :]
         others = None if more is None else beside.Beside(more, given, dws, scratch.beside)
-        device = _Device(ring, schedule, used, x_refs, w_refs, scale_refs, y, buffers, scratch, others)
+        device = _Device(
+            ring, schedule, used, x_refs, w_refs, scale_refs, y, buffers, scratch, others
+        )
         ring.enter(f"{CALLER} {transposed} {pairs}", collective_id)
         device.run()
 
     scratch = Scratch(
         matmul=used.scratch(
-            dtype, ws[0].dtype, outgoing=schedule.outgoing, accumulators=int(schedule.depth > 1), result=result
+            dtype,
+            ws[0].dtype,
+            outgoing=schedule.outgoing,
+            accumulators=int(schedule.depth > 1),
+            result=result,
         ),
         received=IncomingTiles.allocate(2, used.result, result),
         recv_sem=pltpu.SemaphoreType.DMA((2, schedule.block)),
@@ -186,34 +238,54 @@ def matmul_reduce_scatter(
 
 
 def _plan(
-    xs: Sequence[jax.Array], ws: Sequence[jax.Array], transposed: bool, tiles: Tiles | None, size: int,
-    directions: int, result: DType, scaled: bool,
-) -> tuple[Schedule, int]:  # fmt: skip
-    """Returns the schedule, with two tiles of a block or more if possible, and the bytes of vector memory."""
-    (batch, all_rows, _), dtype, unit = xs[0].shape, xs[0].dtype, sublanes(xs[0].dtype)
-    m, n, ks = all_rows // size, ws[0].shape[0 if transposed else 1], [x.shape[2] for x in xs]
+    xs: Sequence[jax.Array],
+    ws: Sequence[jax.Array],
+    transposed: bool,
+    tiles: Tiles | None,
+    size: int,
+    directions: int,
+    result: DType,
+    scaled: bool,
+) -> tuple[Schedule, int]:
+    """Returns the schedule, with two tiles of a block or more if possible, and the bytes of vector
+    memory.
+    """
+    batch, all_rows, _ = xs[0].shape
+    dtype = xs[0].dtype
+    unit = sublanes(xs[0].dtype)
+    m = all_rows // size
+    n = ws[0].shape[0 if transposed else 1]
+    ks = [x.shape[2] for x in xs]
     asked = tiles or _default_tiles(batch * m, n)
     rows = RowTiling.of(batch, m, asked.m, unit)
-    contraction, columns = Tiling.of(ks, asked.k), Tiling.of((n,), asked.n)
+    contraction = Tiling.of(ks, asked.k)
+    columns = Tiling.of((n,), asked.n)
     if rows.count == columns.count == 1 and n > LANES:
         columns = Tiling.of((n,), pl.cdiv(n, 2 * LANES) * LANES)
     if rows.count == columns.count == 1:
         rows = RowTiling.of(batch, m, max(unit, batch * m // 2), unit)
     odd = directions == 2 and columns.count > 1 and columns.count % 2 == 1
     if tiles is None and odd and rows.size * columns.size > SMALLEST:
-        # Each direction takes a half of the columns, so these are an even number of tiles: wide ones of fewer rows.
+        # Each direction takes a half of the columns, so these are an even number of tiles: wide
+        # ones of fewer rows.
         widths = (pl.cdiv(n, count * LANES) * LANES for count in range(2, n // LANES, 2))
         even = [width for width in widths if width <= WIDEST and pl.cdiv(n, width) % 2 == 0]
         if even:
-            rows, columns = RowTiling.of(batch, m, max(asked.m // 2, unit), unit), Tiling((n,), even[0])
-    if tiles is None and 2 * rows.count * columns.count > SEMAPHORES:  # take the fewest, though others were faster
-        rows, columns = RowTiling.fewest(batch, m, asked.m, unit), Tiling((n,), min(TILES.n, n))
+            rows = RowTiling.of(batch, m, max(asked.m // 2, unit), unit)
+            columns = Tiling((n,), even[0])
+    # take the fewest, though others were faster
+    if tiles is None and 2 * rows.count * columns.count > SEMAPHORES:
+        rows = RowTiling.fewest(batch, m, asked.m, unit)
+        columns = Tiling((n,), min(TILES.n, n))
 
     def need(outgoing: int, t: Tiles) -> int:
         sums = 1 if sum(pl.cdiv(k, t.k) for k in ks) == 1 else 2  # the product, and the accumulator
-        return matmul_bytes(t, dtype, 2 + outgoing, sums, result) + (Scales.nbytes(2, t.m, t.n) if scaled else 0)
+        return matmul_bytes(t, dtype, 2 + outgoing, sums, result) + (
+            Scales.nbytes(2, t.m, t.n) if scaled else 0
+        )
 
-    used, (outgoing, fewest) = Tiles(rows.size, contraction.size, columns.size), OUTGOING
+    used = Tiles(rows.size, contraction.size, columns.size)
+    outgoing, fewest = OUTGOING
     while outgoing > fewest and need(outgoing, used) > available():
         outgoing -= 1
     while tiles is None and need(outgoing, used) > available() and used.k > LANES:
@@ -221,19 +293,25 @@ def _plan(
         used = dataclasses.replace(used, k=contraction.size)
     directions = directions if rows.count * columns.count > 1 else 1
     need_bytes = check_vmem(CALLER, used, functools.partial(need, outgoing))
-    matmul_tiles, vmem_bytes = MatmulTiles(rows, columns, contraction, transposed).keeping_w(need_bytes, dtype)
+    matmul_tiles, vmem_bytes = MatmulTiles(rows, columns, contraction, transposed).keeping_w(
+        need_bytes, dtype
+    )
     schedule = Schedule(size, matmul_tiles, directions, outgoing)
     if 2 * schedule.block > SEMAPHORES:
         raise UnsupportedError(
-            f"{CALLER} has two semaphores for each tile of a block of rows, and a TPU has {SEMAPHORES} for them: "
-            f"{batch * m} rows and n={n} in tiles of m={used.m}, n={used.n} are {schedule.block} tiles; use larger "
+            f"{CALLER} has two semaphores for each tile of a block of rows, and a TPU has "
+            f"{SEMAPHORES} for them: "
+            f"{batch * m} rows and n={n} in tiles of m={used.m}, n={used.n} are {schedule.block} "
+            "tiles; use larger "
             "tiles, a loop over columns of w, or backend='xla'"
         )
     return schedule, vmem_bytes
 
 
 def _default_tiles(m: int, n: int) -> Tiles:
-    """Returns `TILES`, or smaller tiles if a block [m, n] of sums would have fewer than `FEWEST_TILES` of them."""
+    """Returns `TILES`, or smaller tiles if a block [m, n] of sums would have fewer than
+    `FEWEST_TILES` of them.
+    """
     used = TILES.within(m, TILES.k, n)
     while m * n < FEWEST_TILES * used.m * used.n and used.m * used.n > SMALLEST:
         longer = "n" if used.n >= used.m else "m"
@@ -248,7 +326,8 @@ class _Device:
     tiles: MatmulTiles
     xs: Sequence[Ref]  # [B, R, m, k_i] HBM
     ws: Sequence[Ref]  # [k_i, n] or [n, k_i] HBM
-    scales: Sequence[Ref]  # of the rows, [B, R, m, LANES], and of the columns, [SUBLANES, n] HBM; or none
+    # of the rows, [B, R, m, LANES], and of the columns, [SUBLANES, n] HBM; or none
+    scales: Sequence[Ref]
     y: Ref  # [B, m, n] HBM
     receive_buffers: Ref  # [2, B, m, n] HBM
     scratch: Scratch
@@ -263,14 +342,23 @@ class _Device:
         with jax.named_scope("finish"):
             if self.beside is not None:
                 self.beside.finish()
-            self.scratch.matmul.outgoing.finish(self.schedule.size * self.schedule.block, self.wait_until_left)
+            self.scratch.matmul.outgoing.finish(
+                self.schedule.size * self.schedule.block, self.wait_until_left
+            )
 
     def step(self, step: Scalar) -> None:
-        """Starts the transfers of the next step, multiplies, and sends or stores a tile that is finished."""
-        schedule, scratch, tiles = self.schedule, self.scratch.matmul, self.tiles
-        here, following = schedule.at(step), schedule.at(step + 1)
-        more, last = step + 1 < schedule.grid.steps, here.t == schedule.depth - 1
-        ahead = schedule.block > 1  # or else the neighbour sends the next sum only after it has this step's
+        """Starts the transfers of the next step, multiplies, and sends or stores a tile that is
+        finished.
+        """
+        schedule = self.schedule
+        scratch = self.scratch.matmul
+        tiles = self.tiles
+        here = schedule.at(step)
+        following = schedule.at(step + 1)
+        more = step + 1 < schedule.grid.steps
+        last = here.t == schedule.depth - 1
+        # or else the neighbour sends the next sum only after it has this step's
+        ahead = schedule.block > 1
 
         @pl.when(more)
         def _() -> None:
@@ -293,14 +381,19 @@ class _Device:
             pl.when(more)(lambda: self.prefetch_received(following))
 
     def prefetch(self, there: Coordinates) -> None:
-        scratch, owner = self.scratch.matmul, self.ring.behind(there.hop + 1, there.direction)
+        scratch = self.scratch.matmul
+        owner = self.ring.behind(there.hop + 1, there.direction)
 
         def source(pair: int, batches: pl.Slice, rows: pl.Slice, depth: pl.Slice) -> Ref:
             return self.xs[pair].at[batches, owner, rows, depth]
 
         with jax.named_scope("prefetch"):
-            pl.when(there.new_x)(lambda: self.tiles.start_x(scratch.x, there.x_slot, there.i, there.t, source))
-            new_w = functools.partial(self.tiles.start_w, scratch.w, there.w_slot, there.t, there.j, self.ws)
+            pl.when(there.new_x)(
+                lambda: self.tiles.start_x(scratch.x, there.x_slot, there.i, there.t, source)
+            )
+            new_w = functools.partial(
+                self.tiles.start_w, scratch.w, there.w_slot, there.t, there.j, self.ws
+            )
             pl.when(there.new_w)(new_w)
             if self.scratch.scales is not None:
                 fetch = functools.partial(self.fetch_scales, self.scratch.scales, there, owner)
@@ -318,23 +411,37 @@ class _Device:
 
     def wait_for_scales(self, scales: Scales, here: Coordinates) -> None:
         slot = scales.rows.slot(here.number)
-        self.tiles.on_result(here.i, here.j, lambda _, *tile: scales.wait(slot, *(side.size for side in tile)))
+        self.tiles.on_result(
+            here.i, here.j, lambda _, *tile: scales.wait(slot, *(side.size for side in tile))
+        )
 
     def multiply(self, here: Coordinates) -> None:
-        """Adds the product of two tiles to its sum. A finished sum is rounded into the slot that it leaves from."""
-        received, scratch, scales = self.scratch.received, self.scratch.matmul, self.scratch.scales
-        slot, out_slot = received.slot(here.number), scratch.outgoing.slot(here.number)
+        """Adds the product of two tiles to its sum. A finished sum is rounded into the slot that it
+        leaves from.
+        """
+        received = self.scratch.received
+        scratch = self.scratch.matmul
+        scales = self.scratch.scales
+        slot = received.slot(here.number)
+        out_slot = scratch.outgoing.slot(here.number)
 
         def finish(value: jax.Array, index: tuple[Index, ...]) -> None:
             if scales is not None:
                 value = scales.apply(scales.rows.slot(here.number), value, index)
-            scratch.outgoing.put(out_slot, value + received.tiles[slot, *index].astype(jnp.float32), index)
+            scratch.outgoing.put(
+                out_slot, value + received.tiles[slot, *index].astype(jnp.float32), index
+            )
 
-        x_tile, w_tile = scratch.x.tiles.at[here.x_slot], scratch.w.tiles.at[here.w_slot]
-        self.tiles.multiply(here.i, here.t, here.j, x_tile, w_tile, scratch.accumulators.at[0], finish)
+        x_tile = scratch.x.tiles.at[here.x_slot]
+        w_tile = scratch.w.tiles.at[here.w_slot]
+        self.tiles.multiply(
+            here.i, here.t, here.j, x_tile, w_tile, scratch.accumulators.at[0], finish
+        )
 
     def clear_received(self) -> None:
-        """Clears the slots of received sums: adding zeros in the first hop saves a second form of the product."""
+        """Clears the slots of received sums: adding zeros in the first hop saves a second form of
+        the product.
+        """
         received = self.scratch.received.tiles
 
         @pl.loop(0, 2)
@@ -346,8 +453,11 @@ class _Device:
             self.tiles.rows.for_each_sub_block(0, clear)
 
     def prefetch_received(self, there: Coordinates) -> None:
-        """Waits until the neighbour's sum has arrived and starts to fetch it, if that step finishes a tile."""
-        buffer, received = remainder(there.hop - 1, 2), self.scratch.received
+        """Waits until the neighbour's sum has arrived and starts to fetch it, if that step finishes
+        a tile.
+        """
+        buffer = remainder(there.hop - 1, 2)
+        received = self.scratch.received
 
         def fetch(_: int, *tile: pl.Slice) -> None:
             source = self.receive_buffers.at[buffer, *tile]
@@ -359,9 +469,11 @@ class _Device:
             pl.when(finishes)(lambda: self.tiles.on_result(there.i, there.j, fetch))
 
     def wait_for_received(self, here: Coordinates) -> None:
-        """Waits until the neighbour's sum is in vector memory, and acknowledges that its receive buffer was read.
+        """Waits until the neighbour's sum is in vector memory, and acknowledges that its receive
+        buffer was read.
 
-        The buffers of the last two hops are not written again, so nobody waits for those acknowledgements.
+        The buffers of the last two hops are not written again, so nobody waits for those
+        acknowledgements.
         """
         received = self.scratch.received
         self.tiles.wait_result(received, received.slot(here.number), here.i, here.j)
@@ -370,14 +482,21 @@ class _Device:
 
     def send(self, here: Coordinates) -> None:
         """Sends a finished tile to the neighbour; stores it if its rows are this device's own."""
-        outgoing, buffer = self.scratch.matmul.outgoing, remainder(here.hop, 2)
-        slot, recv_sem = outgoing.slot(here.number), self.scratch.recv_sem.at[buffer, here.tile]
+        outgoing = self.scratch.matmul.outgoing
+        buffer = remainder(here.hop, 2)
+        slot = outgoing.slot(here.number)
+        recv_sem = self.scratch.recv_sem.at[buffer, here.tile]
 
         def send(direction: int) -> None:
             pl.when(here.hop >= 2)(lambda: self.scratch.read.wait(direction))
 
             def of_tile(_: int, *tile: pl.Slice) -> None:
-                outgoing.send(slot, self.receive_buffers.at[buffer, *tile], recv_sem, self.ring.receiver(direction))
+                outgoing.send(
+                    slot,
+                    self.receive_buffers.at[buffer, *tile],
+                    recv_sem,
+                    self.ring.receiver(direction),
+                )
 
             self.tiles.on_result(here.i, here.j, of_tile)
 
@@ -385,7 +504,9 @@ class _Device:
             own = here.hop == self.schedule.size - 1
             pl.when(jnp.logical_not(own))(lambda: self._in_direction(here, send))
             pl.when(own)(
-                lambda: self.tiles.on_result(here.i, here.j, lambda _, *tile: outgoing.store(slot, self.y.at[*tile]))
+                lambda: self.tiles.on_result(
+                    here.i, here.j, lambda _, *tile: outgoing.store(slot, self.y.at[*tile])
+                )
             )
 
     def wait_until_left(self, number: Scalar) -> None:

@@ -7,7 +7,8 @@ cos, sin  [s, d / 2]       float32
 y of a head = x * [cos, cos] + [second half of x, first half of x] * [-sin, sin]
 ```
 
-XLA turns rows of heads side by side into other layouts to rotate them, and back, by copies that take longer than this.
+XLA turns rows of heads side by side into other layouts to rotate them, and back, by copies that
+take longer than this.
 """
 
 import jax.numpy as jnp
@@ -17,25 +18,34 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.operands import DTYPES, LANES, Ref, largest_divisor, output, sublanes
 
-ROWS, FEATURES = 512, 1024  # of a tile, at most: 1 MiB in bfloat16
+# of a tile, at most: 1 MiB in bfloat16
+ROWS = 512
+FEATURES = 1024
 
 
 def unsupported(x: Array, head_size: int) -> bool:
     """Says whether the kernel cannot rotate heads of such rows [b, s, h * d]."""
-    return head_size % LANES != 0 or x.dtype.name not in DTYPES or x.shape[1] % sublanes(x.dtype) != 0 or x.size == 0
+    return (
+        head_size % LANES != 0
+        or x.dtype.name not in DTYPES
+        or x.shape[1] % sublanes(x.dtype) != 0
+        or x.size == 0
+    )
 
 
 def rotate_heads(x: Array, cos: Array, sin: Array) -> Array:
     """Returns the rotated heads, in the dtype of x; see the head of this file."""
     batch, rows, features = x.shape
     d = 2 * cos.shape[-1]
-    row_tile, width = largest_divisor(rows, ROWS, sublanes(x.dtype)), largest_divisor(features, max(FEATURES, d), d)
+    row_tile = largest_divisor(rows, ROWS, sublanes(x.dtype))
+    width = largest_divisor(features, max(FEATURES, d), d)
     of_heads = pl.BlockSpec((None, row_tile, width), lambda i, b, j: (b, i, j))
     of_angles = pl.BlockSpec((row_tile, d), lambda i, b, j: (i, 0))
     return pl.pallas_call(
         _body,
         out_shape=output(x.shape, x, cos, sin),
-        grid=(rows // row_tile, batch, features // width),  # the angles of the same rows are read once
+        # the angles of the same rows are read once
+        grid=(rows // row_tile, batch, features // width),
         in_specs=[of_heads, of_angles, of_angles],
         out_specs=of_heads,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
@@ -51,4 +61,6 @@ def _body(x_ref: Ref, cos_ref: Ref, sin_ref: Ref, y_ref: Ref) -> None:
     for start in range(0, x_ref.shape[-1], d):
         head = pl.ds(start, d)
         x = x_ref[:, head].astype(jnp.float32)
-        y_ref[:, head] = (x * cos_ref[...] + pltpu.roll(x, d // 2, 1) * sin_ref[...]).astype(y_ref.dtype)
+        y_ref[:, head] = (x * cos_ref[...] + pltpu.roll(x, d // 2, 1) * sin_ref[...]).astype(
+            y_ref.dtype
+        )

@@ -1,4 +1,5 @@
-"""dw = all_gather(x).T @ dy as one Pallas TPU kernel: the weight gradient of all_gather_matmul, while x travels again.
+"""dw = all_gather(x).T @ dy as one Pallas TPU kernel: the weight gradient of all_gather_matmul,
+while x travels again.
 
 ```
 x     [B, m, k]       this device's rows                (R devices on the axis, B batches)
@@ -10,25 +11,29 @@ core    own  s=1  s=2  ... R-1    own  s=1  ...                products with row
 links    s=1  s=2  ...      | s=1  s=2                         each block one hop further, just before it is multiplied
 ```
 
-A chunk of columns of x goes around the ring block by block, half of its rows in each direction. Each block is
-multiplied by all columns of dy where it is, so that the chunk's rows of dw are summed in vector memory and stored once.
-A hop moves a block while the block before is multiplied, from the first chunk on, so that no chunk is waited for.
+A chunk of columns of x goes around the ring block by block, half of its rows in each direction.
+Each block is multiplied by all columns of dy where it is, so that the chunk's rows of dw are summed
+in vector memory and stored once. A hop moves a block while the block before is multiplied, from the
+first chunk on, so that no chunk is waited for.
 
-Of 8-bit values the sums are int32, or float32 of fp8. Before they are rounded and stored, they are multiplied with the
-scales of columns of x and of dy.
+Of 8-bit values the sums are int32, or float32 of fp8. Before they are rounded and stored, they are
+multiplied with the scales of columns of x and of dy.
 
-XLA transposes x once, before the kernel: the matrix unit takes a left operand whose contraction lies along lanes.
+XLA transposes x once, before the kernel: the matrix unit takes a left operand whose contraction
+  lies along lanes.
 
 In the last hop of a chunk nothing is sent on, so the own block of the next chunk leaves then.
 
-There are two sets of receive buffers, for even and for odd chunks: chunk c + 1 overwrites the blocks of chunk c - 1. No
-device acknowledges what it read, because the order of the blocks tells. The last block that a device multiplies in
-chunk c is its receiver's own. The receiver sent that block in its last hop of chunk c - 1, so by then it had read the
-buffers of all earlier hops of chunk c - 1. The buffer of the last hop is written again R - 2 hops later. By then this
-device has received a block from the device ahead of the receiver. That device sent it after it had received the
-receiver's blocks of chunk c, and the receiver had read its buffers of chunk c - 1 before it sent these.
-`_Device.begin_hop` relies on this: it waits for the send of the hop before, and every step waits for its tiles before
-it begins the next hop. On a ring of two, a chunk's own block leaves when the chunk begins.
+There are two sets of receive buffers, for even and for odd chunks: chunk c + 1 overwrites the
+blocks of chunk c - 1. No device acknowledges what it read, because the order of the blocks tells.
+The last block that a device multiplies in chunk c is its receiver's own. The receiver sent that
+block in its last hop of chunk c - 1, so by then it had read the buffers of all earlier hops of
+chunk c - 1. The buffer of the last hop is written again R - 2 hops later. By then this device has
+received a block from the device ahead of the receiver. That device sent it after it had received
+the receiver's blocks of chunk c, and the receiver had read its buffers of chunk c - 1 before it
+sent these. `_Device.begin_hop` relies on this: it waits for the send of the hop before, and every
+step waits for its tiles before it begins the next hop. On a ring of two, a chunk's own block leaves
+when the chunk begins.
 """
 
 import dataclasses
@@ -59,10 +64,18 @@ from flaxasync.kernels.engine.operands import (
 )
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_send, wait
-from flaxasync.kernels.engine.tiling import SUB_BLOCK, IterationGrid, RowTiling, Tiling, remainder, split
+from flaxasync.kernels.engine.tiling import (
+    SUB_BLOCK,
+    IterationGrid,
+    RowTiling,
+    Tiling,
+    remainder,
+    split,
+)
 
 CALLER = "gather_weight_gradient"
-TILES = Tiles(1024, 1024, 2048)  # columns of x, rows and columns of dy, at most, where no tiles are asked for
+# columns of x, rows and columns of dy, at most, where no tiles are asked for
+TILES = Tiles(1024, 1024, 2048)
 LARGE = Tiles(1536, 1024, 2560)  # the same where vector memory has room for them
 ACCUMULATORS = 32 * 2**20  # bytes of float32 sums, at most, where no tiles are asked for
 OUTGOING = 2  # slots for tiles of the result that leave
@@ -82,7 +95,9 @@ class Coordinates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The steps: for each chunk all hops, for each hop all tiles of rows, for each of these all columns of dy."""
+    """The steps: for each chunk all hops, for each hop all tiles of rows, for each of these all
+    columns of dy.
+    """
 
     size: int  # devices of the ring
     chunks: Tiling  # tiles of the columns of x, in sub-blocks
@@ -105,15 +120,20 @@ class Schedule:
     @property
     def half_blocks(self) -> tuple[pl.Slice, ...]:
         """What travels in each direction, in rows of a block."""
-        sizes, first = self.rows.sizes, self._first_tiles
+        sizes = self.rows.sizes
+        first = self._first_tiles
         halves = (sum(sizes[:first]), sum(sizes[first:]))[: self.directions]
         return tuple(pl.ds(sum(halves[:number]), half) for number, half in enumerate(halves))
 
     def at(self, step: Scalar) -> Coordinates:
         chunk, hop, i, j = self.grid.coordinates(step)
-        direction = jnp.where(i >= self._first_tiles, 1, 0) if self.directions == 2 else jnp.int32(0)
+        direction = (
+            jnp.where(i >= self._first_tiles, 1, 0) if self.directions == 2 else jnp.int32(0)
+        )
         x_slot = remainder((chunk * self.size + hop) * self.rows.count + i, 2)
-        return Coordinates(chunk, hop, i, j, direction, x_slot, remainder(step, 2), remainder(chunk, BUFFER_SETS))
+        return Coordinates(
+            chunk, hop, i, j, direction, x_slot, remainder(step, 2), remainder(chunk, BUFFER_SETS)
+        )
 
     @property
     def _first_tiles(self) -> int:
@@ -128,7 +148,8 @@ class Scratch:
     y: IncomingTiles  # [2, batches, rows, n] of dy
     outgoing: OutgoingTiles  # [OUTGOING, chunk, n] rounded sums
     accumulator: Ref  # [tiles of columns, chunk, n] VMEM, of 32 bits
-    scales: Scales | None  # if x and dys are 8-bit values: [1, chunk, LANES] of columns of x, and of columns of dy
+    # if x and dys are 8-bit values: [1, chunk, LANES] of columns of x, and of columns of dy
+    scales: Scales | None
     send_sem: Ref  # [directions] DMA semaphores
     recv_sem: Ref  # [BUFFER_SETS, directions, R - 1] DMA semaphores
 
@@ -146,28 +167,34 @@ def gather_weight_gradient(
 ) -> tuple[jax.Array, ...]:
     """Returns the dws; see the head of this file and that of `flaxasync.kernels`.
 
-    B*m is a multiple of 128. `tiles.m` counts columns of x in a chunk. `tiles.k` counts rows of x in a product, and
-    `tiles.n` columns of dy.
+    B*m is a multiple of 128. `tiles.m` counts columns of x in a chunk. `tiles.k` counts rows of x
+    in a product, and `tiles.n` columns of dy.
 
-    Args beside those:
-      scales: those of the columns of x, [k], and of each dy, [n], in float32, if x and dys are 8-bit values.
-      result: the dtype of the dws; that of x by default.
+    Args beside those: scales: those of the columns of x, [k], and of each dy, [n], in float32, if x
+      and dys are 8-bit values. result: the dtype of the dws; that of x by default.
     """
-    size, result = lax.axis_size(axis_name), jnp.dtype(result or x.dtype)
-    (batch, m, k), itemsize, widths = x.shape, x.dtype.itemsize, [dy.shape[2] for dy in dys]
+    size = lax.axis_size(axis_name)
+    result = jnp.dtype(result or x.dtype)
+    batch, m, k = x.shape
+    itemsize = x.dtype.itemsize
+    widths = [dy.shape[2] for dy in dys]
     schedule, vmem_bytes = _plan(x, widths, tiles, size, directions, result, scales is not None)
     laid_out = [] if scales is None else laid_out_scales(scales[0][None], scales[1])
     inputs = len(dys) + len(laid_out)
-    ring, chunks = Ring(axis_name, size, schedule.directions), schedule.chunks
+    ring = Ring(axis_name, size, schedule.directions)
+    chunks = schedule.chunks
     receive_buffers = (min(BUFFER_SETS, chunks.count), size - 1, chunks.size, batch * m)
 
     def body(x_ref: Ref, *refs: Ref) -> None:
-        dy_refs, scale_refs, dw_refs = refs[: len(dys)], refs[len(dys) : inputs], refs[inputs:-2]
+        dy_refs = refs[: len(dys)]
+        scale_refs = refs[len(dys) : inputs]
+        dw_refs = refs[inputs:-2]
         device = _Device(ring, schedule, x_ref, dy_refs, scale_refs, dw_refs, *refs[-2:])
         ring.enter(f"{CALLER} {len(dys)}", collective_id)
         device.run()
 
-    dma, n = pltpu.SemaphoreType.DMA, schedule.columns.size
+    dma = pltpu.SemaphoreType.DMA
+    n = schedule.columns.size
     scratch = Scratch(
         x=IncomingTiles.allocate(2, (chunks.size, schedule.rows.size), x.dtype),
         y=IncomingTiles.allocate(2, (*schedule.rows.shape, n), dys[0].dtype),
@@ -182,7 +209,10 @@ def gather_weight_gradient(
         body,
         [x.reshape(batch * m, k).T, *(dy.reshape(batch, size, m, -1) for dy in dys), *laid_out],
         name=CALLER,
-        results=[*(output((k, n), x, *dys, dtype=result) for n in widths), output(receive_buffers, x, *dys)],
+        results=[
+            *(output((k, n), x, *dys, dtype=result) for n in widths),
+            output(receive_buffers, x, *dys),
+        ],
         scratch=[scratch],
         collective_id=collective_id,
         vmem_bytes=vmem_bytes,
@@ -194,10 +224,17 @@ def gather_weight_gradient(
 
 
 def _plan(
-    x: jax.Array, widths: list[int], tiles: Tiles | None, size: int, directions: int, result: DType, scaled: bool
+    x: jax.Array,
+    widths: list[int],
+    tiles: Tiles | None,
+    size: int,
+    directions: int,
+    result: DType,
+    scaled: bool,
 ) -> tuple[Schedule, int]:
     """Returns the schedule, and the bytes of vector memory that it needs."""
-    (batch, m, k), dtype = x.shape, x.dtype
+    batch, m, k = x.shape
+    dtype = x.dtype
 
     def need(t: Tiles) -> int:
         across = sum(pl.cdiv(width, t.n) for width in widths)
@@ -208,12 +245,18 @@ def _plan(
         columns = Tiling.of(widths, asked.n)
         chunk = asked.m if tiles else min(asked.m, max(LANES, ACCUMULATORS // (4 * sum(widths))))
         chunks = Tiling.in_sub_blocks(k, chunk, SUB_BLOCK, LANES)
-        # The rows of a tile lie side by side in the transposed x, so they have to be whole lanes: those of one batch,
-        # or of several batches together. All of them are contracted at once.
-        unit, several = (LANES, 1) if m % LANES == 0 else (sublanes(dtype), LANES // math.gcd(m, LANES))
+        # The rows of a tile lie side by side in the transposed x, so they have to be whole lanes:
+        # those of one batch, or of several batches together. All of them are contracted at once.
+        unit, several = (
+            (LANES, 1) if m % LANES == 0 else (sublanes(dtype), LANES // math.gcd(m, LANES))
+        )
         rows = RowTiling.of(batch, m, asked.k, unit, several, sub_block=asked.k)
         if directions == 2 and rows.count == 1:
-            half = pl.cdiv(m, 2 * unit) * unit if batch == 1 else pl.cdiv(batch, 2 * several) * several * m
+            half = (
+                pl.cdiv(m, 2 * unit) * unit
+                if batch == 1
+                else pl.cdiv(batch, 2 * several) * several * m
+            )
             rows = RowTiling.of(batch, m, half, unit, several, sub_block=half)
         used = Tiles(chunks.size, rows.size, columns.size)
         if need(used) <= available():
@@ -228,7 +271,8 @@ class _Device:
     schedule: Schedule
     x: Ref  # [k, B*m] HBM
     dys: Sequence[Ref]  # [B, R, m, n_i] HBM
-    scales: Sequence[Ref]  # of columns of x, [1, k, LANES], and of columns of each dy, [SUBLANES, n_i] HBM; or none
+    # of columns of x, [1, k, LANES], and of columns of each dy, [SUBLANES, n_i] HBM; or none
+    scales: Sequence[Ref]
     dws: Sequence[Ref]  # [k, n_i] HBM
     receive_buffers: Ref  # [BUFFER_SETS, R - 1, chunk, B*m] HBM
     scratch: Scratch
@@ -244,7 +288,8 @@ class _Device:
     def step(self, step: Scalar) -> None:
         """Starts the transfers of the next step, multiplies, and stores a tile that is finished."""
         schedule = self.schedule
-        here, following = schedule.at(step), schedule.at(step + 1)
+        here = schedule.at(step)
+        following = schedule.at(step + 1)
         with jax.named_scope("wait"):
             self.wait_for_operands(here)
 
@@ -257,22 +302,33 @@ class _Device:
             schedule.columns.on_size(here.j, functools.partial(self.multiply, here))
 
     def begin_hop(self, there: Coordinates) -> None:
-        """Begins a hop: waits for what arrives in it and for what was sent in the one before, and sends on."""
+        """Begins a hop: waits for what arrives in it and for what was sent in the one before, and
+        sends on.
+        """
 
         def begin(_: int, chunk: pl.Slice) -> None:
             for direction in self.ring.both:
                 before = jnp.maximum(there.hop - 1, 0)
-                pl.when(there.hop > 0)(functools.partial(self._wait_for_hop, there, before, chunk, direction))
+                pl.when(there.hop > 0)(
+                    functools.partial(self._wait_for_hop, there, before, chunk, direction)
+                )
                 onward = (there.hop > 0) & (there.hop < self.schedule.size - 1)
                 arrived = self._buffer(there, there.hop - 1, chunk, direction)
                 pl.when(onward)(functools.partial(self._send, there, arrived, chunk, direction))
 
-        schedule, ahead = self.schedule, self.schedule.size > 2
-        following = there._replace(chunk=there.chunk + 1, hop=0, buffers=remainder(there.chunk + 1, BUFFER_SETS))
+        schedule = self.schedule
+        ahead = self.schedule.size > 2
+        following = there._replace(
+            chunk=there.chunk + 1, hop=0, buffers=remainder(there.chunk + 1, BUFFER_SETS)
+        )
         with jax.named_scope("hop"):
             schedule.chunks.on_slice(there.chunk, begin)
-            pl.when((there.hop == 0) & ((there.chunk == 0) | (not ahead)))(lambda: self.send_own(there))
-            last = ahead & (there.hop == schedule.size - 1) & (following.chunk < schedule.chunks.count)
+            pl.when((there.hop == 0) & ((there.chunk == 0) | (not ahead)))(
+                lambda: self.send_own(there)
+            )
+            last = (
+                ahead & (there.hop == schedule.size - 1) & (following.chunk < schedule.chunks.count)
+            )
             pl.when(last)(lambda: self.send_own(following))
 
     def send_own(self, there: Coordinates) -> None:
@@ -285,16 +341,23 @@ class _Device:
         self.schedule.chunks.on_slice(there.chunk, send)
 
     def prefetch(self, there: Coordinates) -> None:
-        schedule, scratch = self.schedule, self.scratch
+        schedule = self.schedule
+        scratch = self.scratch
         owner = self.ring.behind(there.hop, there.direction)
 
         def fetch(batches: pl.Slice, rows: pl.Slice) -> None:
             (rows_of_batch,) = schedule.rows.rows.lengths
-            lanes = aligned(batches.start * rows_of_batch + rows.start, batches.size * rows.size, LANES)
+            lanes = aligned(
+                batches.start * rows_of_batch + rows.start, batches.size * rows.size, LANES
+            )
 
             def fetch_x(_: int, chunk: pl.Slice) -> None:
-                arrived = self.receive_buffers.at[there.buffers, there.hop - 1, *beginning(chunk.size), lanes]
-                pl.when(there.hop == 0)(lambda: scratch.x.start(there.x_slot, self.x.at[chunk, lanes]))
+                arrived = self.receive_buffers.at[
+                    there.buffers, there.hop - 1, *beginning(chunk.size), lanes
+                ]
+                pl.when(there.hop == 0)(
+                    lambda: scratch.x.start(there.x_slot, self.x.at[chunk, lanes])
+                )
                 pl.when(there.hop > 0)(lambda: scratch.x.start(there.x_slot, arrived))
 
             def fetch_y(number: int, columns: pl.Slice) -> None:
@@ -306,11 +369,15 @@ class _Device:
         def fetch_scales(scales: Scales) -> None:
             def of_columns(number: int, columns: pl.Slice, chunk: pl.Slice) -> None:
                 parts = [self.scales[1 + number].at[:, columns]]
-                scales.start(scales.rows.slot(schedule.result(there)), self.scales[0].at[:, chunk], parts)
+                scales.start(
+                    scales.rows.slot(schedule.result(there)), self.scales[0].at[:, chunk], parts
+                )
 
             schedule.chunks.on_slice(
                 there.chunk,
-                lambda _, chunk: schedule.columns.on_slice(there.j, functools.partial(of_columns, chunk=chunk)),
+                lambda _, chunk: schedule.columns.on_slice(
+                    there.j, functools.partial(of_columns, chunk=chunk)
+                ),
             )
 
         with jax.named_scope("prefetch"):
@@ -319,18 +386,24 @@ class _Device:
                 pl.when(schedule.is_last(there))(functools.partial(fetch_scales, scratch.scales))
 
     def wait_for_operands(self, here: Coordinates) -> None:
-        schedule, scratch = self.schedule, self.scratch
+        schedule = self.schedule
+        scratch = self.scratch
 
         def on_rows(batches: pl.Slice, rows: pl.Slice) -> None:
             wait_x = functools.partial(scratch.x.wait, here.x_slot)
             size = batches.size * rows.size
-            pl.when(here.j == 0)(lambda: schedule.chunks.on_size(here.chunk, lambda chunk: wait_x(chunk, size)))
-            schedule.columns.on_size(here.j, lambda n: scratch.y.wait(here.y_slot, batches.size, rows.size, n))
+            pl.when(here.j == 0)(
+                lambda: schedule.chunks.on_size(here.chunk, lambda chunk: wait_x(chunk, size))
+            )
+            schedule.columns.on_size(
+                here.j, lambda n: scratch.y.wait(here.y_slot, batches.size, rows.size, n)
+            )
 
         def wait_for_scales(scales: Scales) -> None:
             wait = functools.partial(scales.wait, scales.rows.slot(schedule.result(here)), 1)
             schedule.chunks.on_size(
-                here.chunk, lambda chunk: schedule.columns.on_size(here.j, functools.partial(wait, chunk))
+                here.chunk,
+                lambda chunk: schedule.columns.on_size(here.j, functools.partial(wait, chunk)),
             )
 
         schedule.rows.on_slice(here.i, on_rows)
@@ -338,15 +411,22 @@ class _Device:
             pl.when(schedule.is_last(here))(functools.partial(wait_for_scales, scratch.scales))
 
     def multiply(self, here: Coordinates, n: int) -> None:
-        """Adds the product of two tiles, `n` columns wide, to its sum; a finished sum is rounded and stored."""
-        schedule, scratch, outgoing = self.schedule, self.scratch, self.scratch.outgoing
-        number, last = schedule.result(here), schedule.is_last(here)
+        """Adds the product of two tiles, `n` columns wide, to its sum; a finished sum is rounded
+        and stored.
+        """
+        schedule = self.schedule
+        scratch = self.scratch
+        outgoing = self.scratch.outgoing
+        number = schedule.result(here)
+        last = schedule.is_last(here)
         slot = outgoing.slot(number)
         first = (here.hop == 0) & (here.i == 0)
         rows_of_batch = schedule.rows.rows.size
 
         def product(depth: int, index: tuple[pl.Slice, slice]) -> jax.Array:
-            batches, rows = (depth // rows_of_batch, rows_of_batch) if depth > rows_of_batch else (1, depth)
+            batches, rows = (
+                (depth // rows_of_batch, rows_of_batch) if depth > rows_of_batch else (1, depth)
+            )
             x = scratch.x.tiles[here.x_slot, index[0], :depth]
             return dot(x, scratch.y.tiles[here.y_slot, :batches, :rows, :n].reshape(depth, n))
 
@@ -372,15 +452,21 @@ class _Device:
         )
 
         def store(dw: int, columns: pl.Slice) -> None:
-            schedule.chunks.on_slice(here.chunk, lambda _, chunk: outgoing.store(slot, self.dws[dw].at[chunk, columns]))
+            schedule.chunks.on_slice(
+                here.chunk, lambda _, chunk: outgoing.store(slot, self.dws[dw].at[chunk, columns])
+            )
 
         pl.when(last)(lambda: schedule.columns.on_slice(here.j, store))
 
     def wait_until_left(self, number: Scalar) -> None:
         chunk, j = split(number, self.schedule.columns.count)
-        outgoing, columns = self.scratch.outgoing, self.schedule.columns
+        outgoing = self.scratch.outgoing
+        columns = self.schedule.columns
         self.schedule.chunks.on_size(
-            chunk, lambda rows: columns.on_size(j, lambda n: outgoing.wait(outgoing.slot(number), rows, n))
+            chunk,
+            lambda rows: columns.on_size(
+                j, lambda n: outgoing.wait(outgoing.slot(number), rows, n)
+            ),
         )
 
     def _buffer(self, there: Coordinates, hop: Scalar, chunk: pl.Slice, direction: int) -> Ref:
@@ -389,12 +475,20 @@ class _Device:
         return self.receive_buffers.at[there.buffers, hop, *beginning(chunk.size), lanes]
 
     def _send(self, there: Coordinates, source: Ref, chunk: pl.Slice, direction: int) -> None:
-        target, scratch = self._buffer(there, there.hop, chunk, direction), self.scratch
+        target = self._buffer(there, there.hop, chunk, direction)
+        scratch = self.scratch
         recv_sem = scratch.recv_sem.at[there.buffers, direction, there.hop]
-        start_send(source, target, scratch.send_sem.at[direction], recv_sem, self.ring.receiver(direction))
+        start_send(
+            source, target, scratch.send_sem.at[direction], recv_sem, self.ring.receiver(direction)
+        )
 
-    def _wait_for_hop(self, there: Coordinates, hop: Scalar, chunk: pl.Slice, direction: int) -> None:
-        """Waits until what was sent in a hop has left, and what is sent to this device has arrived."""
-        moved, scratch = self._buffer(there, hop, chunk, direction), self.scratch
+    def _wait_for_hop(
+        self, there: Coordinates, hop: Scalar, chunk: pl.Slice, direction: int
+    ) -> None:
+        """Waits until what was sent in a hop has left, and what is sent to this device has
+        arrived.
+        """
+        moved = self._buffer(there, hop, chunk, direction)
+        scratch = self.scratch
         wait(moved, scratch.send_sem.at[direction])
         wait(moved, scratch.recv_sem.at[there.buffers, direction, hop])

@@ -1,7 +1,9 @@
-"""Fully sharded parameters: how they are stored between uses, and how a layer gathers them when it needs them.
+"""Fully sharded parameters: how they are stored between uses, and how a layer gathers them when it
+needs them.
 
-With `fsdp_axis="fsdp"` each device keeps 1 / (fsdp x model) of a parameter, and so of its gradient and of the state of
-its optimizer. A layer needs the parameter sharded over its own axis alone. For a kernel [in, out]:
+With `fsdp_axis="fsdp"` each device keeps 1 / (fsdp x model) of a parameter, and so of its gradient
+and of the state of its optimizer. A layer needs the parameter sharded over its own axis alone. For
+a kernel [in, out]:
 
 ```
                   stored              needed            gathered along
@@ -12,7 +14,8 @@ forward   w  = all_gather(cast(w_shard))        in the dtype of the computation 
 backward  dw_shard = reduce_scatter(dw)         summed in the dtype of the parameter
 ```
 
-Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2019), stage 3.
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
+  (2019), stage 3.
 """
 
 import functools
@@ -35,12 +38,15 @@ from flaxasync.nn.placement import Entry, axes_of, axis_types, entries_of, put, 
 from flaxasync.ops.quantization import Operand, Quantization, Quantized, quantize
 from flaxasync.ops.saved import PARAMETER
 
-# How metadata of Flax say in which way a parameter is sharded; the second is an older name of the first.
+# How metadata of Flax say in which way a parameter is sharded; the second is an older name of the
+# first.
 _ANNOTATIONS = ("out_sharding", "sharding_names", "sharding_rules")
 
 
 class StoredLayer(nnx.Module):
-    """A layer that keeps how its parameters are stored, because `nnx.update` may replace their metadata."""
+    """A layer that keeps how its parameters are stored, because `nnx.update` may replace their
+    metadata.
+    """
 
     names: ClassVar[tuple[str, ...]]  # of the parameters
     stored: tuple[P | None, ...]  # how each of them is stored; None for one that is not there
@@ -48,10 +54,16 @@ class StoredLayer(nnx.Module):
     @property
     def specs(self) -> dict[str, P]:
         """How each parameter that is there is stored."""
-        return {name: spec for name, spec in zip(self.names, self.stored, strict=True) if spec is not None}
+        return {
+            name: spec
+            for name, spec in zip(self.names, self.stored, strict=True)
+            if spec is not None
+        }
 
     def parameters(self) -> tuple[Any, ...]:
-        """Returns the parameters, None for one that is not there, once it is checked that they are sharded so."""
+        """Returns the parameters, None for one that is not there, once it is checked that they are
+        sharded so.
+        """
         found = {name: getattr(self, name)[...] for name in self.specs}
         for name, parameter in found.items():
             check_sharded(type(self).__name__, name, parameter, self.specs[name])
@@ -59,27 +71,37 @@ class StoredLayer(nnx.Module):
 
 
 def check_sharded(layer: str, name: str, parameter: jax.Array, spec: P) -> None:
-    """Raises ValueError for a parameter that lost its sharding, which under Explicit axes its gradient would lack too.
+    """Raises ValueError for a parameter that lost its sharding, which under Explicit axes its
+    gradient would lack too.
 
-    Under Auto axes no type says how a parameter is sharded, and XLA shards its gradient as the layer uses it.
+    Under Auto axes no type says how a parameter is sharded, and XLA shards its gradient as the
+    layer uses it.
     """
     if parameter.ndim > len(spec):
         raise ValueError(
-            f"{layer}: the {name} {list(parameter.shape)} has {parameter.ndim} dimensions, and one layer's has "
-            f"{len(spec)}: this is a stack of layers, as nnx.vmap makes it; call it inside nnx.scan or nnx.vmap"
+            f"{layer}: the {name} {list(parameter.shape)} has {parameter.ndim} dimensions, and one "
+            "layer's has "
+            f"{len(spec)}: this is a stack of layers, as nnx.vmap makes it; call it inside "
+            "nnx.scan or nnx.vmap"
         )
-    mesh, types = jax.sharding.get_abstract_mesh(), axis_types()
+    mesh = jax.sharding.get_abstract_mesh()
+    types = axis_types()
     if not types or any(kind != AxisType.Explicit for kind in types.values()):
         return  # `place` tells that there is no mesh
     typed = P(*jax.typeof(parameter).sharding.spec)
 
     def axes_that_split(spec: P) -> list[Entry]:
-        return [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in entries_of(spec, parameter.ndim)]
+        return [
+            tuple(axis for axis in axes if mesh.shape[axis] > 1)
+            for axes in entries_of(spec, parameter.ndim)
+        ]
 
     if axes_that_split(typed) != axes_that_split(spec):
         raise ValueError(
-            f"{layer}: the {name} {list(parameter.shape)} must be sharded {spec}: got {typed}; arrays that nnx.update "
-            "or an assignment put into a layer keep the sharding that they have, and their gradients get the same: put "
+            f"{layer}: the {name} {list(parameter.shape)} must be sharded {spec}: got {typed}; "
+            "arrays that nnx.update "
+            "or an assignment put into a layer keep the sharding that they have, and their "
+            "gradients get the same: put "
             "them in with flaxasync.nn.load"
         )
 
@@ -89,9 +111,11 @@ def stored_parameter(
 ) -> tuple[nnx.Param, P]:
     """Returns a new parameter, and how it is stored; see `stored_spec`.
 
-    It is sharded so where Flax's eager sharding is off, too, because the layer could not be called otherwise.
+    It is sharded so where Flax's eager sharding is off, too, because the layer could not be called
+    otherwise.
     """
-    array, given = value, dict(metadata)
+    array = value
+    given = dict(metadata)
     if isinstance(value, nnx.VariableMetadata):  # as nnx.with_partitioning makes it
         array = value.raw_value
         given |= value.metadata
@@ -106,27 +130,35 @@ def stored_parameter(
 def _mesh_axes(layer: str, name: str, metadata: Mapping[str, Any]) -> P | None:
     """Returns the annotation of a parameter in axes of the mesh; None if there is none.
 
-    Logical names are resolved as Flax resolves them, by `sharding_rules` of the metadata and `nnx.logical_axis_rules`.
+    Logical names are resolved as Flax resolves them, by `sharding_rules` of the metadata and
+    `nnx.logical_axis_rules`.
     """
     annotations = {key: metadata[key] for key in _ANNOTATIONS if metadata.get(key)}
     if not annotations.keys() - {"sharding_rules"}:
         return None
-    variable = nnx.Variable(jax.ShapeDtypeStruct((), jnp.float32), **annotations, eager_sharding=False)
+    variable = nnx.Variable(
+        jax.ShapeDtypeStruct((), jnp.float32), **annotations, eager_sharding=False
+    )
     spec = cast(P, nnx.get_partition_spec(variable).get_value())
     axes = jax.sharding.get_abstract_mesh().axis_names
     for entry in spec:
         for axis in axes_of(entry):
             if axis not in axes:
                 raise ValueError(
-                    f"{layer}: the {name} has out_sharding={variable.get_metadata('out_sharding')}, in which {axis!r} "
-                    f"is neither an axis of the mesh, {', '.join(map(repr, axes))}, nor a logical name with a rule: "
-                    "name a mesh axis, or give a rule by nnx.logical_axis_rules, or in sharding_rules"
+                    f"{layer}: the {name} has "
+                    f"out_sharding={variable.get_metadata('out_sharding')}, in which {axis!r} "
+                    f"is neither an axis of the mesh, {', '.join(map(repr, axes))}, nor a logical "
+                    "name with a rule: "
+                    "name a mesh axis, or give a rule by nnx.logical_axis_rules, or in "
+                    "sharding_rules"
                 )
     return spec
 
 
 def without_axis(module: nnx.Module, axis: str) -> None:
-    """Makes the layers of a module, in place, take parameters that were gathered over an axis before."""
+    """Makes the layers of a module, in place, take parameters that were gathered over an axis
+    before.
+    """
 
     def without(spec: P) -> P:
         return spec_of(tuple(name for name in axes_of(entry) if name != axis) for entry in spec)
@@ -136,14 +168,18 @@ def without_axis(module: nnx.Module, axis: str) -> None:
             layer.stored = tuple(spec and without(spec) for spec in layer.stored)
 
 
-def stored_spec(layer: str, name: str, shape: tuple[int, ...], needed: P, settings: Settings, annotation: Any) -> P:
+def stored_spec(
+    layer: str, name: str, shape: tuple[int, ...], needed: P, settings: Settings, annotation: Any
+) -> P:
     """Returns how a parameter is stored.
 
-    The layer needs it sharded as `needed` says, and `fsdp_axis` shards it as well: along the first dimension that is
-    whole and that the axis divides, or else along one that is sharded. A bias that the axis does not divide is not
-    sharded over it. `annotation` is the `out_sharding` that the user gave; see `flaxasync.nn.LinearOptions`.
+    The layer needs it sharded as `needed` says, and `fsdp_axis` shards it as well: along the first
+    dimension that is whole and that the axis divides, or else along one that is sharded. A bias
+    that the axis does not divide is not sharded over it. `annotation` is the `out_sharding` that
+    the user gave; see `flaxasync.nn.LinearOptions`.
     """
-    axis_name, fsdp_axis = settings.axis_name, settings.fsdp_axis
+    axis_name = settings.axis_name
+    fsdp_axis = settings.fsdp_axis
     entries = entries_of(needed, len(shape))
     if annotation is not None:
         extra = _extra_axes(layer, name, shape, entries, axis_name, annotation)
@@ -151,16 +187,22 @@ def stored_spec(layer: str, name: str, shape: tuple[int, ...], needed: P, settin
             devices = math.prod(mesh_axis_size(layer, axis) for axis in (*entries[dim], *axes))
             if axes and shape[dim] % devices:
                 raise ValueError(
-                    f"{layer}: dimension {dim} of the {name} {list(shape)} must be divisible by the axes of its "
-                    f"annotation, {', '.join(map(repr, (*entries[dim], *axes)))}: got {shape[dim]} on {devices} "
+                    f"{layer}: dimension {dim} of the {name} {list(shape)} must be divisible by "
+                    "the axes of its "
+                    f"annotation, {', '.join(map(repr, (*entries[dim], *axes)))}: got {shape[dim]} "
+                    f"on {devices} "
                     f"devices; use {-(-shape[dim] // devices) * devices}, or a smaller axis"
                 )
         return spec_of(own + more for own, more in zip(entries, extra, strict=True))
     if fsdp_axis is None:
         return needed
     if fsdp_axis == axis_name:
-        raise ValueError(f"{layer} got fsdp_axis={fsdp_axis!r}, which is its axis_name, too; name another mesh axis")
-    size, works = mesh_axis_size(layer, fsdp_axis), []
+        raise ValueError(
+            f"{layer} got fsdp_axis={fsdp_axis!r}, which is its axis_name, too; name another mesh "
+            "axis"
+        )
+    size = mesh_axis_size(layer, fsdp_axis)
+    works = []
     for dim in sorted(range(len(shape)), key=lambda dim: bool(entries[dim])):
         devices = size * math.prod(mesh_axis_size(layer, axis) for axis in entries[dim])
         if shape[dim] % devices == 0:
@@ -170,63 +212,97 @@ def stored_spec(layer: str, name: str, shape: tuple[int, ...], needed: P, settin
     if len(shape) == 1:
         return needed
     raise ValueError(
-        f"{layer} cannot share out the {name} {list(shape)}, which is sharded {needed}, over {size} devices of the "
+        f"{layer} cannot share out the {name} {list(shape)}, which is sharded {needed}, over "
+        f"{size} devices of the "
         f"{fsdp_axis!r} axis as well: use {' or '.join(works)}, or a smaller axis"
     )
 
 
 def gather(
-    parameter: Array, stored: P | None, like: Array, axis_name: str, dtype: DTypeLike | None,
+    parameter: Array,
+    stored: P | None,
+    like: Array,
+    axis_name: str,
+    dtype: DTypeLike | None,
     quantization: Quantization | None = None,
-) -> Operand:  # fmt: skip
-    """Returns a parameter, inside shard_map, as the layer needs it, and in `dtype` if it had to be gathered.
+) -> Operand:
+    """Returns a parameter, inside shard_map, as the layer needs it, and in `dtype` if it had to be
+    gathered.
 
-    With a quantization, a kernel that one axis shards is gathered in 8 bits with its scales, and stays quantised.
+    With a quantization, a kernel that one axis shards is gathered in 8 bits with its scales, and
+    stays quantised.
 
-    Nothing is gathered over the layer's axis, and where an enclosing shard_map of the user does not shard the
-    parameter. The gradient is summed over the mesh axes over which `like` varies, as the batch does.
+    Nothing is gathered over the layer's axis, and where an enclosing shard_map of the user does not
+    shard the parameter. The gradient is summed over the mesh axes over which `like` varies, as the
+    batch does.
     """
     varying = jax.typeof(like).mat.varying - {axis_name}
-    held, whole = jax.typeof(parameter).mat.varying, parameter
+    held = jax.typeof(parameter).mat.varying
+    whole = parameter
     trips = [
         (dim, axis)
         for dim, entry in enumerate(stored or ())
-        for axis in reversed([name for name in axes_of(entry) if name != axis_name and name in held])
+        for axis in reversed(
+            [name for name in axes_of(entry) if name != axis_name and name in held]
+        )
     ]
     for dim, axis in trips:
         with jax.named_scope("gather_parameter"):
             if axis in varying:
-                whole, once = cast_to_varying(whole, varying), quantization if len(trips) == 1 else None
+                whole = cast_to_varying(whole, varying)
+                once = quantization if len(trips) == 1 else None
                 whole = _gather(whole, axis, dim, jnp.dtype(dtype), whole.dtype, once)
             else:  # the batch is the same on all devices of the axis, and so is the gradient
-                whole = lax.all_gather(whole.astype(dtype), axis, axis=dim, tiled=True, to="invarying")
+                whole = lax.all_gather(
+                    whole.astype(dtype), axis, axis=dim, tiled=True, to="invarying"
+                )
     return parameter if whole is parameter else checkpoint_name(whole, PARAMETER)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
 def _gather(
-    shard: Array, axis: str, dim: int, dtype: jnp.dtype, stored: jnp.dtype, quantization: Quantization | None
+    shard: Array,
+    axis: str,
+    dim: int,
+    dtype: jnp.dtype,
+    stored: jnp.dtype,
+    quantization: Quantization | None,
 ) -> Operand:
     shard = shard.astype(dtype)
     if quantization is None:
         return lax.all_gather(shard, axis, axis=dim, tiled=True)
-    shared = dim == 0 or quantization.scale == "tensor"  # the product contracts dimension 0 of a kernel
-    quantized = quantize(shard, quantization.forward, 0, scale=quantization.scale, over=(axis,) if shared else ())
+    # the product contracts dimension 0 of a kernel
+    shared = dim == 0 or quantization.scale == "tensor"
+    quantized = quantize(
+        shard, quantization.forward, 0, scale=quantization.scale, over=(axis,) if shared else ()
+    )
     values = lax.all_gather(quantized.values, axis, axis=dim, tiled=True)
-    scales = quantized.scales if dim == 0 else lax.all_gather(quantized.scales, axis, axis=0, tiled=True)
+    scales = (
+        quantized.scales if dim == 0 else lax.all_gather(quantized.scales, axis, axis=0, tiled=True)
+    )
     return Quantized(values, scales, dtype, jnp.zeros_like(values, dtype))
 
 
 def _gather_fwd(
-    shard: Array, axis: str, dim: int, dtype: jnp.dtype, stored: jnp.dtype, quantization: Quantization | None
+    shard: Array,
+    axis: str,
+    dim: int,
+    dtype: jnp.dtype,
+    stored: jnp.dtype,
+    quantization: Quantization | None,
 ) -> tuple[Operand, None]:
     return _gather(shard, axis, dim, dtype, stored, quantization), None
 
 
 def _gather_bwd(
-    axis: str, dim: int, dtype: jnp.dtype, stored: jnp.dtype, quantization: Quantization | None, _: None,
+    axis: str,
+    dim: int,
+    dtype: jnp.dtype,
+    stored: jnp.dtype,
+    quantization: Quantization | None,
+    _: None,
     gradient: Operand,
-) -> tuple[Array]:  # fmt: skip
+) -> tuple[Array]:
     dw = gradient.weight if isinstance(gradient, Quantized) else gradient
     return (lax.psum_scatter(dw.astype(stored), axis, scatter_dimension=dim, tiled=True),)
 
@@ -235,21 +311,31 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 
 
 def _extra_axes(
-    layer: str, name: str, shape: tuple[int, ...], needed: list[Entry], axis_name: str, annotation: Any
+    layer: str,
+    name: str,
+    shape: tuple[int, ...],
+    needed: list[Entry],
+    axis_name: str,
+    annotation: Any,
 ) -> list[Entry]:
     """Returns the axes of an annotation other than the layer's, for each dimension."""
     given = entries_of(annotation, len(shape))
     if len(given) > len(shape):
         raise ValueError(
-            f"{layer}: the {name} {list(shape)} has {len(shape)} dimensions: got out_sharding={annotation}"
+            f"{layer}: the {name} {list(shape)} has {len(shape)} dimensions: got "
+            f"out_sharding={annotation}"
         )
     for entry in given:
         if axis_name in entry[1:]:
             raise ValueError(
-                f"{layer}: {axis_name!r} must come before the other axes of a dimension: got out_sharding={annotation} "
+                f"{layer}: {axis_name!r} must come before the other axes of a dimension: got "
+                f"out_sharding={annotation} "
                 f"for the {name}"
             )
-    places = [[dim for dim, entry in enumerate(entries) if axis_name in entry] for entries in (given, needed)]
+    places = [
+        [dim for dim, entry in enumerate(entries) if axis_name in entry]
+        for entries in (given, needed)
+    ]
     if len(given) == 2 and places[0] and places[0] != places[1]:
         given = given[::-1]
     return [tuple(axis for axis in entry if axis != axis_name) for entry in given]

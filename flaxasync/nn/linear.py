@@ -1,7 +1,8 @@
 """Column- and row-parallel Dense layers: `nnx.Linear` with its kernel split over a mesh axis.
 
-A column-parallel layer followed by a row-parallel one is the tensor-parallel pair. Between the two, activations are
-sharded by features; around them, by rows of the sequence, so that norms and residuals are split too.
+A column-parallel layer followed by a row-parallel one is the tensor-parallel pair. Between the two,
+activations are sharded by features; around them, by rows of the sequence, so that norms and
+residuals are split too.
 """
 
 import dataclasses
@@ -25,7 +26,9 @@ from flaxasync.nn.uneven_shares import Shares
 
 
 class DenseLayer(StoredLayer):
-    """The parameters of `nnx.Linear`, under its names and in its global shapes, so that its checkpoints load."""
+    """The parameters of `nnx.Linear`, under its names and in its global shapes, so that its
+    checkpoints load.
+    """
 
     names = ("kernel", "bias")
     stored: tuple[P, P | None]
@@ -45,7 +48,8 @@ class DenseLayer(StoredLayer):
         rngs: nnx.Rngs,
     ) -> None:
         """Draws the kernel and the bias, which the layer needs sharded as `needed` says."""
-        self.settings, self.shares = settings, shares
+        self.settings = settings
+        self.shares = shares
         self.in_features, self.out_features = shape
         kernel = settings.kernel_init(rngs.params(), shape, settings.param_dtype)
         self.kernel, kernel_spec = stored_parameter(
@@ -55,7 +59,9 @@ class DenseLayer(StoredLayer):
         bias_spec = None
         if settings.use_bias:
             bias = settings.bias_init(rngs.params(), shape[1:], settings.param_dtype)
-            self.bias, bias_spec = stored_parameter(layer, "bias", bias, settings, needed[1], settings.bias_metadata)
+            self.bias, bias_spec = stored_parameter(
+                layer, "bias", bias, settings, needed[1], settings.bias_metadata
+            )
         self.stored = kernel_spec, bias_spec
 
     @property
@@ -80,9 +86,11 @@ class _ParallelLinear(DenseLayer):
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
-        layer, shape = type(self).__name__, (in_features, out_features)
+        layer = type(self).__name__
+        shape = (in_features, out_features)
         settings = settings_of(layer, options)
-        size, axis_name = shape[self.dim], settings.axis_name
+        size = shape[self.dim]
+        axis_name = settings.axis_name
         if shares is None and not self.pad:
             check_divides(layer, axis_name, **{("in_features", "out_features")[self.dim]: size})
         shares = shares or Shares.equal(size, mesh_axis_size(layer, axis_name))
@@ -93,11 +101,12 @@ class _ParallelLinear(DenseLayer):
     def __call__(
         self, inputs: Float[Array, "*batch s in"], out_sharding: OutSharding = None
     ) -> Float[Array, "*batch s out"]:
-        """Applies the layer. `out_sharding` says how the output is to be sharded, if not as the layer documents.
+        """Applies the layer. `out_sharding` says how the output is to be sharded, if not as the
+        layer documents.
 
         Raises:
-          ValueError: The input has other features, is sharded as this layer does not take it, or, for a row-parallel
-            layer, has rows that cannot be shared out equally.
+          ValueError: The input has other features, is sharded as this layer does not take it, or,
+            for a row-parallel layer, has rows that cannot be shared out equally.
         """
         axis_name = self.settings.axis_name
         spec = output_spec(type(self).__name__, out_sharding, axis_name)
@@ -105,8 +114,11 @@ class _ParallelLinear(DenseLayer):
         return shard_output(y, spec)
 
     def bind(self, x: Array, layout: Layout) -> Callable[[], Array]:
-        """Returns the function that applies the layer. `layout` is that of the output of a row-parallel layer."""
-        name, linear = type(self).__name__, self.parameters()
+        """Returns the function that applies the layer. `layout` is that of the output of a
+        row-parallel layer.
+        """
+        name = type(self).__name__
+        linear = self.parameters()
         return _bind(name, x, self.in_features, linear, self.settings, self.part, layout, self.pad)
 
 
@@ -123,16 +135,18 @@ class ColumnParallelLinear(_ParallelLinear):
              dkernel  = x.T @ dy                       summed over the axes that shard the batch
     ```
 
-    If x is sharded by rows, this is `flaxasync.all_gather_matmul`: some rows travel while others are multiplied.
+    If x is sharded by rows, this is `flaxasync.all_gather_matmul`: some rows travel while others
+    are multiplied.
 
     Args:
       out_features: The features of the output; a multiple of the axis, unless `pad`.
-      pad: Whether out_features need not be a multiple of the axis. The output is then padded to the next multiple. The
-        padding gets the lowest values, so it never wins an argmax. The kernel keeps its shape [in, out], and every call
-        fetches it by an all-to-all. For logits, `softmax_cross_entropy` leaves the padding out (`vocab_size`).
+      pad: Whether out_features need not be a multiple of the axis. The output is then padded to the
+        next multiple. The padding gets the lowest values, so it never wins an argmax. The kernel
+        keeps its shape [in, out], and every call fetches it by an all-to-all. For logits,
+        `softmax_cross_entropy` leaves the padding out (`vocab_size`).
       shares: For layers that pad in other ways; see `flaxasync.nn.uneven_shares`.
-      **options: See `flaxasync.nn.LinearOptions`. If you give `in_spec`, its rows dimension names `axis_name`, or no
-        axis where every device has all rows.
+      **options: See `flaxasync.nn.LinearOptions`. If you give `in_spec`, its rows dimension names
+        `axis_name`, or no axis where every device has all rows.
 
     Raises:
       ValueError: The axis does not divide out_features.
@@ -165,14 +179,15 @@ class RowParallelLinear(_ParallelLinear):
              dkernel  = x.T @ dy                       summed over the axes that shard the batch
     ```
 
-    This is `flaxasync.matmul_reduce_scatter` ("sequence") or `flaxasync.matmul_all_reduce` ("replicated"): some partial
-    sums travel while others are computed.
+    This is `flaxasync.matmul_reduce_scatter` ("sequence") or `flaxasync.matmul_all_reduce`
+    ("replicated"): some partial sums travel while others are computed.
 
     Args:
       in_features: The features of the input; a multiple of the axis.
       layout: How the rows of the output lie: "sequence" or "replicated".
       shares: For layers that pad their input; see `flaxasync.nn.uneven_shares`.
-      **options: See `flaxasync.nn.LinearOptions`. If you give `in_spec`, its features dimension must name `axis_name`.
+      **options: See `flaxasync.nn.LinearOptions`. If you give `in_spec`, its features dimension
+        must name `axis_name`.
 
     Raises:
       ValueError: The axis does not divide in_features, or the layout is unknown.
@@ -195,10 +210,15 @@ class RowParallelLinear(_ParallelLinear):
 
 
 class WholeLinear(DenseLayer):
-    """A Dense layer that is the same on all devices of its axis. Other axes may store its parameters."""
+    """A Dense layer that is the same on all devices of its axis. Other axes may store its
+    parameters.
+    """
 
-    def __init__(self, layer: str, in_features: int, out_features: int, settings: Settings, rngs: nnx.Rngs):
-        shares, needed = Shares.equal(out_features, devices=1), (P(None, None), P(None))
+    def __init__(
+        self, layer: str, in_features: int, out_features: int, settings: Settings, rngs: nnx.Rngs
+    ):
+        shares = Shares.equal(out_features, devices=1)
+        needed = (P(None, None), P(None))
         self._add_parameters(layer, (in_features, out_features), shares, needed, settings, rngs)
 
 
@@ -210,15 +230,24 @@ class ColumnParallelProjections(nnx.Module):
     q, k, v = qkv(x)
     ```
 
-    `out_features` has the features of each output by its name, and the layers draw their parameters in that order. Each
-    layer is an attribute: qkv.query is a `ColumnParallelLinear`, whose options and errors these are.
+    `out_features` has the features of each output by its name, and the layers draw their parameters
+    in that order. Each
+    layer is an attribute: qkv.query is a `ColumnParallelLinear`, whose options and errors these
+      are.
     """
 
     def __init__(
-        self, in_features: int, out_features: Mapping[str, int], *, rngs: nnx.Rngs, **options: Unpack[LinearOptions]
+        self,
+        in_features: int,
+        out_features: Mapping[str, int],
+        *,
+        rngs: nnx.Rngs,
+        **options: Unpack[LinearOptions],
     ):
         if not out_features:
-            raise ValueError("ColumnParallelProjections needs one output or more, by its name: got none")
+            raise ValueError(
+                "ColumnParallelProjections needs one output or more, by its name: got none"
+            )
         self.names = tuple(out_features)
         for name, features in out_features.items():
             setattr(self, name, ColumnParallelLinear(in_features, features, rngs=rngs, **options))
@@ -226,15 +255,27 @@ class ColumnParallelProjections(nnx.Module):
     def __call__(
         self, inputs: Float[Array, "*batch s in"], out_sharding: OutSharding = None
     ) -> tuple[Float[Array, "*batch s out"], ...]:
-        """Applies the layers, and returns their outputs in the order of their names, all sharded alike."""
+        """Applies the layers, and returns their outputs in the order of their names, all sharded
+        alike.
+        """
         layers = [getattr(self, name) for name in self.names]
         check_no_adapter("ColumnParallelProjections", *layers)
-        settings, features = layers[0].settings, layers[0].in_features
+        settings = layers[0].settings
+        features = layers[0].in_features
         spec = output_spec("ColumnParallelProjections", out_sharding, settings.axis_name)
-        placement = place("ColumnParallelProjections", inputs, settings.axis_name, settings.in_spec, "rows", features)
+        placement = place(
+            "ColumnParallelProjections",
+            inputs,
+            settings.axis_name,
+            settings.in_spec,
+            "rows",
+            features,
+        )
         call, linears = call_of(settings, inputs, placement, *layers)
         out_specs = (placement.spec(features=True),) * len(layers)
-        ys = placement.bind(_project, call, (inputs, linears), (placement.in_spec, call.specs), out_specs)()
+        ys = placement.bind(
+            _project, call, (inputs, linears), (placement.in_spec, call.specs), out_specs
+        )()
         return tuple(shard_output(y, spec) for y in ys)
 
 
@@ -243,15 +284,30 @@ def _project(call: Call, x: Array, linears: tuple[Linear, ...]) -> tuple[Array, 
 
 
 def _bind(
-    caller: str, x: Array, in_features: int, linear: Linear, settings: Settings, part: Part, layout: Layout, pad: bool
+    caller: str,
+    x: Array,
+    in_features: int,
+    linear: Linear,
+    settings: Settings,
+    part: Part,
+    layout: Layout,
+    pad: bool,
 ) -> Callable[[], Array]:
     """Returns the function that multiplies x with the kernel and adds the bias.
 
-    A layer calls that function itself, which keeps this one out of the tracebacks of what happens in the layer.
+    A layer calls that function itself, which keeps this one out of the tracebacks of what happens
+    in the layer.
     """
     column = part.dim == 1
     apply = (_padded_column if pad else _column) if column else _row
-    placement = place(caller, x, settings.axis_name, settings.in_spec, "rows" if column else "features", in_features)
+    placement = place(
+        caller,
+        x,
+        settings.axis_name,
+        settings.in_spec,
+        "rows" if column else "features",
+        in_features,
+    )
     if not column:
         placement.check_output_rows(caller, x.shape[-2], layout)
     rows_sharded = placement.rows_sharded if column else layout == "sequence"
@@ -275,8 +331,11 @@ def _row(call: Call, x: Array, linears: tuple[Linear]) -> Array:
     return shards.row(x, linear, call.settings, rows_sharded=call.rows_sharded)
 
 
-def multiply(caller: str, x: Array, kernel: Array, settings: Settings, dim: int, layout: Layout) -> Array:
-    """Returns x @ kernel as the layer does that splits this dimension of the kernel; errors begin with `caller`.
+def multiply(
+    caller: str, x: Array, kernel: Array, settings: Settings, dim: int, layout: Layout
+) -> Array:
+    """Returns x @ kernel as the layer does that splits this dimension of the kernel; errors begin
+    with `caller`.
 
     `layout` is that of the rows of the output where the input features are split.
     """
@@ -290,7 +349,9 @@ def multiply(caller: str, x: Array, kernel: Array, settings: Settings, dim: int,
     return _bind(caller, x, kernel.shape[0], (kernel, None), settings, part, layout, pad=False)()
 
 
-def call_of(settings: Settings, x: Array, placement: Placement, *layers: DenseLayer) -> tuple[Call, tuple[Linear, ...]]:
+def call_of(
+    settings: Settings, x: Array, placement: Placement, *layers: DenseLayer
+) -> tuple[Call, tuple[Linear, ...]]:
     """Returns what is static in a call that multiplies for several layers, and their parameters."""
     linears = tuple(layer.parameters() for layer in layers)
     settings = with_dtype(settings, x, *linears[0])
@@ -298,15 +359,20 @@ def call_of(settings: Settings, x: Array, placement: Placement, *layers: DenseLa
 
 
 def check_no_adapter(layer: str, *linears: nnx.Module | None) -> None:
-    """Raises NotImplementedError for an adapted projection of a layer that does not call its projections."""
+    """Raises NotImplementedError for an adapted projection of a layer that does not call its
+    projections.
+    """
     for linear in linears:
         if isinstance(linear, nnx.LoRA):
             raise NotImplementedError(
-                f"{layer} does not call its layers, so it cannot take a {type(linear).__name__}; adapt separate layers"
+                f"{layer} does not call its layers, so it cannot take a {type(linear).__name__}; "
+                "adapt separate layers"
             )
 
 
 def with_dtype(settings: Settings, *arrays: Array | None, **promotion: bool) -> Settings:
-    """Returns the settings with the dtype in which an input and parameters are multiplied: one for all arrays."""
+    """Returns the settings with the dtype in which an input and parameters are multiplied: one for
+    all arrays.
+    """
     promote = functools.partial(settings.promote_dtype, dtype=settings.dtype, **promotion)
     return dataclasses.replace(settings, dtype=jax.eval_shape(promote, arrays)[0].dtype)

@@ -1,4 +1,6 @@
-"""A tensor-parallel MLP, gated or not: its input makes one trip around the ring, and so does its output."""
+"""A tensor-parallel MLP, gated or not: its input makes one trip around the ring, and so does its
+output.
+"""
 
 from typing import Unpack
 
@@ -24,22 +26,24 @@ class ParallelMLP(nnx.Module):
     y  [..., s, features]          h @ down; sharded as x is
     ```
 
-    Gate and up share one trip of x. Where both products have one fused kernel each and no bias, the first kernel
-    computes the activation, and the second its gradient. Saved for the backward pass are x and the products of gate and
-    up; what lies between them and h is computed again. The parameters are those of three `nnx.Linear`: `gate`, `up` and
-    `down`.
+    Gate and up share one trip of x. Where both products have one fused kernel each and no bias, the
+    first kernel computes the activation, and the second its gradient. Saved for the backward pass
+    are x and the products of gate and up; what lies between them and h is computed again. The
+    parameters are those of three `nnx.Linear`: `gate`, `up` and `down`.
 
     Args:
       hidden_features: The features between the two; a multiple of the axis.
       gated: Whether there is a gate.
       activation: The activation of the gate, or of up where there is no gate. It is elementwise.
-      **options: See `flaxasync.nn.LinearOptions`. `use_bias` is False by default. `in_spec` and errors are those of
-        `ColumnParallelLinear`.
+      **options: See `flaxasync.nn.LinearOptions`. `use_bias` is False by default. `in_spec` and
+        errors are those of `ColumnParallelLinear`.
     """
 
     dtype, param_dtype, precision = map(of_settings, ("dtype", "param_dtype", "precision"))
     promote_dtype, dot_general = map(of_settings, ("promote_dtype", "dot_general"))
-    preferred_element_type, quantization = map(of_settings, ("preferred_element_type", "quantization"))
+    preferred_element_type, quantization = map(
+        of_settings, ("preferred_element_type", "quantization")
+    )
 
     def __init__(
         self,
@@ -55,21 +59,31 @@ class ParallelMLP(nnx.Module):
         self.settings = settings_of("ParallelMLP", options)
         self.activation = activation
         self.up = ColumnParallelLinear(features, hidden_features, rngs=rngs, **options)
-        self.gate = ColumnParallelLinear(features, hidden_features, rngs=rngs, **options) if gated else None
+        self.gate = (
+            ColumnParallelLinear(features, hidden_features, rngs=rngs, **options) if gated else None
+        )
         self.down = RowParallelLinear(hidden_features, features, rngs=rngs, **options)
 
     def __call__(
         self, inputs: Float[Array, "*batch s d"], out_sharding: OutSharding = None
     ) -> Float[Array, "*batch s d"]:
-        """Applies the MLP. Raises NotImplementedError if a projection was adapted, and ValueError as `up` does."""
+        """Applies the MLP. Raises NotImplementedError if a projection was adapted, and ValueError
+        as `up` does.
+        """
         columns = (self.up,) if self.gate is None else (self.up, self.gate)
         check_no_adapter("ParallelMLP", *columns, self.down)
-        settings, features = self.settings, self.up.in_features
+        settings = self.settings
+        features = self.up.in_features
         spec = output_spec("ParallelMLP", out_sharding, settings.axis_name)
-        placement = place("ParallelMLP", inputs, settings.axis_name, settings.in_spec, "rows", features)
+        placement = place(
+            "ParallelMLP", inputs, settings.axis_name, settings.in_spec, "rows", features
+        )
         call, linears = call_of(settings, inputs, placement, *columns, self.down)
-        static, in_specs = (call, self.activation), (placement.in_spec, call.specs)
-        return shard_output(placement.bind(_mlp, static, (inputs, linears), in_specs, placement.in_spec)(), spec)
+        static = (call, self.activation)
+        in_specs = (placement.in_spec, call.specs)
+        return shard_output(
+            placement.bind(_mlp, static, (inputs, linears), in_specs, placement.in_spec)(), spec
+        )
 
 
 def _mlp(static: tuple[Call, Activation], x: Array, linears: tuple[Linear, ...]) -> Array:
@@ -80,8 +94,11 @@ def _mlp(static: tuple[Call, Activation], x: Array, linears: tuple[Linear, ...])
     if y is not None:
         return y
 
-    @jax.checkpoint  # otherwise all that lies between products and h would be saved: six arrays instead of two
+    # otherwise all that lies between products and h would be saved: six arrays instead of two
+    @jax.checkpoint
     def finish(products: tuple[Array, ...], down: Linear) -> Array:
-        return shards.row(activate(activation, products), down, settings, rows_sharded=call.rows_sharded)
+        return shards.row(
+            activate(activation, products), down, settings, rows_sharded=call.rows_sharded
+        )
 
     return finish(shards.column(x, columns, settings, rows_sharded=call.rows_sharded), down)

@@ -1,4 +1,6 @@
-"""A mixture of experts as a drop-in for `ParallelMLP`: the experts are split over an axis, and rows travel to them."""
+"""A mixture of experts as a drop-in for `ParallelMLP`: the experts are split over an axis, and rows
+travel to them.
+"""
 
 import dataclasses
 from typing import Any, Unpack
@@ -33,12 +35,15 @@ class Router(WholeLinear):
     """Scores experts: the kernel [D, E] of a Dense layer, the same on all devices of the axis."""
 
     def __init__(self, features: int, experts: int, bias: bool, settings: Settings, rngs: nnx.Rngs):
-        super().__init__("ParallelMoE", features, experts, dataclasses.replace(settings, use_bias=False), rngs)
+        super().__init__(
+            "ParallelMoE", features, experts, dataclasses.replace(settings, use_bias=False), rngs
+        )
         self.selection_bias = nnx.Variable(jnp.zeros(experts, jnp.float32)) if bias else None
 
 
 class ParallelMoE(StoredLayer):
-    """A mixture of experts, each a gated MLP. Rows choose some of them, and travel while experts multiply.
+    """A mixture of experts, each a gated MLP. Rows choose some of them, and travel while experts
+    multiply.
 
     ```
     x         [..., s, features]     sharded by rows over axis_name, or the same on all of its devices
@@ -48,29 +53,32 @@ class ParallelMoE(StoredLayer):
     y         [..., s, features]     sum of weight * (activation(x @ gate) * (x @ up)) @ down over the experts of a row
     ```
 
-    It is `flaxasync.expert_mlp`: no row is dropped, unless a capacity says so. Experts that the axis does not divide
-    are padded where the layer computes; parameters, gradients and checkpoints have the shapes above. Rows travel around
-    a ring, or with `backend="exchange"` only to devices that have an expert they chose; see docs/moe.md for which.
+    It is `flaxasync.expert_mlp`: no row is dropped, unless a capacity says so. Experts that the
+    axis does not divide are padded where the layer computes; parameters, gradients and checkpoints
+    have the shapes above. Rows travel around a ring, or with `backend="exchange"` only to devices
+    that have an expert they chose; see docs/moe.md for which.
 
-    `y, routing = moe.with_routing(x)` also returns the losses and statistics of the choice, for training. `moe(x)`
-    records them as `nnx.Intermediate`, under the name "routing", for `nnx.capture`.
+    `y, routing = moe.with_routing(x)` also returns the losses and statistics of the choice, for
+    training. `moe(x)` records them as `nnx.Intermediate`, under the name "routing", for
+    `nnx.capture`.
 
     Args:
       features, hidden: D, and F of each expert.
       experts: E, the number of experts.
       experts_per_token: k, how many of them a row chooses.
       router: How it chooses; see `flaxasync.nn.RouterOptions`.
-      shared_hidden: The hidden features of an expert that every row has, a `ParallelMLP` under the name `shared`, which
-        the axis splits; 0 for none.
-      capacity_factor: Drops rows: an expert takes at most this factor times the mean, k / E, of the rows of a device.
-        None drops none.
+      shared_hidden: The hidden features of an expert that every row has, a `ParallelMLP` under the
+        name `shared`, which the axis splits; 0 for none.
+      capacity_factor: Drops rows: an expert takes at most this factor times the mean, k / E, of the
+        rows of a device. None drops none.
       gated: Whether there is a gate.
       activation: The activation of the gate, or of up where there is no gate. It is elementwise.
-      **options: See `flaxasync.nn.ExpertOptions`. `in_spec` and errors are those of `ColumnParallelLinear`.
+      **options: See `flaxasync.nn.ExpertOptions`. `in_spec` and errors are those of
+        `ColumnParallelLinear`.
 
     Raises:
-      ValueError: experts_per_token is not one of 1 .. experts; the capacity factor is not positive; there are fewer
-        experts than devices on the axis, and it does not divide `hidden`.
+      ValueError: experts_per_token is not one of 1 .. experts; the capacity factor is not positive;
+        there are fewer experts than devices on the axis, and it does not divide `hidden`.
     """
 
     names = ("up", "gate", "down")
@@ -99,19 +107,30 @@ class ParallelMoE(StoredLayer):
             )
         if capacity_factor is not None and not capacity_factor > 0:
             raise ValueError(
-                f"ParallelMoE needs a capacity_factor above 0: got {capacity_factor}; use None to drop no rows"
+                f"ParallelMoE needs a capacity_factor above 0: got {capacity_factor}; use None to "
+                "drop no rows"
             )
-        self.settings = settings = settings_of("ParallelMoE", options, ExpertOptions.__annotations__)
-        self.features, self.hidden, self.experts = features, hidden, experts
-        self.experts_per_token, self.capacity_factor = experts_per_token, capacity_factor
-        self.activation, self.router_options = activation, router
+        self.settings = settings = settings_of(
+            "ParallelMoE", options, ExpertOptions.__annotations__
+        )
+        self.features = features
+        self.hidden = hidden
+        self.experts = experts
+        self.experts_per_token = experts_per_token
+        self.capacity_factor = capacity_factor
+        self.activation = activation
+        self.router_options = router
         devices = mesh_axis_size("ParallelMoE", settings.axis_name)
         self.split: Split = "experts" if experts >= devices else "hidden"
         if self.split == "hidden":
-            check_divides("ParallelMoE with fewer experts than devices", settings.axis_name, hidden=hidden)
+            check_divides(
+                "ParallelMoE with fewer experts than devices", settings.axis_name, hidden=hidden
+            )
         self.router = Router(features, experts, router.selection_bias, settings, rngs)
         self.shares = Shares.equal(experts if self.split == "experts" else hidden, devices)
-        self.dims = dict(zip(self.names, (0, 0, 0) if self.split == "experts" else (2, 2, 1), strict=True))
+        self.dims = dict(
+            zip(self.names, (0, 0, 0) if self.split == "experts" else (2, 2, 1), strict=True)
+        )
         self.gate: nnx.Param[jax.Array] | None = nnx.data(None)
         stored: list[P | None] = []
         for name, dim in self.dims.items():
@@ -121,14 +140,29 @@ class ParallelMoE(StoredLayer):
             shape = (experts, hidden, features) if name == "down" else (experts, features, hidden)
             value = _initial(settings.kernel_init, rngs.params(), shape, settings.param_dtype)
             needed = self.shares.spec(settings.axis_name, shape, dim)
-            parameter, spec = stored_parameter("ParallelMoE", name, value, settings, needed, settings.kernel_metadata)
+            parameter, spec = stored_parameter(
+                "ParallelMoE", name, value, settings, needed, settings.kernel_metadata
+            )
             setattr(self, name, parameter)
             stored.append(spec)
         self.stored = tuple(stored)
-        of_products: Any = {**options, "backend": if_available("all_gather_matmul", settings.backend)}
-        self.shared = ParallelMLP(
-            features, shared_hidden, gated=gated, activation=activation, use_bias=False, rngs=rngs, **of_products
-        ) if shared_hidden else None  # fmt: skip
+        of_products: Any = {
+            **options,
+            "backend": if_available("all_gather_matmul", settings.backend),
+        }
+        self.shared = (
+            ParallelMLP(
+                features,
+                shared_hidden,
+                gated=gated,
+                activation=activation,
+                use_bias=False,
+                rngs=rngs,
+                **of_products,
+            )
+            if shared_hidden
+            else None
+        )
 
     def __call__(
         self, inputs: Float[Array, "*batch s d"], out_sharding: OutSharding = None
@@ -139,10 +173,15 @@ class ParallelMoE(StoredLayer):
         self.sow(nnx.Intermediate, "routing", routing, capture_noop=True)
         return shard_output(y, spec)
 
-    def with_routing(self, x: Float[Array, "*batch s d"]) -> tuple[Float[Array, "*batch s d"], Routing]:
+    def with_routing(
+        self, x: Float[Array, "*batch s d"]
+    ) -> tuple[Float[Array, "*batch s d"], Routing]:
         """Applies the layer, and returns how rows were routed as well, over all devices."""
-        settings, selection_bias = self.settings, self.router.selection_bias
-        placement = place("ParallelMoE", x, settings.axis_name, settings.in_spec, "rows", self.features)
+        settings = self.settings
+        selection_bias = self.router.selection_bias
+        placement = place(
+            "ParallelMoE", x, settings.axis_name, settings.in_spec, "rows", self.features
+        )
         kernels = tuple((kernel, None) for kernel in self.parameters() if kernel is not None)
         linears = (self.router.parameters(), *kernels)
         parts = (
@@ -151,11 +190,17 @@ class ParallelMoE(StoredLayer):
         )
         call = Call(with_dtype(settings, x, *kernels[0]), parts, placement.rows_sharded)
         static = _Static(
-            call, self.experts_per_token, self.experts, self.router_options, self.capacity_factor, self.activation,
+            call,
+            self.experts_per_token,
+            self.experts,
+            self.router_options,
+            self.capacity_factor,
+            self.activation,
             self.split,
-        )  # fmt: skip
+        )
         args = x, linears, None if selection_bias is None else selection_bias[...]
-        in_specs, out_specs = (placement.in_spec, call.specs, P(None)), (placement.in_spec, P())
+        in_specs = (placement.in_spec, call.specs, P(None))
+        out_specs = (placement.in_spec, P())
         y, routing = placement.bind(_apply, static, args, in_specs, out_specs)()
         return (y if self.shared is None else y + self.shared(x)), routing
 
@@ -171,14 +216,19 @@ class _Static:
     split: Split
 
 
-def _apply(static: _Static, x: Array, linears: tuple[Linear, ...], bias: Array | None) -> tuple[Array, Routing]:
-    settings, axis_name = static.call.settings, static.call.settings.axis_name
+def _apply(
+    static: _Static, x: Array, linears: tuple[Linear, ...], bias: Array | None
+) -> tuple[Array, Routing]:
+    settings = static.call.settings
+    axis_name = static.call.settings.axis_name
     (router, _), *kernels = static.call.take(x, linears)
     wide = jnp.promote_types(jnp.float32, x.dtype)
     logits = lax.dot_general(
-        x.astype(wide), shards.cast(router, x, wide), (((x.ndim - 1,), (0,)), ((), ())),
+        x.astype(wide),
+        shards.cast(router, x, wide),
+        (((x.ndim - 1,), (0,)), ((), ())),
         precision=lax.Precision.HIGHEST,
-    )  # fmt: skip
+    )
     choice = route(logits, static.k, static.router, bias)
     rows = x.astype(settings.dtype).reshape(-1, x.shape[-1])
     chosen = choice.ids.reshape(-1, static.k)
@@ -186,16 +236,27 @@ def _apply(static: _Static, x: Array, linears: tuple[Linear, ...], bias: Array |
     count = rows.shape[0]
     if not static.call.rows_sharded:  # every device has all rows, and takes its part of them
         shares = Shares.equal(count, lax.axis_size(axis_name))
-        rows, chosen, factors = (shares.local_entries(y, axis_name, 0) for y in (rows, chosen, factors))
+        rows, chosen, factors = (
+            shares.local_entries(y, axis_name, 0) for y in (rows, chosen, factors)
+        )
     capacity = None
     if static.capacity_factor is not None:
         capacity = max(1, int(static.capacity_factor * rows.shape[0] * static.k / static.experts))
     up, *gate, down = (shards.cast(kernel, x, settings.dtype) for kernel, _ in kernels)
     y = expert_mlp(
-        rows, chosen, factors, gate[0] if gate else None, up, down, axis_name, activation=static.activation,
-        split=static.split, capacity=capacity, precision=settings.precision,
+        rows,
+        chosen,
+        factors,
+        gate[0] if gate else None,
+        up,
+        down,
+        axis_name,
+        activation=static.activation,
+        split=static.split,
+        capacity=capacity,
+        precision=settings.precision,
         backend=if_available("expert_mlp", settings.backend),
-    )  # fmt: skip
+    )
     if not static.call.rows_sharded:
         y = lax.all_gather(y, axis_name, axis=0, tiled=True, to="invarying")[:count]
     left_out = jnp.int32(0) if capacity is None else dropped(chosen, static.experts, capacity)

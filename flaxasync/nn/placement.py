@@ -1,9 +1,9 @@
 """How a layer's input is sharded over the ambient mesh, and how to run a function of its shards.
 
-A layer works on global arrays. Under Explicit axes the type of an array says how it is sharded. Under Auto axes the
-layer is told (`in_spec`), or assumes the usual sharding: the leading dimension over every axis but the layer's own.
-Inside a `jax.shard_map` that already maps the layer's axis, input and parameters are local shards, and are used as
-such.
+A layer works on global arrays. Under Explicit axes the type of an array says how it is sharded.
+Under Auto axes the layer is told (`in_spec`), or assumes the usual sharding: the leading dimension
+over every axis but the layer's own. Inside a `jax.shard_map` that already maps the layer's axis,
+input and parameters are local shards, and are used as such.
 """
 
 import dataclasses
@@ -32,46 +32,65 @@ class Placement:
     size: int  # the number of devices on that axis
     batch: tuple[Entry, ...]  # the mesh axes that shard each dimension before the rows
     rows: Entry  # the mesh axes that shard the rows, except `axis_name`
-    rows_sharded: bool  # whether `axis_name` shards the rows; it is then the minor-most of their axes
+    # whether `axis_name` shards the rows; it is then the minor-most of their axes
+    rows_sharded: bool
     features_sharded: bool  # whether `axis_name` shards the features
     manual: bool  # whether an enclosing shard_map maps `axis_name`
 
     def spec(self, layout: Layout | None = None, *, features: bool = False) -> PartitionSpec:
-        """Returns the spec of an array [*batch, rows, features]; `axis_name` shards the rows of "sequence"."""
+        """Returns the spec of an array [*batch, rows, features]; `axis_name` shards the rows of
+        "sequence".
+        """
         rows = (*self.rows, self.axis_name) if layout == "sequence" else self.rows
         return spec_of((*self.batch, rows, (self.axis_name,) if features else ()))
 
     @property
     def in_spec(self) -> PartitionSpec:
         """The spec of the input."""
-        return self.spec("sequence" if self.rows_sharded else "replicated", features=self.features_sharded)
+        return self.spec(
+            "sequence" if self.rows_sharded else "replicated", features=self.features_sharded
+        )
 
     def token_spec(self) -> PartitionSpec:
-        """Returns the spec of an array [*batch, rows] that is the same on every device of `axis_name`."""
+        """Returns the spec of an array [*batch, rows] that is the same on every device of
+        `axis_name`.
+        """
         return spec_of((*self.batch, self.rows))
 
     def all_rows(self, x: jax.Array) -> int:
-        """Returns the rows of a sequence, of which an enclosing shard_map may give this device a share."""
+        """Returns the rows of a sequence, of which an enclosing shard_map may give this device a
+        share.
+        """
         return x.shape[-2] * (self.size if self.manual and self.rows_sharded else 1)
 
     def check_output_rows(self, layer: str, rows: int, layout: Layout) -> None:
-        """Raises ValueError if the rows of a layer's output are to be sharded and cannot be shared out equally."""
+        """Raises ValueError if the rows of a layer's output are to be sharded and cannot be shared
+        out equally.
+        """
         axes = (*self.rows, self.axis_name)
-        devices = self.size * math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in self.rows)
+        devices = self.size * math.prod(
+            jax.sharding.get_abstract_mesh().shape[name] for name in self.rows
+        )
         if layout == "sequence" and rows % devices:
             raise ValueError(
-                f"{layer} with layout='sequence' shards the rows of its output over {', '.join(map(repr, axes))}: "
-                f"got {rows} rows on {devices} devices; pad them to {-(-rows // devices) * devices}, "
+                f"{layer} with layout='sequence' shards the rows of its output over "
+                f"{', '.join(map(repr, axes))}: "
+                f"got {rows} rows on {devices} devices; pad them to "
+                f"{-(-rows // devices) * devices}, "
                 "or use layout='replicated'"
             )
 
-    def bind(self, fn: Callable, static: Hashable, args: tuple, in_specs: tuple, out_specs: Any) -> Callable[[], Any]:
-        """Returns a function without arguments that runs `fn(static, *shards)` on the shards of `args`.
+    def bind(
+        self, fn: Callable, static: Hashable, args: tuple, in_specs: tuple, out_specs: Any
+    ) -> Callable[[], Any]:
+        """Returns a function without arguments that runs `fn(static, *shards)` on the shards of
+        `args`.
 
-        It runs `fn` under `jax.shard_map`, or directly inside one. A spec stands for all arrays of an argument that is
-        a pytree; None has none. The layer calls the function, so that no function of this file is between the layer and
-        `fn` in a traceback. Outside of `jax.jit` the program is compiled once for each `fn`, `static` and type of
-        `args`, so `fn` must not be a closure, which would be a new one in every call.
+        It runs `fn` under `jax.shard_map`, or directly inside one. A spec stands for all arrays of
+        an argument that is a pytree; None has none. The layer calls the function, so that no
+        function of this file is between the layer and `fn` in a traceback. Outside of `jax.jit` the
+        program is compiled once for each `fn`, `static` and type of `args`, so `fn` must not be a
+        closure, which would be a new one in every call.
         """
         if self.manual:
             mapped: Callable = functools.partial(fn, static)
@@ -81,7 +100,8 @@ class Placement:
                 args = jax.tree.map(reshard, in_specs, args)
             axes = frozenset(name for name, kind in types.items() if kind != AxisType.Manual)
             if len(axes) == len(types):
-                axes = frozenset()  # stands for all axes but those of `jax.vmap`, which takes an axis away
+                # stands for all axes but those of `jax.vmap`, which takes an axis away
+                axes = frozenset()
             if is_eager():
                 mapped = _compiled(ambient_state(), fn, static, in_specs, out_specs, axes)
             else:
@@ -92,48 +112,77 @@ class Placement:
 
 
 def place(
-    layer: str, x: jax.Array, axis_name: str, in_spec: PartitionSpec | None, sharded: Dimension, features: int | None,
+    layer: str,
+    x: jax.Array,
+    axis_name: str,
+    in_spec: PartitionSpec | None,
+    sharded: Dimension,
+    features: int | None,
     rows_axis: str | None = None,
-) -> Placement:  # fmt: skip
-    """Reads how `x` [..., rows, features] is sharded. `axis_name` may split the dimension `sharded` alone.
+) -> Placement:
+    """Reads how `x` [..., rows, features] is sharded. `axis_name` may split the dimension `sharded`
+    alone.
 
-    `features` is the number for which the layer was built, on all devices of the axis together; None takes any. A
-    second axis of the layer, `rows_axis`, splits the rows; where `axis_name` splits the features, it must.
+    `features` is the number for which the layer was built, on all devices of the axis together;
+    None takes any. A second axis of the layer, `rows_axis`, splits the rows; where `axis_name`
+    splits the features, it must.
     """
     size = mesh_axis_size(layer, axis_name)
     if x.ndim < 2:
-        raise ValueError(f"{layer} needs an input [..., rows, features]: got {list(x.shape)}; add a dimension of rows")
-    by_rows, manual = sharded == "rows", axis_types()[axis_name] == AxisType.Manual
+        raise ValueError(
+            f"{layer} needs an input [..., rows, features]: got {list(x.shape)}; add a dimension "
+            "of rows"
+        )
+    by_rows = sharded == "rows"
+    manual = axis_types()[axis_name] == AxisType.Manual
     varies = manual and _varies(layer, x, axis_name)
     features_split = varies and not by_rows
-    if features is not None and x.shape[-1] != (wanted := features // size if features_split else features):
+    if features is not None and x.shape[-1] != (
+        wanted := features // size if features_split else features
+    ):
         raise ValueError(
-            f"{layer} was built for {features} input features{' over the axis' if features_split else ''}: "
+            f"{layer} was built for {features} input "
+            f"features{' over the axis' if features_split else ''}: "
             f"got {list(x.shape)}, needed [..., {wanted}]"
         )
     if manual:
-        return Placement(axis_name, size, ((),) * (x.ndim - 2), (), varies and by_rows, features_split, True)
+        return Placement(
+            axis_name, size, ((),) * (x.ndim - 2), (), varies and by_rows, features_split, True
+        )
     entries = _entries(layer, x, in_spec, axis_name, x.ndim - 2, -2 if by_rows else -1, rows_axis)
     *batch, rows, last = entries
     fits = not any(axis_name in entry for entry in batch)
     if by_rows:
         fits = fits and not last and (axis_name not in rows or rows[-1] == axis_name)
-        needed = f"whose rows (dimension -2) are sharded over {axis_name!r}, or are the same on all of its devices"
+        needed = (
+            f"whose rows (dimension -2) are sharded over {axis_name!r}, or are the same on "
+            "all of its devices"
+        )
     else:
         fits = fits and axis_name not in rows and last == ((axis_name,) if size > 1 or last else ())
         needed = f"whose features (dimension -1) are sharded over {axis_name!r}"
     if rows_axis is not None and not by_rows:
-        rows = rows if rows_axis in rows or mesh_axis_size(layer, rows_axis) > 1 else (*rows, rows_axis)
+        rows = (
+            rows
+            if rows_axis in rows or mesh_axis_size(layer, rows_axis) > 1
+            else (*rows, rows_axis)
+        )
         needed = f"whose rows (dimension -2) are sharded over {rows_axis!r}, and {needed}"
         fits = fits and rows_axis in rows
         check_divides(layer, rows_axis, rows=x.shape[-2])
     if not fits:
-        raise ValueError(f"{layer} takes an input {needed}: got {spec_of(entries)}; reshard it with jax.reshard")
+        raise ValueError(
+            f"{layer} takes an input {needed}: got {spec_of(entries)}; reshard it with jax.reshard"
+        )
     others = tuple(name for name in rows if name != axis_name)
-    return Placement(axis_name, size, tuple(batch), others, axis_name in rows, bool(last), manual=False)
+    return Placement(
+        axis_name, size, tuple(batch), others, axis_name in rows, bool(last), manual=False
+    )
 
 
-def place_tokens(layer: str, ids: jax.Array, axis_name: str, in_spec: PartitionSpec | None) -> Placement:
+def place_tokens(
+    layer: str, ids: jax.Array, axis_name: str, in_spec: PartitionSpec | None
+) -> Placement:
     """Reads how `ids` [..., rows] is sharded; every device of `axis_name` must have all of them."""
     size = mesh_axis_size(layer, axis_name)
     if ids.ndim < 1:
@@ -141,13 +190,18 @@ def place_tokens(layer: str, ids: jax.Array, axis_name: str, in_spec: PartitionS
     manual = axis_types()[axis_name] == AxisType.Manual
     if manual:
         entries: list[Entry] = [()] * ids.ndim
-        split, found, remedy = _varies(layer, ids, axis_name), "ids that vary over it", "gather them first"
+        split = _varies(layer, ids, axis_name)
+        found = "ids that vary over it"
+        remedy = "gather them first"
     else:
         entries = _entries(layer, ids, in_spec, axis_name, ids.ndim - 1, None)
-        split, found = any(axis_name in entry for entry in entries), str(spec_of(entries))
+        split = any(axis_name in entry for entry in entries)
+        found = str(spec_of(entries))
         remedy = "reshard them with jax.reshard"
     if size > 1 and split:
-        raise ValueError(f"{layer} needs all ids on every device of {axis_name!r}: got {found}; {remedy}")
+        raise ValueError(
+            f"{layer} needs all ids on every device of {axis_name!r}: got {found}; {remedy}"
+        )
     *batch, rows = (tuple(name for name in entry if name != axis_name) for entry in entries)
     return Placement(axis_name, size, tuple(batch), rows, False, False, manual)
 
@@ -157,9 +211,11 @@ def check_divides(layer: str, axis_name: str, **sizes: int) -> None:
     devices = mesh_axis_size(layer, axis_name)
     for name, size in sizes.items():
         if size % devices:
-            lower, upper = size // devices * devices, -(-size // devices) * devices
+            lower = size // devices * devices
+            upper = -(-size // devices) * devices
             raise ValueError(
-                f"{layer}: {name} must be divisible by the {axis_name!r} axis: got {name}={size} on {devices} devices; "
+                f"{layer}: {name} must be divisible by the {axis_name!r} axis: got {name}={size} "
+                f"on {devices} devices; "
                 f"use {f'{lower} or ' if lower else ''}{upper}, or a smaller axis"
             )
 
@@ -172,13 +228,20 @@ def check_output_layout(layer: str, layout: str) -> Layout:
 
 
 def _entries(
-    layer: str, x: jax.Array, in_spec: PartitionSpec | None, axis_name: str, batch_dims: int, split: int | None,
+    layer: str,
+    x: jax.Array,
+    in_spec: PartitionSpec | None,
+    axis_name: str,
+    batch_dims: int,
+    split: int | None,
     rows_axis: str | None = None,
-) -> list[Entry]:  # fmt: skip
-    """Returns the mesh axes of every dimension of x: by the type, by `in_spec`, or by the usual sharding.
+) -> list[Entry]:
+    """Returns the mesh axes of every dimension of x: by the type, by `in_spec`, or by the usual
+    sharding.
 
-    In the usual sharding the first of `batch_dims` leading dimensions is sharded over all other axes, dimension -2 over
-    `rows_axis`, and dimension `split` over `axis_name`, each if the axes divide it.
+    In the usual sharding the first of `batch_dims` leading dimensions is sharded over all other
+    axes, dimension -2 over `rows_axis`, and dimension `split` over `axis_name`, each if the axes
+    divide it.
     """
     typed = entries_of(jax.typeof(x).sharding.spec, x.ndim)
     auto = tuple(name for name, kind in axis_types().items() if kind == AxisType.Auto)
@@ -186,11 +249,16 @@ def _entries(
         given = entries_of(in_spec, x.ndim)
         if [tuple(name for name in entry if name not in auto) for entry in given] != typed:
             raise ValueError(
-                f"{layer} was built with in_spec={in_spec}, and its input {list(x.shape)} is sharded "
+                f"{layer} was built with in_spec={in_spec}, and its input {list(x.shape)} is "
+                "sharded "
                 f"{spec_of(typed)}; leave in_spec out under Explicit axes"
             )
         return given
-    wishes = [(0, tuple(name for name in auto if name not in (axis_name, rows_axis)))] if batch_dims else []
+    wishes = (
+        [(0, tuple(name for name in auto if name not in (axis_name, rows_axis)))]
+        if batch_dims
+        else []
+    )
     if rows_axis in auto:
         wishes.append((-2, (rows_axis,)))
     if split is not None and axis_name in auto:
@@ -202,15 +270,20 @@ def _entries(
     return typed
 
 
-def _mapped(fn: Callable, static: Hashable, in_specs: tuple, out_specs: Any, axes: frozenset[str]) -> Callable:
-    return jax.shard_map(functools.partial(fn, static), in_specs=in_specs, out_specs=out_specs, axis_names=axes)
+def _mapped(
+    fn: Callable, static: Hashable, in_specs: tuple, out_specs: Any, axes: frozenset[str]
+) -> Callable:
+    return jax.shard_map(
+        functools.partial(fn, static), in_specs=in_specs, out_specs=out_specs, axis_names=axes
+    )
 
 
 def ambient_state() -> Hashable:
-    """Returns what tracing a layer reads beside its arguments: the mesh with its axis types, and which kernels count.
+    """Returns what tracing a layer reads beside its arguments: the mesh with its axis types, and
+    which kernels count.
 
-    Every cache of something that was traced has it in its key, because a program that was traced for one mesh, or with
-    the kernels that one block of code trusts, is not that of another.
+    Every cache of something that was traced has it in its key, because a program that was traced
+    for one mesh, or with the kernels that one block of code trusts, is not that of another.
     """
     return jax.sharding.get_abstract_mesh(), trust.state()
 
@@ -233,22 +306,30 @@ def _compiled(
 
 
 def _empty(y: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns the output of a layer for an input without elements. Collectives without elements never end on a CPU."""
+    """Returns the output of a layer for an input without elements. Collectives without elements
+    never end on a CPU.
+    """
     spec = PartitionSpec() if y.sharding is None else y.sharding.spec
-    zeros = lax.full(y.shape, 0, y.dtype, sharding=jax.NamedSharding(jax.sharding.get_abstract_mesh(), spec))
+    zeros = lax.full(
+        y.shape, 0, y.dtype, sharding=jax.NamedSharding(jax.sharding.get_abstract_mesh(), spec)
+    )
     return vary_like(zeros, y)
 
 
 def is_eager() -> bool:
-    """Says whether operations are executed now, though perhaps under `jax.grad` or `jax.vmap`, and not traced by jit.
+    """Says whether operations are executed now, though perhaps under `jax.grad` or `jax.vmap`, and
+    not traced by jit.
 
-    An operation without operands is left to the outermost transformation. Inside of jit its result is a tracer.
+    An operation without operands is left to the outermost transformation. Inside of jit its result
+    is a tracer.
     """
     return not isinstance(lax.iota(jax.numpy.int32, 1), jax.core.Tracer)
 
 
 def put(x: Any, spec: PartitionSpec) -> jax.Array:
-    """Returns `x` sharded over the ambient mesh: it is put there now, or by the program that is being traced."""
+    """Returns `x` sharded over the ambient mesh: it is put there now, or by the program that is
+    being traced.
+    """
     if is_eager():
         return jax.device_put(x, jax.NamedSharding(jax.sharding.get_mesh(), spec))
     if all(kind == AxisType.Explicit for kind in axis_types().values()):
@@ -257,11 +338,15 @@ def put(x: Any, spec: PartitionSpec) -> jax.Array:
 
 
 def _varies(layer: str, x: jax.Array, axis_name: str) -> bool:
-    """Says whether `x`, inside shard_map, varies over an axis. Under check_vma=False no type says it."""
+    """Says whether `x`, inside shard_map, varies over an axis. Under check_vma=False no type says
+    it.
+    """
     if axis_name not in jax.typeof(lax.axis_index(axis_name)).mat.varying:
         raise ValueError(
-            f"{layer} inside jax.shard_map reads from its input's type whether that is sharded over {axis_name!r}, and "
-            "check_vma=False hides it; leave check_vma on, or call a function of shards: flaxasync.all_gather_matmul"
+            f"{layer} inside jax.shard_map reads from its input's type whether that is sharded "
+            f"over {axis_name!r}, and "
+            "check_vma=False hides it; leave check_vma on, or call a function of shards: "
+            "flaxasync.all_gather_matmul"
         )
     return axis_name in jax.typeof(x).mat.varying
 
@@ -273,7 +358,9 @@ def axis_types() -> dict[str, AxisType]:
 
 
 def reshard(spec: PartitionSpec, args: Any) -> Any:
-    """Shards arrays as a layer needs them under Explicit axes: parameters that were loaded may be sharded otherwise."""
+    """Shards arrays as a layer needs them under Explicit axes: parameters that were loaded may be
+    sharded otherwise.
+    """
 
     def reshard_one(x: jax.Array) -> jax.Array:
         is_so = entries_of(jax.typeof(x).sharding.spec, x.ndim) == entries_of(spec, x.ndim)
@@ -290,7 +377,9 @@ def axes_of(entry: Any) -> Entry:
 
 
 def entries_of(spec: Iterable[Any], dims: int) -> list[Entry]:
-    """Returns the mesh axes that shard each of `dims` dimensions; a spec may leave the last ones out."""
+    """Returns the mesh axes that shard each of `dims` dimensions; a spec may leave the last ones
+    out.
+    """
     entries = [axes_of(entry) for entry in spec]
     return entries + [()] * (dims - len(entries))
 

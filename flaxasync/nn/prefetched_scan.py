@@ -1,4 +1,5 @@
-"""The schedule of `flaxasync.nn.scan_with_prefetch`: which weights and gradients travel while a layer computes.
+"""The schedule of `flaxasync.nn.scan_with_prefetch`: which weights and gradients travel while a
+layer computes.
 
 ```
 forward   turn i       y_i = layer_i(w_i, y_{i-1})                         w_{i+1} = gather(w_shard_{i+1})
@@ -6,22 +7,24 @@ backward  turn i       dw_i, dy_{i-1} = vjp(layer_i)(w_i, y_{i-1}, dy_i)   w_{i-
                                                                            dw_shard_{i+1} = reduce_scatter(dw_{i+1})
 ```
 
-On a mesh without an fsdp axis nothing is gathered, and each device has whole gradients, which are summed over the data
-axes by permutes as soon as they are made. XLA runs these beside the rest of the layer's backward pass:
+On a mesh without an fsdp axis nothing is gathered, and each device has whole gradients, which are
+summed over the data axes by permutes as soon as they are made. XLA runs these beside the rest of
+the layer's backward pass:
 
 ```
 backward  turn i       dw_i, dy_{i-1} = vjp(layer_i)(w_i, y_{i-1}, dy_i)   sum(gradients of kernels that are ready)
 ```
 
-With an fsdp axis, the two columns do not depend on each other, so the transfers of a turn have the whole turn to
-finish. All turns are alike, so the last turn of each pass gathers a layer that a plain scan would not gather.
+With an fsdp axis, the two columns do not depend on each other, so the transfers of a turn have the
+whole turn to finish. All turns are alike, so the last turn of each pass gathers a layer that a
+plain scan would not gather.
 
-The scan keeps the input of each layer for the backward pass, or what a policy of `jax.checkpoint` saves in each layer.
-The gathered weights are kept for the last layer alone. At any time, the weights and the gradients of two layers are
-whole.
+The scan keeps the input of each layer for the backward pass, or what a policy of `jax.checkpoint`
+saves in each layer. The gathered weights are kept for the last layer alone. At any time, the
+weights and the gradients of two layers are whole.
 
-What follows the layers, such as the output projection, can be part of the scan. Its weights arrive while the layers
-run forward, and its gradients leave while the last layers run backward.
+What follows the layers, such as the output projection, can be part of the scan. Its weights arrive
+while the layers run forward, and its gradients leave while the last layers run backward.
 """
 
 import dataclasses
@@ -49,16 +52,19 @@ from flaxasync.transport.transfers import (
 
 type Leaves = tuple[Array, ...]
 type Carried = Any  # what goes through the layers: an array, or a pytree of arrays
-type Kept = Any  # the input of a layer, or the VJP of jax.vjp without its weights and further arguments
+# the input of a layer, or the VJP of jax.vjp without its weights and further arguments
+type Kept = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
     """What is static in a scan."""
 
-    apply: Callable[[Leaves, Carried, tuple[Array, ...]], Carried]  # (parameters of one layer, x, args) -> x
+    # (parameters of one layer, x, args) -> x
+    apply: Callable[[Leaves, Carried, tuple[Array, ...]], Carried]
     axis: str | None  # over which parameters are fully sharded; None where they are not
-    dims: tuple[int | None, ...]  # the dimension of each parameter of one layer that the axis shards; None for none
+    # the dimension of each parameter of one layer that the axis shards; None for none
+    dims: tuple[int | None, ...]
     dtype: Any  # in which parameters are gathered
     backend: str
     policy: Callable[..., Any] | None  # what is kept of each layer; None for its input
@@ -69,20 +75,26 @@ class Scan:
 
     @property
     def turns(self) -> int:
-        """The turns in the body of the loop. In the second of two, the buffers of the weights are back in their places.
+        """The turns in the body of the loop. In the second of two, the buffers of the weights are
+        back in their places.
 
-        With one turn XLA copies all weights that were gathered, from where they arrived to where the loop carries them.
-        What each of two turns keeps is stacked by itself: `lax.scan(..., unroll=2)` would join both first, with copies.
+        With one turn XLA copies all weights that were gathered, from where they arrived to where
+        the loop carries them.
+        What each of two turns keeps is stacked by itself: `lax.scan(..., unroll=2)` would join both
+          first, with copies.
         """
         return 2 if self.backend == "pallas" else 1
 
     def forward(self, whole: Leaves, x: Carried, args: tuple[Array, ...]) -> tuple[Carried, Kept]:
-        """Applies one layer to x, and returns what its backward pass needs beside the whole weights and `args`."""
+        """Applies one layer to x, and returns what its backward pass needs beside the whole weights
+        and `args`.
+        """
         if self.policy is None:
             return self.apply(whole, x, args), x
 
         def named(x: Array) -> Array:
-            if platform() == "tpu":  # libtpu would copy whole stacks around the transfers of other layouts to the host
+            # libtpu would copy whole stacks around the transfers of other layouts to the host
+            if platform() == "tpu":
                 x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
             return checkpoint_name(x, STREAM)
 
@@ -92,7 +104,9 @@ class Scan:
         apply = jax.checkpoint(apply, policy=self.policy)
         return jax.vjp(apply, whole, x, args, saveable_args=(False, True, False))
 
-    def backward(self, kept: Kept, args: tuple[Array, ...], whole: Leaves, dy: Carried) -> tuple[Leaves, Carried]:
+    def backward(
+        self, kept: Kept, args: tuple[Array, ...], whole: Leaves, dy: Carried
+    ) -> tuple[Leaves, Carried]:
         """Returns the gradients of the whole weights of one layer and of its input."""
         if self.policy is None:
             return jax.vjp(lambda whole, x: self.apply(whole, x, args), whole, kept)[1](dy)
@@ -102,7 +116,9 @@ class Scan:
     def gather_layer(self, stacked: Leaves, layer: Any) -> Transfers:
         """Begins to gather the parameters of one layer."""
         with jax.named_scope("prefetch_parameters"):
-            shards = tuple(lax.dynamic_index_in_dim(leaf, layer, keepdims=False) for leaf in stacked)
+            shards = tuple(
+                lax.dynamic_index_in_dim(leaf, layer, keepdims=False) for leaf in stacked
+            )
         return self.gather(shards, self.dims)
 
     def gather(self, shards: Leaves, dims: tuple[int | None, ...]) -> Transfers:
@@ -118,13 +134,16 @@ class Scan:
         return Transfers(begun, "prefetch_parameters")
 
     def sums_at_once(self, leaf: Array | jax.ShapeDtypeStruct) -> bool:
-        """Says whether the gradient of a parameter of one layer is summed over the data axes as soon as it is made.
+        """Says whether the gradient of a parameter of one layer is summed over the data axes as
+        soon as it is made.
 
         What has one dimension is small: one sum of all layers costs less than a transfer for each.
         """
         return self.axis is None and leaf.ndim > 1
 
-    def reduce(self, parameters: Leaves, gradients: Leaves, dims: tuple[int | None, ...]) -> Transfers:
+    def reduce(
+        self, parameters: Leaves, gradients: Leaves, dims: tuple[int | None, ...]
+    ) -> Transfers:
         """Begins to sum gradients over the axis, each in the dtype of its parameter."""
 
         def start(leaf: Array, gradient: Array, dim: int | None) -> Transfer:
@@ -137,7 +156,9 @@ class Scan:
         return Transfers(begun, "scatter_gradients")
 
     def sum(self, gradient: Array, leaf: Array) -> Array:
-        """Returns a gradient in the dtype of its parameter, summed over the data axes if that is done at once."""
+        """Returns a gradient in the dtype of its parameter, summed over the data axes if that is
+        done at once.
+        """
         if self.sums_at_once(gradient):
             for axis in _missing(gradient, leaf):
                 gradient = ring_all_reduce(gradient, leaf.dtype, axis)
@@ -152,13 +173,23 @@ def _write(sums: Leaves, gradients: Leaves, layer: Any) -> Leaves:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def run(
-    scan: Scan, stacked: Leaves, last: Leaves, x: Carried, args: tuple[Array, ...], arrays: tuple[Array, ...]
+    scan: Scan,
+    stacked: Leaves,
+    last: Leaves,
+    x: Carried,
+    args: tuple[Array, ...],
+    arrays: tuple[Array, ...],
 ) -> Any:
     return _forward(dataclasses.replace(scan, policy=None), stacked, last, x, args, arrays)[0]
 
 
 def _forward(
-    scan: Scan, stacked: Leaves, last: Leaves, x: Carried, args: tuple[Array, ...], arrays: tuple[Array, ...]
+    scan: Scan,
+    stacked: Leaves,
+    last: Leaves,
+    x: Carried,
+    args: tuple[Array, ...],
+    arrays: tuple[Array, ...],
 ) -> tuple[Any, tuple]:
     layers = stacked[0].shape[0]
 
@@ -169,7 +200,9 @@ def _forward(
         y, kept = meanwhile([following], lambda x: scan.forward(vary_like(whole, x), x, args), x)
         return (y, following.done()), kept
 
-    def body(carry: tuple[Carried, Leaves], layer: Array) -> tuple[tuple[Carried, Leaves], list[Kept]]:
+    def body(
+        carry: tuple[Carried, Leaves], layer: Array
+    ) -> tuple[tuple[Carried, Leaves], list[Kept]]:
         kept = []
         for n in range(scan.turns):
             carry, one = turn(carry, layer + n)
@@ -177,12 +210,14 @@ def _forward(
         return carry, kept
 
     def loop(x: Carried, first: Leaves) -> tuple[Carried, Leaves, Any]:
-        # The gradients of what follows the layers are large. They leave beside the layers after the loop, which are the
-        # first to be computed backward, and are gone when it begins. A loop of one body would be none for libtpu, which
-        # then fails at what is offloaded.
+        # The gradients of what follows the layers are large. They leave beside the layers after the
+        # loop, which are the first to be computed backward, and are gone when it begins. A loop of
+        # one body would be none for libtpu, which then fails at what is offloaded.
         in_loop = (layers - (scan.finish is not None)) // scan.turns * scan.turns
         in_loop = 0 if in_loop == scan.turns else in_loop
-        carry, stacks = lax.scan(body, (x, first), jnp.arange(0, in_loop, scan.turns, dtype=jnp.int32))
+        carry, stacks = lax.scan(
+            body, (x, first), jnp.arange(0, in_loop, scan.turns, dtype=jnp.int32)
+        )
         rest = []
         for layer in range(in_loop, layers):
             carry, one = turn(carry, jnp.int32(layer))
@@ -210,14 +245,18 @@ def _backward(scan: Scan, saved: tuple, dy: Any) -> tuple[Leaves, Leaves, Carrie
 
     def turn(carry: tuple, layer: Array, kept: Kept) -> tuple:
         dy, whole, gradients, sums = carry
-        preceding = scan.gather_layer(stacked, jnp.maximum(layer - 1, 0))  # nothing uses what the last turn gathers
+        # nothing uses what the last turn gathers
+        preceding = scan.gather_layer(stacked, jnp.maximum(layer - 1, 0))
         if scan.axis is None:
             gradients, dy = pull_layer(whole, kept, dy)
             sums = _write(sums, scan.reduce(stacked, gradients, scan.dims).done(), layer)
             return dy, preceding.done(), (), sums
         reduced = scan.reduce(stacked, gradients, scan.dims)
-        gradients, dy = meanwhile([preceding, reduced], functools.partial(pull_layer, whole), kept, dy)
-        # In the first turn no gradients are waiting. The zeros that are written then are replaced in the second turn.
+        gradients, dy = meanwhile(
+            [preceding, reduced], functools.partial(pull_layer, whole), kept, dy
+        )
+        # In the first turn no gradients are waiting. The zeros that are written then are replaced
+        # in the second turn.
         sums = _write(sums, reduced.done(), jnp.minimum(layer + 1, layers - 1))
         return dy, preceding.done(), gradients, sums
 
@@ -248,7 +287,8 @@ def _backward(scan: Scan, saved: tuple, dy: Any) -> tuple[Leaves, Leaves, Carrie
 
     carry = meanwhile(leaving, after_loop, dy)
     for transfers in leaving:
-        dlast, carry = tie(transfers.done(), carry)  # whole gradients and what arrived of others end here
+        # whole gradients and what arrived of others end here
+        dlast, carry = tie(transfers.done(), carry)
     steps = jnp.arange(0, in_loop, scan.turns, dtype=jnp.int32), stacks
     (dx, _, gradients, sums), _ = lax.scan(body, carry, steps, reverse=True)
     if scan.axis is not None:

@@ -1,4 +1,6 @@
-"""The router of a mixture of experts: which experts each row chooses, their weights, and how even the choice is."""
+"""The router of a mixture of experts: which experts each row chooses, their weights, and how even
+the choice is.
+"""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -12,17 +14,19 @@ from flaxasync.mesh import cast_to_varying
 
 @dataclasses.dataclass(frozen=True)
 class RouterOptions:
-    """How experts are chosen, from scores that are computed in float32. The defaults are those of Mixtral and Qwen 3.
+    """How experts are chosen, from scores that are computed in float32. The defaults are those of
+    Mixtral and Qwen 3.
 
     Attributes:
       scores: "softmax" over experts of x @ kernel, or "sigmoid" of each, as in DeepSeek V3.
-      choose_first: Whether the experts are chosen by x @ kernel, and scores are computed of the chosen ones alone.
+      choose_first: Whether the experts are chosen by x @ kernel, and scores are computed of the
+        chosen ones alone.
       normalize: Whether the weights of a row are divided by their sum.
       scale: A factor of the weights.
-      selection_bias: Whether a bias is added to the scores where experts are chosen, but not in the weights. It has no
-        gradient: it is `router.selection_bias`, an `nnx.Variable` [E] that a training loop adds to, so that experts
-        with too many rows are chosen less (Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for
-        Mixture-of-Experts", 2024).
+      selection_bias: Whether a bias is added to the scores where experts are chosen, but not in the
+        weights. It has no gradient: it is `router.selection_bias`, an `nnx.Variable` [E] that a
+        training loop adds to, so that experts with too many rows are chosen less (Wang et al.,
+        "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024).
     """
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -33,15 +37,19 @@ class RouterOptions:
 
     def __post_init__(self) -> None:
         if self.scores not in ("softmax", "sigmoid"):
-            raise ValueError(f"RouterOptions got scores={self.scores!r}: they must be 'softmax' or 'sigmoid'")
+            raise ValueError(
+                f"RouterOptions got scores={self.scores!r}: they must be 'softmax' or 'sigmoid'"
+            )
 
 
 class Routing(NamedTuple):
-    """How the rows of a batch were routed, over all devices. Add the losses, with a factor, to the loss of a model.
+    """How the rows of a batch were routed, over all devices. Add the losses, with a factor, to the
+    loss of a model.
 
     Attributes:
-      load_balance_loss: E times the sum over experts of their share and their mean score; 1 if both are even (Fedus et
-        al., "Switch Transformers", 2021). Where each row's scores do not sum to 1, they are divided by their sum.
+      load_balance_loss: E times the sum over experts of their share and their mean score; 1 if both
+        are even (Fedus et al., "Switch Transformers", 2021). Where each row's scores do not sum to
+        1, they are divided by their sum.
       z_loss: The mean of logsumexp(x @ kernel)**2 (Zoph et al., "ST-MoE", 2022).
       share: The share of each expert in all choices, [E].
       dropped: The share of the choices that were dropped, because an expert had no capacity left.
@@ -70,12 +78,14 @@ class Choice(NamedTuple):
 def route(logits: Array, k: int, options: RouterOptions, bias: Array | None) -> Choice:
     """Chooses k experts for each row, from logits [..., n, E].
 
-    Weights and shares are computed from the logarithms of scores. The sigmoid of a logit below -88 is zero in float32,
-    and so would be the sum that divides the weights of a row whose logits are all that low.
+    Weights and shares are computed from the logarithms of scores. The sigmoid of a logit below -88
+    is zero in float32, and so would be the sum that divides the weights of a row whose logits are
+    all that low.
     """
     log_score = jax.nn.log_softmax if options.scores == "softmax" else jax.nn.log_sigmoid
     log_scores = log_score(logits)
-    # Scores grow with their logits, so both choose the same experts, but distinct logits can have equal scores.
+    # Scores grow with their logits, so both choose the same experts, but distinct logits can have
+    # equal scores.
     chooses_by = logits
     if bias is not None:
         unbiased = logits if options.choose_first else jnp.exp(log_scores)
@@ -94,7 +104,8 @@ def route(logits: Array, k: int, options: RouterOptions, bias: Array | None) -> 
 
 
 def routing(logits: Array, choice: Choice, dropped: Array, axes: frozenset[str]) -> Routing:
-    """Returns how the rows of this device and of all devices on `axes` were routed. Inside shard_map.
+    """Returns how the rows of this device and of all devices on `axes` were routed. Inside
+    shard_map.
 
     `dropped` counts the choices of this device's rows that were dropped.
     """
@@ -111,7 +122,9 @@ def routing(logits: Array, choice: Choice, dropped: Array, axes: frozenset[str])
         jnp.asarray(shares.shape[0], dtype),
     )
     names = tuple(sorted(axes))
-    score, z, counts, left_out, rows = (lax.psum(cast_to_varying(x, axes), names) if names else x for x in sums)
+    score, z, counts, left_out, rows = (
+        lax.psum(cast_to_varying(x, axes), names) if names else x for x in sums
+    )
     rows = jnp.maximum(rows, 1)
     choices = rows * choice.ids.shape[-1]
     share = lax.stop_gradient(counts / choices)

@@ -1,7 +1,9 @@
-"""What the layers compute on their local shards, inside shard_map: products, biases and casts of parameters.
+"""What the layers compute on their local shards, inside shard_map: products, biases and casts of
+parameters.
 
-Each parameter is first cast, in its own dtype, to vary over the mesh axes of the input. The transpose of that cast is
-the one sum of its gradient over the data axes, in the dtype of the parameter.
+Each parameter is first cast, in its own dtype, to vary over the mesh axes of the input. The
+transpose of that cast is the one sum of its gradient over the data axes, in the dtype of the
+parameter.
 """
 
 import dataclasses
@@ -35,7 +37,9 @@ type Linear = tuple[Operand, Array | None]  # kernel, bias
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """How the kernel and the bias of a Dense layer are stored, and which part of them a device computes with."""
+    """How the kernel and the bias of a Dense layer are stored, and which part of them a device
+    computes with.
+    """
 
     kernel: P
     bias: P | None
@@ -46,7 +50,9 @@ class Part:
         """Returns this device's share of a kernel, and of its bias where that is split as well."""
         kernel, bias = linear
         kernel = self.shares.take(kernel, axis_name, self.dim)
-        return kernel, bias if bias is None or self.dim == 0 else self.shares.take(bias, axis_name, 0)
+        return kernel, bias if bias is None or self.dim == 0 else self.shares.take(
+            bias, axis_name, 0
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,19 +61,24 @@ class Call:
 
     settings: Settings  # with the dtype of the computation
     parts: tuple[Part, ...]  # one for each Dense layer
-    rows_sharded: bool  # whether the layer's axis shards the rows of its activations, where their features are whole
+    # whether the layer's axis shards the rows of its activations, where their features are whole
+    rows_sharded: bool
 
     @property
     def specs(self) -> tuple[tuple[P, P | None], ...]:
         """How the kernel and the bias of each Dense layer are stored."""
         return tuple((part.kernel, part.bias) for part in self.parts)
 
-    def take(self, x: Array, linears: Sequence[Linear], dtype: DTypeLike | None = None) -> list[Linear]:
+    def take(
+        self, x: Array, linears: Sequence[Linear], dtype: DTypeLike | None = None
+    ) -> list[Linear]:
         """Returns the parameters with which this device computes.
 
-        Those that are fully sharded are gathered in `dtype`, which is that of the computation by default, or in 8 bits.
+        Those that are fully sharded are gathered in `dtype`, which is that of the computation by
+        default, or in 8 bits.
         """
-        axis_name, dtype = self.settings.axis_name, self.settings.dtype if dtype is None else dtype
+        axis_name = self.settings.axis_name
+        dtype = self.settings.dtype if dtype is None else dtype
         gathered = []
         for part, (kernel, bias) in zip(self.parts, linears, strict=True):
             quantization = self.settings.quantization if part.shares.whole else None
@@ -75,33 +86,55 @@ class Call:
             if bias is not None:
                 bias = fully_sharded.gather(bias, part.bias, x, axis_name, dtype)
             gathered.append((kernel, bias))
-        return [part.take(linear, axis_name) for linear, part in zip(gathered, self.parts, strict=True)]
+        return [
+            part.take(linear, axis_name) for linear, part in zip(gathered, self.parts, strict=True)
+        ]
 
 
-def column(x: Array, linears: Sequence[Linear], settings: Settings, *, rows_sharded: bool) -> tuple[Array, ...]:
-    """Multiplies one input with several column-parallel kernels [k, n]: all rows, this device's columns of each."""
+def column(
+    x: Array, linears: Sequence[Linear], settings: Settings, *, rows_sharded: bool
+) -> tuple[Array, ...]:
+    """Multiplies one input with several column-parallel kernels [k, n]: all rows, this device's
+    columns of each.
+    """
     ys: Sequence[Array] = bind_columns(x, linears, settings, rows_sharded=rows_sharded)()
     return tuple(finish(y, bias, settings) for y, (_, bias) in zip(ys, linears, strict=True))
 
 
-def bind_columns(x: Array, linears: Sequence[Linear], settings: Settings, *, rows_sharded: bool) -> Callable[[], Any]:
-    """Returns the function of the products of `column` without biases. Its caller calls it, as that of `bind`."""
+def bind_columns(
+    x: Array, linears: Sequence[Linear], settings: Settings, *, rows_sharded: bool
+) -> Callable[[], Any]:
+    """Returns the function of the products of `column` without biases. Its caller calls it, as that
+    of `bind`.
+    """
     x = x.astype(settings.dtype)
     kernels = tuple(cast(kernel, x, settings.dtype) for kernel, _ in linears)
     if multiplies_locally(settings):
-        rows = lax.all_gather(x, settings.axis_name, axis=x.ndim - 2, tiled=True) if rows_sharded else x
+        rows = (
+            lax.all_gather(x, settings.axis_name, axis=x.ndim - 2, tiled=True)
+            if rows_sharded
+            else x
+        )
         return lambda: [_multiply(rows, kernel, settings) for kernel in kernels]
     if not rows_sharded:
         execution.check_backend("all_gather_matmul", settings.backend)
         return lambda: [_local_product(x, kernel, settings) for kernel in kernels]
     return functools.partial(
-        all_gather_matmul, x, kernels, settings.axis_name, backend=settings.backend, precision=settings.precision,
-        gathered_bytes=settings.gathered_bytes, quantization=settings.quantization,
-    )  # fmt: skip
+        all_gather_matmul,
+        x,
+        kernels,
+        settings.axis_name,
+        backend=settings.backend,
+        precision=settings.precision,
+        gathered_bytes=settings.gathered_bytes,
+        quantization=settings.quantization,
+    )
 
 
 def row(x: Array, linear: Linear, settings: Settings, *, rows_sharded: bool) -> Array:
-    """Multiplies this device's columns of x with its rows of a kernel, and sums over all devices: its rows, or all."""
+    """Multiplies this device's columns of x with its rows of a kernel, and sums over all devices:
+    its rows, or all.
+    """
     kernel, bias = linear
     x = x.astype(settings.dtype)
     kernel = cast(kernel, x, settings.dtype)
@@ -114,28 +147,49 @@ def row(x: Array, linear: Linear, settings: Settings, *, rows_sharded: bool) -> 
     else:
         op = matmul_reduce_scatter if rows_sharded else matmul_all_reduce
         y = op(
-            x, kernel, settings.axis_name, backend=settings.backend, precision=settings.precision,
+            x,
+            kernel,
+            settings.axis_name,
+            backend=settings.backend,
+            precision=settings.precision,
             quantization=settings.quantization,
-        )  # fmt: skip
+        )
     return finish(y, bias, settings)
 
 
-def mlp(x: Array, columns: Sequence[Linear], down: Linear, activation: Activation, settings: Settings) -> Array | None:
-    """Applies an MLP to this device's rows of x; None where it is not one op, and `column` and `row` do the same."""
+def mlp(
+    x: Array, columns: Sequence[Linear], down: Linear, activation: Activation, settings: Settings
+) -> Array | None:
+    """Applies an MLP to this device's rows of x; None where it is not one op, and `column` and
+    `row` do the same.
+    """
     biases = [bias for _, bias in columns if bias is not None]
-    if biases or multiplies_locally(settings) or settings.preferred_element_type not in (None, settings.dtype):
+    if (
+        biases
+        or multiplies_locally(settings)
+        or settings.preferred_element_type not in (None, settings.dtype)
+    ):
         return None
     x = x.astype(settings.dtype)
-    ws, w_down = tuple(cast(kernel, x, settings.dtype) for kernel, _ in columns), cast(down[0], x, settings.dtype)
+    ws = tuple(cast(kernel, x, settings.dtype) for kernel, _ in columns)
+    w_down = cast(down[0], x, settings.dtype)
     y = parallel_mlp(
-        x, ws, w_down, settings.axis_name, activation, backend=settings.backend, precision=settings.precision,
-        gathered_bytes=settings.gathered_bytes, quantization=settings.quantization,
-    )  # fmt: skip
+        x,
+        ws,
+        w_down,
+        settings.axis_name,
+        activation,
+        backend=settings.backend,
+        precision=settings.precision,
+        gathered_bytes=settings.gathered_bytes,
+        quantization=settings.quantization,
+    )
     return finish(y, down[1], settings)
 
 
 def cast(parameter: Operand, x: Array, dtype: DTypeLike | None) -> Operand:
-    """Returns a parameter that varies over the mesh axes over which `x` varies, in the dtype of the computation.
+    """Returns a parameter that varies over the mesh axes over which `x` varies, in the dtype of the
+    computation.
 
     One that was quantised before it was gathered stays as it is.
     """
@@ -155,7 +209,8 @@ def _local_product(x: Array, kernel: Operand, settings: Settings) -> Array:
 def _multiply(x: Array, kernel: Array, settings: Settings) -> Array:
     """Returns x @ kernel by the function that the layer was given, called as `nnx.Linear` calls it.
 
-    Both operands are cast to vary alike, so that a VJP rule of that function may multiply them with its cotangent.
+    Both operands are cast to vary alike, so that a VJP rule of that function may multiply them with
+    its cotangent.
     """
     x, kernel = vary_alike((x, kernel))
     more: dict[str, Any] = {"precision": settings.precision, "out_sharding": None}
@@ -164,35 +219,44 @@ def _multiply(x: Array, kernel: Array, settings: Settings) -> Array:
     y = settings.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), **more)
     if y.shape != (*x.shape[:-1], kernel.shape[1]):
         raise ValueError(
-            f"dot_general returned {list(y.shape)} for {list(x.shape)} and {list(kernel.shape)}, the operands of one "
-            f"device: needed {[*x.shape[:-1], kernel.shape[1]]}; it must be a local product, without collectives"
+            f"dot_general returned {list(y.shape)} for {list(x.shape)} and {list(kernel.shape)}, "
+            "the operands of one "
+            f"device: needed {[*x.shape[:-1], kernel.shape[1]]}; it must be a local product, "
+            "without collectives"
         )
     return y
 
 
 def multiplies_locally(settings: Settings) -> bool:
-    """Says whether one product of all rows is needed: by the caller's function, or in a dtype that the ops lack.
+    """Says whether one product of all rows is needed: by the caller's function, or in a dtype that
+    the ops lack.
 
     The ops return the dtype of their operands, which is that of the computation.
     """
     preferred = settings.preferred_element_type
-    wider = preferred is not None and jnp.dtype(preferred).itemsize > jnp.dtype(settings.dtype).itemsize
+    wider = (
+        preferred is not None and jnp.dtype(preferred).itemsize > jnp.dtype(settings.dtype).itemsize
+    )
     if wider and settings.quantization is not None:
         raise NotImplementedError(
             f"preferred_element_type={jnp.dtype(preferred).name} is wider than the computation in "
-            f"{jnp.dtype(settings.dtype).name}, the dtype of quantised products: leave one of the two out"
+            f"{jnp.dtype(settings.dtype).name}, the dtype of quantised products: leave one of the "
+            "two out"
         )
     if wider and settings.backend not in (None, "none"):
         raise NotImplementedError(
             f"preferred_element_type={jnp.dtype(preferred).name} is wider than the computation in "
-            f"{jnp.dtype(settings.dtype).name}, and backend={settings.backend!r} returns the latter: use "
+            f"{jnp.dtype(settings.dtype).name}, and backend={settings.backend!r} returns the "
+            "latter: use "
             "backend='none' or None, or leave preferred_element_type out"
         )
     return wider or settings.dot_general is not lax.dot_general
 
 
 def finish(y: Array, bias: Array | None, settings: Settings) -> Array:
-    """Adds the bias, and returns the dtype that the caller prefers; that of a local product stays as it is."""
+    """Adds the bias, and returns the dtype that the caller prefers; that of a local product stays
+    as it is.
+    """
     biased = y
     if bias is not None:
         of_features = cast(bias, y, settings.dtype).astype(y.dtype)

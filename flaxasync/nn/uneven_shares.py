@@ -1,10 +1,12 @@
-"""Which heads or vocabulary entries each device computes with, also where the axis does not divide their number.
+"""Which heads or vocabulary entries each device computes with, also where the axis does not divide
+their number.
 
-A parameter keeps the shape of the dense model where its split dimension cannot be shared out equally: 6 heads or 50257
-entries on 4 devices, or 2 key-value heads that 2 devices need each. It is sharded along its other dimension; where the
-axis does not divide that either, every device holds all of it. One all-to-all turns a sharded one into the shares that
-the devices compute with, of which some are padding (zeros) or copies. The transpose of this drops the padding and sums
-the copies, so gradients, optimizer states and checkpoints have the dense shape too.
+A parameter keeps the shape of the dense model where its split dimension cannot be shared out
+equally: 6 heads or 50257 entries on 4 devices, or 2 key-value heads that 2 devices need each. It is
+sharded along its other dimension; where the axis does not divide that either, every device holds
+all of it. One all-to-all turns a sharded one into the shares that the devices compute with, of
+which some are padding (zeros) or copies. The transpose of this drops the padding and sums the
+copies, so gradients, optimizer states and checkpoints have the dense shape too.
 """
 
 import dataclasses
@@ -21,8 +23,8 @@ from flaxasync.mesh import cast_to_varying
 class Shares:
     """The entries of one dimension that each device computes with.
 
-    `order` has the entries of all devices, one device after the other, and -1 for padding. None stands for all entries
-    in order, with padding at the end.
+    `order` has the entries of all devices, one device after the other, and -1 for padding. None
+    stands for all entries in order, with padding at the end.
     """
 
     size: int  # the entries of the dimension, each of `block` features
@@ -42,7 +44,9 @@ class Shares:
         return self.order is None and self.local * self.devices == self.size
 
     def spec(self, axis_name: str, shape: tuple[int, ...], dim: int) -> P:
-        """Returns how a parameter lies on the devices, such as [in, out] or [out], whose dimension `dim` they share."""
+        """Returns how a parameter lies on the devices, such as [in, out] or [out], whose dimension
+        `dim` they share.
+        """
         entries: list[str | None] = [None] * len(shape)
         if self.whole:
             entries[dim] = axis_name
@@ -51,23 +55,31 @@ class Shares:
         return P(*entries)
 
     def take(self, parameter: Array, axis_name: str, dim: int) -> Array:
-        """Returns this device's share of a parameter that lies on the devices as `spec` says. Inside shard_map."""
+        """Returns this device's share of a parameter that lies on the devices as `spec` says.
+        Inside shard_map.
+        """
         if self.whole:
             return parameter
         with jax.named_scope("take_share"):
             expanded = self._expand(parameter, dim)
             if parameter.ndim > 1 and axis_name in jax.typeof(parameter).mat.varying:
                 other = _other(dim, parameter.ndim)
-                return lax.all_to_all(expanded, axis_name, split_axis=dim, concat_axis=other, tiled=True)
+                return lax.all_to_all(
+                    expanded, axis_name, split_axis=dim, concat_axis=other, tiled=True
+                )
             return self._slice(expanded, axis_name, dim)
 
     def local_entries(self, x: Array, axis_name: str, dim: int) -> Array:
-        """Returns this device's entries of an array with one element an entry, the same on all devices."""
+        """Returns this device's entries of an array with one element an entry, the same on all
+        devices.
+        """
         per_entry = dataclasses.replace(self, block=1)
         return per_entry._slice(per_entry._expand(x, dim), axis_name, dim)
 
     def mask_padding(self, logits: Array, axis_name: str) -> Array:
-        """Returns this device's logits [..., local] with the least number in the padding, so that it wins no argmax."""
+        """Returns this device's logits [..., local] with the least number in the padding, so that
+        it wins no argmax.
+        """
         if self.whole:
             return logits
         entries = lax.axis_index(axis_name) * self.local + jnp.arange(self.local, dtype=jnp.int32)
@@ -92,14 +104,18 @@ class Shares:
 
 
 def _other(dim: int, dims: int) -> int:
-    """Returns the dimension along which a parameter is stored whose dimension `dim` cannot be shared out equally."""
+    """Returns the dimension along which a parameter is stored whose dimension `dim` cannot be
+    shared out equally.
+    """
     return 0 if dim == dims - 1 else dims - 1
 
 
 def head_shares(heads: int, kv_heads: int, head_dim: int, devices: int) -> tuple[Shares, Shares]:
-    """Returns which query heads and which key-value heads each device has, so that every group finds its own.
+    """Returns which query heads and which key-value heads each device has, so that every group
+    finds its own.
 
-    With fewer key-value heads than devices, devices in a row share one, and split its group of query heads.
+    With fewer key-value heads than devices, devices in a row share one, and split its group of
+    query heads.
     """
     group = heads // kv_heads
     if kv_heads % devices == 0:
@@ -109,8 +125,11 @@ def head_shares(heads: int, kv_heads: int, head_dim: int, devices: int) -> tuple
         local = -(-group // sharers)
         order = []
         for device in range(devices):
-            kv_head, first = device // sharers, device % sharers * local
-            order += [kv_head * group + first + i if first + i < group else -1 for i in range(local)]
+            kv_head = device // sharers
+            first = device % sharers * local
+            order += [
+                kv_head * group + first + i if first + i < group else -1 for i in range(local)
+            ]
         kv_order = tuple(device // sharers for device in range(devices))
         query = Shares(heads, devices, local, head_dim, tuple(order))
         if order == list(range(heads)):

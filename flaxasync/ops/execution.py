@@ -1,10 +1,12 @@
-"""How a call of an op is executed: decided here, once. What is below receives the `Execution` and decides nothing.
+"""How a call of an op is executed: decided here, once. What is below receives the `Execution` and
+decides nothing.
 
 docs/plan.md has a table of the backends, and of what a call without a backend takes.
 
-A call that names a backend gets that backend or an error. A call that names none gets the fastest backend of those that
-are trusted on the chips of the mesh (`flaxasync.ops.plan`, `flaxasync.ops.trust`). On devices without a data sheet,
-such as CPUs, it gets the default of the op.
+A call that names a backend gets that backend or an error. A call that names none gets the fastest
+backend of those that are trusted on the chips of the mesh (`flaxasync.ops.plan`,
+`flaxasync.ops.trust`). On devices without a data sheet, such as CPUs, it gets the default of the
+op.
 """
 
 import dataclasses
@@ -28,7 +30,8 @@ type Directions = Literal[1, 2] | None
 BACKENDS = ("none", "xla", "pallas", "stateful", "fused", "exchange")
 ON_EVERY_DEVICE = ("none", "xla")
 MATMULS = ("none", "xla", "pallas", "stateful", "fused")
-RINGS = ("none", "xla", "pallas", "stateful")  # what an op has that stands on `ring_gather` and `ring_reduce` alone
+# what an op has that stands on `ring_gather` and `ring_reduce` alone
+RINGS = ("none", "xla", "pallas", "stateful")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +39,15 @@ class Support:
     """Which backends an op has."""
 
     backends: tuple[str, ...]  # the names that a call may give
-    default: str = "xla"  # what a call gets that names none on devices without a data sheet; it runs on every device
-    # For each option of `plan` that says whether kernels can serve, the backend whose limits say so.
+    # what a call gets that names none on devices without a data sheet; it runs on every device
+    default: str = "xla"
+    # For each option of `plan` that says whether kernels can serve, the backend whose limits say
+    # so.
     kernels: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)  # names of older callers, and what they mean
-    anywhere: tuple[str, ...] = ON_EVERY_DEVICE  # which backends run on devices other than TPUs, too
+    # names of older callers, and what they mean
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # which backends run on devices other than TPUs, too
+    anywhere: tuple[str, ...] = ON_EVERY_DEVICE
 
 
 OPS: dict[str, Support] = {
@@ -49,10 +56,14 @@ OPS: dict[str, Support] = {
     "matmul_all_reduce": Support(BACKENDS, kernels={"kernels": "fused", "exchange": "exchange"}),
     # The variants of the published study that this op follows: its "fused" hides the gather alone.
     "mesh_matmul": Support(
-        ("none", "xla_gemm", "serial", "fused", "overlapped"), default="none", kernels={"kernels": "overlapped"}
+        ("none", "xla_gemm", "serial", "fused", "overlapped"),
+        default="none",
+        kernels={"kernels": "overlapped"},
     ),
     # CPU devices share their cores: nothing is hidden by a ring.
-    "expert_mlp": Support((*RINGS, "exchange"), default="none", anywhere=(*ON_EVERY_DEVICE, "exchange")),
+    "expert_mlp": Support(
+        (*RINGS, "exchange"), default="none", anywhere=(*ON_EVERY_DEVICE, "exchange")
+    ),
     "ring_attention": Support(RINGS, aliases={"gather": "none"}),
     "lookup_reduce_scatter": Support(RINGS),
 }
@@ -65,29 +76,42 @@ class Execution:
     backend: str
     directions: Literal[1, 2] = 1  # 2 sends one half-block in each direction around the ring
     unroll: int = 2  # ring steps in one loop body
-    keep: bool = False  # whether `all_gather_matmul` keeps the rows that it gathers for its weight gradient
+    # whether `all_gather_matmul` keeps the rows that it gathers for its weight gradient
+    keep: bool = False
 
     def ring(self, axis_name: str) -> Ring:
-        """Returns the ring on which a backend other than "fused" and "exchange" moves its blocks."""
+        """Returns the ring on which a backend other than "fused" and "exchange" moves its
+        blocks.
+        """
         return Ring(axis_name, TRANSPORTS.get(self.backend), self.directions, self.unroll)
 
 
 def decide(
-    op: str, requested: str | None, *,
-    ring: int | tuple[int, int], shapes: Sequence[Shape] = (), itemsize: int = 2, gathered_bytes: int = 0,
-    directions: Directions = None, halves: bool = True, unroll: int = 2,
-    check: Callable[[str], None] = lambda backend: None, quantization: Quantization | None = None, **options: Any,
-) -> Execution:  # fmt: skip
+    op: str,
+    requested: str | None,
+    *,
+    ring: int | tuple[int, int],
+    shapes: Sequence[Shape] = (),
+    itemsize: int = 2,
+    gathered_bytes: int = 0,
+    directions: Directions = None,
+    halves: bool = True,
+    unroll: int = 2,
+    check: Callable[[str], None] = lambda backend: None,
+    quantization: Quantization | None = None,
+    **options: Any,
+) -> Execution:
     """Decides how a call of `op` is executed.
 
     Args:
       requested: The backend that the caller named; None to choose.
-      ring, shapes, itemsize, gathered_bytes, quantization, **options: As `flaxasync.plan` takes them. Without shapes
-        the op's default is chosen.
-      directions: What the caller asked for. None stands for 2 on rings of three or more TPUs, whose links carry both
-        directions at once.
+      ring, shapes, itemsize, gathered_bytes, quantization, **options: As `flaxasync.plan` takes
+        them. Without shapes the op's default is chosen.
+      directions: What the caller asked for. None stands for 2 on rings of three or more TPUs, whose
+        links carry both directions at once.
       halves: Whether the op may halve blocks by itself, to send each half in one direction.
-      check: Raises NotImplementedError if a backend of the op cannot serve this call on TPUs; see `cannot_serve`.
+      check: Raises NotImplementedError if a backend of the op cannot serve this call on TPUs; see
+        `cannot_serve`.
 
     Raises:
       ValueError: There is no backend of this name; directions or unroll are no such numbers.
@@ -99,7 +123,9 @@ def decide(
         raise ValueError(f"{op} needs unroll to be 1 or more: got {unroll}")
     backend = None if requested is None else _named(op, requested, check)
     gathered = (
-        ring * math.prod(shapes[0]) * (1 if quantization else itemsize) if isinstance(ring, int) and shapes else 0
+        ring * math.prod(shapes[0]) * (1 if quantization else itemsize)
+        if isinstance(ring, int) and shapes
+        else 0
     )
     may_keep = ring != 1 and 0 < gathered <= gathered_bytes
     found = None
@@ -117,9 +143,11 @@ def decide(
 
 
 def if_available(op: str, requested: str | None) -> str | None:
-    """Returns `requested` if `op` has this backend, and None, which lets the op choose, if only other ops have it.
+    """Returns `requested` if `op` has this backend, and None, which lets the op choose, if only
+    other ops have it.
 
-    This is for layers: their `backend` is meant for all of their ops, and not every op has every backend.
+    This is for layers: their `backend` is meant for all of their ops, and not every op has every
+      backend.
     """
     name = OPS[op].aliases.get(requested, requested) if requested is not None else None
     return None if name in BACKENDS and name not in OPS[op].backends else requested
@@ -128,8 +156,8 @@ def if_available(op: str, requested: str | None) -> str | None:
 def check_backend(op: str, requested: str | None) -> None:
     """Raises as `decide` does for a backend that `op` lacks, or that the devices of the mesh lack.
 
-    This is for layers whose input is such that nothing travels, and the op is not called. The layer may have ops that
-    have other backends, so one of these is no error.
+    This is for layers whose input is such that nothing travels, and the op is not called. The layer
+    may have ops that have other backends, so one of these is no error.
     """
     named = if_available(op, requested)
     if named is not None:
@@ -141,7 +169,8 @@ def check_mapped(op: str, operand: jax.Array) -> None:
     spec = jax.typeof(operand).sharding.spec
     if any(entry is not None for entry in spec):
         raise ValueError(
-            f"{op} needs every axis that shards its operands to be mapped by shard_map: got an operand that is still "
+            f"{op} needs every axis that shards its operands to be mapped by shard_map: got an "
+            "operand that is still "
             f"sharded {spec}; leave axis_names out of jax.shard_map, or add them"
         )
 
@@ -149,19 +178,23 @@ def check_mapped(op: str, operand: jax.Array) -> None:
 def cannot_serve(op: str, backend: str, limit: str, instead: str) -> UnsupportedError:
     """Returns the error for a backend that cannot serve a call.
 
-    `limit` begins with a verb, as in "has kernels for float32: got float16"; `instead` says what to do.
+    `limit` begins with a verb, as in "has kernels for float32: got float16"; `instead` says what to
+    do.
     """
     return UnsupportedError(f"{op} with backend={backend!r} {limit}; {instead}")
 
 
 def _named(op: str, requested: str, check: Callable[[str], None]) -> str:
     """Returns the backend that a caller named, or raises as `decide` says."""
-    support, anywhere = OPS[op], f"backend={OPS[op].default!r}, which runs on every device"
+    support = OPS[op]
+    anywhere = f"backend={OPS[op].default!r}, which runs on every device"
     name = support.aliases.get(requested, requested)
     if name not in support.backends:
         has = ", ".join(support.backends)
         if name not in BACKENDS:
-            raise ValueError(f"{op} got backend={requested!r}: it must be one of {has}, or None to choose")
+            raise ValueError(
+                f"{op} got backend={requested!r}: it must be one of {has}, or None to choose"
+            )
         raise UnsupportedError(f"{op} has no {requested!r} backend: it has {has}; use {anywhere}")
     if name not in support.anywhere:
         mesh.check_tpu(f"{op} with backend={name!r}", anywhere)
@@ -170,9 +203,15 @@ def _named(op: str, requested: str, check: Callable[[str], None]) -> str:
 
 
 def _plan(
-    op: str, shapes: Sequence[Shape], ring: int | tuple[int, int], check: Callable[[str], None], options: dict[str, Any]
+    op: str,
+    shapes: Sequence[Shape],
+    ring: int | tuple[int, int],
+    check: Callable[[str], None],
+    options: dict[str, Any],
 ) -> Plan | None:
-    """Returns the plan for the chips of the mesh without kernels that `check` refuses; None if it knows no chip."""
+    """Returns the plan for the chips of the mesh without kernels that `check` refuses; None if it
+    knows no chip.
+    """
     chip = mesh.chip()
     if chip is None and mesh.platform() == "tpu":
         trust.say_once(hardware.describe_unknown(mesh.chip_name()))
@@ -186,8 +225,12 @@ def _plan(
     return plan(op, *shapes, chip=chip, ring=ring, **options)
 
 
-def _fastest(op: str, found: Plan | None, ring: int | tuple[int, int], quantization: Quantization | None) -> str:
-    """Returns the fastest backend of those that are trusted here; says once which one would be faster."""
+def _fastest(
+    op: str, found: Plan | None, ring: int | tuple[int, int], quantization: Quantization | None
+) -> str:
+    """Returns the fastest backend of those that are trusted here; says once which one would be
+    faster.
+    """
     if found is None:
         return OPS[op].default
     if trust.is_assumed():
@@ -195,13 +238,18 @@ def _fastest(op: str, found: Plan | None, ring: int | tuple[int, int], quantizat
     if found.backend in found.unverified:
         faster = found.seconds[found.trusted] / found.seconds[found.backend]
         kinds = quantization.kinds if quantization else ()
-        trust.announce(op, found.backend, found.trusted, mesh.chip_name(), ring, kinds=kinds, faster=faster)
+        trust.announce(
+            op, found.backend, found.trusted, mesh.chip_name(), ring, kinds=kinds, faster=faster
+        )
     return found.trusted
 
 
 def _keeps(found: Plan | None, backend: str) -> bool:
-    """Says whether a backend keeps what it gathers, where memory suffices: by the plan, and always without one."""
+    """Says whether a backend keeps what it gathers, where memory suffices: by the plan, and always
+    without one.
+    """
     if found is None:
         return True
     cost = found.costs.get("pallas" if backend == "stateful" else backend)
-    return cost is not None and cost.kept > 0  # None: the kernels cannot serve the gradient, which may not be wanted
+    # None: the kernels cannot serve the gradient, which may not be wanted
+    return cost is not None and cost.kept > 0

@@ -1,7 +1,9 @@
-"""The cross-entropy of logits that never exist: they are computed a block of rows at a time, inside `jax.shard_map`.
+"""The cross-entropy of logits that never exist: they are computed a block of rows at a time, inside
+`jax.shard_map`.
 
-The logits of 3 x 8192 rows of a vocabulary of 128,256 entries are 12.6 GB in float32. Here the logits and the loss of
-one block of rows are computed, and at once the gradients of its rows and of the kernel, so that none is computed twice:
+The logits of 3 x 8192 rows of a vocabulary of 128,256 entries are 12.6 GB in float32. Here the
+logits and the loss of one block of rows are computed, and at once the gradients of its rows and of
+the kernel, so that none is computed twice:
 
 ```
 x        [..., m, d]        this device's rows, or [..., R*m, d] where every device of axis_name has all rows
@@ -16,10 +18,11 @@ block    rows    = all_gather(x[block])                      where the rows are 
          dkernel = dkernel + rows.T @ dscores                in float32
 ```
 
-The gradients are those of the sum over all rows. The backward pass only multiplies them with its cotangent, a scalar.
+The gradients are those of the sum over all rows. The backward pass only multiplies them with its
+cotangent, a scalar.
 
-Source: the idea of gradients in the forward pass is that of Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM
-Training" (2024).
+Source: the idea of gradients in the forward pass is that of Hsu et al., "Liger Kernel: Efficient
+Triton Kernels for LLM Training" (2024).
 """
 
 import dataclasses
@@ -44,7 +47,8 @@ class BlockLoss:
     rows_sharded: bool  # whether the axis shards the rows of x
     options: LossOptions
     softcap: float | None  # logits l become c * tanh(l / c)
-    block_rows: int  # of all batches, and of all devices that share the logits, in one block, at most
+    # of all batches, and of all devices that share the logits, in one block, at most
+    block_rows: int
     precision: lax.PrecisionLike = None
 
 
@@ -55,24 +59,31 @@ def linear_cross_entropy(
     targets: Int[Array, "*batch s"],
     weights: Float[Array, "*batch s"],
 ) -> Float[Array, ""]:
-    """Returns the sum of weights * cross_entropy(x @ kernel, targets) over this device's batch, in float32.
+    """Returns the sum of weights * cross_entropy(x @ kernel, targets) over this device's batch, in
+    float32.
 
     The result is the same on every device of the axis. `weights` have no gradient.
     """
     batch = (jax.typeof(x).mat.varying | jax.typeof(kernel).mat.varying) - {loss.axis_name}
     everywhere = batch | {loss.axis_name}
-    x, kernel = cast_to_varying(x, everywhere), cast_to_varying(kernel, everywhere)
-    targets, weights = (cast_to_varying(lax.stop_gradient(leaf), batch) for leaf in (targets, weights))
+    x = cast_to_varying(x, everywhere)
+    kernel = cast_to_varying(kernel, everywhere)
+    targets, weights = (
+        cast_to_varying(lax.stop_gradient(leaf), batch) for leaf in (targets, weights)
+    )
     return _sum(loss, x, kernel, targets, weights)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(loss: BlockLoss, x: Array, kernel: Array, targets: Array, weights: Array) -> Array:
-    blocks, cast = _Blocks.of(loss, x), kernel.astype(x.dtype)
+    blocks = _Blocks.of(loss, x)
+    cast = kernel.astype(x.dtype)
 
     def add(total: Array, block: tuple[Array, Array, Array]) -> tuple[Array, None]:
         index, targets, weights = block
-        return total + _weighted(loss, dot(blocks.rows(x, index), cast, loss.precision), targets, weights), None
+        return total + _weighted(
+            loss, dot(blocks.rows(x, index), cast, loss.precision), targets, weights
+        ), None
 
     with jax.named_scope("linear_cross_entropy"):
         x = blocks.pad(x, -2)
@@ -82,19 +93,24 @@ def _sum(loss: BlockLoss, x: Array, kernel: Array, targets: Array, weights: Arra
 def _sum_fwd(
     loss: BlockLoss, x: Array, kernel: Array, targets: Array, weights: Array
 ) -> tuple[Array, tuple[Array, Array]]:
-    blocks, cast, given = _Blocks.of(loss, x), kernel.astype(x.dtype), x.shape[-2]
+    blocks = _Blocks.of(loss, x)
+    cast = kernel.astype(x.dtype)
+    given = x.shape[-2]
 
     type Sums = tuple[Array, Array, Array]
 
     def add(sums: Sums, block: tuple[Array, Array, Array]) -> tuple[Sums, None]:
-        (total, dx, dkernel), (index, targets, weights) = sums, block
+        total, dx, dkernel = sums
+        index, targets, weights = block
         rows = blocks.rows(x, index)
         scores = dot(rows, cast, loss.precision)
         one, pull = jax.vjp(lambda scores: _weighted(loss, scores, targets, weights), scores)
         dscores = pull(jnp.ones_like(one))[0].astype(x.dtype)
         drows = dot(dscores, cast, loss.precision, transposed=True).astype(x.dtype)
         if loss.rows_sharded:
-            drows = lax.psum_scatter(drows, loss.axis_name, scatter_dimension=drows.ndim - 2, tiled=True)
+            drows = lax.psum_scatter(
+                drows, loss.axis_name, scatter_dimension=drows.ndim - 2, tiled=True
+            )
         dx = lax.dynamic_update_slice_in_dim(dx, drows, index * blocks.length, dx.ndim - 2)
         return (total + one, dx, dkernel + weight_gradient(rows, dscores, loss.precision)), None
 
@@ -106,8 +122,12 @@ def _sum_fwd(
     return total, (dx[..., :given, :], dkernel.astype(kernel.dtype))
 
 
-def _sum_bwd(loss: BlockLoss, saved: tuple[Array, Array], dtotal: Array) -> tuple[Array, Array, None, None]:
-    dx, dkernel = ((gradient.astype(dtotal.dtype) * dtotal).astype(gradient.dtype) for gradient in saved)
+def _sum_bwd(
+    loss: BlockLoss, saved: tuple[Array, Array], dtotal: Array
+) -> tuple[Array, Array, None, None]:
+    dx, dkernel = (
+        (gradient.astype(dtotal.dtype) * dtotal).astype(gradient.dtype) for gradient in saved
+    )
     return dx, dkernel, None, None
 
 
@@ -126,12 +146,14 @@ class _Blocks:
 
     loss: BlockLoss
     count: int
-    length: int  # rows of this device in a block; the last block is filled with rows that weigh nothing
+    # rows of this device in a block; the last block is filled with rows that weigh nothing
+    length: int
 
     @classmethod
     def of(cls, loss: BlockLoss, x: Array) -> "_Blocks":
         devices = lax.axis_size(loss.axis_name) if loss.rows_sharded else 1
-        rows, together = x.shape[-2], math.prod(x.shape[:-2]) * devices
+        rows = x.shape[-2]
+        together = math.prod(x.shape[:-2]) * devices
         fewest = max(1, min(-(-rows * together // loss.block_rows), rows))
         count = next((count for count in range(fewest, 2 * fewest) if rows % count == 0), fewest)
         return cls(loss, count, -(-rows // count))
@@ -149,7 +171,9 @@ class _Blocks:
         return lax.all_gather(rows, self.loss.axis_name, axis=x.ndim - 2, tiled=True)
 
     def of_all_devices(self, targets: Array, weights: Array) -> tuple[Array, Array, Array]:
-        """Returns the number of each block, and arrays [..., R*m] as [count, ..., R*length], in the order of `rows`."""
+        """Returns the number of each block, and arrays [..., R*m] as [count, ..., R*length], in the
+        order of `rows`.
+        """
 
         def split(leaf: Array) -> Array:
             devices = lax.axis_size(self.loss.axis_name) if self.loss.rows_sharded else 1

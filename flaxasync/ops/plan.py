@@ -1,7 +1,9 @@
-"""Which backend an op should use for given shapes on a given chip: a roofline prediction, and the reason in words.
+"""Which backend an op should use for given shapes on a given chip: a roofline prediction, and the
+reason in words.
 
-A prediction is made of data-sheet rates (`flaxasync.hardware`) and of a few numbers read from played programs
-(`flaxasync.ops.costs`). It ranks backends; it does not say how long a run will take.
+A prediction is made of data-sheet rates (`flaxasync.hardware`) and of a few numbers read from
+played programs (`flaxasync.ops.costs`). It ranks backends; it does not say how long a run will
+take.
 """
 
 import dataclasses
@@ -27,16 +29,19 @@ MODELS: dict[str, Callable[..., dict[str, Cost]]] = {
     "mesh_matmul": mesh_matmul_costs,
     "ring_attention": ring_attention_costs,
 }
-"""For each op, what returns the cost of each of its backends. Everything else here serves all ops."""
+"""For each op, what returns the cost of each of its backends. Everything else here serves all
+ops.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A choice of backend.
 
-    `trusted` is what a call without a backend takes on the chip: the fastest backend of those that are plain XLA or
-    were verified on such a chip with the versions that are installed here. Where the verification measured this call,
-    with its gradients, the measured times count. See `flaxasync.ops.trust`.
+    `trusted` is what a call without a backend takes on the chip: the fastest backend of those that
+    are plain XLA or were verified on such a chip with the versions that are installed here. Where
+    the verification measured this call, with its gradients, the measured times count. See
+    `flaxasync.ops.trust`.
     """
 
     op: str
@@ -57,17 +62,29 @@ class Plan:
             mark = f"; keeps {cost.kept / 2**20:.0f} MiB of gathered x" if cost.kept else ""
             mark += "; not verified here" if name in self.unverified else ""
             lines.append(
-                f"  {name:8} {cost.seconds * 1e3:9.3f} ms predicted: compute {cost.compute * 1e3:.3f}, exposed "
-                f"{cost.exposed * 1e3:.3f}, {cost.steps} steps; holds {cost.held / 2**20:.0f} MiB{mark}"
+                f"  {name:8} {cost.seconds * 1e3:9.3f} ms predicted: compute "
+                f"{cost.compute * 1e3:.3f}, exposed "
+                f"{cost.exposed * 1e3:.3f}, {cost.steps} steps; holds {cost.held / 2**20:.0f} "
+                f"MiB{mark}"
             )
         if self.trusted != self.backend:
             measured = self.backend not in self.unverified
-            why = f"by times that {trust.COMMAND!r} measured" if measured else f"until {self.backend!r} is verified"
+            why = (
+                f"by times that {trust.COMMAND!r} measured"
+                if measured
+                else f"until {self.backend!r} is verified"
+            )
             lines.append(f"a call without a backend takes {self.trusted!r} {why} there")
         return "\n".join(lines)
 
 
-def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int | tuple[int, int], **options: Any) -> Plan:
+def plan(
+    op: str | Callable,
+    *shapes: Shape,
+    chip: str | Chip,
+    ring: int | tuple[int, int],
+    **options: Any,
+) -> Plan:
     """Predicts how long each backend of an op takes, and chooses one.
 
     ```python
@@ -75,23 +92,28 @@ def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int | tuple
     ```
 
     Args:
-      op: A function of this package, or its name: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
-        "mesh_matmul", "ring_attention" or "expert_mlp", for rows that are spread evenly over the experts.
-      *shapes: The shapes of its operands on one device, in its order; those of a tuple of w one after the other.
+      op: A function of this package, or its name: "all_gather_matmul", "matmul_reduce_scatter",
+        "matmul_all_reduce", "mesh_matmul", "ring_attention" or "expert_mlp", for rows that are
+        spread evenly over the experts.
+      *shapes: The shapes of its operands on one device, in its order; those of a tuple of w one
+        after the other.
       chip: "v5e", "v5e:2x4", or a `flaxasync.hardware.Chip`.
       ring: The number of devices on the axis; for mesh_matmul the numbers on both axes, (x, y).
-      **options: Those options of the op that matter for its time, under its names; `itemsize`, the bytes of an element
-        (2 by default); `backward`, whether to count the gradient too (True by default; the gradient of mesh_matmul is
-        the same for all backends and is never counted); `kernels`, whether the Pallas kernels of the matmuls can serve,
-        and `exchange`, whether that for few rows can (True by default; it is in the plan only where it was played and
-        is predicted to gain clearly); `gathered_bytes`, the most bytes that all_gather_matmul may keep for its gradient
-        (0 by default; `.costs` have what each backend keeps).
+      **options: Those options of the op that matter for its time, under its names; `itemsize`, the
+        bytes of an element (2 by default); `backward`, whether to count the gradient too (True by
+        default; the gradient of mesh_matmul is the same for all backends and is never counted);
+        `kernels`, whether the Pallas kernels of the matmuls can serve, and `exchange`, whether that
+        for few rows can (True by default; it is in the plan only where it was played and is
+        predicted to gain clearly); `gathered_bytes`, the most bytes that all_gather_matmul may keep
+        for its gradient (0 by default; `.costs` have what each backend keeps).
 
     Returns:
-      The plan, with `.backend`, `.reason`, and `.seconds` and `.costs` by backend. str() makes a table.
+      The plan, with `.backend`, `.reason`, and `.seconds` and `.costs` by backend. str() makes a
+      table.
 
     Raises:
-      ValueError: There is no such op or chip; the ring has no devices; the op lacks an option; the shapes do not fit.
+      ValueError: There is no such op or chip; the ring has no devices; the op lacks an option; the
+        shapes do not fit.
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
     spec = chip if isinstance(chip, Chip) else chip_named(chip)
@@ -105,15 +127,25 @@ def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int | tuple
         least = min(costs, key=lambda backend: costs[backend].held)
         reason = f"nothing fits: even {least} {_too_much(costs[least], spec)}; {reason}"
     if costs[first].kept:
-        reason += f"; it keeps the gathered x, {costs[first].kept / 2**20:.0f} MiB, which spares its second trip"
-    intensity = _intensity(name, 1 if isinstance(ring, tuple) else ring, options.get("itemsize", 2), *shapes)
-    reason += f"; its products have an arithmetic intensity of {intensity:.0f} flops a byte, where the balance of a "
+        reason += (
+            f"; it keeps the gathered x, {costs[first].kept / 2**20:.0f} MiB, which spares "
+            "its second trip"
+        )
+    intensity = _intensity(
+        name, 1 if isinstance(ring, tuple) else ring, options.get("itemsize", 2), *shapes
+    )
+    reason += (
+        f"; its products have an arithmetic intensity of {intensity:.0f} flops a byte, "
+        "where the balance of a "
+    )
     reason += f"{spec.name} is {spec.flops / spec.hbm_bandwidth:.0f}"
     evidence = trust.Evidence("none") if costs.keys() <= trust.PLAIN else trust.known(spec.name)
     kernels = [backend for backend in costs if backend not in trust.PLAIN]
     quantization = quantization_of(name, options.get("quantization"))
     kinds = quantization.kinds if quantization else ()
-    unverified = tuple(b for b in kernels if trust.lacking(evidence, name, b, ring, kinds) is not None)
+    unverified = tuple(
+        b for b in kernels if trust.lacking(evidence, name, b, ring, kinds) is not None
+    )
     call = trust.call_key(name, ring, shapes, options.get("itemsize", 2))
     was_timed = options.get("backward", True) and quantization is None  # as `verify` times calls
     expected = _correct(candidates, evidence.times.get(call, {}) if was_timed else {})
@@ -123,17 +155,28 @@ def plan(op: str | Callable, *shapes: Shape, chip: str | Chip, ring: int | tuple
 
 
 def _correct(costs: Mapping[str, Cost], times: Mapping[str, float]) -> dict[str, float]:
-    """Returns measured seconds in place of predicted ones, and scales the others by what "none" was measured to take.
+    """Returns measured seconds in place of predicted ones, and scales the others by what "none" was
+    measured to take.
 
     Nothing that keeps gathered rows was measured.
     """
-    scale = times["none"] / costs["none"].seconds if {"none"} <= times.keys() & costs.keys() else 1.0
-    measured = {backend: time for backend, time in times.items() if backend in costs and not costs[backend].kept}
+    scale = (
+        times["none"] / costs["none"].seconds if {"none"} <= times.keys() & costs.keys() else 1.0
+    )
+    measured = {
+        backend: time
+        for backend, time in times.items()
+        if backend in costs and not costs[backend].kept
+    }
     return {backend: scale * cost.seconds for backend, cost in costs.items()} | measured
 
 
 def _check(
-    op: str, chip: Chip, ring: int | tuple[int, int], shapes: tuple[Shape, ...], options: Mapping[str, Any]
+    op: str,
+    chip: Chip,
+    ring: int | tuple[int, int],
+    shapes: tuple[Shape, ...],
+    options: Mapping[str, Any],
 ) -> None:
     """Raises ValueError for a call of `plan` about which the op could not be called."""
     if op not in MODELS:
@@ -142,7 +185,9 @@ def _check(
     if any(not isinstance(size, numbers.Integral) or size < 1 for size in sizes):
         raise ValueError(f"plan needs a ring of 1 device or more: got ring={ring}")
     if (op == "mesh_matmul") != isinstance(ring, tuple):
-        raise ValueError(f"plan needs ring=(x, y) for mesh_matmul, and one number for other ops: got ring={ring}")
+        raise ValueError(
+            f"plan needs ring=(x, y) for mesh_matmul, and one number for other ops: got ring={ring}"
+        )
     for shape in shapes:
         if any(not isinstance(size, numbers.Integral) or size < 1 for size in shape):
             raise ValueError(f"plan needs dimensions of 1 or more: got {list(shape)}")
@@ -164,7 +209,11 @@ def _misfit(op: str, ring: tuple[int, ...], x: Shape, *others: Shape) -> str | N
     if op == "expert_mlp":
         ids, _, *kernels = others
         fits = ids[:-1] == x[:-1] and all(len(w) == 3 and x[-1] in w[1:] for w in kernels)
-        return None if fits and kernels else f"x {list(x)} cannot go to experts {list(map(list, kernels))}"
+        return (
+            None
+            if fits and kernels
+            else f"x {list(x)} cannot go to experts {list(map(list, kernels))}"
+        )
     x_devices, y_devices = ring if len(ring) == 2 else (1, 1)
     for w in others:
         if len(x) < 2 or len(w) != 2 or x[-1] * y_devices != w[0] * x_devices:
@@ -181,39 +230,64 @@ def _intensity(op: str, ring: int, itemsize: int, x: Shape, *others: Shape) -> f
     """
     if op == "ring_attention":
         _, rows, heads, features = x
-        flops, moved = 4 * rows * heads * ring * rows * features, 2 * rows * features * (heads + ring * others[0][2])
+        flops = 4 * rows * heads * ring * rows * features
+        moved = 2 * rows * features * (heads + ring * others[0][2])
     else:
-        m, k, n = math.prod(x[:-1]) * (ring if op == "all_gather_matmul" else 1), x[-1], sum(w[-1] for w in others)
-        flops, moved = 2 * m * k * n, m * k + k * n + m * n
+        m = math.prod(x[:-1]) * (ring if op == "all_gather_matmul" else 1)
+        k = x[-1]
+        n = sum(w[-1] for w in others)
+        flops = 2 * m * k * n
+        moved = m * k + k * n + m * n
     return flops / (itemsize * moved)
 
 
-def _reason(first: str, others: list[str], costs: Mapping[str, Cost], ring: int | tuple[int, int], chip: Chip) -> str:
+def _reason(
+    first: str,
+    others: list[str],
+    costs: Mapping[str, Cost],
+    ring: int | tuple[int, int],
+    chip: Chip,
+) -> str:
     """Says why `first` is chosen over the best of the others that fit into memory."""
     if ring in (1, (1, 1)):
         return "one device has every row: there is nothing to transfer"
     chosen = costs[first]
     too_large = [backend for backend in costs if backend not in (first, *others)]
-    if too_large and (not others or any(costs[backend].seconds < chosen.seconds for backend in too_large)):
+    if too_large and (
+        not others or any(costs[backend].seconds < chosen.seconds for backend in too_large)
+    ):
         return f"{too_large[0]} {_too_much(costs[too_large[0]], chip)}"
     if not others:
         return "no other backend can serve this call"
-    second, other = others[0], costs[others[0]]
+    second = others[0]
+    other = costs[others[0]]
     if first == "none":
-        steps = f"{other.steps} steps of {other.step_seconds * 1e6:.1f} us" if other.steps > 1 else "a kernel"
+        steps = (
+            f"{other.steps} steps of {other.step_seconds * 1e6:.1f} us"
+            if other.steps > 1
+            else "a kernel"
+        )
         steps += f", {other.fixed * 1e6:.1f} us to begin and end," if other.fixed else ""
         why = (
-            f"overlap loses here: {second} needs {steps} and still waits {_ms(other.exposed)} for transfers, where "
+            f"overlap loses here: {second} needs {steps} and still waits {_ms(other.exposed)} for "
+            "transfers, where "
             f"{first} waits {_ms(chosen.exposed)}"
         )
     elif chosen.exposed < other.exposed:
-        why = f"it waits {_ms(chosen.exposed)} for transfers where {second} waits {_ms(other.exposed)}"
+        why = (
+            f"it waits {_ms(chosen.exposed)} for transfers where {second} waits "
+            f"{_ms(other.exposed)}"
+        )
     elif chosen.compute < other.compute:
-        why = f"its products take {_ms(chosen.compute)} where those of {second} take {_ms(other.compute)}"
+        why = (
+            f"its products take {_ms(chosen.compute)} where those of {second} take "
+            f"{_ms(other.compute)}"
+        )
     else:
         rest, other_rest = (cost.seconds - cost.compute - cost.exposed for cost in (chosen, other))
         why = (
-            f"{chosen.steps} steps, and to begin and end, take {_ms(rest)} beside products and transfers where "
+            f"{chosen.steps} steps, and to begin and end, take {_ms(rest)} beside products and "
+            "transfers where "
             f"{other.steps} of {second} take {_ms(other_rest)}"
         )
     mesh = " x ".join(map(str, ring)) if isinstance(ring, tuple) else ring
@@ -222,7 +296,9 @@ def _reason(first: str, others: list[str], costs: Mapping[str, Cost], ring: int 
 
 
 def _too_much(cost: Cost, chip: Chip) -> str:
-    return f"would hold {cost.held / 2**30:.1f} GiB beside its operands, more than a {chip.name} has"
+    return (
+        f"would hold {cost.held / 2**30:.1f} GiB beside its operands, more than a {chip.name} has"
+    )
 
 
 def _ms(seconds: float) -> str:

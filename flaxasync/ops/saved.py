@@ -1,8 +1,9 @@
-"""What the backward pass may use: names of forward results, policies that keep them, and derivatives that are refused.
+"""What the backward pass may use: names of forward results, policies that keep them, and
+derivatives that are refused.
 
-A policy sees a collective matmul as one operation that is no `dot_general`, because it has a VJP rule of its own. So
-JAX's policies for matmuls compute it again, and its transfers with it. The rules therefore name their results with
-`jax.ad_checkpoint.checkpoint_name`.
+A policy sees a collective matmul as one operation that is no `dot_general`, because it has a VJP
+rule of its own. So JAX's policies for matmuls compute it again, and its transfers with it. The
+rules therefore name their results with `jax.ad_checkpoint.checkpoint_name`.
 """
 
 import functools
@@ -14,12 +15,15 @@ import jax
 from flaxasync.mesh import UnsupportedError
 
 PRODUCT = "flaxasync_product"  # the result of a collective matmul
-GATHERED = "flaxasync_gathered"  # the all_gather(x) that `all_gather_matmul` keeps for its weight gradient
+# the all_gather(x) that `all_gather_matmul` keeps for its weight gradient
+GATHERED = "flaxasync_gathered"
 ATTENTION = "flaxasync_attention"  # the result of attention
 STATISTICS = "flaxasync_statistics"  # the log-sum-exp of each row of attention
-PARAMETER = "flaxasync_parameter"  # a parameter of a fully sharded layer, as it was gathered for the layer
+# a parameter of a fully sharded layer, as it was gathered for the layer
+PARAMETER = "flaxasync_parameter"
 STREAM = "flaxasync_stream"  # the input of a layer
-OPERANDS = "flaxasync_operands"  # the operands of attention: heads of queries, keys and values, rotated by positions
+# the operands of attention: heads of queries, keys and values, rotated by positions
+OPERANDS = "flaxasync_operands"
 
 _matmuls = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -29,21 +33,29 @@ _costly = jax.checkpoint_policies.save_from_both_policies(
     _matmuls, jax.checkpoint_policies.save_only_these_names(ATTENTION, STATISTICS, PARAMETER)
 )
 _offloading = functools.partial(
-    jax.checkpoint_policies.save_and_offload_only_these_names, offload_src="device", offload_dst="pinned_host"
+    jax.checkpoint_policies.save_and_offload_only_these_names,
+    offload_src="device",
+    offload_dst="pinned_host",
 )
 _operands = _offloading(
-    names_which_can_be_saved=[ATTENTION, STATISTICS], names_which_can_be_offloaded=[STREAM, OPERANDS]
+    names_which_can_be_saved=[ATTENTION, STATISTICS],
+    names_which_can_be_offloaded=[STREAM, OPERANDS],
 )
-_most = _offloading(names_which_can_be_saved=[STATISTICS], names_which_can_be_offloaded=[STREAM, OPERANDS, ATTENTION])
+_most = _offloading(
+    names_which_can_be_saved=[STATISTICS],
+    names_which_can_be_offloaded=[STREAM, OPERANDS, ATTENTION],
+)
 
 
 def save_matmuls(primitive: Any, *operands: Any, **parameters: Any) -> Any:
-    """Policy of `jax.checkpoint` that keeps the results of matmuls, those of collective matmuls included.
+    """Policy of `jax.checkpoint` that keeps the results of matmuls, those of collective matmuls
+    included.
 
-    It is `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, and keeps what the ops of this package return as
-    well, with the rows that `gathered_bytes` lets `all_gather_matmul` keep. So the backward pass repeats neither their
-    products nor the transfers of their forward pass. Attention and the gathers of fully sharded kernels are repeated.
-    `jax.checkpoint(layer, policy=fa.save_matmuls)` uses it.
+    It is `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, and keeps what the ops of this
+    package return as well, with the rows that `gathered_bytes` lets `all_gather_matmul` keep. So
+    the backward pass repeats neither their products nor the transfers of their forward pass.
+    Attention and the gathers of fully sharded kernels are repeated. `jax.checkpoint(layer,
+    policy=fa.save_matmuls)` uses it.
     """
     return _matmuls(primitive, *operands, **parameters)
 
@@ -51,33 +63,39 @@ def save_matmuls(primitive: Any, *operands: Any, **parameters: Any) -> Any:
 def save_costly(primitive: Any, *operands: Any, **parameters: Any) -> Any:
     """Policy of `jax.checkpoint` that keeps what is costly to compute or to transfer again.
 
-    It keeps what `save_matmuls` keeps, the results of attention, and the gathered kernels of fully sharded layers. The
-    backward pass repeats what is between them: norms, rotary positions, activations. It is used as `save_matmuls` is.
+    It keeps what `save_matmuls` keeps, the results of attention, and the gathered kernels of fully
+    sharded layers. The
+    backward pass repeats what is between them: norms, rotary positions, activations. It is used as
+      `save_matmuls` is.
     """
     return _costly(primitive, *operands, **parameters)
 
 
 def offload_operands(primitive: Any, *operands: Any, **parameters: Any) -> Any:
-    """Policy of `jax.checkpoint` that keeps the results of attention, and on the host what attention reads.
+    """Policy of `jax.checkpoint` that keeps the results of attention, and on the host what
+    attention reads.
 
-    Offloaded to the memory "pinned_host" are the queries, keys and values of attention, after rotary positions, and the
-    layer inputs of `fa.nn.scan_with_prefetch`. All else is computed again, but attention is not. A layer of one's own
-    offloads another array x by `checkpoint_name(x, "flaxasync_stream")`.
+    Offloaded to the memory "pinned_host" are the queries, keys and values of attention, after
+    rotary positions, and the layer inputs of `fa.nn.scan_with_prefetch`. All else is computed
+    again, but attention is not. A layer of one's own offloads another array x by
+    `checkpoint_name(x, "flaxasync_stream")`.
     """
     return _operands(primitive, *operands, **parameters)
 
 
 def offload_most(primitive: Any, *operands: Any, **parameters: Any) -> Any:
-    """Policy of `jax.checkpoint` that also offloads the results of attention, so that least stays on the device.
+    """Policy of `jax.checkpoint` that also offloads the results of attention, so that least stays
+    on the device.
 
-    More is sent than by `offload_operands`. Take it where memory is short: libtpu begins transfers late, and a core
-    waits for what has not arrived.
+    More is sent than by `offload_operands`. Take it where memory is short: libtpu begins transfers
+    late, and a core waits for what has not arrived.
     """
     return _most(primitive, *operands, **parameters)
 
 
 def first_only(op: str, why: str, instead: str) -> Callable[..., tuple[Any, ...]]:
-    """Returns the identity of operands whose second derivative does not exist: it raises NotImplementedError.
+    """Returns the identity of operands whose second derivative does not exist: it raises
+    NotImplementedError.
 
     The first derivative of such an op is a kernel or a ring of its own.
     """

@@ -1,14 +1,17 @@
-"""Which TPU kernels a call without a backend may take: those that passed `python -m flaxasync.verify` on such a chip.
+"""Which TPU kernels a call without a backend may take: those that passed `python -m
+flaxasync.verify` on such a chip.
 
-The verdicts are stored in the user's cache folder, in one file for each `Machine`, with measured times, by which
-`flaxasync.plan` corrects what it predicts. docs/plan.md says what is trusted with which verdicts, and what
-`FLAXASYNC_VERIFIED` changes; `known` tells how several processes agree.
+The verdicts are stored in the user's cache folder, in one file for each `Machine`, with measured
+times, by which `flaxasync.plan` corrects what it predicts. docs/plan.md says what is trusted with
+which verdicts, and what `FLAXASYNC_VERIFIED` changes; `known` tells how several processes agree.
 
-A ring of two devices does not show whether a kernel tells its directions apart, so its verdicts count for rings of two
-only, and longer rings need a verdict of a longer ring. On one device only attention, which sends nothing, has verdicts.
+A ring of two devices does not show whether a kernel tells its directions apart, so its verdicts
+count for rings of two only, and longer rings need a verdict of a longer ring. On one device only
+attention, which sends nothing, has verdicts.
 
-Where no TPU is attached, a mesh of TPUs is one of described devices: nothing runs there, and calls take what is
-predicted to be fastest, unless the variable is set. `trusting` says for a block of code which of the two holds.
+Where no TPU is attached, a mesh of TPUs is one of described devices: nothing runs there, and calls
+take what is predicted to be fastest, unless the variable is set. `trusting` says for a block of
+code which of the two holds.
 """
 
 import contextlib
@@ -42,8 +45,10 @@ VARIABLE = "FLAXASYNC_VERIFIED"
 PLAIN = frozenset(("none", "xla", "reference"))  # backends that are made of XLA's own operations
 SOURCES = ("kernels/**/*.py", "ops/**/*.py", "transport/**/*.py", "ring.py")
 COMMAND = "python -m flaxasync.verify"
-_UNFINISHED_SECONDS = 3600  # after which a file that is being written was left by a process that is gone
-LIMIT = 300  # seconds to wait for the other processes, as long as `jax.distributed.initialize` waits for them
+# after which a file that is being written was left by a process that is gone
+_UNFINISHED_SECONDS = 3600
+# seconds to wait for the other processes, as long as `jax.distributed.initialize` waits for them
+LIMIT = 300
 
 type Axes = int | tuple[int, ...]  # the devices of a ring, or of the axes of a mesh
 Mode = Literal["predicted", "verified"]
@@ -56,7 +61,9 @@ _log = logging.getLogger("flaxasync")
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a verdict depends on: the chip, versions ("none" for what is not installed as a package) and options."""
+    """What a verdict depends on: the chip, versions ("none" for what is not installed as a package)
+    and options.
+    """
 
     chip: str
     libtpu: str
@@ -83,7 +90,9 @@ class Machine:
         return pathlib.Path(base) / "flaxasync" / f"verified-{digest}.json"
 
     def __str__(self) -> str:
-        return f"{self.chip} with libtpu {self.libtpu}, jax {self.jax} and flaxasync {self.flaxasync}"
+        return (
+            f"{self.chip} with libtpu {self.libtpu}, jax {self.jax} and flaxasync {self.flaxasync}"
+        )
 
 
 @contextlib.contextmanager
@@ -105,12 +114,15 @@ def is_assumed() -> bool:
 
 
 def state() -> tuple[Mode | None, str | None]:
-    """Returns the settings that decide which kernels are trusted, for the keys of caches: the mode and the variable."""
+    """Returns the settings that decide which kernels are trusted, for the keys of caches: the mode
+    and the variable.
+    """
     return _mode.get(), os.environ.get(VARIABLE)
 
 
 def key(op: str, backend: str, ring: Axes, kind: str | None = None) -> str:
-    """Returns the name of a verdict: op, backend, for what sends the class of the longest axis (1, 2 or 3+), and kind.
+    """Returns the name of a verdict: op, backend, for what sends the class of the longest axis (1,
+    2 or 3+), and kind.
 
     The kind is "int8" or "fp8" for products in 8 bits.
     """
@@ -120,35 +132,52 @@ def key(op: str, backend: str, ring: Axes, kind: str | None = None) -> str:
     return f"{op}/{backend}/{size if size < 3 else '3+'}" + (f"/{kind}" if kind else "")
 
 
-def lacking(evidence: Evidence, op: str, backend: str, ring: Axes, kinds: Collection[str] = ()) -> str | None:
-    """Returns the first verdict, by name, that a kernel lacks for a call; None if a call may take it.
+def lacking(
+    evidence: Evidence, op: str, backend: str, ring: Axes, kinds: Collection[str] = ()
+) -> str | None:
+    """Returns the first verdict, by name, that a kernel lacks for a call; None if a call may take
+    it.
 
-    `kinds` are the types of the call's products in 8 bits. "fused" multiplies them in its kernels and needs a verdict
-    of each. Other backends send what they are given.
+    `kinds` are the types of the call's products in 8 bits. "fused" multiplies them in its kernels
+    and needs a verdict of each. Other backends send what they are given.
     """
-    named = [key(op, backend, ring, kind) for kind in (None, *sorted(kinds if backend == "fused" else ()))]
+    named = [
+        key(op, backend, ring, kind)
+        for kind in (None, *sorted(kinds if backend == "fused" else ()))
+    ]
     return next((name for name in named if evidence.verdict(name) != PASSED), None)
 
 
 def call_key(op: str, ring: Axes, shapes: Sequence[Sequence[int]], itemsize: int) -> str:
-    """Returns the name under which times are stored: the op with its gradients at these shapes of one device."""
+    """Returns the name under which times are stored: the op with its gradients at these shapes of
+    one device.
+    """
     devices = ring if isinstance(ring, int) else "x".join(map(str, ring))
-    return f"{op} on {devices}: {' '.join('x'.join(map(str, shape)) for shape in shapes)} of {itemsize} bytes"
+    return (
+        f"{op} on {devices}: {' '.join('x'.join(map(str, shape)) for shape in shapes)} of "
+        f"{itemsize} bytes"
+    )
 
 
 def is_trusted(op: str, backend: str, chip: str, ring: Axes) -> bool:
-    """Says whether a call of `op` without a backend may take this one; the rules are those of the file's head."""
+    """Says whether a call of `op` without a backend may take this one; the rules are those of the
+    file's head.
+    """
     return is_assumed() or backend in PLAIN or lacking(known(chip), op, backend, ring) is None
 
 
 def known(chip: str) -> Evidence:
-    """Returns what is known about the kernels of a chip; several processes must all ask, and get the same answer.
+    """Returns what is known about the kernels of a chip; several processes must all ask, and get
+    the same answer.
 
-    The first question of each process waits for those of the others. A program in which one process asks alone should
-    call this in all of them, after `jax.distributed.initialize`. Nothing is exchanged about chips that are not
-    attached, on which nothing runs, outside of `trusting("verified")`.
+    The first question of each process waits for those of the others. A program in which one process
+    asks alone should call this in all of them, after `jax.distributed.initialize`. Nothing is
+    exchanged about chips that are not attached, on which nothing runs, outside of
+    `trusting("verified")`.
     """
-    if not agreement.has_several_processes() or not (_is_attached(chip) if _mode.get() is None else not is_assumed()):
+    if not agreement.has_several_processes() or not (
+        _is_attached(chip) if _mode.get() is None else not is_assumed()
+    ):
         return _known_here(chip)
     with _agreeing:
         if chip not in _agreed:
@@ -159,10 +188,18 @@ def known(chip: str) -> Evidence:
 
 
 def announce(
-    op: str, wanted: str, taken: str, chip: str, ring: Axes, *,
-    kinds: Collection[str] = (), faster: float | None = None,
-) -> None:  # fmt: skip
-    """Logs once that a call takes `taken`, because `wanted`, which is `faster` times as fast, is not trusted."""
+    op: str,
+    wanted: str,
+    taken: str,
+    chip: str,
+    ring: Axes,
+    *,
+    kinds: Collection[str] = (),
+    faster: float | None = None,
+) -> None:
+    """Logs once that a call takes `taken`, because `wanted`, which is `faster` times as fast, is
+    not trusted.
+    """
     several = agreement.has_several_processes()
     everywhere = " in every process" if several else ""
     command = f"`{COMMAND} --distributed`, started on every host," if several else f"`{COMMAND}`"
@@ -170,22 +207,29 @@ def announce(
     evidence = known(chip)
     if evidence.rule == "stored":
         missing = lacking(evidence, op, wanted, ring, kinds) or key(op, wanted, ring)
-        kind, found = missing.rpartition("/")[2], evidence.verdict(missing)
+        kind = missing.rpartition("/")[2]
+        found = evidence.verdict(missing)
         form = f" in {kind}" if kind in kinds else ""
         why = f"was {found or 'not verified' + everywhere}{form} on {Machine.here(chip)}"
     else:  # more verdicts would change nothing
         advice = "Naming it, or"
         none = os.environ.get(VARIABLE) == "none"
-        why = f"{VARIABLE}=none excludes" if none else "is not trusted because the processes did not agree"
+        why = (
+            f"{VARIABLE}=none excludes"
+            if none
+            else "is not trusted because the processes did not agree"
+        )
     gain = f"; it is predicted to be {faster:.2f} times as fast" if faster is not None else ""
     say_once(
-        f"{op} takes {taken!r} and not {wanted!r}, which {why}{gain}. {advice} {VARIABLE}=all{everywhere}, takes it "
+        f"{op} takes {taken!r} and not {wanted!r}, which {why}{gain}. {advice} "
+        f"{VARIABLE}=all{everywhere}, takes it "
         "unverified"
     )
 
 
 def read(machine: Machine) -> dict[str, dict]:
-    """Returns the stored "verdicts", {`key`: {case: verdict}}, and "times", {`call_key`: {backend: seconds}}.
+    """Returns the stored "verdicts", {`key`: {case: verdict}}, and "times", {`call_key`: {backend:
+    seconds}}.
 
     Why a file is not used is said once.
     """
@@ -203,7 +247,10 @@ def read(machine: Machine) -> dict[str, dict]:
             why = f"they are not in format {FORMAT} of this version"
         elif content.get("machine") != dataclasses.asdict(machine):
             why = f"they are of another machine or version, not of {machine}"
-        elif not (_is_table(content.get("verdicts"), _is_text) and _is_table(content.get("times"), _is_time)):
+        elif not (
+            _is_table(content.get("verdicts"), _is_text)
+            and _is_table(content.get("times"), _is_time)
+        ):
             why = "the file is damaged"
         else:
             return content
@@ -212,11 +259,15 @@ def read(machine: Machine) -> dict[str, dict]:
 
 
 def record(
-    machine: Machine, verdicts: Mapping[str, Mapping[str, str]], times: Mapping[str, Mapping[str, float]] = {}
+    machine: Machine,
+    verdicts: Mapping[str, Mapping[str, str]],
+    times: Mapping[str, Mapping[str, float]] = {},
 ) -> pathlib.Path | None:
-    """Adds verdicts and times, as `read` returns them, replacing earlier ones of the same cases and calls.
+    """Adds verdicts and times, as `read` returns them, replacing earlier ones of the same cases and
+    calls.
 
-    Returns the file; None where it cannot be written, or `VARIABLE` names a file of another machine, which is said.
+    Returns the file; None where it cannot be written, or `VARIABLE` names a file of another
+    machine, which is said.
     """
     file = machine.file
     try:
@@ -232,13 +283,18 @@ def record(
         file.parent.mkdir(parents=True, exist_ok=True)
         _replace(file, json.dumps(content, indent=1, sort_keys=True))
     except OSError as error:
-        say_once(f"the verdicts cannot be stored, so these kernels stay untrusted: {error}; {VARIABLE} names a file")
+        say_once(
+            f"the verdicts cannot be stored, so these kernels stay untrusted: {error}; {VARIABLE} "
+            "names a file"
+        )
         return None
     return file
 
 
 def _replace(file: pathlib.Path, text: str) -> None:
-    """Writes a file at once, and removes what a process that was killed has left of an earlier attempt."""
+    """Writes a file at once, and removes what a process that was killed has left of an earlier
+    attempt.
+    """
     for left in file.parent.glob(f".{glob.escape(file.name)}.*.part"):
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             if time.time() - left.stat().st_mtime > _UNFINISHED_SECONDS:
@@ -266,7 +322,9 @@ def digest_of_sources() -> str:
     package = pathlib.Path(__file__).parents[1]
     digest = hashlib.sha256()
     for file in sorted(file for pattern in SOURCES for file in package.glob(pattern)):
-        digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+        digest.update(
+            file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes() + b"\0"
+        )
     return digest.hexdigest()[:16]
 
 
@@ -274,7 +332,8 @@ def digest_of_sources() -> str:
 def version(package: str) -> str:
     """Returns the version of a package, "none" where it is not installed as one."""
     if package == "flaxasync":
-        return str(sys.modules["flaxasync"].__version__)  # installed from a checkout, its metadata can be older
+        # installed from a checkout, its metadata can be older
+        return str(sys.modules["flaxasync"].__version__)
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -282,14 +341,19 @@ def version(package: str) -> str:
 
 
 def _agree(chip: str) -> tuple[Evidence, str]:
-    """Returns what all processes agree on about the kernels of a chip, and why that is less than they know, or ""."""
+    """Returns what all processes agree on about the kernels of a chip, and why that is less than
+    they know, or "".
+    """
     own = _known_here(chip)
-    settings = {VARIABLE: os.environ.get(VARIABLE) or "not set"} | dataclasses.asdict(Machine.here(chip))
+    settings = {VARIABLE: os.environ.get(VARIABLE) or "not set"} | dataclasses.asdict(
+        Machine.here(chip)
+    )
     try:
         said = json.dumps(dataclasses.asdict(own) | {"settings": settings})
         texts = agreement.exchange(f"kernels of {chip}", said, LIMIT)
     except agreement.MeetingError as error:
-        # What another process set is not known. Without a coordinator the variable is the only way to trust a kernel.
+        # What another process set is not known. Without a coordinator the variable is the only way
+        # to trust a kernel.
         follows = isinstance(error, agreement.NoCoordinatorError) and own.rule != "stored"
         lack = f"each follows its own {VARIABLE}" if follows else "no kernel is trusted"
         evidence = Evidence(own.rule if follows else "none")
@@ -298,7 +362,9 @@ def _agree(chip: str) -> tuple[Evidence, str]:
 
 
 def _is_attached(chip: str) -> bool:
-    """Says whether the devices are TPUs of this name, or of this kind where the table of chips lacks them."""
+    """Says whether the devices are TPUs of this name, or of this kind where the table of chips
+    lacks them.
+    """
     if jax.default_backend() != "tpu":
         return False
     kind = jax.devices()[0].device_kind
@@ -318,7 +384,8 @@ def _known_here(chip: str) -> Evidence:
         return Evidence("all" if override == "all" else "none")
     machine = Machine.here(chip)
     if not override and machine.libtpu == "none":
-        return Evidence("stored")  # the library of the chip has no version that would tell its verdicts from another's
+        # the library of the chip has no version that would tell its verdicts from another's
+        return Evidence("stored")
     stored = read(machine)
     verdicts: dict[str, str] = {}
     for name, cases in stored["verdicts"].items():

@@ -1,8 +1,11 @@
-"""Look-up and cross-entropy over a vocabulary that is split over a mesh axis, for use inside `jax.shard_map`.
+"""Look-up and cross-entropy over a vocabulary that is split over a mesh axis, for use inside
+`jax.shard_map`.
 
-Device i of R on `axis_name` holds entries i * V/R .. (i + 1) * V/R. No device holds the whole table, or whole logits.
+Device i of R on `axis_name` holds entries i * V/R .. (i + 1) * V/R. No device holds the whole
+table, or whole logits.
 
-Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019).
+Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+  Parallelism" (2019).
 """
 
 import dataclasses
@@ -40,8 +43,8 @@ def lookup_all_reduce(
     dtable     = one_hot(ids).T @ dy                       summed in float32
     ```
 
-    Ids outside of the vocabulary, `entries` and what is saved are as in `lookup_reduce_scatter`. `dtype` is that of y;
-    that of the table by default.
+    Ids outside of the vocabulary, `entries` and what is saved are as in `lookup_reduce_scatter`.
+    `dtype` is that of y; that of the table by default.
     """
     rows = _own_rows(axis_name, *vary_alike((ids, table), axis_name))
     y = lax.psum(rows.astype(table.dtype if dtype is None else dtype), axis_name)
@@ -56,7 +59,8 @@ def lookup_reduce_scatter(
     entries: int | None = None,
     backend: str | None = None,
 ) -> Float[Array, "*batch m d"]:
-    """Looks all rows up in the devices' shares of the table, and leaves each device with its own rows.
+    """Looks all rows up in the devices' shares of the table, and leaves each device with its own
+    rows.
 
     ```
     ids    [..., R*m]     the same on every device of axis_name
@@ -67,10 +71,11 @@ def lookup_reduce_scatter(
     dtable     = one_hot(ids).T @ all_gather(dy)           summed in float32
     ```
 
-    Only one device adds something other than zeros to a row, so the sum is exact in any dtype. An id outside
-    0 .. entries-1 gives a row of NaN, and adds nothing to dtable; `entries` is V by default, and less where the last
-    entries pad the table. Saved for the backward pass are ids and table as they were given. The backends are "none"
-    (one reduce-scatter), and "xla" (the default), "pallas" and "stateful", the rings of `flaxasync.all_gather_matmul`.
+    Only one device adds something other than zeros to a row, so the sum is exact in any dtype. An
+    id outside 0 .. entries-1 gives a row of NaN, and adds nothing to dtable; `entries` is V by
+    default, and less where the last entries pad the table. Saved for the backward pass are ids and
+    table as they were given. The backends are "none" (one reduce-scatter), and "xla" (the default),
+    "pallas" and "stateful", the rings of `flaxasync.all_gather_matmul`.
     """
     size = mapped_axis_size("lookup_reduce_scatter", axis_name)
     ring = decide("lookup_reduce_scatter", backend, ring=size).ring(axis_name)
@@ -87,7 +92,9 @@ def _entries(table: Array, axis_name: str, entries: int | None) -> int:
 
 
 def _mark_absent(y: Array, ids: Array, entries: int) -> Array:
-    """Returns rows y [..., d] with NaN for the ids [...] that are not in a vocabulary of so many entries."""
+    """Returns rows y [..., d] with NaN for the ids [...] that are not in a vocabulary of so many
+    entries.
+    """
     absent = jnp.array(jnp.nan, y.dtype)
     return jnp.where(_is_present(ids, entries)[..., None], y, absent)
 
@@ -104,14 +111,18 @@ def _in_32_bits(ids: Array) -> Array:
 
 
 def _addend(ids: Array, table: Array, axis_name: str) -> Array:
-    """Returns this device's own entries among the rows of `ids`, and zeros for those of other devices."""
+    """Returns this device's own entries among the rows of `ids`, and zeros for those of other
+    devices.
+    """
     local, mine = _local_ids(ids, table.shape[0], axis_name)
     rows = table.at[local].get(out_sharding=P(*(None,) * (local.ndim + 1)))
     return jnp.where(mine[..., None], rows, jnp.zeros((), table.dtype))
 
 
 def _add_rows(dtable: Array, ids: Array, dy: Array, axis_name: str) -> Array:
-    """Adds the rows dy [..., s, d] to this device's entries that `ids` [..., s] name, in the dtype of dtable."""
+    """Adds the rows dy [..., s, d] to this device's entries that `ids` [..., s] name, in the dtype
+    of dtable.
+    """
     local, mine = _local_ids(ids, dtable.shape[0], axis_name)
     return dtable.at[local].add(jnp.where(mine[..., None], dy.astype(dtable.dtype), 0))
 
@@ -144,14 +155,20 @@ def _lookup_reduce_scatter(ring: Ring, ids: Array, table: Array) -> Array:
         return _addend(lax.dynamic_slice_in_dim(ids, row, count, axis=-1), table, ring.axis_name)
 
     with jax.named_scope("vocab_parallel_lookup"):
-        return ring_reduce(ring, ids.shape[-1] // lax.axis_size(ring.axis_name), produce, table.dtype)
+        return ring_reduce(
+            ring, ids.shape[-1] // lax.axis_size(ring.axis_name), produce, table.dtype
+        )
 
 
-def _lookup_reduce_scatter_fwd(ring: Ring, ids: Array, table: Array) -> tuple[Array, tuple[Array, Array]]:
+def _lookup_reduce_scatter_fwd(
+    ring: Ring, ids: Array, table: Array
+) -> tuple[Array, tuple[Array, Array]]:
     return _lookup_reduce_scatter(ring, ids, table), (ids, table)
 
 
-def _lookup_reduce_scatter_bwd(ring: Ring, saved: tuple[Array, Array], dy: Array) -> tuple[None, Array]:
+def _lookup_reduce_scatter_bwd(
+    ring: Ring, saved: tuple[Array, Array], dy: Array
+) -> tuple[None, Array]:
     ids, table = saved
 
     def add(block: Array, row: Index, dtable: Array) -> Array:
@@ -172,9 +189,11 @@ class LossOptions:
     """What a cross-entropy adds to that of the targets. Hashable: it is a static argument."""
 
     ignore: int | None = None  # the target of rows whose loss is 0; None for none
-    label_smoothing: float = 0.0  # the share of the target distribution that is spread over all entries equally
+    # the share of the target distribution that is spread over all entries equally
+    label_smoothing: float = 0.0
     z_loss: float = 0.0  # the factor of log(sum(exp(logits)))**2, which keeps logits near zero
-    vocab_size: int | None = None  # the entries that exist; later ones, which pad the vocabulary, are left out
+    # the entries that exist; later ones, which pad the vocabulary, are left out
+    vocab_size: int | None = None
 
 
 def cross_entropy(
@@ -183,7 +202,8 @@ def cross_entropy(
     axis_name: str,
     options: LossOptions = LossOptions(),
 ) -> Float[Array, "*batch"]:
-    """Returns the softmax cross-entropy of each row, in nats, from this device's share of the logits.
+    """Returns the softmax cross-entropy of each row, in nats, from this device's share of the
+    logits.
 
     ```
     logits   [..., V/R]   this device's entries
@@ -196,12 +216,13 @@ def cross_entropy(
     dlogits          = (softmax(logits) * (1 + 2 z (lse + max)) - (1 - s) * one_hot(target) - s/V) * dloss
     ```
 
-    The maximum is subtracted from all logits before anything else is computed, and is never added again, except for
-    the z-loss: a constant that is added to all logits changes neither the loss nor its gradient. A target outside
-    0 .. V-1 that is not `ignore` makes the loss of its row, and the gradient of its logits, NaN.
+    The maximum is subtracted from all logits before anything else is computed, and is never added
+    again, except for the z-loss: a constant that is added to all logits changes neither the loss
+    nor its gradient. A target outside 0 .. V-1 that is not `ignore` makes the loss of its row, and
+    the gradient of its logits, NaN.
 
-    It is computed in float32, or in float64 where the logits are float64. Saved for the backward pass are the logits as
-    they were given, and two numbers a row.
+    It is computed in float32, or in float64 where the logits are float64. Saved for the backward
+    pass are the logits as they were given, and two numbers a row.
     """
     axes = jax.typeof(logits).mat.varying
     return _cross_entropy(axis_name, options, logits, cast_to_varying(targets, axes - {axis_name}))
@@ -220,14 +241,17 @@ def _cross_entropy_fwd(
         scores = logits.astype(accumulator_dtype(logits))
         if exists is not None:
             scores = jnp.where(exists, scores, jnp.finfo(scores.dtype).min)
-        # The maximum has no gradient: it cancels. pmax has none at all, and a second derivative would ask for it.
+        # The maximum has no gradient: it cancels. pmax has none at all, and a second derivative
+        # would ask for it.
         highest = lax.pmax(lax.stop_gradient(jnp.max(scores, axis=-1)), axis_name)
         below = scores - highest[..., None]
         local, mine = _local_ids(targets, logits.shape[-1], axis_name)
         at_target = jnp.take_along_axis(below, local[..., None], axis=-1)[..., 0]
         shares = [jnp.sum(jnp.exp(below), axis=-1), jnp.where(mine, at_target, 0)]
         if options.label_smoothing:
-            shares.append(jnp.sum(below if exists is None else jnp.where(exists, below, 0), axis=-1))
+            shares.append(
+                jnp.sum(below if exists is None else jnp.where(exists, below, 0), axis=-1)
+            )
         sum_exp, at_target, *sums = lax.psum(shares, axis_name)
         log_sum_exp = jnp.log(sum_exp)
         loss = log_sum_exp - (1 - options.label_smoothing) * at_target
@@ -247,8 +271,8 @@ def _cross_entropy_bwd(
 ) -> tuple[Array, None]:
     logits, targets, highest, log_sum_exp = saved
     if axis_name not in jax.typeof(logits).mat.varying:
-        # Under check_vma=False no type says that the loss is the same everywhere, and each device gets a share of
-        # dloss.
+        # Under check_vma=False no type says that the loss is the same everywhere, and each device
+        # gets a share of dloss.
         dloss = lax.psum(dloss, axis_name)
     exists, count = _existing(axis_name, options, logits)
     local, mine = _local_ids(targets, logits.shape[-1], axis_name)
@@ -258,7 +282,9 @@ def _cross_entropy_bwd(
     gradient = jnp.exp(below - log_sum_exp[..., None])
     if options.z_loss:
         gradient *= 1 + 2 * options.z_loss * (highest + log_sum_exp)[..., None]
-    gradient -= (1 - options.label_smoothing) * hit.astype(dloss.dtype) + options.label_smoothing / count
+    gradient -= (1 - options.label_smoothing) * hit.astype(
+        dloss.dtype
+    ) + options.label_smoothing / count
     if exists is not None:
         gradient = jnp.where(exists, gradient, 0)
     dloss = _per_target(dloss, targets, count, options)
@@ -266,7 +292,9 @@ def _cross_entropy_bwd(
 
 
 def _per_target(value: Array, targets: Array, count: int, options: LossOptions) -> Array:
-    """Returns a value of each row [...], NaN for targets that are no entry, and 0 for those that are ignored."""
+    """Returns a value of each row [...], NaN for targets that are no entry, and 0 for those that
+    are ignored.
+    """
     value = jnp.where(_is_present(targets, count), value, jnp.nan)
     if options.ignore is None:
         return value
@@ -277,7 +305,9 @@ _cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
 def _existing(axis_name: str, options: LossOptions, logits: Array) -> tuple[Array | None, int]:
-    """Returns which of this device's entries are in the vocabulary (None for all), and how many are in it in total."""
+    """Returns which of this device's entries are in the vocabulary (None for all), and how many are
+    in it in total.
+    """
     entries = logits.shape[-1]
     whole = entries * lax.axis_size(axis_name)
     count = whole if options.vocab_size is None else options.vocab_size
@@ -287,7 +317,9 @@ def _existing(axis_name: str, options: LossOptions, logits: Array) -> tuple[Arra
 
 
 def _local_ids(ids: Array, entries: int, axis_name: str) -> tuple[Array, Array]:
-    """Returns the positions of `ids` in this device's share, 0 for those outside of it, and whether they are inside."""
+    """Returns the positions of `ids` in this device's share, 0 for those outside of it, and whether
+    they are inside.
+    """
     wide = _in_32_bits(ids)
     local = wide - (lax.axis_index(axis_name) * entries).astype(wide.dtype)
     mine = (local >= 0) & (local < entries)

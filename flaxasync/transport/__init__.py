@@ -1,7 +1,9 @@
-"""Moves one block to a neighbour: a start begins the transfer, compute runs meanwhile, and a done waits for the end.
+"""Moves one block to a neighbour: a start begins the transfer, compute runs meanwhile, and a done
+waits for the end.
 
-The pairs of a start and a done are public (`flaxasync.ppermute_start`, `flaxasync.ppermute_done` and others). Every
-ring uses the same transfers through the implementations of `flaxasync.ring.Transport`.
+The pairs of a start and a done are public (`flaxasync.ppermute_start`, `flaxasync.ppermute_done`
+and others). Every ring uses the same transfers through the implementations of
+`flaxasync.ring.Transport`.
 
 ```
 permute    the public permute on values, and the table from the names of backends to transports

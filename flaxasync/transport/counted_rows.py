@@ -1,15 +1,16 @@
-"""As many rows of a block as there are, sent to another device of an axis, as a start/done pair. TPU only.
+"""As many rows of a block as there are, sent to another device of an axis, as a start/done pair.
+TPU only.
 
 ```
 x    (counts [1, 128], rows [m, ..], ...)  ->  y (rows [m, ..], ...)      of one device to the one `shift` onward
 ```
 
-The counts are how many rows of each array this device sends, and how many it receives: the first ones. They are copied
-in chunks, one after the other, so that what crosses the links follows the counts though shapes are static. What y has
-behind the last chunk is undefined.
+The counts are how many rows of each array this device sends, and how many it receives: the first
+ones. They are copied in chunks, one after the other, so that what crosses the links follows the
+counts though shapes are static. What y has behind the last chunk is undefined.
 
-Both ends know both numbers, so a device waits for as many chunks as its sender sends. The start waits, as that of a
-permute does, until the receiver has entered it.
+Both ends know both numbers, so a device waits for as many chunks as its sender sends. The start
+waits, as that of a permute does, until the receiver has entered it.
 """
 
 import functools
@@ -25,7 +26,9 @@ from jax.experimental.pallas import tpu as pltpu
 from flaxasync.transport.pair import Future, Pair, Ref, Scalar, Semaphore
 from flaxasync.transport.pallas import enter, send
 
-CHUNK, LANES = 128, 128  # rows of a copy, of which m is a multiple; counts that there can be
+# rows of a copy, of which m is a multiple; counts that there can be
+CHUNK = 128
+LANES = 128
 
 
 @functools.cache
@@ -34,7 +37,8 @@ def pair(axis_name: str, shift: int) -> Pair:
 
     def start_body(counts_ref: Ref, *refs: Ref) -> None:
         *arrays, send_sem, recv_sem = refs
-        xs, ys = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
+        xs = arrays[: len(arrays) // 2]
+        ys = arrays[len(arrays) // 2 :]
 
         def start(counts: Ref) -> None:
             for number, (x_ref, y_ref) in enumerate(zip(xs, ys, strict=True)):
@@ -51,17 +55,26 @@ def pair(axis_name: str, shift: int) -> Pair:
 
 
 def start(
-    axis_name: str, shift: int, arrays: Sequence[Array], sent: Sequence[Scalar], received: Sequence[Scalar]
+    axis_name: str,
+    shift: int,
+    arrays: Sequence[Array],
+    sent: Sequence[Scalar],
+    received: Sequence[Scalar],
 ) -> tuple[Any, Future]:
-    """Begins to send the first `sent` rows of each array; `received` of the device `shift` behind will arrive."""
-    counts = jnp.stack([jnp.int32(count) for both in zip(sent, received, strict=True) for count in both])
+    """Begins to send the first `sent` rows of each array; `received` of the device `shift` behind
+    will arrive.
+    """
+    counts = jnp.stack(
+        [jnp.int32(count) for both in zip(sent, received, strict=True) for count in both]
+    )
     counts = jnp.pad(counts[None], ((0, 0), (0, LANES - counts.size)))
     return pair(axis_name, shift % lax.axis_size(axis_name)).start((counts, *arrays))
 
 
 def _wait(counts_ref: Ref, *refs: Ref) -> None:
     *arrays, send_sem, recv_sem = refs
-    xs, ys = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
+    xs = arrays[: len(arrays) // 2]
+    ys = arrays[len(arrays) // 2 :]
 
     def wait(counts: Ref) -> None:
         _wait_for_chunks(xs, [counts[0, 2 * i] for i in range(len(xs))], send_sem)

@@ -1,25 +1,29 @@
-"""All-gather and all-to-all as start/done pairs in which every device sends to every other one directly. TPU only.
+"""All-gather and all-to-all as start/done pairs in which every device sends to every other one
+directly. TPU only.
 
 ```
 all_gather     x [.., n, ..]     ->  y [.., R n, ..]    block d of y is the x of device d
 all_to_all     x [.., R n, ..]   ->  y [R, .., n, ..]   y[d] is the block of device d's x that belongs to this device
 ```
 
-A reduce-scatter is an all-to-all whose blocks the receiver adds up. A ring would send fewer bytes over each link:
-(R - 1) / 2 blocks in each direction where these send about R^2 / 8. But every hop of a ring is work for the core, which
-starts the next one, while these are one start and one done, and the core is free between them. They are for transfers
-that have long to finish, on rings of few devices.
+A reduce-scatter is an all-to-all whose blocks the receiver adds up. A ring would send fewer bytes
+over each link: (R - 1) / 2 blocks in each direction where these send about R^2 / 8. But every hop
+of a ring is work for the core, which starts the next one, while these are one start and one done,
+and the core is free between them. They are for transfers that have long to finish, on rings of few
+devices.
 
-A device sends to its nearest neighbours first. In the simulator, which sends one transfer at a time over each link of a
-chip, the farthest first takes 1.4 times as long on closed rings of four v5e, and 1.3 times on rings of eight.
+A device sends to its nearest neighbours first. In the simulator, which sends one transfer at a time
+over each link of a chip, the farthest first takes 1.4 times as long on closed rings of four v5e,
+and 1.3 times on rings of eight.
 
-The start waits until all other devices of the axis have entered it, because all of them write here. Block d of y is
-written by device d alone, and this device's own block by a local copy.
+The start waits until all other devices of the axis have entered it, because all of them write here.
+Block d of y is written by device d alone, and this device's own block by a local copy.
 
-All starts of a kind on an axis share one barrier. A fast device may already signal the next start while a slow device
-has not yet signalled this one, and a third device may count the first signal for the second. That is harmless. The
-first device that leaves a start has counted R - 1 signals, which all belong to this start, because no device has
-signalled the next one yet. So every device has entered a start before any device signals the next one.
+All starts of a kind on an axis share one barrier. A fast device may already signal the next start
+while a slow device has not yet signalled this one, and a third device may count the first signal
+for the second. That is harmless. The first device that leaves a start has counted R - 1 signals,
+which all belong to this start, because no device has signalled the next one yet. So every device
+has entered a start before any device signals the next one.
 """
 
 import functools
@@ -34,11 +38,15 @@ from jax.experimental.pallas import tpu as pltpu
 from flaxasync.mesh import device_at
 from flaxasync.transport.pair import Pair, Ref, Scalar, Semaphore
 
-LANES, SUBLANE_BYTES = 128, 32  # of a tile in HBM: 8 rows of 32 bits, or more rows of fewer bits
+# of a tile in HBM: 8 rows of 32 bits, or more rows of fewer bits
+LANES = 128
+SUBLANE_BYTES = 32
 
 
 def in_whole_tiles(block: jax.Array | jax.ShapeDtypeStruct, dim: int) -> bool:
-    """Returns whether blocks that lie side by side along `dim` begin and end at the borders of tiles in HBM."""
+    """Returns whether blocks that lie side by side along `dim` begin and end at the borders of
+    tiles in HBM.
+    """
     if block.ndim < 2 or block.size == 0:
         return False
     if dim == block.ndim - 1:
@@ -48,17 +56,33 @@ def in_whole_tiles(block: jax.Array | jax.ShapeDtypeStruct, dim: int) -> bool:
 
 @functools.cache
 def all_gather(axis_name: str, size: int, dim: int) -> Pair:
-    """Returns the pair that gathers blocks along `dim` over the devices of an axis, of which there are `size`."""
+    """Returns the pair that gathers blocks along `dim` over the devices of an axis, of which there
+    are `size`.
+    """
     block = functools.partial(_block, size, dim)
-    return _pair("all_gather", axis_name, size, lambda x, _: x, block, lambda x: jnp.concatenate([x] * size, dim))
+    return _pair(
+        "all_gather",
+        axis_name,
+        size,
+        lambda x, _: x,
+        block,
+        lambda x: jnp.concatenate([x] * size, dim),
+    )
 
 
 @functools.cache
 def all_to_all(axis_name: str, size: int, dim: int) -> Pair:
-    """Returns the pair that sends block d along `dim` to device d of an axis that has `size` devices."""
+    """Returns the pair that sends block d along `dim` to device d of an axis that has `size`
+    devices.
+    """
     block = functools.partial(_block, size, dim)
     return _pair(
-        "all_to_all", axis_name, size, block, lambda y, me: y.at[me], lambda x: jnp.stack(jnp.split(x, size, dim))
+        "all_to_all",
+        axis_name,
+        size,
+        block,
+        lambda y, me: y.at[me],
+        lambda x: jnp.stack(jnp.split(x, size, dim)),
     )
 
 
@@ -76,11 +100,14 @@ def _pair(
     target: Callable[[Ref, Scalar], Ref],
     out: Callable[[jax.Array], jax.Array],
 ) -> Pair:
-    """Returns the pair that sends `source(x_ref, device)` to `target(y_ref, me)` on each device, this one included."""
+    """Returns the pair that sends `source(x_ref, device)` to `target(y_ref, me)` on each device,
+    this one included.
+    """
 
     def start_body(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
         me = lax.axis_index(axis_name)
-        others = sorted(range(1, size), key=lambda hop: min(hop, size - hop))  # the nearest first; see above
+        # the nearest first; see above
+        others = sorted(range(1, size), key=lambda hop: min(hop, size - hop))
         barrier = pltpu.get_barrier_semaphore(f"flaxasync.{name} {axis_name}")
         with jax.named_scope("enter"):
             for hop in others:
@@ -90,7 +117,9 @@ def _pair(
             for hop in others:
                 there = device_at(axis_name, hop)
                 block = source(x_ref, there[axis_name])
-                pltpu.make_async_remote_copy(block, target(y_ref, me), send_sem, recv_sem, device_id=there).start()
+                pltpu.make_async_remote_copy(
+                    block, target(y_ref, me), send_sem, recv_sem, device_id=there
+                ).start()
             pltpu.make_async_copy(source(x_ref, me), target(y_ref, me), recv_sem).start()
 
     def done_body(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:

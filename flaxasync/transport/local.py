@@ -1,4 +1,5 @@
-"""Copies within one device as start/done pairs, which prefetch what is needed next during other compute. TPU only.
+"""Copies within one device as start/done pairs, which prefetch what is needed next during other
+compute. TPU only.
 
 ```
 copy_start   x [...]       y [...]        all of x, into HBM or VMEM
@@ -23,7 +24,8 @@ def copy_start(x: jax.Array, *, memory_space: Any = pltpu.HBM) -> tuple[jax.Arra
       `(x, future)`: the x to use from here on, and what `copy_done` needs.
 
     Raises:
-      NotImplementedError: The mesh is not made of TPUs, or TPU DMAs cannot move arrays of this dtype or shape.
+      NotImplementedError: The mesh is not made of TPUs, or TPU DMAs cannot move arrays of this
+        dtype or shape.
     """
     check_tpu("copy_start", "x + 0, which XLA schedules by itself")
     return _copy(memory_space).start(x)
@@ -46,11 +48,14 @@ def slice_start(x: jax.Array, index: Scalar) -> tuple[jax.Array, Future]:
 
     Raises:
       ValueError: x has fewer than two dimensions.
-      NotImplementedError: The mesh is not made of TPUs, or TPU DMAs cannot move arrays of this dtype or shape.
+      NotImplementedError: The mesh is not made of TPUs, or TPU DMAs cannot move arrays of this
+        dtype or shape.
     """
     check_tpu("slice_start", "lax.dynamic_index_in_dim, which XLA schedules by itself")
     if x.ndim < 2:
-        raise ValueError(f"slice_start needs an array of two dimensions or more: got {x.dtype}{list(x.shape)}")
+        raise ValueError(
+            f"slice_start needs an array of two dimensions or more: got {x.dtype}{list(x.shape)}"
+        )
     return _SLICE.start(x, index)
 
 
@@ -66,7 +71,9 @@ def slice_done(x: jax.Array, future: Future) -> jax.Array:
 def _pair_of(future: Future, name: str) -> Pair:
     if not isinstance(future, Future) or future.pair.name != name:
         got = future.pair.name if isinstance(future, Future) else type(future).__name__
-        raise ValueError(f"{name}_done needs the future that {name}_start returned: got one of {got}")
+        raise ValueError(
+            f"{name}_done needs the future that {name}_start returned: got one of {got}"
+        )
     return future.pair
 
 
@@ -86,7 +93,8 @@ def _start_slice(index_ref: Ref, x_ref: Ref, y_ref: Ref, sem: Semaphore) -> None
 
 
 def _wait_slice(x_ref: Ref, y_ref: Ref, sem: Semaphore) -> None:
-    pltpu.make_async_copy(x_ref.at[0], y_ref, sem).wait()  # any row will do: a wait takes only the number of bytes
+    # any row will do: a wait takes only the number of bytes
+    pltpu.make_async_copy(x_ref.at[0], y_ref, sem).wait()
 
 
 _SLICE = Pair("slice", _start_slice, _wait_slice, out=lambda x: x[0])

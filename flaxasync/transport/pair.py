@@ -1,18 +1,22 @@
-"""A start/done pair built from two kernel bodies: one begins a transfer and returns, the other waits for it.
+"""A start/done pair built from two kernel bodies: one begins a transfer and returns, the other
+waits for it.
 
-The two are `pallas_call`s on one TPU core, and whatever XLA schedules between them runs while the transfer is under
-way. XLA sees arrays; it does not know about the transfer that reads one of them and writes another. The form of the
-two calls, which is the same for every pair, keeps XLA from touching their memory:
+The two are `pallas_call`s on one TPU core, and whatever XLA schedules between them runs while the
+transfer is under way. XLA sees arrays; it does not know about the transfer that reads one of them
+and writes another. The form of the two calls, which is the same for every pair, keeps XLA from
+touching their memory:
 
-* The source is aliased through the start and is an operand of the done, so its memory stays alive and unchanged until
-  the done.
-* The destination is created by the start and aliased through the done, so nothing else uses it before the done.
+* The source is aliased through the start and is an operand of the done, so its memory stays alive
+  and unchanged until the done.
+* The destination is created by the start and aliased through the done, so nothing else uses it
+  before the done.
 * Both are in HBM, as `pltpu.HBM` outputs. XLA would put `pl.ANY` outputs into VMEM if they fit.
-* The calls have side effects, so they are not merged. They are also not removed, except with a whole loop whose result
-  nothing uses.
+* The calls have side effects, so they are not merged. They are also not removed, except with a
+  whole loop whose result nothing uses.
 
-Two rules remain for the caller. A loop that carries a `Future` needs two turns in its body (`check_unroll` of
-`flaxasync.transport.pallas`), and `Future.buffer` must not be read. docs/async.md shows how each case is compiled.
+Two rules remain for the caller. A loop that carries a `Future` needs two turns in its body
+(`check_unroll` of `flaxasync.transport.pallas`), and `Future.buffer` must not be read.
+docs/async.md shows how each case is compiled.
 """
 
 import dataclasses
@@ -39,7 +43,9 @@ _MOVED = "8, 16 and 32 bit integers, bfloat16, float32 and the floats below 16 b
 
 
 class Aval(NamedTuple):
-    """What a future remembers about an array of its x. The axes are the mesh axes over which x varies."""
+    """What a future remembers about an array of its x. The axes are the mesh axes over which x
+    varies.
+    """
 
     shape: tuple[int, ...]
     dtype: jnp.dtype
@@ -51,22 +57,29 @@ class Aval(NamedTuple):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["semaphores", "buffer"], meta_fields=["pair", "avals"]
+    jax.tree_util.register_dataclass,
+    data_fields=["semaphores", "buffer"],
+    meta_fields=["pair", "avals"],
 )
 @dataclasses.dataclass(eq=False)
 class Future:
-    """A transfer under way. It is a pytree of arrays, so it passes through `fori_loop`, `scan` and `cond`."""
+    """A transfer under way. It is a pytree of arrays, so it passes through `fori_loop`, `scan` and
+    `cond`.
+    """
 
     semaphores: tuple[Semaphore, ...]  # they count the bytes that the transfer has read and written
-    buffer: Arrays  # the memory that is being written; it must not be read: `done` returns it with the result
+    # the memory that is being written; it must not be read: `done` returns it with the result
+    buffer: Arrays
     pair: "Pair"
     avals: tuple[Aval, ...]  # the types of the arrays of the x that belongs to the future
-    done_in: list[Any] = dataclasses.field(default_factory=list, init=False, repr=False)  # traces that waited for it
+    # traces that waited for it
+    done_in: list[Any] = dataclasses.field(default_factory=list, init=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A start and a done. Create it once, not in each call, because it is part of the type of its futures.
+    """A start and a done. Create it once, not in each call, because it is part of the type of its
+    futures.
 
     ```python
     def begin(x_ref, y_ref, sem):
@@ -82,40 +95,49 @@ class Pair:
     y = first_row.done(x, future)
     ```
 
-    `start_body(*scalars, x_ref, y_ref, *semaphores)` starts every transfer and waits for none. Scalars are refs [1] in
-    SMEM. `done_body(x_ref, y_ref, *semaphores)` waits until x_ref has been read and y_ref has been written. A wait
-    takes only the number of bytes from its refs.
+    `start_body(*scalars, x_ref, y_ref, *semaphores)` starts every transfer and waits for none.
+    Scalars are refs [1] in SMEM. `done_body(x_ref, y_ref, *semaphores)` waits until x_ref has been
+    read and y_ref has been written. A wait takes only the number of bytes from its refs.
 
-    Both x and y may be pytrees of arrays, such as tuples. The bodies then get the refs of all arrays of x, in the order
-    of `jax.tree.leaves`, and after those the refs of y.
+    Both x and y may be pytrees of arrays, such as tuples. The bodies then get the refs of all
+    arrays of x, in the order of `jax.tree.leaves`, and after those the refs of y.
     """
 
     name: str  # the two kernels are called name_start and name_done
     start_body: Callable[..., None]
     done_body: Callable[..., None]
-    out: Callable[[Any], Arrays] = lambda x: x  # x -> y, which is traced only for the shapes and dtypes of y
+    # x -> y, which is traced only for the shapes and dtypes of y
+    out: Callable[[Any], Arrays] = lambda x: x
     semaphores: int = 1  # DMA semaphores that the two kernels share
     memory_space: Any = pltpu.HBM  # of y; `pltpu.VMEM` for something that fits and is used next
-    collective_id: int | None = None  # of the barrier that start_body uses, if it uses one without a tag
+    # of the barrier that start_body uses, if it uses one without a tag
+    collective_id: int | None = None
     remote: bool = False  # whether start_body sends to another device
-    elementwise: bool = False  # whether the bodies move any x alike, to a y like it; `jax.vmap` moves a batch at once
+    # whether the bodies move any x alike, to a y like it; `jax.vmap` moves a batch at once
+    elementwise: bool = False
 
     def start(self, x: Arrays, *scalars: Scalar) -> tuple[Any, Future]:
         """Begins the transfer from x; the scalars are int32, for start_body.
 
         Returns:
-          `(x, future)`: the x to use from here on, and what `done` needs. Code that goes on using the x that was passed
-          in makes XLA copy it.
+          `(x, future)`: the x to use from here on, and what `done` needs. Code that goes on using
+          the x that was passed in makes XLA copy it.
 
         Raises:
           NotImplementedError: TPU DMAs cannot move arrays of this dtype or shape.
         """
         for leaf in jax.tree.leaves(x):
             check_movable(self.name, leaf)
-        start, count = self._start, self.semaphores
+        start = self._start
+        count = self.semaphores
         if self.elementwise:
             start = custom_batching.custom_vmap(start)
-            start.def_vmap(lambda size, batched, x: (self._start(x), (*[_all_batched(x)] * 2, (False,) * count)))
+            start.def_vmap(
+                lambda size, batched, x: (
+                    self._start(x),
+                    (*[_all_batched(x)] * 2, (False,) * count),
+                )
+            )
         sent, buffer, semaphores = start(x, *scalars)
         return sent, Future(semaphores, buffer, self, tuple(map(Aval.of, jax.tree.leaves(x))))
 
@@ -123,18 +145,22 @@ class Pair:
         """Waits for the transfer and returns y.
 
         Raises:
-          ValueError: The future belongs to another pair or to an x of another shape or dtype, or it was waited for
-            before.
+          ValueError: The future belongs to another pair or to an x of another shape or dtype, or it
+            was waited for before.
         """
         if not isinstance(future, Future) or future.pair != self:
             other = future.pair.name if isinstance(future, Future) else type(future).__name__
-            raise ValueError(f"{self.name}_done needs a future of {self.name}_start: got one of {other}")
+            raise ValueError(
+                f"{self.name}_done needs a future of {self.name}_start: got one of {other}"
+            )
         check_avals(f"{self.name}_done", x, future.avals)
         _check_first_wait(f"{self.name}_done", future)
         done = self._done
         if self.elementwise:
             done = custom_batching.custom_vmap(done)
-            done.def_vmap(lambda size, batched, x, *others: (self._done(x, *others), _all_batched(x)))
+            done.def_vmap(
+                lambda size, batched, x, *others: (self._done(x, *others), _all_batched(x))
+            )
         return done(x, future.buffer, future.semaphores)
 
     def _start(self, x: Arrays, *scalars: Scalar) -> tuple[Arrays, Arrays, tuple[Semaphore, ...]]:
@@ -154,11 +180,15 @@ class Pair:
         return sent, jax.tree.unflatten(y_structure, buffers), tuple(semaphores)
 
     def _done(self, x: Arrays, buffer: Arrays, semaphores: tuple[Semaphore, ...]) -> Arrays:
-        arrays, (buffers, y_structure) = jax.tree.leaves(x), jax.tree.flatten(buffer)
+        arrays = jax.tree.leaves(x)
+        buffers, y_structure = jax.tree.flatten(buffer)
         spaces = (pltpu.HBM,) * len(arrays) + (self.memory_space,) * len(buffers)
-        operands, returned = (*arrays, *buffers), range(len(arrays), len(spaces))
+        operands = (*arrays, *buffers)
+        returned = range(len(arrays), len(spaces))
         name = f"{self.name}_done"
-        results = done_kernel(name, self.done_body, operands, semaphores, returned=returned, spaces=spaces)
+        results = done_kernel(
+            name, self.done_body, operands, semaphores, returned=returned, spaces=spaces
+        )
         return jax.tree.unflatten(y_structure, results)
 
 
@@ -173,18 +203,24 @@ def start_kernel(
     collective_id: int | None = None,
     sent: int = 0,
 ) -> tuple[list[Semaphore], list[jax.Array], list[jax.Array]]:
-    """Calls the start of a pair: `body(*scalars, *arrays, *made, *semaphores)` returns before its transfers end.
+    """Calls the start of a pair: `body(*scalars, *arrays, *made, *semaphores)` returns before its
+    transfers end.
 
-    The scalars are int32, and the body gets refs of shape [1] in SMEM. Each of the arrays, in HBM, is aliased to a
-    result. The kernel creates arrays of the types `made`, such as `pltpu.HBM(shape, dtype)`, and so many semaphores.
-    It returns the semaphores, the arrays, and what was created. `sent` are the bytes that leave the device.
+    The scalars are int32, and the body gets refs of shape [1] in SMEM. Each of the arrays, in HBM,
+    is aliased to a result. The kernel creates arrays of the types `made`, such as `pltpu.HBM(shape,
+    dtype)`, and so many semaphores. It returns the semaphores, the arrays, and what was created.
+    `sent` are the bytes that leave the device.
     """
-    count, size = len(scalars), len(arrays)
+    count = len(scalars)
+    size = len(arrays)
     made_spaces = tuple(pl.BlockSpec(memory_space=type_.memory_space) for type_ in made)
 
     def kernel(*refs: Any) -> None:
-        given, array_refs, refs = refs[:count], refs[count : count + size], refs[count + size :]
-        sems, made_refs = refs[:semaphores], refs[semaphores + size :]
+        given = refs[:count]
+        array_refs = refs[count : count + size]
+        refs = refs[count + size :]
+        sems = refs[:semaphores]
+        made_refs = refs[semaphores + size :]
         body(*given, *array_refs, *made_refs, *sems)
 
     results = pl.pallas_call(
@@ -194,16 +230,26 @@ def start_kernel(
             in_specs=[_HBM] * size,
             out_specs=(*(_SEMAPHORE,) * semaphores, *(_HBM,) * size, *made_spaces),
         ),
-        out_shape=(*(pltpu.SemaphoreType.DMA(()),) * semaphores, *map(pltpu.HBM.like, arrays), *made),
+        out_shape=(
+            *(pltpu.SemaphoreType.DMA(()),) * semaphores,
+            *map(pltpu.HBM.like, arrays),
+            *made,
+        ),
         input_output_aliases={count + i: semaphores + i for i in range(size)},
         compiler_params=_params(collective_id),
-        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=0, remote_bytes_transferred=sent),
+        cost_estimate=pl.CostEstimate(
+            flops=0, transcendentals=0, bytes_accessed=0, remote_bytes_transferred=sent
+        ),
         name=name,
     )(
         *(jnp.reshape(jnp.asarray(s, jnp.int32), (1,)) for s in scalars),
         *(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays),
     )
-    return list(results[:semaphores]), list(results[semaphores:][:size]), list(results[semaphores + size :])
+    return (
+        list(results[:semaphores]),
+        list(results[semaphores:][:size]),
+        list(results[semaphores + size :]),
+    )
 
 
 def done_kernel(
@@ -217,8 +263,9 @@ def done_kernel(
 ) -> list[jax.Array]:
     """Calls the done of a pair: `body(*arrays, *semaphores)` waits for what `start_kernel` started.
 
-    The arrays are those that `start_kernel` returned, the aliased ones first, each in its memory space (HBM by
-    default). Those at the positions `returned` are aliased through and returned. The others are only kept alive.
+    The arrays are those that `start_kernel` returned, the aliased ones first, each in its memory
+    space (HBM by default). Those at the positions `returned` are aliased through and returned. The
+    others are only kept alive.
     """
     spaces = spaces or (pltpu.HBM,) * len(arrays)
     operands = len(arrays) + len(semaphores)
@@ -228,14 +275,23 @@ def done_kernel(
 
     return pl.pallas_call(
         kernel,
-        in_specs=[*(pl.BlockSpec(memory_space=space) for space in spaces), *(_SEMAPHORE,) * len(semaphores)],
+        in_specs=[
+            *(pl.BlockSpec(memory_space=space) for space in spaces),
+            *(_SEMAPHORE,) * len(semaphores),
+        ],
         out_specs=[pl.BlockSpec(memory_space=spaces[i]) for i in returned],
         out_shape=[spaces[i].like(arrays[i]) for i in returned],
         input_output_aliases={i: output for output, i in enumerate(returned)},
         compiler_params=_params(None),
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=0),
         name=name,
-    )(*(pltpu.with_memory_space_constraint(x, space) for x, space in zip(arrays, spaces, strict=True)), *semaphores)
+    )(
+        *(
+            pltpu.with_memory_space_constraint(x, space)
+            for x, space in zip(arrays, spaces, strict=True)
+        ),
+        *semaphores,
+    )
 
 
 def check_movable(name: str, x: Any) -> None:
@@ -244,11 +300,13 @@ def check_movable(name: str, x: Any) -> None:
     kinds = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
     if not kinds or dtype.itemsize > 4 or dtype == jnp.float16:
         raise UnsupportedError(
-            f"{name}: TPU DMAs move {_MOVED}: got {dtype}; cast or bitcast it before the call, or use backend='xla'"
+            f"{name}: TPU DMAs move {_MOVED}: got {dtype}; cast or bitcast it before the call, or "
+            "use backend='xla'"
         )
     if x.ndim == 0 or x.size == 0:
         raise UnsupportedError(
-            f"{name}: TPU DMAs move arrays of one dimension or more that are not empty: got {dtype}{list(x.shape)}; "
+            f"{name}: TPU DMAs move arrays of one dimension or more that are not empty: got "
+            f"{dtype}{list(x.shape)}; "
             "reshape it, or use backend='xla'"
         )
 
@@ -257,35 +315,46 @@ def check_avals(caller: str, x: Arrays, needed: Sequence[Aval]) -> None:
     """Raises ValueError if `x` is not what a future belongs to."""
     found = [Aval.of(leaf) for leaf in jax.tree.leaves(x)]
     if [aval[:2] for aval in found] != [aval[:2] for aval in needed]:
-        given, wanted = (", ".join(f"{a.dtype}{list(a.shape)}" for a in avals) for avals in (found, needed))
+        given, wanted = (
+            ", ".join(f"{a.dtype}{list(a.shape)}" for a in avals) for avals in (found, needed)
+        )
         raise ValueError(
-            f"{caller} was given {given} with the future of {wanted}; pass the x that the start returned beside the "
+            f"{caller} was given {given} with the future of {wanted}; pass the x that the start "
+            "returned beside the "
             "future"
         )
     for has, needs in zip(found, needed, strict=True):
         if has.varying != needs.varying:
             raise ValueError(
-                f"{caller} was given an x that varies over {sorted(has.varying)} with the future of one that varies "
-                f"over {sorted(needs.varying)}: a future of another axis; pass the x that the start returned beside it"
+                f"{caller} was given an x that varies over {sorted(has.varying)} with the future "
+                "of one that varies "
+                f"over {sorted(needs.varying)}: a future of another axis; pass the x that the "
+                "start returned beside it"
             )
 
 
 def _all_batched(x: Arrays) -> Arrays:
-    """Returns what `custom_vmap` is told of results of which each has the batch as its first dimension."""
+    """Returns what `custom_vmap` is told of results of which each has the batch as its first
+    dimension.
+    """
     return jax.tree.map(lambda _: True, x)
 
 
 def _check_first_wait(caller: str, future: Future) -> None:
     """Raises ValueError if `future` was waited for in this trace before."""
-    # Two branches of a cond may each wait for it, so only a done in the same trace counts as a second one.
+    # Two branches of a cond may each wait for it, so only a done in the same trace counts as a
+    # second one.
     trace = jax.extend.core.get_opaque_trace_state(convention="flaxasync")
     if trace in future.done_in:
         raise ValueError(
-            f"{caller} was given a future that was waited for before: its semaphores are spent, and a second wait "
+            f"{caller} was given a future that was waited for before: its semaphores are spent, "
+            "and a second wait "
             "never ends; use what the first done returned"
         )
     future.done_in.append(trace)
 
 
 def _params(collective_id: int | None) -> pltpu.CompilerParams:
-    return pltpu.CompilerParams(collective_id=collective_id, has_side_effects=pltpu.SideEffectType.SIDE_EFFECTING)
+    return pltpu.CompilerParams(
+        collective_id=collective_id, has_side_effects=pltpu.SideEffectType.SIDE_EFFECTING
+    )

@@ -1,4 +1,5 @@
-"""Value futures: a permute as two Pallas kernels, with the DMA under way between them. Backend "pallas", TPU only.
+"""Value futures: a permute as two Pallas kernels, with the DMA under way between them. Backend
+"pallas", TPU only.
 
 ```
 x                      the block that is sent, in HBM; the start returns it, the done takes it
@@ -6,14 +7,14 @@ Future.buffer          the block that arrives, of the shape of x, in HBM
 Future.semaphores      (send, receive): they count the bytes of x that were read, and the bytes that arrived
 ```
 
-The start first waits until the receiver has entered its own start; before that, the memory that will be written may
-hold something else. So each device signals its *source* and waits for its destination. The barrier is tagged with the
-axis and the shift, and JAX gives each tag an id that no other kernel of the program has; `collective_id` sets the id by
-hand.
+The start first waits until the receiver has entered its own start; before that, the memory that
+will be written may hold something else. So each device signals its *source* and waits for its
+destination. The barrier is tagged with the axis and the shift, and JAX gives each tag an id that no
+other kernel of the program has; `collective_id` sets the id by hand.
 
-A loop that carries a future needs `unroll=2` (`check_unroll`): the source and the destination swap roles in every turn,
-and with one turn in the body XLA copies one of them, while it is in flight, to the position that the loop's carry has
-for it.
+A loop that carries a future needs `unroll=2` (`check_unroll`): the source and the destination swap
+roles in every turn, and with one turn in the body XLA copies one of them, while it is in flight, to
+the position that the loop's carry has for it.
 """
 
 import dataclasses
@@ -30,7 +31,8 @@ from flaxasync.ring import Block, Update
 from flaxasync.transport import schedule
 from flaxasync.transport.pair import Future, Pair, Ref, Semaphore
 
-type Futures = tuple[list[jax.Array], list[Future]]  # the arrays of a block, each with the future that belongs to it
+# the arrays of a block, each with the future that belongs to it
+type Futures = tuple[list[jax.Array], list[Future]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +45,19 @@ class PallasTransport:
     def check_unroll(self, unroll: int) -> None:
         if unroll < 2:
             raise ValueError(
-                f"a loop of value futures needs unroll=2 or more: got unroll={unroll}. Source and destination change "
-                "roles every turn; with one turn in the loop's body XLA copies one of them while it is in flight, and "
+                f"a loop of value futures needs unroll=2 or more: got unroll={unroll}. Source and "
+                "destination change "
+                "roles every turn; with one turn in the loop's body XLA copies one of them while "
+                "it is in flight, and "
                 "the result is wrong. Leave unroll out, or use backend='xla'"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class FutureChannel:
-    """The channel of a block that is a value. The loop carries each array of the block together with its future."""
+    """The channel of a block that is a value. The loop carries each array of the block together
+    with its future.
+    """
 
     block: Block
     pair: Pair
@@ -86,23 +92,30 @@ class FutureChannel:
 
 @functools.cache
 def permute(axis_name: str, shift: int, collective_id: int | None = None) -> Pair:
-    """Returns the pair that sends a block `shift` devices onward, 0 <= shift < R. Equal arguments give one object."""
+    """Returns the pair that sends a block `shift` devices onward, 0 <= shift < R. Equal arguments
+    give one object.
+    """
 
     def start_body(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
         enter(axis_name, shift, collective_id)
         send(x_ref, y_ref, send_sem, recv_sem, axis_name, shift)
 
     return Pair(
-        "ppermute", start_body, wait_sent_and_received, semaphores=2, collective_id=collective_id, remote=True,
+        "ppermute",
+        start_body,
+        wait_sent_and_received,
+        semaphores=2,
+        collective_id=collective_id,
+        remote=True,
         elementwise=True,
-    )  # fmt: skip
+    )
 
 
 def enter(axis_name: str, shift: int, collective_id: int | None = None) -> None:
     """Waits, inside a kernel, until the device that this one sends to has entered the same kernel.
 
-    Each axis and shift has a barrier of its own. Otherwise a device that waits for its right neighbour could mistake a
-    signal of its left neighbour for that of the right one.
+    Each axis and shift has a barrier of its own. Otherwise a device that waits for its right
+    neighbour could mistake a signal of its left neighbour for that of the right one.
     """
     tag = None if collective_id is not None else f"flaxasync.ppermute {axis_name} {shift}"
     barrier = pltpu.get_barrier_semaphore(tag)
@@ -111,14 +124,24 @@ def enter(axis_name: str, shift: int, collective_id: int | None = None) -> None:
         pl.semaphore_wait(barrier, 1)
 
 
-def send(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore, axis_name: str, shift: int) -> None:
-    """Starts, inside a kernel, the DMA from x_ref here to y_ref on the device `shift` positions onward."""
+def send(
+    x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore, axis_name: str, shift: int
+) -> None:
+    """Starts, inside a kernel, the DMA from x_ref here to y_ref on the device `shift` positions
+    onward.
+    """
     with jax.named_scope("send"):
-        pltpu.make_async_remote_copy(x_ref, y_ref, send_sem, recv_sem, device_id=device_at(axis_name, shift)).start()
+        pltpu.make_async_remote_copy(
+            x_ref, y_ref, send_sem, recv_sem, device_id=device_at(axis_name, shift)
+        ).start()
 
 
-def wait_sent_and_received(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
-    """Waits, inside a kernel, for both ends of a `send`: x_ref may be written again, and y_ref may be read."""
+def wait_sent_and_received(
+    x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore
+) -> None:
+    """Waits, inside a kernel, for both ends of a `send`: x_ref may be written again, and y_ref may
+    be read.
+    """
     with jax.named_scope("wait"):
         pltpu.make_async_copy(x_ref, x_ref, send_sem).wait()
         pltpu.make_async_copy(y_ref, y_ref, recv_sem).wait()

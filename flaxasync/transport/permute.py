@@ -1,4 +1,6 @@
-"""The public permute: `ppermute_start`, `ppermute_done`, and `ppermute`, which does both and is differentiable."""
+"""The public permute: `ppermute_start`, `ppermute_done`, and `ppermute`, which does both and is
+differentiable.
+"""
 
 import dataclasses
 import functools
@@ -20,13 +22,16 @@ TRANSPORTS: dict[str, ring.Transport] = {
 }
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["block"], meta_fields=["axis_name", "shift"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["block"], meta_fields=["axis_name", "shift"]
+)
 @dataclasses.dataclass(frozen=True)
 class PendingPermute:
-    """What `ppermute_start` returns for backend "xla": the done issues the permute, and XLA begins it when it can.
+    """What `ppermute_start` returns for backend "xla": the done issues the permute, and XLA begins
+    it when it can.
 
-    XLA runs whatever the operand of its permute depends on before the transfer. `while_travelling` ties the x of the
-    pair to the compute, so the done sends this block, and not that x.
+    XLA runs whatever the operand of its permute depends on before the transfer. `while_travelling`
+    ties the x of the pair to the compute, so the done sends this block, and not that x.
     """
 
     block: jax.Array  # what is sent: the block that `ppermute_start` was given
@@ -42,38 +47,49 @@ def get(backend: str, caller: str = "this") -> ring.Transport:
     """Returns the transport of a backend's name.
 
     Raises:
-      NotImplementedError: No transport has this name, or its kernels cannot run on the devices of the enclosing mesh.
+      NotImplementedError: No transport has this name, or its kernels cannot run on the devices of
+        the enclosing mesh.
     """
     if backend not in TRANSPORTS:
         raise UnsupportedError(
-            f"no transport for backend={backend!r}: it must be one of {sorted(TRANSPORTS)}; 'xla' runs on every device"
+            f"no transport for backend={backend!r}: it must be one of {sorted(TRANSPORTS)}; 'xla' "
+            "runs on every device"
         )
     if backend != "xla":
-        mesh.check_tpu(f"{caller} with backend={backend!r}", "backend='xla', which runs on every device")
+        mesh.check_tpu(
+            f"{caller} with backend={backend!r}", "backend='xla', which runs on every device"
+        )
     return TRANSPORTS[backend]
 
 
 def ppermute_start(
-    x: jax.Array, axis_name: str, shift: int = 1, backend: str | None = None, *, collective_id: int | None = None
+    x: jax.Array,
+    axis_name: str,
+    shift: int = 1,
+    backend: str | None = None,
+    *,
+    collective_id: int | None = None,
 ) -> tuple[jax.Array, PendingPermute | Future]:
     """Begins sending `x` to the device `shift` positions onward on `axis_name`.
 
-    Call it inside `jax.shard_map`. Compute between the two calls that does not need the result of `ppermute_done` can
-    hide the transfer; `flaxasync.while_travelling` keeps such compute there.
+    Call it inside `jax.shard_map`. Compute between the two calls that does not need the result of
+    `ppermute_done` can hide the transfer; `flaxasync.while_travelling` keeps such compute there.
 
     Args:
       x: This device's block, of any shape.
       axis_name: A mesh axis of R devices that the enclosing `shard_map` maps.
       shift: Device i sends to device (i + shift) % R.
-      backend: "xla" (`lax.ppermute` of this x: any device, differentiable; XLA chooses when the transfer begins and
-        ends, and runs beside it what neither feeds x nor needs the done) or "pallas" (TPU: the transfer begins here and
-        ends at the done; it has no gradient, but `ppermute` has one). None means "xla", on TPUs too, because XLA keeps
-        its own permutes safe.
-      collective_id: The id of the entry barrier of "pallas"; by default one that no other kernel of the program has.
+      backend: "xla" (`lax.ppermute` of this x: any device, differentiable; XLA chooses when the
+        transfer begins and ends, and runs beside it what neither feeds x nor needs the done) or
+        "pallas" (TPU: the transfer begins here and ends at the done; it has no gradient, but
+        `ppermute` has one). None means "xla", on TPUs too, because XLA keeps its own permutes safe.
+      collective_id: The id of the entry barrier of "pallas"; by default one that no other kernel of
+        the program has.
 
     Returns:
-      `(x, future)`. Use the returned `x` from here on, and give both to `ppermute_done`, once. A loop that carries them
-      needs `unroll=2` with "pallas". With "xla" it holds the block twice, which costs a copy in every turn.
+      `(x, future)`. Use the returned `x` from here on, and give both to `ppermute_done`, once. A
+      loop that carries them needs `unroll=2` with "pallas". With "xla" it holds the block twice,
+      which costs a copy in every turn.
 
     Raises:
       ValueError: `axis_name` is not an axis that an enclosing `shard_map` maps.
@@ -83,7 +99,8 @@ def ppermute_start(
     get(backend or "xla", "ppermute_start")
     if backend == "stateful":
         raise UnsupportedError(
-            "ppermute_start with backend='stateful' has no Refs to work on; use ppermute_start_stateful, or "
+            "ppermute_start with backend='stateful' has no Refs to work on; use "
+            "ppermute_start_stateful, or "
             "backend='pallas'"
         )
     x = cast_to_varying(x, {axis_name})
@@ -99,11 +116,14 @@ def ppermute_done(x: jax.Array, future: PendingPermute | Future) -> jax.Array:
       x, future: The block that `ppermute_start` returned, and the future beside it.
 
     Raises:
-      ValueError: `future` is not a future, or belongs to a block of another shape, dtype or axis; or, with "pallas",
-        it was waited for before.
+      ValueError: `future` is not a future, or belongs to a block of another shape, dtype or axis;
+        or, with "pallas", it was waited for before.
     """
     if not isinstance(future, PendingPermute | Future):
-        raise ValueError(f"ppermute_done needs the future that ppermute_start returned: got {type(future).__name__}")
+        raise ValueError(
+            "ppermute_done needs the future that ppermute_start returned: got "
+            f"{type(future).__name__}"
+        )
     if isinstance(future, Future):
         return future.pair.done(x, future)
     check_avals("ppermute_done", x, [future.aval])
@@ -112,12 +132,17 @@ def ppermute_done(x: jax.Array, future: PendingPermute | Future) -> jax.Array:
 
 
 def ppermute(
-    x: jax.Array, axis_name: str, shift: int = 1, backend: str | None = None, *, collective_id: int | None = None
+    x: jax.Array,
+    axis_name: str,
+    shift: int = 1,
+    backend: str | None = None,
+    *,
+    collective_id: int | None = None,
 ) -> jax.Array:
     """Returns the block of the device `shift` positions before this one: a start, then a done.
 
-    It is differentiable on every backend: the cotangent travels `shift` positions back. Arguments and errors are those
-    of `ppermute_start`.
+    It is differentiable on every backend: the cotangent travels `shift` positions back. Arguments
+    and errors are those of `ppermute_start`.
     """
     if backend != "pallas":
         return ppermute_done(*ppermute_start(x, axis_name, shift, backend))
@@ -126,18 +151,25 @@ def ppermute(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _ppermute_pallas(axis_name: str, shift: int, collective_id: int | None, x: jax.Array) -> jax.Array:
-    return ppermute_done(*ppermute_start(x, axis_name, shift, "pallas", collective_id=collective_id))
+def _ppermute_pallas(
+    axis_name: str, shift: int, collective_id: int | None, x: jax.Array
+) -> jax.Array:
+    return ppermute_done(
+        *ppermute_start(x, axis_name, shift, "pallas", collective_id=collective_id)
+    )
 
 
-def _ppermute_pallas_fwd(axis_name: str, shift: int, collective_id: int | None, x: jax.Array) -> tuple[jax.Array, None]:
+def _ppermute_pallas_fwd(
+    axis_name: str, shift: int, collective_id: int | None, x: jax.Array
+) -> tuple[jax.Array, None]:
     return _ppermute_pallas(axis_name, shift, collective_id, x), None
 
 
 def _ppermute_pallas_bwd(
     axis_name: str, shift: int, collective_id: int | None, saved: None, dy: jax.Array
 ) -> tuple[jax.Array]:
-    # The opposite shift has other neighbours, so it cannot use the barrier that collective_id names.
+    # The opposite shift has other neighbours, so it cannot use the barrier that collective_id
+    # names.
     return (_ppermute_pallas(axis_name, -shift, None, dy),)
 
 

@@ -1,10 +1,11 @@
 """Keeps compute between a start and its done.
 
-XLA may run an operation at any time that its operands and users allow. Nothing connects the compute of a window to the
-transfer that it is to hide, so XLA may move it: XLA merges two windows that follow each other in straight-line code,
-and it computes a product that does not read the travelling block before the transfer begins (docs/async.md). `tie`
-makes the connection for transfers that kernels begin and end. XLA's own permute must stay unconnected: what its operand
-is tied to runs before it.
+XLA may run an operation at any time that its operands and users allow. Nothing connects the compute
+of a window to the
+transfer that it is to hide, so XLA may move it: XLA merges two windows that follow each other in
+straight-line code, and it computes a product that does not read the travelling block before the
+transfer begins (docs/async.md). `tie` makes the connection for transfers that kernels begin and
+end. XLA's own permute must stay unconnected: what its operand is tied to runs before it.
 """
 
 from collections.abc import Callable
@@ -15,15 +16,22 @@ from jax import lax
 
 
 def tie(*values: Any) -> Any:
-    """Returns a tuple of `values`, of which none is available before all of them are computed; or the only value.
+    """Returns a tuple of `values`, of which none is available before all of them are computed; or
+    the only value.
 
-    The values are pytrees of arrays and numbers, and go through a `lax.optimization_barrier`, but for arrays in the
-    memory of the host, which libtpu refuses there.
+    The values are pytrees of arrays and numbers, and go through a `lax.optimization_barrier`, but
+    for arrays in the memory of the host, which libtpu refuses there.
     """
     leaves, tree = jax.tree.flatten(jax.tree.map(jax.numpy.asarray, values))
     on_device = [jax.typeof(leaf).memory_space != jax.memory.Space.Host for leaf in leaves]
-    barrier = iter(lax.optimization_barrier([leaf for leaf, here in zip(leaves, on_device, strict=True) if here]))
-    all_leaves = [next(barrier) if here else leaf for leaf, here in zip(leaves, on_device, strict=True)]
+    barrier = iter(
+        lax.optimization_barrier(
+            [leaf for leaf, here in zip(leaves, on_device, strict=True) if here]
+        )
+    )
+    all_leaves = [
+        next(barrier) if here else leaf for leaf, here in zip(leaves, on_device, strict=True)
+    ]
     tied = jax.tree.unflatten(tree, all_leaves)
     return tied[0] if len(values) == 1 else tied
 
@@ -37,12 +45,14 @@ def while_travelling(x: Any, compute: Callable[..., Any], *operands: Any) -> tup
     y = fa.ppermute_done(x, future)
     ```
 
-    A start made of a kernel runs before the compute, and its done after it. The permute of backend "xla" reads the x
-    that its start was given, so it depends on nothing here, and XLA runs it beside the compute.
+    A start made of a kernel runs before the compute, and its done after it. The permute of backend
+    "xla" reads the x that its start was given, so it depends on nothing here, and XLA runs it
+    beside the compute.
 
     Args:
       x: What the start returned.
-      compute: A function of arrays. What it computes from arrays that it closes over may run before the transfer.
+      compute: A function of arrays. What it computes from arrays that it closes over may run before
+        the transfer.
       *operands: Pytrees of arrays.
 
     Returns:

@@ -1,4 +1,5 @@
-"""The permute between the two slots of one Ref: the stateful loop with one hop in its body. For TPUs only.
+"""The permute between the two slots of one Ref: the stateful loop with one hop in its body. For
+TPUs only.
 
 ```python
 slots = jax.new_ref(jnp.stack([x, jnp.zeros_like(x)]))
@@ -18,9 +19,10 @@ ppermute_done_slots(*sems, slots)
 y = slots[hops % 2]
 ```
 
-The slot is a scalar that the start kernel gets before it runs (scalar prefetch), so it may be traced. Both slots are
-one buffer to XLA, and a loop that carries it has no roles to swap: it needs no `unroll`. What the loop reads of the Ref
-is tied, as above, so that it stays between the start and the done.
+The slot is a scalar that the start kernel gets before it runs (scalar prefetch), so it may be
+traced. Both slots are
+one buffer to XLA, and a loop that carries it has no roles to swap: it needs no `unroll`. What the
+loop reads of the Ref is tied, as above, so that it stays between the start and the done.
 """
 
 import jax
@@ -33,29 +35,44 @@ from flaxasync.transport.stateful import Semaphores
 
 
 def ppermute_start_slots(
-    slots_ref: Ref, slot: Scalar, axis_name: str, shift: int = 1, *, collective_id: int | None = None
+    slots_ref: Ref,
+    slot: Scalar,
+    axis_name: str,
+    shift: int = 1,
+    *,
+    collective_id: int | None = None,
 ) -> Semaphores:
-    """Begins sending one slot of `slots_ref` to the other slot of the device `shift` positions onward. TPU only.
+    """Begins sending one slot of `slots_ref` to the other slot of the device `shift` positions
+    onward. TPU only.
 
     Args:
-      slots_ref: A Ref [2, ...] of `jax.new_ref`. Until the done, slot `slot` may be read, and nothing may be written.
-      slot: 0 or 1, the slot that is sent; the other one is written. It may be traced: in a loop, the parity of the hop.
+      slots_ref: A Ref [2, ...] of `jax.new_ref`. Until the done, slot `slot` may be read, and
+        nothing may be written.
+      slot: 0 or 1, the slot that is sent; the other one is written. It may be traced: in a loop,
+        the parity of the hop.
       axis_name: A mesh axis of R devices that the enclosing `shard_map` maps.
       shift: Device i sends to device (i + shift) % R.
-      collective_id: The id of the entry barrier; by default one that no other kernel of the program has.
+      collective_id: The id of the entry barrier; by default one that no other kernel of the program
+        has.
 
     Returns:
       The semaphores of the two ends, for `ppermute_done_slots(*sems, slots_ref)`.
 
     Raises:
-      ValueError: No `shard_map` maps `axis_name`; slots_ref is not a whole Ref with two slots; slot is neither 0 nor 1.
+      ValueError: No `shard_map` maps `axis_name`; slots_ref is not a whole Ref with two slots; slot
+        is neither 0 nor 1.
       NotImplementedError: The mesh is not made of TPUs, or TPU DMAs cannot move such an array.
     """
     size = mesh.mapped_axis_size("ppermute_start_slots", axis_name)
-    mesh.check_tpu("ppermute_start_slots", "ppermute_start with backend='xla', which runs on every device")
+    mesh.check_tpu(
+        "ppermute_start_slots", "ppermute_start with backend='xla', which runs on every device"
+    )
     _check_slots("ppermute_start_slots", slots_ref)
     if isinstance(slot, int) and slot not in (0, 1):
-        raise ValueError(f"ppermute_start_slots needs slot to be 0 or 1: got {slot}; give it the parity of the hop")
+        raise ValueError(
+            f"ppermute_start_slots needs slot to be 0 or 1: got {slot}; give it the parity of the "
+            "hop"
+        )
     pair.check_movable("ppermute_slots", jax.ShapeDtypeStruct(slots_ref.shape[1:], slots_ref.dtype))
 
     def body(slot_ref: Ref, slots: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
@@ -76,7 +93,8 @@ def ppermute_start_slots(
 
 
 def ppermute_done_slots(send_sem: Semaphore, recv_sem: Semaphore, slots_ref: Ref) -> None:
-    """Waits until one slot of `slots_ref` has been sent and the other one has arrived. Then both may be used again.
+    """Waits until one slot of `slots_ref` has been sent and the other one has arrived. Then both
+    may be used again.
 
     Args:
       send_sem, recv_sem: The semaphores that `ppermute_start_slots` returned.
@@ -102,11 +120,13 @@ def ppermute_done_slots(send_sem: Semaphore, recv_sem: Semaphore, slots_ref: Ref
 def _check_slots(caller: str, slots_ref: Ref) -> None:
     if not stateful.is_whole_ref(slots_ref):
         raise ValueError(
-            f"{caller} needs slots_ref to be a whole Ref [2, ...]: got {type(slots_ref).__name__}; make one with "
+            f"{caller} needs slots_ref to be a whole Ref [2, ...]: got {type(slots_ref).__name__}; "
+            "make one with "
             "jax.new_ref(jnp.stack([x, jnp.zeros_like(x)]))"
         )
     if slots_ref.ndim < 2 or slots_ref.shape[0] != 2:
         raise ValueError(
             f"{caller} needs slots_ref to have two slots of one dimension or more, [2, ...]: got "
-            f"{slots_ref.dtype}{list(slots_ref.shape)}; make it with jax.new_ref(jnp.stack([x, jnp.zeros_like(x)]))"
+            f"{slots_ref.dtype}{list(slots_ref.shape)}; make it with jax.new_ref(jnp.stack([x, "
+            "jnp.zeros_like(x)]))"
         )

@@ -1,12 +1,14 @@
-"""Gathers of shards along a dimension, and reduce-scatters, which are begun and waited for apart, beside a computation.
+"""Gathers of shards along a dimension, and reduce-scatters, which are begun and waited for apart,
+beside a computation.
 
 | backend | what moves the blocks |
 |---|---|
 | `"xla"` | rings of permutes in both directions, asynchronous on every TPU; not loops, so that XLA can place each hop |
 | `"pallas"` | copies from each device to each other one (`flaxasync.transport.direct`) |
 
-Blocks that are not in whole tiles (`flaxasync.transport.direct.in_whole_tiles`) cannot be copied directly: biases, and
-kernels whose blocks of columns are no multiple of 128. XLA's collectives move those.
+Blocks that are not in whole tiles (`flaxasync.transport.direct.in_whole_tiles`) cannot be copied
+directly: biases, and kernels whose blocks of columns are no multiple of 128. XLA's collectives move
+those.
 """
 
 import dataclasses
@@ -32,8 +34,10 @@ class Transfer:
     """An array that arrives."""
 
     x: Array  # what is sent while the transfer is under way; what arrived, if there is no future
-    future: Future | None = None  # of a direct transfer; None where XLA schedules the transfer, or nothing travels
-    summed_in: DTypeLike | None = None  # the dtype in which the blocks that arrive are added, if they are
+    # of a direct transfer; None where XLA schedules the transfer, or nothing travels
+    future: Future | None = None
+    # the dtype in which the blocks that arrive are added, if they are
+    summed_in: DTypeLike | None = None
 
     def done(self) -> Array:
         if self.future is None:
@@ -55,11 +59,15 @@ class Transfers:
 
 
 def meanwhile[T](transfers: list[Transfers], compute: Callable[..., T], *operands: Any) -> T:
-    """Returns `compute(*operands)`, which runs after direct transfers were started and before they are waited for.
+    """Returns `compute(*operands)`, which runs after direct transfers were started and before they
+    are waited for.
 
-    The operands are pytrees of arrays. Nothing ties XLA's own transfers to the computation, because XLA schedules them.
+    The operands are pytrees of arrays. Nothing ties XLA's own transfers to the computation, because
+    XLA schedules them.
     """
-    started = [transfer for group in transfers for transfer in group.begun if transfer.future is not None]
+    started = [
+        transfer for group in transfers for transfer in group.begun if transfer.future is not None
+    ]
     if not started:
         return compute(*operands)
     sent, operands = tie([transfer.x for transfer in started], operands)
@@ -81,7 +89,8 @@ def start_gather(shard: Array, axis: str, dim: int, backend: str) -> Transfer:
 def start_reduce_scatter(x: Array, dtype: DTypeLike, axis: str, dim: int, backend: str) -> Transfer:
     """Begins to sum `x` in a dtype over the axis, of which each device gets its shard along `dim`.
 
-    Nothing is added on the way of direct copies, so that they move x as it is, and it is cast where it arrives.
+    Nothing is added on the way of direct copies, so that they move x as it is, and it is cast where
+    it arrives.
     """
     size = lax.axis_size(axis)
     if backend == "xla":
@@ -113,11 +122,12 @@ def ring_reduce_scatter(x: Array, axis: str, dim: int) -> Array:
 
 
 def ring_all_reduce(x: Array, dtype: DTypeLike, axis: str) -> Array:
-    """Returns the sum of `x` over all devices of an axis, in a dtype, by permutes; its type no longer varies over it.
+    """Returns the sum of `x` over all devices of an axis, in a dtype, by permutes; its type no
+    longer varies over it.
 
-    Two devices exchange x as it is, so it may travel in a narrower dtype than that of the sum, and each adds the same
-    two numbers. More devices reduce-scatter and gather along the first dimension that they divide. Where they divide
-    none, XLA sums.
+    Two devices exchange x as it is, so it may travel in a narrower dtype than that of the sum, and
+    each adds the same two numbers. More devices reduce-scatter and gather along the first dimension
+    that they divide. Where they divide none, XLA sums.
     """
     size = lax.axis_size(axis)
     if size == 2:
@@ -131,5 +141,7 @@ def ring_all_reduce(x: Array, dtype: DTypeLike, axis: str) -> Array:
 
 
 def _ring(axis: str) -> Ring:
-    """Returns a ring in both directions. All turns are in one loop body, so `staggered_loop` writes no loop."""
+    """Returns a ring in both directions. All turns are in one loop body, so `staggered_loop` writes
+    no loop.
+    """
     return Ring(axis, XlaTransport(), directions=2, unroll=lax.axis_size(axis))

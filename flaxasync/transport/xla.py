@@ -1,9 +1,10 @@
 """A ring on `lax.ppermute`: backend "xla", which runs on every device.
 
-XLA splits the permute into a start and a done of its own and schedules compute between them. It can do so only if the
-permute and the compute are in the same loop body, so the channel issues the permute at the end of a hop. If it issued
-the permute in the turn before, the boundary of the loop would lie between the permute and the compute that is to hide
-it. XLA keeps this safe by itself, because it sees the source and the target of the transfer.
+XLA splits the permute into a start and a done of its own and schedules compute between them. It can
+do so only if the permute and the compute are in the same loop body, so the channel issues the
+permute at the end of a hop. If it issued the permute in the turn before, the boundary of the loop
+would lie between the permute and the compute that is to hide it. XLA keeps this safe by itself,
+because it sees the source and the target of the transfer.
 """
 
 import dataclasses

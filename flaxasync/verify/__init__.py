@@ -1,1 +1,3 @@
-"""`python -m flaxasync.verify`: verifies the ops and their kernels on the devices of this machine."""
+"""`python -m flaxasync.verify`: verifies the ops and their kernels on the devices of this
+machine.
+"""

@@ -2,8 +2,9 @@
 
     python -m flaxasync.verify [--quick] [--ops OP[/BACKEND],...] [--json FILE] [--distributed | --rehearse TOPOLOGY]
 
-The exit status is 0 if everything that is supported is right, 1 if something is wrong, hangs or crashes, and 2 if
-nothing could be verified, or not everything because the devices could not be opened again.
+The exit status is 0 if everything that is supported is right, 1 if something is wrong, hangs or
+crashes, and 2 if nothing could be verified, or not everything because the devices could not be
+opened again.
 """
 
 import argparse
@@ -32,27 +33,46 @@ FORMAT = 2  # of the JSON file
 
 def main(arguments: list[str] | None = None, *, serve: Serve = serve) -> int:
     """Runs the command line and returns its exit status; `serve` is what a child process does."""
-    parser = argparse.ArgumentParser(prog="python -m flaxasync.verify", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small shapes; on CPUs also the TPU kernels, simulated")
-    parser.add_argument("--ops", default="", help="what to verify, such as all_gather_matmul/fused,attention")
-    parser.add_argument("--json", metavar="FILE", help="write everything that was found to a file")
-    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="where JAX must run (default: it chooses)")
-    parser.add_argument("--cpu-devices", type=int, help="devices that a CPU is divided into (default: 4)")
-    parser.add_argument(
-        "--limit", type=float, help="seconds after which a case hangs (default: 300; quick, on devices: 90)"
+    parser = argparse.ArgumentParser(
+        prog="python -m flaxasync.verify", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--distributed", action="store_true", help="on a pod: the same command runs on every host")
+    parser.add_argument(
+        "--quick", action="store_true", help="small shapes; on CPUs also the TPU kernels, simulated"
+    )
+    parser.add_argument(
+        "--ops", default="", help="what to verify, such as all_gather_matmul/fused,attention"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write everything that was found to a file")
+    parser.add_argument(
+        "--platform", choices=("cpu", "gpu", "tpu"), help="where JAX must run (default: it chooses)"
+    )
+    parser.add_argument(
+        "--cpu-devices", type=int, help="devices that a CPU is divided into (default: 4)"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        help="seconds after which a case hangs (default: 300; quick, on devices: 90)",
+    )
+    parser.add_argument(
+        "--distributed", action="store_true", help="on a pod: the same command runs on every host"
+    )
     parser.add_argument(
         "--rehearse",
         metavar="TOPOLOGY",
-        help="do what a run on such chips does, such as v5e:2x4, without a TPU: times are those of a simulator, values "
+        help="do what a run on such chips does, such as v5e:2x4, without a TPU: times are those of "
+        "a simulator, values "
         "are those of small shapes on CPU devices, and no run trusts the verdicts",
     )
     chosen = parser.parse_args(arguments)
     for option in ("platform", "distributed", "cpu_devices"):
         if chosen.rehearse and (value := getattr(chosen, option)):
-            other = f"--{option.replace('_', '-')}" + (f" {value}" if option != "distributed" else "")
-            parser.error(f"--rehearse and {other} exclude each other: a rehearsal runs on four CPU devices")
+            other = f"--{option.replace('_', '-')}" + (
+                f" {value}" if option != "distributed" else ""
+            )
+            parser.error(
+                f"--rehearse and {other} exclude each other: a rehearsal runs on four CPU devices"
+            )
     with stored_aside() if chosen.rehearse else contextlib.nullcontext():
         return _run(chosen, serve)
 
@@ -76,17 +96,23 @@ def _run(chosen: argparse.Namespace, serve: Serve) -> int:
                 pathlib.Path(chosen.json).open("a").close()  # not after an hour of measurements
             except OSError as error:
                 raise ValueError(f"--json cannot be written: {error}") from error
-        list_cases("cpu", 1, quick=True, only=only)  # a wrong name is reported before the devices are opened
+        # a wrong name is reported before the devices are opened
+        list_cases("cpu", 1, quick=True, only=only)
         if chosen.rehearse:
-            check.topology_devices(chosen.rehearse)  # says what is wrong with the name, or that libtpu is missing
+            # says what is wrong with the name, or that libtpu is missing
+            check.topology_devices(chosen.rehearse)
         machine = describe(setup)
     except (RuntimeError, ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     cases = list_cases(
-        machine["platform"], machine["devices"], chip=machine["chip"], quick=chosen.quick, only=only,
+        machine["platform"],
+        machine["devices"],
+        chip=machine["chip"],
+        quick=chosen.quick,
+        only=only,
         rehearse=bool(chosen.rehearse),
-    )  # fmt: skip
+    )
     print(describe_in_words(machine))
     version = untested(installed_libtpu()) if chosen.rehearse else None
     if version is not None:
@@ -96,7 +122,11 @@ def _run(chosen: argparse.Namespace, serve: Serve) -> int:
     stored = record_verdicts(results, machine)
     if stored is not None:
         verdicts = verdicts_of(results)
-        print(read_back(verdicts, machine["chip"]) if chosen.rehearse else f"the verdicts are in {stored}")
+        print(
+            read_back(verdicts, machine["chip"])
+            if chosen.rehearse
+            else f"the verdicts are in {stored}"
+        )
     if chosen.json:
         content = {"format": FORMAT, "machine": machine}
         if chosen.rehearse:
@@ -108,10 +138,13 @@ def _run(chosen: argparse.Namespace, serve: Serve) -> int:
     return 1 if any(result.verdict.bad for result in results) else 0
 
 
-def verify(cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: bool) -> list[Result]:
+def verify(
+    cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: bool
+) -> list[Result]:
     """Runs cases, prints a line for each, and returns their results in the same order.
 
-    The verdict of each case is stored as soon as it is known, so that a run that is ended leaves what it found.
+    The verdict of each case is stored as soon as it is known, so that a run that is ended leaves
+    what it found.
     """
     found: dict[Case, Result] = {}
     for case in cases:
@@ -123,7 +156,8 @@ def verify(cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: b
         found[case] = judge(outcome, case)
         if found[case].verdict is Verdict.NOT_RUN:  # the summary says why, once for all of them
             continue
-        plain = [result for result in found.values() if result.case.plain]  # it runs before the others of its op
+        # it runs before the others of its op
+        plain = [result for result in found.values() if result.case.plain]
         result = compare_times([*plain, found[case]], machine)[-1]
         record_verdicts([result], machine)
         print(result, flush=True)
@@ -131,7 +165,9 @@ def verify(cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: b
 
 
 def record_verdicts(results: list[Result], machine: dict[str, Any]) -> pathlib.Path | None:
-    """Stores verdicts of TPU kernels, and times, where calls without a backend find them; returns the file, or None."""
+    """Stores verdicts of TPU kernels, and times, where calls without a backend find them; returns
+    the file, or None.
+    """
     if machine["platform"] != "tpu":
         return None
     verdicts = verdicts_of(results)
@@ -140,10 +176,12 @@ def record_verdicts(results: list[Result], machine: dict[str, Any]) -> pathlib.P
 
 
 def verdicts_of(results: list[Result]) -> dict[str, dict[str, str]]:
-    """Returns what is stored of some results: for each name of `trust.key`, the verdict of each case.
+    """Returns what is stored of some results: for each name of `trust.key`, the verdict of each
+    case.
 
-    A case of ring attention is stored for the kernel "flash", too, if it used that. Its time is that of its transfers,
-    so only its results matter there. A case of one device sends nothing, and says nothing about a kernel that sends.
+    A case of ring attention is stored for the kernel "flash", too, if it used that. Its time is
+    that of its transfers, so only its results matter there. A case of one device sends nothing, and
+    says nothing about a kernel that sends.
     """
     verdicts: dict[str, dict[str, str]] = {}
     for result in results:
@@ -161,7 +199,9 @@ def verdicts_of(results: list[Result]) -> dict[str, dict[str, str]]:
 
 
 def times_of(results: list[Result]) -> dict[str, dict[str, float]]:
-    """Returns the measured seconds of each op with its gradients, as calls without other options execute it."""
+    """Returns the measured seconds of each op with its gradients, as calls without other options
+    execute it.
+    """
     times: dict[str, dict[str, float]] = {}
     for result in results:
         case = result.case
@@ -175,7 +215,11 @@ def times_of(results: list[Result]) -> dict[str, dict[str, float]]:
 def describe_in_words(machine: dict[str, Any]) -> str:
     """Says what the machine is, in a few lines."""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    lines = [f"a rehearsal for {machine['rehearsal']}, without a TPU"] if machine.get("rehearsal") else []
+    lines = (
+        [f"a rehearsal for {machine['rehearsal']}, without a TPU"]
+        if machine.get("rehearsal")
+        else []
+    )
     lines += [f"{machine['devices']} x {machine['kind']} ({machine['platform']}); {versions}"]
     if machine["platform"] == "tpu":
         lines.append(machine["ring"])

@@ -28,19 +28,29 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "attention": ("reference", "flash"),
     "expert_products": ("reference", "grouped"),
 }
-"""The backends of everything that is verified, in the order of the cases; the first asks for the most vector memory.
-Those of `attention`, and of `expert_products` for `expert_mlp`, are what the argument `kernel` names, those of
-`prefetch` what moves the weights and gradients of `scan_with_prefetch`, and those of `platform` are known defects."""
+"""The backends of everything that is verified, in the order of the cases; the first asks for the
+most vector memory. Those of `attention`, and of `expert_products` for `expert_mlp`, are what the
+argument `kernel` names, those of `prefetch` what moves the weights and gradients of
+`scan_with_prefetch`, and those of `platform` are known defects."""
 PLAIN = {
-    "ppermute": "xla", "all_gather": "xla", "all_to_all": "xla", "prefetch": "xla", "attention": "reference",
+    "ppermute": "xla",
+    "all_gather": "xla",
+    "all_to_all": "xla",
+    "prefetch": "xla",
+    "attention": "reference",
     "expert_products": "reference",
-}  # fmt: skip
-"""The backend that is plain XLA and serves as the reference of times; "none" for ops that are not listed here."""
+}
+"""The backend that is plain XLA and serves as the reference of times; "none" for ops that are not
+listed here.
+"""
 PAIRS = ("pallas", "stateful")
-"""Backends whose transfers begin in one kernel and end in another, which JAX's simulator of kernels cannot do."""
+"""Backends whose transfers begin in one kernel and end in another, which JAX's simulator of kernels
+cannot do.
+"""
 FORGETS = "JAX's simulator forgets transfers that outlive a kernel"
 MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-IN_8_BITS = ("none", "fused")  # the backends of MATMULS that are verified in 8 bits, too: others only send the values
+# the backends of MATMULS that are verified in 8 bits, too: others only send the values
+IN_8_BITS = ("none", "fused")
 SIZES = {  # rows, features, head size and heads
     "cpu": (32, 64, 16, 4),
     "simulated": (16, 256, 64, 2),
@@ -58,14 +68,17 @@ class Case:
 
     op: str
     backend: str
-    mesh: tuple[int, ...]  # the sizes of the mesh axes: of `AXIS`, or of `MESH_AXES` for mesh_matmul
+    # the sizes of the mesh axes: of `AXIS`, or of `MESH_AXES` for mesh_matmul
+    mesh: tuple[int, ...]
     shapes: tuple[Shape, ...]  # of the operands on one device, as `flaxasync.plan` takes them
     dtype: str = "bfloat16"
     directions: int | None = None  # of the ring; None lets the op choose
     gradient: bool = True  # whether the gradients are verified and timed, too
-    quantization: Kind | None = None  # "int8" or "fp8": the type in which all products are multiplied
+    # "int8" or "fp8": the type in which all products are multiplied
+    quantization: Kind | None = None
     keeps: bool = False  # whether all_gather_matmul may keep the gathered x for its weight gradient
-    simulate: bool = False  # whether the kernels run in JAX's simulator of TPU kernels, on CPU devices
+    # whether the kernels run in JAX's simulator of TPU kernels, on CPU devices
+    simulate: bool = False
 
     @property
     def devices(self) -> int:
@@ -83,18 +96,23 @@ class Case:
 
     @property
     def takes_flash(self) -> bool:
-        """Whether this is ring attention that multiplies its blocks with the kernel "flash" on TPUs.
+        """Whether this is ring attention that multiplies its blocks with the kernel "flash" on
+        TPUs.
 
         Without a direction, ring attention takes one that the kernel can serve.
         """
         if self.op != "ring_attention":
             return False
         _, rows, _, head = self.shapes[0]
-        return flash_lacks(jnp.dtype(self.dtype), head, rows, rows // (self.directions or 1)) is None
+        return (
+            flash_lacks(jnp.dtype(self.dtype), head, rows, rows // (self.directions or 1)) is None
+        )
 
     @property
     def sums_few_rows(self) -> bool:
-        """Whether this is a sum of few rows, which all devices send to all others in one step or in two."""
+        """Whether this is a sum of few rows, which all devices send to all others in one step or in
+        two.
+        """
         return self.op == "matmul_all_reduce" and self.backend == "exchange"
 
     @property
@@ -104,10 +122,16 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Further options of the op and of `flaxasync.plan`: those of 8 bits, and to keep the gathered x."""
+        """Further options of the op and of `flaxasync.plan`: those of 8 bits, and to keep the
+        gathered x.
+        """
         kind = self.quantization
         kept = {"gathered_bytes": KEPT_BYTES} if self.keeps else {}
-        return kept | ({} if kind is None else {"quantization": Quantization(kind, backward=kind, weights=kind)})
+        return kept | (
+            {}
+            if kind is None
+            else {"quantization": Quantization(kind, backward=kind, weights=kind)}
+        )
 
     @property
     def text(self) -> str:
@@ -117,23 +141,37 @@ class Case:
     @property
     def label(self) -> str:
         ways = {None: "", 1: "1 direction", 2: "2 directions"}[self.directions]
-        if self.op == "matmul_all_reduce" and self.shapes[0][0] == 1 and self.backend in ("none", "exchange"):
+        if (
+            self.op == "matmul_all_reduce"
+            and self.shapes[0][0] == 1
+            and self.backend in ("none", "exchange")
+        ):
             ways = f"{self.shapes[0][1]} rows"
-        parts = self.quantization, "may keep" if self.keeps else None, None if self.gradient else "forward"
+        parts = (
+            self.quantization,
+            "may keep" if self.keeps else None,
+            None if self.gradient else "forward",
+        )
         form = " ".join(filter(None, parts))
         return f"{self.op:22} {self.backend:10} {ways:13}{form}".rstrip()
 
 
 def list_cases(
-    platform: str, devices: int, *, chip: str | None = None, quick: bool, only: Sequence[str] = (),
+    platform: str,
+    devices: int,
+    *,
+    chip: str | None = None,
+    quick: bool,
+    only: Sequence[str] = (),
     rehearse: bool = False,
-) -> list[Case]:  # fmt: skip
+) -> list[Case]:
     """Returns the cases for so many devices of a "tpu", "gpu" or "cpu".
 
-    A `chip` of the table has cases in 8 bits of the types for which it has a rate, others of all types. Quick cases
-    have small shapes, smaller ones in a rehearsal, and verify gradients together with results only. `only` names ops,
-    such as "all_gather_matmul", or "attention/flash" with a backend; all by default. The plain backend of each op is
-    always among the cases, because a backend may be slower than it. An unknown name raises ValueError.
+    A `chip` of the table has cases in 8 bits of the types for which it has a rate, others of all
+    types. Quick cases have small shapes, smaller ones in a rehearsal, and verify gradients together
+    with results only. `only` names ops, such as "all_gather_matmul", or "attention/flash" with a
+    backend; all by default. The plain backend of each op is always among the cases, because a
+    backend may be slower than it. An unknown name raises ValueError.
     """
     chosen: set[tuple[str, str]] = set()
     for name in only:
@@ -141,8 +179,18 @@ def list_cases(
         if op not in BACKENDS or (backend and backend not in BACKENDS[op]):
             known = "; ".join(f"{op}: {', '.join(names)}" for op, names in BACKENDS.items())
             raise ValueError(f"--ops got {name!r}: it must be OP or OP/BACKEND of {known}")
-        chosen |= {(op, some) for some in ((backend, PLAIN.get(op, "none")) if backend else BACKENDS[op])}
-    on_devices = "cpu" if platform == "cpu" else "full" if not quick else "rehearsed" if rehearse else "quick"
+        chosen |= {
+            (op, some) for some in ((backend, PLAIN.get(op, "none")) if backend else BACKENDS[op])
+        }
+    on_devices = (
+        "cpu"
+        if platform == "cpu"
+        else "full"
+        if not quick
+        else "rehearsed"
+        if rehearse
+        else "quick"
+    )
     rates = CHIPS.get(chip or "")
     types = [kind for kind in get_args(Kind) if rates is None or rates.rate(kind)]
     cases = []
@@ -152,30 +200,46 @@ def list_cases(
                 continue
             simulate = platform != "tpu" and backend not in trust.PLAIN
             case = _case(op, backend, devices, "simulated" if simulate else on_devices)
-            in_8_bits = backend in IN_8_BITS and op in MATMULS and (not only or (op, "fused") in chosen)
+            in_8_bits = (
+                backend in IN_8_BITS and op in MATMULS and (not only or (op, "fused") in chosen)
+            )
             kinds = (None, *types) if in_8_bits else (None,)
-            cases += [one for kind in kinds for one in _variants(dataclasses.replace(case, quantization=kind), quick)]
+            cases += [
+                one
+                for kind in kinds
+                for one in _variants(dataclasses.replace(case, quantization=kind), quick)
+            ]
     return cases
 
 
 def stand_in(case: Case) -> Case:
     """Returns the case whose values stand for those of a TPU case in a rehearsal.
 
-    It is the same op, backend and directions with small shapes on up to four CPU devices, where kernels are simulated.
+    It is the same op, backend and directions with small shapes on up to four CPU devices, where
+    kernels are simulated.
     """
-    devices, size = min(case.devices, 4), "cpu" if case.backend in trust.PLAIN else "simulated"
+    devices = min(case.devices, 4)
+    size = "cpu" if case.backend in trust.PLAIN else "simulated"
     small = _case(case.op, case.backend, devices, size, pairs=False)
     directions = case.directions if devices > 2 else None
     alike = {name: getattr(case, name) for name in ("gradient", "quantization", "keeps")}
     small = dataclasses.replace(small, directions=directions, **alike)
     if case.sums_few_rows:
-        small = dataclasses.replace(small, shapes=_few_rows(small, 1 if case.shapes[0][1] == 1 else 2))
+        small = dataclasses.replace(
+            small, shapes=_few_rows(small, 1 if case.shapes[0][1] == 1 else 2)
+        )
     return small
 
 
 def unsupported(case: Case, platform: str, *, quick: bool) -> str | None:
     """Returns why a case cannot run on a machine, or None if it can."""
-    if case.devices == 1 and case.op not in ("attention", "expert_products", "platform", "mesh_matmul", *MATMULS):
+    if case.devices == 1 and case.op not in (
+        "attention",
+        "expert_products",
+        "platform",
+        "mesh_matmul",
+        *MATMULS,
+    ):
         return "needs several devices"
     if not case.simulate:
         return None
@@ -188,9 +252,18 @@ def unsupported(case: Case, platform: str, *, quick: bool) -> str | None:
 
 def _case(op: str, backend: str, devices: int, size: str, *, pairs: bool = True) -> Case:
     """Returns a case of a size; a ring that is simulated is a pair, unless `pairs` is False."""
-    simulate, dtype = size == "simulated", "float32" if size in SMALL else "bfloat16"
+    simulate = size == "simulated"
+    dtype = "float32" if size in SMALL else "bfloat16"
     if op == "platform":
-        return Case(op, backend, (1,), (DEFECTS[backend].shape,), "float32", gradient=False, simulate=simulate)
+        return Case(
+            op,
+            backend,
+            (1,),
+            (DEFECTS[backend].shape,),
+            "float32",
+            gradient=False,
+            simulate=simulate,
+        )
     mesh: tuple[int, ...] = (min(devices, 2) if simulate and pairs else devices,)
     if op == "mesh_matmul":  # the sides that differ least, x the smaller one
         devices = min(devices, 4) if simulate else devices
@@ -200,20 +273,39 @@ def _case(op: str, backend: str, devices: int, size: str, *, pairs: bool = True)
 
 
 def _variants(case: Case, quick: bool) -> list[Case]:
-    """Returns a case in each direction, with and without gradients, and with few rows in one step and in two."""
+    """Returns a case in each direction, with and without gradients, and with few rows in one step
+    and in two.
+    """
     if case.op == "platform":
         return [case]
-    is_ring = case.op in (*MATMULS, "ring_attention", "expert_mlp") and case.backend not in ("none", "exchange")
+    is_ring = case.op in (*MATMULS, "ring_attention", "expert_mlp") and case.backend not in (
+        "none",
+        "exchange",
+    )
     ways: tuple[int | None, ...] = (1, 2) if is_ring and case.devices > 2 else (None,)
-    gradients = (False,) if case.op in ("all_gather", "all_to_all", "prefetch") else (True,) if quick else (False, True)
+    gradients = (
+        (False,)
+        if case.op in ("all_gather", "all_to_all", "prefetch")
+        else (True,)
+        if quick
+        else (False, True)
+    )
     cases = [case]
     if case.sums_few_rows:  # each beside XLA's sum of the same rows
         names = ("exchange",) if case.simulate else ("none", "exchange")
         shapes = [_few_rows(case, count) for count in (1, 2)]
-        cases = [dataclasses.replace(case, backend=name, shapes=s) for s in shapes for name in names]
-    found = [dataclasses.replace(c, directions=way, gradient=g) for c in cases for way in ways for g in gradients]
+        cases = [
+            dataclasses.replace(case, backend=name, shapes=s) for s in shapes for name in names
+        ]
+    found = [
+        dataclasses.replace(c, directions=way, gradient=g)
+        for c in cases
+        for way in ways
+        for g in gradients
+    ]
     if case.op == "all_gather_matmul" and case.backend == "fused" and case.quantization is not None:
-        # Where the plan keeps x, its products in 8 bits are those of another kernel than where x travels again.
+        # Where the plan keeps x, its products in 8 bits are those of another kernel than where x
+        # travels again.
         found += [dataclasses.replace(c, keeps=True) for c in found if c.gradient]
     return found
 
@@ -221,21 +313,28 @@ def _variants(case: Case, quick: bool) -> list[Case]:
 def _few_rows(case: Case, count: int) -> tuple[Shape, ...]:
     """Returns shapes of matmul_all_reduce whose sums are exchanged in `count` steps.
 
-    In one step they are one row, of fewer columns on long rings; in two steps 8 rows, or more on short rings.
+    In one step they are one row, of fewer columns on long rings; in two steps 8 rows, or more on
+    short rings.
     """
     x, (k, n) = case.shapes
-    rows, row_bytes = 1 if count == 1 else 8, jnp.dtype(case.dtype).itemsize
+    rows = 1 if count == 1 else 8
+    row_bytes = jnp.dtype(case.dtype).itemsize
     while count == 1 and exchange_steps(case.devices, n * row_bytes) == 2 and n > 1:
         n //= 2
-    while count == 2 and exchange_steps(case.devices, rows * n * row_bytes) == 1 and case.devices > 1:
+    while (
+        count == 2 and exchange_steps(case.devices, rows * n * row_bytes) == 1 and case.devices > 1
+    ):
         rows *= 2
     return (1, rows, x[2]), (k, n)
 
 
 def _shapes(op: str, size: str, mesh: tuple[int, ...]) -> tuple[Shape, ...]:
-    """Returns the shapes on one device; every size is a multiple of what the kernels of the op need."""
+    """Returns the shapes on one device; every size is a multiple of what the kernels of the op
+    need.
+    """
     rows, wide, head, heads = SIZES[size]
-    ring, small = math.prod(mesh), size in SMALL
+    ring = math.prod(mesh)
+    small = size in SMALL
     batch, sequence = (1, 256) if size == "simulated" else (2, rows)
     if op == "mesh_matmul":
         x, y = mesh

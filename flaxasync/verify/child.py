@@ -1,12 +1,13 @@
 """The process that opens the devices and runs cases, started by supervisor.py.
 
-It sends a description of the machine, and then an outcome for each case: {"measurement": {...}}, or "unsupported",
-"error" or "not_run" with a message. It may hang or crash at any point: the supervisor knows from what was sent which
-case did it.
+It sends a description of the machine, and then an outcome for each case: {"measurement": {...}}, or
+"unsupported", "error" or "not_run" with a message. It may hang or crash at any point: the
+supervisor knows from what was sent which case did it.
 
-The children of several hosts join, check that they run the same cases, and share results. A case ends on all hosts at
-once, with the same outcome, so that all of them store the same verdicts and go on with the same case. That is why a
-child waits for the others after each case; its parent ends it if that takes too long.
+The children of several hosts join, check that they run the same cases, and share results. A case
+ends on all hosts at once, with the same outcome, so that all of them store the same verdicts and go
+on with the same case. That is why a child waits for the others after each case; its parent ends it
+if that takes too long.
 """
 
 import dataclasses
@@ -32,7 +33,8 @@ from flaxasync.verify.cases import Case
 START_LIMIT = 300  # seconds for a child to open the devices
 PORT = 8476  # of the coordinator where nothing names one, as for JAX
 SILENT = 30  # seconds without a sign of life after which a child is taken for dead
-OUTCOME_LIMIT = 24 * 3600  # seconds: the parent ends a child that waits, after a time limit of its own
+# seconds: the parent ends a child that waits, after a time limit of its own
+OUTCOME_LIMIT = 24 * 3600
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +45,18 @@ class Setup:
     cpu_devices: int = 4  # how many devices a CPU is divided into
     repeats: int = 3  # on how many random inputs each case runs
     limit: float = 300  # seconds after which a case is ended
-    pauses: Sequence[float] = (5, 30, 60)  # seconds to wait before each further attempt to open the devices
+    # seconds to wait before each further attempt to open the devices
+    pauses: Sequence[float] = (5, 30, 60)
     distributed: bool = False  # whether a child joins those of the other hosts of a pod
-    rehearse: str | None = None  # a topology, such as "v5e:2x4", for which cases are compiled and simulated, not run
+    # a topology, such as "v5e:2x4", for which cases are compiled and simulated, not run
+    rehearse: str | None = None
     serve: "Serve" = dataclasses.field(default_factory=lambda: serve)  # what a child does
 
     @property
     def start_limit(self) -> float:
-        """Seconds for a child to open the devices; those of other hosts may first have to reach their time limit."""
+        """Seconds for a child to open the devices; those of other hosts may first have to reach
+        their time limit.
+        """
         return START_LIMIT + (self.limit if self.distributed else 0)
 
 
@@ -75,7 +81,9 @@ def serve(messages: Connection, request: Request) -> None:
     from flaxasync.verify.measure import run_case
     from flaxasync.verify.rehearsal import rehearse_case
 
-    run: Callable = functools.partial(rehearse_case, topology=setup.rehearse) if setup.rehearse else run_case
+    run: Callable = (
+        functools.partial(rehearse_case, topology=setup.rehearse) if setup.rehearse else run_case
+    )
     if setup.distributed:
         join_hosts(request.number, setup.start_limit)
     machine = describe_machine(setup.rehearse)
@@ -90,7 +98,9 @@ def serve(messages: Connection, request: Request) -> None:
         outcome: dict[str, Any]
         try:
             outcome = {"measurement": dataclasses.asdict(run(case, repeats=setup.repeats))}
-        except UnsupportedError as error:  # other NotImplementedErrors are of the compiler of kernels, and errors
+        except (
+            UnsupportedError
+        ) as error:  # other NotImplementedErrors are of the compiler of kernels, and errors
             outcome = {"unsupported": str(error)}
         except Exception as error:
             outcome = {"error": f"{type(error).__name__}: {error}"[:2000]}
@@ -99,7 +109,8 @@ def serve(messages: Connection, request: Request) -> None:
 
 
 def begin(messages: Connection, request: Request) -> None:
-    """Makes this process the first of a group, whose output goes to the log, and which ends with its parent.
+    """Makes this process the first of a group, whose output goes to the log, and which ends with
+    its parent.
 
     A child that outlived its parent would keep the chips.
     """
@@ -119,9 +130,12 @@ def begin(messages: Connection, request: Request) -> None:
 
 
 def describe_machine(topology: str | None = None) -> dict[str, Any]:
-    """Returns what results depend on: the devices, in a rehearsal those of `topology`, their links, and versions."""
+    """Returns what results depend on: the devices, in a rehearsal those of `topology`, their links,
+    and versions.
+    """
     devices = fa.check.topology_devices(topology) if topology else jax.devices()
-    device, chip = devices[0], chip_of_device(devices[0].device_kind)
+    device = devices[0]
+    chip = chip_of_device(devices[0].device_kind)
     ring = fa.make_mesh((len(devices),), ("ring",), devices=devices)
     versions = {name: trust.version(name) for name in ("flaxasync", "jax", "jaxlib", "libtpu")}
     return {
@@ -137,9 +151,11 @@ def describe_machine(topology: str | None = None) -> dict[str, Any]:
 
 
 def join_hosts(number: int, limit: float) -> None:
-    """Joins the children with this number of the other hosts, as JAX finds them, and waits `limit` seconds for them.
+    """Joins the children with this number of the other hosts, as JAX finds them, and waits `limit`
+    seconds for them.
 
-    Each number has a port of its own, because a child that hangs still holds its port when other hosts start the next.
+    Each number has a port of its own, because a child that hangs still holds its port when other
+    hosts start the next.
     """
     address = os.environ.get("JAX_COORDINATOR_ADDRESS")
     host, _, port = (address or f":{os.environ.get('JAX_COORDINATOR_PORT', PORT)}").rpartition(":")
@@ -158,7 +174,9 @@ def join_hosts(number: int, limit: float) -> None:
 
 
 def refusal(cases: Sequence[Case]) -> str | None:
-    """Returns why the hosts cannot run their cases together, the same on all of them; None if all have the same."""
+    """Returns why the hosts cannot run their cases together, the same on all of them; None if all
+    have the same.
+    """
     texts = exchange("cases", hashlib.sha256(repr(cases).encode()).hexdigest(), OUTCOME_LIMIT)
     if len(set(texts)) == 1:
         return None
@@ -166,17 +184,30 @@ def refusal(cases: Sequence[Case]) -> str | None:
 
 
 def share(number: int, outcome: dict[str, Any]) -> dict[str, Any]:
-    """Returns the outcome of case `number` on all hosts, from that on this one, when all of them have it."""
-    return combine([json.loads(text) for text in exchange(f"case {number}", json.dumps(outcome), OUTCOME_LIMIT)])
+    """Returns the outcome of case `number` on all hosts, from that on this one, when all of them
+    have it.
+    """
+    return combine(
+        [
+            json.loads(text)
+            for text in exchange(f"case {number}", json.dumps(outcome), OUTCOME_LIMIT)
+        ]
+    )
 
 
 def combine(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns an error of any host, or what one cannot do, or else the time of the slowest with the largest errors."""
+    """Returns an error of any host, or what one cannot do, or else the time of the slowest with the
+    largest errors.
+    """
     for kind in ("error", "unsupported"):
         for process, outcome in enumerate(outcomes):
             if kind in outcome:
                 everywhere = all(other == outcome for other in outcomes)
-                return outcome if everywhere else outcome | {kind: f"in process {process}: {outcome[kind]}"}
+                return (
+                    outcome
+                    if everywhere
+                    else outcome | {kind: f"in process {process}: {outcome[kind]}"}
+                )
     measured = [outcome["measurement"] for outcome in outcomes]
     errors = {name: max(one["errors"][name] for one in measured) for name in measured[0]["errors"]}
     slowest = max(measured, key=lambda one: one["timing"]["seconds"] if one["timing"] else 0.0)

@@ -1,8 +1,8 @@
 """Compares the results of a case with its reference, and measures its time.
 
-TPU kernels run on CPU devices in JAX's interpret mode for TPUs, with race detection. `simulated` replaces two private
-functions of JAX 0.12 for that: the interpreter does not know barriers by tag, nor the types of manual axes within its
-own loops.
+TPU kernels run on CPU devices in JAX's interpret mode for TPUs, with race detection. `simulated`
+replaces two private functions of JAX 0.12 for that: the interpreter does not know barriers by tag,
+nor the types of manual axes within its own loops.
 """
 
 import contextlib
@@ -30,20 +30,24 @@ from flaxasync.verify.cases import Case
 
 RUNS = 20
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "attention": 1e-4}
-"""The largest deviation relative to the largest value. float32 differs by the order of additions, attention also by its
-softmax in base 2; bfloat16 keeps 8 bits, and partial sums travel in it."""
+"""The largest deviation relative to the largest value. float32 differs by the order of additions,
+attention also by its softmax in base 2; bfloat16 keeps 8 bits, and partial sums travel in it."""
 ROUNDING = {"int8": 0.05, "fp8": 0.2}
 """The same for plain products in 8 bits, which are compared with products that are not rounded."""
 BACK_TO_BACK = 8
-"""How often a program runs on its first input without a wait in between. A semaphore that a run leaves at a wrong
-count, or a device that runs ahead, shows only in the next run."""
+"""How often a program runs on its first input without a wait in between. A semaphore that a run
+leaves at a wrong count, or a device that runs ahead, shows only in the next run."""
 PHASES = 40  # instructions whose seconds are told, the longest first
-SIMULATED, SIMULATED_FP8 = "TPU v5e", "TPU7x"  # what CPU devices pass for; only the other one has fp8
+# what CPU devices pass for; only the other one has fp8
+SIMULATED = "TPU v5e"
+SIMULATED_FP8 = "TPU7x"
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """The time of a program. The fields of this class and of the next one are those of `verdict.Result`."""
+    """The time of a program. The fields of this class and of the next one are those of
+    `verdict.Result`.
+    """
 
     seconds: float
     clock: str
@@ -61,10 +65,15 @@ class Measurement:
 
 
 def run_case(case: Case, *, repeats: int) -> Measurement:
-    """Runs a case on several random inputs, compares each result with the reference, and times it."""
+    """Runs a case on several random inputs, compares each result with the reference, and times
+    it.
+    """
     if jax.process_count() > 1 and (case.simulate or case.devices != jax.device_count()):
-        raise UnsupportedError("several hosts verify what runs on all of their devices, and simulate nothing")
-    mesh, program = programs.make_mesh(case), programs.make_program(case)
+        raise UnsupportedError(
+            "several hosts verify what runs on all of their devices, and simulate nothing"
+        )
+    mesh = programs.make_mesh(case)
+    program = programs.make_program(case)
     errors = check_values(case, program, repeats=repeats, runs=1 if case.simulate else BACK_TO_BACK)
     timing = None
     if not case.simulate:
@@ -100,27 +109,36 @@ def tolerance(case: Case) -> float:
     """Returns the deviation that is allowed, relative to the largest value."""
     if case.quantization is not None and case.plain:
         return ROUNDING[case.quantization]
-    return TOLERANCE["attention" if "attention" in case.op and case.dtype == "float32" else case.dtype]
+    return TOLERANCE[
+        "attention" if "attention" in case.op and case.dtype == "float32" else case.dtype
+    ]
 
 
 def compare_results(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> dict[str, float]:
-    """Returns the largest deviation of each array relative to its largest value; infinite where it is not finite.
+    """Returns the largest deviation of each array relative to its largest value; infinite where it
+    is not finite.
 
     On a pod every host has a part of each array, and gets the deviation of the whole.
     """
     errors = {}
     for name, value in wanted.items():
-        a, b = np.asarray(got[name], np.float64), np.asarray(value, np.float64)
-        error, scale = np.abs(a - b).max(), np.abs(b).max()
+        a = np.asarray(got[name], np.float64)
+        b = np.asarray(value, np.float64)
+        error = np.abs(a - b).max()
+        scale = np.abs(b).max()
         if jax.process_count() > 1:
-            error, scale = multihost_utils.process_allgather(np.array([error, scale], np.float32)).max(axis=0)
+            error, scale = multihost_utils.process_allgather(
+                np.array([error, scale], np.float32)
+            ).max(axis=0)
         error /= max(scale, np.finfo(np.float32).tiny)
         errors[name] = float(error) if np.isfinite(error) else float("inf")
     return errors
 
 
 def time_program(run: Callable[[], Any], name: str, runs: int = RUNS) -> Timing:
-    """Measures the program that `run` starts by the device's clock, on CPUs by the host's; a profile shows its name."""
+    """Measures the program that `run` starts by the device's clock, on CPUs by the host's; a
+    profile shows its name.
+    """
     jax.block_until_ready(run())
     spent = []
     with tempfile.TemporaryDirectory(prefix="flaxasync-") as folder:
@@ -167,7 +185,12 @@ def simulated(mesh: Mesh, kind: str = SIMULATED) -> Iterator[None]:
 
 
 def _with_barrier(
-    original: Any, *args: Any, jaxpr: Any, compiler_params: Any, name: str | None = None, **rest: Any
+    original: Any,
+    *args: Any,
+    jaxpr: Any,
+    compiler_params: Any,
+    name: str | None = None,
+    **rest: Any,
 ) -> Any:
     from jax._src import config
 
@@ -184,6 +207,7 @@ def _has_barrier(jaxpr: Any) -> bool:
     from jax._src.pallas.mosaic import primitives
 
     return any(
-        e.primitive is primitives.get_barrier_semaphore_p or any(map(_has_barrier, core.jaxprs_in_params(e.params)))
+        e.primitive is primitives.get_barrier_semaphore_p
+        or any(map(_has_barrier, core.jaxprs_in_params(e.params)))
         for e in jaxpr.eqns
     )

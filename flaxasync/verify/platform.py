@@ -1,7 +1,9 @@
-"""Known defects of the platform: small programs that gave wrong results on a TPU, or would, by public reports.
+"""Known defects of the platform: small programs that gave wrong results on a TPU, or would, by
+public reports.
 
-Each is a case of the op "platform". A program is what its report has, with the smallest changes: the operand is random,
-and no compiler option is set. Some are not jitted here, because the defect shows only without.
+Each is a case of the op "platform". A program is what its report has, with the smallest changes:
+the operand is random, and no compiler option is set. Some are not jitted here, because the defect
+shows only without.
 """
 
 import dataclasses
@@ -34,11 +36,14 @@ class Defect:
 
 
 def through_all_vector_memory(x: jax.Array) -> jax.Array:
-    """Returns x [8, 128] as the difference of both ends of the largest buffer that kernels of this package ask for."""
+    """Returns x [8, 128] as the difference of both ends of the largest buffer that kernels of this
+    package ask for.
+    """
     size = available()  # of the mesh in which this is called
 
     def kernel(x_ref: jax.Array, y_ref: jax.Array, buffer_ref: jax.Array) -> None:
-        first, last = pl.ds(0, x.shape[0]), pl.ds(buffer_ref.shape[0] - x.shape[0], x.shape[0])
+        first = pl.ds(0, x.shape[0])
+        last = pl.ds(buffer_ref.shape[0] - x.shape[0], x.shape[0])
         buffer_ref[first, :] = x_ref[...]
         buffer_ref[last, :] = 2 * buffer_ref[first, :]
         y_ref[...] = buffer_ref[last, :] - buffer_ref[first, :]
@@ -54,10 +59,14 @@ def through_all_vector_memory(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def copy_beside_an_unused_operand(x: jax.Array) -> jax.Array:
-    """Copies the first row of x [2, 256] through VMEM, in a kernel that is also given an array that it never reads."""
+    """Copies the first row of x [2, 256] through VMEM, in a kernel that is also given an array that
+    it never reads.
+    """
     row = (1, x.shape[1])
 
-    def kernel(x_ref: jax.Array, unused_ref: jax.Array, y_ref: jax.Array, staging_ref: jax.Array) -> None:
+    def kernel(
+        x_ref: jax.Array, unused_ref: jax.Array, y_ref: jax.Array, staging_ref: jax.Array
+    ) -> None:
         pltpu.sync_copy(x_ref.at[pl.ds(0, 1), :], staging_ref)
         pltpu.sync_copy(staging_ref, y_ref)
 

@@ -1,7 +1,9 @@
-"""The program of a case and its reference, as jitted functions of global arrays, with random operands.
+"""The program of a case and its reference, as jitted functions of global arrays, with random
+operands.
 
-The reference of every backend is the formula of its op on global arrays, which XLA partitions. A kernel in 8 bits has
-the plain backend in 8 bits for a reference, which is itself compared with the formula, which rounds nothing.
+The reference of every backend is the formula of its op on global arrays, which XLA partitions. A
+kernel in 8 bits has the plain backend in 8 bits for a reference, which is itself compared with the
+formula, which rounds nothing.
 """
 
 import dataclasses
@@ -27,7 +29,8 @@ from flaxasync.transport.transfers import start_gather, start_reduce_scatter
 from flaxasync.verify.cases import AXIS, MESH_AXES, Case
 from flaxasync.verify.platform import DEFECTS
 
-BY_ROWS, BY_COLUMNS = P(None, AXIS, None), P(None, None, AXIS)
+BY_ROWS = P(None, AXIS, None)
+BY_COLUMNS = P(None, None, AXIS)
 NAME = "verified"  # the name of the jitted function, by which a profile shows its runs
 
 
@@ -46,7 +49,8 @@ def _rotated_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 def _experts(x: jax.Array, ids: jax.Array, weights: jax.Array, *kernels: jax.Array) -> jax.Array:
     """Applies all experts to all rows, and adds what the rows chose."""
-    x, weights = x.astype(jnp.float32), weights.astype(jnp.float32)
+    x = x.astype(jnp.float32)
+    weights = weights.astype(jnp.float32)
     y = jnp.zeros_like(x)
     for expert in range(kernels[0].shape[0]):
         gate, up, down = (kernel[expert].astype(jnp.float32) for kernel in kernels)
@@ -81,18 +85,31 @@ FORMS = {
     "mesh_matmul": Form((P("x", "y"), P("x", None)), P("x", None), ("lhs", "rhs"), _product),
     "ring_attention": Form((P(None, AXIS),) * 3, P(None, AXIS), ("q", "k", "v"), _causal_attention),
     "attention": Form((P(AXIS),) * 3, P(AXIS), ("q", "k", "v"), _rotated_attention),
-    "lookup_reduce_scatter": Form((P(), P(AXIS, None)), BY_ROWS, ("ids", "table"), lambda ids, table: table[ids]),
-    "ppermute": Form((P(AXIS),), P(AXIS), ("x",), lambda x: jnp.roll(x, x.shape[0] // _devices(), axis=0)),
+    "lookup_reduce_scatter": Form(
+        (P(), P(AXIS, None)), BY_ROWS, ("ids", "table"), lambda ids, table: table[ids]
+    ),
+    "ppermute": Form(
+        (P(AXIS),), P(AXIS), ("x",), lambda x: jnp.roll(x, x.shape[0] // _devices(), axis=0)
+    ),
     # Block d of the columns is what device d gathers.
     "all_gather": Form((P(AXIS),), P(None, AXIS), ("x",), lambda x: jnp.tile(x, (1, _devices()))),
     "all_to_all": Form((P(AXIS),), P(None, AXIS), ("x",), _transpose_blocks),
-    "prefetch": Form((P(None, AXIS),), P(None, AXIS), ("x",), lambda x: x * (_devices() * (_devices() + 1) // 2) ** 2),
+    "prefetch": Form(
+        (P(None, AXIS),),
+        P(None, AXIS),
+        ("x",),
+        lambda x: x * (_devices() * (_devices() + 1) // 2) ** 2,
+    ),
 }
 
 
 def form_of(case: Case) -> Form:
     """Returns the form of a case; the program of a known defect runs on one device."""
-    return Form((P(),), P(), ("x",), DEFECTS[case.backend].reference) if case.op == "platform" else FORMS[case.op]
+    return (
+        Form((P(),), P(), ("x",), DEFECTS[case.backend].reference)
+        if case.op == "platform"
+        else FORMS[case.op]
+    )
 
 
 def _devices() -> int:
@@ -102,19 +119,24 @@ def _devices() -> int:
 def make_mesh(case: Case, devices: Sequence[Any] | None = None) -> Mesh:
     """Makes the mesh of a case over the first devices of this machine, or over described ones.
 
-    Where a topology has more devices than the case, they form several of its meshes, which all compute the same.
+    Where a topology has more devices than the case, they form several of its meshes, which all
+    compute the same.
     """
-    sizes, names = case.mesh, MESH_AXES if case.op == "mesh_matmul" else (AXIS,)
+    sizes = case.mesh
+    names = MESH_AXES if case.op == "mesh_matmul" else (AXIS,)
     if devices is not None and len(devices) > case.devices:
-        sizes, names = (len(devices) // case.devices, *sizes), ("copy", *names)
+        sizes = (len(devices) // case.devices, *sizes)
+        names = ("copy", *names)
     return fa.make_mesh(sizes, names, devices=devices, axis_types=(AxisType.Auto,) * len(names))
 
 
 def make_program(case: Case, *, reference: bool = False) -> Callable:
-    """Returns the jitted function (operands, dy) -> {"y": ..., "dx": ...} of a case, or of its reference.
+    """Returns the jitted function (operands, dy) -> {"y": ..., "dx": ...} of a case, or of its
+    reference.
 
-    `dy` is the cotangent of the result. The mesh is that of the context in which the function is called, one of
-    `make_mesh`. The program of a known defect is jitted only as far as the defect needs it.
+    `dy` is the cotangent of the result. The mesh is that of the context in which the function is
+    called, one of `make_mesh`. The program of a known defect is jitted only as far as the defect
+    needs it.
     """
     form = form_of(case)
     if case.op == "platform":
@@ -122,7 +144,8 @@ def make_program(case: Case, *, reference: bool = False) -> Callable:
         return lambda operands, dy: {"y": run(*operands)}
     whole: Callable = form.formula
     if reference and case.quantization is not None and not case.plain:
-        case, reference = dataclasses.replace(case, backend="none"), False
+        case = dataclasses.replace(case, backend="none")
+        reference = False
     if not reference:
         whole = jax.shard_map(_op(case), in_specs=form.operands, out_specs=form.result)
 
@@ -137,9 +160,12 @@ def make_program(case: Case, *, reference: bool = False) -> Callable:
     return jax.jit(verified)
 
 
-def abstract_arguments(case: Case, mesh: Mesh) -> tuple[tuple[jax.ShapeDtypeStruct, ...], jax.ShapeDtypeStruct]:
+def abstract_arguments(
+    case: Case, mesh: Mesh
+) -> tuple[tuple[jax.ShapeDtypeStruct, ...], jax.ShapeDtypeStruct]:
     """Returns the shapes, dtypes and shardings of the operands and of dy."""
-    form, shapes = form_of(case), list(case.shapes)
+    form = form_of(case)
+    shapes = list(case.shapes)
     if case.op in ("ring_attention", "attention"):
         shapes.append(shapes[1])  # k and v have one shape
     operands = [
@@ -152,12 +178,15 @@ def abstract_arguments(case: Case, mesh: Mesh) -> tuple[tuple[jax.ShapeDtypeStru
 
 
 def local_values(results: dict[str, jax.Array], case: Case, mesh: Mesh) -> dict[str, np.ndarray]:
-    """Returns the values of results, or those that this process holds if it has a part of the devices.
+    """Returns the values of results, or those that this process holds if it has a part of the
+    devices.
 
     Results of one case, and of its reference, are then laid out alike.
     """
     form = form_of(case)
-    parts = {"y": form.result} | {f"d{name}": spec for name, spec in zip(form.names, form.operands, strict=True)}
+    parts = {"y": form.result} | {
+        f"d{name}": spec for name, spec in zip(form.names, form.operands, strict=True)
+    }
 
     def held(name: str, result: jax.Array) -> np.ndarray:
         if result.is_fully_addressable:
@@ -169,7 +198,9 @@ def local_values(results: dict[str, jax.Array], case: Case, mesh: Mesh) -> dict[
 
 
 def random_arguments(case: Case, mesh: Mesh, seed: int) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Returns random operands and a random dy. They are never constant: a constant hides blocks that are swapped."""
+    """Returns random operands and a random dy. They are never constant: a constant hides blocks
+    that are swapped.
+    """
     rng = np.random.default_rng(seed)
     operands, dy = abstract_arguments(case, mesh)
 
@@ -186,10 +217,13 @@ def random_arguments(case: Case, mesh: Mesh, seed: int) -> tuple[tuple[jax.Array
 
 def _op(case: Case) -> Callable:
     """Returns the op of a case on the arrays of one device."""
-    backend, pairs = case.backend, {"all_gather": direct.all_gather, "all_to_all": direct.all_to_all}
+    backend = case.backend
+    pairs = {"all_gather": direct.all_gather, "all_to_all": direct.all_to_all}
     if case.op in pairs and backend == "pallas":
         return functools.partial(_direct, pairs[case.op])
-    expert_mlp: Callable = functools.partial(fa.expert_mlp, axis_name=AXIS, directions=case.directions)  # type: ignore[arg-type]
+    expert_mlp: Callable = functools.partial(
+        fa.expert_mlp, axis_name=AXIS, directions=case.directions
+    )  # type: ignore[arg-type]
     others: dict[str, Callable] = {
         "expert_mlp": lambda *operands: expert_mlp(*operands, backend=backend, kernel="reference"),
         "expert_products": lambda *operands: expert_mlp(*operands, backend="none", kernel=backend),
@@ -199,19 +233,24 @@ def _op(case: Case) -> Callable:
         "all_gather": lambda x: lax.all_gather(x, AXIS, tiled=True),
         "all_to_all": lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True),
         "prefetch": functools.partial(_prefetch, backend),
-        "lookup_reduce_scatter": lambda ids, table: lookup_reduce_scatter(ids, table, AXIS, backend=backend),
+        "lookup_reduce_scatter": lambda ids, table: lookup_reduce_scatter(
+            ids, table, AXIS, backend=backend
+        ),
     }
     if case.op in others:
         return others[case.op]
     fn = getattr(fa, case.op)
-    return lambda *operands: fn(*operands, AXIS, backend=backend, directions=case.directions, **case.options)
+    return lambda *operands: fn(
+        *operands, AXIS, backend=backend, directions=case.directions, **case.options
+    )
 
 
 def _attention(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Rotates heads, and attends; by kernels where the kernel is "flash"."""
     tables = rotary_tables(q.shape[1], q.shape[3], jnp.float32)
     in_kernel = kernel == "flash" and q.shape[3] % LANES == 0
-    q, k = rotate(q, tables, kernel=in_kernel), rotate(k, tables, kernel=in_kernel)
+    q = rotate(q, tables, kernel=in_kernel)
+    k = rotate(k, tables, kernel=in_kernel)
     return fa.attention(q, k, v, kernel=kernel)
 
 
@@ -223,15 +262,21 @@ def _direct(pair: Callable[[str, int, int], Pair], x: jax.Array) -> jax.Array:
 
 
 def _prefetch(backend: str, x: jax.Array) -> jax.Array:
-    """Gathers blocks along each dimension, and scatters the sum of what device d gathered, d + 1 times."""
+    """Gathers blocks along each dimension, and scatters the sum of what device d gathered, d + 1
+    times.
+    """
     for dim in (0, 1):
-        whole = start_gather(x, AXIS, dim, backend).done() * (1 + lax.axis_index(AXIS)).astype(x.dtype)
+        whole = start_gather(x, AXIS, dim, backend).done() * (1 + lax.axis_index(AXIS)).astype(
+            x.dtype
+        )
         x = start_reduce_scatter(whole, jnp.float32, AXIS, dim, backend).done().astype(x.dtype)
     return x
 
 
 def _global(mesh: Mesh, shape: Shape, spec: P, dtype: str) -> jax.ShapeDtypeStruct:
     """Returns the global array of which every device holds `shape`."""
-    sizes = [mesh.shape[name] if name else 1 for name in (*spec, *(None,) * (len(shape) - len(spec)))]
+    sizes = [
+        mesh.shape[name] if name else 1 for name in (*spec, *(None,) * (len(shape) - len(spec)))
+    ]
     whole = tuple(n * size for n, size in zip(shape, sizes, strict=True))
     return jax.ShapeDtypeStruct(whole, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))

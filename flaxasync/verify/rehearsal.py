@@ -1,8 +1,9 @@
 """A rehearsal: what a run on a TPU does, without one. `--rehearse v5e:2x4` of the command.
 
-Two things are replaced, both in the child process that runs the cases. Values are those of small shapes on CPU devices,
-where kernels run in JAX's simulator; times are those of the compiled program of the case, in the simulator of compiled
-programs. Its verdicts are stored aside, where no run finds them.
+Two things are replaced, both in the child process that runs the cases. Values are those of small
+shapes on CPU devices, where kernels run in JAX's simulator; times are those of the compiled program
+of the case, in the simulator of compiled programs. Its verdicts are stored aside, where no run
+finds them.
 """
 
 import contextlib
@@ -26,14 +27,16 @@ from flaxasync.verify.measure import Measurement, Timing
 def rehearse_case(case: Case, *, repeats: int, topology: str) -> Measurement:
     """Compiles and simulates a case for a topology, and compares the values of its `stand_in`.
 
-    A program that the simulator of compiled programs cannot execute has no time, and one that the simulator of kernels
-    cannot execute has no values.
+    A program that the simulator of compiled programs cannot execute has no time, and one that the
+    simulator of kernels cannot execute has no values.
 
     Raises:
-      UnsupportedError: The op cannot serve the case, the compiler refuses its program, or no simulator can execute it.
+      UnsupportedError: The op cannot serve the case, the compiler refuses its program, or no
+        simulator can execute it.
       ProtocolError: The program would hang, halt or corrupt memory on a TPU.
     """
-    missing, timing = {}, None
+    missing = {}
+    timing = None
     try:
         if case.op == "platform":
             missing["time"] = "a known defect of the platform shows on a chip alone"
@@ -82,12 +85,19 @@ def stored_aside() -> Iterator[None]:
 
 
 def read_back(verdicts: Mapping[str, Mapping[str, str]], chip: str) -> str:
-    """Reads stored verdicts, {name of `trust.key`: {case: verdict}}, as runs on such chips do; says what is trusted."""
+    """Reads stored verdicts, {name of `trust.key`: {case: verdict}}, as runs on such chips do; says
+    what is trusted.
+    """
     trusted = []
     with trust.trusting("verified"):
         for name, found in verdicts.items():
             passed = set(found.values()) == {trust.PASSED}
             if (trust.known(chip).verdict(name) == trust.PASSED) is not passed:
-                raise RuntimeError(f"{name} is stored as {found} and read as {'un' * passed}trusted")
+                raise RuntimeError(
+                    f"{name} is stored as {found} and read as {'un' * passed}trusted"
+                )
             trusted += [name] * passed
-    return f"read back, a run would trust {len(trusted)} of {len(verdicts)} kernels: {', '.join(sorted(trusted))}"
+    return (
+        f"read back, a run would trust {len(trusted)} of {len(verdicts)} kernels: "
+        f"{', '.join(sorted(trusted))}"
+    )

@@ -1,11 +1,14 @@
-"""Runs cases in child processes with a time limit for each, so that a hang or a crash is a verdict and not the end.
+"""Runs cases in child processes with a time limit for each, so that a hang or a crash is a verdict
+and not the end.
 
-A TPU belongs to one process at a time. This process therefore never opens one, and runs one child after the other. The
-case that hangs or crashes ends its child, and the next child goes on with the rest. A hang can leave the chips
-occupied. Opening them is then tried again after pauses, and if it keeps failing, the cases that are left are not run.
+A TPU belongs to one process at a time. This process therefore never opens one, and runs one child
+after the other. The case that hangs or crashes ends its child, and the next child goes on with the
+rest. A hang can leave the chips occupied. Opening them is then tried again after pauses, and if it
+keeps failing, the cases that are left are not run.
 
-On a pod every host has such a process, and the children with one number on all hosts run each case together. When a
-child dies, those of the other hosts wait for it until the time limit of the case ends them.
+On a pod every host has such a process, and the children with one number on all hosts run each case
+together. When a child dies, those of the other hosts wait for it until the time limit of the case
+ends them.
 """
 
 import contextlib
@@ -21,7 +24,8 @@ from typing import Any
 from flaxasync.verify.cases import Case
 from flaxasync.verify.child import Request, Setup
 
-END_LIMIT = 60  # seconds for a child that has sent everything, or was killed, to end and to release the devices
+# seconds for a child that has sent everything, or was killed, to end and to release the devices
+END_LIMIT = 60
 ON_EVERY_HOST = (
     "start the same command with --distributed on every host, or set TPU_PROCESS_BOUNDS=1,1,1 and "
     "TPU_CHIPS_PER_PROCESS_BOUNDS to this host's chips"
@@ -31,11 +35,15 @@ _started = itertools.count()
 
 
 class MachineError(RuntimeError):
-    """The devices could not be opened or released. The message says what the process did that tried."""
+    """The devices could not be opened or released. The message says what the process did that
+    tried.
+    """
 
 
 def describe(setup: Setup) -> dict[str, Any]:
-    """Returns what the devices of this machine are; raises MachineError if other hosts have a part of them, too."""
+    """Returns what the devices of this machine are; raises MachineError if other hosts have a part
+    of them, too.
+    """
     with _Child(setup, []) as child:
         machine = child.receive(setup.start_limit)
         if machine is None:
@@ -48,17 +56,20 @@ def describe(setup: Setup) -> dict[str, Any]:
 
 
 def run_cases(cases: Sequence[Case], setup: Setup) -> Iterator[dict[str, Any]]:
-    """Runs cases, and yields the outcome of each as soon as it is known: what its child sent, or why there is nothing.
+    """Runs cases, and yields the outcome of each as soon as it is known: what its child sent, or
+    why there is nothing.
 
     "hung", "crashed" and "not_run" are outcomes of this process.
     """
-    done, pauses = 0, list(setup.pauses)
+    done = 0
+    pauses = list(setup.pauses)
     while done < len(cases):
         try:
             with _Child(setup, cases[done:]) as child:
                 machine = child.receive(setup.start_limit)
                 why = child.end() if machine is None else None
-                outcome: dict[str, Any] | None = machine  # the last message; None from a child that has ended or hangs
+                # the last message; None from a child that has ended or hangs
+                outcome: dict[str, Any] | None = machine
                 while outcome is not None and done < len(cases):
                     outcome = child.receive(setup.limit)
                     if outcome is None and child.running:
@@ -68,8 +79,11 @@ def run_cases(cases: Sequence[Case], setup: Setup) -> Iterator[dict[str, Any]]:
                     done += 1
                 if outcome is not None:
                     child.finish()
-        except MachineError as error:  # a child that cannot be ended keeps the devices: there is no use in waiting
-            why, pauses = str(error), []
+        except (
+            MachineError
+        ) as error:  # a child that cannot be ended keeps the devices: there is no use in waiting
+            why = str(error)
+            pauses = []
         if why is None:
             pauses = list(setup.pauses)
         elif pauses:
@@ -77,7 +91,8 @@ def run_cases(cases: Sequence[Case], setup: Setup) -> Iterator[dict[str, Any]]:
         else:
             last = f"after {cases[done - 1].label}" if done else "after they were described"
             message = (
-                f"the chips could not be opened again {last}; end the process that holds them and run again ({why})"
+                f"the chips could not be opened again {last}; end the process that holds "
+                f"them and run again ({why})"
             )
             yield from [{"not_run": message}] * (len(cases) - done)
             return
@@ -100,7 +115,9 @@ class _Child:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Ends the child with all processes that it started; raises MachineError if it does not end."""
+        """Ends the child with all processes that it started; raises MachineError if it does not
+        end.
+        """
         pid = self._process.pid
         assert pid is not None
         if self.running:
@@ -112,7 +129,8 @@ class _Child:
         self._log.close()
         if self.running:
             raise MachineError(
-                f"process {pid} was killed and did not end within {END_LIMIT} s: it still holds the chips"
+                f"process {pid} was killed and did not end within {END_LIMIT} s: it still holds "
+                "the chips"
             )
 
     def finish(self) -> None:
@@ -124,7 +142,9 @@ class _Child:
         return self._process.is_alive()
 
     def receive(self, limit: float) -> dict[str, Any] | None:
-        """Returns the next message, or None if the child ends, or does not say anything within the limit in seconds."""
+        """Returns the next message, or None if the child ends, or does not say anything within the
+        limit in seconds.
+        """
         if not self._messages.poll(limit):
             return None
         try:

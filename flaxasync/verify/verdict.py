@@ -11,7 +11,8 @@ from flaxasync.ops.plan import MODELS
 from flaxasync.verify.cases import Case
 from flaxasync.verify.platform import DEFECTS
 
-MARGIN = 1.1  # how many times the time of the plain backend a case may take before it is called slower
+# how many times the time of the plain backend a case may take before it is called slower
+MARGIN = 1.1
 NOISE = 5e-6  # seconds by which two measurements of one short program differ
 
 
@@ -38,13 +39,17 @@ class Result:
     case: Case
     verdict: Verdict
     reason: str = ""  # why the verdict is not PASS
-    errors: dict[str, float] = dataclasses.field(default_factory=dict)  # the largest relative deviation of each result
+    # the largest relative deviation of each result
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
     seconds: float | None = None  # None for a case that was simulated or did not end
     clock: str = ""  # whose seconds they are: "device", "host", or "simulated"
-    phases: dict[str, float] = dataclasses.field(default_factory=dict)  # seconds of each instruction, by that clock
+    # seconds of each instruction, by that clock
+    phases: dict[str, float] = dataclasses.field(default_factory=dict)
     plain: float | None = None  # the seconds of the plain backend on the same operands
-    planned: tuple[float, float] | None = None  # what `flaxasync.plan` predicts for this backend and the plain one
-    # Why there is no planned time ("plan"), measured time ("time"), or reference of the values ("values").
+    # what `flaxasync.plan` predicts for this backend and the plain one
+    planned: tuple[float, float] | None = None
+    # Why there is no planned time ("plan"), measured time ("time"), or reference of the values
+    # ("values").
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -56,18 +61,28 @@ class Result:
         if self.errors:
             parts.append(f"{' '.join(self.errors)} within {max(self.errors.values()):.0e}")
         if self.seconds is not None:
-            beside = [f"plain {_ms(self.plain)}"] if self.plain is not None and not self.case.plain else []
+            beside = (
+                [f"plain {_ms(self.plain)}"]
+                if self.plain is not None and not self.case.plain
+                else []
+            )
             beside += [f"planned {_ms(self.planned[0])}"] if self.planned is not None else []
             where = " simulated" if self.clock == "simulated" else ""
-            parts.append(f"{_ms(self.seconds)}{where}" + (f" ({', '.join(beside)})" if beside else ""))
+            parts.append(
+                f"{_ms(self.seconds)}{where}" + (f" ({', '.join(beside)})" if beside else "")
+            )
         elif self.case.simulate and self.errors:
             parts.append("in the simulator")
         parts += [self.reason] if self.reason else []
-        return "  ".join(parts + [f"no {what}: {why}" for what, why in self.missing.items()]).rstrip()
+        return "  ".join(
+            parts + [f"no {what}: {why}" for what, why in self.missing.items()]
+        ).rstrip()
 
 
 def judge(outcome: dict[str, Any], case: Case) -> Result:
-    """Returns the result of a case from the outcome that `run_cases` yields, without regard to its time."""
+    """Returns the result of a case from the outcome that `run_cases` yields, without regard to its
+    time.
+    """
     (kind, found), *_ = outcome.items()
     if kind == "error":
         raced = "RACE" in found or found.startswith("RaceError")  # in JAX's simulator, and in ours
@@ -80,33 +95,50 @@ def judge(outcome: dict[str, Any], case: Case) -> Result:
     reason = ""
     if wrong:
         worst = ", ".join(f"{name} by {error:.1e}" for name, error in wrong.items())
-        reason = f"differs from the reference: {worst} of the largest value, where {tolerance:.0e} is allowed"
+        reason = (
+            f"differs from the reference: {worst} of the largest value, where "
+            f"{tolerance:.0e} is allowed"
+        )
         if case.op == "platform":
             reason = f"{DEFECTS[case.backend]}; {reason}"
     verdict = Verdict.WRONG if wrong else Verdict.PASS
-    timing, missing = measured["timing"] or {}, measured.get("missing", {})
+    timing = measured["timing"] or {}
+    missing = measured.get("missing", {})
     return Result(case, verdict, reason, measured["errors"], missing=missing, **timing)
 
 
 def compare_times(results: Sequence[Result], machine: dict[str, Any]) -> list[Result]:
-    """Returns the results with the plain backend's times beside them, and calls those slower that lose to it.
+    """Returns the results with the plain backend's times beside them, and calls those slower that
+    lose to it.
 
-    Losing to the plain backend is a verdict only on a TPU where `flaxasync.plan` predicts the opposite. Simulated CPU
-    devices share their cores, so a ring on them hides nothing, and its time says nothing.
+    Losing to the plain backend is a verdict only on a TPU where `flaxasync.plan` predicts the
+    opposite. Simulated CPU devices share their cores, so a ring on them hides nothing, and its time
+    says nothing.
     """
     plain = {
-        _key(r.case): r.seconds for r in results if r.case.plain and r.seconds is not None and r.verdict is Verdict.PASS
+        _key(r.case): r.seconds
+        for r in results
+        if r.case.plain and r.seconds is not None and r.verdict is Verdict.PASS
     }
     found = []
     for result in results:
         base = plain.get(_key(result.case))
-        planned = planned_seconds(result.case, machine["chip"]) if machine["platform"] == "tpu" else None
+        planned = (
+            planned_seconds(result.case, machine["chip"]) if machine["platform"] == "tpu" else None
+        )
         if isinstance(planned, str):
-            result = dataclasses.replace(result, plain=base, missing=result.missing | {"plan": planned})
+            result = dataclasses.replace(
+                result, plain=base, missing=result.missing | {"plan": planned}
+            )
         else:
             result = dataclasses.replace(result, plain=base, planned=planned)
         should_win = result.planned is not None and result.planned[0] < result.planned[1]
-        if result.verdict is Verdict.PASS and should_win and base is not None and result.seconds is not None:
+        if (
+            result.verdict is Verdict.PASS
+            and should_win
+            and base is not None
+            and result.seconds is not None
+        ):
             reason = f"takes {result.seconds / base:.2f} times as long as plain XLA"
             if result.seconds > MARGIN * base + NOISE:
                 result = dataclasses.replace(result, verdict=Verdict.SLOWER, reason=reason)
@@ -115,14 +147,18 @@ def compare_times(results: Sequence[Result], machine: dict[str, Any]) -> list[Re
 
 
 def planned_seconds(case: Case, chip: str | None) -> tuple[float, float] | str:
-    """Returns the seconds that `flaxasync.plan` predicts for the backend of a case and for "none", or why it cannot."""
+    """Returns the seconds that `flaxasync.plan` predicts for the backend of a case and for "none",
+    or why it cannot.
+    """
     if chip is None:
         return "the table of chips lacks this one"
     if case.op not in MODELS:
         return f"fa.plan has no cost model of {case.op}"
     itemsize = 2 if case.dtype == "bfloat16" else 4
     options = case.options | ({} if case.op == "mesh_matmul" else {"backward": case.gradient})
-    seconds = fa.plan(case.op, *case.shapes, chip=chip, ring=case.ring, itemsize=itemsize, **options).seconds
+    seconds = fa.plan(
+        case.op, *case.shapes, chip=chip, ring=case.ring, itemsize=itemsize, **options
+    ).seconds
     if case.backend not in seconds:
         return f"fa.plan does not weigh {case.backend!r} for this call"
     return seconds[case.backend], seconds["none"]
@@ -131,8 +167,13 @@ def planned_seconds(case: Case, chip: str | None) -> tuple[float, float] | str:
 def summarize(results: Sequence[Result], machine: dict[str, Any]) -> str:
     """Says in a few lines what a person can conclude and do."""
     counts = {verdict: sum(r.verdict is verdict for r in results) for verdict in Verdict}
-    lines = [", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "nothing was verified"]
-    found = [(r, DEFECTS[r.case.backend]) for r in results if r.case.op == "platform" and r.verdict.bad]
+    lines = [
+        ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+        or "nothing was verified"
+    ]
+    found = [
+        (r, DEFECTS[r.case.backend]) for r in results if r.case.op == "platform" and r.verdict.bad
+    ]
     defects = [r for r, defect in found if r.verdict is Verdict.WRONG or defect.fails]
     lines += [f"Known defect of this platform: {defect}." for r, defect in found if r in defects]
     bad = [r for r in results if r.verdict.bad and r not in defects]
@@ -146,18 +187,22 @@ def summarize(results: Sequence[Result], machine: dict[str, Any]) -> str:
         lines.append("Please open an issue and attach the file that --json writes.")
     if slower := sorted({r.name for r in results if r.verdict is Verdict.SLOWER}):
         lines.append(
-            f"Right, but slower than plain XLA where the opposite is predicted: {', '.join(slower)}. See docs/tpu.md."
+            "Right, but slower than plain XLA where the opposite is predicted: "
+            f"{', '.join(slower)}. See docs/tpu.md."
         )
     if not_run := [r.reason for r in results if r.verdict is Verdict.NOT_RUN]:
         lines.append(f"{len(not_run)} cases have no verdict: {not_run[0]}")
     if machine.get("rehearsal"):
         unchecked = sum("values" in r.missing for r in results)
         lines.append(
-            f"A rehearsal for {machine['rehearsal']}: times are simulated, and values are those of small cases on CPU "
+            f"A rehearsal for {machine['rehearsal']}: times are simulated, and values are those of "
+            "small cases on CPU "
             f"devices; {unchecked} cases have none. No TPU was measured, and no run trusts this."
         )
     elif machine["platform"] != "tpu":
-        lines.append(f"No TPU was measured: these are {machine['devices']} {machine['platform']} devices.")
+        lines.append(
+            f"No TPU was measured: these are {machine['devices']} {machine['platform']} devices."
+        )
     elif not bad and not slower and not not_run:
         lines.append("Calls without a backend may take every backend that passed.")
     return "\n".join(lines)

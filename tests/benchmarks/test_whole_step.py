@@ -1,4 +1,6 @@
-"""benchmarks/whole_step.py: every step of its table fits its mesh, and has the tokens that its row names."""
+"""benchmarks/whole_step.py: every step of its table fits its mesh, and has the tokens that its row
+names.
+"""
 
 import pytest
 
@@ -14,7 +16,10 @@ def test_a_step_of_ours_fits_its_mesh(case):
     check_fits_mesh(config, shape | {"context": 1})
     chips = shape["data"] * shape["fsdp"] * shape["model"]
     assert chips == topology_size(case.topology)
-    assert (config.data.batch_size, config.data.sequence_length) == (case.sequences * chips, case.length)
+    assert (config.data.batch_size, config.data.sequence_length) == (
+        case.sequences * chips,
+        case.length,
+    )
 
 
 def test_each_chip_has_an_automatic_form():

@@ -1,8 +1,10 @@
-"""Ring permutes as start/done kernel pairs, in correct forms and in each wrong form, for the tests of the audit.
+"""Ring permutes as start/done kernel pairs, in correct forms and in each wrong form, for the tests
+of the audit.
 
-Each form is a function of one local shard, for a ring on the mesh axis "x". The calls of kernels are written here
-again, apart from the package's own transports, so that the tests of the audit do not depend on what they help to prove.
-Only the bodies of the kernels, which the audit does not see, are those of the package.
+Each form is a function of one local shard, for a ring on the mesh axis "x". The calls of kernels
+are written here again, apart from the package's own transports, so that the tests of the audit do
+not depend on what they help to prove. Only the bodies of the kernels, which the audit does not see,
+are those of the package.
 """
 
 import functools
@@ -19,15 +21,18 @@ HOPS = 8
 SEMAPHORES = (pltpu.SemaphoreType.DMA(()), pltpu.SemaphoreType.DMA(()))  # sent, received
 SPECS = (pl.BlockSpec(memory_space=pltpu.SEMAPHORE),) * 2
 START = {
-    "compiler_params": pltpu.CompilerParams(collective_id=0, has_side_effects=True), "name": "permute_start",
-}  # fmt: skip
+    "compiler_params": pltpu.CompilerParams(collective_id=0, has_side_effects=True),
+    "name": "permute_start",
+}
 DONE = {"compiler_params": pltpu.CompilerParams(has_side_effects=True), "name": "permute_done"}
 
 _send, _wait = pallas.permute("x", 1, collective_id=0).start_body, pallas.wait_sent_and_received
 
 
 def start(x, memory=pltpu.HBM):
-    """Starts a permute of a value. Returns two semaphores (sent, received), the source, and the buffer in flight."""
+    """Starts a permute of a value. Returns two semaphores (sent, received), the source, and the
+    buffer in flight.
+    """
     space, out = pl.BlockSpec(memory_space=memory), memory(x.shape, x.dtype)
     return pl.pallas_call(
         lambda x, ss, rs, _, y: _send(x, y, ss, rs),
@@ -41,8 +46,12 @@ def done(future, memory=pltpu.HBM):
     space, out = pl.BlockSpec(memory_space=memory), memory(y.shape, y.dtype)
     return pl.pallas_call(
         lambda x, y, ss, rs, _: _wait(x, y, ss, rs),
-        out_shape=out, in_specs=[space, space, *SPECS], out_specs=space, input_output_aliases={1: 0}, **DONE,
-    )(x, y, ss, rs)  # fmt: skip
+        out_shape=out,
+        in_specs=[space, space, *SPECS],
+        out_specs=space,
+        input_output_aliases={1: 0},
+        **DONE,
+    )(x, y, ss, rs)
 
 
 def start_stateful(x_ref, y_ref):
@@ -55,7 +64,9 @@ def start_stateful(x_ref, y_ref):
 
 
 def done_stateful(ss, rs, x_ref, y_ref):
-    pl.pallas_call(functools.partial(_wait, x_ref, y_ref), out_shape=(), in_specs=SPECS, **DONE)(ss, rs)
+    pl.pallas_call(functools.partial(_wait, x_ref, y_ref), out_shape=(), in_specs=SPECS, **DONE)(
+        ss, rs
+    )
 
 
 def to_hbm(x):
@@ -67,7 +78,9 @@ def to_hbm(x):
 
 def value(x, *, unroll=2, hops=HOPS):
     """The staggered loop of value futures, unrolled by two, with its buffers in HBM."""
-    return done(lax.fori_loop(0, hops, lambda _, f: start(done(f)), start(to_hbm(x)), unroll=unroll))
+    return done(
+        lax.fori_loop(0, hops, lambda _, f: start(done(f)), start(to_hbm(x)), unroll=unroll)
+    )
 
 
 def value_with_compute(x):
@@ -76,9 +89,13 @@ def value_with_compute(x):
     def step(_, carry):
         future, summed = carry
         ss, rs, y, flying = start(done(future))
-        return (ss, rs, y, flying), summed + jnp.dot(y, y[:1024], preferred_element_type=jnp.float32)
+        return (ss, rs, y, flying), summed + jnp.dot(
+            y, y[:1024], preferred_element_type=jnp.float32
+        )
 
-    future, summed = lax.fori_loop(0, HOPS, step, (start(to_hbm(x)), jnp.zeros(x.shape, jnp.float32)), unroll=2)
+    future, summed = lax.fori_loop(
+        0, HOPS, step, (start(to_hbm(x)), jnp.zeros(x.shape, jnp.float32)), unroll=2
+    )
     return done(future) + summed.astype(x.dtype)
 
 
@@ -103,9 +120,14 @@ def two_slots(x):
 
     def call(do, i, operands, results, kind):
         in_specs, out_specs = SPECS[: len(operands)], SPECS[: len(results)]
-        grid = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, in_specs=in_specs, out_specs=out_specs)
+        grid = pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1, in_specs=in_specs, out_specs=out_specs
+        )
         return pl.pallas_call(
-            lambda i, ss, rs: do(slots.at[i[0]], slots.at[1 - i[0]], ss, rs), grid_spec=grid, out_shape=results, **kind
+            lambda i, ss, rs: do(slots.at[i[0]], slots.at[1 - i[0]], ss, rs),
+            grid_spec=grid,
+            out_shape=results,
+            **kind,
         )(i[None], *operands)
 
     def step(i, sems):
@@ -124,7 +146,12 @@ staggered_unroll_1 = functools.partial(value, unroll=1)
 
 def any_outputs(x):
     """Outputs in pl.ANY: the compiler puts buffers that another chip writes into vector memory."""
-    return done(lax.fori_loop(0, HOPS, lambda _, f: start(done(f, pl.ANY), pl.ANY), start(x, pl.ANY), unroll=2), pl.ANY)
+    return done(
+        lax.fori_loop(
+            0, HOPS, lambda _, f: start(done(f, pl.ANY), pl.ANY), start(x, pl.ANY), unroll=2
+        ),
+        pl.ANY,
+    )
 
 
 def unthreaded(x):
@@ -155,8 +182,12 @@ def freed_in_flight(x):
     )(x)  # fmt: skip
     y = pl.pallas_call(
         lambda ss, rs, y, _: _wait(y, y, ss, rs),
-        out_shape=out, in_specs=(*SPECS, space), out_specs=space, input_output_aliases={2: 0}, **DONE,
-    )(ss, rs, y)  # fmt: skip
+        out_shape=out,
+        in_specs=(*SPECS, space),
+        out_specs=space,
+        input_output_aliases={2: 0},
+        **DONE,
+    )(ss, rs, y)
     return y + 1
 
 

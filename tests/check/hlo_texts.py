@@ -1,4 +1,6 @@
-"""Small HLO programs as text, with the examples of XLA's "Async HLO Instructions" proposal as complete modules."""
+"""Small HLO programs as text, with the examples of XLA's "Async HLO Instructions" proposal as
+complete modules.
+"""
 
 # ruff: noqa: E501, because an instruction of HLO text is one line
 
@@ -21,8 +23,12 @@ TWO_RESULTS = """%async_op (param0: f32[64], param1: f32[64]) -> (f32[32], f32[3
 """
 
 
-def module(*lines: str, wrapped: str = "", inputs: tuple[str, ...] = ("f32[64]",), partitions: int = 1) -> str:
-    """Returns a scheduled module. Its entry has the parameters operand0, operand1, ... and these lines."""
+def module(
+    *lines: str, wrapped: str = "", inputs: tuple[str, ...] = ("f32[64]",), partitions: int = 1
+) -> str:
+    """Returns a scheduled module. Its entry has the parameters operand0, operand1, ... and these
+    lines.
+    """
     parameters = [f"  %operand{n} = {shape} parameter({n})" for n, shape in enumerate(inputs)]
     body = "\n".join([*parameters, *(f"  {line}" for line in lines)])
     head = f"HloModule m, is_scheduled=true, num_partitions={partitions}"
@@ -43,9 +49,11 @@ DONE = f"ROOT %async-done = f32[32] async-done({FUTURE} %async-start)"
 EXAMPLES = {
     "single": module(START, DONE, wrapped=ASYNC_OP),
     "multiple": module(
-        "%s = ((f32[64], f32[64]), (f32[32], f32[32]), s32[]) async-start(%operand0, %operand1), calls=%async_op",
+        "%s = ((f32[64], f32[64]), (f32[32], f32[32]), s32[]) async-start(%operand0, %operand1), "
+        "calls=%async_op",
         "ROOT %d = (f32[32], f32[32]) async-done(%s)",
-        wrapped=TWO_RESULTS, inputs=("f32[64]", "f32[64]"),
+        wrapped=TWO_RESULTS,
+        inputs=("f32[64]", "f32[64]"),
     ),
     "updates": module(
         START,
@@ -69,32 +77,40 @@ EXAMPLES = {
         "%call-start = ((f32[]), (), s32[]) call-start(%operand0), to_apply=%add",
         "%call-update = ((f32[], f32[]), f32[], s32[]) call-update(%call-start, %operand1)",
         "ROOT %result = f32[] call-done(%call-update)",
-        wrapped=ADD, inputs=("f32[]", "f32[]"),
+        wrapped=ADD,
+        inputs=("f32[]", "f32[]"),
     ),
     "late output": module(
         "%call-start = ((f32[64]), (), s32[]) call-start(%operand0), to_apply=%async_op",
         f"%call-update = {FUTURE} call-update(%call-start, %operand1)",
         "ROOT %result = f32[32] call-done(%call-update)",
-        wrapped=ASYNC_OP, inputs=("f32[64]", "f32[32]"),
+        wrapped=ASYNC_OP,
+        inputs=("f32[64]", "f32[32]"),
     ),
     "late output at the done": module(
         "%call-start = ((f32[64]), (), s32[]) call-start(%operand0), to_apply=%async_op",
         "ROOT %result = f32[32] call-done(%call-start)",
         wrapped=ASYNC_OP,
     ),
-}  # fmt: skip
+}
 TWO_STEPS = ASYNC_OP.replace(
     "ROOT %op = f32[32] custom-call(%param0)",
     "%more = f32[64] negate(%param0)\n  ROOT %op = f32[32] custom-call(%more)",
 )
-COPIES = ASYNC_OP.replace('f32[32] custom-call(%param0), custom_call_target="foo"', "f32[64] copy(%param0)")
+COPIES = ASYNC_OP.replace(
+    'f32[32] custom-call(%param0), custom_call_target="foo"', "f32[64] copy(%param0)"
+)
 # Texts that break a rule of the proposal, by what docs/check.md says of them.
 WRONG = {
-    "two dones of one start": module(START, "%done.1 = f32[32] async-done(%async-start)", DONE, wrapped=ASYNC_OP),
+    "two dones of one start": module(
+        START, "%done.1 = f32[32] async-done(%async-start)", DONE, wrapped=ASYNC_OP
+    ),
     "a done that names another opcode": module(
         START, "ROOT %d = f32[32] negate-done(%async-start)", wrapped=ASYNC_OP
     ),
-    "a start without a done": module(START, "ROOT %r = f32[64] negate(%operand0)", wrapped=ASYNC_OP),
+    "a start without a done": module(
+        START, "ROOT %r = f32[64] negate(%operand0)", wrapped=ASYNC_OP
+    ),
     "a start that the entry returns in a tuple": module(
         START, f"ROOT %t = ({FUTURE}) tuple(%async-start)", wrapped=ASYNC_OP
     ),
@@ -102,19 +118,23 @@ WRONG = {
     "a first part of another shape than the operand": module(
         START.replace("((f32[64])", "((f32[63])"), DONE, wrapped=ASYNC_OP
     ),
-    "a first part that is no tuple": module(START.replace("((f32[64])", "(f32[64]"), DONE, wrapped=ASYNC_OP),
+    "a first part that is no tuple": module(
+        START.replace("((f32[64])", "(f32[64]"), DONE, wrapped=ASYNC_OP
+    ),
     "a second part of another shape than the done": module(
         START.replace("f32[32]", "f32[31]"), DONE, wrapped=ASYNC_OP
     ),
     "no `calls=`": module(START.replace(", calls=%async_op", ""), DONE, wrapped=ASYNC_OP),
     "a computation of two instructions": module(START, DONE, wrapped=TWO_STEPS),
     "a computation that copies": module(
-        START.replace("f32[32]", "f32[64]"), DONE.replace("f32[32]", "f32[64]"), wrapped=COPIES.replace("f32[32]", "f32[64]")
+        START.replace("f32[32]", "f32[64]"),
+        DONE.replace("f32[32]", "f32[64]"),
+        wrapped=COPIES.replace("f32[32]", "f32[64]"),
     ),
     "a computation with a parameter of another shape": module(
         START, DONE, wrapped=ASYNC_OP.replace("f32[64]", "f32[128]")
     ),
-}  # fmt: skip
+}
 
 # A loop that counts 0, 3, 6, 9 and carries one array.
 LOOP = """HloModule m, is_scheduled=true
@@ -147,10 +167,13 @@ ENTRY %e (x: f32[65536]) -> f32[65536] {
 
 # A product in float32 whose sum over four devices is rounded by the fusion that follows.
 WIDE_SUM = module(
-    "%y = f32[2048,4096]{1,0} dot(%operand0, %operand1), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
-    "%r = f32[512,4096]{1,0} reduce-scatter(%y), dimensions={0}, replica_groups=[1,4]<=[4], to_apply=%add",
+    "%y = f32[2048,4096]{1,0} dot(%operand0, %operand1), lhs_contracting_dims={1}, "
+    "rhs_contracting_dims={0}",
+    "%r = f32[512,4096]{1,0} reduce-scatter(%y), dimensions={0}, replica_groups=[1,4]<=[4], "
+    "to_apply=%add",
     "ROOT %f = (bf16[512,4096]{1,0}, bf16[512,4096]{1,0}) fusion(%r), kind=kLoop, calls=%rounded",
-    wrapped=ADD + """
+    wrapped=ADD
+    + """
 %rounded (p: f32[512,4096]) -> (bf16[512,4096], bf16[512,4096]) {
   %p = f32[512,4096]{1,0} parameter(0)
   %c = bf16[512,4096]{1,0} convert(%p)
@@ -158,8 +181,9 @@ WIDE_SUM = module(
   ROOT %t = (bf16[512,4096]{1,0}, bf16[512,4096]{1,0}) tuple(%c, %n)
 }
 """,
-    inputs=("bf16[2048,1024]{1,0}", "bf16[1024,4096]{1,0}"), partitions=4,
-)  # fmt: skip
+    inputs=("bf16[2048,1024]{1,0}", "bf16[1024,4096]{1,0}"),
+    partitions=4,
+)
 
 _KERNEL = 'custom_call_target="tpu_custom_call", output_to_operand_aliasing'
 _BLOCK = "f32[4096]{0:T(1024)}"
@@ -167,7 +191,9 @@ _PAIR = f"(s32[]{{:S(2)}}, {_BLOCK}, {_BLOCK})"
 
 
 def _sent(n: int, source: str) -> tuple[str, ...]:
-    """Returns the start of a kernel pair that sends a buffer: semaphore %s, the source %x, and the destination %y."""
+    """Returns the start of a kernel pair that sends a buffer: semaphore %s, the source %x, and the
+    destination %y.
+    """
     return (
         f"%st{n} = {_PAIR} custom-call({source}), {_KERNEL}={{{{1}}: (0, {{}})}}",
         f"%s{n} = s32[]{{:S(2)}} get-tuple-element(%st{n}), index=0",
@@ -185,13 +211,16 @@ KERNELS = module(
 )  # fmt: skip
 # Two kernel pairs that send the same buffer at the same time.
 TWO_SENDS = module(
-    f"%z = {_BLOCK} negate(%operand0)", *_sent(1, "%z"), *_sent(2, "%x1"),
+    f"%z = {_BLOCK} negate(%operand0)",
+    *_sent(1, "%z"),
+    *_sent(2, "%x1"),
     f"%w = {_BLOCK} negate(%x2)",
-    f"%d2 = ({_BLOCK}, {_BLOCK}) custom-call(%x2, %y2, %s2), {_KERNEL}={{{{0}}: (0, {{}}), {{1}}: (1, {{}})}}",
+    f"%d2 = ({_BLOCK}, {_BLOCK}) custom-call(%x2, %y2, %s2), {_KERNEL}={{{{0}}: (0, {{}}), {{1}}: "
+    f"(1, {{}})}}",
     f"%x3 = {_BLOCK} get-tuple-element(%d2), index=0",
     f"ROOT %d = {_BLOCK} custom-call(%x3, %y1, %s1), {_KERNEL}={{{{}}: (1, {{}})}}",
     inputs=(_BLOCK,),
-)  # fmt: skip
+)
 
 # A small training step for eight devices, with a loop. AXES are those of its mesh.
 STEP = """HloModule jit_step, is_scheduled=true, num_partitions=8

@@ -1,4 +1,6 @@
-"""What a program has, by jaxlib's own parser and by ours: computations, instructions, and groups of collectives."""
+"""What a program has, by jaxlib's own parser and by ours: computations, instructions, and groups of
+collectives.
+"""
 
 import json
 import subprocess
@@ -7,7 +9,8 @@ import sys
 from flaxasync.check import HloModule
 from flaxasync.check.hlo.participants import replica_groups
 
-# Its text for fingerprints lists all devices, whatever the notation was. A computation is repeated where it is called.
+# Its text for fingerprints lists all devices, whatever the notation was. A computation is repeated
+# where it is called.
 PROGRAM = r"""
 import json, re, sys
 from jaxlib._hlo import HloPrintOptions, hlo_module_from_text
@@ -22,18 +25,22 @@ for text in json.load(sys.stdin):
         print("refused", str(error)[:200].replace("\\n", " "), flush=True)
 """
 
-type Counts = tuple[str, ...]  # computations, instructions, and every set of groups that a collective has
+# computations, instructions, and every set of groups that a collective has
+type Counts = tuple[str, ...]
 
 
 def counts_of_jaxlib(texts: list[str]) -> list[Counts | None]:
     """Returns the counts of each text; None if jaxlib's parser aborts.
 
-    It aborts its process on some texts, so it is asked in another process, again for each text after such a one.
+    It aborts its process on some texts, so it is asked in another process, again for each text
+    after such a one.
     """
     counts: list[Counts | None] = []
     while len(counts) < len(texts):
         rest = json.dumps(texts[len(counts) :])
-        done = subprocess.run([sys.executable, "-c", PROGRAM], input=rest, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM], input=rest, capture_output=True, text=True, check=False
+        )
         lines = done.stdout.splitlines()
         assert not any(line.startswith("refused") for line in lines), lines
         counts += [tuple(line.split()) for line in lines]
@@ -43,9 +50,18 @@ def counts_of_jaxlib(texts: list[str]) -> list[Counts | None]:
 
 
 def counts(module: HloModule) -> Counts:
-    """Returns the counts of a module, which has the short form of asynchronous operations as jaxlib's parser has it."""
-    collectives = [i for c in module.computations.values() for i in c.instructions if "replica_groups" in i.attributes]
-    groups = [_lists(i.attributes["replica_groups"] != "{}" and replica_groups(i, 1)) for i in collectives]
+    """Returns the counts of a module, which has the short form of asynchronous operations as
+    jaxlib's parser has it.
+    """
+    collectives = [
+        i
+        for c in module.computations.values()
+        for i in c.instructions
+        if "replica_groups" in i.attributes
+    ]
+    groups = [
+        _lists(i.attributes["replica_groups"] != "{}" and replica_groups(i, 1)) for i in collectives
+    ]
     instructions = sum(len(c.instructions) for c in module.computations.values())
     return str(len(module.computations)), str(instructions), *sorted({*groups})
 

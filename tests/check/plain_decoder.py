@@ -1,12 +1,13 @@
-"""A decoder in plain JAX as large code bases write it: no layer of this package, and XLA chooses every collective.
+"""A decoder in plain JAX as large code bases write it: no layer of this package, and XLA chooses
+every collective.
 
-It is a Llama-style decoder with rotary positions, grouped key-value heads, a gated MLP and untied embeddings. Its
-layers are stacked and scanned, each under `jax.checkpoint`. Parameters are float32 and are cast to bfloat16 where they
-are used. Each kernel is sharded over both axes of the mesh: its model dimension over "fsdp", and its heads, hidden
-width or vocabulary over "tensor".
+It is a Llama-style decoder with rotary positions, grouped key-value heads, a gated MLP and untied
+embeddings. Its layers are stacked and scanned, each under `jax.checkpoint`. Parameters are float32
+and are cast to bfloat16 where they are used. Each kernel is sharded over both axes of the mesh: its
+model dimension over "fsdp", and its heads, hidden width or vocabulary over "tensor".
 
-Shape suffixes: B batch, L length, D model width, H heads, K key-value heads, A head size, F hidden width, V vocabulary,
-N layers.
+Shape suffixes: B batch, L length, D model width, H heads, K key-value heads, A head size, F hidden
+width, V vocabulary, N layers.
 """
 
 import dataclasses
@@ -38,7 +39,8 @@ class Decoder:
     vocabulary: int = 32000
     batch: int = 16
     length: int = 2048
-    float32_sums: bool = False  # whether projections to the model width are summed in float32, and rounded after it
+    # whether projections to the model width are summed in float32, and rounded after it
+    float32_sums: bool = False
 
     def parameter_shapes(self) -> dict[str, tuple[tuple[int, ...], P]]:
         """Returns the shape and the sharding of each parameter. Those of the layers are stacked."""
@@ -66,21 +68,29 @@ class Decoder:
         return parameters, array((self.batch, self.length + 1), mesh, P("fsdp", None), jnp.int32)
 
 
-def training_step(decoder: Decoder, mesh: Mesh) -> Callable[[Parameters, jax.Array], tuple[jax.Array, Parameters]]:
-    """Returns the jitted step: (parameters, tokens) -> (loss, parameters after one step of gradient descent)."""
+def training_step(
+    decoder: Decoder, mesh: Mesh
+) -> Callable[[Parameters, jax.Array], tuple[jax.Array, Parameters]]:
+    """Returns the jitted step: (parameters, tokens) -> (loss, parameters after one step of gradient
+    descent).
+    """
 
     def step(parameters: Parameters, tokens: jax.Array) -> tuple[jax.Array, Parameters]:
         value, gradients = jax.value_and_grad(functools.partial(loss, decoder))(parameters, tokens)
         return value, jax.tree.map(lambda p, g: p - 1e-3 * g, parameters, gradients)
 
-    specs = {name: NamedSharding(mesh, spec) for name, (_, spec) in decoder.parameter_shapes().items()}
+    specs = {
+        name: NamedSharding(mesh, spec) for name, (_, spec) in decoder.parameter_shapes().items()
+    }
     return jax.jit(step, donate_argnums=0, out_shardings=(NamedSharding(mesh, P()), specs))
 
 
 def loss(decoder: Decoder, parameters: Parameters, tokens_BL: jax.Array) -> jax.Array:
     """Returns the mean cross-entropy of the next token, in nats."""
     inputs_BL, targets_BL = tokens_BL[:, :-1], tokens_BL[:, 1:]
-    x_BLD = lax.with_sharding_constraint(parameters["embedding"].astype(jnp.bfloat16)[inputs_BL], RESIDUAL)
+    x_BLD = lax.with_sharding_constraint(
+        parameters["embedding"].astype(jnp.bfloat16)[inputs_BL], RESIDUAL
+    )
     names = ("attention_scale", "query", "key", "value", "out", "mlp_scale", "gate", "up", "down")
 
     @jax.checkpoint
@@ -94,7 +104,9 @@ def loss(decoder: Decoder, parameters: Parameters, tokens_BL: jax.Array) -> jax.
     x_BLD, _ = lax.scan(layer, x_BLD, {name: parameters[name] for name in names})
     x_BLD = normalise(x_BLD, parameters["final_scale"])
     logits_BLV = jnp.einsum("bld,dv->blv", x_BLD, parameters["logits"].astype(jnp.bfloat16))
-    logits_BLV = lax.with_sharding_constraint(logits_BLV, P("fsdp", None, "tensor")).astype(jnp.float32)
+    logits_BLV = lax.with_sharding_constraint(logits_BLV, P("fsdp", None, "tensor")).astype(
+        jnp.float32
+    )
     chosen_BL = jnp.sum(jax.nn.one_hot(targets_BL, decoder.vocabulary) * logits_BLV, axis=-1)
     return jnp.mean(jax.nn.logsumexp(logits_BLV, axis=-1) - chosen_BL)
 
@@ -119,14 +131,20 @@ def mlp(decoder: Decoder, weights: Parameters, x_BLD: jax.Array) -> jax.Array:
     """Returns down(silu(gate(x)) * up(x))."""
     gate_BLF = jnp.einsum("bld,df->blf", x_BLD, weights["gate"].astype(jnp.bfloat16))
     up_BLF = jnp.einsum("bld,df->blf", x_BLD, weights["up"].astype(jnp.bfloat16))
-    hidden_BLF = lax.with_sharding_constraint(jax.nn.silu(gate_BLF) * up_BLF, P("fsdp", None, "tensor"))
+    hidden_BLF = lax.with_sharding_constraint(
+        jax.nn.silu(gate_BLF) * up_BLF, P("fsdp", None, "tensor")
+    )
     return project(decoder, hidden_BLF, weights["down"])
 
 
 def project(decoder: Decoder, x_BLF: jax.Array, kernel_FD: jax.Array) -> jax.Array:
-    """Returns the product that goes back to the model width. Its sum over F is a sum over the "tensor" devices."""
+    """Returns the product that goes back to the model width. Its sum over F is a sum over the
+    "tensor" devices.
+    """
     dtype = jnp.float32 if decoder.float32_sums else jnp.bfloat16
-    y_BLD = jnp.einsum("blf,fd->bld", x_BLF, kernel_FD.astype(jnp.bfloat16), preferred_element_type=dtype)
+    y_BLD = jnp.einsum(
+        "blf,fd->bld", x_BLF, kernel_FD.astype(jnp.bfloat16), preferred_element_type=dtype
+    )
     return lax.with_sharding_constraint(y_BLD, RESIDUAL).astype(jnp.bfloat16)
 
 

@@ -1,4 +1,6 @@
-"""Programs that the tests compile for topologies that are not there, and simulate, each once in a process."""
+"""Programs that the tests compile for topologies that are not there, and simulate, each once in a
+process.
+"""
 
 import atexit
 import functools
@@ -58,7 +60,9 @@ def scan_of_collectives(x, w):
 
 
 def host(x, w):
-    on_host = compute_on(lambda x: x * 2 + 1, compute_type="device_host", out_memory_spaces=jax.memory.Space.Device)
+    on_host = compute_on(
+        lambda x: x * 2 + 1, compute_type="device_host", out_memory_spaces=jax.memory.Space.Device
+    )
     return on_host(x) + x @ w
 
 
@@ -66,26 +70,35 @@ COLLECTIVES = (all_gather, psum, reduce_scatter, all_to_all, ppermute, scan_of_c
 
 
 def on_all_devices(topology, local, in_specs, out_specs, *shapes, dtype=jnp.bfloat16, typed=False):
-    """Returns a jitted function of shards over the axis "x" of all devices, and its arguments of these global shapes.
+    """Returns a jitted function of shards over the axis "x" of all devices, and its arguments of
+    these global shapes.
 
     With `typed`, JAX tracks over which axes values vary.
     """
     kind = AxisType.Explicit if typed else AxisType.Auto
     mesh = topology_mesh(topology, (topology_size(topology),), ("x",), axis_types=(kind,))
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed)
-    return jax.jit(mapped), *(array(shape, mesh, spec, dtype) for shape, spec in zip(shapes, in_specs, strict=True))
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed
+    )
+    return jax.jit(mapped), *(
+        array(shape, mesh, spec, dtype) for shape, spec in zip(shapes, in_specs, strict=True)
+    )
 
 
 @functools.cache
 def compiled(fn, topology: str, rows: int = 512) -> CompiledProgram:
-    """Returns `fn(x, w)` of local shards x [rows, rows] and w [rows, rows], compiled for a topology."""
+    """Returns `fn(x, w)` of local shards x [rows, rows] and w [rows, rows], compiled for a
+    topology.
+    """
     shapes = (topology_size(topology) * rows, rows), (rows, rows)
     mapped = on_all_devices(topology, fn, (P("x"), P()), P("x"), *shapes)
     return compile_for(topology, *mapped, compiler_options=HLO_ONLY)
 
 
 @functools.cache
-def async_form(name: str, topology: str = "v5e:2x2", rows: int = 1024, keep_dumps: object = False) -> CompiledProgram:
+def async_form(
+    name: str, topology: str = "v5e:2x2", rows: int = 1024, keep_dumps: object = False
+) -> CompiledProgram:
     """Returns one of the forms of async_forms.py, compiled for a topology."""
     shape = topology_size(topology) * rows, 1024
     mapped = on_all_devices(topology, getattr(async_forms, name), (P("x"),), P("x"), shape)
@@ -116,7 +129,9 @@ def on_cpu(fn) -> str:
 SHAPE, TILES = (2048, 2048, 1024), Tiles(256, 256, 256, 256)
 
 
-def play_shards(topology, local, in_specs, out_specs, *shapes, dtype=jnp.bfloat16, typed=False, **options):
+def play_shards(
+    topology, local, in_specs, out_specs, *shapes, dtype=jnp.bfloat16, typed=False, **options
+):
     """Simulates a function of shards over the axis "x" of all devices."""
     mapped = on_all_devices(topology, local, in_specs, out_specs, *shapes, dtype=dtype, typed=typed)
     return play(*mapped, topology=topology, **options)
@@ -124,11 +139,15 @@ def play_shards(topology, local, in_specs, out_specs, *shapes, dtype=jnp.bfloat1
 
 def play_exchange(fault="", **options):
     local, rows = functools.partial(exchange, fault=fault), P("x", None)
-    return play_shards("v5e:2x2", local, (rows,), rows, (4 * 256, 512), dtype=jnp.float32, **options)
+    return play_shards(
+        "v5e:2x2", local, (rows,), rows, (4 * 256, 512), dtype=jnp.float32, **options
+    )
 
 
 def exchange(x: jax.Array, *, fault: str = "") -> jax.Array:
-    """Returns the block of the left neighbour, which arrives in HBM and is copied out, with one rule broken or none."""
+    """Returns the block of the left neighbour, which arrives in HBM and is copied out, with one
+    rule broken or none.
+    """
 
     def body(x_ref, o_ref, slot, send_sem, recv_sem):
         here, count = lax.axis_index("x"), lax.axis_size("x")
@@ -136,11 +155,14 @@ def exchange(x: jax.Array, *, fault: str = "") -> jax.Array:
         if fault != "no barrier":
             barrier = pltpu.get_barrier_semaphore()
             pl.semaphore_signal(barrier, device_id={"x": right})
-            if fault != "wrong barrier":  # without it a device never hears from the device that it writes into
+            # without it a device never hears from the device that it writes into
+            if fault != "wrong barrier":
                 pl.semaphore_signal(barrier, device_id={"x": left})
             pl.semaphore_wait(barrier, 1 if fault == "wrong barrier" else 2)
         target = jnp.where(here == 0, left, right) if fault == "wrong neighbour" else right
-        send = pltpu.make_async_remote_copy(x_ref, slot, send_sem, recv_sem, device_id={"x": target})
+        send = pltpu.make_async_remote_copy(
+            x_ref, slot, send_sem, recv_sem, device_id={"x": target}
+        )
         send.start()
         if fault == "reads early":
             pltpu.sync_copy(slot, o_ref)
@@ -150,7 +172,8 @@ def exchange(x: jax.Array, *, fault: str = "") -> jax.Array:
             send.wait_recv()
         if fault == "waits twice":
             send.wait_recv()
-        rows = pl.ds(pl.multiple_of(here * 8, 8), x.shape[0])  # ends past the buffer on all devices but the first
+        # ends past the buffer on all devices but the first
+        rows = pl.ds(pl.multiple_of(here * 8, 8), x.shape[0])
         pltpu.sync_copy(slot, o_ref.at[rows, :] if fault == "too far" else o_ref)
 
     # libtpu puts a barrier of its own before a kernel that has none, unless it is told not to.
@@ -168,7 +191,9 @@ def exchange(x: jax.Array, *, fault: str = "") -> jax.Array:
 
 @functools.cache
 def simulated(variant: str) -> tuple[str, Result]:
-    """Returns a folder with the dumps of a variant of the 2x2 study at a small size, and its result."""
+    """Returns a folder with the dumps of a variant of the 2x2 study at a small size, and its
+    result.
+    """
     folder = tempfile.mkdtemp(prefix="flaxasync-test-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     fn, *arguments = program(variant, topology_mesh("v5e:2x2", (2, 2), ("x", "y")), SHAPE, TILES)
@@ -176,7 +201,9 @@ def simulated(variant: str) -> tuple[str, Result]:
 
 
 def assert_times_add_up(result: Result) -> None:
-    """Asserts that the times of each device are its total, and that no part is longer than the whole."""
+    """Asserts that the times of each device are its total, and that no part is longer than the
+    whole.
+    """
     for device in result.devices:
         added = device.issue + device.matrix_stall + sum(device.waits.values())
         assert device.seconds == pytest.approx(added, rel=1e-6)

@@ -1,4 +1,6 @@
-"""The tables of docs/check.md, docs/async.md and docs/tpu.md are what their benchmarks make with this compiler."""
+"""The tables of docs/check.md, docs/async.md and docs/tpu.md are what their benchmarks make with
+this compiler.
+"""
 
 import itertools
 import pathlib
@@ -15,16 +17,25 @@ SLOW = pytest.mark.slow
 
 def section(page, name):
     """Returns what a benchmark wrote on a page: all of it, and the cells of its table."""
-    text = (DOCS / page).read_text().partition(f"<!-- {name} -->")[2].partition(f"<!-- /{name} -->")[0]
+    text = (
+        (DOCS / page).read_text().partition(f"<!-- {name} -->")[2].partition(f"<!-- /{name} -->")[0]
+    )
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return text, [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 FORMS = {cells[0]: cells for cells in section("check.md", "timeline")[1]}
-ORDER = ("flaxasync, backend pallas", "XLA, post_spmd collective matmul", "XLA default", "XLA, windowed einsum off")
+ORDER = (
+    "flaxasync, backend pallas",
+    "XLA, post_spmd collective matmul",
+    "XLA default",
+    "XLA, windowed einsum off",
+)
 
 
-@pytest.mark.parametrize("name", [*benchmark.MEASURED_MS, *(pytest.param(name, marks=SLOW) for name in benchmark.MLPS)])
+@pytest.mark.parametrize(
+    "name", [*benchmark.MEASURED_MS, *(pytest.param(name, marks=SLOW) for name in benchmark.MLPS)]
+)
 def test_the_page_has_the_figures_of_each_form(name):
     assert FORMS[name] == list(benchmark.run(name).cells())
 
@@ -49,13 +60,22 @@ def test_the_page_has_every_asynchronous_start():
 @pytest.mark.parametrize("column", async_starts.OPTIONS)
 def test_the_page_agrees_with_the_compiler(column):
     written = [[row[0], row[HEADER.index(column)]] for row in ROWS]
-    assert async_starts.table_rows([column]) == written, f"with {async_starts.versions()}: {COMMAND}"
+    assert async_starts.table_rows([column]) == written, (
+        f"with {async_starts.versions()}: {COMMAND}"
+    )
 
 
-@pytest.mark.parametrize(("message", "entry"), [("the TPU compiler died of SIGSEGV; its last lines:\n...", "crash"),
-                                                ("the TPU compiler refused: INTERNAL", "refused")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("message", "entry"),
+    [
+        ("the TPU compiler died of SIGSEGV; its last lines:\n...", "crash"),
+        ("the TPU compiler refused: INTERNAL", "refused"),
+    ],
+)
 def test_a_crash_of_the_compiler_is_an_entry(message, entry, monkeypatch):
-    """The first message is that of tests/check/compile/test_compile_for.py, whose child really dies."""
+    """The first message is that of tests/check/compile/test_compile_for.py, whose child really
+    dies.
+    """
 
     def fails(*_, **__):
         raise RuntimeError(message)

@@ -1,4 +1,6 @@
-"""python -m flaxasync.check, also with `gate`: output, exit status, the files of baselines, and bad input."""
+"""python -m flaxasync.check, also with `gate`: output, exit status, the files of baselines, and bad
+input.
+"""
 
 import io
 import json
@@ -82,7 +84,14 @@ def test_arguments_that_are_refused(arguments, message, tmp_path, capsys):
 
 
 def test_as_a_module(dump):
-    command = [sys.executable, "-m", "flaxasync.check", dump(programs.mesh_matmul().text), "--fail-on", "warning"]
+    command = [
+        sys.executable,
+        "-m",
+        "flaxasync.check",
+        dump(programs.mesh_matmul().text),
+        "--fail-on",
+        "warning",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "synchronous-collective" in done.stdout
@@ -105,11 +114,18 @@ def test_the_gate_updates_then_passes_then_fails(files, capsys):
     assert gate(files, "--update") == 0
     assert gate(files) == 0
     assert "jit_step on 8 devices of v5e: as in the baseline" in capsys.readouterr().out
-    files[0].write_text(changed(STEP, ("copy(%sum)", "negate(%sum)"), ("constant(4)", "constant(8)")))
+    files[0].write_text(
+        changed(STEP, ("copy(%sum)", "negate(%sum)"), ("constant(4)", "constant(8)"))
+    )
     assert gate(files) == 1
     printed = capsys.readouterr()
-    assert "1 difference for the worse\n  worse: runs: 1 collective-permute of 2 MiB over model" in printed.out
-    assert "  better: removed copy in a loop: 1 fewer copy of 2 MiB in the forward loop" in printed.out
+    assert (
+        "1 difference for the worse\n  worse: runs: 1 collective-permute of 2 MiB over model"
+        in printed.out
+    )
+    assert (
+        "  better: removed copy in a loop: 1 fewer copy of 2 MiB in the forward loop" in printed.out
+    )
     assert "--update" in printed.err
     assert gate(files, "--json") == 1
     assert [c["worse"] for c in json.loads(capsys.readouterr().out)] == [True, False]
@@ -127,14 +143,20 @@ def test_a_baseline_survives_its_file(files):
     assert files[1].read_text() == written
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("", "is not a baseline of format 1 (JSONDecodeError"),
-    ("{}", "is not a baseline of format 1 (KeyError: 'format')"),
-    ("[]", "is not a baseline of format 1 (TypeError"),
-    ('{"format": 2}', "(ValueError: it is of another format); write it again with --update"),
-    ('{"format": 1, "module": "m"}', "(KeyError: 'transfers')"),
-    ('{"format": 1, "transfers": [{"what": "m", "times": 1}]}', "unexpected keyword argument 'times'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not a baseline of format 1 (JSONDecodeError"),
+        ("{}", "is not a baseline of format 1 (KeyError: 'format')"),
+        ("[]", "is not a baseline of format 1 (TypeError"),
+        ('{"format": 2}', "(ValueError: it is of another format); write it again with --update"),
+        ('{"format": 1, "module": "m"}', "(KeyError: 'transfers')"),
+        (
+            '{"format": 1, "transfers": [{"what": "m", "times": 1}]}',
+            "unexpected keyword argument 'times'",
+        ),
+    ],
+)
 def test_bad_baselines(files, capsys, text, message):
     files[1].parent.mkdir()
     files[1].write_text(text)
@@ -145,7 +167,10 @@ def test_bad_baselines(files, capsys, text, message):
 
 
 def test_a_baseline_that_cannot_be_written(files, capsys, tmp_path):
-    for baseline, message in ((tmp_path, ": [Errno 21] Is a directory"), (files[0] / "step.json", ": ")):
+    for baseline, message in (
+        (tmp_path, ": [Errno 21] Is a directory"),
+        (files[0] / "step.json", ": "),
+    ):
         assert gate((files[0], baseline), "--update") == 2
         assert f"{baseline}{message}" in capsys.readouterr().err
 

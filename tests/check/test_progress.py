@@ -1,4 +1,6 @@
-"""The line about work that takes long: it comes while the work is under way, and never for what ends sooner."""
+"""The line about work that takes long: it comes while the work is under way, and never for what
+ends sooner.
+"""
 
 import queue
 import threading

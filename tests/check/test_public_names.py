@@ -1,4 +1,6 @@
-"""The public names of flaxasync.check: documented, typed, and imported when they are used; the order of its folders."""
+"""The public names of flaxasync.check: documented, typed, and imported when they are used; the
+order of its folders.
+"""
 
 import ast
 import pathlib
@@ -21,14 +23,20 @@ def test_a_name_is_there_and_has_its_line(name):
 
 
 def test_a_name_that_does_not_exist():
-    with pytest.raises(AttributeError, match=r"module 'flaxasync\.check' has no attribute 'audits'"):
+    with pytest.raises(
+        AttributeError, match=r"module 'flaxasync\.check' has no attribute 'audits'"
+    ):
         check.audits  # noqa: B018
 
 
 def test_the_table_agrees_with_the_imports_for_type_checkers():
     tree = ast.parse(pathlib.Path(check.__file__).read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    typed = {alias.name: node.module.removeprefix("flaxasync.check.") for node in block.body for alias in node.names}
+    typed = {
+        alias.name: node.module.removeprefix("flaxasync.check.")
+        for node in block.body
+        for alias in node.names
+    }
     assert typed == check._HOME_OF
 
 
@@ -59,15 +67,31 @@ except ImportError:
 def test_reading_a_text_needs_no_layer_and_imports_neither_jax_nor_matplotlib():
     done = subprocess.run([sys.executable, "-c", ALONE], input=STEP, capture_output=True, text=True)
     assert done.stdout.splitlines() == [
-        "jit_step 1 True True", "set()", "['flaxasync.device_order', 'flaxasync.hardware']", "no layers",
-    ], done.stderr  # fmt: skip
+        "jit_step 1 True True",
+        "set()",
+        "['flaxasync.device_order', 'flaxasync.hardware']",
+        "no layers",
+    ], done.stderr
 
 
-# A folder imports only itself and what stands before it. "" are the commands, and the files beside the folders.
-ORDER = ("hlo", "estimate", "auditing", "compile", "dispatch", "trace", "player", "gate", "capturing", "")
+# A folder imports only itself and what stands before it. "" are the commands, and the files beside
+# the folders.
+ORDER = (
+    "hlo",
+    "estimate",
+    "auditing",
+    "compile",
+    "dispatch",
+    "trace",
+    "player",
+    "gate",
+    "capturing",
+    "",
+)
 
 
-SHARED = ("progress", "tested_libtpu")  # files beside the folders that import nothing, for all of them
+# files beside the folders that import nothing, for all of them
+SHARED = ("progress", "tested_libtpu")
 
 
 def level(name):
@@ -78,14 +102,19 @@ def level(name):
 
 
 def upward(imports):
-    """Returns the imports of files in folders that stand later, from {module: modules that it imports}."""
+    """Returns the imports of files in folders that stand later, from {module: modules that it
+    imports}.
+    """
     return [(a, b) for a, targets in imports.items() for b in targets if level(b) > level(a)]
 
 
 def test_folders_import_downwards():
     files = {name: path for name, path in modules().items() if path.name != "__init__.py"}
     checked = {name: path for name, path in files.items() if name.startswith("flaxasync.check.")}
-    assert upward({name: imported(path, modules()) & checked.keys() for name, path in checked.items()}) == []
+    assert (
+        upward({name: imported(path, modules()) & checked.keys() for name, path in checked.items()})
+        == []
+    )
     # Negative test: a planted import upwards is found.
     name, target = "flaxasync.check.hlo.reader", "flaxasync.check.auditing.audit"
     assert upward({name: {target}}) == [(name, target)]

@@ -1,4 +1,6 @@
-"""Pictures and traces of timelines and of simulated runs: what each band shows, and what is written above the core."""
+"""Pictures and traces of timelines and of simulated runs: what each band shows, and what is written
+above the core.
+"""
 
 import json
 import sys
@@ -44,7 +46,9 @@ def test_a_trace(tmp_path):
         save_trace(result, tmp_path / "trace.json")
         data = json.loads((tmp_path / "trace.json").read_text())
         spans = [e for e in data["traceEvents"] if e["ph"] == "X"]
-        assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(result.seconds * 1e6, rel=1e-3)
+        assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(
+            result.seconds * 1e6, rel=1e-3
+        )
         return data, spans
 
     t = a_timeline()
@@ -55,7 +59,8 @@ def test_a_trace(tmp_path):
     written(a_result())
 
 
-# Work for 1 s, then a loop of eight iterations of 1 s, of which a quarter is work. All but the first are repeated.
+# Work for 1 s, then a loop of eight iterations of 1 s, of which a quarter is work. All but the
+# first are repeated.
 SLICES = (
     Slice(0, "core", "first", "compute", 0.0, 1.0),
     Slice(0, "core", "dot.1", "compute", 1.0, 1.25),
@@ -96,7 +101,9 @@ def test_repeated_iterations_have_the_shares_of_the_one_that_they_repeat(drawn, 
 
 def test_a_long_loop_has_a_panel_and_phases_are_named(drawn, tmp_path):
     asked = []
-    picture.draw_timeline(STEP, tmp_path / "t.png", phase_of=lambda name: asked.append(name) or "forward")
+    picture.draw_timeline(
+        STEP, tmp_path / "t.png", phase_of=lambda name: asked.append(name) or "forward"
+    )
     assert [(panel.begin, panel.end) for panel in drawn] == [(0.0, 9.0), (1.0, 2.0)]
     assert drawn[1].title == "one of 8 iterations, 1e+03 ms: forward"
     assert {"first", "dot.1", "while.1"} <= {*asked}

@@ -1,4 +1,6 @@
-"""One line about programs of a libtpu that was not tested, in everything that reads such programs."""
+"""One line about programs of a libtpu that was not tested, in everything that reads such
+programs.
+"""
 
 import dataclasses
 

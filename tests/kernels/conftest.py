@@ -1,4 +1,6 @@
-"""A mesh of simulated TPUs: CPU devices, JAX's TPU interpret mode with race detection, the memory sizes of a v5e."""
+"""A mesh of simulated TPUs: CPU devices, JAX's TPU interpret mode with race detection, the memory
+sizes of a v5e.
+"""
 
 import contextlib
 import io
@@ -16,26 +18,34 @@ from tests.simulator.split_pairs import quick_callbacks
 
 @contextlib.contextmanager
 def simulated(shape, names, mode="on_wait", *, races=True):
-    """The ambient mesh is one of simulated TPUs. A race raises, if `races`, and a semaphore that is left over."""
+    """The ambient mesh is one of simulated TPUs. A race raises, if `races`, and a semaphore that is
+    left over.
+    """
     mesh = Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), names)
-    params = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=races, on_race="raise", vector_clock_size=1024)
+    params = pltpu.InterpretParams(
+        dma_execution_mode=mode, detect_races=races, on_race="raise", vector_clock_size=1024
+    )
     jax.clear_caches()
     pltpu.reset_tpu_interpret_mode_state()
     with (
         contextlib.ExitStack() as after,
-        contextlib.redirect_stdout(io.StringIO()) as printed,  # what is left over is printed, not raised
+        # what is left over is printed, not raised
+        contextlib.redirect_stdout(io.StringIO()) as printed,
         measure.simulated(mesh),
         pltpu.force_tpu_interpret_mode(params),
         quick_callbacks(),
     ):
-        after.callback(dispatch.runtime_tokens.clear)  # or else a later test would raise the error of this program
+        # or else a later test would raise the error of this program
+        after.callback(dispatch.runtime_tokens.clear)
         yield mesh
         jax.effects_barrier()
         assert "non-zero count" not in printed.getvalue(), printed.getvalue()
 
 
 def run(fn, operands, in_specs, out_specs, *, shape, names=("ring",), mode="on_wait"):
-    """Runs a function of the operands' shards on simulated TPUs; returns float32 values. Each operand has a spec."""
+    """Runs a function of the operands' shards on simulated TPUs; returns float32 values. Each
+    operand has a spec.
+    """
     with simulated(shape, names, mode) as mesh:
         placed = [
             jax.tree.map(lambda a, spec=spec: jax.device_put(a, NamedSharding(mesh, spec)), operand)
@@ -48,7 +58,10 @@ def run(fn, operands, in_specs, out_specs, *, shape, names=("ring",), mode="on_w
 def arranged(mesh, shapes, specs):
     """Returns bfloat16 arguments of these global shapes, to compile for a mesh of a topology."""
     shardings = [NamedSharding(mesh, spec) for spec in specs]
-    return [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=on) for s, on in zip(shapes, shardings, strict=True)]
+    return [
+        jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=on)
+        for s, on in zip(shapes, shardings, strict=True)
+    ]
 
 
 def draw(shape, dtype="float32", seed=0):
@@ -60,6 +73,8 @@ def as_float32(arrays):
 
 
 def assert_close(got, want, dtype="float32"):
-    """In float32 the order of additions differs; in bfloat16 results are rounded, and sums where they travel."""
+    """In float32 the order of additions differs; in bfloat16 results are rounded, and sums where
+    they travel.
+    """
     tolerance = {"float32": 1e-5, "bfloat16": 1e-2}[dtype]
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())

@@ -1,4 +1,6 @@
-"""Rows that are added to the rows which an index names, beside NumPy, in JAX's TPU interpreter on a CPU."""
+"""Rows that are added to the rows which an index names, beside NumPy, in JAX's TPU interpreter on a
+CPU.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,8 @@ ROWS, N = 128, 32  # of a tile, and of the result
 @pytest.mark.parametrize(("dtype", "tiles"), [("float32", 2), ("bfloat16", 1), ("float32", 0)])
 def test_adds_scaled_rows_of_live_tiles(dtype, tiles):
     values, scale = draw((3 * ROWS, 256), dtype), draw((3, ROWS), seed=1)
-    rows = np.random.default_rng(2).integers(0, N + 1, (3, ROWS)).astype(np.int32)  # N: a row of padding
+    # N: a row of padding
+    rows = np.random.default_rng(2).integers(0, N + 1, (3, ROWS)).astype(np.int32)
     rows[max(tiles, 1) :] = -(2**30)  # what dead tiles say is not read
     if not tiles:
         rows[0] = N
@@ -31,7 +34,21 @@ def test_adds_scaled_rows_of_live_tiles(dtype, tiles):
 
 
 def test_refuses_what_the_kernel_lacks():
-    with pytest.raises(NotImplementedError, match="in multiples of 128, and rows in multiples of 8"):
-        add_rows(jnp.zeros((ROWS, 100)), jnp.zeros((1, ROWS), jnp.int32), jnp.zeros((1, ROWS)), jnp.int32(1), n=N)
+    with pytest.raises(
+        NotImplementedError, match="in multiples of 128, and rows in multiples of 8"
+    ):
+        add_rows(
+            jnp.zeros((ROWS, 100)),
+            jnp.zeros((1, ROWS), jnp.int32),
+            jnp.zeros((1, ROWS)),
+            jnp.int32(1),
+            n=N,
+        )
     with pytest.raises(NotImplementedError, match="kernels for float32 and bfloat16"):
-        add_rows(jnp.zeros((ROWS, 128), jnp.float16), jnp.zeros((1, ROWS), jnp.int32), jnp.zeros((1, ROWS)), 1, n=N)
+        add_rows(
+            jnp.zeros((ROWS, 128), jnp.float16),
+            jnp.zeros((1, ROWS), jnp.int32),
+            jnp.zeros((1, ROWS)),
+            1,
+            n=N,
+        )

@@ -25,13 +25,34 @@ from tests.kernels.conftest import as_float32, assert_close, draw
 from tests.kernels.conftest import run as simulate
 
 
-def run(size, batch, m, k, widths, *, mode="on_wait", dtype="float32", epilogue=None, operands=0, **options):
-    """Compares y and the gathered x with an unsharded product; m and widths are those of one device."""
+def run(
+    size,
+    batch,
+    m,
+    k,
+    widths,
+    *,
+    mode="on_wait",
+    dtype="float32",
+    epilogue=None,
+    operands=0,
+    **options,
+):
+    """Compares y and the gathered x with an unsharded product; m and widths are those of one
+    device.
+    """
     transposed, keep = options.get("transposed", False), options.get("keep_gathered", False)
     x = draw((batch, size * m, k), dtype)
-    ws = [draw((n * size, k) if transposed else (k, n * size), dtype, i + 1) for i, n in enumerate(widths)]
+    ws = [
+        draw((n * size, k) if transposed else (k, n * size), dtype, i + 1)
+        for i, n in enumerate(widths)
+    ]
     more = [draw((batch, size * m, widths[0] * size), dtype, 10 + i) for i in range(operands)]
-    rows, columns, w_spec = P(None, "ring"), P(None, None, "ring"), P("ring") if transposed else P(None, "ring")
+    rows, columns, w_spec = (
+        P(None, "ring"),
+        P(None, None, "ring"),
+        P("ring") if transposed else P(None, "ring"),
+    )
 
     def local(x, ws, more):
         ys, gathered = all_gather_matmul(x, ws, "ring", epilogue=epilogue, operands=more, **options)
@@ -39,10 +60,14 @@ def run(size, batch, m, k, widths, *, mode="on_wait", dtype="float32", epilogue=
         return ys[:count], gathered, ys[count:]
 
     out_specs = columns, rows if keep else None, rows
-    ys, gathered, most = simulate(local, (x, ws, more), (rows, w_spec, columns), out_specs, shape=(size,), mode=mode)
+    ys, gathered, most = simulate(
+        local, (x, ws, more), (rows, w_spec, columns), out_specs, shape=(size,), mode=mode
+    )
     if "measured" in options:  # on each device those of its own columns
         of_device = np.split(np.abs(np.stack(ys[options["measured"]])).max(axis=0), size, axis=-1)
-        np.testing.assert_array_equal(most[0], np.concatenate([one.max(axis=-1) for one in of_device], axis=1))
+        np.testing.assert_array_equal(
+            most[0], np.concatenate([one.max(axis=-1) for one in of_device], axis=1)
+        )
     x, ws, more = as_float32((x, ws, more))
     want = [x @ (w.T if transposed else w) for w in ws]
     for y, w in zip(ys, epilogue(want, more) if epilogue else want, strict=True):
@@ -67,33 +92,126 @@ FORMS = {  # what is replaced, so that the plan for small operands has this form
     "as planned": [],
     "x stays": [(resident, "OUT_SLOTS", 1)],  # results wait until others have left their slots
     "x streams": [STREAMS],
-    "w comes again": [STREAMS, (MatmulTiles, "keeping_w", lambda self, used_bytes, dtype: (self, used_bytes))],
+    "w comes again": [
+        STREAMS,
+        (MatmulTiles, "keeping_w", lambda self, used_bytes, dtype: (self, used_bytes)),
+    ],
     "in chunks": [STREAMS, (stream_form, "CHUNK_ROWS", 8)],
 }
 
 
 def case(form, *, slow=True, batch=2, k=256, **options):
-    return pytest.param(form, {"batch": batch, "k": k} | options, marks=[pytest.mark.slow] if slow else [])
+    return pytest.param(
+        form, {"batch": batch, "k": k} | options, marks=[pytest.mark.slow] if slow else []
+    )
 
 
-@pytest.mark.parametrize(("form", "options"), [
-    case("x streams", size=2, batch=1, m=16, widths=[384], directions=1, tiles=Tiles(8, 128, 256)),
-    case("x streams", size=2, batch=4, m=16, widths=[384, 128], transposed=True, dtype="bfloat16", keep_gathered=True,
-         tiles=Tiles(32, 128, 256), mode="eager", slow=False),
-    case("w comes again", size=3, m=16, widths=[384, 128], tiles=Tiles(16, 128, 256), mode="eager"),
-    case("in chunks", size=2, m=32, widths=[256], keep_gathered=True, tiles=Tiles(16, 128, 256), slow=False),
-    case("in chunks", size=4, batch=8, m=16, widths=[256], dtype="bfloat16", keep_gathered=True,
-         transposed=True, mode="eager"),
-    case("x stays", size=2, batch=1, m=256, widths=[640], directions=1, tiles=Tiles(512, 128, 256), slow=False),
-    case("x stays", size=2, batch=4, m=16, widths=[384], transposed=True, dtype="bfloat16", keep_gathered=True,
-         tiles=Tiles(64, 128, 128), mode="eager"),
-    case("x stays", size=3, batch=1, m=512, k=128, widths=[512], keep_gathered=True, tiles=Tiles(256, 128, 256),
-         mode="eager"),  # half-blocks in chunks
-    case("as planned", size=2, m=16, widths=[256] * 2, operands=1, epilogue=Mix(3), tiles=Tiles(32, 128, 128),
-         dtype="bfloat16", measured=slice(1, None), slow=False),
-    case("as planned", size=3, m=16, k=384, widths=[384] * 2, operands=2, epilogue=Mix(2), tiles=Tiles(16, 128, 256),
-         mode="eager", measured=slice(0, 2)),  # a partial tile of columns
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        case(
+            "x streams", size=2, batch=1, m=16, widths=[384], directions=1, tiles=Tiles(8, 128, 256)
+        ),
+        case(
+            "x streams",
+            size=2,
+            batch=4,
+            m=16,
+            widths=[384, 128],
+            transposed=True,
+            dtype="bfloat16",
+            keep_gathered=True,
+            tiles=Tiles(32, 128, 256),
+            mode="eager",
+            slow=False,
+        ),
+        case(
+            "w comes again",
+            size=3,
+            m=16,
+            widths=[384, 128],
+            tiles=Tiles(16, 128, 256),
+            mode="eager",
+        ),
+        case(
+            "in chunks",
+            size=2,
+            m=32,
+            widths=[256],
+            keep_gathered=True,
+            tiles=Tiles(16, 128, 256),
+            slow=False,
+        ),
+        case(
+            "in chunks",
+            size=4,
+            batch=8,
+            m=16,
+            widths=[256],
+            dtype="bfloat16",
+            keep_gathered=True,
+            transposed=True,
+            mode="eager",
+        ),
+        case(
+            "x stays",
+            size=2,
+            batch=1,
+            m=256,
+            widths=[640],
+            directions=1,
+            tiles=Tiles(512, 128, 256),
+            slow=False,
+        ),
+        case(
+            "x stays",
+            size=2,
+            batch=4,
+            m=16,
+            widths=[384],
+            transposed=True,
+            dtype="bfloat16",
+            keep_gathered=True,
+            tiles=Tiles(64, 128, 128),
+            mode="eager",
+        ),
+        case(
+            "x stays",
+            size=3,
+            batch=1,
+            m=512,
+            k=128,
+            widths=[512],
+            keep_gathered=True,
+            tiles=Tiles(256, 128, 256),
+            mode="eager",
+        ),  # half-blocks in chunks
+        case(
+            "as planned",
+            size=2,
+            m=16,
+            widths=[256] * 2,
+            operands=1,
+            epilogue=Mix(3),
+            tiles=Tiles(32, 128, 128),
+            dtype="bfloat16",
+            measured=slice(1, None),
+            slow=False,
+        ),
+        case(
+            "as planned",
+            size=3,
+            m=16,
+            k=384,
+            widths=[384] * 2,
+            operands=2,
+            epilogue=Mix(2),
+            tiles=Tiles(16, 128, 256),
+            mode="eager",
+            measured=slice(0, 2),
+        ),  # a partial tile of columns
+    ],
+)
 def test_values(monkeypatch, form, options):
     for replaced in FORMS[form]:
         monkeypatch.setattr(*replaced)
@@ -109,7 +227,16 @@ def test_chunks_are_for_links_that_bind_and_a_w_that_stays():
         (32768, 2048, 1),  # w does not fit
     ]:
         plan = stream_form.plan(
-            Work(layout, 8, k, [n], transposed=False, dtype=jnp.bfloat16, w_dtype=jnp.bfloat16, result=jnp.bfloat16)
+            Work(
+                layout,
+                8,
+                k,
+                [n],
+                transposed=False,
+                dtype=jnp.bfloat16,
+                w_dtype=jnp.bfloat16,
+                result=jnp.bfloat16,
+            )
         )
         assert plan.work.layout.chunks == chunks
 
@@ -117,7 +244,11 @@ def test_chunks_are_for_links_that_bind_and_a_w_that_stays():
 def test_an_operand_that_is_not_waited_for_is_seen(monkeypatch):
     """A negative test: an epilogue sees tiles of its operands that have not arrived."""
     wait = MatmulTiles.wait_result
-    skip = lambda self, slots, *rest: None if isinstance(slots, IncomingTiles) else wait(self, slots, *rest)  # noqa: E731
+
+    def skip(self, slots, *rest):
+        if not isinstance(slots, IncomingTiles):
+            wait(self, slots, *rest)
+
     monkeypatch.setattr(MatmulTiles, "wait_result", skip)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         run(2, 2, 16, 256, [128], operands=1, epilogue=Mix(1))
@@ -139,7 +270,9 @@ def test_a_result_that_overwrites_one_that_leaves_is_seen(monkeypatch):
 
 
 def test_a_transfer_beyond_an_array_is_seen(monkeypatch):
-    """A negative test: these are rows of a block that no device has, and the kernel checks nothing."""
+    """A negative test: these are rows of a block that no device has, and the kernel checks
+    nothing.
+    """
     monkeypatch.setattr(Gather, "block", lambda self, direction, arrival: jnp.int32(self.ring.size))
     with pytest.raises(jax.errors.JaxRuntimeError, match="Out-of-bounds write"):
         run(2, 1, 16, 256, [256], directions=1)
@@ -149,11 +282,20 @@ times = st.floats(1e-7, 1e-4)
 
 
 @given(
-    st.integers(2, 9), st.integers(1, 2), st.integers(1, 9), st.integers(2, 5), st.sampled_from([1, 2, 4]),
-    st.integers(0, 9), st.tuples(*[times] * 10),
-)  # fmt: skip
-def test_the_schedule_has_every_product_once_whatever_the_rates(size, own, columns, w_slots, most, more, rates):
-    """Also: tiles, arrivals and slots are there, or on their way, when they are used; nothing in use is overwritten."""
+    st.integers(2, 9),
+    st.integers(1, 2),
+    st.integers(1, 9),
+    st.integers(2, 5),
+    st.sampled_from([1, 2, 4]),
+    st.integers(0, 9),
+    st.tuples(*[times] * 10),
+)
+def test_the_schedule_has_every_product_once_whatever_the_rates(
+    size, own, columns, w_slots, most, more, rates
+):
+    """Also: tiles, arrivals and slots are there, or on their way, when they are used; nothing in
+    use is overwritten.
+    """
     sizes = resident_schedule.Sizes(size * own, own, columns, w_slots, most, 2 * most + more)
     order = resident_schedule.schedule(sizes, resident_schedule.Rates(*rates))
     tiles, coming = dict(enumerate(order.loads)), set(range(len(order.loads)))
@@ -162,7 +304,8 @@ def test_the_schedule_has_every_product_once_whatever_the_rates(size, own, colum
         assert task.received == received
         received += task.receives
         if task.fetches >= 0:
-            assert (task.unused >= 0) == (task.fetch_slot in coming)  # nothing is still on its way there
+            # nothing is still on its way there
+            assert (task.unused >= 0) == (task.fetch_slot in coming)
             assert task.unused < 0 or tiles[task.fetch_slot] == task.unused
             tiles[task.fetch_slot] = task.fetches
             coming.add(task.fetch_slot)
@@ -189,7 +332,16 @@ def test_w_is_never_in_vector_memory_as_a_whole():
     layout = BlockLayout.of(1, 256, 16, directions=2)
     for n in range(256, 6656, 640):
         plan = resident.plan(
-            Work(layout, 8, 1024, [n], transposed=False, dtype=jnp.bfloat16, w_dtype=jnp.bfloat16, result=jnp.bfloat16)
+            Work(
+                layout,
+                8,
+                1024,
+                [n],
+                transposed=False,
+                dtype=jnp.bfloat16,
+                w_dtype=jnp.bfloat16,
+                result=jnp.bfloat16,
+            )
         )
         assert plan.sizes.w_slots <= max(2, plan.columns.count - 1)
 

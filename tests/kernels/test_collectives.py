@@ -1,4 +1,6 @@
-"""The kernels of the serial mesh matmul, gemm, all_gather and all_reduce, in the race-detecting simulator."""
+"""The kernels of the serial mesh matmul, gemm, all_gather and all_reduce, in the race-detecting
+simulator.
+"""
 
 import functools
 
@@ -17,7 +19,9 @@ from tests.kernels.conftest import run as simulate
 KERNELS = {"all_gather": all_gather, "all_reduce": all_reduce}
 
 
-def run(name, size, *, mode="on_wait", directions=1, dtype="float32", blocks=4, columns=512, data=1):
+def run(
+    name, size, *, mode="on_wait", directions=1, dtype="float32", blocks=4, columns=512, data=1
+):
     """Runs a kernel on an axis of `size` devices; returns what it gave and what it should have."""
     rows = size * blocks * 8  # of one device; tiles have two of its blocks
     x = draw((data, size, rows, columns), dtype)
@@ -25,9 +29,14 @@ def run(name, size, *, mode="on_wait", directions=1, dtype="float32", blocks=4, 
     local = functools.partial(KERNELS[name], axis_name="ring", directions=directions, **tiles)
     out = P("data") if name == "all_reduce" else P(("data", "ring"))
     operands, mesh = [x.reshape(-1, columns)], {"shape": (data, size), "names": ("data", "ring")}
-    got, whole = simulate(local, operands, (P(("data", "ring")),), out, mode=mode, **mesh), as_float32(x)
+    got, whole = (
+        simulate(local, operands, (P(("data", "ring")),), out, mode=mode, **mesh),
+        as_float32(x),
+    )
     if name == "all_gather":
-        return got, np.tile(whole.reshape(data, 1, -1, columns), (1, size, 1, 1)).reshape(-1, columns)
+        return got, np.tile(whole.reshape(data, 1, -1, columns), (1, size, 1, 1)).reshape(
+            -1, columns
+        )
     return got, whole.sum(1).reshape(-1, columns)
 
 
@@ -81,12 +90,16 @@ def test_tiles_of_no_size_are_refused():
 def test_a_sum_that_is_read_before_it_arrived_is_seen(monkeypatch):
     """A negative test: a kernel that waits for nothing."""
     monkeypatch.setattr("flaxasync.kernels.collectives.wait", lambda moved, sem: None)
-    with pytest.raises((jax.errors.JaxRuntimeError, AssertionError), match=r"RACE DETECTED|non-zero count"):
+    with pytest.raises(
+        (jax.errors.JaxRuntimeError, AssertionError), match=r"RACE DETECTED|non-zero count"
+    ):
         run("all_reduce", 3, mode="eager")
 
 
 def test_eight_devices_play_without_a_finding():
-    """The final instructions of a v5e:2x4, gemm among them; the player raises for whatever breaks a rule."""
+    """The final instructions of a v5e:2x4, gemm among them; the player raises for whatever breaks a
+    rule.
+    """
     mesh = fa.check.topology_mesh("v5e:2x4", (8,), ("ring",))
 
     def local(x, w):

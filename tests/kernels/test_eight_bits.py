@@ -1,4 +1,6 @@
-"""The fused kernels on 8-bit values with scales, in several tiles of every dimension, against NumPy."""
+"""The fused kernels on 8-bit values with scales, in several tiles of every dimension, against
+NumPy.
+"""
 
 import dataclasses
 
@@ -40,10 +42,15 @@ def wide(x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "transposed"), [(jnp.int8, False), (jnp.int8, True), (jnp.float8_e4m3fn, False)])
+@pytest.mark.parametrize(
+    ("dtype", "transposed"), [(jnp.int8, False), (jnp.int8, True), (jnp.float8_e4m3fn, False)]
+)
 def test_gathered_values_are_multiplied_and_scaled(dtype, transposed):
     rng = np.random.default_rng(0)
-    x, of_rows = draw(rng, (BATCH, SIZE * ROWS, K), dtype), rng.random((BATCH, SIZE * ROWS), np.float32)
+    x, of_rows = (
+        draw(rng, (BATCH, SIZE * ROWS, K), dtype),
+        rng.random((BATCH, SIZE * ROWS), np.float32),
+    )
     ws = [draw(rng, (n, K) if transposed else (K, n), dtype) for n in (SIZE * N, SIZE * 128)]
     of_columns = [rng.random(n, np.float32) for n in (SIZE * N, SIZE * 128)]
 
@@ -59,7 +66,9 @@ def test_gathered_values_are_multiplied_and_scaled(dtype, transposed):
     ys, gathered = run(local, (x, ws, of_rows, of_columns), in_specs, out_specs, **RING)
     for y, w, scale in zip(ys, ws, of_columns, strict=True):
         sums = wide(x) @ (wide(w).T if transposed else wide(w))
-        np.testing.assert_allclose(wide(y), sums * of_rows[..., None] * scale, rtol=2**-8, atol=1e-3)
+        np.testing.assert_allclose(
+            wide(y), sums * of_rows[..., None] * scale, rtol=2**-8, atol=1e-3
+        )
     np.testing.assert_array_equal(wide(gathered), np.concatenate([wide(x)] * SIZE, axis=-1))
 
 
@@ -73,13 +82,16 @@ def test_scaled_sums_are_reduced(dtype):
 
     def local(x, w, of_rows, of_columns):
         scales = of_rows[0], of_columns[0]
-        return matmul_reduce_scatter((x,), (w,), "model", scales=scales, result=jnp.float32, tiles=TILES)[0]
+        return matmul_reduce_scatter(
+            (x,), (w,), "model", scales=scales, result=jnp.float32, tiles=TILES
+        )[0]
 
     in_specs = P(None, None, "model"), P("model"), P("model"), P("model")
     y = run(local, (x, w, of_rows, of_columns), in_specs, P(None, "model"), **RING)
     xs, ws = np.split(wide(x), SIZE, -1), np.split(wide(w), SIZE)
     want = sum(
-        (a @ b) * rows[..., None] * columns for a, b, rows, columns in zip(xs, ws, of_rows, of_columns, strict=True)
+        (a @ b) * rows[..., None] * columns
+        for a, b, rows, columns in zip(xs, ws, of_rows, of_columns, strict=True)
     )
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
@@ -91,20 +103,31 @@ def test_scaled_sums_are_reduced(dtype):
     ]),
 ])  # fmt: skip
 def test_weight_gradients_are_computed_beside_the_sums(monkeypatch, case):
-    """Two of them between the steps of a product in bfloat16: several tiles of each side, padded, in two sub-blocks."""
+    """Two of them between the steps of a product in bfloat16: several tiles of each side, padded,
+    in two sub-blocks.
+    """
     of_x, of_y, mode = case
     monkeypatch.setattr(beside, "TILES", Tiles(256, 128, 256))
     monkeypatch.setattr(beside, "SUB_BLOCK", 128)
     rng = np.random.default_rng(3)
-    x, w = (draw(rng, shape, jnp.bfloat16) for shape in [(1, SIZE * ROWS, SIZE * 128), (SIZE * 128, N)])
+    x, w = (
+        draw(rng, shape, jnp.bfloat16) for shape in [(1, SIZE * ROWS, SIZE * 128), (SIZE * 128, N)]
+    )
     sides = [(SIZE * 300, SIZE * 128), (SIZE * 256, SIZE * 360)]  # of all devices
     pairs = [(draw(rng, (320, k), of_x), draw(rng, (320, n), of_y)) for k, n in sides]
     scaled = jnp.dtype(of_x).itemsize == 1
-    scales = [(rng.random(a.shape[1], np.float32), rng.random(b.shape[1], np.float32)) for a, b in pairs]
+    scales = [
+        (rng.random(a.shape[1], np.float32), rng.random(b.shape[1], np.float32)) for a, b in pairs
+    ]
 
     def local(x, w, pairs, scales):
-        given = [WeightGradient(*pair, one if scaled else None) for pair, one in zip(pairs, scales, strict=True)]
-        return matmul_reduce_scatter((x,), (w,), "model", result=jnp.float32, gradients=given, tiles=TILES)
+        given = [
+            WeightGradient(*pair, one if scaled else None)
+            for pair, one in zip(pairs, scales, strict=True)
+        ]
+        return matmul_reduce_scatter(
+            (x,), (w,), "model", result=jnp.float32, gradients=given, tiles=TILES
+        )
 
     in_specs = P(None, None, "model"), P("model"), P(None, "model"), P("model")
     out_specs = P(None, "model"), P("model"), P("model")
@@ -113,11 +136,15 @@ def test_weight_gradients_are_computed_beside_the_sums(monkeypatch, case):
     for dw, pair, of_pair in zip(dws, pairs, scales, strict=True):
         a, b, of_a, of_b = (np.split(wide(side), SIZE, -1) for side in (*pair, *of_pair))
         wants = [a[i].T @ b[i] * (of_a[i][:, None] * of_b[i] if scaled else 1) for i in range(SIZE)]
-        np.testing.assert_allclose(dw, np.concatenate(wants), rtol=1e-5, atol=1e-5 * np.abs(wants).max())
+        np.testing.assert_allclose(
+            dw, np.concatenate(wants), rtol=1e-5, atol=1e-5 * np.abs(wants).max()
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "of_dy"), [(jnp.int8, jnp.int8), (jnp.float8_e4m3fn, jnp.float8_e5m2)])
+@pytest.mark.parametrize(
+    ("dtype", "of_dy"), [(jnp.int8, jnp.int8), (jnp.float8_e4m3fn, jnp.float8_e5m2)]
+)
 def test_the_sums_of_a_weight_gradient_are_scaled(dtype, of_dy):
     rng = np.random.default_rng(2)
     x, of_x = draw(rng, (BATCH, SIZE * ROWS, K), dtype), rng.random(K, np.float32)
@@ -127,7 +154,9 @@ def test_the_sums_of_a_weight_gradient_are_scaled(dtype, of_dy):
     def local(x, dys, of_x, of_dys):
         scales = of_x, of_dys
         tiles = Tiles(128, 128, 128)
-        return gather_weight_gradient(x, tuple(dys), "model", scales=scales, result=jnp.float32, tiles=tiles)
+        return gather_weight_gradient(
+            x, tuple(dys), "model", scales=scales, result=jnp.float32, tiles=tiles
+        )
 
     in_specs = P(None, "model"), P(None, None, "model"), P(), P("model")
     dws = run(local, (x, dys, of_x, of_dys), in_specs, (P(None, "model"),) * 2, **RING)
@@ -141,7 +170,9 @@ def test_a_tile_that_is_not_waited_for_is_seen_beside_the_sums(monkeypatch):
     """The negative test: it is read while it is written."""
     monkeypatch.setattr(beside, "IncomingTiles", Unawaited)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
-        test_weight_gradients_are_computed_beside_the_sums(monkeypatch, (jnp.int8, jnp.int8, "eager"))
+        test_weight_gradients_are_computed_beside_the_sums(
+            monkeypatch, (jnp.int8, jnp.int8, "eager")
+        )
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""The exchange of few rows between all devices: the kernel and backend "exchange" in the simulator; what is refused."""
+"""The exchange of few rows between all devices: the kernel and backend "exchange" in the simulator;
+what is refused.
+"""
 
 import functools
 
@@ -30,10 +32,18 @@ def run(size, steps, *, rows=8, columns=512, dtype="float32", mode="on_wait", da
     return got.reshape(data * size, rows, columns), np.repeat(as_float32(x).sum(1), size, axis=0)
 
 
-@pytest.mark.parametrize(("size", "steps", "options"), [
-    (4, 1, {"mode": "eager"}), (4, 2, {}), pytest.param(3, 1, {}, marks=repeats),
-    pytest.param(2, 2, {"rows": 16, "dtype": "bfloat16", "mode": "eager", "data": 2}, marks=repeats),  # of two axes
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "steps", "options"),
+    [
+        (4, 1, {"mode": "eager"}),
+        (4, 2, {}),
+        pytest.param(3, 1, {}, marks=repeats),
+        # of two axes
+        pytest.param(
+            2, 2, {"rows": 16, "dtype": "bfloat16", "mode": "eager", "data": 2}, marks=repeats
+        ),
+    ],
+)
 def test_all_devices_have_the_same_sum(size, steps, options):
     got, want = run(size, steps, **options)
     assert_close(got, want, options.get("dtype", "float32"))
@@ -45,7 +55,9 @@ def test_all_devices_have_the_same_sum(size, steps, options):
 def test_a_sum_that_is_read_before_it_arrived_is_seen(monkeypatch, steps):
     """Negative test: a kernel that waits for nothing."""
     monkeypatch.setattr(module, "wait", lambda moved, sem: None)
-    with pytest.raises((jax.errors.JaxRuntimeError, AssertionError), match=r"RACE DETECTED|non-zero count"):
+    with pytest.raises(
+        (jax.errors.JaxRuntimeError, AssertionError), match=r"RACE DETECTED|non-zero count"
+    ):
         run(2, steps, mode="eager")
 
 
@@ -60,12 +72,31 @@ def test_parity_and_gradients(monkeypatch, dtype, batch, rows, n):
     check_parity("matmul_all_reduce", 4, **sizes, dtype=dtype, mode="eager", backend="exchange")
 
 
-@pytest.mark.parametrize(("size", "dtype", "rows", "message"), [
-    (1, "bfloat16", 1, "sends to other devices: got an axis 'model' of size 1; use backend='none'"),
-    (8, "bfloat16", 2**17, "has all sums in vector memory, 120 MiB: got 256 MiB; give it fewer rows"),  # two steps, too
-    (2, "float16", 1, "has kernels for float32 and bfloat16: got float16"),
-    (2, "bfloat16", 2**16, "has all sums in vector memory, 120 MiB: got 128 MiB; give it fewer rows"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "dtype", "rows", "message"),
+    [
+        (
+            1,
+            "bfloat16",
+            1,
+            "sends to other devices: got an axis 'model' of size 1; use backend='none'",
+        ),
+        # two steps, too
+        (
+            8,
+            "bfloat16",
+            2**17,
+            "has all sums in vector memory, 120 MiB: got 256 MiB; give it fewer rows",
+        ),
+        (2, "float16", 1, "has kernels for float32 and bfloat16: got float16"),
+        (
+            2,
+            "bfloat16",
+            2**16,
+            "has all sums in vector memory, 120 MiB: got 128 MiB; give it fewer rows",
+        ),
+    ],
+)
 def test_what_cannot_be_served_is_refused(size, dtype, rows, message):
     with pytest.raises(NotImplementedError, match=message):
         traced(size, dtype, rows, 256)
@@ -93,7 +124,10 @@ def traced(size, dtype, rows, columns):
 def test_the_bytes_of_vector_memory_are_those_of_the_kernels_buffers(steps, arrays):
     mesh = fa.check.topology_mesh("v5e:2x2", (4,), ("ring",))
     local = jax.shard_map(
-        functools.partial(exchange, axis_name="ring", steps=steps), mesh=mesh, in_specs=P("ring"), out_specs=P()
+        functools.partial(exchange, axis_name="ring", steps=steps),
+        mesh=mesh,
+        in_specs=P("ring"),
+        out_specs=P(),
     )
     (mapped,) = jax.make_jaxpr(local)(jax.ShapeDtypeStruct((32, 512), jnp.float32)).jaxpr.eqns
     (call,) = (eqn for eqn in mapped.params["jaxpr"].eqns if eqn.primitive.name == "pallas_call")
@@ -104,11 +138,16 @@ def test_the_bytes_of_vector_memory_are_those_of_the_kernels_buffers(steps, arra
 
 @repeats
 def test_eight_devices_play_without_a_finding():
-    """One row and sixteen of an 8B layer on a v5e:2x4: one step and two. The player raises for a broken rule."""
+    """One row and sixteen of an 8B layer on a v5e:2x4: one step and two. The player raises for a
+    broken rule.
+    """
     mesh = fa.check.topology_mesh("v5e:2x4", (8,), ("model",))
     specs = P(None, "model"), P(None, "model"), P("model")
     fn = jax.shard_map(
-        lambda x, y, w: (sum_over_ring(x, w), sum_over_ring(y, w)), mesh=mesh, in_specs=specs, out_specs=P()
+        lambda x, y, w: (sum_over_ring(x, w), sum_over_ring(y, w)),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=P(),
     )
     arguments = arranged(mesh, [(1, 1024), (16, 1024), (1024, 4096)], specs)
     result = fa.check.play(jax.jit(fn), *arguments, topology="v5e:2x4")

@@ -1,4 +1,6 @@
-"""The Pallas kernels beside the reference, in JAX's TPU interpreter on a CPU; their cost estimates."""
+"""The Pallas kernels beside the reference, in JAX's TPU interpreter on a CPU; their cost
+estimates.
+"""
 
 import functools
 import tempfile
@@ -54,32 +56,49 @@ def blocks(window, by_segment, q_rows, *, kernel):
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(("window", "segments", "q_rows", "square"), [
-    (100, True, 128, 128),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [(None, True, 256, 256), (200, False, 256, 128)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("window", "segments", "q_rows", "square"),
+    [
+        (100, True, 128, 128),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(None, True, 256, 256), (200, False, 256, 128)]
+        ),
+    ],
+)
 def test_they_give_what_the_reference_gives(window, segments, q_rows, square, monkeypatch):
-    """With square tiles, those on the diagonal are multiplied as triangles; tiles of 256 rows have two sub-blocks."""
+    """With square tiles, those on the diagonal are multiplied as triangles; tiles of 256 rows have
+    two sub-blocks.
+    """
     monkeypatch.setattr(flash_attention, "KV_ROWS", square)
     kernel = Flash(q_tile=128, kv_tile=256, triangle_tiles=(square, square), sub_block=128)
     both = (blocks(window, segments, q_rows, kernel=kernel) for kernel in (kernel, Reference()))
     for name, got, want in zip(("acc", "stats", "dq", "dkv"), *both, strict=True):
-        if name == "stats":  # a maximum that no row has reached differs between tiles, and weighs nothing
+        # a maximum that no row has reached differs between tiles, and weighs nothing
+        if name == "stats":
             got, want = got[..., 1, -q_rows:], want[..., 1, -q_rows:]
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-4, err_msg=name)
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(("head", "window", "by_segment"), [
-    (64, 200, False), pytest.param(128, None, False, marks=pytest.mark.slow),
-    pytest.param(128, 200, False, marks=pytest.mark.slow), (128, None, True),
-    pytest.param(192, None, False, marks=pytest.mark.slow), pytest.param(256, None, False, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("head", "window", "by_segment"),
+    [
+        (64, 200, False),
+        pytest.param(128, None, False, marks=pytest.mark.slow),
+        pytest.param(128, 200, False, marks=pytest.mark.slow),
+        (128, None, True),
+        pytest.param(192, None, False, marks=pytest.mark.slow),
+        pytest.param(256, None, False, marks=pytest.mark.slow),
+    ],
+)
 def test_whole_sequences_need_no_ring(head, window, by_segment):
     """Through the op and its rule: o, dq, dk, dv. Heads of 128 take no carry."""
     q, do = (draw((1, ROWS, 2, head), seed=seed) for seed in (0, 1))
     k, v = (draw((1, ROWS, 1, head), seed=seed) for seed in (2, 3))
-    ids = np.sort(np.random.default_rng(0).integers(0, 3, (1, ROWS)), axis=1) if by_segment else None
+    ids = (
+        np.sort(np.random.default_rng(0).integers(0, 3, (1, ROWS)), axis=1) if by_segment else None
+    )
 
     def both(kernel):
         attention = functools.partial(fa.attention, kernel=kernel, window=window, segment_ids=ids)
@@ -87,7 +106,9 @@ def test_whole_sequences_need_no_ring(head, window, by_segment):
         return out, *jax.jit(vjp)(do)
 
     kernel = Flash(q_tile=128, kv_tile=256, triangle_tiles=(128, 128), sub_block=128)
-    for name, got, want in zip(("o", "dq", "dk", "dv"), both(kernel), both("reference"), strict=True):
+    for name, got, want in zip(
+        ("o", "dq", "dk", "dv"), both(kernel), both("reference"), strict=True
+    ):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=5e-4, err_msg=name)
 
 
@@ -106,7 +127,9 @@ HEADS, FEATURES = 2, 128
 
 def flops(mask, rows, tiles, sub_block, *, starts=(0,), q_start=0):
     """Returns the FLOPs of one call, or their mean, of two matmuls for each pair of tiles."""
-    products = [Product(0, rows, q_start, 0, rows, start, mask.by_position, None) for start in starts]
+    products = [
+        Product(0, rows, q_start, 0, rows, start, mask.by_position, None) for start in starts
+    ]
     return (
         Grid.of((1, 1, HEADS, rows, FEATURES), products[0], *tiles, sub_block)
         .cost(mask, products, matmuls=2, itemsize=2)
@@ -114,18 +137,29 @@ def flops(mask, rows, tiles, sub_block, *, starts=(0,), q_start=0):
     )
 
 
-@pytest.mark.parametrize(("tile", "sub_block"), [(2048, 512), (1024, 512), (1024, 1024), (512, 128)])
+@pytest.mark.parametrize(
+    ("tile", "sub_block"), [(2048, 512), (1024, 512), (1024, 1024), (512, 128)]
+)
 def test_a_triangle_is_counted_by_sub_blocks(tile, sub_block):
-    """Each sub-block of keys is multiplied with the queries from its own first row on, in its tile and below it."""
+    """Each sub-block of keys is multiplied with the queries from its own first row on, in its tile
+    and below it.
+    """
     scores = sum((4096 - start) * sub_block for start in range(0, 4096, sub_block))
-    assert flops(Mask(True, None), 4096, (tile, tile), sub_block) == 2 * 2 * HEADS * FEATURES * scores
+    assert (
+        flops(Mask(True, None), 4096, (tile, tile), sub_block) == 2 * 2 * HEADS * FEATURES * scores
+    )
 
 
-@pytest.mark.parametrize(("mask", "tiles", "share"), [
-    (Mask(False, None), (1024, 1024), 1),
-    (Mask(True, None), (1024, 2048), 6 / 8),  # no square tiles, so none is split: of 4 x 2 tiles, 6 are reached
-    (Mask(True, 1024), (1024, 1024), 7 / 16),  # of 4 x 4 tiles, those on the diagonal and those below it
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mask", "tiles", "share"),
+    [
+        (Mask(False, None), (1024, 1024), 1),
+        # no square tiles, so none is split: of 4 x 2 tiles, 6 are reached
+        (Mask(True, None), (1024, 2048), 6 / 8),
+        # of 4 x 4 tiles, those on the diagonal and those below it
+        (Mask(True, 1024), (1024, 1024), 7 / 16),
+    ],
+)
 def test_other_tiles_are_counted_whole(mask, tiles, share):
     assert flops(mask, 4096, tiles, 512) == 2 * 2 * HEADS * FEATURES * 4096 * 4096 * share
 
@@ -141,9 +175,9 @@ def test_a_long_sequence_has_the_cost_of_its_triangle_in_both_kernels():
     """Beyond 8192 rows the backward kernel is called in a loop, whose index is a traced value."""
     rows, tile, sub_block = 16_384, {"flash_attention": 2048, "flash_attention_backward": 2048}, 256
     shape = jax.ShapeDtypeStruct((1, rows, HEADS, FEATURES), jnp.bfloat16)
-    traced = jax.make_jaxpr(lambda q, k, v: jax.vjp(functools.partial(fa.attention, kernel="flash"), q, k, v)[1](q))(
-        shape, shape, shape
-    )
+    traced = jax.make_jaxpr(
+        lambda q, k, v: jax.vjp(functools.partial(fa.attention, kernel="flash"), q, k, v)[1](q)
+    )(shape, shape, shape)
     found = {eqn.params["name"]: eqn.params["cost_estimate"].flops for eqn in kernels(traced.jaxpr)}
     for name, matmuls, calls in (("flash_attention", 2, 1), ("flash_attention_backward", 5, 4)):
         assert rows % tile[name] == 0
@@ -162,14 +196,20 @@ def kernels(jaxpr):
 
 @pytest.mark.slow
 def test_the_simulator_multiplies_as_much():
-    """Of 4096 rows, v5e: a head of 128 features fills the matrix unit, so its busy time is the FLOPs at the peak."""
+    """Of 4096 rows, v5e: a head of 128 features fills the matrix unit, so its busy time is the
+    FLOPs at the peak.
+    """
     mesh = check.topology_mesh("v5e:1x1", (1,), ("x",))
     operands = arranged(mesh, [(1, 4096, HEADS, FEATURES)] * 3, [P()] * 3)
-    fn = jax.jit(lambda q, k, v: jax.vjp(functools.partial(fa.attention, kernel="flash"), q, k, v)[1](q))
+    fn = jax.jit(
+        lambda q, k, v: jax.vjp(functools.partial(fa.attention, kernel="flash"), q, k, v)[1](q)
+    )
     with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh):
         program = check.compile_for("v5e:1x1", fn, *operands, keep_dumps=folder)
         result = play_dump(folder, topology="v5e:1x1")
-    instructions = [i for c in check.parse(program.as_text()).computations.values() for i in c.instructions]
+    instructions = [
+        i for c in check.parse(program.as_text()).computations.values() for i in c.instructions
+    ]
     estimated = {i.name: i.kernel_flops for i in instructions if i.kernel_flops}
     assert len(estimated) == 2
     for name, count in estimated.items():

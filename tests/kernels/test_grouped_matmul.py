@@ -1,4 +1,6 @@
-"""The grouped products and their weight gradients beside NumPy, in JAX's TPU interpreter on a CPU."""
+"""The grouped products and their weight gradients beside NumPy, in JAX's TPU interpreter on a
+CPU.
+"""
 
 import dataclasses
 import sys
@@ -37,7 +39,8 @@ def interpreter(quick_compile):
 
 FORMS = {
     "K whole": Blocks(rows=ROWS, k=256, n=128, depth=1, columns=2, width=128, most=8),
-    "K divided": Blocks(rows=ROWS, k=128, n=256, depth=2, columns=1, width=128, most=2),  # two groups of expert 0
+    # two groups of expert 0
+    "K divided": Blocks(rows=ROWS, k=128, n=256, depth=2, columns=1, width=128, most=2),
 }
 
 
@@ -47,7 +50,9 @@ def blocks(request, monkeypatch, interpreter):
 
 
 def rows(features, dtype="float32", seed=0):
-    """Draws sorted rows. The second expert has padding only, and the rows of dead tiles are not numbers."""
+    """Draws sorted rows. The second expert has padding only, and the rows of dead tiles are not
+    numbers.
+    """
     x = draw((len(EXPERTS) * ROWS, features), dtype, seed)
     x[3 * ROWS : 4 * ROWS] = 0
     x[TILES * ROWS - 50 : TILES * ROWS] = 0
@@ -61,7 +66,9 @@ def draw_weights(*shape, dtype="float32"):
 
 def compute(fn, *arguments, **options):
     """Calls a function with traced tiles; returns its results."""
-    call = jax.jit(lambda arguments, experts, tiles: fn(*arguments, experts, tiles, tile_rows=ROWS, **options))
+    call = jax.jit(
+        lambda arguments, experts, tiles: fn(*arguments, experts, tiles, tile_rows=ROWS, **options)
+    )
     return call(arguments, EXPERTS, np.int32(TILES))
 
 
@@ -74,7 +81,9 @@ def by_tile(x):
 
 
 def product(x, w):
-    return np.concatenate([tile @ as_float32(w)[e] for tile, e in zip(by_tile(x), EXPERTS, strict=False)])
+    return np.concatenate(
+        [tile @ as_float32(w)[e] for tile, e in zip(by_tile(x), EXPERTS, strict=False)]
+    )
 
 
 @pytest.mark.usefixtures("blocks")
@@ -118,32 +127,52 @@ def test_an_epilogue_of_two_products_of_one_x():
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(
-    ("adds", "sides", "times"), [(False, (128, 256), 1), (True, (256, 128), 1), (False, (256, 256), 2)]
+    ("adds", "sides", "times"),
+    [(False, (128, 256), 1), (True, (256, 128), 1), (False, (256, 256), 2)],
 )
 def test_weight_gradients(adds, sides, times, monkeypatch):
-    """Blocks of dw are stored several times; of six experts, the first and two others have no tile."""
-    monkeypatch.setattr(grouped_weight_gradient, "_choose", lambda *arguments: (Tiles(ROWS, *sides), 2**20))
+    """Blocks of dw are stored several times; of six experts, the first and two others have no
+    tile.
+    """
+    monkeypatch.setattr(
+        grouped_weight_gradient, "_choose", lambda *arguments: (Tiles(ROWS, *sides), 2**20)
+    )
     experts = [np.where(EXPERTS > 1, 4, EXPERTS + 1), np.array([1, *[2] * 7])][:times]
     factors = [
-        Factors(rows(K, seed=i), (rows(N, seed=i + 1), rows(N, seed=i + 2)), tiles.astype(np.int32), np.int32(TILES))
+        Factors(
+            rows(K, seed=i),
+            (rows(N, seed=i + 1), rows(N, seed=i + 2)),
+            tiles.astype(np.int32),
+            np.int32(TILES),
+        )
         for i, tiles in enumerate(experts)
     ]
     initial = tuple(draw((6, K, N), "float32", seed) for seed in (7, 8)) if adds else ()
-    call = jax.jit(lambda *operands: weight_gradients(operands[0], 6, tile_rows=ROWS, initial=operands[1]))
+    call = jax.jit(
+        lambda *operands: weight_gradients(operands[0], 6, tile_rows=ROWS, initial=operands[1])
+    )
     for number, dw in enumerate(call(factors, initial)):
         want = np.zeros((6, K, N), np.float32) + (initial[number] if adds else 0)
         for one in factors:
-            for x_tile, dy_tile, expert in zip(by_tile(one.x), by_tile(one.dys[number]), one.experts, strict=False):
+            for x_tile, dy_tile, expert in zip(
+                by_tile(one.x), by_tile(one.dys[number]), one.experts, strict=False
+            ):
                 want[expert] += x_tile.T @ dy_tile
         assert_close(dw, want)
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(("slots", "what", "wrong"), [(IncomingTiles, "wait", "y"), (OutgoingTiles, "wait", "dw")])
+@pytest.mark.parametrize(
+    ("slots", "what", "wrong"), [(IncomingTiles, "wait", "y"), (OutgoingTiles, "wait", "dw")]
+)
 def test_a_wait_that_is_left_out_is_seen(slots, what, wrong, monkeypatch):
-    """Negative test: transfers of the interpreter move nothing before they are waited for, so that values are wrong."""
+    """Negative test: transfers of the interpreter move nothing before they are waited for, so that
+    values are wrong.
+    """
     monkeypatch.setattr(Blocks, "choose", lambda *arguments: (FORMS["K whole"], 2**20))
-    monkeypatch.setattr(grouped_weight_gradient, "_choose", lambda *arguments: (Tiles(ROWS, 128, 128), 2**20))
+    monkeypatch.setattr(
+        grouped_weight_gradient, "_choose", lambda *arguments: (Tiles(ROWS, 128, 128), 2**20)
+    )
     monkeypatch.setattr(slots, what, lambda *arguments: None)
     x, w = rows(K), draw_weights(K, N)[0]
     if wrong == "y":
@@ -151,7 +180,12 @@ def test_a_wait_that_is_left_out_is_seen(slots, what, wrong, monkeypatch):
     else:
         factors = Factors(x, (x,), EXPERTS, np.int32(TILES))
         (got,) = weight_gradients([factors], COUNT, tile_rows=ROWS)
-        want = np.stack([sum(t.T @ t for t, e in zip(by_tile(x), EXPERTS, strict=False) if e == i) for i in range(3)])
+        want = np.stack(
+            [
+                sum(t.T @ t for t, e in zip(by_tile(x), EXPERTS, strict=False) if e == i)
+                for i in range(3)
+            ]
+        )
     with pytest.raises(AssertionError):
         assert_close(got, want)
 
@@ -162,12 +196,17 @@ def test_two_cores_share_the_outer_blocks(monkeypatch):
     for module in (sys.modules[grouped_matmul.__module__], grouped_weight_gradient):
         monkeypatch.setattr(module, "chip_in_use", lambda: hardware.chip("v5p"))
     monkeypatch.setattr(Blocks, "choose", lambda *arguments: (FORMS["K whole"], 2**20))
-    monkeypatch.setattr(grouped_weight_gradient, "_choose", lambda *arguments: (Tiles(ROWS, 128, 128), 2**20))
+    monkeypatch.setattr(
+        grouped_weight_gradient, "_choose", lambda *arguments: (Tiles(ROWS, 128, 128), 2**20)
+    )
     x, w, initial = rows(K), draw_weights(K, N)[0], draw((COUNT, K, K), "float32", seed=3)
     assert_close(live(compute(grouped_matmul, x, (w,))[0]), product(x, w))
     factors = Factors(x, (x,), EXPERTS, np.int32(TILES))
     (got,) = weight_gradients([factors], COUNT, tile_rows=ROWS, initial=(initial,))
-    sums = [sum(t.T @ t for t, e in zip(by_tile(x), EXPERTS, strict=False) if e == i) for i in range(COUNT)]
+    sums = [
+        sum(t.T @ t for t, e in zip(by_tile(x), EXPERTS, strict=False) if e == i)
+        for i in range(COUNT)
+    ]
     assert_close(got, initial + np.stack(sums))
 
 
@@ -175,9 +214,12 @@ def test_two_cores_share_the_outer_blocks(monkeypatch):
 def test_tiles_of_an_expert_follow_each_other(xp):
     experts = xp.array([0, 0, 2, 9], np.int32), xp.array([0, 1, 2, 2], np.int32)
     nothing = jax.ShapeDtypeStruct((4 * ROWS, K), np.float32)
-    order = grouped_weight_gradient.order_of_tiles([
-        Factors(nothing, (nothing,), tiles, xp.int32(count)) for tiles, count in zip(experts, (3, 4), strict=True)
-    ])  # fmt: skip
+    order = grouped_weight_gradient.order_of_tiles(
+        [
+            Factors(nothing, (nothing,), tiles, xp.int32(count))
+            for tiles, count in zip(experts, (3, 4), strict=True)
+        ]
+    )
     assert np.asarray(order)[:, :7].tolist() == [
         [0, 0, 0, 1, 2, 2, 2],  # the expert
         [0, 0, 0, 1, 2, 2, 2],  # how many came before
@@ -205,12 +247,18 @@ def test_what_they_cannot_take_is_said(features, dtype, message):
 def test_blocks_fit_and_divide(k, n, pairs, tile_rows, dtype):
     x, w = jax.ShapeDtypeStruct((4096, k), dtype), jax.ShapeDtypeStruct((4, k, n), dtype)
     found, vmem_bytes = Blocks.choose([x] * pairs, [w] * 2, n, tile_rows, 2 // pairs)
-    assert (found.k * found.depth, found.n * found.columns, found.width * found.panels) == (k, n, found.n)
+    assert (found.k * found.depth, found.n * found.columns, found.width * found.panels) == (
+        k,
+        n,
+        found.n,
+    )
     assert vmem_bytes <= available()
 
 
 def test_the_program_for_a_tpu_is_the_kernels_alone():
-    """Gate and up with an epilogue, the sum of two products, and gradients that are added to others in place."""
+    """Gate and up with an epilogue, the sum of two products, and gradients that are added to others
+    in place.
+    """
     mesh = check.topology_mesh("v5e:1x1", (1,), ("x",))
 
     def array(*shape, dtype=jnp.bfloat16):
@@ -218,19 +266,34 @@ def test_the_program_for_a_tpu_is_the_kernels_alone():
 
     def step(x, operand, ws, dws, experts, tiles):
         products = grouped_matmul(
-            x, ws, experts, tiles, tile_rows=ROWS, epilogue=Gate(), operands=(operand,), transposed=True
+            x,
+            ws,
+            experts,
+            tiles,
+            tile_rows=ROWS,
+            epilogue=Gate(),
+            operands=(operand,),
+            transposed=True,
         )
         dx = grouped_sum(products, ws, experts, tiles, tile_rows=ROWS)
         factors = Factors(x, products, experts, tiles)
         return dx, weight_gradients([factors, factors], COUNT, tile_rows=ROWS, initial=dws)
 
     x, operand, w = array(1024, 256), array(1024, 512), array(COUNT, 512, 256)
-    dw, experts, tiles = array(COUNT, 256, 512, dtype=jnp.float32), array(8, dtype=jnp.int32), array(dtype=jnp.int32)
+    dw, experts, tiles = (
+        array(COUNT, 256, 512, dtype=jnp.float32),
+        array(8, dtype=jnp.int32),
+        array(dtype=jnp.int32),
+    )
     with jax.set_mesh(mesh):
         fn = jax.jit(step, donate_argnums=3)
         program = check.compile_for("v5e:1x1", fn, x, operand, (w, w), (dw, dw), experts, tiles)
     instructions = check.parse(program.as_text()).entry.instructions
-    calls = [i for i in instructions if i.opcode == "custom-call" and i.custom_call_target != "ConcatBitcast"]
+    calls = [
+        i
+        for i in instructions
+        if i.opcode == "custom-call" and i.custom_call_target != "ConcatBitcast"
+    ]
     kernels = sorted(i.name.partition(".")[0] for i in calls)
     assert kernels == ["grouped_matmul", "grouped_sum", "grouped_weight_gradient"]
     assert not [i for i in instructions if i.opcode == "copy" and i.shape.element_type == "f32"]

@@ -25,36 +25,72 @@ TILES = Tiles(32, 128, 128)
 
 
 def run(
-    size, *, batch=1, m=32, ks=(128,), n=256, dtype="float32", mode="on_wait", transposed=False, tiles=TILES, **options
+    size,
+    *,
+    batch=1,
+    m=32,
+    ks=(128,),
+    n=256,
+    dtype="float32",
+    mode="on_wait",
+    transposed=False,
+    tiles=TILES,
+    **options,
 ):
-    """Runs the kernel on an axis of `size` devices; returns what it gave and what it should have."""
+    """Runs the kernel on an axis of `size` devices; returns what it gave and what it should
+    have.
+    """
     xs = tuple(draw((batch, size * m, size * k), dtype, i) for i, k in enumerate(ks))
     ws = tuple(draw((size * k, n), dtype, i + size) for i, k in enumerate(ks))
     given = tuple(w.T for w in ws) if transposed else ws
     specs = P(None, None, "ring"), P(None, "ring") if transposed else P("ring", None)
-    local = functools.partial(matmul_reduce_scatter, axis_name="ring", transposed=transposed, tiles=tiles, **options)
+    local = functools.partial(
+        matmul_reduce_scatter, axis_name="ring", transposed=transposed, tiles=tiles, **options
+    )
     (got,) = simulate(local, (xs, given), specs, (P(None, "ring"),), shape=(size,), mode=mode)
     return got, sum(x @ w for x, w in zip(as_float32(xs), as_float32(ws), strict=True))
 
 
-# The last tile of every side is partial; what lies beyond it in vector memory is not a number at first.
+# The last tile of every side is partial; what lies beyond it in vector memory is not a number at
+# first.
 RAGGED = {"ks": (640,), "n": 640, "tiles": Tiles(32, 384, 384)}  # 384 + 256
 W_COMES_AGAIN = MatmulTiles, "keeping_w", lambda self, used_bytes, dtype: (self, used_bytes)
 SMALL_PARTS = tiling, "SUB_BLOCK", 16
 
 
-@pytest.mark.parametrize(("size", "replaced", "options"), [
-    (3, None, {"directions": 2, "batch": 2, "ks": (256, 128), "dtype": "bfloat16", "mode": "eager"}),
-    (2, None, {"directions": 2, "m": 8, "n": 128, "mode": "eager"}),  # nothing can be fetched ahead of its sum
-    (3, None, RAGGED | {"batch": 3, "m": 16, "ks": (640, 384), "n": 256, "dtype": "bfloat16"}),  # batches 2 + 1
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        (2, None, {"directions": 1}),  # the neighbour is one and the same
-        (4, None, {"m": 64, "ks": (384,), "transposed": True, "mode": "eager"}),
-        (3, W_COMES_AGAIN, {"batch": 2, "ks": (256, 128), "dtype": "bfloat16", "mode": "eager"}),
-        # Rows in three parts of 16, of which the last is half full.
-        (4, SMALL_PARTS, RAGGED | {"m": 40, "tiles": Tiles(64, 384, 384), "transposed": True, "mode": "eager"}),
-    ]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "replaced", "options"),
+    [
+        (
+            3,
+            None,
+            {"directions": 2, "batch": 2, "ks": (256, 128), "dtype": "bfloat16", "mode": "eager"},
+        ),
+        # nothing can be fetched ahead of its sum
+        (2, None, {"directions": 2, "m": 8, "n": 128, "mode": "eager"}),
+        # batches 2 + 1
+        (3, None, RAGGED | {"batch": 3, "m": 16, "ks": (640, 384), "n": 256, "dtype": "bfloat16"}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (2, None, {"directions": 1}),  # the neighbour is one and the same
+                (4, None, {"m": 64, "ks": (384,), "transposed": True, "mode": "eager"}),
+                (
+                    3,
+                    W_COMES_AGAIN,
+                    {"batch": 2, "ks": (256, 128), "dtype": "bfloat16", "mode": "eager"},
+                ),
+                # Rows in three parts of 16, of which the last is half full.
+                (
+                    4,
+                    SMALL_PARTS,
+                    RAGGED
+                    | {"m": 40, "tiles": Tiles(64, 384, 384), "transposed": True, "mode": "eager"},
+                ),
+            ]
+        ),
+    ],
+)
 def test_values(monkeypatch, size, replaced, options):
     if replaced:
         monkeypatch.setattr(*replaced)
@@ -64,9 +100,13 @@ def test_values(monkeypatch, size, replaced, options):
 def test_w_stays_where_it_fits():
     """All of it, beside the other buffers; else it has two slots."""
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(4, 4096, 1792), (1792, 4096)])
-    assert reduce_scatter_form._plan((x,), (w,), False, None, 8, 2, jnp.bfloat16, scaled=False)[0].tiles.w_stays
+    assert reduce_scatter_form._plan((x,), (w,), False, None, 8, 2, jnp.bfloat16, scaled=False)[
+        0
+    ].tiles.w_stays
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(4, 4096, 8192), (8192, 8192)])
-    schedule, _ = reduce_scatter_form._plan((x,), (w,), False, None, 8, 2, jnp.bfloat16, scaled=False)
+    schedule, _ = reduce_scatter_form._plan(
+        (x,), (w,), False, None, 8, 2, jnp.bfloat16, scaled=False
+    )
     assert schedule.tiles.w_slots == 2
 
 
@@ -74,24 +114,33 @@ def test_w_stays_where_it_fits():
 def test_both_directions_have_as_many_tiles_of_columns(n):
     """With three tiles of 2560 columns, the links of one direction had twice as much to send."""
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(4, 2048, 1024), (1024, n)])
-    schedule, _ = reduce_scatter_form._plan((x,), (w,), False, None, 4, 2, jnp.dtype(jnp.bfloat16), scaled=False)
+    schedule, _ = reduce_scatter_form._plan(
+        (x,), (w,), False, None, 4, 2, jnp.dtype(jnp.bfloat16), scaled=False
+    )
     assert schedule.tiles.columns.count % 2 == 0
     assert schedule.tiles.columns.size <= reduce_scatter_form.WIDEST
 
 
 @pytest.mark.parametrize(
-    ("batch", "m", "n"), [(1, 50576, 1152), (1, 92640, 512), (8, 6448, 1280), (1, 2320, 34048), (8, 352, 28800)]
+    ("batch", "m", "n"),
+    [(1, 50576, 1152), (1, 92640, 512), (8, 6448, 1280), (1, 2320, 34048), (8, 352, 28800)],
 )
 def test_a_block_that_a_call_without_a_backend_may_have_has_semaphores(batch, m, n):
     """Tiles that divide these rows are small, and would be too many."""
-    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(batch, 8 * m, 1024), (1024, n)])
+    x, w = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(batch, 8 * m, 1024), (1024, n)]
+    )
     assert batch * m * n < LARGEST_BLOCK
-    schedule, _ = reduce_scatter_form._plan((x,), (w,), False, None, 8, 2, jnp.dtype(jnp.bfloat16), scaled=False)
+    schedule, _ = reduce_scatter_form._plan(
+        (x,), (w,), False, None, 8, 2, jnp.dtype(jnp.bfloat16), scaled=False
+    )
     assert 2 * schedule.block <= SEMAPHORES
 
 
 def test_the_fewest_tiles_of_rows_that_nothing_divides(monkeypatch):
-    """328 rows in tiles of 64, of which the last has half a part of 16 rows: 7 tiles of 48 would be too many."""
+    """328 rows in tiles of 64, of which the last has half a part of 16 rows: 7 tiles of 48 would be
+    too many.
+    """
     for name, value in (("TILES", Tiles(64, 128, 128)), ("SMALLEST", 8 * 128), ("SEMAPHORES", 24)):
         monkeypatch.setattr(reduce_scatter_form, name, value)
     monkeypatch.setattr(tiling, "SUB_BLOCK", 16)
@@ -99,7 +148,9 @@ def test_the_fewest_tiles_of_rows_that_nothing_divides(monkeypatch):
 
 
 def test_a_product_of_a_whole_tile_is_seen(monkeypatch):
-    """Negative test: a partial tile of the contraction is multiplied as if it were whole, with what lies beyond it."""
+    """Negative test: a partial tile of the contraction is multiplied as if it were whole, with what
+    lies beyond it.
+    """
     multiply = MatmulTiles.multiply
 
     def whole(self, *args):
@@ -113,7 +164,9 @@ def test_a_product_of_a_whole_tile_is_seen(monkeypatch):
 
 
 def test_a_receive_buffer_that_is_written_before_it_was_read_is_seen(monkeypatch):
-    """Negative test: a sender that does not wait for acknowledgements overwrites a sum that was not read."""
+    """Negative test: a sender that does not wait for acknowledgements overwrites a sum that was not
+    read.
+    """
     monkeypatch.setattr(Acknowledgements, "send", lambda self, ring, direction: None)
     monkeypatch.setattr(Acknowledgements, "wait", lambda self, direction: None)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):

@@ -20,8 +20,21 @@ from tests.kernels.conftest import run as simulate
 TILES = Tiles(128, 128, 128)
 
 
-def run(size, *, batch=1, m=128, k=256, ns=(128,), dtype="float32", mode="on_wait", tiles=TILES, **options):
-    """Runs the kernel on an axis of `size` devices; returns what it gave and what it should have, side by side."""
+def run(
+    size,
+    *,
+    batch=1,
+    m=128,
+    k=256,
+    ns=(128,),
+    dtype="float32",
+    mode="on_wait",
+    tiles=TILES,
+    **options,
+):
+    """Runs the kernel on an axis of `size` devices; returns what it gave and what it should have,
+    side by side.
+    """
     x = draw((batch, size * m, k), dtype)
     dys = tuple(draw((batch, size * m, size * n), dtype, i + 1) for i, n in enumerate(ns))
     local = functools.partial(gather_weight_gradient, axis_name="ring", tiles=tiles, **options)
@@ -31,21 +44,32 @@ def run(size, *, batch=1, m=128, k=256, ns=(128,), dtype="float32", mode="on_wai
     return np.concatenate(dws, 1), np.concatenate(want, 1)
 
 
-# The last tile of every side is partial; what lies beyond it in vector memory is not a number at first.
+# The last tile of every side is partial; what lies beyond it in vector memory is not a number at
+# first.
 RAGGED = {"m": 640, "k": 640, "ns": (640,), "tiles": Tiles(384, 384, 384)}  # 384 + 256
 
 
-@pytest.mark.parametrize(("size", "options"), [
-    (3, {"directions": 2, "batch": 4, "m": 64, "ns": (256, 128)}),
-    (3, RAGGED | {"batch": 5, "m": 128, "k": 128, "ns": (640, 128), "dtype": "bfloat16"}),  # batches 3 + 2
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        # Receive buffers are written again from the third chunk on.
-        (3, {"directions": 2, "m": 256, "k": 512, "mode": "eager"}),
-        (4, {"directions": 1, "k": 512, "mode": "eager"}),
-        (4, RAGGED | {"batch": 10, "m": 64, "k": 128, "mode": "eager"}),  # in pairs of batches
-        (2, RAGGED | {"batch": 2}),  # a partial tile in the middle of a block
-    ]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (3, {"directions": 2, "batch": 4, "m": 64, "ns": (256, 128)}),
+        # batches 3 + 2
+        (3, RAGGED | {"batch": 5, "m": 128, "k": 128, "ns": (640, 128), "dtype": "bfloat16"}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                # Receive buffers are written again from the third chunk on.
+                (3, {"directions": 2, "m": 256, "k": 512, "mode": "eager"}),
+                (4, {"directions": 1, "k": 512, "mode": "eager"}),
+                (
+                    4,
+                    RAGGED | {"batch": 10, "m": 64, "k": 128, "mode": "eager"},
+                ),  # in pairs of batches
+                (2, RAGGED | {"batch": 2}),  # a partial tile in the middle of a block
+            ]
+        ),
+    ],
+)
 def test_values(size, options):
     assert_close(*run(size, **options), options.get("dtype", "float32"))
 
@@ -60,13 +84,19 @@ def test_large_tiles_need_room_in_vector_memory(topology, large):
 
 
 def test_a_product_of_a_whole_tile_is_seen(monkeypatch):
-    """Negative test: a partial tile of rows is multiplied as if it were whole, with what lies beyond it."""
+    """Negative test: a partial tile of rows is multiplied as if it were whole, with what lies
+    beyond it.
+    """
     multiply = weight_gradient._Device.multiply
 
     def whole(self, here, n):
         rows = self.schedule.rows
         full = dataclasses.replace(rows, rows=Tiling((rows.count * rows.size,), rows.size))
-        multiply(dataclasses.replace(self, schedule=dataclasses.replace(self.schedule, rows=full)), here, n)
+        multiply(
+            dataclasses.replace(self, schedule=dataclasses.replace(self.schedule, rows=full)),
+            here,
+            n,
+        )
 
     monkeypatch.setattr(weight_gradient._Device, "multiply", whole)
     got, want = run(2, **RAGGED | {"directions": 1, "k": 128, "ns": (128,)})
@@ -75,7 +105,9 @@ def test_a_product_of_a_whole_tile_is_seen(monkeypatch):
 
 
 def test_one_set_of_receive_buffers_is_seen(monkeypatch):
-    """Negative test: a chunk that arrives where the one before lies overwrites what was not read."""
+    """Negative test: a chunk that arrives where the one before lies overwrites what was not
+    read.
+    """
     monkeypatch.setattr(weight_gradient, "BUFFER_SETS", 1)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
         run(3, directions=1, mode="eager")

@@ -1,11 +1,14 @@
-"""The decoder of `models.transformer` written out on whole arrays, layer by layer, without any of the model's code."""
+"""The decoder of `models.transformer` written out on whole arrays, layer by layer, without any of
+the model's code.
+"""
 
 import jax
 import numpy as np
 
 
 def plain_logits(params, config, tokens, xp=np, losses=None):
-    """Returns the logits of tokens, in the dtype of the parameters. `xp` is numpy, or jax.numpy to differentiate it.
+    """Returns the logits of tokens, in the dtype of the parameters. `xp` is numpy, or jax.numpy to
+    differentiate it.
 
     Appends to `losses` the load-balancing loss and the z-loss of each layer that has experts.
     """
@@ -28,8 +31,11 @@ def plain_logits(params, config, tokens, xp=np, losses=None):
                 config.rope_high_frequency - config.rope_low_frequency
             )
             between = (1 - smooth) * frequency / config.rope_factor + smooth * frequency
-            frequency = np.select([wavelength > low, wavelength < high], [frequency / config.rope_factor, frequency],
-                                  between)  # fmt: skip
+            frequency = np.select(
+                [wavelength > low, wavelength < high],
+                [frequency / config.rope_factor, frequency],
+                between,
+            )
         angle = np.arange(x.shape[1])[None, :, None, None] * frequency
         cos, sin = np.cos(angle).astype(x.dtype), np.sin(angle).astype(x.dtype)
         real, imaginary = x[..., :half], x[..., half:]
@@ -39,9 +45,14 @@ def plain_logits(params, config, tokens, xp=np, losses=None):
         q, k, v = (linear(h, p[name]).reshape(*h.shape[:2], -1, config.head_features)
                    for name in ("query", "key", "value"))  # fmt: skip
         if config.qk_norm:
-            q, k = norm(q, p["query_ln"]["scale"], plus_one=False), norm(k, p["key_ln"]["scale"], plus_one=False)
+            q, k = (
+                norm(q, p["query_ln"]["scale"], plus_one=False),
+                norm(k, p["key_ln"]["scale"], plus_one=False),
+            )
         k, v = (xp.repeat(x, config.heads // config.kv_heads, axis=2) for x in (rotate(k), v))
-        scores = xp.einsum("bqhd,bkhd->bhqk", rotate(q), k) * (config.attention_scale or config.head_features**-0.5)
+        scores = xp.einsum("bqhd,bkhd->bhqk", rotate(q), k) * (
+            config.attention_scale or config.head_features**-0.5
+        )
         if config.attention_softcap:
             scores = config.attention_softcap * xp.tanh(scores / config.attention_softcap)
         rows = np.arange(h.shape[1])
@@ -61,11 +72,15 @@ def plain_logits(params, config, tokens, xp=np, losses=None):
         return activate(h @ gate) * (h @ up) @ down
 
     def mix(h, p):
-        """Every expert multiplies every row, and those that the row did not choose have the weight 0."""
+        """Every expert multiplies every row, and those that the row did not choose have the weight
+        0.
+        """
         logits = h @ p["router"]["kernel"]
         exponents = xp.exp(logits)
         sums = exponents.sum(-1, keepdims=True)
-        scores = exponents / sums if config.router_scores == "softmax" else 1 / (1 + xp.exp(-logits))
+        scores = (
+            exponents / sums if config.router_scores == "softmax" else 1 / (1 + xp.exp(-logits))
+        )
         chosen = scores >= xp.sort(scores, axis=-1)[..., -config.experts_per_token][..., None]
         weights = xp.where(chosen, scores, 0)
         if config.normalize_expert_weights:
@@ -74,7 +89,10 @@ def plain_logits(params, config, tokens, xp=np, losses=None):
             score = (scores / scores.sum(-1, keepdims=True)).mean((0, 1))
             share = chosen.mean((0, 1)) / config.experts_per_token
             losses.append((config.experts * (share * score).sum(), (xp.log(sums) ** 2).mean()))
-        y = sum(weights[..., e, None] * gated(h, p["gate"][e], p["up"][e], p["down"][e]) for e in range(config.experts))
+        y = sum(
+            weights[..., e, None] * gated(h, p["gate"][e], p["up"][e], p["down"][e])
+            for e in range(config.experts)
+        )
         if config.shared_expert_width:
             y = y + gated(h, *(p["shared"][name]["kernel"] for name in ("gate", "up", "down")))
         return y
@@ -91,5 +109,11 @@ def plain_logits(params, config, tokens, xp=np, losses=None):
             y = linear(activate(linear(h, mlp["gate"])) * linear(h, mlp["up"]), mlp["down"])
         x = x + (norm(y, layer["post_mlp_norm"]["scale"]) if config.post_norms else y)
     x = norm(x, params["final_norm"]["scale"])
-    logits = x @ (params["embed"]["embedding"].T if config.tie_embeddings else params["output"]["kernel"])
-    return config.logit_softcap * xp.tanh(logits / config.logit_softcap) if config.logit_softcap else logits
+    logits = x @ (
+        params["embed"]["embedding"].T if config.tie_embeddings else params["output"]["kernel"]
+    )
+    return (
+        config.logit_softcap * xp.tanh(logits / config.logit_softcap)
+        if config.logit_softcap
+        else logits
+    )

@@ -12,26 +12,39 @@ from models.config import TransformerConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-TINY = TransformerConfig(width=64, heads=8, kv_heads=4, mlp_width=96, param_dtype="float32", dtype="float32")
+TINY = TransformerConfig(
+    width=64, heads=8, kv_heads=4, mlp_width=96, param_dtype="float32", dtype="float32"
+)
 BATCH, SEQUENCE = 2, 8
 
 
 def named(tree):
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def drawn(tree):
-    """Returns arrays that depend on their names, because the models order their parameters differently."""
+    """Returns arrays that depend on their names, because the models order their parameters
+    differently.
+    """
     rng, leaves = np.random.default_rng(1), sorted(named(tree).items())
-    values = {name: jax.device_put(rng.standard_normal(a.shape, np.float32) / 8, a.sharding) for name, a in leaves}
-    return jax.tree_util.tree_map_with_path(lambda path, _: values[jax.tree_util.keystr(path)], tree)
+    values = {
+        name: jax.device_put(rng.standard_normal(a.shape, np.float32) / 8, a.sharding)
+        for name, a in leaves
+    }
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: values[jax.tree_util.keystr(path)], tree
+    )
 
 
 def assert_all_close(got, want, **tolerance):
     assert got.keys() == want.keys()
     for name, value in want.items():  # float32, sums in another order
         atol = tolerance["atol"] * np.abs(value).max()
-        np.testing.assert_allclose(got[name], value, rtol=tolerance["rtol"], atol=atol, err_msg=name)
+        np.testing.assert_allclose(
+            got[name], value, rtol=tolerance["rtol"], atol=atol, err_msg=name
+        )
 
 
 def outcome(variant):
@@ -51,7 +64,9 @@ def test_all_variants_compute_the_same():
 
 
 def test_the_peak_counts_every_product_and_the_causal_half():
-    """An MLP and four projections of 16 tokens forward and twice backward, and half of all scores."""
+    """An MLP and four projections of 16 tokens forward and twice backward, and half of all
+    scores.
+    """
     weights = 64 * (64 + 2 * 32 + 64) + 3 * 64 * 96
     flops = 3 * (2 * 16 * weights + 2 * 2 * 2 * 8 * 8 * 8 * 8 / 2)
     seconds = step.peak_seconds(TINY, BATCH, SEQUENCE, "v5e:2x4")

@@ -1,4 +1,5 @@
-"""The loop of `flaxasync.ring.staggered_loop` in the decoder layer, compiled for a ring of eight TPUs.
+"""The loop of `flaxasync.ring.staggered_loop` in the decoder layer, compiled for a ring of eight
+TPUs.
 
 Rings of six devices or fewer have no loop (tests/test_ring.py).
 """
@@ -20,11 +21,20 @@ TURNS, DIRECTIONS = 2, 2
 
 def compiled_layer(backend):
     config = TransformerConfig(
-        width=WIDTH, heads=8, kv_heads=8, mlp_width=2 * WIDTH, dtype="bfloat16", exchange_heads=False
+        width=WIDTH,
+        heads=8,
+        kv_heads=8,
+        mlp_width=2 * WIDTH,
+        dtype="bfloat16",
+        exchange_heads=False,
     )
-    mesh = check.topology_mesh("v5e:2x4", (1, 8), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = check.topology_mesh(
+        "v5e:2x4", (1, 8), ("data", "model"), axis_types=(AxisType.Explicit,) * 2
+    )
     with jax.set_mesh(mesh):
-        graph, params = nnx.split(nnx.eval_shape(lambda: DecoderLayer(config, backend=backend, rngs=nnx.Rngs(0))))
+        graph, params = nnx.split(
+            nnx.eval_shape(lambda: DecoderLayer(config, backend=backend, rngs=nnx.Rngs(0)))
+        )
         rows = jax.NamedSharding(mesh, P("data", "model", None))
         x = jax.ShapeDtypeStruct((1, ROWS, WIDTH), jnp.bfloat16, sharding=rows)
         layer = jax.jit(lambda params, x: nnx.merge(graph, params)(x))
@@ -46,6 +56,9 @@ def test_the_loop_has_two_turns_no_copy_of_what_travels_and_compute_in_every_win
         transfers = [pair for pair in audit.pairs if pair.computation == body and pair.communicates]
         assert len(transfers) == TURNS * DIRECTIONS
         assert not [i.name for i in module.computations[body].instructions if i.opcode == "copy"]
-        # XLA's own permutes are not tied: nothing keeps products beside the partial sums of a reduce-scatter.
+        # XLA's own permutes are not tied: nothing keeps products beside the partial sums of a
+        # reduce-scatter.
         if backend != "xla" or "all_gather_matmul" in loop.op_name:
-            assert all(pair.work for pair in transfers), [pair.name for pair in transfers if not pair.work]
+            assert all(pair.work for pair in transfers), [
+                pair.name for pair in transfers if not pair.work
+            ]

@@ -1,4 +1,6 @@
-"""Decoding with the cache gives the logits of recomputing the whole sequence; which tokens may be drawn."""
+"""Decoding with the cache gives the logits of recomputing the whole sequence; which tokens may be
+drawn.
+"""
 
 import dataclasses
 
@@ -19,7 +21,9 @@ PROMPT, STEPS = 8, 64
 
 
 def decode(config, tokens, mesh, prompt):
-    """Returns the logits after the prompt and after each later token, [steps + 1, B, V]: one prefill, then a scan."""
+    """Returns the logits after the prompt and after each later token, [steps + 1, B, V]: one
+    prefill, then a scan.
+    """
 
     def run(model, tokens):
         model.init_cache(tokens.shape[0], tokens.shape[1])
@@ -39,18 +43,29 @@ def decode(config, tokens, mesh, prompt):
         spec = P("data") if tokens.shape[0] % mesh.shape["data"] == 0 else P(None)
         first, rest = nnx.jit(run)(model, jax.device_put(tokens, spec))
         # The whole sequences are computed two at a time, which every mesh here divides.
-        whole = nnx.jit(lambda model, tokens: model(tokens))(model, jax.device_put(np.tile(tokens, (2, 1)), P("data")))
+        whole = nnx.jit(lambda model, tokens: model(tokens))(
+            model, jax.device_put(np.tile(tokens, (2, 1)), P("data"))
+        )
     got = np.concatenate([np.asarray(first)[None], np.asarray(rest)])
     want = np.moveaxis(np.asarray(whole)[: tokens.shape[0], prompt - 1 :], 1, 0)
     return got[..., : config.vocab_size], want[..., : config.vocab_size]
 
 
-@pytest.mark.parametrize(("name", "shape", "batch"), [
-    ("gemma2", (2, 4), 1),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        ("llama", (2, 4), 2), ("qwen3", (2, 2), 3), ("mixtral", (1, 8), 1), ("qwen3_moe", (2, 4), 2),
-    ]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "shape", "batch"),
+    [
+        ("gemma2", (2, 4), 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("llama", (2, 4), 2),
+                ("qwen3", (2, 2), 3),
+                ("mixtral", (1, 8), 1),
+                ("qwen3_moe", (2, 4), 2),
+            ]
+        ),
+    ],
+)
 def test_decoding_equals_recomputing_the_prefix(name, shape, batch):
     tokens = np.random.default_rng(0).integers(0, 30, (batch, PROMPT + STEPS)).astype(np.int32)
     got, want = decode(CONFIGS[name], tokens, make_mesh(*shape), PROMPT)

@@ -1,6 +1,8 @@
-"""What config.json leaves out is what the class of `transformers` makes of it, or the file is refused.
+"""What config.json leaves out is what the class of `transformers` makes of it, or the file is
+refused.
 
-The configurations are random. The package comes with the extra `hf-test`, which `make test-slow` installs.
+The configurations are random. The package comes with the extra `hf-test`, which `make test-slow`
+installs.
 """
 
 import json
@@ -40,7 +42,9 @@ def as_they_say(family, config):
 
 
 def random_config(rng, family):
-    """Returns a config.json with every key of a family, in one of the forms of `transformers` 4 and 5."""
+    """Returns a config.json with every key of a family, in one of the forms of `transformers` 4 and
+    5.
+    """
     heads = rng.choice([2, 4, 8])
     values = {
         "model_type": family.model_type,
@@ -87,7 +91,10 @@ def random_config(rng, family):
         }  # fmt: skip
     form = rng.randrange(4)
     if form == 0:
-        return given | {"rope_theta": theta, "rope_scaling": rope if rope["rope_type"] == "llama3" else None}
+        return given | {
+            "rope_theta": theta,
+            "rope_scaling": rope if rope["rope_type"] == "llama3" else None,
+        }
     if form == 1:
         return given | {"rope_parameters": rope | {"rope_theta": theta}}
     if form == 2:
@@ -124,9 +131,15 @@ def test_configurations_without_one_key_are_read_as_by_transformers(name, tmp_pa
         got = {name: fields.get(name) for name in want}
         if fields["head_dim"] is None:
             want["head_dim"] = (
-                None if want["head_dim"] in (None, fields["width"] // fields["heads"]) else want["head_dim"]
+                None
+                if want["head_dim"] in (None, fields["width"] // fields["heads"])
+                else want["head_dim"]
             )
-        differing += [f"without {key}: {n} is {got[n]}, and there {want[n]}" for n in want if got[n] != want[n]]
+        differing += [
+            f"without {key}: {n} is {got[n]}, and there {want[n]}"
+            for n in want
+            if got[n] != want[n]
+        ]
     assert not differing
     assert removed >= {*family.fields.values(), "rope_theta", "max_position_embeddings"}
     assert len(refused) < CONFIGURATIONS / 5, refused
@@ -142,6 +155,8 @@ def test_the_table_of_defaults_is_that_of_the_class(name):
     for key, default in family.defaults.items():
         # The class of Llama computes these two from others where they are absent.
         computed = {"head_dim": width, "num_key_value_heads": config.num_attention_heads}
-        assert attribute(config, key) == (computed[key] if default is None and name == "llama" else default), key
+        assert attribute(config, key) == (
+            computed[key] if default is None and name == "llama" else default
+        ), key
     for key, supported in family.required.items():
         assert config.to_dict().get(key, supported[0]) in supported, key

@@ -1,4 +1,6 @@
-"""Folders of other people: which files are read, which tensors count, and what is refused before anything is made."""
+"""Folders of other people: which files are read, which tensors count, and what is refused before
+anything is made.
+"""
 
 import dataclasses
 import json
@@ -15,7 +17,13 @@ from models.foreign_folder import checked_file, listed, require_local_folder, sh
 from models.hugging_face import import_parameters, load_config
 from models.safetensors_files import TensorFiles
 from models.sizes import check_sizes
-from tests.models.test_hugging_face import CONFIGS, abstract, export, import_again, random_parameters
+from tests.models.test_hugging_face import (
+    CONFIGS,
+    abstract,
+    export,
+    import_again,
+    random_parameters,
+)
 from tests.nn.conftest import make_mesh
 
 INDEX = "model.safetensors.index.json"
@@ -52,7 +60,9 @@ def change_config(folder, **changes):
 
 
 def as_in_the_cache(folder, root):
-    """Makes a folder of links, as Hugging Face's cache has one for each snapshot, and returns it."""
+    """Makes a folder of links, as Hugging Face's cache has one for each snapshot, and returns
+    it.
+    """
     snapshot, blobs = root / "models--a--b" / "snapshots" / "0123", root / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -79,15 +89,21 @@ def test_a_snapshot_may_not_lead_out_of_its_cache(shards, tmp_path):
         target.write_text("{}")
         (snapshot / "config.json").unlink()
         (snapshot / "config.json").symlink_to(target)
-        with pytest.raises(ValueError, match=r"config.json leads out of the folder, to .*; copy that file"):
+        with pytest.raises(
+            ValueError, match=r"config.json leads out of the folder, to .*; copy that file"
+        ):
             load_config(snapshot)
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../secret", "", "a\0b", "x\n" * 300])
+@pytest.mark.parametrize(
+    "name", ["../secret", "/etc/passwd", "a/../../secret", "", "a\0b", "x\n" * 300]
+)
 def test_a_name_that_leads_out_of_the_folder_is_refused(name, shards):
     (shards.parent / "secret").write_bytes(sorted(shards.glob("*.safetensors"))[0].read_bytes())
     change_index(shards, lambda index: index.update({next(iter(index)): name}))
-    with pytest.raises(ValueError, match=rf"which {INDEX} names,? (must be|cannot be read)") as raised:
+    with pytest.raises(
+        ValueError, match=rf"which {INDEX} names,? (must be|cannot be read)"
+    ) as raised:
         TensorFiles(shards)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 1000
@@ -97,12 +113,20 @@ def test_links_and_pipes_are_refused(shards, tmp_path):
     first = sorted(shards.glob("*.safetensors"))[0]
     first.rename(tmp_path / "outside")
     first.symlink_to(tmp_path / "outside")
-    with pytest.raises(ValueError, match=rf"{first.name}, which {INDEX} names, leads out of the folder"):
+    with pytest.raises(
+        ValueError, match=rf"{first.name}, which {INDEX} names, leads out of the folder"
+    ):
         TensorFiles(shards)
-    for kind, make in (("pipe", os.mkfifo), ("folder", os.mkdir), ("loop", lambda path: os.symlink(path, path))):
+    for kind, make in (
+        ("pipe", os.mkfifo),
+        ("folder", os.mkdir),
+        ("loop", lambda path: os.symlink(path, path)),
+    ):
         first.unlink() if kind != "loop" else first.rmdir()
         make(first)
-        with pytest.raises(ValueError, match=r"must be a regular file, and is none|Too many levels"):
+        with pytest.raises(
+            ValueError, match=r"must be a regular file, and is none|Too many levels"
+        ):
             TensorFiles(shards)
     first.unlink()
     first.symlink_to(sorted(shards.glob("*.safetensors"))[1].name)  # inside the folder
@@ -116,13 +140,17 @@ def test_the_single_file_stands_above_an_index_beside_it(folder, shards, paramet
     save_file(stale, shards / "model.safetensors")
     files = TensorFiles(shards)
     assert files.unused == [INDEX]
-    np.testing.assert_array_equal(files.read("model.norm.weight", (slice(None),)), stale["model.norm.weight"])
+    np.testing.assert_array_equal(
+        files.read("model.norm.weight", (slice(None),)), stale["model.norm.weight"]
+    )
     assert TensorFiles(folder).unused == []
 
 
 def test_shards_without_an_index_are_named(shards):
     (shards / INDEX).unlink()
-    with pytest.raises(ValueError, match=r"; which tensors model-00001-of-.* should have is not known without"):
+    with pytest.raises(
+        ValueError, match=r"; which tensors model-00001-of-.* should have is not known without"
+    ):
         TensorFiles(shards)
 
 
@@ -136,7 +164,9 @@ def test_an_index_without_shards_and_one_of_another_format(shards):
 
 
 def test_the_index_says_which_of_two_tensors_is_right(shards):
-    """A tensor that stands in two files is that of the file which the index names, whatever their order."""
+    """A tensor that stands in two files is that of the file which the index names, whatever their
+    order.
+    """
     first, *_, last = sorted(shards.glob("*.safetensors"))
     index = json.loads((shards / INDEX).read_text())["weight_map"]
     for right, wrong in ((first, last), (last, first)):
@@ -147,7 +177,10 @@ def test_the_index_says_which_of_two_tensors_is_right(shards):
         got = TensorFiles(shards).read(name, (slice(None),) * before.ndim)
         np.testing.assert_array_equal(got, before)
     change_index(shards, lambda index: index.pop(name))
-    with pytest.raises(ValueError, match=f"{name} is in .* and .*, and the index does not say which of them is right"):
+    with pytest.raises(
+        ValueError,
+        match=f"{name} is in .* and .*, and the index does not say which of them is right",
+    ):
         TensorFiles(shards)
 
 
@@ -166,7 +199,9 @@ def test_an_index_that_is_none_is_refused(content, shards):
 
 
 def test_an_index_of_many_tensors_is_read_in_linear_time(tmp_path):
-    """The processor time is compared with that of parsing the file, so that the machine does not matter."""
+    """The processor time is compared with that of parsing the file, so that the machine does not
+    matter.
+    """
     names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(200_000)]
     index = dict.fromkeys(names, "model-1.safetensors") | {"x": "none.safetensors"}
     text = json.dumps({"weight_map": index})
@@ -176,7 +211,9 @@ def test_an_index_of_many_tensors_is_read_in_linear_time(tmp_path):
     parsing = time.process_time() - begin
     save_file({"a": np.zeros(1, np.float32)}, tmp_path / "model-1.safetensors")
     begin = time.process_time()
-    with pytest.raises(ValueError, match=r"which the index says is in it; .*; and 199,991 more$") as raised:
+    with pytest.raises(
+        ValueError, match=r"which the index says is in it; .*; and 199,991 more$"
+    ) as raised:
         TensorFiles(tmp_path)
     assert time.process_time() - begin < 100 * parsing
     assert len(str(raised.value)) < 5000
@@ -184,21 +221,48 @@ def test_an_index_of_many_tensors_is_read_in_linear_time(tmp_path):
 
 def test_surplus_tensors_are_counted_and_not_listed(folder):
     tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {f"surplus.{i}": np.zeros(1, np.float32) for i in range(2000)}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"left over: surplus.0 \[1\]; .*; and 1,990 more$") as raised:
+    save_file(
+        tensors | {f"surplus.{i}": np.zeros(1, np.float32) for i in range(2000)},
+        folder / "model.safetensors",
+    )
+    with pytest.raises(
+        ValueError, match=r"left over: surplus.0 \[1\]; .*; and 1,990 more$"
+    ) as raised:
         import_again(folder, make_mesh(1, 1))
     assert str(raised.value).count("left over") == 10
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"num_hidden_layers": 10**13}, "num_hidden_layers=10000000000000 must be at most 2147483647"),
-    ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1,000,000,000 and must be at most 3, the number of layers"),
-    ({"vocab_size": 10**9}, "vocab_size is 1,000,000,000 and must be at most 480, the number of values of model.embed"),
-    ({"num_attention_heads": 10**6, "hidden_size": 10**7}, "hidden_size is 10,000,000 and must be at most 480"),
-    ({"intermediate_size": 10**9}, "must be at most 384, the number of values of model.layers.0.mlp.gate_proj.weight"),
-    ({"head_dim": None, "rms_norm_eps": 10**200}, "rms_norm_eps=1000.* must be at most 3e"),
-    ({"max_position_embeddings": "64"}, "max_position_embeddings='64' must be an integer above 0, or null"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_hidden_layers": 10**13},
+            "num_hidden_layers=10000000000000 must be at most 2147483647",
+        ),
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers is 1,000,000,000 and must be at most 3, the number of layers",
+        ),
+        (
+            {"vocab_size": 10**9},
+            "vocab_size is 1,000,000,000 and must be at most 480, the number of values of "
+            "model.embed",
+        ),
+        (
+            {"num_attention_heads": 10**6, "hidden_size": 10**7},
+            "hidden_size is 10,000,000 and must be at most 480",
+        ),
+        (
+            {"intermediate_size": 10**9},
+            "must be at most 384, the number of values of model.layers.0.mlp.gate_proj.weight",
+        ),
+        ({"head_dim": None, "rms_norm_eps": 10**200}, "rms_norm_eps=1000.* must be at most 3e"),
+        (
+            {"max_position_embeddings": "64"},
+            "max_position_embeddings='64' must be an integer above 0, or null",
+        ),
+    ],
+)
 def test_sizes_are_compared_with_the_files_before_anything_is_made(changes, message, folder):
     change_config(folder, **changes)
     with pytest.raises(ValueError, match=message):
@@ -209,7 +273,10 @@ def test_a_default_that_does_not_fit_says_that_it_is_one(folder):
     content = json.loads((folder / "config.json").read_text())
     del content["num_hidden_layers"]
     (folder / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"num_hidden_layers is 32, the default where config.json lacks it, and must"):
+    with pytest.raises(
+        ValueError,
+        match=r"num_hidden_layers is 32, the default where config.json lacks it, and must",
+    ):
         check_sizes(TensorFiles(folder), *load_config(folder))
 
 
@@ -227,7 +294,10 @@ def test_an_output_that_differs_from_tied_embeddings_is_refused(folder):
     import_again(folder, make_mesh(1, 1))
     output[-1, -1] += 1
     save_file(tensors | {"lm_head.weight": output}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"lm_head.weight of \S+ differs from model.embed_tokens.weight, although tie"):
+    with pytest.raises(
+        ValueError,
+        match=r"lm_head.weight of \S+ differs from model.embed_tokens.weight, although tie",
+    ):
         import_again(folder, make_mesh(1, 1))
     change_config(folder, tie_word_embeddings=False)
     config, params = import_again(folder, make_mesh(1, 1))
@@ -235,14 +305,31 @@ def test_an_output_that_differs_from_tied_embeddings_is_refused(folder):
     np.testing.assert_array_equal(np.asarray(params["output"]["kernel"]), output.T)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"transformers_weights": "other.safetensors"}, r"transformers_weights='other.safetensors' \(supported: None\)"),
-    ({"per_layer_config": {"0": {}}}, "per_layer_config="),
-    ({"rope_parameters": {"full_attention": {"rope_theta": 5}}}, "full_attention of rotary positions of its own"),
-    ({"rope_scaling": {"type": "default", "rope_theta": 5}, "rope_parameters": {"rope_theta": 6}},
-     "rope_scaling and rope_parameters that differ"),
-    ({"layer_types": ["full_attention"] * 2}, "layer_types of 2 layers, for num_hidden_layers=3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"transformers_weights": "other.safetensors"},
+            r"transformers_weights='other.safetensors' \(supported: None\)",
+        ),
+        ({"per_layer_config": {"0": {}}}, "per_layer_config="),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 5}}},
+            "full_attention of rotary positions of its own",
+        ),
+        (
+            {
+                "rope_scaling": {"type": "default", "rope_theta": 5},
+                "rope_parameters": {"rope_theta": 6},
+            },
+            "rope_scaling and rope_parameters that differ",
+        ),
+        (
+            {"layer_types": ["full_attention"] * 2},
+            "layer_types of 2 layers, for num_hidden_layers=3",
+        ),
+    ],
+)
 def test_what_transformers_would_read_otherwise_is_refused(changes, message, folder):
     change_config(folder, **changes)
     with pytest.raises(NotImplementedError, match=message):
@@ -262,7 +349,9 @@ def test_an_adapter_beside_the_parameters_is_refused(folder):
 
 
 def test_rotary_positions_of_two_places_are_those_of_transformers():
-    """It takes rope_scaling if that is there, and what is beside both for what that does not say."""
+    """It takes rope_scaling if that is there, and what is beside both for what that does not
+    say.
+    """
     for given, theta in (
         ({"rope_theta": 5.0, "rope_scaling": {"type": "default"}}, 5.0),
         ({"rope_theta": 5.0, "rope_parameters": {"rope_type": "default", "rope_theta": 6.0}}, 6.0),
@@ -275,7 +364,11 @@ def test_rotary_positions_of_two_places_are_those_of_transformers():
 
 def test_every_key_of_a_field_has_a_default():
     for family in FAMILIES.values():
-        assert {*family.fields.values(), "rope_theta", "max_position_embeddings"} == family.defaults.keys()
+        assert {
+            *family.fields.values(),
+            "rope_theta",
+            "max_position_embeddings",
+        } == family.defaults.keys()
         assert family.nullable <= family.defaults.keys()
 
 
@@ -287,10 +380,19 @@ def test_lists_and_values_are_cut():
     assert shown(["a"]) == "['a']"
 
 
-@pytest.mark.parametrize(("path", "message"), [
-    ("gs://bucket/a", "--x must be a folder of this machine, and not a URL: got gs:/bucket/a; mount or copy"),
-    (os.fsdecode(b"/tmp/caf\xe9"), r"--x must have a path that is text in UTF-8: got b'/tmp/caf\\xe9'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (
+            "gs://bucket/a",
+            "--x must be a folder of this machine, and not a URL: got gs:/bucket/a; mount or copy",
+        ),
+        (
+            os.fsdecode(b"/tmp/caf\xe9"),
+            r"--x must have a path that is text in UTF-8: got b'/tmp/caf\\xe9'",
+        ),
+    ],
+)
 def test_places_that_are_no_folders_of_this_machine(path, message):
     with pytest.raises(ValueError, match=message):
         require_local_folder(Path(path), "--x")

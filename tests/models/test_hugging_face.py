@@ -1,4 +1,5 @@
-"""Import and export of parameters: equal to the bit for every family, onto any mesh, and bad files are named.
+"""Import and export of parameters: equal to the bit for every family, onto any mesh, and bad files
+are named.
 
 tests/models/test_transformers.py compares with the package `transformers`.
 """
@@ -23,41 +24,67 @@ from models.safetensors_files import TensorFiles, write
 from models.transformer import Transformer
 from tests.nn.conftest import make_mesh
 
-BASE = TransformerConfig(vocab_size=30, layers=3, width=16, heads=4, kv_heads=2, mlp_width=24, head_dim=8)
+BASE = TransformerConfig(
+    vocab_size=30, layers=3, width=16, heads=4, kv_heads=2, mlp_width=24, head_dim=8
+)
 CONFIGS = {
     "llama": dataclasses.replace(
-        BASE, attention_bias=True, mlp_bias=True, rope_theta=5e5, rope_factor=8.0, rope_original_length=16
+        BASE,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_theta=5e5,
+        rope_factor=8.0,
+        rope_original_length=16,
     ),
     "qwen3": dataclasses.replace(BASE, qk_norm=True, tie_embeddings=True, norm_epsilon=1e-6),
     "gemma": dataclasses.replace(
         BASE, activation="gelu", norm_plus_one=True, scale_embeddings=True, tie_embeddings=True
     ),
     "gemma2": dataclasses.replace(
-        BASE, activation="gelu", norm_plus_one=True, scale_embeddings=True, tie_embeddings=True, post_norms=True,
-        attention_scale=0.25, attention_softcap=50.0, logit_softcap=30.0, alternating_window=4,
+        BASE,
+        activation="gelu",
+        norm_plus_one=True,
+        scale_embeddings=True,
+        tie_embeddings=True,
+        post_norms=True,
+        attention_scale=0.25,
+        attention_softcap=50.0,
+        logit_softcap=30.0,
+        alternating_window=4,
     ),
     "mixtral": dataclasses.replace(BASE, experts=4),
     "qwen3_moe": dataclasses.replace(
-        BASE, qk_norm=True, experts=8, experts_per_token=3, expert_width=16, normalize_expert_weights=False,
+        BASE,
+        qk_norm=True,
+        experts=8,
+        experts_per_token=3,
+        expert_width=16,
+        normalize_expert_weights=False,
     ),
-}  # fmt: skip
+}
 
 
 def abstract(config, mesh, **options):
     """Returns shape, dtype and sharding of every parameter."""
 
     def placed(leaf):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, leaf.sharding.spec))
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, leaf.sharding.spec)
+        )
 
     with jax.set_mesh(mesh):
-        state = jax.jit(lambda: nnx.state(Transformer(config, **options, rngs=nnx.Rngs(0)))).eval_shape()
+        state = jax.jit(
+            lambda: nnx.state(Transformer(config, **options, rngs=nnx.Rngs(0)))
+        ).eval_shape()
     return jax.tree.map(placed, nnx.to_pure_dict(state))
 
 
 def random_parameters(config, mesh):
     rng = np.random.default_rng(0)
     return jax.tree.map(
-        lambda leaf: jax.device_put(rng.standard_normal(leaf.shape).astype(leaf.dtype), leaf.sharding),
+        lambda leaf: jax.device_put(
+            rng.standard_normal(leaf.shape).astype(leaf.dtype), leaf.sharding
+        ),
         abstract(config, mesh),
     )
 
@@ -75,7 +102,11 @@ def import_again(folder, mesh, **changes):
 
 
 def assert_equal(got, want):
-    jax.tree.map(lambda g, w: np.testing.assert_array_equal(np.asarray(g), np.asarray(w), strict=True), got, want)
+    jax.tree.map(
+        lambda g, w: np.testing.assert_array_equal(np.asarray(g), np.asarray(w), strict=True),
+        got,
+        want,
+    )
 
 
 @pytest.mark.parametrize(("name", "dtype", "shard_bytes"), [
@@ -93,7 +124,9 @@ def test_export_and_import_are_equal_to_the_bit(name, dtype, shard_bytes, tmp_pa
         again, imported = import_again(tmp_path, mesh, param_dtype=dtype)
         assert again == config
         assert_equal(imported, params)
-        for leaf, like in zip(jax.tree.leaves(imported), jax.tree.leaves(abstract(config, mesh)), strict=True):
+        for leaf, like in zip(
+            jax.tree.leaves(imported), jax.tree.leaves(abstract(config, mesh)), strict=True
+        ):
             assert leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
     second = tmp_path / "second"
     export(second, again, imported, shard_bytes=shard_bytes)
@@ -108,11 +141,20 @@ def test_parameters_are_cast_and_the_safetensors_package_reads_the_files(tmp_pat
     params = random_parameters(config, make_mesh(1, 8))
     export(tmp_path / "narrow", config, params, dtype="bfloat16")
     _, imported = import_again(tmp_path / "narrow", make_mesh(2, 4))
-    assert_equal(imported, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params))
+    assert_equal(
+        imported, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
+    )
     export(tmp_path, config, params)
-    tensors, ups = load_file(tmp_path / "model.safetensors"), params["layers"]["mlp"]["up"]["kernel"]
-    np.testing.assert_array_equal(tensors["lm_head.weight"], np.asarray(params["output"]["kernel"]).T)
-    np.testing.assert_array_equal(tensors["model.layers.2.mlp.up_proj.weight"], np.asarray(ups[2]).T)
+    tensors, ups = (
+        load_file(tmp_path / "model.safetensors"),
+        params["layers"]["mlp"]["up"]["kernel"],
+    )
+    np.testing.assert_array_equal(
+        tensors["lm_head.weight"], np.asarray(params["output"]["kernel"]).T
+    )
+    np.testing.assert_array_equal(
+        tensors["model.layers.2.mlp.up_proj.weight"], np.asarray(ups[2]).T
+    )
 
 
 def test_a_device_reads_its_own_part_only(tmp_path, monkeypatch):
@@ -127,7 +169,9 @@ def test_a_device_reads_its_own_part_only(tmp_path, monkeypatch):
 
     monkeypatch.setattr(TensorFiles, "read", spy)
     import_again(tmp_path, make_mesh(2, 4))
-    assert sizes["model.layers.1.mlp.up_proj.weight"] == [(6, 16)] * 4, "two replicas share what is read once"
+    assert sizes["model.layers.1.mlp.up_proj.weight"] == [(6, 16)] * 4, (
+        "two replicas share what is read once"
+    )
     assert sizes["model.norm.weight"] == [(16,)]
 
 
@@ -190,7 +234,9 @@ def test_a_shard_that_is_missing_and_a_tensor_that_it_lacks_are_named(tmp_path):
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     index["weight_map"]["extra"] = shards[1].name
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=rf"{shards[0].name} is missing; .*{shards[1].name} lacks extra"):
+    with pytest.raises(
+        ValueError, match=rf"{shards[0].name} is missing; .*{shards[1].name} lacks extra"
+    ):
         import_again(tmp_path, make_mesh(1, 1))
 
 
@@ -214,11 +260,14 @@ def test_a_folder_without_files_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"must be a folder with config.json"):
         load_config(tmp_path)
     with pytest.raises(
-        ValueError, match=r"there is neither model.safetensors nor model.safetensors.index.json in \S+$"
+        ValueError,
+        match=r"there is neither model.safetensors nor model.safetensors.index.json in \S+$",
     ):
         TensorFiles(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ValueError, match=r"; pytorch_model.bin cannot be read, save them as safetensors first"):
+    with pytest.raises(
+        ValueError, match=r"; pytorch_model.bin cannot be read, save them as safetensors first"
+    ):
         TensorFiles(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
@@ -234,42 +283,107 @@ def test_a_configuration_is_read_as_it_was_written(name):
     assert TransformerConfig(**fields) == CONFIGS[name]
 
 
-@pytest.mark.parametrize(("name", "change", "message"), [
-    ("llama", {"model_type": "mamba"}, "model_type 'mamba', which is not supported; supported are llama, qwen3"),
-    ("llama", {"hidden_act": "relu", "quantization_config": {"bits": 4}},
-     r"quantization_config=.*hidden_act='relu' \(supported: 'silu'\)"),
-    ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn'"),
-    ("llama", {"rope_parameters": {"rope_type": "llama3"}, "rope_scaling": None}, "without factor, low_freq"),
-    ("llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5 \(supported: 1\)"),
-    ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.25}}, r"partial_rotary_factor=0.25"),
-    ("qwen3", {"use_sliding_window": True}, "use_sliding_window=True"),
-    ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "layer 0 is 'sliding_attention', not 'full_attention'"),
-    ("gemma2", {"layer_types": ["full_attention"] * 3}, "layer 0 is 'full_attention', not 'sliding_attention'"),
-    ("qwen3_moe", {"decoder_sparse_step": 2}, r"decoder_sparse_step=2 \(supported: 1, as all layers have experts\)"),
-    ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] \(supported: \[\] or None, as all layers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "llama",
+            {"model_type": "mamba"},
+            "model_type 'mamba', which is not supported; supported are llama, qwen3",
+        ),
+        (
+            "llama",
+            {"hidden_act": "relu", "quantization_config": {"bits": 4}},
+            r"quantization_config=.*hidden_act='relu' \(supported: 'silu'\)",
+        ),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn'"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "llama3"}, "rope_scaling": None},
+            "without factor, low_freq",
+        ),
+        ("llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5 \(supported: 1\)"),
+        (
+            "qwen3",
+            {"rope_parameters": {"partial_rotary_factor": 0.25}},
+            r"partial_rotary_factor=0.25",
+        ),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window=True"),
+        (
+            "qwen3",
+            {"layer_types": ["sliding_attention"] * 3},
+            "layer 0 is 'sliding_attention', not 'full_attention'",
+        ),
+        (
+            "gemma2",
+            {"layer_types": ["full_attention"] * 3},
+            "layer 0 is 'full_attention', not 'sliding_attention'",
+        ),
+        (
+            "qwen3_moe",
+            {"decoder_sparse_step": 2},
+            r"decoder_sparse_step=2 \(supported: 1, as all layers have experts\)",
+        ),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": [0]},
+            r"mlp_only_layers=\[0\] \(supported: \[\] or None, as all layers",
+        ),
+    ],
+)
 def test_what_is_not_supported_is_named(name, change, message):
     with pytest.raises(NotImplementedError, match=message):
         read_config(write_config(CONFIGS[name], length=32)[1] | change)
 
 
-@pytest.mark.parametrize(("name", "change", "message"), [
-    ("llama", {"num_hidden_layers": "3", "hidden_size": None, "attention_bias": 0, "rms_norm_eps": math.nan},
-     "num_hidden_layers='3' must be an integer above 0; hidden_size=None must .*; rms_norm_eps=nan must be a "
-     "number above 0; attention_bias=0 must be true or false"),
-    ("llama", {"rope_parameters": [1], "layer_types": 3}, "rope_parameters=.* an object, or null; layer_types=3 must"),
-    ("llama", {"rope_parameters": None, "rope_scaling": None, "rope_theta": None}, "rope_theta=None must be a num"),
-    ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": "8"}}, "factor='8' must be a number above 0"),
-    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 must be a number above 0, or null"),
-    ("gemma2", {"head_dim": 4.0}, "head_dim=4.0 must be an integer above 0, or null"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "llama",
+            {
+                "num_hidden_layers": "3",
+                "hidden_size": None,
+                "attention_bias": 0,
+                "rms_norm_eps": math.nan,
+            },
+            "num_hidden_layers='3' must be an integer above 0; hidden_size=None must .*; "
+            "rms_norm_eps=nan must be a "
+            "number above 0; attention_bias=0 must be true or false",
+        ),
+        (
+            "llama",
+            {"rope_parameters": [1], "layer_types": 3},
+            "rope_parameters=.* an object, or null; layer_types=3 must",
+        ),
+        (
+            "llama",
+            {"rope_parameters": None, "rope_scaling": None, "rope_theta": None},
+            "rope_theta=None must be a num",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "llama3", "factor": "8"}},
+            "factor='8' must be a number above 0",
+        ),
+        (
+            "gemma2",
+            {"query_pre_attn_scalar": 0},
+            "query_pre_attn_scalar=0 must be a number above 0, or null",
+        ),
+        ("gemma2", {"head_dim": 4.0}, "head_dim=4.0 must be an integer above 0, or null"),
+    ],
+)
 def test_all_values_that_cannot_be_read_are_named(name, change, message):
     with pytest.raises(ValueError, match=f"config.json of a {name} is malformed: .*{message}"):
         read_config(write_config(CONFIGS[name], length=32)[1] | change)
 
 
 def test_heads_that_share_no_keys_may_be_left_out():
-    written = write_config(CONFIGS["llama"], length=32)[1] | {"num_key_value_heads": None, "head_dim": None}
+    written = write_config(CONFIGS["llama"], length=32)[1] | {
+        "num_key_value_heads": None,
+        "head_dim": None,
+    }
     fields = read_config(written)[1]
     assert (fields["kv_heads"], fields["head_dim"]) == (4, None)
 

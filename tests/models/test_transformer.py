@@ -1,4 +1,6 @@
-"""The decoder and its options against one written out; its remat policies, and sizes that do not fit."""
+"""The decoder and its options against one written out; its remat policies, and sizes that do not
+fit.
+"""
 
 import collections
 import dataclasses
@@ -28,21 +30,37 @@ CONFIG = TransformerConfig(vocab_size=32, layers=2, width=16, heads=4, kv_heads=
 # Four devices share two key-value heads, and do not divide the vocabulary.
 BASE = TransformerConfig(vocab_size=30, layers=3, width=16, heads=4, kv_heads=2, mlp_width=24)
 LLAMA_AND_QWEN = dataclasses.replace(
-    BASE, head_dim=8, tie_embeddings=True, qk_norm=True, attention_bias=True, mlp_bias=True, rope_factor=8.0,
+    BASE,
+    head_dim=8,
+    tie_embeddings=True,
+    qk_norm=True,
+    attention_bias=True,
+    mlp_bias=True,
+    rope_factor=8.0,
     rope_original_length=16,
-)  # fmt: skip
+)
 GEMMA = dataclasses.replace(
     BASE, head_dim=8, activation="gelu", norm_plus_one=True, post_norms=True, scale_embeddings=True,
     attention_scale=0.7, attention_softcap=0.5, logit_softcap=1.5, alternating_window=3,
 )  # fmt: skip
 MIXTURE = dataclasses.replace(
-    CONFIG, vocab_size=30, experts=4, experts_per_token=2, load_balance_weight=0.5, router_z_weight=0.1
+    CONFIG,
+    vocab_size=30,
+    experts=4,
+    experts_per_token=2,
+    load_balance_weight=0.5,
+    router_z_weight=0.1,
 )
 # Four devices do not divide the experts.
 SIGMOID = dataclasses.replace(
-    MIXTURE, experts=6, experts_per_token=3, expert_width=10, shared_expert_width=8, router_scores="sigmoid",
+    MIXTURE,
+    experts=6,
+    experts_per_token=3,
+    expert_width=10,
+    shared_expert_width=8,
+    router_scores="sigmoid",
     normalize_expert_weights=False,
-)  # fmt: skip
+)
 TOKENS = np.random.default_rng(0).integers(0, 30, (4, 8)).astype(np.int32)
 TARGETS = np.roll(TOKENS, -1, axis=1)
 
@@ -65,13 +83,22 @@ def parameter_shapes(config, mesh):
 
 @functools.cache  # compiling takes nearly all of the time, and most tests compare with CONFIG's
 def loss_and_gradients(config, axis_type=AxisType.Explicit):
-    """Returns the loss, the gradients and the parameters of a model on eight devices, and its logits."""
+    """Returns the loss, the gradients and the parameters of a model on eight devices, and its
+    logits.
+    """
     with jax.set_mesh(make_mesh(axis_type=axis_type)):
         model = drawn(lambda: Transformer(config, backend="xla", rngs=nnx.Rngs(0)))
-        both = nnx.value_and_grad(lambda model, *batch: (model.loss(*batch), model(batch[0])), has_aux=True)
+        both = nnx.value_and_grad(
+            lambda model, *batch: (model.loss(*batch), model(batch[0])), has_aux=True
+        )
         (loss, logits), grads = nnx.jit(both)(model, *place(P("data", None)))
         params = nnx.to_pure_dict(nnx.state(model))
-    return float(loss), jax.tree.map(np.asarray, nnx.to_pure_dict(grads)), params, np.asarray(logits)
+    return (
+        float(loss),
+        jax.tree.map(np.asarray, nnx.to_pure_dict(grads)),
+        params,
+        np.asarray(logits),
+    )
 
 
 def plain_loss(params, config):
@@ -85,30 +112,60 @@ def plain_loss(params, config):
 
 
 def assert_gradients_close(got, want, tolerance=2e-5):
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=tolerance * max(np.abs(w).max(), 1e-2)), got, want)
+    jax.tree.map(
+        lambda g, w: np.testing.assert_allclose(g, w, atol=tolerance * max(np.abs(w).max(), 1e-2)),
+        got,
+        want,
+    )
 
 
-@pytest.mark.parametrize(("config", "changes", "axis_type"), [
-    (CONFIG, {"tie_embeddings": True}, AxisType.Auto),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        (LLAMA_AND_QWEN, {}, AxisType.Explicit),
-        (GEMMA, {}, AxisType.Explicit),
-        (MIXTURE, {}, AxisType.Explicit),
-        (MIXTURE, {"experts": 2, "experts_per_token": 1}, AxisType.Auto),  # each is split over the devices
-        (SIGMOID, {}, AxisType.Explicit),
-        *((CONFIG, {"vocab_size": 30, "width": 24, "heads": heads, "kv_heads": kv_heads, "tie_embeddings": tied}, kind)
-          for heads, kv_heads, tied, kind in ((6, 2, False, AxisType.Explicit), (2, 1, True, AxisType.Auto))),
-    ]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "changes", "axis_type"),
+    [
+        (CONFIG, {"tie_embeddings": True}, AxisType.Auto),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (LLAMA_AND_QWEN, {}, AxisType.Explicit),
+                (GEMMA, {}, AxisType.Explicit),
+                (MIXTURE, {}, AxisType.Explicit),
+                # each is split over the devices
+                (MIXTURE, {"experts": 2, "experts_per_token": 1}, AxisType.Auto),
+                (SIGMOID, {}, AxisType.Explicit),
+                *(
+                    (
+                        CONFIG,
+                        {
+                            "vocab_size": 30,
+                            "width": 24,
+                            "heads": heads,
+                            "kv_heads": kv_heads,
+                            "tie_embeddings": tied,
+                        },
+                        kind,
+                    )
+                    for heads, kv_heads, tied, kind in (
+                        (6, 2, False, AxisType.Explicit),
+                        (2, 1, True, AxisType.Auto),
+                    )
+                ),
+            ]
+        ),
+    ],
+)
 def test_a_model_computes_what_the_plain_decoder_does(config, changes, axis_type):
-    """Its parameters, and so its checkpoints, have the shapes of the model on one device, also where none divides."""
+    """Its parameters, and so its checkpoints, have the shapes of the model on one device, also
+    where none divides.
+    """
     config = dataclasses.replace(config, **changes)
     check_fits(config, sequence_length=8, mesh_shape={"data": 2, "model": 4})
     assert parameter_shapes(config, make_mesh()) == parameter_shapes(config, make_mesh(1, 1))
     loss, grads, params, logits = loss_and_gradients(config, axis_type)
     plain = jax.jit(jax.value_and_grad(functools.partial(plain_loss, config=config)))
     want, want_grads = plain(jax.tree.map(np.asarray, params))
-    want_logits = plain_logits(jax.tree.map(lambda x: np.asarray(x, np.float64), params), config, TOKENS)
+    want_logits = plain_logits(
+        jax.tree.map(lambda x: np.asarray(x, np.float64), params), config, TOKENS
+    )
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     np.testing.assert_allclose(logits[..., : config.vocab_size], want_logits, atol=2e-5)
     assert logits.shape == (4, 8, 32)
@@ -117,12 +174,19 @@ def test_a_model_computes_what_the_plain_decoder_does(config, changes, axis_type
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("changes", "options", "mesh"), [
-    ({"remat": "layer"}, {}, make_mesh()),
-    ({"fsdp_overlap": "prefetch"}, {}, make_mesh()),
-    ({}, {"fsdp_axis": "fsdp"}, make_fsdp_mesh(1, 2, 1, 4)),
-    ({"fsdp_overlap": "prefetch", "remat": "cheap"}, {"fsdp_axis": "fsdp"}, make_fsdp_mesh(2, 2, 1, 2)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "options", "mesh"),
+    [
+        ({"remat": "layer"}, {}, make_mesh()),
+        ({"fsdp_overlap": "prefetch"}, {}, make_mesh()),
+        ({}, {"fsdp_axis": "fsdp"}, make_fsdp_mesh(1, 2, 1, 4)),
+        (
+            {"fsdp_overlap": "prefetch", "remat": "cheap"},
+            {"fsdp_axis": "fsdp"},
+            make_fsdp_mesh(2, 2, 1, 2),
+        ),
+    ],
+)
 def test_a_mixture_has_the_same_losses_and_gradients_in_every_form(changes, options, mesh):
     with jax.set_mesh(mesh):
         params, loss = split(dataclasses.replace(MIXTURE, **changes), backend="xla", **options)
@@ -163,7 +227,9 @@ def test_every_option_changes_the_logits(config):
         default = getattr(BASE, field.name)
         seen_above = ("attention_bias", "mlp_bias", "head_dim", "rope_original_length")
         if getattr(config, field.name) != default and field.name not in seen_above:
-            changed = plain_logits(params, dataclasses.replace(config, **{field.name: default}), TOKENS)
+            changed = plain_logits(
+                params, dataclasses.replace(config, **{field.name: default}), TOKENS
+            )
             assert np.abs(changed - want).max() > 1e-3, field.name
 
 
@@ -227,18 +293,25 @@ def test_offloading_changes_no_bit_of_loss_and_gradients(remat, offloaded, overl
 
 
 def test_remat_dots_and_cheap_repeat_no_product_and_no_transfer_of_a_layer():
-    """With "dots", only attention is computed again: two products, of queries and keys, and of scores and values."""
+    """With "dots", only attention is computed again: two products, of queries and keys, and of
+    scores and values.
+    """
 
     def counts(remat):
         with jax.set_mesh(make_mesh()):
             params, loss = split(dataclasses.replace(CONFIG, remat=remat), backend="none")
             text = str(jax.make_jaxpr(jax.grad(loss))(params, *place(P("data", None))))
-        return text.count(" dot_general["), text.count(" all_gather["), text.count(" reduce_scatter[")
+        return (
+            text.count(" dot_general["),
+            text.count(" all_gather["),
+            text.count(" reduce_scatter["),
+        )
 
     products, gathers, scatters = counts("none")
     assert counts("cheap") == (products, gathers, scatters)
     assert counts("dots") == (products + 2, gathers, scatters)
-    # Negative test: a whole layer has four collective matmuls, of which the gradient does not need the last one again.
+    # Negative test: a whole layer has four collective matmuls, of which the gradient does not need
+    # the last one again.
     assert counts("layer") == (products + 2 + 6, gathers + 2, scatters + 1)
 
 
@@ -255,7 +328,10 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
     with jax.set_mesh(make_mesh()), jax.numpy_dtype_promotion("standard"):
         params, loss = split(dataclasses.replace(CONFIG, dtype="bfloat16"), backend="xla")
         batch = place(P("data", None))
-        value, grads = float(jax.jit(loss)(params, *batch)), jax.eval_shape(jax.grad(loss), params, *batch)
+        value, grads = (
+            float(jax.jit(loss)(params, *batch)),
+            jax.eval_shape(jax.grad(loss), params, *batch),
+        )
     whole = jax.tree.map(np.asarray, nnx.to_pure_dict(params))
     want = float(jax.jit(functools.partial(plain_loss, config=CONFIG))(whole))
     assert {leaf.dtype for leaf in jax.tree.leaves((params, grads))} == {jnp.dtype("float32")}
@@ -266,37 +342,119 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
 TWO_AXES, THREE_AXES = {"data": 2, "model": 4}, {"data": 1, "context": 4, "model": 4}
 
 
-@pytest.mark.parametrize(("change", "length", "mesh_shape", "message"), [
-    ({"heads": 8, "kv_heads": 3}, 8, TWO_AXES, "heads must be a multiple of kv_heads: got heads=8, kv_heads=3"),
-    ({"width": 18}, 8, TWO_AXES, "an even multiple of heads, for rotary positions: got width=18, heads=4"),
-    ({"mlp_width": 25}, 8, TWO_AXES, "mlp_width=25 on 4 devices; use 28"),
-    ({"layers": 0}, 8, TWO_AXES, "layers must be 1 or more: got 0"),
-    ({"experts": 4, "experts_per_token": 5}, 8, TWO_AXES, "must be 1 to experts=4, .* got experts_per_token=5"),
-    ({"experts": 2, "expert_width": 6}, 8, TWO_AXES, "got expert_width=6 for experts=2 on 4 devices; use 8, or a sma"),
-    ({"experts": 2, "mlp_width": 25}, 8, TWO_AXES, "got mlp_width=25 for experts=2 on 4 devices; use 28"),
-    ({"experts": 4, "expert_width": 0}, 8, TWO_AXES, "expert_width must be 1 or more, or None for mlp_width: got 0"),
-    ({"experts": 4, "shared_expert_width": 6}, 8, TWO_AXES, "got shared_expert_width=6 on 4 devices; use 8"),
-    ({"experts": 4, "mlp_bias": True}, 8, TWO_AXES, "experts have no biases: use mlp_bias=False"),
-    ({"experts": 4, "capacity_factor": 0.0}, 8, TWO_AXES, "capacity_factor must be above 0, or None .*: got 0.0"),
-    ({"gathered_mib": -1}, 8, TWO_AXES, "gathered_mib must be 0 or more: got -1"),
-    ({"head_dim": 0}, 8, TWO_AXES, "head_dim must be even, for rotary positions, or None: got head_dim=0"),
-    ({"head_dim": 7}, 8, TWO_AXES, "head_dim must be even, for rotary positions, or None: got head_dim=7"),
-    ({"attention_softcap": 4}, 32, THREE_AXES, "attention_softcap needs all scores .*'context' axis of 4 devices"),
-    ({"alternating_window": 4}, 32, THREE_AXES, "alternating_window needs all scores .*'context' axis of 4 devices"),
-    ({}, 10, TWO_AXES, "sequence_length=10 on 4 devices; use 12"),
-    ({}, 40, THREE_AXES, "divisible by 16, for a 'context' axis of 4 devices in 'zigzag' layout .* use 48"),
-    ({}, 12, THREE_AXES | {"model": 1}, r"divisible by 8, .* use 16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "length", "mesh_shape", "message"),
+    [
+        (
+            {"heads": 8, "kv_heads": 3},
+            8,
+            TWO_AXES,
+            "heads must be a multiple of kv_heads: got heads=8, kv_heads=3",
+        ),
+        (
+            {"width": 18},
+            8,
+            TWO_AXES,
+            "an even multiple of heads, for rotary positions: got width=18, heads=4",
+        ),
+        ({"mlp_width": 25}, 8, TWO_AXES, "mlp_width=25 on 4 devices; use 28"),
+        ({"layers": 0}, 8, TWO_AXES, "layers must be 1 or more: got 0"),
+        (
+            {"experts": 4, "experts_per_token": 5},
+            8,
+            TWO_AXES,
+            "must be 1 to experts=4, .* got experts_per_token=5",
+        ),
+        (
+            {"experts": 2, "expert_width": 6},
+            8,
+            TWO_AXES,
+            "got expert_width=6 for experts=2 on 4 devices; use 8, or a sma",
+        ),
+        (
+            {"experts": 2, "mlp_width": 25},
+            8,
+            TWO_AXES,
+            "got mlp_width=25 for experts=2 on 4 devices; use 28",
+        ),
+        (
+            {"experts": 4, "expert_width": 0},
+            8,
+            TWO_AXES,
+            "expert_width must be 1 or more, or None for mlp_width: got 0",
+        ),
+        (
+            {"experts": 4, "shared_expert_width": 6},
+            8,
+            TWO_AXES,
+            "got shared_expert_width=6 on 4 devices; use 8",
+        ),
+        (
+            {"experts": 4, "mlp_bias": True},
+            8,
+            TWO_AXES,
+            "experts have no biases: use mlp_bias=False",
+        ),
+        (
+            {"experts": 4, "capacity_factor": 0.0},
+            8,
+            TWO_AXES,
+            "capacity_factor must be above 0, or None .*: got 0.0",
+        ),
+        ({"gathered_mib": -1}, 8, TWO_AXES, "gathered_mib must be 0 or more: got -1"),
+        (
+            {"head_dim": 0},
+            8,
+            TWO_AXES,
+            "head_dim must be even, for rotary positions, or None: got head_dim=0",
+        ),
+        (
+            {"head_dim": 7},
+            8,
+            TWO_AXES,
+            "head_dim must be even, for rotary positions, or None: got head_dim=7",
+        ),
+        (
+            {"attention_softcap": 4},
+            32,
+            THREE_AXES,
+            "attention_softcap needs all scores .*'context' axis of 4 devices",
+        ),
+        (
+            {"alternating_window": 4},
+            32,
+            THREE_AXES,
+            "alternating_window needs all scores .*'context' axis of 4 devices",
+        ),
+        ({}, 10, TWO_AXES, "sequence_length=10 on 4 devices; use 12"),
+        (
+            {},
+            40,
+            THREE_AXES,
+            "divisible by 16, for a 'context' axis of 4 devices in 'zigzag' layout .* use 48",
+        ),
+        ({}, 12, THREE_AXES | {"model": 1}, r"divisible by 8, .* use 16"),
+    ],
+)
 def test_a_size_that_does_not_fit_is_named(change, length, mesh_shape, message):
     with pytest.raises(ValueError, match=message):
-        check_fits(dataclasses.replace(CONFIG, **change), sequence_length=length, mesh_shape=mesh_shape)
+        check_fits(
+            dataclasses.replace(CONFIG, **change), sequence_length=length, mesh_shape=mesh_shape
+        )
 
 
 def test_sequences_that_fit():
     check_fits(CONFIG, sequence_length=8, mesh_shape=TWO_AXES)
-    check_fits(dataclasses.replace(CONFIG, mlp_width=25, experts=6), sequence_length=8, mesh_shape=TWO_AXES)
+    check_fits(
+        dataclasses.replace(CONFIG, mlp_width=25, experts=6), sequence_length=8, mesh_shape=TWO_AXES
+    )
     check_fits(CONFIG, sequence_length=32, mesh_shape=THREE_AXES)
-    check_fits(CONFIG, sequence_length=12, mesh_shape=THREE_AXES | {"model": 1}, context_layout="contiguous")
+    check_fits(
+        CONFIG,
+        sequence_length=12,
+        mesh_shape=THREE_AXES | {"model": 1},
+        context_layout="contiguous",
+    )
 
 
 @pytest.mark.slow
@@ -305,7 +463,9 @@ def test_with_a_context_axis_loss_and_gradients_are_the_same():
     order = fa.sequence_order("zigzag", TOKENS.shape[1], 2)
     with jax.set_mesh(mesh):
         params, loss = split(CONFIG, context_axis="context")
-        value, grads = jax.jit(jax.value_and_grad(loss))(params, *place(P("data", "context"), order))
+        value, grads = jax.jit(jax.value_and_grad(loss))(
+            params, *place(P("data", "context"), order)
+        )
     want, want_grads, *_ = loss_and_gradients(CONFIG)
     np.testing.assert_allclose(value, want, rtol=1e-5)
     assert_gradients_close(jax.tree.map(np.asarray, nnx.to_pure_dict(grads)), want_grads)
@@ -317,12 +477,22 @@ KERNELS = {"pallas": "ppermute_start", "stateful": "ppermute_stateful_start"}
 
 
 def gradient(backend, remat):
-    """Returns the value and gradient of a scanned decoder as a function of its parameters and tokens, and both."""
+    """Returns the value and gradient of a scanned decoder as a function of its parameters and
+    tokens, and both.
+    """
     config = dataclasses.replace(WIDE, remat=remat)
-    graph, params = nnx.split(nnx.eval_shape(lambda: Transformer(config, backend=backend, rngs=nnx.Rngs(0))))
+    graph, params = nnx.split(
+        nnx.eval_shape(lambda: Transformer(config, backend=backend, rngs=nnx.Rngs(0)))
+    )
     mesh = jax.sharding.get_mesh()
-    tokens = jax.ShapeDtypeStruct((8, 512), np.int32, sharding=jax.NamedSharding(mesh, P("data", None)))
-    return jax.value_and_grad(lambda params, tokens: nnx.merge(graph, params).loss(tokens, tokens)), params, tokens
+    tokens = jax.ShapeDtypeStruct(
+        (8, 512), np.int32, sharding=jax.NamedSharding(mesh, P("data", None))
+    )
+    return (
+        jax.value_and_grad(lambda params, tokens: nnx.merge(graph, params).loss(tokens, tokens)),
+        params,
+        tokens,
+    )
 
 
 @pytest.mark.parametrize(("backend", "remat"), [
@@ -343,6 +513,8 @@ def test_a_scanned_model_is_differentiated(monkeypatch, backend, remat):
 def test_a_scanned_model_compiles_for_tpus():
     with jax.set_mesh(check.topology_mesh("v5e:2x4", (2, 4), ("data", "model"))):
         loss, params, tokens = gradient("stateful", "layer")
-        program = check.compile_for("v5e:2x4", jax.jit(loss), params, tokens, compiler_options=check.HLO_ONLY)
+        program = check.compile_for(
+            "v5e:2x4", jax.jit(loss), params, tokens, compiler_options=check.HLO_ONLY
+        )
     assert KERNELS["stateful"] in program.as_text()
     assert check.audit(program).ok

@@ -1,7 +1,7 @@
 """Imported models compute what the package `transformers` computes, and it loads what is exported.
 
-The models are small, random, and made here. Both packages come with the extra `hf-test`, which `make test-slow`
-installs.
+The models are small, random, and made here. Both packages come with the extra `hf-test`, which
+`make test-slow` installs.
 """
 
 import json
@@ -18,31 +18,64 @@ from models.transformer import Transformer
 from tests.models.test_hugging_face import abstract
 from tests.nn.conftest import make_fsdp_mesh, make_mesh
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick_compile")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("quick_compile"),
+]
 
 SIZES = {
-    "vocab_size": 62, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "attn_implementation": "eager",
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 62,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "attn_implementation": "eager",
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 FAMILIES = {
-    "llama": ("LlamaConfig", {
-        "attention_bias": True, "mlp_bias": True,
-        "rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
+    "llama": (
+        "LlamaConfig",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
         },
-    }),
+    ),
     "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
     "gemma": ("GemmaConfig", {"hidden_act": "gelu_pytorch_tanh"}),
-    "gemma2": ("Gemma2Config", {
-        "sliding_window": 5, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
-    }),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
-    "qwen3_moe": ("Qwen3MoeConfig", {
-        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
-    }),
-}  # fmt: skip
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+    ),
+}
 TOKENS = np.random.default_rng(0).integers(3, 62, (2, 24)).astype(np.int32)
 
 
@@ -57,7 +90,8 @@ def checkpoint(request, tmp_path_factory):
     config = getattr(transformers, name)(**SIZES, **options)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # norms and biases as well, which are ones and zeros at first
+        # norms and biases as well, which are ones and zeros at first
+        for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder, max_shard_size="30KB")
@@ -101,13 +135,24 @@ def imported(folder, mesh):
     return config, import_parameters(folder, family, abstract(config, mesh, **options_of(mesh)))
 
 
-@pytest.mark.parametrize(("checkpoint", "name"), [
-    *((family, name) for family in ("mixtral", "qwen3_moe") for name in ("1 x 1", "1 x 8", "2 x 4")),
-    *((family, "2 x 4") for family in ("llama", "qwen3", "gemma", "gemma2")),
-    ("gemma2", "1 x 8"), ("llama", "fsdp 2 x 4"), ("qwen3_moe", "fsdp 2 x 2"),
-], indirect=["checkpoint"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("checkpoint", "name"),
+    [
+        *(
+            (family, name)
+            for family in ("mixtral", "qwen3_moe")
+            for name in ("1 x 1", "1 x 8", "2 x 4")
+        ),
+        *((family, "2 x 4") for family in ("llama", "qwen3", "gemma", "gemma2")),
+        ("gemma2", "1 x 8"),
+        ("llama", "fsdp 2 x 4"),
+        ("qwen3_moe", "fsdp 2 x 2"),
+    ],
+    indirect=["checkpoint"],
+)
 def test_the_logits_of_an_imported_model_are_the_same(checkpoint, name):
-    """Eight and four devices share two key-value heads, and divide neither the vocabulary nor, in groups, the heads.
+    """Eight and four devices share two key-value heads, and divide neither the vocabulary nor, in
+    groups, the heads.
 
     On a mesh with an fsdp axis the parameters are stored sharded over it, too.
     """

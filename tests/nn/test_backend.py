@@ -12,32 +12,53 @@ from flaxasync.mesh import UnsupportedError
 from tests.nn.conftest import COLUMNS, ROWS, SAME, TOKENS, drawn, make_mesh, ones
 
 LAYERS = {
-    "ColumnParallelLinear": (lambda **o: fa.nn.ColumnParallelLinear(16, 16, rngs=nnx.Rngs(0), **o), (ROWS, SAME)),
-    "RowParallelLinear": (lambda **o: fa.nn.RowParallelLinear(16, 16, rngs=nnx.Rngs(0), **o), (COLUMNS,)),
+    "ColumnParallelLinear": (
+        lambda **o: fa.nn.ColumnParallelLinear(16, 16, rngs=nnx.Rngs(0), **o),
+        (ROWS, SAME),
+    ),
+    "RowParallelLinear": (
+        lambda **o: fa.nn.RowParallelLinear(16, 16, rngs=nnx.Rngs(0), **o),
+        (COLUMNS,),
+    ),
     "ColumnParallelProjections": (
-        lambda **o: fa.nn.ColumnParallelProjections(16, {"q": 16, "k": 16}, rngs=nnx.Rngs(0), **o), (ROWS, SAME)
+        lambda **o: fa.nn.ColumnParallelProjections(16, {"q": 16, "k": 16}, rngs=nnx.Rngs(0), **o),
+        (ROWS, SAME),
     ),
     "ParallelMLP": (lambda **o: fa.nn.ParallelMLP(16, 16, rngs=nnx.Rngs(0), **o), (ROWS, SAME)),
     "ParallelMoE": (
-        lambda **o: fa.nn.ParallelMoE(16, 16, 4, experts_per_token=2, rngs=nnx.Rngs(0), **o), (ROWS, SAME)
+        lambda **o: fa.nn.ParallelMoE(16, 16, 4, experts_per_token=2, rngs=nnx.Rngs(0), **o),
+        (ROWS, SAME),
     ),
-    "ParallelAttention": (lambda **o: fa.nn.ParallelAttention(16, 4, rngs=nnx.Rngs(0), **o), (ROWS, SAME)),
-    "ParallelSelfAttention": (lambda **o: fa.nn.ParallelSelfAttention(16, 4, rngs=nnx.Rngs(0), **o), (ROWS, SAME)),
+    "ParallelAttention": (
+        lambda **o: fa.nn.ParallelAttention(16, 4, rngs=nnx.Rngs(0), **o),
+        (ROWS, SAME),
+    ),
+    "ParallelSelfAttention": (
+        lambda **o: fa.nn.ParallelSelfAttention(16, 4, rngs=nnx.Rngs(0), **o),
+        (ROWS, SAME),
+    ),
     "RingSelfAttention": (
-        lambda **o: fa.nn.RingSelfAttention(16, 4, axis_name="model", rngs=nnx.Rngs(0), **o), (ROWS,)
+        lambda **o: fa.nn.RingSelfAttention(16, 4, axis_name="model", rngs=nnx.Rngs(0), **o),
+        (ROWS,),
     ),
-    "VocabParallelEmbed": (lambda **o: fa.nn.VocabParallelEmbed(16, 16, rngs=nnx.Rngs(0), **o), (TOKENS,)),
+    "VocabParallelEmbed": (
+        lambda **o: fa.nn.VocabParallelEmbed(16, 16, rngs=nnx.Rngs(0), **o),
+        (TOKENS,),
+    ),
     "replicated VocabParallelEmbed": (
-        lambda **o: fa.nn.VocabParallelEmbed(16, 16, layout="replicated", rngs=nnx.Rngs(0), **o), (TOKENS,)
+        lambda **o: fa.nn.VocabParallelEmbed(16, 16, layout="replicated", rngs=nnx.Rngs(0), **o),
+        (TOKENS,),
     ),
     "attend": (lambda **o: fa.nn.VocabParallelEmbed(16, 16, rngs=nnx.Rngs(0), **o), (ROWS, SAME)),
-}  # fmt: skip
+}
 
 
 def call(name, layer, spec):
     shape = (2, 8) if spec == TOKENS else (2, 8, 16)
     x = jax.ShapeDtypeStruct(shape, jnp.int32 if spec == TOKENS else jnp.float32, sharding=spec)
-    return nnx.eval_shape(lambda layer, x: layer.attend(x) if name == "attend" else layer(x), layer, x)
+    return nnx.eval_shape(
+        lambda layer, x: layer.attend(x) if name == "attend" else layer(x), layer, x
+    )
 
 
 @pytest.mark.parametrize("devices", [1, 4])
@@ -61,15 +82,25 @@ def test_a_backend_that_cannot_run_is_refused(name, devices):
 
 
 def test_a_backend_of_another_op_is_no_error():
-    """The backend "exchange" is one of `fa.matmul_all_reduce`, of the down projection; up and gate choose."""
+    """The backend "exchange" is one of `fa.matmul_all_reduce`, of the down projection; up and gate
+    choose.
+    """
     with jax.set_mesh(make_mesh(2, 4)):
-        mlp = nnx.eval_shape(lambda: fa.nn.ParallelMLP(16, 16, backend="exchange", rngs=nnx.Rngs(0)))
-        with pytest.raises(UnsupportedError, match="matmul_all_reduce with backend='exchange' is made of TPU kernels"):
+        mlp = nnx.eval_shape(
+            lambda: fa.nn.ParallelMLP(16, 16, backend="exchange", rngs=nnx.Rngs(0))
+        )
+        with pytest.raises(
+            UnsupportedError,
+            match="matmul_all_reduce with backend='exchange' is made of TPU kernels",
+        ):
             call("ParallelMLP", mlp, SAME)
 
 
 def test_a_backend_of_split_sequences_must_exist_where_they_are_whole():
-    with jax.set_mesh(make_mesh(2, 4)), pytest.raises(ValueError, match="ring_attention got backend='ppermute'"):
+    with (
+        jax.set_mesh(make_mesh(2, 4)),
+        pytest.raises(ValueError, match="ring_attention got backend='ppermute'"),
+    ):
         fa.nn.ParallelAttention(16, 4, context_backend="ppermute", rngs=nnx.Rngs(0))
 
 

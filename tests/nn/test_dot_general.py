@@ -1,4 +1,6 @@
-"""Layers that multiply by a function of the caller's, such as a quantized product, against the plain layers with it."""
+"""Layers that multiply by a function of the caller's, such as a quantized product, against the
+plain layers with it.
+"""
 
 import dataclasses
 
@@ -11,7 +13,16 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import ROWS, assert_close, check_parity, check_replaced, drawn, make_mesh, ones, permutes
+from tests.nn.conftest import (
+    ROWS,
+    assert_close,
+    check_parity,
+    check_replaced,
+    drawn,
+    make_mesh,
+    ones,
+    permutes,
+)
 from tests.nn.test_linear import FORMS, column, linear, mlp_pair
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -58,9 +69,14 @@ def test_the_function_multiplies_in_an_mlp():
 def test_replaced_layers_keep_their_functions():
     class Model(nnx.Module):
         def __init__(self):
-            rngs, given = nnx.Rngs(0), {"qkv_dot_general": differentiable, "out_dot_general": differentiable}
+            rngs, given = (
+                nnx.Rngs(0),
+                {"qkv_dot_general": differentiable, "out_dot_general": differentiable},
+            )
             self.attention = nnx.MultiHeadAttention(4, 16, decode=False, rngs=rngs, **given)
-            self.up = nnx.Linear(16, 32, dot_general=differentiable, preferred_element_type=jnp.float32, rngs=rngs)
+            self.up = nnx.Linear(
+                16, 32, dot_general=differentiable, preferred_element_type=jnp.float32, rngs=rngs
+            )
 
         def __call__(self, x):
             return self.up(self.attention(x))
@@ -76,13 +92,21 @@ def test_replaced_layers_keep_their_functions():
 def test_functions_that_a_layer_cannot_use():
     with jax.set_mesh(make_mesh(2, 4)):
         for make in (fa.nn.RowParallelLinear, fa.nn.ParallelMLP, fa.nn.ParallelAttention):
-            message = f"{make.__name__} with a dot_general of its own lacks backend='xla', .* use backend='none' or N"
+            message = (
+                f"{make.__name__} with a dot_general of its own lacks backend='xla', .* use "
+                "backend='none' or N"
+            )
             with pytest.raises(NotImplementedError, match=message):
                 make(8, 8, dot_general=differentiable, backend="xla", rngs=nnx.Rngs(0))
         product = fa.nn.parallel_dot_general("column")
-        collective = drawn(lambda: fa.nn.ColumnParallelLinear(
-            8, 16, dot_general=lambda *given, **options: product(*given, **options), rngs=nnx.Rngs(0)
-        ))  # fmt: skip
+        collective = drawn(
+            lambda: fa.nn.ColumnParallelLinear(
+                8,
+                16,
+                dot_general=lambda *given, **options: product(*given, **options),
+                rngs=nnx.Rngs(0),
+            )
+        )
         message = r"dot_general returned \[1, 32, \d\] .* needed \[1, 8, 4\]; it must be a local"
         with pytest.raises(ValueError, match=message):
             collective(ones((2, 8, 8), ROWS))
@@ -90,7 +114,8 @@ def test_functions_that_a_layer_cannot_use():
             4, 8, decode=False, qkv_dot_general=differentiable, rngs=nnx.Rngs(0)
         )))  # fmt: skip
         with pytest.raises(
-            ValueError, match="x by the rule 'attention': its parts have several functions dot_general or"
+            ValueError,
+            match="x by the rule 'attention': its parts have several functions dot_general or",
         ):
             fa.nn.parallelize(two, {"x": "attention"})
 
@@ -117,39 +142,63 @@ class Frozen(Unhashable):
     bits: int = 8
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (Scaled, "a dot_general that is the nnx.Module Scaled, whose state .* give it a pure function"),
-    (lambda: Scaled().__call__, "a dot_general that is the nnx.Module Scaled"),
-    (Unhashable, "a dot_general of type Unhashable, which is not hashable: .* a dataclass with frozen=True"),
-    (lambda: fa.nn.parallel_dot_general("row", layout="replicated"), "parallel_dot_general as dot_general, and"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            Scaled,
+            "a dot_general that is the nnx.Module Scaled, whose state .* give it a pure function",
+        ),
+        (lambda: Scaled().__call__, "a dot_general that is the nnx.Module Scaled"),
+        (
+            Unhashable,
+            "a dot_general of type Unhashable, which is not hashable: .* a dataclass with "
+            "frozen=True",
+        ),
+        (
+            lambda: fa.nn.parallel_dot_general("row", layout="replicated"),
+            "parallel_dot_general as dot_general, and",
+        ),
+    ],
+)
 def test_functions_with_state_or_collectives(make, message):
     """They would be left out of the model, or do the collectives of a layer twice."""
     with jax.set_mesh(make_mesh(2, 4)):
         with pytest.raises(ValueError, match=f"RowParallelLinear got {message}"):
             fa.nn.RowParallelLinear(8, 8, layout="replicated", dot_general=make(), rngs=nnx.Rngs(0))
         model = nnx.Dict(x=nnx.Linear(8, 8, dot_general=make(), rngs=nnx.Rngs(0)))
-        with pytest.raises(ValueError, match=f"parallelize cannot replace x by the rule 'row_replicated': .*{message}"):
+        with pytest.raises(
+            ValueError,
+            match=f"parallelize cannot replace x by the rule 'row_replicated': .*{message}",
+        ):
             fa.nn.parallelize(model, {"x": "row_replicated"})
         assert type(model.x) is nnx.Linear
 
 
 def test_a_frozen_dataclass_and_none():
     with jax.set_mesh(make_mesh(2, 4)):
-        layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 8, dot_general=Frozen(), rngs=nnx.Rngs(0)))
+        layer = drawn(
+            lambda: fa.nn.ColumnParallelLinear(8, 8, dot_general=Frozen(), rngs=nnx.Rngs(0))
+        )
         assert layer(ones((2, 8, 8), ROWS)).shape == (2, 8, 8)
         layer = fa.nn.ParallelAttention(8, 4, dot_general=None, rngs=nnx.Rngs(0))
         assert layer.query.dot_general is layer.out.dot_general is lax.dot_general
 
 
 def in_float32(x, w, dimension_numbers, **options):
-    return lax.dot_general(x, w, dimension_numbers, **options | {"preferred_element_type": jnp.float32})
+    return lax.dot_general(
+        x, w, dimension_numbers, **options | {"preferred_element_type": jnp.float32}
+    )
 
 
-@pytest.mark.parametrize("given", [{"preferred_element_type": jnp.float32}, {"dot_general": in_float32}])
+@pytest.mark.parametrize(
+    "given", [{"preferred_element_type": jnp.float32}, {"dot_general": in_float32}]
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_products_that_are_wider_than_the_computation(form, given):
-    """They are not rounded to the dtype of the computation on the way, as those of nnx.Linear are not."""
+    """They are not rounded to the dtype of the computation on the way, as those of nnx.Linear are
+    not.
+    """
     make, options, x_spec, _ = FORMS[form]
     common = {"use_bias": False} | given
     x = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(jnp.bfloat16)
@@ -161,7 +210,10 @@ def test_products_that_are_wider_than_the_computation(form, given):
         (dkernel,) = jax.tree.leaves(nnx.grad(lambda layer: layer(x).sum())(layer))
         if "dot_general" not in given:
             named = drawn(lambda: make(4, backend="xla", **common, **options)(jnp.bfloat16))
-            message = "preferred_element_type=float32 is wider than the computation in bfloat16, and backend='xla' .* u"
+            message = (
+                "preferred_element_type=float32 is wider than the computation in bfloat16, "
+                "and backend='xla' .* u"
+            )
             with pytest.raises(NotImplementedError, match=message):
                 named(x)
     assert y.dtype == want.dtype == dkernel.dtype == jnp.float32
@@ -180,19 +232,27 @@ def test_only_a_function_of_the_callers_costs_the_ring(options, overlaps):
 
 
 def test_a_low_rank_product_is_not_that_function():
-    """The factors are multiplied as `nnx.LoRA` does it; the product of the layer is the caller's."""
+    """The factors are multiplied as `nnx.LoRA` does it; the product of the layer is the
+    caller's.
+    """
     base = linear(4, dot_general=differentiable)
     plain = drawn(lambda: nnx.LoRA(16, 2, 24, base_module=base, rngs=nnx.Rngs(1)))
     x = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
     with jax.set_mesh(make_mesh(2, 4)):
-        layer = drawn(lambda: fa.nn.ParallelLoRA(column(4, dot_general=differentiable)(None), 2, rngs=nnx.Rngs(1)))
+        layer = drawn(
+            lambda: fa.nn.ParallelLoRA(
+                column(4, dot_general=differentiable)(None), 2, rngs=nnx.Rngs(1)
+            )
+        )
         fa.nn.load(layer, plain)
         assert_close(layer(jax.device_put(x, ROWS)), plain(x), "float32", "y")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_promotion_in_an_embedding(dtype):
-    """A function that turns everything into one dtype decides for look-ups and logits alike, as in nnx.Embed."""
+    """A function that turns everything into one dtype decides for look-ups and logits alike, as in
+    nnx.Embed.
+    """
 
     def promote(arrays, *, dtype=None, inexact=True):
         return tuple(None if array is None else array.astype(wanted) for array in arrays)

@@ -1,4 +1,5 @@
-"""Layers as their users meet them: called outside of jax.jit, displayed by the tools of Flax, and read.
+"""Layers as their users meet them: called outside of jax.jit, displayed by the tools of Flax, and
+read.
 
 A second call outside of jit compiles nothing, and transformations work as within.
 """
@@ -73,7 +74,9 @@ def test_a_second_call_compiles_nothing(compilations, kind):
 def a_loss():
     logits = np.arange(4 * 8 * 16, dtype=np.float32).reshape(4, 8, 16) % 7
     targets = np.zeros((4, 8), np.int32)
-    return fa.nn.softmax_cross_entropy(jax.device_put(logits, COLUMNS), jax.device_put(targets, TOKENS))
+    return fa.nn.softmax_cross_entropy(
+        jax.device_put(logits, COLUMNS), jax.device_put(targets, TOKENS)
+    )
 
 
 def of_a_layer(kind):
@@ -84,9 +87,13 @@ def of_a_layer(kind):
     return run
 
 
-@pytest.mark.parametrize("run", [a_loss, *map(of_a_layer, ("mlp", "embed"))], ids=["loss", "mlp", "embed"])
+@pytest.mark.parametrize(
+    "run", [a_loss, *map(of_a_layer, ("mlp", "embed"))], ids=["loss", "mlp", "embed"]
+)
 def test_a_second_mesh_and_other_types_of_axes_get_programs_of_their_own(run):
-    """An eager call keeps its program, which is that of one mesh: one of the same sizes can have other axis types."""
+    """An eager call keeps its program, which is that of one mesh: one of the same sizes can have
+    other axis types.
+    """
     results = []
     for sizes, axis_type in [
         ((2, 4), AxisType.Explicit),
@@ -125,12 +132,19 @@ def test_a_second_gradient_compiles_nothing(compilations):
 def test_forward_mode_is_refused_by_its_reason():
     with jax.set_mesh(make_mesh(2, 4)):
         layer, x = example("column")
-        with pytest.raises(TypeError, match="can't apply forward-mode autodiff \\(jvp\\) to a custom_vjp function"):
+        with pytest.raises(
+            TypeError, match="can't apply forward-mode autodiff \\(jvp\\) to a custom_vjp function"
+        ):
             jax.jvp(layer, (x,), (x,))
 
 
 @pytest.mark.parametrize(
-    "kind", ["mlp", "column", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("attention", "embed"))]
+    "kind",
+    [
+        "mlp",
+        "column",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("attention", "embed")),
+    ],
 )
 def test_vmap_over_a_sharded_batch(kind):
     """The values and gradients are those of a call on the whole batch."""
@@ -159,7 +173,10 @@ def test_a_layer_is_displayed_and_a_table_leaves_its_class_as_it_was(capsys, kin
         before = {name: getattr(type(layer), name) for name in dir(type(layer))}
         table = nnx.tabulate(layer, x, console_kwargs={"width": 160})
         after = {name: getattr(type(layer), name) for name in before}
-        assert {name for name in before if after[name] != before[name]} <= {"__annotations__", "__dict__"}
+        assert {name for name in before if after[name] != before[name]} <= {
+            "__annotations__",
+            "__dict__",
+        }
         assert layer(x).shape == (4, 8, 16)
     assert type(layer).__name__ in table
 
@@ -172,8 +189,15 @@ def test_the_attributes_of_nnx_linear_and_embed_are_there():
             (fa.nn.VocabParallelEmbed, nnx.Embed, (8, 12)),
         ]
         for ours, plain, sizes in pairs:
-            layer, reference = (kind(*sizes, rngs=nnx.Rngs(0), dtype=np.float16) for kind in (ours, plain))
-            for name in set(vars(reference)) - {"pytree__state", "_pytree__state", "_pytree__nodes", "rngs"}:
+            layer, reference = (
+                kind(*sizes, rngs=nnx.Rngs(0), dtype=np.float16) for kind in (ours, plain)
+            )
+            for name in set(vars(reference)) - {
+                "pytree__state",
+                "_pytree__state",
+                "_pytree__nodes",
+                "rngs",
+            }:
                 value = getattr(reference, name)
                 if isinstance(value, int | bool | str | type) or value is None:
                     assert getattr(layer, name) == value, (ours, name)
@@ -182,12 +206,18 @@ def test_the_attributes_of_nnx_linear_and_embed_are_there():
 
 
 class ReachedError(Exception):
-    """The operation was reached; the message has a line for each function of the package on the way."""
+    """The operation was reached; the message has a line for each function of the package on the
+    way.
+    """
 
 
 def stop(*_, **__):
     package = pathlib.Path(fa.__file__).parent
-    frames = [frame for frame in traceback.extract_stack() if pathlib.Path(frame.filename).is_relative_to(package)]
+    frames = [
+        frame
+        for frame in traceback.extract_stack()
+        if pathlib.Path(frame.filename).is_relative_to(package)
+    ]
     raise ReachedError("\n".join(f"{frame.filename}:{frame.name}" for frame in frames))
 
 
@@ -199,7 +229,9 @@ def test_from_a_layer_to_its_operation(monkeypatch, backend, operation, most):
     monkeypatch.setattr(ambient_mesh, "platform", lambda: "tpu")
     options = {"dtype": jnp.bfloat16, "backend": backend}
     with jax.set_mesh(make_mesh(2, 4)):
-        layer = nnx.eval_shape(lambda: fa.nn.ColumnParallelLinear(1024, 2048, rngs=nnx.Rngs(0), **options))
+        layer = nnx.eval_shape(
+            lambda: fa.nn.ColumnParallelLinear(1024, 2048, rngs=nnx.Rngs(0), **options)
+        )
         graph, state = nnx.split(layer)
         sharding = jax.NamedSharding(jax.sharding.get_mesh(), ROWS)
         x = jax.ShapeDtypeStruct((4, 1024, 1024), jnp.bfloat16, sharding=sharding)

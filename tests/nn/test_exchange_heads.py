@@ -1,4 +1,6 @@
-"""Attention layers in which weights and heads travel, against plain layers and against those in which rows travel."""
+"""Attention layers in which weights and heads travel, against plain layers and against those in
+which rows travel.
+"""
 
 import re
 
@@ -14,22 +16,41 @@ from flaxasync.ops import trust
 from flaxasync.ops.attention import exchanged
 from flaxasync.transport import direct
 from flaxasync.transport.transfers import Transfer, Transfers
-from tests.nn.conftest import ROWS, SAME, assert_alike, check_parity, drawn, gradients, make_mesh, ones
+from tests.nn.conftest import (
+    ROWS,
+    SAME,
+    assert_alike,
+    check_parity,
+    drawn,
+    gradients,
+    make_mesh,
+    ones,
+)
 from tests.nn.test_attention import pair
 from tests.simulator.split_pairs import session
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "options", "form"), [
-    (8, 4, {"use_bias": True, "backend": "none"}, {"size": 4}),
-    (6, 3, {"backend": "xla", "gathered_bytes": 2**20}, {"size": 3}),
-    (8, 4, {"backend": "none", "causal": False, "window": 3}, {"size": 4, "data": 2, "axis_type": AxisType.Auto}),
-    (6, 2, {"backend": "none"}, {"size": 4}),  # heads that the axis does not divide
-    (4, 4, {}, {"size": 4, "dtype": "bfloat16"}),
-    (4, 4, {"gathered_bytes": 2**20}, {"size": 4, "dtype": "bfloat16"}),
-    pytest.param(16, 8, {"rope_theta": None, "backend": "xla"}, {"size": 8}, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "options", "form"),
+    [
+        (8, 4, {"use_bias": True, "backend": "none"}, {"size": 4}),
+        (6, 3, {"backend": "xla", "gathered_bytes": 2**20}, {"size": 3}),
+        (
+            8,
+            4,
+            {"backend": "none", "causal": False, "window": 3},
+            {"size": 4, "data": 2, "axis_type": AxisType.Auto},
+        ),
+        (6, 2, {"backend": "none"}, {"size": 4}),  # heads that the axis does not divide
+        (4, 4, {}, {"size": 4, "dtype": "bfloat16"}),
+        (4, 4, {"gathered_bytes": 2**20}, {"size": 4, "dtype": "bfloat16"}),
+        pytest.param(
+            16, 8, {"rope_theta": None, "backend": "xla"}, {"size": 8}, marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_parity(heads, kv_heads, options, form):
     make, plain = pair(heads, kv_heads, exchange_heads=True, **options)
     check_parity(make, plain, (2, 3 * form["size"] if heads != 6 else 12, 8), **form)
@@ -39,10 +60,19 @@ def layers(exchange, *, features=8, **options):
     """Returns the same layer, with rows that travel and with heads that travel."""
 
     def make(exchange):
-        return drawn(lambda: fa.nn.ParallelSelfAttention(
-            features, 8, kv_heads=4, head_dim=8, normalize_qk="rms", use_bias=True, exchange_heads=exchange,
-            rngs=nnx.Rngs(0), **options,
-        ))  # fmt: skip
+        return drawn(
+            lambda: fa.nn.ParallelSelfAttention(
+                features,
+                8,
+                kv_heads=4,
+                head_dim=8,
+                normalize_qk="rms",
+                use_bias=True,
+                exchange_heads=exchange,
+                rngs=nnx.Rngs(0),
+                **options,
+            )
+        )
 
     return make(False), make(exchange)
 
@@ -50,40 +80,64 @@ def layers(exchange, *, features=8, **options):
 def test_segments_and_the_norms_of_heads_are_those_of_rows_that_travel():
     rng = np.random.default_rng(0)
     with jax.set_mesh(make_mesh(1, 4)):
-        x, dy = (jax.device_put(rng.standard_normal((2, 8, 8)).astype(np.float32), ROWS) for _ in range(2))
-        ids = jax.device_put(np.repeat([[3, 5], [1, 7]], 4, axis=1).astype(np.int32), P("data", None))
+        x, dy = (
+            jax.device_put(rng.standard_normal((2, 8, 8)).astype(np.float32), ROWS)
+            for _ in range(2)
+        )
+        ids = jax.device_put(
+            np.repeat([[3, 5], [1, 7]], 4, axis=1).astype(np.int32), P("data", None)
+        )
         rows, heads = layers(True, backend="none")
         assert_alike(gradients(heads, x, dy, ids), gradients(rows, x, dy, ids))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backward", "weights", "options"), [
-    (None, None, {"backend": "none"}), ("int8", "int8", {"backend": "xla"}), ("int8", None, {"backend": "xla"}),
-    ("int8", "int8", {"backend": "none", "gathered_bytes": 2**20}),
-])  # fmt: skip
-def test_in_eight_bits_results_and_gradients_are_near_those_of_rows_that_travel(backward, weights, options):
+@pytest.mark.parametrize(
+    ("backward", "weights", "options"),
+    [
+        (None, None, {"backend": "none"}),
+        ("int8", "int8", {"backend": "xla"}),
+        ("int8", None, {"backend": "xla"}),
+        ("int8", "int8", {"backend": "none", "gathered_bytes": 2**20}),
+    ],
+)
+def test_in_eight_bits_results_and_gradients_are_near_those_of_rows_that_travel(
+    backward, weights, options
+):
     rng = np.random.default_rng(0)
     with jax.set_mesh(make_mesh(1, 4)):
-        x, dy = (jax.device_put(rng.standard_normal((3, 16, 64)).astype(np.float32), ROWS) for _ in range(2))
+        x, dy = (
+            jax.device_put(rng.standard_normal((3, 16, 64)).astype(np.float32), ROWS)
+            for _ in range(2)
+        )
         quantization = fa.Quantization("int8", backward, weights=weights)
         (rows, heads), (_, exact) = (
-            layers(True, features=64, quantization=given, **options) for given in (quantization, None)
+            layers(True, features=64, quantization=given, **options)
+            for given in (quantization, None)
         )
         wants, plain = gradients(rows, x, dy), gradients(exact, x, dy)
-        for got, want, other in zip(*map(jax.tree.leaves, (gradients(heads, x, dy), wants, plain)), strict=True):
+        for got, want, other in zip(
+            *map(jax.tree.leaves, (gradients(heads, x, dy), wants, plain)), strict=True
+        ):
             largest = np.abs(want).max()
             assert np.abs(got - want).max() <= 3e-2 * largest
             assert np.abs(got - other).max() <= 5e-2 * largest
-            assert got.ndim < 2 or np.abs(got - other).max() > 1e-4 * largest  # products are rounded
+            # products are rounded
+            assert got.ndim < 2 or np.abs(got - other).max() > 1e-4 * largest
 
 
 @pytest.mark.slow
 def test_direct_copies_in_the_simulator():
-    """Four devices with race detection: three sequences, of which two are on their way at a time."""
+    """Four devices with race detection: three sequences, of which two are on their way at a
+    time.
+    """
     rng = np.random.default_rng(0)
     direct.all_to_all.cache_clear()
     with jax.set_mesh(make_mesh(1, 4)):
-        x, dy = (jax.device_put(rng.standard_normal((3, 512, 8)).astype(np.float32), ROWS) for _ in range(2))
+        x, dy = (
+            jax.device_put(rng.standard_normal((3, 512, 8)).astype(np.float32), ROWS)
+            for _ in range(2)
+        )
         rows, heads = layers(True, gathered_bytes=2**20)
         want = jax.block_until_ready(gradients(rows, x, dy))
         with session(mode="eager", delayed={1: 0.02}) as report:
@@ -112,12 +166,18 @@ def test_a_second_derivative_through_direct_copies_is_refused_by_name():
             return jax.grad(lambda x: (nnx.merge(graph, state)(x).astype("float32") ** 2).sum())(x)
 
         with pytest.raises(NotImplementedError, match="has a first derivative only"):
-            jax.eval_shape(jax.grad(lambda x, state: slope(x, state).astype("float32").sum()), x, state)
+            jax.eval_shape(
+                jax.grad(lambda x, state: slope(x, state).astype("float32").sum()), x, state
+            )
 
 
 def test_a_result_that_is_used_before_it_has_arrived_is_caught(monkeypatch):
-    """The negative test of the simulator's run: nothing waits for what this device's heads receive."""
-    monkeypatch.setattr(exchanged.ExchangedAttention, "exchange", forgetful(exchanged.ExchangedAttention.exchange))
+    """The negative test of the simulator's run: nothing waits for what this device's heads
+    receive.
+    """
+    monkeypatch.setattr(
+        exchanged.ExchangedAttention, "exchange", forgetful(exchanged.ExchangedAttention.exchange)
+    )
     direct.all_to_all.cache_clear()
     with jax.set_mesh(make_mesh(1, 4)):
         _, heads = layers(True)
@@ -136,12 +196,20 @@ def forgetful(exchange):
     return start
 
 
-@pytest.mark.parametrize(("x_spec", "options", "more", "lacking"), [
-    (SAME, {}, {}, "an input that every device has whole"),
-    (ROWS, {}, {"mask": np.ones((8, 8), bool)}, "mask"),
-    (ROWS, {}, {"bias": np.zeros((1, 1, 8, 8), np.float32)}, "bias"),
-    (ROWS, {"preferred_element_type": "float32", "dtype": "bfloat16"}, {}, "a wider preferred_element_type"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("x_spec", "options", "more", "lacking"),
+    [
+        (SAME, {}, {}, "an input that every device has whole"),
+        (ROWS, {}, {"mask": np.ones((8, 8), bool)}, "mask"),
+        (ROWS, {}, {"bias": np.zeros((1, 1, 8, 8), np.float32)}, "bias"),
+        (
+            ROWS,
+            {"preferred_element_type": "float32", "dtype": "bfloat16"},
+            {},
+            "a wider preferred_element_type",
+        ),
+    ],
+)
 def test_what_this_form_lacks_is_refused_by_name_or_left_to_rows(x_spec, options, more, lacking):
     with jax.set_mesh(make_mesh(1, 4)):
         x = ones((2, 8, 8), x_spec)
@@ -160,19 +228,37 @@ def test_the_compiled_exchange_is_safe_and_has_attention_beside_it():
     topology, size = "v5e:2x2", 4
     mesh = fa.check.topology_mesh(topology, (1, size), ("data", "model"))
     with jax.set_mesh(mesh):
-        layer = nnx.eval_shape(lambda: fa.nn.ParallelSelfAttention(
-            1024, 16, kv_heads=8, head_dim=128, dtype="bfloat16", param_dtype="bfloat16", exchange_heads=True,
-            rngs=nnx.Rngs(0),
-        ))  # fmt: skip
-        x = jax.ShapeDtypeStruct((3, 2048, 1024), "bfloat16", sharding=jax.NamedSharding(mesh, ROWS))
+        layer = nnx.eval_shape(
+            lambda: fa.nn.ParallelSelfAttention(
+                1024,
+                16,
+                kv_heads=8,
+                head_dim=128,
+                dtype="bfloat16",
+                param_dtype="bfloat16",
+                exchange_heads=True,
+                rngs=nnx.Rngs(0),
+            )
+        )
+        x = jax.ShapeDtypeStruct(
+            (3, 2048, 1024), "bfloat16", sharding=jax.NamedSharding(mesh, ROWS)
+        )
         graph, state = nnx.split(layer)
-        loss = jax.grad(lambda state, x: nnx.merge(graph, state)(x).astype("float32").sum(), argnums=(0, 1))
+        loss = jax.grad(
+            lambda state, x: nnx.merge(graph, state)(x).astype("float32").sum(), argnums=(0, 1)
+        )
         program = fa.check.compile_for(topology, jax.jit(loss), state, x)
     audit = fa.check.audit(program)
-    assert not [finding for finding in audit.findings if finding.severity == fa.check.Severity.ERROR], str(audit)
+    assert not [
+        finding for finding in audit.findings if finding.severity == fa.check.Severity.ERROR
+    ], str(audit)
     module = fa.check.parse(program.text)
     order = [i.name for i in module.entry.instructions]
-    pairs = [op for op in fa.check.async_operations(module) if op.start.name.startswith("all_to_all_start")]
+    pairs = [
+        op
+        for op in fa.check.async_operations(module)
+        if op.start.name.startswith("all_to_all_start")
+    ]
     beside = []
     for op in pairs:
         for window in op.windows:
@@ -182,22 +268,37 @@ def test_the_compiled_exchange_is_safe_and_has_attention_beside_it():
     assert beside.count(0) == 4, "the first arrivals and the last departures"
     began = {window.done.name: order.index(op.start.name) for op in pairs for window in op.windows}
     there = [began[name] for name in order if name in began]
-    for arrivals in (there[:3], there[6:9]):  # forward and backward, in the order in which they are waited for
+    # forward and backward, in the order in which they are waited for
+    for arrivals in (there[:3], there[6:9]):
         assert arrivals == sorted(arrivals)
 
 
 def form(topology, batch, exchange=None):
-    """Returns what exchanges the heads of a layer on described TPUs: "direct", "xla", or None where rows travel."""
-    mesh = fa.check.topology_mesh(topology, (1, fa.check.topology_size(topology)), ("data", "model"))
+    """Returns what exchanges the heads of a layer on described TPUs: "direct", "xla", or None where
+    rows travel.
+    """
+    mesh = fa.check.topology_mesh(
+        topology, (1, fa.check.topology_size(topology)), ("data", "model")
+    )
     with jax.set_mesh(mesh):
         layer = nnx.eval_shape(lambda: fa.nn.ParallelSelfAttention(
             4096, 32, kv_heads=8, dtype="bfloat16", exchange_heads=exchange, rngs=nnx.Rngs(0)
         ))  # fmt: skip
-        x = jax.ShapeDtypeStruct((batch, 4096, 4096), "bfloat16", sharding=jax.NamedSharding(mesh, ROWS))
-        text = str(jax.make_jaxpr(lambda graph, state, x: nnx.merge(graph, state)(x), static_argnums=0)(
-            *nnx.split(layer), x
-        ))  # fmt: skip
-    return "direct" if "all_to_all_start" in text else "xla" if re.search(r"\ball_to_all\[", text) else None
+        x = jax.ShapeDtypeStruct(
+            (batch, 4096, 4096), "bfloat16", sharding=jax.NamedSharding(mesh, ROWS)
+        )
+        text = str(
+            jax.make_jaxpr(lambda graph, state, x: nnx.merge(graph, state)(x), static_argnums=0)(
+                *nnx.split(layer), x
+            )
+        )
+    return (
+        "direct"
+        if "all_to_all_start" in text
+        else "xla"
+        if re.search(r"\ball_to_all\[", text)
+        else None
+    )
 
 
 def test_a_layer_chooses_what_is_predicted_to_be_faster_where_it_is_trusted():

@@ -1,4 +1,6 @@
-"""What Flax's modules have, the parallel layers have: keywords of calls, attributes that may be set, and views."""
+"""What Flax's modules have, the parallel layers have: keywords of calls, attributes that may be
+set, and views.
+"""
 
 import inspect
 
@@ -23,44 +25,76 @@ MODULES = {
 }
 # How to make each public layer, and its counterpart: a module, or just the one whose call it has.
 LAYERS = {
-    "ColumnParallelLinear": (lambda: fa.nn.ColumnParallelLinear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear),
+    "ColumnParallelLinear": (
+        lambda: fa.nn.ColumnParallelLinear(8, 8, rngs=nnx.Rngs(0)),
+        nnx.Linear,
+    ),
     "RowParallelLinear": (lambda: fa.nn.RowParallelLinear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear),
-    "MeshLinear": (lambda: fa.nn.MeshLinear(8, 8, axis_names=("data", "model"), rngs=nnx.Rngs(0)), nnx.Linear),
+    "MeshLinear": (
+        lambda: fa.nn.MeshLinear(8, 8, axis_names=("data", "model"), rngs=nnx.Rngs(0)),
+        nnx.Linear,
+    ),
     "VocabParallelEmbed": (lambda: fa.nn.VocabParallelEmbed(8, 8, rngs=nnx.Rngs(0)), nnx.Embed),
-    "ParallelAttention": (lambda: fa.nn.ParallelAttention(8, 4, rngs=nnx.Rngs(0)), nnx.MultiHeadAttention),
-    "ParallelSelfAttention": (lambda: fa.nn.ParallelSelfAttention(8, 4, rngs=nnx.Rngs(0)), nnx.MultiHeadAttention),
+    "ParallelAttention": (
+        lambda: fa.nn.ParallelAttention(8, 4, rngs=nnx.Rngs(0)),
+        nnx.MultiHeadAttention,
+    ),
+    "ParallelSelfAttention": (
+        lambda: fa.nn.ParallelSelfAttention(8, 4, rngs=nnx.Rngs(0)),
+        nnx.MultiHeadAttention,
+    ),
     "RingSelfAttention": (
-        lambda: fa.nn.RingSelfAttention(8, 4, axis_name="model", rngs=nnx.Rngs(0)), nnx.MultiHeadAttention
+        lambda: fa.nn.RingSelfAttention(8, 4, axis_name="model", rngs=nnx.Rngs(0)),
+        nnx.MultiHeadAttention,
     ),
     "ParallelLoRA": (
-        lambda: fa.nn.ParallelLoRA(fa.nn.RowParallelLinear(8, 8, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(0)), nnx.LoRA
+        lambda: fa.nn.ParallelLoRA(
+            fa.nn.RowParallelLinear(8, 8, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(0)
+        ),
+        nnx.LoRA,
     ),
     "ColumnParallelProjections": (
-        lambda: fa.nn.ColumnParallelProjections(8, {"q": 8, "k": 8}, rngs=nnx.Rngs(0)), nnx.Linear.__call__
+        lambda: fa.nn.ColumnParallelProjections(8, {"q": 8, "k": 8}, rngs=nnx.Rngs(0)),
+        nnx.Linear.__call__,
     ),
     "ParallelMLP": (lambda: fa.nn.ParallelMLP(8, 8, rngs=nnx.Rngs(0)), nnx.Linear.__call__),
     "ParallelMoE": (
-        lambda: fa.nn.ParallelMoE(8, 8, 4, experts_per_token=2, rngs=nnx.Rngs(0)), nnx.Linear.__call__
+        lambda: fa.nn.ParallelMoE(8, 8, 4, experts_per_token=2, rngs=nnx.Rngs(0)),
+        nnx.Linear.__call__,
     ),
-}  # fmt: skip
+}
 ALIKE = [name for name, (_, counterpart) in LAYERS.items() if inspect.isclass(counterpart)]
 
 
 def test_every_public_layer_has_a_counterpart():
-    public = {name for name, value in vars(fa.nn).items() if inspect.isclass(value) and issubclass(value, nnx.Module)}
+    public = {
+        name
+        for name, value in vars(fa.nn).items()
+        if inspect.isclass(value) and issubclass(value, nnx.Module)
+    }
     assert public == set(LAYERS)
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_methods_take_the_keywords_of_flax(name):
-    """By name, and by position where both have a position; self-attention has segments in the place of keys."""
+    """By name, and by position where both have a position; self-attention has segments in the place
+    of keys.
+    """
     layer, counterpart = getattr(fa.nn, name), LAYERS[name][1]
     plain = inspect.isclass(counterpart)
-    methods = [m for m in vars(counterpart) if m in ("__call__", "attend", "set_view", "init_cache")] if plain else []
+    methods = (
+        [m for m in vars(counterpart) if m in ("__call__", "attend", "set_view", "init_cache")]
+        if plain
+        else []
+    )
     for method in methods or ["__call__"]:
-        theirs = inspect.signature(getattr(counterpart, method) if plain else counterpart).parameters
+        theirs = inspect.signature(
+            getattr(counterpart, method) if plain else counterpart
+        ).parameters
         ours = inspect.signature(getattr(layer, method)).parameters
-        named = [key for key, value in theirs.items() if value.kind != inspect.Parameter.VAR_KEYWORD]
+        named = [
+            key for key, value in theirs.items() if value.kind != inspect.Parameter.VAR_KEYWORD
+        ]
         assert set(named) <= set(ours)
         assert list(ours)[1] == named[1]
     if name == "ParallelLoRA":  # nnx.LoRA hands its keywords to the layer that it adapts
@@ -70,7 +104,13 @@ def test_methods_take_the_keywords_of_flax(name):
 @pytest.mark.parametrize("name", ALIKE)
 def test_attributes_are_those_of_flax_and_setting_one_is_never_ignored(name):
     make, counterpart = LAYERS[name]
-    changed = {"dtype": jnp.bfloat16, "dropout_rate": 0.5, "deterministic": True, "decode": True, "precision": "high"}
+    changed = {
+        "dtype": jnp.bfloat16,
+        "dropout_rate": 0.5,
+        "deterministic": True,
+        "decode": True,
+        "precision": "high",
+    }
     with jax.set_mesh(make_mesh(2, 4)):
         layer, plain = nnx.eval_shape(make), nnx.eval_shape(MODULES[counterpart])
         own = [attribute for attribute in vars(plain) if not attribute.startswith("_")]
@@ -117,8 +157,13 @@ def test_an_option_that_is_set_is_set_for_the_layer_and_all_of_its_parts(name):
         found = [part.settings for _, part in nnx.iter_modules(layer) if hasattr(part, "settings")]
         assert len(found) >= 4
         for settings in found:
-            assert (settings.quantization, settings.preferred_element_type) == (fa.Quantization("int8"), jnp.bfloat16)
-        with pytest.raises(ValueError, match=f"{name} got a dot_general and a quantization, which are two ways"):
+            assert (settings.quantization, settings.preferred_element_type) == (
+                fa.Quantization("int8"),
+                jnp.bfloat16,
+            )
+        with pytest.raises(
+            ValueError, match=f"{name} got a dot_general and a quantization, which are two ways"
+        ):
             layer.dot_general = jax.lax.dot
 
 
@@ -149,17 +194,23 @@ def test_views_and_attributes_reach_the_dropout_of_attention():
         model.train()
         assert not np.allclose(model.attention(x), want, atol=1e-3)
         model.attention.rngs = nnx.data(None)
-        with pytest.raises(ValueError, match=r"ParallelSelfAttention drops with dropout_rate=0.5 and has no stream"):
+        with pytest.raises(
+            ValueError, match=r"ParallelSelfAttention drops with dropout_rate=0.5 and has no stream"
+        ):
             model.attention(x)
 
 
 def test_a_view_decodes_with_a_cache_of_its_own():
     with jax.set_mesh(make_mesh(2, 4)):
-        model = nnx.Dict(attention=drawn(lambda: fa.nn.ParallelSelfAttention(16, 4, rngs=nnx.Rngs(0))))
+        model = nnx.Dict(
+            attention=drawn(lambda: fa.nn.ParallelSelfAttention(16, 4, rngs=nnx.Rngs(0)))
+        )
         x = jax.device_put(np.random.default_rng(0).standard_normal((2, 8, 16), np.float32), ROWS)
         want = model.attention(x)
         view = nnx.view(model, decode=True, batch_size=2, max_length=8)
-        got = jnp.concatenate([view.attention(jax.device_put(np.asarray(x)[:, i : i + 4], ROWS)) for i in (0, 4)], 1)
+        got = jnp.concatenate(
+            [view.attention(jax.device_put(np.asarray(x)[:, i : i + 4], ROWS)) for i in (0, 4)], 1
+        )
         assert_close(got, want, "float32", "y")
         assert int(view.attention.cache_index[...]) == 8
         assert model.attention.cached_key is None
@@ -167,19 +218,31 @@ def test_a_view_decodes_with_a_cache_of_its_own():
         model.set_attributes(decode=True)
         with pytest.raises(ValueError, match="and has none: call init_cache first"):
             model.attention(x)
-        with pytest.raises(ValueError, match="got batch_size=2 and max_length=None; give both, or neither"):
+        with pytest.raises(
+            ValueError, match="got batch_size=2 and max_length=None; give both, or neither"
+        ):
             nnx.view(model, decode=True, batch_size=2)
         ring = nnx.view(drawn(LAYERS["RingSelfAttention"][0]), decode=True)
-        with pytest.raises(NotImplementedError, match=r"RingSelfAttention lacks decode .* ParallelSelfAttention"):
+        with pytest.raises(
+            NotImplementedError, match=r"RingSelfAttention lacks decode .* ParallelSelfAttention"
+        ):
             ring(ones((2, 8, 8), P(None, "model", None)))
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
-@pytest.mark.parametrize(("name", "given", "wanted"), [
-    ("ColumnParallelLinear", ROWS, SAME), ("RowParallelLinear", COLUMNS, SAME), ("RowParallelLinear", COLUMNS, COLUMNS),
-    ("ParallelMLP", ROWS, COLUMNS), ("ParallelMoE", ROWS, SAME), ("ParallelSelfAttention", ROWS, COLUMNS),
-    ("ParallelLoRA", COLUMNS, SAME), ("VocabParallelEmbed", TOKENS, SAME),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "given", "wanted"),
+    [
+        ("ColumnParallelLinear", ROWS, SAME),
+        ("RowParallelLinear", COLUMNS, SAME),
+        ("RowParallelLinear", COLUMNS, COLUMNS),
+        ("ParallelMLP", ROWS, COLUMNS),
+        ("ParallelMoE", ROWS, SAME),
+        ("ParallelSelfAttention", ROWS, COLUMNS),
+        ("ParallelLoRA", COLUMNS, SAME),
+        ("VocabParallelEmbed", TOKENS, SAME),
+    ],
+)
 def test_out_sharding_says_how_the_output_is_sharded(name, given, wanted, axis_type):
     mesh = make_mesh(2, 4, axis_type)
     with jax.set_mesh(mesh):
@@ -199,7 +262,9 @@ def test_out_sharding_of_a_row_parallel_layer_is_its_layout():
     """The sum is reduced to all devices, where a reduce-scatter would need a gather after it."""
     with jax.set_mesh(make_mesh(2, 4)):
         x = ones((2, 8, 16), COLUMNS)
-        replicated = drawn(lambda: fa.nn.RowParallelLinear(16, 16, layout="replicated", rngs=nnx.Rngs(0)))
+        replicated = drawn(
+            lambda: fa.nn.RowParallelLinear(16, 16, layout="replicated", rngs=nnx.Rngs(0))
+        )
         layer = drawn(lambda: fa.nn.RowParallelLinear(16, 16, rngs=nnx.Rngs(0)))
 
         def program(layer, x, **more):
@@ -227,23 +292,35 @@ def test_what_of_out_sharding_is_refused():
     other = jax.make_mesh((8,), ("x",))
     with jax.set_mesh(mesh):
         layer, x = drawn(LAYERS["ColumnParallelLinear"][0]), ones((2, 8, 8), ROWS)
-        with pytest.raises(TypeError, match="ColumnParallelLinear got an out_sharding of type tuple"):
+        with pytest.raises(
+            TypeError, match="ColumnParallelLinear got an out_sharding of type tuple"
+        ):
             layer(x, out_sharding=("data", None, None))
         with pytest.raises(ValueError, match="nope"):
             layer(x, out_sharding=P("nope"))
-        with pytest.raises(ValueError, match=r"out_sharding on a mesh \{'x': 8\}, and the mesh that is set"):
+        with pytest.raises(
+            ValueError, match=r"out_sharding on a mesh \{'x': 8\}, and the mesh that is set"
+        ):
             layer(x, out_sharding=jax.NamedSharding(other, P("x")))
 
         def inside(x):
             return layer(x, out_sharding=SAME)
 
-        with pytest.raises(ValueError, match=r"inside jax.shard_map .* leave it out, and say in out_specs"):
+        with pytest.raises(
+            ValueError, match=r"inside jax.shard_map .* leave it out, and say in out_specs"
+        ):
             jax.shard_map(inside, in_specs=ROWS, out_specs=COLUMNS)(x)
 
 
-@pytest.mark.parametrize("name", ["ParallelAttention", "ParallelSelfAttention", "RingSelfAttention"])
+@pytest.mark.parametrize(
+    "name", ["ParallelAttention", "ParallelSelfAttention", "RingSelfAttention"]
+)
 def test_keywords_of_attention_are_taken_or_refused_by_name(name):
-    rows = P("data", "model", None, None) if name == "RingSelfAttention" else P("data", None, "model", None)
+    rows = (
+        P("data", "model", None, None)
+        if name == "RingSelfAttention"
+        else P("data", None, "model", None)
+    )
     with jax.set_mesh(make_mesh(2, 4)):
         layer, x = drawn(LAYERS[name][0]), ones((2, 8, 8), ROWS)
         assert_close(layer(x, qkv_sharding=rows), layer(x), "float32", "y")
@@ -260,9 +337,13 @@ def test_keywords_of_attention_are_taken_or_refused_by_name(name):
 def test_self_attention_is_causal_where_the_call_says_so():
     with jax.set_mesh(make_mesh(2, 4)):
         x = jax.device_put(np.random.default_rng(0).standard_normal((2, 8, 8), np.float32), ROWS)
-        for name, cls in (("ParallelSelfAttention", fa.nn.ParallelSelfAttention), ("Ring", fa.nn.RingSelfAttention)):
+        for name, cls in (
+            ("ParallelSelfAttention", fa.nn.ParallelSelfAttention),
+            ("Ring", fa.nn.RingSelfAttention),
+        ):
             causal, whole = (
-                drawn(lambda c=c: cls(8, 4, causal=c, axis_name="model", rngs=nnx.Rngs(0))) for c in (1, 0)
+                drawn(lambda c=c: cls(8, 4, causal=c, axis_name="model", rngs=nnx.Rngs(0)))
+                for c in (1, 0)
             )
             assert_close(whole(x, is_causal=True), causal(x), "float32", name)
             assert not np.allclose(whole(x), causal(x), atol=1e-3)

@@ -1,4 +1,6 @@
-"""Fused projections become parallel ones part by part: nothing that the model takes apart moves between devices."""
+"""Fused projections become parallel ones part by part: nothing that the model takes apart moves
+between devices.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,17 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import ROWS, assert_close, assert_model_close, drawn, make_mesh, ones, permutes, scan, stack
+from tests.nn.conftest import (
+    ROWS,
+    assert_close,
+    assert_model_close,
+    drawn,
+    make_mesh,
+    ones,
+    permutes,
+    scan,
+    stack,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -16,7 +28,9 @@ PARTS = {"query": 16, "key": 8, "value": 8}
 
 
 class FusedBlock(nnx.Module):
-    """A block of a plain model: queries, keys and values are one product, which the model takes apart."""
+    """A block of a plain model: queries, keys and values are one product, which the model takes
+    apart.
+    """
 
     def __init__(self, rngs):
         self.qkv = nnx.Linear(16, 32, rngs=rngs)
@@ -46,7 +60,9 @@ def test_a_fused_layer_computes_what_it_did():
     with jax.set_mesh(make_mesh(2, 4)):
         model = nnx.clone(plain)
         (replaced,) = fused(model)
-        assert str(replaced).startswith("qkv: Linear -> ColumnParallelProjections (fused query 16, key 8, value 8), ")
+        assert str(replaced).startswith(
+            "qkv: Linear -> ColumnParallelProjections (fused query 16, key 8, value 8), "
+        )
         assert model.qkv.value.kernel[...].sharding.spec == P(None, "model")
         for got, part in zip(model.parts(jax.device_put(x, ROWS)), want_parts, strict=True):
             assert_close(got, part, "float32", "part")
@@ -82,7 +98,8 @@ def test_a_fused_checkpoint_is_loaded_and_given_back():
         assert (loaded.missing, loaded.unexpected) == ((), ())
         q, k, v = (plain_copy.block.qkv.query, plain_copy.block.qkv.key, plain_copy.block.qkv.value)
         np.testing.assert_array_equal(
-            np.concatenate([layer.kernel[...] for layer in (q, k, v)], -1), other.block.qkv.kernel[...]
+            np.concatenate([layer.kernel[...] for layer in (q, k, v)], -1),
+            other.block.qkv.kernel[...],
         )
         fa.nn.load(plain, plain_copy)
     assert_model_close(nnx.state(plain, nnx.Param), nnx.state(other, nnx.Param), tolerance=0)
@@ -105,23 +122,35 @@ def test_a_stack_of_fused_layers_and_an_abstract_one():
 
 def test_what_does_not_fit_is_refused():
     with jax.set_mesh(make_mesh(2, 4)):
-        model = nnx.Dict(qkv=nnx.Linear(16, 32, rngs=nnx.Rngs(0)), embed=nnx.Embed(8, 8, rngs=nnx.Rngs(0)))
-        with pytest.raises(ValueError, match="it has 32 features, and the parts of its rule are fused q 16, k 8"):
+        model = nnx.Dict(
+            qkv=nnx.Linear(16, 32, rngs=nnx.Rngs(0)), embed=nnx.Embed(8, 8, rngs=nnx.Rngs(0))
+        )
+        with pytest.raises(
+            ValueError, match="it has 32 features, and the parts of its rule are fused q 16, k 8"
+        ):
             fused(model, parts={"q": 16, "k": 8})
-        with pytest.raises(ValueError, match="out_features must be divisible by the 'model' axis: got out_features=10"):
+        with pytest.raises(
+            ValueError,
+            match="out_features must be divisible by the 'model' axis: got out_features=10",
+        ):
             fused(model, parts={"q": 10, "k": 22})
         with pytest.raises(ValueError, match=r"embed is a Embed, and Fused\(.* replaces Linear"):
             fused(model, "embed")
         fused(model)
         wrong = {"qkv": {"kernel": np.ones((16, 48), np.float32), "bias": np.ones(48, np.float32)}}
-        message = r"qkv.kernel is \[16, 48\] in the source, and its parts query, key, value have 16 \+ 8 \+ 8 features"
+        message = (
+            r"qkv.kernel is \[16, 48\] in the source, and its parts query, key, value have "
+            r"16 \+ 8 \+ 8 features"
+        )
         with pytest.raises(ValueError, match=message):
             fa.nn.load(model, wrong, strict=False)
 
 
 def test_a_column_rule_for_what_is_called_fused_says_what_it_costs(capsys):
     with jax.set_mesh(make_mesh(2, 4)):
-        model = nnx.Dict(qkv=nnx.Linear(16, 32, rngs=nnx.Rngs(0)), up=nnx.Linear(16, 32, rngs=nnx.Rngs(0)))
+        model = nnx.Dict(
+            qkv=nnx.Linear(16, 32, rngs=nnx.Rngs(0)), up=nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+        )
         done = fa.nn.parallelize(model, {"*": "column"})
     notes = {replaced.path: replaced.note for replaced in done}
     assert notes["up"] == ""

@@ -37,7 +37,10 @@ def reference(x, kernel, targets, weights, *, label_smoothing=0.0, z_loss=0.0, l
         if logit_softcap is not None:
             logits = logit_softcap * jnp.tanh(logits / logit_softcap)
         wanted = optax.smooth_labels(jax.nn.one_hot(targets, kernel.shape[1]), label_smoothing)
-        losses = optax.softmax_cross_entropy(logits, wanted) + z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+        losses = (
+            optax.softmax_cross_entropy(logits, wanted)
+            + z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+        )
         counted = jnp.where(targets == -100, 0, weights)
         return jnp.sum(losses * counted) / jnp.sum(counted)
 
@@ -46,9 +49,14 @@ def reference(x, kernel, targets, weights, *, label_smoothing=0.0, z_loss=0.0, l
 
 
 def check(mesh, output_of, given, *, x_spec=ROWS, tolerance=1e-6, **options):
-    """Compares the loss and both gradients; `output_of` makes of a kernel [D, V] what the loss is given as output."""
+    """Compares the loss and both gradients; `output_of` makes of a kernel [D, V] what the loss is
+    given as output.
+    """
     x, kernel, targets, weights = given
-    want = reference(*given, **{name: options[name] for name in options if name not in ("block_rows", "axis_name")})
+    want = reference(
+        *given,
+        **{name: options[name] for name in options if name not in ("block_rows", "axis_name")},
+    )
     with jax.set_mesh(mesh):
         output = output_of(kernel)
         graph, state = nnx.split(output) if isinstance(output, nnx.Module) else (None, output)
@@ -57,7 +65,9 @@ def check(mesh, output_of, given, *, x_spec=ROWS, tolerance=1e-6, **options):
         def run(x, state, targets, weights):
             def loss(x, state):
                 output = state if graph is None else nnx.merge(graph, state)
-                return fa.nn.linear_cross_entropy(x, output, targets, weights=weights, ignore=-100, **options)
+                return fa.nn.linear_cross_entropy(
+                    x, output, targets, weights=weights, ignore=-100, **options
+                )
 
             return jax.value_and_grad(loss, argnums=(0, 1))(x, state)
 
@@ -67,7 +77,9 @@ def check(mesh, output_of, given, *, x_spec=ROWS, tolerance=1e-6, **options):
     got = (value, dx, dkernel.T if isinstance(output, fa.nn.VocabParallelEmbed) else dkernel)
     for name, one, other in zip(("loss", "dx", "dkernel"), got, want, strict=True):
         scale = max(float(np.abs(np.asarray(other, np.float32)).max()), 1e-6)
-        np.testing.assert_allclose(np.float32(one) / scale, np.float32(other) / scale, atol=tolerance, err_msg=name)
+        np.testing.assert_allclose(
+            np.float32(one) / scale, np.float32(other) / scale, atol=tolerance, err_msg=name
+        )
 
 
 def put(x, kernel, *per_row):
@@ -87,7 +99,9 @@ def column(kernel, **options):
 
 
 def embedding(kernel, **options):
-    layer = nnx.eval_shape(lambda: fa.nn.VocabParallelEmbed(*kernel.T.shape, rngs=nnx.Rngs(0), **options))
+    layer = nnx.eval_shape(
+        lambda: fa.nn.VocabParallelEmbed(*kernel.T.shape, rngs=nnx.Rngs(0), **options)
+    )
     layer.embedding.set_value(jax.device_put(kernel.T, layer.stored[0]))
     return layer
 
@@ -128,7 +142,8 @@ def test_fully_sharded(axis_type):
         check(mesh, output_of, arrays(24, 24), x_spec=spec)
 
 
-@pytest.mark.parametrize("vocabulary", [24, 25])  # 25 entries are padded, and lie on the devices by features
+# 25 entries are padded, and lie on the devices by features
+@pytest.mark.parametrize("vocabulary", [24, 25])
 def test_inside_shard_map_the_mean_is_that_of_all_devices(vocabulary):
     """Where nothing weighs rows, and every mesh axis is mapped, as in a scan that prefetches."""
     x, kernel, targets, _ = arrays(8, vocabulary)
@@ -157,16 +172,22 @@ def test_a_kernel_inside_shard_map_is_this_devices_columns():
             fa.nn.linear_cross_entropy, in_specs=(ROWS, P(None, "model"), TOKENS), out_specs=P()
         )  # fmt: skip
         value = jax.jit(mapped)(*put(x, kernel, targets))
-    np.testing.assert_allclose(value, reference(x, kernel, targets, np.ones((BATCH, 8), np.float32))[0], rtol=1e-6)
+    np.testing.assert_allclose(
+        value, reference(x, kernel, targets, np.ones((BATCH, 8), np.float32))[0], rtol=1e-6
+    )
 
 
 def test_float64_and_no_rows_at_all():
     x, kernel, targets, weights = arrays(8, 24, "float64")
     with jax.enable_x64(True), jax.set_mesh(make_mesh(2, 4)):
         placed = put(x, kernel, np.abs(targets) % 24, weights)
-        loss, gradient = jax.jit(jax.value_and_grad(lambda x, kernel, targets, weights: fa.nn.linear_cross_entropy(
-            x, kernel, targets, weights=weights, block_rows=SMALL
-        )))(*placed)  # fmt: skip
+        loss, gradient = jax.jit(
+            jax.value_and_grad(
+                lambda x, kernel, targets, weights: fa.nn.linear_cross_entropy(
+                    x, kernel, targets, weights=weights, block_rows=SMALL
+                )
+            )
+        )(*placed)
         assert loss.dtype == gradient.dtype == jnp.float64
         nothing = fa.nn.linear_cross_entropy(placed[0][:, :0], placed[1], placed[2][:, :0])
     assert float(nothing) == 0.0
@@ -175,27 +196,52 @@ def test_float64_and_no_rows_at_all():
 def test_weights_have_no_gradient_and_no_loss_where_all_are_zero():
     with jax.set_mesh(make_mesh(2, 4)):
         *placed, weights = put(*arrays(8, 24))
-        loss = jax.jit(jax.value_and_grad(lambda w: fa.nn.linear_cross_entropy(*placed, weights=w, ignore=-100)))
+        loss = jax.jit(
+            jax.value_and_grad(
+                lambda w: fa.nn.linear_cross_entropy(*placed, weights=w, ignore=-100)
+            )
+        )
         value, gradient = loss(weights)
         assert value > 0
         np.testing.assert_array_equal(gradient, 0)
         assert loss(jnp.zeros_like(weights))[0] == 0
 
 
-@pytest.mark.parametrize(("change", "error", "message"), [
-    ({"targets": np.zeros((BATCH, 8), np.float32)}, ValueError, "integer dtype: got float32"),
-    ({"targets": np.zeros((BATCH, 16), np.int32)}, ValueError, "one element of targets a row of x: got [4, 16]"),
-    ({"weights": np.zeros((BATCH, 4), np.float32)}, ValueError, "one element of weights a row of x: got [4, 4]"),
-    ({"block_rows": 0}, ValueError, "block_rows to be 1 or more: got 0"),
-    ({"axis_name": "tensor"}, ValueError, "tensor"),
-    ({"layer": fa.nn.ColumnParallelLinear}, NotImplementedError, "the layer has a bias: leave it out"),
-    ({"layer": fa.nn.RowParallelLinear}, NotImplementedError, "or a kernel: got RowParallelLinear"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"targets": np.zeros((BATCH, 8), np.float32)}, ValueError, "integer dtype: got float32"),
+        (
+            {"targets": np.zeros((BATCH, 16), np.int32)},
+            ValueError,
+            "one element of targets a row of x: got [4, 16]",
+        ),
+        (
+            {"weights": np.zeros((BATCH, 4), np.float32)},
+            ValueError,
+            "one element of weights a row of x: got [4, 4]",
+        ),
+        ({"block_rows": 0}, ValueError, "block_rows to be 1 or more: got 0"),
+        ({"axis_name": "tensor"}, ValueError, "tensor"),
+        (
+            {"layer": fa.nn.ColumnParallelLinear},
+            NotImplementedError,
+            "the layer has a bias: leave it out",
+        ),
+        (
+            {"layer": fa.nn.RowParallelLinear},
+            NotImplementedError,
+            "or a kernel: got RowParallelLinear",
+        ),
+    ],
+)
 def test_errors(change, error, message):
     x, kernel, targets, weights = arrays(8, 16)
     given = {"targets": targets, "weights": weights} | change
     with jax.set_mesh(make_mesh(2, 4)):
-        x, output, given["targets"], given["weights"] = put(x, kernel, given["targets"], given["weights"])
+        x, output, given["targets"], given["weights"] = put(
+            x, kernel, given["targets"], given["weights"]
+        )
         if layer := given.pop("layer", None):
             output = layer(FEATURES, 16, rngs=nnx.Rngs(0))
         with pytest.raises(error, match=re.escape(message)):
@@ -204,7 +250,9 @@ def test_errors(change, error, message):
 
 @pytest.mark.slow
 def test_temporary_memory_on_a_tpu():
-    """The temporaries of loss and gradients are less than a twentieth of the logits that never exist."""
+    """The temporaries of loss and gradients are less than a twentieth of the logits that never
+    exist.
+    """
     sequences, rows, features, entries, devices = 16, 3 * 8192, 4096, 128256, 8
     mesh = fa.check.topology_mesh("v6e:2x4", (1, devices), ("data", "model"))
 

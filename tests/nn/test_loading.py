@@ -1,4 +1,6 @@
-"""`load` takes what orbax restores of a saved state, from every checkpointer, as well as what a user has in memory."""
+"""`load` takes what orbax restores of a saved state, from every checkpointer, as well as what a
+user has in memory.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,9 @@ RULES = {"blocks.*.attention": "attention", "blocks.*.up": "column", "blocks.*.d
 
 
 class Plain(nnx.Module):
-    """Two blocks, one of which has a parameter that is called as orbax calls the array of a variable."""
+    """Two blocks, one of which has a parameter that is called as orbax calls the array of a
+    variable.
+    """
 
     def __init__(self):
         self.blocks = nnx.List([Block(nnx.Rngs(0)) for _ in range(2)])
@@ -28,7 +32,12 @@ class Plain(nnx.Module):
 @pytest.fixture(scope="module")
 def plain():
     model, rng = Plain(), np.random.default_rng(0)
-    nnx.update(model, jax.tree.map(lambda p: rng.standard_normal(p.shape, np.float32), nnx.state(model, nnx.Param)))
+    nnx.update(
+        model,
+        jax.tree.map(
+            lambda p: rng.standard_normal(p.shape, np.float32), nnx.state(model, nnx.Param)
+        ),
+    )
     return model
 
 
@@ -67,11 +76,15 @@ def by_manager_of_items(path, state):
     with ocp.CheckpointManager(path) as manager:
         manager.save(3, args=ocp.args.Composite(model=ocp.args.StandardSave(state)))
         manager.wait_until_finished()
-        return manager.restore(3, args=ocp.args.Composite(model=ocp.args.StandardRestore()))["model"]
+        return manager.restore(3, args=ocp.args.Composite(model=ocp.args.StandardRestore()))[
+            "model"
+        ]
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-@pytest.mark.parametrize("save", [by_standard_checkpointer, by_pytree_checkpointer, by_manager, by_manager_of_items])
+@pytest.mark.parametrize(
+    "save", [by_standard_checkpointer, by_pytree_checkpointer, by_manager, by_manager_of_items]
+)
 def test_what_orbax_restores_without_a_target(plain, tmp_path, save):
     check_loads(save(tmp_path / "saved", nnx.state(plain)), plain)
 
@@ -91,8 +104,14 @@ def test_what_is_in_the_place_of_an_array_is_named():
         layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 8, use_bias=False, rngs=nnx.Rngs(0)))
         with pytest.raises(ValueError, match="load: kernel is a list; give an array"):
             fa.nn.load(layer, {"kernel": [[1.0] * 8] * 8})
-        with pytest.raises(ValueError, match=r"load: blocks\.0\.kernel is 'lost', of type str; give an array"):
+        with pytest.raises(
+            ValueError, match=r"load: blocks\.0\.kernel is 'lost', of type str; give an array"
+        ):
             fa.nn.load(layer, {"blocks": [{"kernel": "lost"}]})
-        many = {"kernel": np.ones((8, 8), np.float32)} | {f"other{i:03}": np.ones(1) for i in range(200)}
-        with pytest.raises(ValueError, match=r"left over in the source: other000, .*other009 and 190 more; strict="):
+        many = {"kernel": np.ones((8, 8), np.float32)} | {
+            f"other{i:03}": np.ones(1) for i in range(200)
+        }
+        with pytest.raises(
+            ValueError, match=r"left over in the source: other000, .*other009 and 190 more; strict="
+        ):
             fa.nn.load(layer, many)

@@ -1,4 +1,6 @@
-"""MeshLinear against nnx.Linear on meshes of two axes; its kernels in the simulator; the compiled backward pass."""
+"""MeshLinear against nnx.Linear on meshes of two axes; its kernels in the simulator; the compiled
+backward pass.
+"""
 
 import functools
 
@@ -22,7 +24,9 @@ MESHES = [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2)]
 
 
 def mesh_of(shape, axis_type=AxisType.Explicit, names=("x", "y")):
-    return jax.make_mesh(shape, names, (axis_type,) * len(shape), devices=jax.devices()[: np.prod(shape)])
+    return jax.make_mesh(
+        shape, names, (axis_type,) * len(shape), devices=jax.devices()[: np.prod(shape)]
+    )
 
 
 def plain(features=16, **options):
@@ -33,9 +37,23 @@ def ours(features=16, **options):
     return lambda dtype: fa.nn.MeshLinear(features, 12, dtype=dtype, rngs=nnx.Rngs(0), **options)
 
 
-def parity(mesh, features=16, x_shape=(2, 8), x_spec=X_SPEC, y_spec=Y_SPEC, dtype="float32", use_bias=True, **options):
-    make, reference = ours(features, use_bias=use_bias, **options), plain(features, use_bias=use_bias)
-    check_parity(make, reference, (*x_shape, features), mesh=mesh, x_spec=x_spec, y_spec=y_spec, dtype=dtype)
+def parity(
+    mesh,
+    features=16,
+    x_shape=(2, 8),
+    x_spec=X_SPEC,
+    y_spec=Y_SPEC,
+    dtype="float32",
+    use_bias=True,
+    **options,
+):
+    make, reference = (
+        ours(features, use_bias=use_bias, **options),
+        plain(features, use_bias=use_bias),
+    )
+    check_parity(
+        make, reference, (*x_shape, features), mesh=mesh, x_spec=x_spec, y_spec=y_spec, dtype=dtype
+    )
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
@@ -45,10 +63,14 @@ def test_parity(shape, axis_type):
 
 
 def test_parity_in_other_forms():
-    parity(mesh_of((2, 2)), features=6)  # four devices cannot share 6 rows of the kernel: gradients of XLA
+    # four devices cannot share 6 rows of the kernel: gradients of XLA
+    parity(mesh_of((2, 2)), features=6)
     parity(mesh_of((2, 2)), dtype="bfloat16", use_bias=False, backend="none")
-    parity(mesh_of((2, 2)), x_shape=(8,), x_spec=P("x", "y"), y_spec=P("x", None), precision="highest")
-    stored = {"kernel_metadata": {"out_sharding": ("x", "y")}}  # the kernel is gathered along y before it is used
+    parity(
+        mesh_of((2, 2)), x_shape=(8,), x_spec=P("x", "y"), y_spec=P("x", None), precision="highest"
+    )
+    # the kernel is gathered along y before it is used
+    stored = {"kernel_metadata": {"out_sharding": ("x", "y")}}
     parity(mesh_of((2, 2)), features=32, **stored)
 
 
@@ -59,12 +81,17 @@ def test_the_batch_may_be_sharded_over_another_axis(axis_type):
     parity(mesh_of((2, 2, 2), axis_type, names), axis_names=("rows", "features"), **specs)
 
 
-@pytest.mark.parametrize("backend", [
-    "overlapped", *(pytest.param(name, marks=pytest.mark.slow) for name in ("xla_gemm", "serial", "fused")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "overlapped",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("xla_gemm", "serial", "fused")),
+    ],
+)
 def test_kernels_and_their_gradients_on_simulated_tpus(backend, monkeypatch):
     """JAX's simulator raises for a race. The kernels take whole hardware tiles."""
-    monkeypatch.setattr(fa.mesh, "platform", lambda: "tpu")  # of the mesh that `check_parity` sets, too
+    # of the mesh that `check_parity` sets, too
+    monkeypatch.setattr(fa.mesh, "platform", lambda: "tpu")
     reference = drawn(lambda: nnx.Linear(512, 128, rngs=nnx.Rngs(0)))
     make = lambda dtype: fa.nn.MeshLinear(512, 128, dtype=dtype, backend=backend, rngs=nnx.Rngs(0))  # noqa: E731
     with simulated((2, 2), ("x", "y")) as mesh:
@@ -74,15 +101,20 @@ def test_kernels_and_their_gradients_on_simulated_tpus(backend, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_transfers_of_the_compiled_backward_pass_run_beside_its_products(tied, monkeypatch):
-    """Five permutes: a block of the kernel arrives and goes around; its gradient is summed, returns and goes around.
+    """Five permutes: a block of the kernel arrives and goes around; its gradient is summed, returns
+    and goes around.
 
-    Negative test: if the products of partial sums are not tied, XLA adds what arrives within them, and so waits.
+    Negative test: if the products of partial sums are not tied, XLA adds what arrives within them,
+      and so waits.
     """
     if not tied:
         monkeypatch.setattr("flaxasync.ops.mesh_matmul.tie", lambda product: product)
     mesh = fa.check.topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
     with jax.set_mesh(mesh):
-        make = lambda: fa.nn.MeshLinear(8192, 4096, use_bias=False, backend="none", rngs=nnx.Rngs(0))  # noqa: E731
+
+        def make():
+            return fa.nn.MeshLinear(8192, 4096, use_bias=False, backend="none", rngs=nnx.Rngs(0))
+
         graph, state = split_layer(make, mesh, jnp.bfloat16)
 
         def gradients(state, x, dy):
@@ -90,19 +122,26 @@ def test_the_transfers_of_the_compiled_backward_pass_run_beside_its_products(tie
 
         x, dy = array((8192, 8192), mesh, P("x", "y")), array((8192, 4096), mesh, P("x", None))
         fn = jax.jit(gradients)
-        report = fa.check.audit(fa.check.compile_for("v5e:2x2", fn, state, x, dy, compiler_options=fa.check.HLO_ONLY))
+        report = fa.check.audit(
+            fa.check.compile_for("v5e:2x2", fn, state, x, dy, compiler_options=fa.check.HLO_ONLY)
+        )
     sent = [pair for pair in report.pairs if pair.communicates]
     assert report.ok
     assert "synchronous-collective" not in report.codes()
     assert [pair.kind for pair in sent] == ["collective-permute"] * 5
-    assert len([pair for pair in sent if pair.exposed > pair.transfer / 10]) == (0 if tied else 1), str(report)
+    assert len([pair for pair in sent if pair.exposed > pair.transfer / 10]) == (
+        0 if tied else 1
+    ), str(report)
 
 
 def test_a_checkpoint_of_nnx_linear_loads_and_parameters_are_sharded_as_their_metadata_says():
     with jax.set_mesh(mesh_of((2, 4))):
         layer, linear = ours()("float32"), nnx.Linear(16, 12, rngs=nnx.Rngs(0))
         np.testing.assert_array_equal(layer.kernel[...], linear.kernel[...])  # drawn alike
-        assert set(fa.nn.load(layer, nnx.to_pure_dict(nnx.state(plain()))).names) == {"kernel", "bias"}
+        assert set(fa.nn.load(layer, nnx.to_pure_dict(nnx.state(plain()))).names) == {
+            "kernel",
+            "bias",
+        }
         np.testing.assert_array_equal(layer.kernel[...], plain().kernel[...])
         assert layer.kernel.get_metadata()["out_sharding"] == ("x", None)
         assert layer.kernel[...].addressable_shards[0].data.shape == (8, 12)
@@ -122,13 +161,24 @@ def test_two_layers_inside_a_shard_map_of_the_caller():
     np.testing.assert_allclose(y, plain()(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("shape", "spec", "error"), [
-    ((2, 8, 12), X_SPEC, r"built for 16 input features: got \[2, 8, 12\]"),
-    ((2, 8, 16), P(None, "y", "x"), r"rows \(dimension -2\) are sharded over 'x', and whose features .* over 'y': got"),
-    ((2, 8, 16), Y_SPEC, r"over 'y': got P\(None, 'x', None\); reshard it with jax.reshard"),
-    ((2, 8, 16), P("x", None, "y"), "whose rows"),
-    ((2, 3, 16), P(None, None, "y"), "rows must be divisible by the 'x' axis: got rows=3 on 2 devices; use 2 or 4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "spec", "error"),
+    [
+        ((2, 8, 12), X_SPEC, r"built for 16 input features: got \[2, 8, 12\]"),
+        (
+            (2, 8, 16),
+            P(None, "y", "x"),
+            r"rows \(dimension -2\) are sharded over 'x', and whose features .* over 'y': got",
+        ),
+        ((2, 8, 16), Y_SPEC, r"over 'y': got P\(None, 'x', None\); reshard it with jax.reshard"),
+        ((2, 8, 16), P("x", None, "y"), "whose rows"),
+        (
+            (2, 3, 16),
+            P(None, None, "y"),
+            "rows must be divisible by the 'x' axis: got rows=3 on 2 devices; use 2 or 4",
+        ),
+    ],
+)
 def test_inputs_that_the_layer_does_not_take(shape, spec, error):
     with jax.set_mesh(mesh_of((2, 4))):
         layer = drawn(functools.partial(ours(), "float32"))
@@ -137,16 +187,22 @@ def test_inputs_that_the_layer_does_not_take(shape, spec, error):
 
 
 def test_layers_that_cannot_be_built_or_run():
-    with pytest.raises(ValueError, match="MeshLinear needs a mesh with the axis 'x', and none is set"):
+    with pytest.raises(
+        ValueError, match="MeshLinear needs a mesh with the axis 'x', and none is set"
+    ):
         ours()("float32")
     with jax.set_mesh(mesh_of((2, 4))):
-        with pytest.raises(ValueError, match="by the 'y' axis: got in_features=6 on 4 devices; use 4 or 8"):
+        with pytest.raises(
+            ValueError, match="by the 'y' axis: got in_features=6 on 4 devices; use 4 or 8"
+        ):
             ours(6)("float32")
         with pytest.raises(ValueError, match="names of two mesh axes"):
             ours(axis_names=("x", "x"))("float32")
         with pytest.raises(ValueError, match="'rows', and the mesh has 'x', 'y'"):
             ours(axis_names=("rows", "y"))("float32")
-        with pytest.raises(TypeError, match=r"^MeshLinear got an unexpected keyword argument 'fsdp_axis'"):
+        with pytest.raises(
+            TypeError, match=r"^MeshLinear got an unexpected keyword argument 'fsdp_axis'"
+        ):
             ours(fsdp_axis="y")("float32")
         layer = drawn(functools.partial(ours(backend="xla"), "float32"))
         with pytest.raises(NotImplementedError, match="no 'xla' backend: it has none, xla_gemm"):

@@ -1,4 +1,6 @@
-"""`fa.nn.ParallelMoE` against all experts on all rows in NumPy: meshes, routers, storage, statistics, errors."""
+"""`fa.nn.ParallelMoE` against all experts on all rows in NumPy: meshes, routers, storage,
+statistics, errors.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,9 @@ def sigmoid(x):
 
 
 def arrays(moe):
-    return {name: np.asarray(getattr(moe, name)[...], np.float64) for name in ("up", "gate", "down")}
+    return {
+        name: np.asarray(getattr(moe, name)[...], np.float64) for name in ("up", "gate", "down")
+    }
 
 
 def routed(moe, x, k, options=None, bias=0.0):
@@ -62,7 +66,9 @@ def mesh():
 
 
 def make(experts=8, k=2, **options):
-    return fa.nn.ParallelMoE(FEATURES, HIDDEN, experts, experts_per_token=k, rngs=nnx.Rngs(0), **options)
+    return fa.nn.ParallelMoE(
+        FEATURES, HIDDEN, experts, experts_per_token=k, rngs=nnx.Rngs(0), **options
+    )
 
 
 def apply(moe, x, spec=ROWS):
@@ -98,13 +104,17 @@ def test_gradients_agree_with_those_of_all_experts(backend):
         y = jnp.zeros_like(x)
         for expert in range(6):
             h = jax.nn.silu(x @ weights["gate"][expert]) * (x @ weights["up"][expert])
-            y += jnp.sum(jnp.where(ids == expert, values, 0), -1, keepdims=True) * (h @ weights["down"][expert])
+            y += jnp.sum(jnp.where(ids == expert, values, 0), -1, keepdims=True) * (
+                h @ weights["down"][expert]
+            )
         return jnp.sum(jnp.sin(y))
 
     moe = make(6, backend=backend)
     grad = nnx.grad(lambda moe, x: jnp.sum(jnp.sin(moe(x))), argnums=(0, 1))
     found, dx = nnx.jit(grad)(moe, jax.device_put(X, ROWS))
-    weights = {name: jnp.asarray(np.asarray(getattr(moe, name)[...])) for name in ("up", "gate", "down")}
+    weights = {
+        name: jnp.asarray(np.asarray(getattr(moe, name)[...])) for name in ("up", "gate", "down")
+    }
     weights["router"] = jnp.asarray(np.asarray(moe.router.kernel[...]))
     wanted, dx_wanted = jax.grad(loss, (0, 1))(weights, X)
     close(dx, dx_wanted)
@@ -156,9 +166,12 @@ def test_capacity_drops_and_says_how_much():
     moe = make(capacity_factor=2.0)
     y, routing = moe.with_routing(jax.device_put(X, ROWS))
     ids, _ = routed(moe, X.astype(np.float64), 2)
-    # A device has 2 rows of each of 2 sequences: 1.0 of them are the mean of an expert. Of each sequence it takes one.
+    # A device has 2 rows of each of 2 sequences: 1.0 of them are the mean of an expert. Of each
+    # sequence it takes one.
     halves = ids.reshape(BATCH, LENGTH // 2, 2 * 2)
-    left_out = sum(np.maximum(np.bincount(half, minlength=8) - 1, 0).sum() for half in halves.reshape(-1, 4))
+    left_out = sum(
+        np.maximum(np.bincount(half, minlength=8) - 1, 0).sum() for half in halves.reshape(-1, 4)
+    )
     assert left_out > 0
     close(routing.dropped, left_out / ids.size)
     assert np.abs(np.asarray(y) - dense(moe, X, 2)).max() > 1e-3
@@ -166,7 +179,9 @@ def test_capacity_drops_and_says_how_much():
 
 def test_a_shared_expert_is_added():
     moe, x = make(shared_hidden=32), X.astype(np.float64)
-    gate, up, down = (np.asarray(getattr(moe.shared, n).kernel[...], np.float64) for n in ("gate", "up", "down"))
+    gate, up, down = (
+        np.asarray(getattr(moe.shared, n).kernel[...], np.float64) for n in ("gate", "up", "down")
+    )
     close(apply(moe, X), dense(moe, x, 2) + (x @ gate * sigmoid(x @ gate) * (x @ up)) @ down)
 
 
@@ -204,7 +219,9 @@ SIGMOIDS = {
 
 
 def weights_in_float64(logits, ids, options):
-    """Returns the weights of the chosen experts as NumPy computes them, whose sigmoids are not zero above -700."""
+    """Returns the weights of the chosen experts as NumPy computes them, whose sigmoids are not zero
+    above -700.
+    """
     chosen = np.take_along_axis(logits, ids, -1)
     if options.scores == "sigmoid":
         weights = 1 / (1 + np.exp(-chosen))
@@ -220,7 +237,9 @@ def weights_in_float64(logits, ids, options):
 @pytest.mark.parametrize("low", [0.0, -30.0, -46.0, -88.0, -110.0, -400.0, 40.0, 100.0])
 @pytest.mark.parametrize("options", SIGMOIDS.values(), ids=SIGMOIDS)
 def test_routers_are_finite_and_right_at_the_ends_of_float32(options, low):
-    """From -88 on the sigmoid is zero in float32, and from -46 on so was the square that a gradient divided by."""
+    """From -88 on the sigmoid is zero in float32, and from -46 on so was the square that a gradient
+    divided by.
+    """
     rng = np.random.default_rng(3)
     logits = (low + rng.permutation(8) * 0.5 + np.zeros((5, 1))).astype(np.float32)
     bias = np.zeros(8, np.float32) if options.selection_bias else None

@@ -1,4 +1,6 @@
-"""Stacks of layers, which nnx.vmap makes for nnx.scan, and layers that are adapted become parallel ones."""
+"""Stacks of layers, which nnx.vmap makes for nnx.scan, and layers that are adapted become parallel
+ones.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,18 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import COLUMNS, ROWS, SAME, Block, assert_close, check_replaced, drawn, make_mesh, ones, stack
+from tests.nn.conftest import (
+    COLUMNS,
+    ROWS,
+    SAME,
+    Block,
+    assert_close,
+    check_replaced,
+    drawn,
+    make_mesh,
+    ones,
+    stack,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -32,7 +45,11 @@ class Scanned(nnx.Module):
         self.layers = stack(AdaptedBlock, transform_metadata=metadata, out_axes=out_axes)
 
     def __call__(self, x):
-        options = {"in_axes": (0, nnx.Carry), "out_axes": nnx.Carry, "transform_metadata": self.metadata}
+        options = {
+            "in_axes": (0, nnx.Carry),
+            "out_axes": nnx.Carry,
+            "transform_metadata": self.metadata,
+        }
         return nnx.scan(nnx.remat(lambda layer, x: layer(x)), **options)(self.layers, x)
 
 
@@ -43,7 +60,11 @@ class Scanned(nnx.Module):
 def test_a_scanned_model_computes_what_it_did(axis_type, metadata):
     def replace(model):
         done = fa.nn.parallelize(model, RULES, verbose=False)
-        assert [found.after for found in done] == ["ParallelAttention", "RowParallelLinear", "ParallelLoRA"]
+        assert [found.after for found in done] == [
+            "ParallelAttention",
+            "RowParallelLinear",
+            "ParallelLoRA",
+        ]
         assert model.layers.down.kernel.shape == (3, 32, 16)
         assert model.layers.down.kernel[...].sharding.spec == P(None, "model", None)
         assert model.layers.down.kernel.get_metadata()["out_sharding"] == (None, "model", None)
@@ -51,7 +72,9 @@ def test_a_scanned_model_computes_what_it_did(axis_type, metadata):
 
     got = check_replaced(drawn(lambda: Scanned(metadata)), make_mesh(2, 4, axis_type), replace)
     if axis_type == AxisType.Explicit:
-        assert jax.typeof(got["layers"]["down"]["kernel"][...]).sharding.spec == P(None, "model", None)
+        assert jax.typeof(got["layers"]["down"]["kernel"][...]).sharding.spec == P(
+            None, "model", None
+        )
 
 
 def test_a_stack_is_called_in_a_scan():
@@ -60,7 +83,11 @@ def test_a_stack_is_called_in_a_scan():
         fa.nn.parallelize(model, RULES | {"layers.up": "row"}, verbose=False)
         model = drawn(lambda: model)
         message = r"\[3, \d+, \d+\] has 3 dimensions, .* this is a stack of layers, as"
-        for name, features, spec in (("down", 32, COLUMNS), ("attention", 16, ROWS), ("up", 16, COLUMNS)):
+        for name, features, spec in (
+            ("down", 32, COLUMNS),
+            ("attention", 16, ROWS),
+            ("up", 16, COLUMNS),
+        ):
             with pytest.raises(ValueError, match=message):
                 getattr(model.layers, name)(ones((2, 8, features), spec))
 
@@ -68,7 +95,9 @@ def test_a_stack_is_called_in_a_scan():
 def test_a_stack_along_another_dimension_is_refused():
     with jax.set_mesh(make_mesh(2, 4)):
         model = nnx.eval_shape(lambda: Scanned({}, out_axes=1))
-        message = r"its kernel is \[32, 3, 16\], .* make a stack of layers with out_axes=0 of nnx.vmap"
+        message = (
+            r"its kernel is \[32, 3, 16\], .* make a stack of layers with out_axes=0 of nnx.vmap"
+        )
         with pytest.raises(ValueError, match=message):
             fa.nn.parallelize(model, {"layers.down": "row"})
 
@@ -79,16 +108,27 @@ def test_what_low_rank_adaptation_lacks():
         for layer, name in [
             (drawn(lambda: fa.nn.ParallelAttention(16, 4, rngs=nnx.Rngs(0))), "query"),
             (drawn(lambda: fa.nn.ParallelMLP(16, 16, rngs=nnx.Rngs(0))), "up"),
-            (drawn(lambda: fa.nn.ColumnParallelProjections(16, {"query": 16}, rngs=nnx.Rngs(0))), "query"),
+            (
+                drawn(lambda: fa.nn.ColumnParallelProjections(16, {"query": 16}, rngs=nnx.Rngs(0))),
+                "query",
+            ),
         ]:
             setattr(layer, name, fa.nn.ParallelLoRA(getattr(layer, name), 2, rngs=nnx.Rngs(0)))
             kind = type(layer).__name__
-            with pytest.raises(NotImplementedError, match=f"{kind} does not call its layers, .* take a ParallelLoRA"):
+            with pytest.raises(
+                NotImplementedError,
+                match=f"{kind} does not call its layers, .* take a ParallelLoRA",
+            ):
                 layer(x)
-        with pytest.raises(ValueError, match="adapts ColumnParallelLinear and RowParallelLinear: got Linear; for"):
+        with pytest.raises(
+            ValueError, match="adapts ColumnParallelLinear and RowParallelLinear: got Linear; for"
+        ):
             fa.nn.ParallelLoRA(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(0))
         padded = drawn(lambda: fa.nn.ColumnParallelLinear(8, 13, pad=True, rngs=nnx.Rngs(0)))
-        with pytest.raises(ValueError, match="a ColumnParallelLinear that pads its output, which ParallelLoRA lacks"):
+        with pytest.raises(
+            ValueError,
+            match="a ColumnParallelLinear that pads its output, which ParallelLoRA lacks",
+        ):
             fa.nn.ParallelLoRA(padded, 2, rngs=nnx.Rngs(0))
 
 
@@ -113,8 +153,15 @@ def test_parallelize_turns_nnx_lora_into_parallel_lora(axis_type, base):
 
     def replace(model):
         if base == "parallel":
-            for lora, cls in ((model.up, fa.nn.ColumnParallelLinear), (model.down, fa.nn.RowParallelLinear)):
-                linear = drawn(lambda lora=lora, cls=cls: cls(lora.in_features, lora.out_features, rngs=nnx.Rngs(0)))
+            for lora, cls in (
+                (model.up, fa.nn.ColumnParallelLinear),
+                (model.down, fa.nn.RowParallelLinear),
+            ):
+                linear = drawn(
+                    lambda lora=lora, cls=cls: cls(
+                        lora.in_features, lora.out_features, rngs=nnx.Rngs(0)
+                    )
+                )
                 fa.nn.load(linear, lora.base_module)
                 lora.base_module = linear
         done = fa.nn.parallelize(model, {"up": "column", "down": "row"}, verbose=False)
@@ -125,9 +172,13 @@ def test_parallelize_turns_nnx_lora_into_parallel_lora(axis_type, base):
     assert {path[-1] for path, _ in nnx.to_flat_state(got)} == {"lora_a", "lora_b"}
 
 
-@pytest.mark.parametrize(("cls", "spec"), [(fa.nn.RowParallelLinear, COLUMNS), (fa.nn.ColumnParallelLinear, SAME)])
+@pytest.mark.parametrize(
+    ("cls", "spec"), [(fa.nn.RowParallelLinear, COLUMNS), (fa.nn.ColumnParallelLinear, SAME)]
+)
 def test_nnx_lora_itself(cls, spec):
-    """It works around layers whose output may be added to one that is sharded as the input's rows are."""
+    """It works around layers whose output may be added to one that is sharded as the input's rows
+    are.
+    """
 
     def replace(plain):
         base = drawn(lambda: cls(16, 16, rngs=nnx.Rngs(0)))
@@ -140,7 +191,9 @@ def test_nnx_lora_itself(cls, spec):
 
 
 def test_nnx_lora_around_a_column_parallel_layer_is_an_error_of_jax():
-    """One addend is sharded by rows, and the other by features: docs/your_model.md names the remedy."""
+    """One addend is sharded by rows, and the other by features: docs/your_model.md names the
+    remedy.
+    """
     with jax.set_mesh(make_mesh(2, 4)):
         base = drawn(lambda: fa.nn.ColumnParallelLinear(16, 16, rngs=nnx.Rngs(0)))
         layer = nnx.LoRA(16, 2, 16, base_module=base, rngs=nnx.Rngs(0))
@@ -163,7 +216,9 @@ class Shared(nnx.Module):
         return self.a(x) + self.b(x) + self.c(x)
 
 
-@pytest.mark.parametrize("rules", [{"b": "column", "c": "column"}, {"a": "column", "b": "column", "c": "column"}])
+@pytest.mark.parametrize(
+    "rules", [{"b": "column", "c": "column"}, {"a": "column", "b": "column", "c": "column"}]
+)
 def test_a_shared_layer_stays_shared(rules):
     def replace(model):
         done = fa.nn.parallelize(model, rules, verbose=False)
@@ -182,22 +237,47 @@ class Odd(nnx.Module):
         self.other = nnx.LoRA(16, 2, 16, base_module=second, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize(("make", "rules", "message"), [
-    (Odd, {"plain.base_module": "row"}, "because nnx.LoRA .* it is at plain: give it the rule 'row', and it becomes"),
-    (Odd, {"alone": "column"}, "alone by the rule 'column': it is around a NoneType, and the rules"),
-    (Odd, {"other": "column"}, "other by the rule 'column': its dtype, param_dtype or promote_dtype is not that of"),
-    (Shared, {"a": "column"}, "a, because nnx.LoRA .* it is at b: give it the rule 'column'"),
-    (Shared, {"b": "column"}, "a, because nnx.LoRA .* it is at c: give it the rule 'column'"),
-    (Shared, {"b": "column", "c": "row"}, "c by the rule 'row': it adapts a, .* says 'column'; give both"),
-    (lambda: lora(nnx.Linear(16, 16, rngs=nnx.Rngs(0))), {"base_module": "row"},
-     "base_module, because .* it is at the root of the model, which must be in a module such as an nnx.Dict: give"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "rules", "message"),
+    [
+        (
+            Odd,
+            {"plain.base_module": "row"},
+            "because nnx.LoRA .* it is at plain: give it the rule 'row', and it becomes",
+        ),
+        (
+            Odd,
+            {"alone": "column"},
+            "alone by the rule 'column': it is around a NoneType, and the rules",
+        ),
+        (
+            Odd,
+            {"other": "column"},
+            "other by the rule 'column': its dtype, param_dtype or promote_dtype is not that of",
+        ),
+        (Shared, {"a": "column"}, "a, because nnx.LoRA .* it is at b: give it the rule 'column'"),
+        (Shared, {"b": "column"}, "a, because nnx.LoRA .* it is at c: give it the rule 'column'"),
+        (
+            Shared,
+            {"b": "column", "c": "row"},
+            "c by the rule 'row': it adapts a, .* says 'column'; give both",
+        ),
+        (
+            lambda: lora(nnx.Linear(16, 16, rngs=nnx.Rngs(0))),
+            {"base_module": "row"},
+            "base_module, because .* it is at the root of the model, which must be in a module "
+            "such as an nnx.Dict: give",
+        ),
+    ],
+)
 def test_adaptations_that_cannot_be_replaced(make, rules, message):
     with jax.set_mesh(make_mesh(2, 4)):
         model = nnx.eval_shape(make)
         with pytest.raises(ValueError, match=f"cannot replace .*{message}"):
             fa.nn.parallelize(model, rules)
-        assert not any(isinstance(module, fa.nn.ColumnParallelLinear) for _, module in nnx.iter_modules(model))
+        assert not any(
+            isinstance(module, fa.nn.ColumnParallelLinear) for _, module in nnx.iter_modules(model)
+        )
 
 
 def test_a_parallel_layer_that_is_adapted_stays_as_it_is():
@@ -205,16 +285,32 @@ def test_a_parallel_layer_that_is_adapted_stays_as_it_is():
     x = np.random.default_rng(0).standard_normal((2, 7, 16)).astype(np.float32)
     with jax.set_mesh(make_mesh(2, 4, AxisType.Auto)):
         column = drawn(
-            lambda: lora(fa.nn.ColumnParallelLinear(16, 16, in_spec=P("data", None, None), rngs=nnx.Rngs(0)))
+            lambda: lora(
+                fa.nn.ColumnParallelLinear(16, 16, in_spec=P("data", None, None), rngs=nnx.Rngs(0))
+            )
         )
-        row = drawn(lambda: lora(fa.nn.RowParallelLinear(16, 16, layout="replicated", rngs=nnx.Rngs(0))))
-        other = drawn(lambda: lora(fa.nn.ColumnParallelLinear(16, 16, axis_name="data", rngs=nnx.Rngs(0))))
+        row = drawn(
+            lambda: lora(fa.nn.RowParallelLinear(16, 16, layout="replicated", rngs=nnx.Rngs(0)))
+        )
+        other = drawn(
+            lambda: lora(fa.nn.ColumnParallelLinear(16, 16, axis_name="data", rngs=nnx.Rngs(0)))
+        )
         model = nnx.Dict(column=column, row=row, other=other)
         bases, want = [column.base_module, row.base_module], [column(x), row(x)]
         for rules, message in [
-            ({"column": "row"}, "around a ColumnParallelLinear over 'model', which stays .* is 'column', with"),
-            ({"row": "row"}, "around a RowParallelLinear over 'model', which stays as it is: .* is 'row_replicated'"),
-            ({"other": "column"}, "over 'data', which .* with axis_name='data'; got axis_name='model'"),
+            (
+                {"column": "row"},
+                "around a ColumnParallelLinear over 'model', which stays .* is 'column', with",
+            ),
+            (
+                {"row": "row"},
+                "around a RowParallelLinear over 'model', which stays as it is: .* is "
+                "'row_replicated'",
+            ),
+            (
+                {"other": "column"},
+                "over 'data', which .* with axis_name='data'; got axis_name='model'",
+            ),
         ]:
             with pytest.raises(ValueError, match=message):
                 fa.nn.parallelize(model, rules)

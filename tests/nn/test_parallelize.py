@@ -1,4 +1,6 @@
-"""Layers of a plain model are replaced in place, and plain arrays loaded under the shardings of parallel layers."""
+"""Layers of a plain model are replaced in place, and plain arrays loaded under the shardings of
+parallel layers.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -27,27 +29,47 @@ class Model(nnx.Module):
 RULES = {"blocks.*.up": "column", "blocks.*.down": "row", "blocks.*.attention": "attention"}
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)]
+)
 def test_a_model_computes_what_it_did(capsys, axis_type):
     def replace(model):
         done = fa.nn.parallelize(model, RULES)
         assert model.shared is model.blocks[0].up
         for block in model.blocks:
-            assert (type(block.up), type(block.down)) == (fa.nn.ColumnParallelLinear, fa.nn.RowParallelLinear)
+            assert (type(block.up), type(block.down)) == (
+                fa.nn.ColumnParallelLinear,
+                fa.nn.RowParallelLinear,
+            )
             assert type(block.attention) is fa.nn.ParallelAttention
         assert capsys.readouterr().out.splitlines() == list(map(str, done))
-        assert "blocks.0.down: Linear -> RowParallelLinear (row), bias [16], kernel [32, 16]" in map(str, done)
+        assert (
+            "blocks.0.down: Linear -> RowParallelLinear (row), bias [16], kernel [32, 16]"
+            in map(str, done)
+        )
         return model
 
     check_replaced(drawn(Model), make_mesh(2, 4, axis_type), replace)
 
 
-@pytest.mark.parametrize(("rules", "message"), [
-    ({"blocks.*.wide": "column"}, r"no module matches 'blocks\.\*\.wide'; the model has .*, blocks\.0\.up"),
-    ({"blocks.*.up": "diagonal"}, "'diagonal': a rule is one of column, logits, row"),
-    ({"blocks.0.attention": "column"}, "attention is a MultiHeadAttention, and 'column' replaces Linear"),
-    ({"**.up": "column", "blocks.0.*p": "row"}, r"blocks\.0\.up matches both '\*\*\.up' and 'blocks\.0\.\*p'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (
+            {"blocks.*.wide": "column"},
+            r"no module matches 'blocks\.\*\.wide'; the model has .*, blocks\.0\.up",
+        ),
+        ({"blocks.*.up": "diagonal"}, "'diagonal': a rule is one of column, logits, row"),
+        (
+            {"blocks.0.attention": "column"},
+            "attention is a MultiHeadAttention, and 'column' replaces Linear",
+        ),
+        (
+            {"**.up": "column", "blocks.0.*p": "row"},
+            r"blocks\.0\.up matches both '\*\*\.up' and 'blocks\.0\.\*p'",
+        ),
+    ],
+)
 def test_rules_that_do_not_fit(rules, message):
     model = nnx.eval_shape(Model)
     with jax.set_mesh(make_mesh(2, 4)), pytest.raises(ValueError, match=message):
@@ -56,7 +78,9 @@ def test_rules_that_do_not_fit(rules, message):
 
 
 def odd_layers():
-    """Returns layers that do more than their parallel forms, or were changed after they were made."""
+    """Returns layers that do more than their parallel forms, or were changed after they were
+    made.
+    """
 
     def attention(decode=False, **options):
         return nnx.MultiHeadAttention(4, 16, decode=decode, rngs=nnx.Rngs(0), **options)
@@ -65,11 +89,20 @@ def odd_layers():
         return nnx.Linear(16, features, rngs=nnx.Rngs(0), **options)
 
     model = nnx.Dict(
-        cached=attention(decode=True), filled=attention(), function=attention(attention_fn=lambda q, *_, **__: q),
-        dropped=attention(dropout_rate=0.5, broadcast_dropout=True), adapted=attention(normalize_qk=True),
-        normed=attention(normalize_qk=True), custom=linear(16, dot_general=lambda *a, **_: jax.lax.dot_general(*a)),
-        uneven=linear(18), unbiased=linear(16), scaled=linear(16), a=linear(16), b=linear(16), fitting=linear(16),
-    )  # fmt: skip
+        cached=attention(decode=True),
+        filled=attention(),
+        function=attention(attention_fn=lambda q, *_, **__: q),
+        dropped=attention(dropout_rate=0.5, broadcast_dropout=True),
+        adapted=attention(normalize_qk=True),
+        normed=attention(normalize_qk=True),
+        custom=linear(16, dot_general=lambda *a, **_: jax.lax.dot_general(*a)),
+        uneven=linear(18),
+        unbiased=linear(16),
+        scaled=linear(16),
+        a=linear(16),
+        b=linear(16),
+        fitting=linear(16),
+    )
     model.filled.init_cache((1, 8, 16))
     model.adapted.query = nnx.LoRA(16, 2, 16, base_module=model.adapted.query, rngs=nnx.Rngs(0))
     model.normed.key_ln = nnx.RMSNorm(4, rngs=nnx.Rngs(0))
@@ -79,19 +112,40 @@ def odd_layers():
     return model
 
 
-@pytest.mark.parametrize(("path", "message"), [
-    ("cached", "cached by the rule 'attention': it decodes with a cache"),
-    ("filled", "filled by .* a cache .*: build the model with decode=False"),
-    ("function", "function by .*: it has an attention_fn of its own, which would see"),
-    ("dropped", "dropped by .*: its dropout is the same for the whole batch: give it broadcast_dropout=False"),
-    ("adapted", "adapted by the rule 'attention': its query is a LoRA and not a LinearGeneral, whose"),
-    ("normed", "normed by the rule 'attention': its key_ln is a RMSNorm and not a LayerNorm, whose"),
-    ("custom", "custom by the rule 'column': .* dot_general of its own lacks backend='xla'"),
-    ("uneven", "uneven by the rule 'column': .*out_features=18 on 4 devices"),
-    ("unbiased", "unbiased by the rule 'column': it has the parameters kernel, and a layer .* has bias, kernel"),
-    ("scaled", "scaled by the rule 'column': it has the parameters bias, kernel, scale, and .* has bias, kernel"),
-    ("a", r"a: a.kernel and b.kernel are one parameter, and would be two"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("cached", "cached by the rule 'attention': it decodes with a cache"),
+        ("filled", "filled by .* a cache .*: build the model with decode=False"),
+        ("function", "function by .*: it has an attention_fn of its own, which would see"),
+        (
+            "dropped",
+            "dropped by .*: its dropout is the same for the whole batch: give it "
+            "broadcast_dropout=False",
+        ),
+        (
+            "adapted",
+            "adapted by the rule 'attention': its query is a LoRA and not a LinearGeneral, whose",
+        ),
+        (
+            "normed",
+            "normed by the rule 'attention': its key_ln is a RMSNorm and not a LayerNorm, whose",
+        ),
+        ("custom", "custom by the rule 'column': .* dot_general of its own lacks backend='xla'"),
+        ("uneven", "uneven by the rule 'column': .*out_features=18 on 4 devices"),
+        (
+            "unbiased",
+            "unbiased by the rule 'column': it has the parameters kernel, and a layer .* has bias, "
+            "kernel",
+        ),
+        (
+            "scaled",
+            "scaled by the rule 'column': it has the parameters bias, kernel, scale, and .* has "
+            "bias, kernel",
+        ),
+        ("a", r"a: a.kernel and b.kernel are one parameter, and would be two"),
+    ],
+)
 def test_layers_that_cannot_be_replaced(path, message):
     with jax.set_mesh(make_mesh(2, 4)):
         model = nnx.eval_shape(odd_layers)
@@ -106,17 +160,25 @@ def test_parameters_keep_their_dtypes_and_metadata():
         def __init__(self):
             self.linear = nnx.Linear(4, 8, kernel_metadata={"decay": 0.1}, rngs=nnx.Rngs(0))
             self.embed = nnx.Embed(8, 4, rngs=nnx.Rngs(0))
-            self.attention = nnx.MultiHeadAttention(4, 4, decode=False, normalize_qk=True, rngs=nnx.Rngs(0))
+            self.attention = nnx.MultiHeadAttention(
+                4, 4, decode=False, normalize_qk=True, rngs=nnx.Rngs(0)
+            )
             self.frozen = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
             self.frozen.bias = nnx.LoRAParam(self.frozen.bias[...])
 
     model = drawn(Model)
     nnx.update(model, jax.tree.map(lambda p: p.astype(jnp.bfloat16), nnx.state(model, nnx.Param)))
     with jax.set_mesh(make_mesh(2, 4)):
-        with pytest.raises(ValueError, match=r"frozen by the rule .* its bias is of type LoRAParam, and that of a"):
+        with pytest.raises(
+            ValueError, match=r"frozen by the rule .* its bias is of type LoRAParam, and that of a"
+        ):
             fa.nn.parallelize(model, {"frozen": "column"})
-        fa.nn.parallelize(model, {"linear": "column", "embed": "embed", "attention": "attention"}, verbose=False)
-    assert {value.dtype for value in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("bfloat16")}
+        fa.nn.parallelize(
+            model, {"linear": "column", "embed": "embed", "attention": "attention"}, verbose=False
+        )
+    assert {value.dtype for value in jax.tree.leaves(nnx.state(model, nnx.Param))} == {
+        jnp.dtype("bfloat16")
+    }
     metadata = model.linear.kernel.get_metadata()
     assert (metadata["decay"], metadata["out_sharding"]) == (0.1, (None, "model"))
 
@@ -129,11 +191,17 @@ def test_layers_in_plain_containers_are_refused(container):
         def __init__(self):
             self.first, self.second = (nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(2))
             self.plain = nnx.data(container(self.second))
-            self.list, self.dict = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(0))]), nnx.Dict({"first": self.first})
+            self.list, self.dict = (
+                nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(0))]),
+                nnx.Dict({"first": self.first}),
+            )
 
     with jax.set_mesh(make_mesh(2, 4)):
         model = nnx.eval_shape(Holder)
-        with pytest.raises(ValueError, match=r"replace (plain|second).*: it is in a tuple, list or dict; use nnx.List"):
+        with pytest.raises(
+            ValueError,
+            match=r"replace (plain|second).*: it is in a tuple, list or dict; use nnx.List",
+        ):
             fa.nn.parallelize(model, {"dict.first": "column", "plain.**": "column"})
         assert type(model.first) is nnx.Linear
 
@@ -147,23 +215,35 @@ def test_a_dot_general_for_layers_that_stay(split):
     }[split]
 
     with jax.set_mesh(make_mesh(2, 4)):
-        x = jax.device_put(np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32), spec)
-        theirs = drawn(lambda: nnx.Linear(
-            16, 16, dot_general=fa.nn.parallel_dot_general(split), kernel_metadata={"out_sharding": kernel_spec},
-            bias_metadata={"out_sharding": ("model",) if split == "column" else (None,)}, rngs=nnx.Rngs(0),
-        ))  # fmt: skip
+        x = jax.device_put(
+            np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32), spec
+        )
+        theirs = drawn(
+            lambda: nnx.Linear(
+                16,
+                16,
+                dot_general=fa.nn.parallel_dot_general(split),
+                kernel_metadata={"out_sharding": kernel_spec},
+                bias_metadata={"out_sharding": ("model",) if split == "column" else (None,)},
+                rngs=nnx.Rngs(0),
+            )
+        )
         ours = drawn(lambda: cls(16, 16, rngs=nnx.Rngs(0)))
         assert permutes(theirs, x) == permutes(ours, x) > 0
         np.testing.assert_allclose(theirs(x), ours(x), rtol=1e-6)
 
 
 def test_a_dot_general_refuses_other_products():
-    with pytest.raises(ValueError, match="parallel_dot_general got 'diagonal': it must be 'column' or 'row'"):
+    with pytest.raises(
+        ValueError, match="parallel_dot_general got 'diagonal': it must be 'column' or 'row'"
+    ):
         fa.nn.parallel_dot_general("diagonal")
     multiply = fa.nn.parallel_dot_general("column")
     with jax.set_mesh(make_mesh(2, 4)):
         x, kernel = np.ones((2, 8, 16), np.float32), np.ones((16, 16), np.float32)
-        with pytest.raises(ValueError, match="contracts the last dimension of x with the first of a kernel"):
+        with pytest.raises(
+            ValueError, match="contracts the last dimension of x with the first of a kernel"
+        ):
             multiply(x, kernel, (((2,), (1,)), ((), ())))
         with pytest.raises(ValueError, match="shards its output itself"):
             multiply(x, kernel, (((2,), (0,)), ((), ())), out_sharding=P())
@@ -172,7 +252,9 @@ def test_a_dot_general_refuses_other_products():
 def test_projections_of_one_input_share_one_gather():
     names = {"query": 16, "key": 8}
     with jax.set_mesh(make_mesh(2, 4)):
-        x = jax.device_put(np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32), ROWS)
+        x = jax.device_put(
+            np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32), ROWS
+        )
         layer = drawn(lambda: fa.nn.ColumnParallelProjections(16, names, rngs=nnx.Rngs(0)))
         assert permutes(layer, x) == permutes(layer.query, x) > 0
         query, key = layer(x)
@@ -209,7 +291,9 @@ def test_loading_keeps_shardings_metadata_and_gradients(form):
         assert fa.nn.load(layer, source).names == ("bias", "kernel")
         assert layer.kernel[...].sharding.spec == P(None, "model")
         assert layer.kernel.get_metadata()["out_sharding"] == (None, "model")
-        assert gradient(layer, ones((2, 8, 8), ROWS))["kernel"][...].sharding.spec == P(None, "model")
+        assert gradient(layer, ones((2, 8, 8), ROWS))["kernel"][...].sharding.spec == P(
+            None, "model"
+        )
     np.testing.assert_array_equal(layer.kernel[...], plain.kernel[...])
     np.testing.assert_array_equal(layer.bias[...], plain.bias[...])
 
@@ -219,13 +303,17 @@ def test_plain_arrays_of_update_are_refused_and_load_mends_the_layer():
     with jax.set_mesh(make_mesh(2, 4)):
         layer = parallel_linear()
         nnx.update(layer, nnx.state(plain))
-        with pytest.raises(ValueError, match=r"kernel \[8, 12\] must be sharded .*'model'.*flaxasync.nn.load"):
+        with pytest.raises(
+            ValueError, match=r"kernel \[8, 12\] must be sharded .*'model'.*flaxasync.nn.load"
+        ):
             layer(jax.device_put(x, ROWS))
         fa.nn.load(layer, plain)
         np.testing.assert_allclose(layer(jax.device_put(x, ROWS)), plain(x), rtol=1e-5, atol=1e-5)
         embed = drawn(lambda: fa.nn.VocabParallelEmbed(8, 16, rngs=nnx.Rngs(0)))
         embed.embedding.set_value(jnp.ones((8, 16)))
-        with pytest.raises(ValueError, match=r"VocabParallelEmbed: the embedding \[8, 16\] must be sharded"):
+        with pytest.raises(
+            ValueError, match=r"VocabParallelEmbed: the embedding \[8, 16\] must be sharded"
+        ):
             embed(jax.device_put(np.zeros((2, 8), np.int32), P("data", None)))
 
 
@@ -233,13 +321,17 @@ def test_plain_arrays_of_update_have_sharded_gradients_under_auto_axes():
     with jax.set_mesh(make_mesh(2, 4, AxisType.Auto)):
         layer = parallel_linear()
         nnx.update(layer, nnx.state(plain_linear()))
-        assert gradient(layer, ones((2, 8, 8), ROWS))["kernel"][...].sharding.spec == P(None, "model")
+        assert gradient(layer, ones((2, 8, 8), ROWS))["kernel"][...].sharding.spec == P(
+            None, "model"
+        )
         fa.nn.load(layer, plain_linear())
         assert layer.kernel[...].sharding.spec == P(None, "model")
 
 
 def test_heads_that_are_a_dimension_are_merged():
-    plain = drawn(lambda: nnx.MultiHeadAttention(4, 16, use_bias=False, decode=False, rngs=nnx.Rngs(0)))
+    plain = drawn(
+        lambda: nnx.MultiHeadAttention(4, 16, use_bias=False, decode=False, rngs=nnx.Rngs(0))
+    )
     with jax.set_mesh(make_mesh(2, 4)):
         layer = drawn(lambda: fa.nn.ParallelSelfAttention(16, 4, rngs=nnx.Rngs(0)))
         loaded = fa.nn.load(layer, plain)
@@ -252,33 +344,54 @@ def test_names_and_shapes_that_do_not_fit_are_told_and_nothing_is_loaded():
     with jax.set_mesh(make_mesh(1, 4)):
         layer = parallel_linear()
         before = np.asarray(layer.kernel[...])
-        with pytest.raises(ValueError, match=r"kernel is \[12, 8\] in the source and \[8, 12\] here"):
+        with pytest.raises(
+            ValueError, match=r"kernel is \[12, 8\] in the source and \[8, 12\] here"
+        ):
             fa.nn.load(layer, {"kernel": np.ones((12, 8)), "bias": np.ones(12)})
-        with pytest.raises(ValueError, match=r"missing in the source: bias; left over in the source: scale\.x; strict"):
+        with pytest.raises(
+            ValueError,
+            match=r"missing in the source: bias; left over in the source: scale\.x; strict",
+        ):
             fa.nn.load(layer, {"kernel": np.ones((8, 12)), "scale": {"x": np.ones(1)}})
         np.testing.assert_array_equal(layer.kernel[...], before)
-        loaded = fa.nn.load(layer, {"kernel": np.ones((8, 12)), "scale.x": np.ones(1)}, strict=False)
+        loaded = fa.nn.load(
+            layer, {"kernel": np.ones((8, 12)), "scale.x": np.ones(1)}, strict=False
+        )
         assert layer.kernel[...].dtype == jnp.float32
-        assert (loaded.names, loaded.missing, loaded.unexpected) == (("kernel",), ("bias",), ("scale.x",))
-        assert str(loaded).splitlines()[1:] == ["  missing in the source: bias", "  left over in the source: scale.x"]
+        assert (loaded.names, loaded.missing, loaded.unexpected) == (
+            ("kernel",),
+            ("bias",),
+            ("scale.x",),
+        )
+        assert str(loaded).splitlines()[1:] == [
+            "  missing in the source: bias",
+            "  left over in the source: scale.x",
+        ]
 
 
 def test_a_state_of_plain_arrays_and_of_random_streams_is_loaded():
     """Without a mesh, too: what a layer then has are arrays of jax."""
 
     def make():
-        return nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+        return nnx.Sequential(
+            nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+        )
 
     model, plain = make(), make()
     fa.nn.load(model, nnx.state(plain))
     assert isinstance(model.layers[0].kernel.get_value(), jax.Array)
-    arrays = nnx.State({"layers": {0: {name: np.ones((4, 4)[:dim]) for name, dim in (("kernel", 2), ("bias", 1))}}})
+    arrays = nnx.State(
+        {"layers": {0: {name: np.ones((4, 4)[:dim]) for name, dim in (("kernel", 2), ("bias", 1))}}}
+    )
     assert fa.nn.load(model, arrays).names == ("layers.0.bias", "layers.0.kernel")
     np.testing.assert_array_equal(model.layers[0].kernel[...], np.ones((4, 4)))
 
 
 def test_a_list_is_no_array():
     model = drawn(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
-    for source, name in [({"kernel": [[1.0]]}, "kernel is a list"), ({"a": {"b": (1.0,)}}, r"a\.b is a tuple")]:
+    for source, name in [
+        ({"kernel": [[1.0]]}, "kernel is a list"),
+        ({"a": {"b": (1.0,)}}, r"a\.b is a tuple"),
+    ]:
         with pytest.raises(ValueError, match=f"load: {name}; give an array"):
             fa.nn.load(model, source)

@@ -33,7 +33,9 @@ class Block(nnx.Module):
 
     def __init__(self, *, fsdp_axis, dtype, features=16, rngs):
         self.norm = nnx.RMSNorm(features, rngs=rngs)
-        self.mlp = fa.nn.ParallelMLP(features, 2 * features, use_bias=True, fsdp_axis=fsdp_axis, dtype=dtype, rngs=rngs)
+        self.mlp = fa.nn.ParallelMLP(
+            features, 2 * features, use_bias=True, fsdp_axis=fsdp_axis, dtype=dtype, rngs=rngs
+        )
 
     def __call__(self, x, *ids):
         y = self.norm(x)
@@ -43,12 +45,16 @@ class Block(nnx.Module):
 
 
 def blocks(layers, dtype=None, features=16, fsdp_axis="fsdp"):
-    return stack(lambda rngs: Block(fsdp_axis=fsdp_axis, dtype=dtype, features=features, rngs=rngs), layers)
+    return stack(
+        lambda rngs: Block(fsdp_axis=fsdp_axis, dtype=dtype, features=features, rngs=rngs), layers
+    )
 
 
 def prefetch(layers, x, *ids, **options):
     options = {"fsdp_axis": "fsdp", "dtype": jnp.float32} | options
-    return fa.nn.scan_with_prefetch(lambda layer, x, *ids: layer(x, *ids), layers, x, *ids, **options)
+    return fa.nn.scan_with_prefetch(
+        lambda layer, x, *ids: layer(x, *ids), layers, x, *ids, **options
+    )
 
 
 class Model(nnx.Module):
@@ -57,7 +63,9 @@ class Model(nnx.Module):
     def __init__(self, layers, features=16, fsdp_axis="fsdp"):
         self.layers = blocks(layers, features=features, fsdp_axis=fsdp_axis)
         self.norm = nnx.RMSNorm(features, rngs=nnx.Rngs(1))
-        self.output = fa.nn.ColumnParallelLinear(features, 2 * features, fsdp_axis=fsdp_axis, rngs=nnx.Rngs(2))
+        self.output = fa.nn.ColumnParallelLinear(
+            features, 2 * features, fsdp_axis=fsdp_axis, rngs=nnx.Rngs(2)
+        )
 
 
 def project(modules, x):
@@ -74,31 +82,41 @@ def projected_within(model, x, *ids, **options):
 
 
 POLICIES = {
-    "costly": fa.save_costly, "matmuls": fa.save_matmuls, "all": jax.checkpoint_policies.everything_saveable,
-    "offload": fa.offload_operands, "most": fa.offload_most,
-}  # fmt: skip
+    "costly": fa.save_costly,
+    "matmuls": fa.save_matmuls,
+    "all": jax.checkpoint_policies.everything_saveable,
+    "offload": fa.offload_operands,
+    "most": fa.offload_most,
+}
 
 
 def results(text, op):
     """Returns the types of the results of an operation in the text of a lowered program."""
     lines = text.splitlines()
     found = [i for i, line in enumerate(lines) if f"stablehlo.{op}" in line]
-    closing = (next(line for line in lines[i:] if "->" in line) for i in found)  # that of an all_reduce has a body
+    # that of an all_reduce has a body
+    closing = (next(line for line in lines[i:] if "->" in line) for i in found)
     return {line.rsplit("->", 1)[1].strip() for line in closing}
 
 
 @functools.partial(nnx.jit, static_argnames="run")
 def gradients(layers, x, *ids, run):
-    return nnx.value_and_grad(lambda layers, x: (run(layers, x, *ids) ** 2).sum(), argnums=(0, 1))(layers, x)
+    return nnx.value_and_grad(lambda layers, x: (run(layers, x, *ids) ** 2).sum(), argnums=(0, 1))(
+        layers, x
+    )
 
 
 def assert_alike(found, expected, atol):
-    """Asserts that losses and gradients, of (model, x), are alike, and parameters' gradients sharded alike."""
+    """Asserts that losses and gradients, of (model, x), are alike, and parameters' gradients
+    sharded alike.
+    """
     (loss, (got, dx)), (want_loss, (want, want_dx)) = found, expected
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=atol)
     close(dx, want_dx)
-    for (path, one), (_, other) in zip(nnx.to_flat_state(got), nnx.to_flat_state(want), strict=True):
+    for (path, one), (_, other) in zip(
+        nnx.to_flat_state(got), nnx.to_flat_state(want), strict=True
+    ):
         close(one[...], other[...], err_msg=str(path))
         assert one[...].sharding.spec == other[...].sharding.spec, path
 
@@ -110,7 +128,9 @@ def assert_alike(found, expected, atol):
         ((1, 8, 1, 1), 2, "matmuls", True), ((2, 2, 1, 2), 2, "offload", True),
     ]),
 ])  # fmt: skip
-def test_value_and_gradients_are_those_of_a_plain_scan_and_stay_sharded(sizes, layers, policy, then):
+def test_value_and_gradients_are_those_of_a_plain_scan_and_stay_sharded(
+    sizes, layers, policy, then
+):
     with jax.set_mesh(make_fsdp_mesh(*sizes)):
         module = Model(layers)
         runs = functools.partial(projected_within, policy=POLICIES.get(policy)), projected_after
@@ -118,7 +138,9 @@ def test_value_and_gradients_are_those_of_a_plain_scan_and_stay_sharded(sizes, l
             module, runs = module.layers, (prefetch, scan)
         x = placed(np.random.default_rng(0).standard_normal((8, 8, 16)))
         ids = jax.device_put((np.arange(64).reshape(8, 8) % 3).astype(np.int32), P(BATCH, "model"))
-        assert_alike(*(gradients(module, x, ids, run=run) for run in runs), atol=1e-3 if then else 1e-4)
+        assert_alike(
+            *(gradients(module, x, ids, run=run) for run in runs), atol=1e-3 if then else 1e-4
+        )
 
 
 @pytest.mark.parametrize(("sizes", "policy"), [
@@ -130,7 +152,9 @@ def test_without_an_fsdp_axis_value_and_gradients_are_those_of_a_plain_scan(size
         x = placed(np.random.default_rng(0).standard_normal((8, 8, 16)), P("data", "model", None))
         ids = jax.device_put((np.arange(64).reshape(8, 8) % 3).astype(np.int32), P("data", "model"))
         within = functools.partial(projected_within, fsdp_axis=None, policy=POLICIES.get(policy))
-        assert_alike(*(gradients(module, x, ids, run=run) for run in (within, projected_after)), atol=1e-3)
+        assert_alike(
+            *(gradients(module, x, ids, run=run) for run in (within, projected_after)), atol=1e-3
+        )
 
 
 def test_two_devices_exchange_gradients_in_the_dtype_of_the_computation():
@@ -143,7 +167,10 @@ def test_two_devices_exchange_gradients_in_the_dtype_of_the_computation():
             loss = jax.grad(lambda state, x: (run(nnx.merge(graph, state), x) ** 2).sum())
             return jax.jit(loss).lower(state, x).as_text()
 
-        beside, plain = program(functools.partial(prefetch, fsdp_axis=None, dtype=jnp.bfloat16)), program(scan)
+        beside, plain = (
+            program(functools.partial(prefetch, fsdp_axis=None, dtype=jnp.bfloat16)),
+            program(scan),
+        )
     kernels = {"tensor<16x8x", "tensor<8x16x"}  # the shards of gate and up, and of down
     assert {f"{kernel}bf16>" for kernel in kernels} <= results(beside, "collective_permute")
     assert {f"{kernel}f32>" for kernel in kernels} <= results(plain, "all_reduce")
@@ -154,7 +181,9 @@ def test_two_devices_exchange_gradients_in_the_dtype_of_the_computation():
 @pytest.mark.optimized
 @pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4"])
 def test_permutes_of_gradients_are_beside_the_backward_pass_of_their_layer(topology):
-    """By the schedule of the TPU compiler. The negative test is a plain scan, whose sums are synchronous."""
+    """By the schedule of the TPU compiler. The negative test is a plain scan, whose sums are
+    synchronous.
+    """
     mesh = fa.make_mesh((2, 4), ("data", "model"), devices=fa.check.topology_devices(topology))
 
     def compiled(run):
@@ -162,18 +191,31 @@ def test_permutes_of_gradients_are_beside_the_backward_pass_of_their_layer(topol
             make = functools.partial(blocks, 3, dtype=jnp.bfloat16, features=1024, fsdp_axis=None)
             graph, state = programs.split_layer(make, mesh)
             x = programs.array((8, 2048, 1024), mesh, P("data", "model", None), jnp.float32)
-            loss = jax.grad(lambda state, x: (run(nnx.merge(graph, state), x).astype(jnp.float32) ** 2).sum())
+            loss = jax.grad(
+                lambda state, x: (run(nnx.merge(graph, state), x).astype(jnp.float32) ** 2).sum()
+            )
             return fa.check.parse(
-                fa.check.compile_for(topology, jax.jit(loss), state, x, compiler_options=HLO_ONLY).text
+                fa.check.compile_for(
+                    topology, jax.jit(loss), state, x, compiler_options=HLO_ONLY
+                ).text
             )
 
     module = compiled(functools.partial(prefetch, fsdp_axis=None, dtype=jnp.bfloat16))
     with_products = []
     for operation in fa.check.async_operations(module):
-        if operation.kind == "collective-permute" and "scatter_gradients" in operation.start.op_name:
+        if (
+            operation.kind == "collective-permute"
+            and "scatter_gradients" in operation.start.op_name
+        ):
             spans = [span for window in operation.windows for span in window.spans]
-            inside = [i for s in spans for i in module.computations[s.computation].instructions[s.first : s.stop]]
-            with_products.append(any("matmul" in i.op_name or "dot_general" in i.op_name for i in inside))
+            inside = [
+                i
+                for s in spans
+                for i in module.computations[s.computation].instructions[s.first : s.stop]
+            ]
+            with_products.append(
+                any("matmul" in i.op_name or "dot_general" in i.op_name for i in inside)
+            )
     assert len(with_products) == 3, "up, gate and down; the loop over layers counts once"
     assert sum(with_products) >= 2, "all but the gradient that is made last travel beside a product"
     assert sums_of_kernels(module) == 0
@@ -217,12 +259,17 @@ def test_weights_and_further_arguments_are_not_among_what_is_kept(policy):
     ((1, 4, 1, 1), 1, None), ((2, 2, 1, 1), 3, "costly"),
 ])  # fmt: skip
 def test_direct_copies_in_the_simulator(sizes, layers, policy):
-    """Four devices with race detection. The up and down projections travel along rows and along columns."""
+    """Four devices with race detection. The up and down projections travel along rows and along
+    columns.
+    """
     kinds = direct.all_gather, direct.all_to_all
     for kind in kinds:
         kind.cache_clear()
     with jax.set_mesh(make_fsdp_mesh(*sizes)):
-        module, x = Model(layers, features=512), np.random.default_rng(0).standard_normal((4, 2, 512))
+        module, x = (
+            Model(layers, features=512),
+            np.random.default_rng(0).standard_normal((4, 2, 512)),
+        )
         x = placed(x, P(BATCH))
         want = jax.tree.map(np.asarray, gradients(module, x, run=projected_after))
         run = functools.partial(projected_within, backend="pallas", policy=POLICIES.get(policy))
@@ -237,7 +284,9 @@ def test_direct_copies_in_the_simulator(sizes, layers, policy):
 
 @pytest.mark.slow
 def test_transfers_are_permutes_in_the_dtype_of_the_computation_and_sums_in_that_of_the_parameters():
-    """No collective but permutes is over fsdp, except the sum of the gradients of what every device has."""
+    """No collective but permutes is over fsdp, except the sum of the gradients of what every device
+    has.
+    """
     with jax.set_mesh(make_fsdp_mesh(1, 4, 1, 2)):
         graph, state = nnx.split(blocks(3, dtype=jnp.bfloat16))
         x = jax.device_put(np.ones((8, 8, 16), np.float32), P("fsdp", "model", None))
@@ -248,19 +297,27 @@ def test_transfers_are_permutes_in_the_dtype_of_the_computation_and_sums_in_that
         text = jax.jit(jax.grad(loss)).lower(state, x).as_text()
     assert "all_gather" not in text
     assert "reduce_scatter" not in text
-    permuted = {line.rsplit("->", 1)[1].strip() for line in text.splitlines() if "collective_permute" in line}
-    assert {"tensor<2x16xbf16>", "tensor<2x16xf32>"} <= permuted  # half of the shard [16 / 4, 32 / 2] of a kernel
+    permuted = {
+        line.rsplit("->", 1)[1].strip()
+        for line in text.splitlines()
+        if "collective_permute" in line
+    }
+    # half of the shard [16 / 4, 32 / 2] of a kernel
+    assert {"tensor<2x16xbf16>", "tensor<2x16xf32>"} <= permuted
     reduced = [line for line in text.splitlines() if "all_reduce" in line and "xf32" in line]
     assert not any("32x" in line for line in reduced)
 
 
-@pytest.mark.parametrize("rows", [2, 8, 3])  # four devices send 8 rows around; XLA sums what they do not divide
+# four devices send 8 rows around; XLA sums what they do not divide
+@pytest.mark.parametrize("rows", [2, 8, 3])
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_sum_of_all_devices_is_the_same_on_each_of_them(size, rows):
     addends = np.random.default_rng(0).standard_normal((size, rows, 3)).astype(np.float32)
     with jax.set_mesh(make_mesh(size, 1)):
         run = jax.shard_map(
-            lambda x: ring_all_reduce(x[0], jnp.float32, "data"), in_specs=P("data"), out_specs=P(None, None)
+            lambda x: ring_all_reduce(x[0], jnp.float32, "data"),
+            in_specs=P("data"),
+            out_specs=P(None, None),
         )
         total = jax.jit(run)(jax.device_put(addends, P("data")))
     first, *others = (np.asarray(shard.data) for shard in total.addressable_shards)
@@ -280,7 +337,9 @@ def test_the_rings_are_a_gather_and_its_transpose(dim, block):
     with jax.set_mesh(make_fsdp_mesh(1, 4, 1, 1)):
 
         def both(shard, addend):
-            return ring_all_gather(shard, "fsdp", dim)[None], ring_reduce_scatter(addend[0], "fsdp", dim)
+            return ring_all_gather(shard, "fsdp", dim)[None], ring_reduce_scatter(
+                addend[0], "fsdp", dim
+            )
 
         run = jax.jit(jax.shard_map(both, in_specs=(spec, P("fsdp")), out_specs=(P("fsdp"), spec)))
         whole, total = run(jax.device_put(x, spec), jax.device_put(addends, P("fsdp")))
@@ -291,35 +350,82 @@ def test_the_rings_are_a_gather_and_its_transpose(dim, block):
 def test_bad_input_is_refused():
     x = np.ones((8, 8, 16), np.float32)
     message = r"reads from types how arrays are sharded: .*make all of them Explicit"
-    with jax.set_mesh(make_fsdp_mesh(2, 2, 1, 2, axis_type=AxisType.Auto)), pytest.raises(ValueError, match=message):
+    with (
+        jax.set_mesh(make_fsdp_mesh(2, 2, 1, 2, axis_type=AxisType.Auto)),
+        pytest.raises(ValueError, match=message),
+    ):
         prefetch(nnx.eval_shape(lambda: blocks(2)), x)
     with jax.set_mesh(make_fsdp_mesh(2, 2, 1, 2)):
         layers, counted, sharded, x = blocks(2), blocks(2), blocks(2), placed(x)
         counted.count = nnx.BatchStat(jnp.zeros(2))
         sharded.norm.scale = nnx.Param(placed(np.ones((2, 16)), P("data")))
         for module, args, options, message in [
-            (layers, [x], {"fsdp_axis": None, "backend": "pallas"}, "over an fsdp axis: got fsdp_axis=None; use backe"),
-            (layers, [x], {"fsdp_axis": "shards"}, "works on the mesh axis 'shards', and the mesh has"),
-            (layers, [x], {"backend": "stateful"}, "has the backends 'xla' and 'pallas': got 'stateful'"),
-            (layers, [placed(x, P("data"))], {}, r"over 'fsdp', as a part of the batch: got .*'data'.*; reshard it"),
-            (layers, [x, x[..., 0]], {}, r"must be integers or booleans: got float32\[8, 8\]; make it a parameter"),
-            (counted, [x], {}, "takes layers that have parameters alone: got count, too; use nnx.scan"),
-            (sharded, [x], {}, r"needs all layers of a stack on every device: norm\.scale is stored"),
+            (
+                layers,
+                [x],
+                {"fsdp_axis": None, "backend": "pallas"},
+                "over an fsdp axis: got fsdp_axis=None; use backe",
+            ),
+            (
+                layers,
+                [x],
+                {"fsdp_axis": "shards"},
+                "works on the mesh axis 'shards', and the mesh has",
+            ),
+            (
+                layers,
+                [x],
+                {"backend": "stateful"},
+                "has the backends 'xla' and 'pallas': got 'stateful'",
+            ),
+            (
+                layers,
+                [placed(x, P("data"))],
+                {},
+                r"over 'fsdp', as a part of the batch: got .*'data'.*; reshard it",
+            ),
+            (
+                layers,
+                [x, x[..., 0]],
+                {},
+                r"must be integers or booleans: got float32\[8, 8\]; make it a parameter",
+            ),
+            (
+                counted,
+                [x],
+                {},
+                "takes layers that have parameters alone: got count, too; use nnx.scan",
+            ),
+            (
+                sharded,
+                [x],
+                {},
+                r"needs all layers of a stack on every device: norm\.scale is stored",
+            ),
         ]:
             with pytest.raises(ValueError, match=f"scan_with_prefetch .*{message}"):
                 prefetch(module, *args, **options)
-        with pytest.raises(NotImplementedError, match="backend='pallas' is made of TPU kernels, and this mesh is of c"):
+        with pytest.raises(
+            NotImplementedError,
+            match="backend='pallas' is made of TPU kernels, and this mesh is of c",
+        ):
             prefetch(layers, x, backend="pallas")
-    with pytest.raises(ValueError, match=r"scan_with_prefetch needs a mesh, and none is set; .*jax\.set_mesh"):
+    with pytest.raises(
+        ValueError, match=r"scan_with_prefetch needs a mesh, and none is set; .*jax\.set_mesh"
+    ):
         prefetch(layers, x, fsdp_axis=None)
 
 
 @pytest.mark.parametrize("axes", [("data", "fsdp"), ("fsdp", "data")])
 def test_the_axis_must_be_the_last_of_a_dimension(axes):
-    """A kernel of blocks ordered fsdp x data, gathered over fsdp alone, would be a permutation of it."""
+    """A kernel of blocks ordered fsdp x data, gathered over fsdp alone, would be a permutation of
+    it.
+    """
 
     def make(rngs):
-        return fa.nn.ParallelMLP(16, 32, kernel_metadata={"out_sharding": (axes, "model")}, rngs=rngs)
+        return fa.nn.ParallelMLP(
+            16, 32, kernel_metadata={"out_sharding": (axes, "model")}, rngs=rngs
+        )
 
     with jax.set_mesh(make_fsdp_mesh(2, 2, 1, 2)):
         module, x = stack(make, 2), placed(np.ones((8, 8, 16)))
@@ -327,7 +433,10 @@ def test_the_axis_must_be_the_last_of_a_dimension(axes):
             got, want = nnx.jit(prefetch)(module, x), nnx.jit(scan)(module, x)
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
             return
-        with pytest.raises(ValueError, match=r"needs 'fsdp' as the last axis of a dimension: \w+\.kernel is stored P"):
+        with pytest.raises(
+            ValueError,
+            match=r"needs 'fsdp' as the last axis of a dimension: \w+\.kernel is stored P",
+        ):
             prefetch(module, x)
 
 
@@ -336,7 +445,10 @@ def test_layers_whose_parameters_every_device_of_their_axis_has(execute):
     """Those of RingSelfAttention. Gathered twice, they would not fit the input."""
 
     def make():
-        return stack(lambda rngs: fa.nn.RingSelfAttention(16, 4, use_bias=True, fsdp_axis="fsdp", rngs=rngs), 2)
+        return stack(
+            lambda rngs: fa.nn.RingSelfAttention(16, 4, use_bias=True, fsdp_axis="fsdp", rngs=rngs),
+            2,
+        )
 
     with jax.set_mesh(make_fsdp_mesh(1, 2, 2, 2)):
         x = placed(np.random.default_rng(0).standard_normal((4, 8, 16)), P(BATCH, "context", None))
@@ -344,13 +456,17 @@ def test_layers_whose_parameters_every_device_of_their_axis_has(execute):
             assert nnx.eval_shape(lambda x: prefetch(make(), x), x).shape == x.shape
             return
         module = make()
-        np.testing.assert_allclose(nnx.jit(prefetch)(module, x), nnx.jit(scan)(module, x), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            nnx.jit(prefetch)(module, x), nnx.jit(scan)(module, x), rtol=1e-5, atol=1e-5
+        )
         assert module.query.kernel.get_metadata()["out_sharding"][-2:] == ("fsdp", None)
 
 
 def test_a_cache_is_refused_until_it_is_dropped():
     def run(x):
-        module = stack(lambda rngs: fa.nn.ParallelSelfAttention(16, 4, fsdp_axis="fsdp", rngs=rngs), 2)
+        module = stack(
+            lambda rngs: fa.nn.ParallelSelfAttention(16, 4, fsdp_axis="fsdp", rngs=rngs), 2
+        )
         module.init_cache((2, *x.shape))
         message = "to drop the cache of init_cache, set cached_key, cached_value and cache_i"
         with pytest.raises(ValueError, match=message):

@@ -52,7 +52,9 @@ def test_the_kernel_rotates_as_xla_does(dtype, shape, rounding):
         found = both(True)
     for name, got, want in zip(("y", "dx"), found, both(False), strict=True):
         assert got.dtype == want.dtype, name
-        np.testing.assert_allclose(*(np.float32(value) for value in (got, want)), rounding, 1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            *(np.float32(value) for value in (got, want)), rounding, 1e-6, err_msg=name
+        )
 
 
 @pytest.mark.parametrize(("heads", "in_kernel"), [((4, 128), True), ((8, 64), False)])
@@ -61,5 +63,7 @@ def test_the_kernel_serves_heads_that_are_whole_registers_wide(heads, in_kernel)
     x = jax.ShapeDtypeStruct((2, 16, 8 * heads[0], heads[1]), jnp.bfloat16)
     spec = P(None, None, "model", None)
     with jax.set_mesh(mesh):
-        traced = str(jax.make_jaxpr(jax.shard_map(fa.nn.rotary_embedding, in_specs=spec, out_specs=spec))(x))
+        traced = str(
+            jax.make_jaxpr(jax.shard_map(fa.nn.rotary_embedding, in_specs=spec, out_specs=spec))(x)
+        )
     assert ("rotate_heads" in traced) is in_kernel

@@ -1,4 +1,6 @@
-"""Tests of models that are made and replaced in a program that is traced: by `nnx.eval_shape` and by `nnx.jit`."""
+"""Tests of models that are made and replaced in a program that is traced: by `nnx.eval_shape` and
+by `nnx.jit`.
+"""
 
 import math
 
@@ -20,7 +22,9 @@ X = np.random.default_rng(0).standard_normal((8, 16, 16)).astype(np.float32)
 
 def varied(key, shape, dtype):
     """Returns the initial values of a kernel, which are compiled faster than random ones."""
-    return jnp.sin(jnp.arange(math.prod(shape), dtype=dtype)).reshape(shape) / np.sqrt(shape[0], dtype=dtype)
+    return jnp.sin(jnp.arange(math.prod(shape), dtype=dtype)).reshape(shape) / np.sqrt(
+        shape[0], dtype=dtype
+    )
 
 
 def make_block(rngs):
@@ -28,13 +32,17 @@ def make_block(rngs):
 
 
 class Model(nnx.Module):
-    """Two layers in a stack, which `nnx.vmap` makes and `nnx.scan` runs, and a plain layer with an annotation."""
+    """Two layers in a stack, which `nnx.vmap` makes and `nnx.scan` runs, and a plain layer with an
+    annotation.
+    """
 
     def __init__(self):
         rngs = nnx.Rngs(0)
         self.blocks = nnx.split_rngs(splits=2)(nnx.vmap(make_block, in_axes=0, out_axes=0))(rngs)
         self.last = make_block(rngs)
-        self.kept = nnx.Linear(16, 16, kernel_init=varied, kernel_metadata={"out_sharding": (None, "model")}, rngs=rngs)
+        self.kept = nnx.Linear(
+            16, 16, kernel_init=varied, kernel_metadata={"out_sharding": (None, "model")}, rngs=rngs
+        )
 
     def __call__(self, x):
         run = nnx.scan(lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
@@ -51,13 +59,17 @@ def make():
 
 
 def values(model):
-    return {path: np.asarray(variable[...]) for path, variable in nnx.to_flat_state(nnx.state(model))}
+    return {
+        path: np.asarray(variable[...]) for path, variable in nnx.to_flat_state(nnx.state(model))
+    }
 
 
 def assert_sharded_as_annotated(model, mesh):
     state = nnx.state(model)
     for (path, found), (_, needed) in zip(
-        nnx.to_flat_state(state), nnx.to_flat_state(nnx.get_named_sharding(state, mesh)), strict=True
+        nnx.to_flat_state(state),
+        nnx.to_flat_state(nnx.get_named_sharding(state, mesh)),
+        strict=True,
     ):
         value = found.get_value()
         assert value.sharding.is_equivalent_to(needed.get_value(), value.ndim), path
@@ -68,7 +80,9 @@ def assert_sharded_as_annotated(model, mesh):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Returns the checkpoint of a parallel model, its values, and the output of the plain model on one device."""
+    """Returns the checkpoint of a parallel model, its values, and the output of the plain model on
+    one device.
+    """
     with jax.set_mesh(make_mesh(1, 1)):
         plain = drawn(Model)
         y = np.asarray(nnx.jit(lambda model, x: model(x))(plain, X))
@@ -108,7 +122,8 @@ def test_parameters_are_made_where_they_stay(axis_type):
     assert type(model.blocks.up) is fa.nn.ColumnParallelLinear
     want = values(plain)
     for name, value in values(model).items():
-        np.testing.assert_allclose(value, want[name].reshape(value.shape), rtol=1e-6, atol=1e-7)  # sines are inexact
+        # sines are inexact
+        np.testing.assert_allclose(value, want[name].reshape(value.shape), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("axis_type", AXES)

@@ -1,7 +1,8 @@
-"""One of two processes that ask which kernels to trust on a described pod; prints what it takes and what it logs.
+"""One of two processes that ask which kernels to trust on a described pod; prints what it takes and
+what it logs.
 
-The environment variable VERDICT is the verdict to store first, "" for none, LATE the seconds to come late, if any, and
-LIMIT the seconds for which the processes wait for each other.
+The environment variable VERDICT is the verdict to store first, "" for none, LATE the seconds to
+come late, if any, and LIMIT the seconds for which the processes wait for each other.
 """
 
 import json
@@ -24,13 +25,21 @@ def main():
     assert (jax.device_count(), jax.process_count()) == (8, 2)
     said = []
     logging.getLogger("flaxasync").addHandler(logging.Handler())
-    logging.getLogger("flaxasync").handlers[0].emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("flaxasync").handlers[0].emit = lambda record: said.append(
+        record.getMessage()
+    )
     if verdict := os.environ["VERDICT"]:
         assert trust.record(trust.Machine.here("v5e"), {f"{OP}/fused/3+": {"a case": verdict}})
     time.sleep(float(os.environ.get("LATE", "0")))
     trust.LIMIT = int(os.environ["LIMIT"])
-    with jax.set_mesh(fa.check.topology_mesh("v5e:4x4", (16,), ("model",))), trust.trusting("verified"):
-        taken = [execution.decide(OP, None, shapes=[(ROWS, WIDTH), (WIDTH, WIDTH)], ring=16).backend for _ in range(2)]
+    with (
+        jax.set_mesh(fa.check.topology_mesh("v5e:4x4", (16,), ("model",))),
+        trust.trusting("verified"),
+    ):
+        taken = [
+            execution.decide(OP, None, shapes=[(ROWS, WIDTH), (WIDTH, WIDTH)], ring=16).backend
+            for _ in range(2)
+        ]
     print(json.dumps([taken, said]))
 
 

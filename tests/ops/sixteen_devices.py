@@ -1,4 +1,5 @@
-"""Checks the values of `mesh_matmul` on 4x4 devices, in a process of its own, because those of the tests have eight.
+"""Checks the values of `mesh_matmul` on 4x4 devices, in a process of its own, because those of the
+tests have eight.
 
 It prints a line for each backend whose values are right.
 """

@@ -1,4 +1,6 @@
-"""Benchmarks of ops: few_rows.py and its table in the docs, samples of plan_layers.py, rows of attention_kernel.py."""
+"""Benchmarks of ops: few_rows.py and its table in the docs, samples of plan_layers.py, rows of
+attention_kernel.py.
+"""
 
 import functools
 import pathlib
@@ -15,13 +17,21 @@ from flaxasync.hardware import chip
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "kernels" / "exchange.md").read_text()
 SECTION = PAGE.partition("<!-- few rows layer -->")[2].partition("<!-- /few rows layer -->")[0]
-ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in SECTION.splitlines() if line.startswith("|")]
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in SECTION.splitlines()
+    if line.startswith("|")
+]
 
 
 def test_the_page_has_every_layer_and_the_planned_form_is_never_slower():
-    """The table is that of the present plan. Where XLA's sum is planned, the two programs are one."""
+    """The table is that of the present plan. Where XLA's sum is planned, the two programs are
+    one.
+    """
     cases = [(topology, batch) for topology in few_rows.TOPOLOGIES for batch in few_rows.BATCHES]
-    assert [tuple(row[:2]) for row in ROWS[2:]] == [(topology, str(batch)) for topology, batch in cases]
+    assert [tuple(row[:2]) for row in ROWS[2:]] == [
+        (topology, str(batch)) for topology, batch in cases
+    ]
     for (topology, batch), (_, _, names, times, *_) in zip(cases, ROWS[2:], strict=True):
         plan = " and ".join(dict.fromkeys(few_rows.planned(topology, batch)))
         assert names == plan, "run python benchmarks/few_rows.py --write docs/kernels/exchange.md"
@@ -58,16 +68,22 @@ def test_a_choice_without_memory_is_compared_with_forms_that_keep_nothing():
     played = {Form("none"): 3.0, Form("fused"): 2.0, Form("fused", True): 1.0}
     assert plan_layers.behind(2.0, Form(None, False, None), played) == 0
     assert plan_layers.behind(2.0, Form(None, True, None), played) == 1
-    assert plan_layers.behind(0.9, Form(None, True, None), played) == 0  # a choice may mix backends, and be faster
+    # a choice may mix backends, and be faster
+    assert plan_layers.behind(0.9, Form(None, True, None), played) == 0
 
 
 @pytest.mark.slow
 def test_both_attention_kernels_compute_the_same(monkeypatch):
     monkeypatch.setattr(attention_kernel, "ROWS", 256)
-    make = functools.partial(attention_kernel.jax_splash.make_splash_mqa_single_device, interpret=True)
+    make = functools.partial(
+        attention_kernel.jax_splash.make_splash_mqa_single_device, interpret=True
+    )
     monkeypatch.setattr(attention_kernel.jax_splash, "make_splash_mqa_single_device", make)
     rng = np.random.default_rng(0)
-    heads, one = (attention_kernel.HEADS, 256, attention_kernel.FEATURES), (256, attention_kernel.FEATURES)
+    heads, one = (
+        (attention_kernel.HEADS, 256, attention_kernel.FEATURES),
+        (256, attention_kernel.FEATURES),
+    )
     q, k, v, do = (rng.standard_normal(shape, np.float32) for shape in (heads, one, one, heads))
 
     def both(attention):
@@ -80,18 +96,29 @@ def test_both_attention_kernels_compute_the_same(monkeypatch):
 
 
 def test_a_row_counts_two_causal_products_forward_and_five_backward():
-    product = attention_kernel.HEADS * 4096**2 * 128 / chip("v6e").flops  # half of two FLOPs for each
+    # half of two FLOPs for each
+    product = attention_kernel.HEADS * 4096**2 * 128 / chip("v6e").flops
     times = attention_kernel.Times(forward=4 * product, backward=10 * product, program=0.02)
     cells = attention_kernel.row("v6e", "flaxasync", times)
     assert [cell.partition("(")[2] for cell in cells[2:4]] == ["50%)", "50%)"]
     assert cells[-1] == "20.000"
 
 
-@pytest.mark.parametrize(("passes", "names"), [
-    ("forward", ["flash_attention.2", "splash_mqa_fwd_residuals.1"]),
-    ("backward", ["flash_attention_backward.1", "splash_mqa_dkv_no_residuals.1", "splash_mqa_dq_no_residuals.1"]),
-    ("neither", ["multiply_reduce_fusion"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("passes", "names"),
+    [
+        ("forward", ["flash_attention.2", "splash_mqa_fwd_residuals.1"]),
+        (
+            "backward",
+            [
+                "flash_attention_backward.1",
+                "splash_mqa_dkv_no_residuals.1",
+                "splash_mqa_dq_no_residuals.1",
+            ],
+        ),
+        ("neither", ["multiply_reduce_fusion"]),
+    ],
+)
 def test_kernels_are_found_by_their_names(passes, names):
     for name in names:
         assert bool(attention_kernel.FORWARD.match(name)) == (passes == "forward")

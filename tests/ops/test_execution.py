@@ -24,14 +24,20 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("op", execution.OPS)
-def test_the_default_runs_on_every_device_and_an_unknown_backend_is_an_error_that_lists_the_known_ones(op):
+def test_the_default_runs_on_every_device_and_an_unknown_backend_is_an_error_that_lists_the_known_ones(
+    op,
+):
     support = execution.OPS[op]
     assert support.default in support.backends
     assert support.default in execution.ON_EVERY_DEVICE
     assert set(support.aliases.values()) <= set(support.backends)
-    assert execution.decide(op, None, ring=8).backend == support.default  # no mesh is set, so no chip is known
+    # no mesh is set, so no chip is known
+    assert execution.decide(op, None, ring=8).backend == support.default
     known = ", ".join(support.backends)
-    with pytest.raises(ValueError, match=rf"^{op} got backend='rings': it must be one of {known}, or None to choose$"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^{op} got backend='rings': it must be one of {known}, or None to choose$",
+    ):
         execution.decide(op, "rings", ring=8)
 
 
@@ -45,10 +51,17 @@ def test_plan_predicts_only_backends_that_the_op_has(op):
 
 @pytest.mark.parametrize(
     ("op", "backend", "default"),
-    [("ring_attention", "fused", "xla"), ("lookup_reduce_scatter", "fused", "xla"), ("mesh_matmul", "pallas", "none")],
+    [
+        ("ring_attention", "fused", "xla"),
+        ("lookup_reduce_scatter", "fused", "xla"),
+        ("mesh_matmul", "pallas", "none"),
+    ],
 )
 def test_a_backend_that_only_other_ops_have_is_an_error_that_says_what_to_use(op, backend, default):
-    message = f"^{op} has no '{backend}' backend: it has .*; use backend='{default}', which runs on every device$"
+    message = (
+        f"^{op} has no '{backend}' backend: it has .*; use backend='{default}', which runs "
+        "on every device$"
+    )
     with pytest.raises(NotImplementedError, match=message):
         execution.decide(op, backend, ring=8)
 
@@ -57,18 +70,30 @@ def test_a_kernel_that_cannot_serve_is_not_planned():
     """On TPUs with a data sheet plan chooses, and leaves out kernels that `check` refuses."""
 
     def refuse(backend):
-        raise execution.cannot_serve("all_gather_matmul", backend, "is refused", "use backend='xla'")
+        raise execution.cannot_serve(
+            "all_gather_matmul", backend, "is refused", "use backend='xla'"
+        )
 
     call = {"shapes": SHAPES["all_gather_matmul"], "ring": 8}
     with jax.set_mesh(fa.check.topology_mesh("v5e:2x4", (8,), ("model",))):
         assert execution.decide("all_gather_matmul", None, **call).backend == "fused"
-        assert execution.decide("all_gather_matmul", None, **call, check=refuse).backend in execution.RINGS
+        assert (
+            execution.decide("all_gather_matmul", None, **call, check=refuse).backend
+            in execution.RINGS
+        )
 
 
 def test_an_op_of_a_layer_chooses_if_it_lacks_the_layers_backend():
-    assert execution.decide("ring_attention", "gather", ring=8).backend == "none"  # a name of older callers
+    # a name of older callers
+    assert execution.decide("ring_attention", "gather", ring=8).backend == "none"
     # A name that no op has is not dropped: the op refuses it.
-    for requested, used in {"gather": "gather", "fused": None, "none": "none", None: None, "rings": "rings"}.items():
+    for requested, used in {
+        "gather": "gather",
+        "fused": None,
+        "none": "none",
+        None: None,
+        "rings": "rings",
+    }.items():
         assert execution.if_available("ring_attention", requested) == used
     assert execution.if_available("all_gather_matmul", "fused") == "fused"
 
@@ -77,10 +102,17 @@ def test_what_is_decided_makes_the_ring():
     with jax.set_mesh(jax.make_mesh((8,), ("model",))):
         assert execution.decide("all_gather_matmul", "none", ring=8).ring("model").transport is None
         ring = execution.decide("all_gather_matmul", "xla", ring=8).ring("model")
-        assert hash(ring) == hash(execution.decide("all_gather_matmul", "xla", ring=8).ring("model"))
+        assert hash(ring) == hash(
+            execution.decide("all_gather_matmul", "xla", ring=8).ring("model")
+        )
     assert (ring.directions, ring.unroll) == (1, 2)
     with jax.set_mesh(fa.check.topology_mesh("v5e:2x4", (8,), ("model",))):
         assert execution.decide("all_gather_matmul", "pallas", ring=8).directions == 2
         assert execution.decide("all_gather_matmul", "pallas", ring=8, halves=False).directions == 1
-        assert execution.decide("all_gather_matmul", "pallas", ring=8, halves=False, directions=2).directions == 2
+        assert (
+            execution.decide(
+                "all_gather_matmul", "pallas", ring=8, halves=False, directions=2
+            ).directions
+            == 2
+        )
         assert execution.decide("all_gather_matmul", "pallas", ring=2).directions == 1

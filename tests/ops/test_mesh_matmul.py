@@ -1,4 +1,6 @@
-"""mesh_matmul: every backend against an unsharded product, with gradients; refused calls; the compiled program."""
+"""mesh_matmul: every backend against an unsharded product, with gradients; refused calls; the
+compiled program.
+"""
 
 import dataclasses
 import functools
@@ -38,11 +40,16 @@ def operands(dtype="float32", m=64, k=512, n=256):
 
 def sharded(**options):
     options.setdefault("tiles", TILES)
-    return jax.shard_map(functools.partial(fa.mesh_matmul, **options), in_specs=SPECS, out_specs=P("x", None))
+    return jax.shard_map(
+        functools.partial(fa.mesh_matmul, **options), in_specs=SPECS, out_specs=P("x", None)
+    )
 
 
 def on_mesh(mesh, lhs, rhs):
-    return tuple(jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((lhs, rhs), SPECS, strict=True))
+    return tuple(
+        jax.device_put(a, NamedSharding(mesh, spec))
+        for a, spec in zip((lhs, rhs), SPECS, strict=True)
+    )
 
 
 def parity(shape, mode="on_wait", dtype="float32", m=64, k=512, n=256, *, races=True, **options):
@@ -52,22 +59,39 @@ def parity(shape, mode="on_wait", dtype="float32", m=64, k=512, n=256, *, races=
         assert_close(as_float32(got), as_float32(lhs) @ as_float32(rhs), dtype, "o")
 
 
-@pytest.mark.parametrize(("backend", "shape", "mode", "options"), [
-    *((name, (2, 2), "eager", {}) for name in ("xla_gemm", "serial", "fused")),
-    ("serial", (1, 4), "on_wait", {"dtype": "bfloat16"}),
-    ("fused", (4, 1), "eager", {"dtype": "bfloat16", "m": 128, "k": 1024, "tiles": Tiles(48, 128, 128)}),
-    ("overlapped", (2, 2), "eager", PARTIAL),
-    ("overlapped", (1, 4), "on_wait", {"dtype": "bfloat16", **PARTIAL}),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        ("overlapped", (4, 1), "eager", PARTIAL),
-        ("serial", (4, 1), "eager", {"directions": 1, "m": 128, "tiles": Tiles(48, 384, 128)}),  # partial tiles, too
-        ("fused", (1, 4), "on_wait", {}),
-        ("fused", (4, 1), "on_wait", {"directions": 1}),
-        ("overlapped", (4, 1), "on_wait", {"directions": 1, "dtype": "bfloat16"}),
-        ("overlapped", (3, 1), "on_wait", {"k": 768, "m": 96}),
-        ("overlapped", (1, 1), "on_wait", {}),
-    ]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("backend", "shape", "mode", "options"),
+    [
+        *((name, (2, 2), "eager", {}) for name in ("xla_gemm", "serial", "fused")),
+        ("serial", (1, 4), "on_wait", {"dtype": "bfloat16"}),
+        (
+            "fused",
+            (4, 1),
+            "eager",
+            {"dtype": "bfloat16", "m": 128, "k": 1024, "tiles": Tiles(48, 128, 128)},
+        ),
+        ("overlapped", (2, 2), "eager", PARTIAL),
+        ("overlapped", (1, 4), "on_wait", {"dtype": "bfloat16", **PARTIAL}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("overlapped", (4, 1), "eager", PARTIAL),
+                # partial tiles, too
+                (
+                    "serial",
+                    (4, 1),
+                    "eager",
+                    {"directions": 1, "m": 128, "tiles": Tiles(48, 384, 128)},
+                ),
+                ("fused", (1, 4), "on_wait", {}),
+                ("fused", (4, 1), "on_wait", {"directions": 1}),
+                ("overlapped", (4, 1), "on_wait", {"directions": 1, "dtype": "bfloat16"}),
+                ("overlapped", (3, 1), "on_wait", {"k": 768, "m": 96}),
+                ("overlapped", (1, 1), "on_wait", {}),
+            ]
+        ),
+    ],
+)
 def test_kernels_on_any_mesh(backend, shape, mode, options):
     parity(shape, mode, backend=backend, **options)
 
@@ -85,7 +109,9 @@ def test_values_on_more_devices(backend, shape, options):
 
 @pytest.mark.slow
 def test_values_on_four_rows_of_four():
-    """Of all backends, with the gradients, which are the same for all: on 16 devices in a process of its own."""
+    """Of all backends, with the gradients, which are the same for all: on 16 devices in a process
+    of its own.
+    """
     command = [sys.executable, "-m", "tests.ops.sixteen_devices"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.splitlines() == [
@@ -105,8 +131,12 @@ def check_gradients(mesh, fn, **sizes):
         o, pull = jax.vjp(fn, lhs, rhs)
         return o, *pull(do)
 
-    gots = jax.jit(run)(*on_mesh(mesh, lhs, rhs), jax.device_put(do, NamedSharding(mesh, P("x", None))))
-    for name, got, want in zip(("o", "dlhs", "drhs"), gots, (lhs @ rhs, do @ rhs.T, lhs.T @ do), strict=True):
+    gots = jax.jit(run)(
+        *on_mesh(mesh, lhs, rhs), jax.device_put(do, NamedSharding(mesh, P("x", None)))
+    )
+    for name, got, want in zip(
+        ("o", "dlhs", "drhs"), gots, (lhs @ rhs, do @ rhs.T, lhs.T @ do), strict=True
+    ):
         assert_close(as_float32(got), want, "float32", name)
 
 
@@ -114,7 +144,9 @@ def check_gradients(mesh, fn, **sizes):
 def test_values_and_gradients_on_any_device(shape):
     mesh = jax.make_mesh(shape, ("x", "y"), devices=jax.devices()[: shape[0] * shape[1]])
     with jax.set_mesh(mesh):
-        fn = jax.shard_map(fa.mesh_matmul, in_specs=SPECS, out_specs=P("x", None), check_vma=shape != (2, 4))
+        fn = jax.shard_map(
+            fa.mesh_matmul, in_specs=SPECS, out_specs=P("x", None), check_vma=shape != (2, 4)
+        )
         check_gradients(mesh, fn, m=16, k=32, n=8)
 
 
@@ -151,7 +183,9 @@ def test_a_block_that_is_sent_on_before_it_arrived_is_seen(monkeypatch):
 
 @pytest.mark.slow
 def test_a_wait_for_the_columns_of_another_tile_is_seen(monkeypatch):
-    """Negative test of the partial tile: it is not as wide as the tile that was sent from its slot before."""
+    """Negative test of the partial tile: it is not as wide as the tile that was sent from its slot
+    before.
+    """
     wait_until_left = overlapped._Device.wait_until_left
 
     def broken(self, number):
@@ -163,38 +197,90 @@ def test_a_wait_for_the_columns_of_another_tile_is_seen(monkeypatch):
         parity((2, 2), "eager", backend="overlapped", **PARTIAL)
 
 
-def refused(error, message, *, shape=(2, 2), lhs=(256, 512), rhs=(512, 512), dtype=jnp.float32, **options):
+def refused(
+    error, message, *, shape=(2, 2), lhs=(256, 512), rhs=(512, 512), dtype=jnp.float32, **options
+):
     with simulated(shape, ("x", "y")), pytest.raises(error, match=message):
-        jax.eval_shape(sharded(**options), jax.ShapeDtypeStruct(lhs, dtype), jax.ShapeDtypeStruct(rhs, dtype))
+        jax.eval_shape(
+            sharded(**options), jax.ShapeDtypeStruct(lhs, dtype), jax.ShapeDtypeStruct(rhs, dtype)
+        )
 
 
 def test_operands_that_do_not_fit_are_refused_with_their_numbers():
-    refused(ValueError, "it must be one of none, xla_gemm, serial, fused, overlapped", backend="ring")
+    refused(
+        ValueError, "it must be one of none, xla_gemm, serial, fused, overlapped", backend="ring"
+    )
     refused(ValueError, r"so K=512 on the left and K=1024 on the right", rhs=(1024, 512))
     refused(ValueError, "names of two mesh axes", axis_names=("x", "x"))
     refused(ValueError, "one floating dtype: got int32 and int32", dtype=jnp.int32)
-    refused(NotImplementedError, "float32 and bfloat16: got lhs of float16", dtype=jnp.float16, backend="serial")
-    refused(ValueError, r"for a mesh of 4 x 1, in whole hardware tiles: got K=256 in blocks of 64", shape=(4, 1),
-            lhs=(256, 256), rhs=(256, 512), backend="overlapped")  # fmt: skip
-    refused(ValueError, r"half of the rows each way around 'y': got 32 rows of float32, needed a multiple of 64",
-            shape=(1, 4), lhs=(32, 512), backend="overlapped", directions=2)  # fmt: skip
+    refused(
+        NotImplementedError,
+        "float32 and bfloat16: got lhs of float16",
+        dtype=jnp.float16,
+        backend="serial",
+    )
+    refused(
+        ValueError,
+        r"for a mesh of 4 x 1, in whole hardware tiles: got K=256 in blocks of 64",
+        shape=(4, 1),
+        lhs=(256, 256),
+        rhs=(256, 512),
+        backend="overlapped",
+    )
+    refused(
+        ValueError,
+        r"half of the rows each way around 'y': got 32 rows of float32, needed a multiple of 64",
+        shape=(1, 4),
+        lhs=(32, 512),
+        backend="overlapped",
+        directions=2,
+    )
     refused(NotImplementedError, "default precision: got precision=highest; .* use backend='none'",
             backend="serial", precision="highest")  # fmt: skip
     refused(ValueError, "directions to be 1, 2 or None: got 3", directions=3)
-    refused(ValueError, r"\[multiple of 8, multiple of 128\] for float32: got \[128, 64\]", lhs=(256, 128),
-            rhs=(128, 512), backend="fused")  # fmt: skip
-    refused(NotImplementedError, r"has 384 for them.* are 1[0-9]{3} arrivals; use larger tiles", lhs=(16384, 65536),
-            rhs=(65536, 32768), backend="overlapped", tiles=None)  # fmt: skip
-    refused(NotImplementedError, r"fused has a semaphore for each block of w.* are 1024 arrivals", lhs=(16384, 65536),
-            rhs=(65536, 32768), backend="fused", tiles=None)  # fmt: skip
-    refused(ValueError, "got 24 rows of float32, needed a multiple of 16", lhs=(48, 512), backend="overlapped")
-    refused(ValueError, r"take \d{3}\.\d MiB with all buffers, and a v5e has 120 MiB to give; the largest",
-            lhs=(16384, 16384), rhs=(16384, 8192), backend="overlapped", tiles=Tiles(4096, 1024, 2048))  # fmt: skip
+    refused(
+        ValueError,
+        r"\[multiple of 8, multiple of 128\] for float32: got \[128, 64\]",
+        lhs=(256, 128),
+        rhs=(128, 512),
+        backend="fused",
+    )
+    refused(
+        NotImplementedError,
+        r"has 384 for them.* are 1[0-9]{3} arrivals; use larger tiles",
+        lhs=(16384, 65536),
+        rhs=(65536, 32768),
+        backend="overlapped",
+        tiles=None,
+    )
+    refused(
+        NotImplementedError,
+        r"fused has a semaphore for each block of w.* are 1024 arrivals",
+        lhs=(16384, 65536),
+        rhs=(65536, 32768),
+        backend="fused",
+        tiles=None,
+    )
+    refused(
+        ValueError,
+        "got 24 rows of float32, needed a multiple of 16",
+        lhs=(48, 512),
+        backend="overlapped",
+    )
+    refused(
+        ValueError,
+        r"take \d{3}\.\d MiB with all buffers, and a v5e has 120 MiB to give; the largest",
+        lhs=(16384, 16384),
+        rhs=(16384, 8192),
+        backend="overlapped",
+        tiles=Tiles(4096, 1024, 2048),
+    )
 
 
 def test_a_call_that_names_no_backend_does_what_is_planned():
     mesh = fa.check.topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
-    for shape, planned in ((STUDY, True), ((4096, 4096, 130), False)):  # the kernels take no 130 columns
+    # the kernels take no 130 columns
+    for shape, planned in ((STUDY, True), ((4096, 4096, 130), False)):
         fn, *arguments = program(None, mesh, shape)
         assert ("pallas_call" in str(fn.trace(*arguments).jaxpr)) == planned
 
@@ -208,11 +294,16 @@ def test_kernels_need_tpus():
 
 @pytest.mark.slow
 def test_the_study_compiles_at_full_size():
-    """The program is the kernel alone, and the copy that XLA adds where a kernel that communicates ends a program."""
-    fn, *arguments = program("overlapped", fa.check.topology_mesh("v5e:2x2", (2, 2), ("x", "y")), STUDY)
+    """The program is the kernel alone, and the copy that XLA adds where a kernel that communicates
+    ends a program.
+    """
+    fn, *arguments = program(
+        "overlapped", fa.check.topology_mesh("v5e:2x2", (2, 2), ("x", "y")), STUDY
+    )
     compiled = fa.check.compile_for("v5e:2x2", fn, *arguments)
     instructions = fa.check.parse(compiled.as_text()).entry.instructions
-    opcodes = [i.opcode for i in instructions if i.opcode not in ("parameter", "bitcast")]  # a bitcast moves nothing
+    # a bitcast moves nothing
+    opcodes = [i.opcode for i in instructions if i.opcode not in ("parameter", "bitcast")]
     assert sorted(set(opcodes)) == ["copy", "custom-call", "get-tuple-element"]
     assert opcodes.count("copy") == 1
 
@@ -231,7 +322,9 @@ def test_other_meshes_compile_at_full_size(topology, shape):
 
 @pytest.mark.slow
 def test_eight_devices_play_without_a_finding():
-    """Executes the final instructions for two rows of four devices; the player raises if one of them breaks a rule."""
+    """Executes the final instructions for two rows of four devices; the player raises if one of
+    them breaks a rule.
+    """
     mesh = fa.check.topology_mesh("v5e:2x4", (2, 4), ("x", "y"))
     tiles, forms = Tiles(64, 128, 256), [("serial", 1), ("fused", 2), ("overlapped", 2)]
     fns = [program(name, mesh, (1024, 1024, 512), tiles, directions) for name, directions in forms]
@@ -241,17 +334,23 @@ def test_eight_devices_play_without_a_finding():
 
 @pytest.mark.parametrize("directions", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_four_rows_of_four_play_without_a_finding(directions):
-    """No scalar is read before it was written: the order of blocks, whose last one comes over the most hops here."""
+    """No scalar is read before it was written: the order of blocks, whose last one comes over the
+    most hops here.
+    """
     mesh = fa.check.topology_mesh("v5e:4x4", (4, 4), ("x", "y"))
     fn, *arguments = program("overlapped", mesh, (1024, 2048, 512), Tiles(64, 256, 256), directions)
     assert not fa.check.play(fn, *arguments, topology="v5e:4x4").notes
 
 
 def test_a_barrier_with_one_neighbour_alone_is_seen(monkeypatch):
-    """Negative test: without the barrier a device may write to one that has not entered the kernel, a race."""
+    """Negative test: without the barrier a device may write to one that has not entered the kernel,
+    a race.
+    """
     mesh = fa.check.topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
     enter = WeightBlocks.enter
-    monkeypatch.setattr(WeightBlocks, "enter", lambda self, tag, collective_id, _: enter(self, tag, collective_id))
+    monkeypatch.setattr(
+        WeightBlocks, "enter", lambda self, tag, collective_id, _: enter(self, tag, collective_id)
+    )
     fn, *arguments = program("overlapped", mesh, (1024, 1024, 512), Tiles(128, 256, 256))
     with pytest.raises(RaceError, match="a barrier with the receiver is missing"):
         fa.check.play(fn, *arguments, topology="v5e:2x2")

@@ -22,19 +22,31 @@ def test_a_ring_that_hides_its_transfers_is_chosen_with_a_reason():
     assert str(plan).startswith("ring_attention: xla, because it waits 0 ms")
 
 
-@pytest.mark.parametrize(("op", "shapes", "options", "why"), [
-    ("ring_attention", [(1, 16, 8, 64), (1, 16, 1, 64)], {}, "xla needs 16 steps of 5.0 us and still waits"),
-    ("all_gather_matmul", [(8, 1024), (1024, 256)], {"kernels": False}, "xla needs 8 steps"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "shapes", "options", "why"),
+    [
+        (
+            "ring_attention",
+            [(1, 16, 8, 64), (1, 16, 1, 64)],
+            {},
+            "xla needs 16 steps of 5.0 us and still waits",
+        ),
+        ("all_gather_matmul", [(8, 1024), (1024, 256)], {"kernels": False}, "xla needs 8 steps"),
+    ],
+)
 def test_where_blocks_are_small_steps_cost_more_than_waiting(op, shapes, options, why):
-    """Negative test: with few rows on a device, and without kernels, gathering once is predicted to be faster."""
+    """Negative test: with few rows on a device, and without kernels, gathering once is predicted to
+    be faster.
+    """
     plan = fa.plan(op, *shapes, chip="v5e", ring=8, backward=False, **options)
     assert plan.backend == "none"
     assert f"overlap loses here: {why}" in plan.reason
 
 
 def test_a_backend_that_exceeds_memory_is_not_chosen():
-    plan, larger = (fa.plan("ring_attention", *[(n, 131072, 16, 128)] * 2, chip="v5e", ring=8) for n in (1, 64))
+    plan, larger = (
+        fa.plan("ring_attention", *[(n, 131072, 16, 128)] * 2, chip="v5e", ring=8) for n in (1, 64)
+    )
     assert plan.backend == "xla"
     assert "none would hold" in plan.reason
     assert "more than a v5e has" in plan.reason
@@ -45,25 +57,60 @@ def test_predictions_follow_the_work():
     def seconds(**options):
         return fa.plan("ring_attention", *LLAMA, chip="v5e", ring=8, **options).costs["xla"].compute
 
-    assert seconds(layout="zigzag") < 0.6 * seconds(layout="contiguous")  # the last device has every block
+    # the last device has every block
+    assert seconds(layout="zigzag") < 0.6 * seconds(layout="contiguous")
     assert seconds(causal=False) >= seconds(layout="contiguous")
     assert seconds(window=4096) < 0.3 * seconds()
-    assert 3.4 < seconds() / seconds(backward=False) < 3.6  # seven matmuls with gradients, two without
+    # seven matmuls with gradients, two without
+    assert 3.4 < seconds() / seconds(backward=False) < 3.6
     one = fa.plan("ring_attention", *LLAMA, chip="v5e", ring=1)
     assert one.reason.startswith("one device has every row: there is nothing to transfer; ")
 
 
-@pytest.mark.parametrize(("op", "shapes", "ring", "message"), [
-    ("attention", LLAMA, 8, "plan knows all_gather_matmul, .*, ring_attention: got 'attention'"),
-    ("ring_attention", LLAMA, 0, "ring of 1 device or more: got ring=0"),
-    ("ring_attention", LLAMA, (2, 2), r"ring=\(x, y\) for mesh_matmul, and one number for other ops"),
-    ("all_gather_matmul", [(8, 16), (32, 16)], 4, r"x \[8, 16\] cannot be contracted with w \[32, 16\]"),
-    ("all_gather_matmul", [(0, 16), (16, 16)], 4, r"dimensions of 1 or more: got \[0, 16\]"),
-    ("all_gather_matmul", [(8, 16), (16, 16)], 2.5, "ring of 1 device or more: got ring=2.5"),
-    ("matmul_reduce_scatter", [(9, 16), (16, 16)], 4, r"rows of x \[9, 16\] cannot be shared out equally to 4"),
-    ("mesh_matmul", [(8, 16), (16, 16)], (2, 4), r"x \[8, 16\] cannot be contracted with w \[16, 16\]"),
-    ("ring_attention", [(1, 8, 4, 8), (1, 8, 3, 8)], 4, r"q \[1, 8, 4, 8\] cannot attend to k or v \[1, 8, 3, 8\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "shapes", "ring", "message"),
+    [
+        (
+            "attention",
+            LLAMA,
+            8,
+            "plan knows all_gather_matmul, .*, ring_attention: got 'attention'",
+        ),
+        ("ring_attention", LLAMA, 0, "ring of 1 device or more: got ring=0"),
+        (
+            "ring_attention",
+            LLAMA,
+            (2, 2),
+            r"ring=\(x, y\) for mesh_matmul, and one number for other ops",
+        ),
+        (
+            "all_gather_matmul",
+            [(8, 16), (32, 16)],
+            4,
+            r"x \[8, 16\] cannot be contracted with w \[32, 16\]",
+        ),
+        ("all_gather_matmul", [(0, 16), (16, 16)], 4, r"dimensions of 1 or more: got \[0, 16\]"),
+        ("all_gather_matmul", [(8, 16), (16, 16)], 2.5, "ring of 1 device or more: got ring=2.5"),
+        (
+            "matmul_reduce_scatter",
+            [(9, 16), (16, 16)],
+            4,
+            r"rows of x \[9, 16\] cannot be shared out equally to 4",
+        ),
+        (
+            "mesh_matmul",
+            [(8, 16), (16, 16)],
+            (2, 4),
+            r"x \[8, 16\] cannot be contracted with w \[16, 16\]",
+        ),
+        (
+            "ring_attention",
+            [(1, 8, 4, 8), (1, 8, 3, 8)],
+            4,
+            r"q \[1, 8, 4, 8\] cannot attend to k or v \[1, 8, 3, 8\]",
+        ),
+    ],
+)
 def test_what_no_op_takes_is_refused(op, shapes, ring, message):
     with pytest.raises(ValueError, match=message):
         fa.plan(op, *shapes, chip="v5e", ring=ring)
@@ -72,7 +119,9 @@ def test_what_no_op_takes_is_refused(op, shapes, ring, message):
 def test_an_unknown_chip_or_option_is_refused():
     with pytest.raises(ValueError, match="chip must be one of"):
         fa.plan("ring_attention", *LLAMA, chip="v4", ring=8)
-    with pytest.raises(ValueError, match=r"plan cannot take these shapes or options for ring_attention: .*'rows'"):
+    with pytest.raises(
+        ValueError, match=r"plan cannot take these shapes or options for ring_attention: .*'rows'"
+    ):
         fa.plan("ring_attention", *LLAMA, chip="v5e", ring=8, rows=3)
 
 
@@ -85,7 +134,9 @@ def test_the_chip_of_a_device():
 UP, DOWN = ((8, 256, 8192), (8192, 3584)), ((8, 2048, 3584), (3584, 8192))
 
 
-@pytest.mark.parametrize(("op", "shapes"), [("all_gather_matmul", UP), ("matmul_reduce_scatter", DOWN)])
+@pytest.mark.parametrize(
+    ("op", "shapes"), [("all_gather_matmul", UP), ("matmul_reduce_scatter", DOWN)]
+)
 def test_large_matmuls_are_one_kernel_where_kernels_can_serve(op, shapes):
     plan = fa.plan(op, *shapes, chip="v5e", ring=8)
     assert plan.backend == "fused"
@@ -95,39 +146,65 @@ def test_large_matmuls_are_one_kernel_where_kernels_can_serve(op, shapes):
     assert alone.reason.startswith("one device has every row: there is nothing to transfer; ")
 
 
-@pytest.mark.parametrize(("op", "shapes", "ring", "intensity"), [
-    ("mesh_matmul", [(16384, 16384), (16384, 8192)], (1, 1), 4096),  # the figures of the published study
-    ("mesh_matmul", [(8192, 8192), (8192, 8192)], (2, 2), 2731),
-    ("all_gather_matmul", [(2, 128, 1024), (1024, 512), (1024, 512)], 4, 341),  # three matrices [1024, 1024]
-    ("ring_attention", [(2, 128, 8, 64), (2, 128, 2, 64)], 4, 256),  # 4 * 128 * 8 * 512 / (4 * 128 * (8 + 4 * 2))
-])  # fmt: skip
-def test_the_reason_has_the_arithmetic_intensity_beside_the_balance_of_the_chip(op, shapes, ring, intensity):
+@pytest.mark.parametrize(
+    ("op", "shapes", "ring", "intensity"),
+    [
+        # the figures of the published study
+        ("mesh_matmul", [(16384, 16384), (16384, 8192)], (1, 1), 4096),
+        ("mesh_matmul", [(8192, 8192), (8192, 8192)], (2, 2), 2731),
+        # three matrices [1024, 1024]
+        ("all_gather_matmul", [(2, 128, 1024), (1024, 512), (1024, 512)], 4, 341),
+        # 4 * 128 * 8 * 512 / (4 * 128 * (8 + 4 * 2))
+        ("ring_attention", [(2, 128, 8, 64), (2, 128, 2, 64)], 4, 256),
+    ],
+)
+def test_the_reason_has_the_arithmetic_intensity_beside_the_balance_of_the_chip(
+    op, shapes, ring, intensity
+):
     reason = fa.plan(op, *shapes, chip="v5e", ring=ring).reason
-    assert reason.endswith(f"an arithmetic intensity of {intensity} flops a byte, where the balance of a v5e is 241")
+    assert reason.endswith(
+        f"an arithmetic intensity of {intensity} flops a byte, where the balance of a v5e is 241"
+    )
 
 
-@pytest.mark.parametrize(("op", "x", "w", "chip", "ring", "backward", "backend"), [
-    # A ring of two has one hop forward; with gradients XLA hides hops behind the products of other trips.
-    ("all_gather_matmul", (2048, 2048), (2048, 2048), "v5e", 2, False, "fused"),
-    ("all_gather_matmul", (512, 2048), (2048, 2048), "v5e", 2, True, "xla"),
-    ("all_gather_matmul", (512, 4096), (4096, 4096), "v5e", 2, True, "xla"),  # 64 MiB of sums stay on the chip
-    # A kernel alone reads w for each block; with gradients XLA fetches it while another kernel runs.
-    ("matmul_reduce_scatter", (512, 4096), (4096, 4096), "v6e", 4, False, "none"),
-    ("matmul_reduce_scatter", (1024, 4096), (4096, 4096), "v5e", 8, True, "fused"),
-    # A kernel contracts a few rows at a time, and wide matrix units wait for more.
-    ("all_gather_matmul", (128, 8192), (8192, 3584), "v6e", 8, True, "none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "x", "w", "chip", "ring", "backward", "backend"),
+    [
+        # A ring of two has one hop forward; with gradients XLA hides hops behind the products of
+        # other trips.
+        ("all_gather_matmul", (2048, 2048), (2048, 2048), "v5e", 2, False, "fused"),
+        ("all_gather_matmul", (512, 2048), (2048, 2048), "v5e", 2, True, "xla"),
+        # 64 MiB of sums stay on the chip
+        ("all_gather_matmul", (512, 4096), (4096, 4096), "v5e", 2, True, "xla"),
+        # A kernel alone reads w for each block; with gradients XLA fetches it while another kernel
+        # runs.
+        ("matmul_reduce_scatter", (512, 4096), (4096, 4096), "v6e", 4, False, "none"),
+        ("matmul_reduce_scatter", (1024, 4096), (4096, 4096), "v5e", 8, True, "fused"),
+        # A kernel contracts a few rows at a time, and wide matrix units wait for more.
+        ("all_gather_matmul", (128, 8192), (8192, 3584), "v6e", 8, True, "none"),
+    ],
+)
 def test_what_plays_fastest_is_chosen(op, x, w, chip, ring, backward, backend):
-    """In these cases of benchmarks/plan.py every other backend takes at least 1.08 times as long when played."""
+    """In these cases of benchmarks/plan.py every other backend takes at least 1.08 times as long
+    when played.
+    """
     assert fa.plan(op, x, w, chip=chip, ring=ring, backward=backward).backend == backend
 
 
 def test_rings_with_equal_products_and_waits_are_told_apart_by_their_overheads():
-    plan = fa.plan("matmul_reduce_scatter", (512, 2048), (2048, 2048), chip="v5e", ring=4, backward=False)
-    beside = [f"{1e3 * (c.seconds - c.compute - c.exposed):.3g} ms" for c in (plan.costs["xla"], plan.costs["pallas"])]
+    plan = fa.plan(
+        "matmul_reduce_scatter", (512, 2048), (2048, 2048), chip="v5e", ring=4, backward=False
+    )
+    beside = [
+        f"{1e3 * (c.seconds - c.compute - c.exposed):.3g} ms"
+        for c in (plan.costs["xla"], plan.costs["pallas"])
+    ]
     assert plan.backend == "xla"
     assert beside[0] != beside[1]
-    assert f"take {beside[0]} beside products and transfers where 4 of pallas take {beside[1]}" in plan.reason
+    assert (
+        f"take {beside[0]} beside products and transfers where 4 of pallas take {beside[1]}"
+        in plan.reason
+    )
 
 
 def test_a_block_with_more_tiles_than_semaphores_is_no_kernel():
@@ -136,10 +213,16 @@ def test_a_block_with_more_tiles_than_semaphores_is_no_kernel():
 
 
 def test_gradients_that_no_kernel_computes_cost_a_kernel_nothing():
-    """matmul_all_reduce has gradients of local products, matmul_reduce_scatter one of what a kernel gathered."""
+    """matmul_all_reduce has gradients of local products, matmul_reduce_scatter one of what a kernel
+    gathered.
+    """
 
     def fixed(op, **options):
-        return fa.plan(op, (2048, 1024), (1024, 1024), chip="v5e", ring=8, **options).costs["fused"].fixed
+        return (
+            fa.plan(op, (2048, 1024), (1024, 1024), chip="v5e", ring=8, **options)
+            .costs["fused"]
+            .fixed
+        )
 
     assert fixed("matmul_all_reduce") == fixed("matmul_all_reduce", backward=False)
     assert fixed("matmul_reduce_scatter") > fixed("matmul_reduce_scatter", backward=False)
@@ -148,25 +231,37 @@ def test_gradients_that_no_kernel_computes_cost_a_kernel_nothing():
 def test_the_mesh_matmul_has_the_order_of_the_study():
     plan = fa.plan(fa.mesh_matmul, (8192, 8192), (8192, 8192), chip="v5e", ring=(2, 2))
     assert plan.backend == "overlapped"
-    alone = fa.plan(fa.mesh_matmul, (8192, 8192), (8192, 100), chip="v5e", ring=(2, 2), kernels=False)
+    alone = fa.plan(
+        fa.mesh_matmul, (8192, 8192), (8192, 100), chip="v5e", ring=(2, 2), kernels=False
+    )
     assert alone.backend == "none"
     assert alone.reason.startswith("no other backend can serve this call; ")
-    published, played = {"none": 12.05e-3, "xla_gemm": 12.5e-3, "serial": 13.17e-3}, {"fused": 9.28e-3}
+    published, played = (
+        {"none": 12.05e-3, "xla_gemm": 12.5e-3, "serial": 13.17e-3},
+        {"fused": 9.28e-3},
+    )
     for backend, seconds in (published | played).items():
         assert plan.seconds[backend] == pytest.approx(seconds, rel=0.05)
 
 
 def test_a_kernel_runs_on_one_of_the_two_cores_of_a_v5p():
-    """Where products take all of the time, a kernel takes twice as long as XLA, and is not chosen."""
+    """Where products take all of the time, a kernel takes twice as long as XLA, and is not
+    chosen.
+    """
     large = (8192, 8192), (8192, 8192)
-    kernel, xla = (fa.plan("all_gather_matmul", *large, chip="v5p", ring=4).seconds[name] for name in ("fused", "xla"))
+    kernel, xla = (
+        fa.plan("all_gather_matmul", *large, chip="v5p", ring=4).seconds[name]
+        for name in ("fused", "xla")
+    )
     assert 1.6 < kernel / xla < 2
     assert fa.plan("all_gather_matmul", *large, chip="v5e", ring=4).backend == "fused"
     assert fa.plan("all_gather_matmul", *large, chip="v5p", ring=4).backend != "fused"
 
 
 def test_several_weights_are_several_products_of_xla_where_their_sum_leaves_vector_memory():
-    """Blocks of docs/plan.md on v6e:2x4: of 2 x 1024 rows the sums stay there, of 2 x 2048 they do not."""
+    """Blocks of docs/plan.md on v6e:2x4: of 2 x 1024 rows the sums stay there, of 2 x 2048 they do
+    not.
+    """
     for rows, width, more in ((1024, 3072, 1.0), (2048, 4096, 1.2)):
         x, wide, narrow = (2, rows // 8, width), (width, width // 8), (width, 128)
         several, one = (
@@ -182,11 +277,16 @@ def test_several_weights_are_several_products_of_xla_where_their_sum_leaves_vect
 def test_an_op_that_names_no_backend_does_what_is_planned(rows, kernel):
     """On a TPU with a data sheet an op does what `fa.plan` says for the same shapes."""
     mesh = fa.check.topology_mesh("v5e:2x4", (8,), ("model",))
-    x, w = jax.ShapeDtypeStruct((8 * rows, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024, 8 * 1024), jnp.bfloat16)
+    x, w = (
+        jax.ShapeDtypeStruct((8 * rows, 1024), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1024, 8 * 1024), jnp.bfloat16),
+    )
     local = jax.shard_map(
-        functools.partial(fa.all_gather_matmul, axis_name="model"), mesh=mesh, in_specs=(P("model"), P(None, "model")),
+        functools.partial(fa.all_gather_matmul, axis_name="model"),
+        mesh=mesh,
+        in_specs=(P("model"), P(None, "model")),
         out_specs=P(None, "model"),
-    )  # fmt: skip
+    )
     planned = fa.plan("all_gather_matmul", (rows, 1024), (1024, 1024), chip="v5e", ring=8).backend
     assert (planned == "fused") == kernel
     assert ("pallas_call" in str(jax.make_jaxpr(local)(x, w))) == kernel

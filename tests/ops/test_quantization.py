@@ -34,7 +34,10 @@ def quantized(x, kind, contracted):
 def test_values_and_scales_are_those_of_the_model(kind, contracted):
     x = np.random.default_rng(0).standard_normal((64, 48)).astype(np.float32)
     x[3, 4], x[5], x[:, 6] = 1e4, 0, 0  # an outlier, a row and a column of zeros
-    got, (values, scales) = jax.jit(lambda x: quantize(x, kind, contracted))(x), quantized(x, kind, contracted)
+    got, (values, scales) = (
+        jax.jit(lambda x: quantize(x, kind, contracted))(x),
+        quantized(x, kind, contracted),
+    )
     np.testing.assert_array_equal(np.asarray(got.values, np.float32), values.astype(np.float32))
     np.testing.assert_array_equal(got.scales, scales.squeeze(contracted))
     np.testing.assert_array_equal(dequantize(got, contracted), values.astype(np.float32) * scales)
@@ -43,18 +46,24 @@ def test_values_and_scales_are_those_of_the_model(kind, contracted):
 @pytest.mark.parametrize("rounding", [None, "stochastic"])
 @pytest.mark.parametrize("kind", FORWARD)
 def test_rows_that_are_not_finite_stay_so_and_small_rows_stay_finite(kind, rounding):
-    x = np.array([[1, -np.inf, 2], [np.nan, 1, 2], [0, 0, 0], [1e-45, 0, -1e-45], [3e38, -3e38, 1]], np.float32)
+    x = np.array(
+        [[1, -np.inf, 2], [np.nan, 1, 2], [0, 0, 0], [1e-45, 0, -1e-45], [3e38, -3e38, 1]],
+        np.float32,
+    )
     got = dequantize(quantize(jnp.asarray(x), kind, -1, rounding=rounding))
     assert got[0, 1] == -np.inf
     assert not np.isfinite(got[:2]).any()
     assert np.isfinite(got[2:]).all()
     np.testing.assert_allclose(got[4], x[4], atol=2e36)
-    assert dequantize(quantize(jnp.ones((3, 1)), kind, -1)).tolist() == [[1.0]] * 3  # rows of one element are exact
+    # rows of one element are exact
+    assert dequantize(quantize(jnp.ones((3, 1)), kind, -1)).tolist() == [[1.0]] * 3
 
 
 @pytest.mark.parametrize(("kind", "step"), [("int8", 1 / 127), ("fp8", 2**-2)])
 def test_stochastic_rounding_is_right_on_average(kind, step):
-    """Each value is rounded to one of its two neighbours, and the mean of many is the value; to nearest it is not."""
+    """Each value is rounded to one of its two neighbours, and the mean of many is the value; to
+    nearest it is not.
+    """
     x = np.full((20_000, 2), 0.3, np.float32)
     x[:, 1] = 1
     x[:, 0] += np.linspace(0, 1e-6, len(x))
@@ -77,23 +86,54 @@ def test_a_scale_of_the_whole_array_and_a_float64_operand():
         np.testing.assert_allclose(dequantize(got), x, atol=np.abs(x).max() / 127)
 
 
-@pytest.mark.parametrize(("error", "message", "call"), [
-    (ValueError, "forward to be one of 'int8', 'fp8': got 'int4'", lambda: fa.Quantization("int4")),
-    (ValueError, "backward to be one of None, 'int8', 'fp8': got 'bf16'", lambda: fa.Quantization("int8", "bf16")),
-    (ValueError, "weights to be None, or the type of both forward and backward: got 'int8', 'int8' and None",
-     lambda: fa.Quantization("int8", weights="int8")),
-    (ValueError, "rounding to be one of", lambda: fa.Quantization("int8", rounding="up")),
-    (ValueError, "scale to be one of 'vector', 'tensor'", lambda: fa.Quantization("int8", scale="row")),
-    (ValueError, "^an op needs quantization to be .*: got 'int4'", lambda: quantization_of("an op", "int4")),
-    (NotImplementedError, f"int32, which holds {MAX_INT8_PRODUCTS} .*: got {MAX_INT8_PRODUCTS + 1} features",
-     lambda: jax.eval_shape(
-         lambda x: quantize(x, "int8", -1), jax.ShapeDtypeStruct((1, MAX_INT8_PRODUCTS + 1), jnp.bfloat16)
-     )),
-    (NotImplementedError, f"holds {MAX_INT8_PRODUCTS} .*: got {2 * MAX_INT8_PRODUCTS} rows in dw; use a Quant",
-     lambda: jax.eval_shape(
-         lambda x: quantize(x, "int8", (0, 1)), jax.ShapeDtypeStruct((2, MAX_INT8_PRODUCTS, 1), jnp.bfloat16)
-     )),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (
+            ValueError,
+            "forward to be one of 'int8', 'fp8': got 'int4'",
+            lambda: fa.Quantization("int4"),
+        ),
+        (
+            ValueError,
+            "backward to be one of None, 'int8', 'fp8': got 'bf16'",
+            lambda: fa.Quantization("int8", "bf16"),
+        ),
+        (
+            ValueError,
+            "weights to be None, or the type of both forward and backward: got 'int8', 'int8' and "
+            "None",
+            lambda: fa.Quantization("int8", weights="int8"),
+        ),
+        (ValueError, "rounding to be one of", lambda: fa.Quantization("int8", rounding="up")),
+        (
+            ValueError,
+            "scale to be one of 'vector', 'tensor'",
+            lambda: fa.Quantization("int8", scale="row"),
+        ),
+        (
+            ValueError,
+            "^an op needs quantization to be .*: got 'int4'",
+            lambda: quantization_of("an op", "int4"),
+        ),
+        (
+            NotImplementedError,
+            f"int32, which holds {MAX_INT8_PRODUCTS} .*: got {MAX_INT8_PRODUCTS + 1} features",
+            lambda: jax.eval_shape(
+                lambda x: quantize(x, "int8", -1),
+                jax.ShapeDtypeStruct((1, MAX_INT8_PRODUCTS + 1), jnp.bfloat16),
+            ),
+        ),
+        (
+            NotImplementedError,
+            f"holds {MAX_INT8_PRODUCTS} .*: got {2 * MAX_INT8_PRODUCTS} rows in dw; use a Quant",
+            lambda: jax.eval_shape(
+                lambda x: quantize(x, "int8", (0, 1)),
+                jax.ShapeDtypeStruct((2, MAX_INT8_PRODUCTS, 1), jnp.bfloat16),
+            ),
+        ),
+    ],
+)
 def test_what_is_refused(error, message, call):
     with pytest.raises(error, match=message):
         call()
@@ -105,20 +145,30 @@ def test_cotangents_are_joined_where_int32_holds_their_sum():
         ("int8", MAX_INT8_PRODUCTS, False),
         ("fp8", MAX_INT8_PRODUCTS, True),
     ):
-        dys, ws = (tuple(jax.ShapeDtypeStruct((rows, width), jnp.bfloat16) for _ in range(2)) for rows in (1, 4))
+        dys, ws = (
+            tuple(jax.ShapeDtypeStruct((rows, width), jnp.bfloat16) for _ in range(2))
+            for rows in (1, 4)
+        )
         made = jax.eval_shape(
-            lambda dys, ws, kind=kind: backward_operands(fa.Quantization(kind, kind), dys, ws), dys, ws
+            lambda dys, ws, kind=kind: backward_operands(fa.Quantization(kind, kind), dys, ws),
+            dys,
+            ws,
         )
         assert [len(operands) for operands in made] == ([1, 1] if joined else [2, 2])
 
 
 def test_types_for_which_a_chip_has_no_rate():
-    for name, has, lacks in (("v5e", "int8", "fp8"), ("v6e", "int8", "fp8"), ("tpu7x", "fp8", "int8")):
+    for name, has, lacks in (
+        ("v5e", "int8", "fp8"),
+        ("v6e", "int8", "fp8"),
+        ("tpu7x", "fp8", "int8"),
+    ):
         chip = hardware.chip(name)
         assert chip.rate(has) == 2 * chip.flops
         check_chip("an op", fa.Quantization(has), chip)
         message = (
-            f"^an op got quantization in {lacks}, for which a {name} has no rate .*; use quantization='{has}' or qua"
+            f"^an op got quantization in {lacks}, for which a {name} has no rate .*; use "
+            f"quantization='{has}' or qua"
         )
         for quantization in (fa.Quantization(lacks), fa.Quantization(has, lacks)):
             with pytest.raises(NotImplementedError, match=message):

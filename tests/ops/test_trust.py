@@ -1,4 +1,6 @@
-"""What a call without a backend takes: a kernel that was verified here, or else plain XLA, said once."""
+"""What a call without a backend takes: a kernel that was verified here, or else plain XLA, said
+once.
+"""
 
 import dataclasses
 import json
@@ -49,19 +51,28 @@ def store(machine, verdict="PASS", name=f"{OP}/fused/3+", case="a case"):
     assert trust.record(machine, {name: {case: verdict}}) == machine.file
 
 
-def test_an_unverified_kernel_is_not_taken_and_one_line_says_what_verifying_it_would_bring(v5e, caplog):
+def test_an_unverified_kernel_is_not_taken_and_one_line_says_what_verifying_it_would_bring(
+    v5e, caplog
+):
     assert [taken(), taken()] == ["none", "none"]
     (line,) = [record.getMessage() for record in caplog.records if record.name == "flaxasync"]
-    assert line.startswith(f"flaxasync: {OP} takes 'none' and not 'fused', which was not verified on v5e with libtpu ")
+    assert line.startswith(
+        f"flaxasync: {OP} takes 'none' and not 'fused', which was not verified on v5e with libtpu "
+    )
     assert "it is predicted to be 1." in line
-    assert "`python -m flaxasync.verify` verifies it; naming it, or FLAXASYNC_VERIFIED=all, takes it" in line
+    assert (
+        "`python -m flaxasync.verify` verifies it; naming it, or FLAXASYNC_VERIFIED=all, takes it"
+        in line
+    )
 
 
 def test_a_kernel_in_eight_bits_needs_a_verdict_of_its_own_beside_the_other(v5e, caplog):
     shapes = [(256, 4096), (4096, 1024)]  # at which plan prefers "fused" in 8 bits
 
     def taken_in_8_bits():
-        return execution.decide(OP, None, shapes=shapes, ring=8, quantization=fa.Quantization("int8")).backend
+        return execution.decide(
+            OP, None, shapes=shapes, ring=8, quantization=fa.Quantization("int8")
+        ).backend
 
     store(v5e, name=f"{OP}/fused/3+/int8")
     assert taken_in_8_bits() == "none"
@@ -70,7 +81,10 @@ def test_a_kernel_in_eight_bits_needs_a_verdict_of_its_own_beside_the_other(v5e,
     store(v5e, "WRONG", f"{OP}/fused/3+/int8", "another case")
     assert (taken_in_8_bits(), taken()) == ("none", "fused")
     lines = [record.getMessage() for record in caplog.records]
-    assert ["was not verified on v5e" in lines[0], "was WRONG in int8 on v5e" in lines[1]] == [True, True]
+    assert ["was not verified on v5e" in lines[0], "was WRONG in int8 on v5e" in lines[1]] == [
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("verdict", ["WRONG", "HUNG", "CRASHED", "SLOWER"])
@@ -85,7 +99,9 @@ def test_a_kernel_that_failed_one_case_is_not_taken_unless_it_is_named(v5e, verd
     assert taken() == "fused"
 
 
-@pytest.mark.parametrize("changed", ["chip", "libtpu", "jax", "jaxlib", "flaxasync", "libtpu_options", "sources"])
+@pytest.mark.parametrize(
+    "changed", ["chip", "libtpu", "jax", "jaxlib", "flaxasync", "libtpu_options", "sources"]
+)
 def test_verdicts_of_another_machine_or_version_are_not_trusted(v5e, changed, caplog):
     store(v5e)
     content = json.loads(v5e.file.read_text())
@@ -107,7 +123,11 @@ def test_other_options_of_libtpu_and_other_sources_have_a_file_of_their_own(v5e,
 
 def test_the_sources_of_kernels_ops_and_transports_are_in_the_digest():
     package = pathlib.Path(fa.__file__).parent
-    found = {file.relative_to(package).parts[0] for pattern in trust.SOURCES for file in package.glob(pattern)}
+    found = {
+        file.relative_to(package).parts[0]
+        for pattern in trust.SOURCES
+        for file in package.glob(pattern)
+    }
     assert found == {"kernels", "ops", "transport", "ring.py"}
 
 
@@ -178,7 +198,10 @@ def test_the_environment_overrides_the_stored_verdicts(v5e, monkeypatch, tmp_pat
     other = tmp_path / "other.json"
     monkeypatch.setenv(trust.VARIABLE, str(other))
     assert taken() == "none"
-    assert f"FLAXASYNC_VERIFIED names {other}, which does not exist: no kernel is trusted" in caplog.text
+    assert (
+        f"FLAXASYNC_VERIFIED names {other}, which does not exist: no kernel is trusted"
+        in caplog.text
+    )
     store(v5e)
     assert other.exists()
     assert taken() == "fused"
@@ -215,14 +238,25 @@ def test_where_no_tpu_is_attached_calls_take_what_is_predicted(v5e, monkeypatch)
         assert taken() == "fused"
 
 
-def test_several_processes_without_a_coordinator_trust_nothing_unless_they_are_told_to(v5e, monkeypatch, caplog):
+def test_several_processes_without_a_coordinator_trust_nothing_unless_they_are_told_to(
+    v5e, monkeypatch, caplog
+):
     store(v5e)
     monkeypatch.setattr(trust, "_agreed", {})
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert taken() == "none"
-    assert "and no kernel is trusted: they have no coordinator: call jax.distributed.initialize() in" in caplog.text
-    assert "'fused', which is not trusted because the processes did not agree; it is predicted" in caplog.text
-    assert ". Naming it, or FLAXASYNC_VERIFIED=all in every process, takes it unverified" in caplog.text
+    assert (
+        "and no kernel is trusted: they have no coordinator: call jax.distributed.initialize() in"
+        in caplog.text
+    )
+    assert (
+        "'fused', which is not trusted because the processes did not agree; it is predicted"
+        in caplog.text
+    )
+    assert (
+        ". Naming it, or FLAXASYNC_VERIFIED=all in every process, takes it unverified"
+        in caplog.text
+    )
     monkeypatch.setattr(trust, "_agreed", {})
     monkeypatch.setenv(trust.VARIABLE, "all")
     assert taken() == "fused"
@@ -235,17 +269,24 @@ def agreeing(monkeypatch):
     topics = []
     monkeypatch.setattr(trust, "_agreed", {})
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(agreement, "exchange", lambda topic, text, limit: topics.append(topic) or [text, text])
+    monkeypatch.setattr(
+        agreement, "exchange", lambda topic, text, limit: topics.append(topic) or [text, text]
+    )
     return topics
 
 
 def test_several_processes_are_told_to_verify_on_every_host(v5e, agreeing, caplog):
     assert taken() == "none"
     assert "'fused', which was not verified in every process on v5e" in caplog.text
-    assert "`python -m flaxasync.verify --distributed`, started on every host, verifies it" in caplog.text
+    assert (
+        "`python -m flaxasync.verify --distributed`, started on every host, verifies it"
+        in caplog.text
+    )
 
 
-def test_several_processes_exchange_nothing_about_chips_that_are_not_attached(v5e, agreeing, monkeypatch):
+def test_several_processes_exchange_nothing_about_chips_that_are_not_attached(
+    v5e, agreeing, monkeypatch
+):
     store(v5e)
     with trust.trusting("predicted"):
         assert trust.known("v5e").verdict(f"{OP}/fused/3+") == "PASS"
@@ -253,7 +294,10 @@ def test_several_processes_exchange_nothing_about_chips_that_are_not_attached(v5
     monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind="TPU v5 lite")])
     with trust.trusting(None):
         assert (trust.known("v6e").verdicts, agreeing) == ({}, [])
-        assert (trust.known("v5e").verdict(f"{OP}/fused/3+"), agreeing) == ("PASS", ["kernels of v5e"])
+        assert (trust.known("v5e").verdict(f"{OP}/fused/3+"), agreeing) == (
+            "PASS",
+            ["kernels of v5e"],
+        )
 
 
 def test_the_flash_kernel_needs_its_verdict_too(v5e, caplog):
@@ -261,12 +305,20 @@ def test_the_flash_kernel_needs_its_verdict_too(v5e, caplog):
 
     def kernel(name=None):
         kernels = []
-        jax.eval_shape(jax.shard_map(lambda q: kernels.append(_choose_kernel("attention", name, q, 1024, 1024)) or q,
-                                     in_specs=jax.P(), out_specs=jax.P()), q)  # fmt: skip
+        jax.eval_shape(
+            jax.shard_map(
+                lambda q: kernels.append(_choose_kernel("attention", name, q, 1024, 1024)) or q,
+                in_specs=jax.P(),
+                out_specs=jax.P(),
+            ),
+            q,
+        )
         return type(kernels[0])
 
     assert kernel() == Reference
-    assert "attention takes 'reference' and not 'flash', which was not verified on v5e" in caplog.text
+    assert (
+        "attention takes 'reference' and not 'flash', which was not verified on v5e" in caplog.text
+    )
     assert kernel("flash") == Flash
     store(v5e, name="attention/flash")
     assert kernel() == Flash
@@ -284,11 +336,18 @@ def test_a_plan_says_what_it_would_take_and_what_is_trusted():
 
 def test_verify_stores_times_of_calls_with_gradients_by_the_clock_of_the_device(v5e):
     def timed(seconds, clock="device", backend="fused", **options):
-        return Result(Case(OP, backend, (8,), tuple(SHAPES), **options), Verdict.PASS, seconds=seconds, clock=clock)
+        return Result(
+            Case(OP, backend, (8,), tuple(SHAPES), **options),
+            Verdict.PASS,
+            seconds=seconds,
+            clock=clock,
+        )
 
     others = timed(0.5, gradient=False), timed(0.5, directions=1), timed(0.5, clock="simulated")
     record_verdicts([timed(9.0), timed(1.0, backend="none"), *others], MACHINE)
-    assert trust.known("v5e").times == {trust.call_key(OP, 8, SHAPES, 2): {"fused": 9.0, "none": 1.0}}
+    assert trust.known("v5e").times == {
+        trust.call_key(OP, 8, SHAPES, 2): {"fused": 9.0, "none": 1.0}
+    }
     assert taken() == "none"
 
 
@@ -304,7 +363,9 @@ def test_verify_stores_times_of_calls_with_gradients_by_the_clock_of_the_device(
 def test_a_verdict_counts_for_rings_that_are_like_the_one_it_was_found_on(v5e, op, mesh, trusted):
     result = Result(Case(op, "fused", mesh, tuple(SHAPES)), Verdict.PASS)
     assert record_verdicts([result], MACHINE | {"platform": "cpu"}) is None
-    assert record_verdicts([dataclasses.replace(result, verdict=Verdict.UNSUPPORTED)], MACHINE) is None
+    assert (
+        record_verdicts([dataclasses.replace(result, verdict=Verdict.UNSUPPORTED)], MACHINE) is None
+    )
     record_verdicts([result], MACHINE)
     assert {ring: trust.is_trusted(op, "fused", "v5e", ring) for ring in trusted} == trusted
 
@@ -314,39 +375,56 @@ def test_a_verdict_counts_for_rings_that_are_like_the_one_it_was_found_on(v5e, o
     (Verdict.SLOWER, 512, "PASS"),  # by its transfers
     (Verdict.WRONG, 96, None),  # the kernel takes no such blocks
 ])  # fmt: skip
-def test_ring_attention_is_a_verdict_about_the_flash_kernel_where_it_used_that(v5e, verdict, rows, stored):
+def test_ring_attention_is_a_verdict_about_the_flash_kernel_where_it_used_that(
+    v5e, verdict, rows, stored
+):
     shape = (2, rows, 8, 128)
     record_verdicts([Result(Case("ring_attention", "xla", (8,), (shape, shape)), verdict)], MACHINE)
     assert trust.known("v5e").verdict("attention/flash") == stored
 
 
 def test_measured_times_decide_among_verified_backends(v5e, caplog):
-    """Where "none" takes twice what is predicted, "xla", which was not measured, is expected to do so, too."""
+    """Where "none" takes twice what is predicted, "xla", which was not measured, is expected to do
+    so, too.
+    """
     seconds = fa.plan(OP, *SHAPES, chip="v5e", ring=8).seconds
     store(v5e)
     call = trust.call_key(OP, 8, SHAPES, 2)
-    for measured, fastest in (({"none": 1.0, "fused": 0.9}, "fused"), ({"none": 1.0, "fused": 9.0}, "none")):
+    for measured, fastest in (
+        ({"none": 1.0, "fused": 0.9}, "fused"),
+        ({"none": 1.0, "fused": 9.0}, "none"),
+    ):
         times = {backend: ratio * 2 * seconds["none"] for backend, ratio in measured.items()}
         assert trust.record(v5e, {}, {call: times}) == v5e.file
         assert taken() == fastest
         plan = fa.plan(OP, *SHAPES, chip="v5e", ring=8)
         assert plan.seconds == seconds
-        assert ("by times that 'python -m flaxasync.verify' measured there" in str(plan)) == (fastest == "none")
+        assert ("by times that 'python -m flaxasync.verify' measured there" in str(plan)) == (
+            fastest == "none"
+        )
     assert not caplog.records
-    assert fa.plan(OP, *SHAPES, chip="v5e", ring=8, backward=False).trusted == "fused"  # this was not measured
+    # this was not measured
+    assert fa.plan(OP, *SHAPES, chip="v5e", ring=8, backward=False).trusted == "fused"
     eight = fa.plan(OP, *SHAPES, chip="v5e", ring=8, quantization="int8")
     times = {backend: 9.0 if backend == eight.trusted else 1e-9 for backend in eight.costs}
     assert trust.record(v5e, {}, {call: times}) == v5e.file
     assert taken() != eight.trusted
-    assert fa.plan(OP, *SHAPES, chip="v5e", ring=8, quantization="int8").trusted == eight.trusted  # nor was this
+    # nor was this
+    assert fa.plan(OP, *SHAPES, chip="v5e", ring=8, quantization="int8").trusted == eight.trusted
 
 
 def test_a_chip_that_is_not_in_the_table_works_and_its_unknown_figures_are_named_once(caplog):
     mesh = fa.check.topology_mesh("v5e:2x4", (8,), ("model",)).abstract_mesh
     device = AbstractDevice(device_kind="TPU v9", num_cores=1, platform="tpu")
-    with jax.sharding.use_abstract_mesh(mesh.update(abstract_device=device)), trust.trusting("predicted"):
+    with (
+        jax.sharding.use_abstract_mesh(mesh.update(abstract_device=device)),
+        trust.trusting("predicted"),
+    ):
         assert [taken(), taken()] == ["xla", "xla"]
         assert taken("fused") == "fused"
     (line,) = [record.getMessage() for record in caplog.records if record.name == "flaxasync"]
-    assert "'TPU v9' is not in the table of chips, which has v5e, v6e, v5p, tpu7x: its peak rate, the sizes and" in line
+    assert (
+        "'TPU v9' is not in the table of chips, which has v5e, v6e, v5p, tpu7x: its peak rate, the "
+        "sizes and" in line
+    )
     assert "links and where they wrap are unknown" in line

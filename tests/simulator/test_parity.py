@@ -1,4 +1,6 @@
-"""The parity suites of ops and layers on four simulated TPUs, where Pallas kernels start and end each transfer."""
+"""The parity suites of ops and layers on four simulated TPUs, where Pallas kernels start and end
+each transfer.
+"""
 
 import jax
 import pytest
@@ -28,7 +30,12 @@ repeats = pytest.mark.slow  # repeats what another test shows for one op, one mo
 
 
 # Every pair of a mode, a backend and a number of directions.
-FORMS = [("on_wait", "pallas", 2), ("eager", "pallas", 1), ("eager", "stateful", 2), ("on_wait", "stateful", 1)]
+FORMS = [
+    ("on_wait", "pallas", 2),
+    ("eager", "pallas", 1),
+    ("eager", "stateful", 2),
+    ("on_wait", "stateful", 1),
+]
 
 
 @pytest.mark.parametrize(("op", "simulator", "backend", "directions"), [
@@ -51,13 +58,23 @@ def test_quantised_ops(op, backend, directions):
 SETTINGS = [
     (4, {"rows": 4, "batch": 1, "dtype": "bfloat16"}),
     *((size, {"rows": 2}) for size in (1, 2, 3)),
-    *((2, {"rows": 2, "data": 2, **options}) for options in ({"axis_type": AxisType.Auto}, {"check_vma": False})),
+    *(
+        (2, {"rows": 2, "data": 2, **options})
+        for options in ({"axis_type": AxisType.Auto}, {"check_vma": False})
+    ),
 ]
 
 
-@pytest.mark.parametrize(("op", "setting"), sparse(
-    ops.OPS, SETTINGS, keep=lambda op, setting: (op + setting) % 3 == 0, slow=lambda op, setting: setting in (0, 3)
-), ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "setting"),
+    sparse(
+        ops.OPS,
+        SETTINGS,
+        keep=lambda op, setting: (op + setting) % 3 == 0,
+        slow=lambda op, setting: setting in (0, 3),
+    ),
+    ids=str,
+)
 def test_ops_in_other_settings(op, setting):
     """In bfloat16, on smaller rings, and on one axis of two."""
     size, options = setting
@@ -69,7 +86,9 @@ def test_a_gated_mlp_under_checkpoint(backend):
     ops.check_gated_mlp(backend, jax.checkpoint)
 
 
-@pytest.mark.parametrize("form", [pytest.param(f, marks=repeats if "the same" in f else []) for f in linear.FORMS])
+@pytest.mark.parametrize(
+    "form", [pytest.param(f, marks=repeats if "the same" in f else []) for f in linear.FORMS]
+)
 def test_linear(form):
     make, options, x_spec, y_spec = linear.FORMS[form]
     layer = make(3, backend="pallas", **options)
@@ -78,17 +97,32 @@ def test_linear(form):
 
 def test_embedding():
     make, plain = embed.embed_pair(3, backend="pallas")
-    layers.check_parity(make, plain, (2, 6), size=3, x_spec=P("data", None), entries=plain.num_embeddings)
-    layers.check_parity(make, plain, (2, 6, 8), size=3, y_spec=P("data", None, "model"), apply=embed.attend)
+    layers.check_parity(
+        make, plain, (2, 6), size=3, x_spec=P("data", None), entries=plain.num_embeddings
+    )
+    layers.check_parity(
+        make, plain, (2, 6, 8), size=3, y_spec=P("data", None, "model"), apply=embed.attend
+    )
 
 
-@pytest.mark.parametrize(("size", "form"), [
-    (4, {"segments": True}),
-    pytest.param(4, {"layout": "zigzag", "directions": 2, "segments": True, "heads": 4}, marks=repeats),
-    pytest.param(3, {"layout": "zigzag", "directions": 2, "backend": "stateful"}, marks=pytest.mark.slow),
-    pytest.param(4, {"layout": "zigzag", "directions": 2, "rows": 16, "head_dim": 16, "dtype": "bfloat16"},
-                 marks=pytest.mark.slow),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "form"),
+    [
+        (4, {"segments": True}),
+        pytest.param(
+            4, {"layout": "zigzag", "directions": 2, "segments": True, "heads": 4}, marks=repeats
+        ),
+        pytest.param(
+            3, {"layout": "zigzag", "directions": 2, "backend": "stateful"}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            4,
+            {"layout": "zigzag", "directions": 2, "rows": 16, "head_dim": 16, "dtype": "bfloat16"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
 def test_ring_attention(size, form):
     ring_attention.parity(size, **({"backend": "pallas", "kernel": "reference"} | form))
 
@@ -100,5 +134,7 @@ def test_ring_attention(size, form):
 ], ids=str)  # fmt: skip
 def test_experts(devices, backend, directions):
     operands = experts.drawn(devices * experts.ROWS, 2 * devices, 2, "zipf")
-    found, cotangent = experts.both(devices, operands, backend=backend, kernel="reference", directions=directions)
+    found, cotangent = experts.both(
+        devices, operands, backend=backend, kernel="reference", directions=directions
+    )
     experts.check(found, experts.expected(operands, cotangent))

@@ -1,4 +1,6 @@
-"""Fixtures for a minuscule run, which a process trains in seconds and which fits every mesh of eight devices."""
+"""Fixtures for a minuscule run, which a process trains in seconds and which fits every mesh of
+eight devices.
+"""
 
 import dataclasses
 import functools
@@ -11,13 +13,21 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from models.config import TransformerConfig
 from tests.train.runs import without_progress
-from train.config import CheckpointConfig, Config, DataConfig, EvalConfig, MeshConfig, OptimizerConfig, ReportConfig
+from train.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    MeshConfig,
+    OptimizerConfig,
+    ReportConfig,
+)
 from train.run import main
 from train.step.mesh import make_mesh
 from train.step.trainer import Trainer
 
-# With this warm-up the learning rate of step s is s * 3e-4 in a run of any length, so that all runs share the few
-# programs that are compiled here.
+# With this warm-up the learning rate of step s is s * 3e-4 in a run of any length, so that all runs
+# share the few programs that are compiled here.
 RISING = OptimizerConfig(learning_rate=300.0, warmup_steps=10**6)
 
 
@@ -26,7 +36,9 @@ def minuscule(text: Path, workdir: Path, platform: str) -> Config:
         workdir=str(workdir),
         steps=60,
         mesh=MeshConfig(data=2, model=4, platform=platform),
-        model=TransformerConfig(vocab_size=128, layers=2, width=16, heads=8, kv_heads=8, mlp_width=32),
+        model=TransformerConfig(
+            vocab_size=128, layers=2, width=16, heads=8, kv_heads=8, mlp_width=32
+        ),
         data=DataConfig(path=str(text), sequence_length=16, batch_size=8),
         optimizer=RISING,
         checkpoint=CheckpointConfig(every=7),
@@ -39,13 +51,15 @@ def minuscule(text: Path, workdir: Path, platform: str) -> Config:
 def compiled_programs(tmp_path_factory) -> Path:
     """A cache of compiled programs, shared by all workers and by the processes that tests start."""
     folder = tmp_path_factory.getbasetemp()
-    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # the folder of all workers
+    # the folder of all workers
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     return folder / "compiled"
 
 
 @pytest.fixture(autouse=True)
 def compile_little(compiled_programs, request):
-    """Compiles with few optimizations and caches the programs, because these tests would mostly compile.
+    """Compiles with few optimizations and caches the programs, because these tests would mostly
+    compile.
 
     The mark `optimized` exempts a test whose subject is the compiled program itself.
     """
@@ -57,7 +71,8 @@ def compile_little(compiled_programs, request):
         "jax_compilation_cache_dir": str(compiled_programs),
         "jax_persistent_cache_min_compile_time_secs": 0.1,
         "jax_persistent_cache_min_entry_size_bytes": -1,
-        # With a limit on its size JAX locks the cache, so that no process reads a file that another still writes.
+        # With a limit on its size JAX locks the cache, so that no process reads a file that another
+        # still writes.
         "jax_compilation_cache_max_size": 2**30,
     }
     before = {name: jax.config.values[name] for name in settings}
@@ -74,7 +89,11 @@ def compile_little(compiled_programs, request):
 def text(tmp_path_factory) -> Path:
     """24 kB of ASCII text in which no two lines are equal."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"line {i}: the quick brown fox jumps over the lazy dog {i * i}\n" for i in range(400)))
+    path.write_text(
+        "".join(
+            f"line {i}: the quick brown fox jumps over the lazy dog {i * i}\n" for i in range(400)
+        )
+    )
     return path
 
 
@@ -96,9 +115,11 @@ def mesh(config):
 
 @pytest.fixture(scope="session")
 def trainer_of():
-    """A function (config, mesh) -> Trainer that makes one trainer for all configurations with the same programs.
+    """A function (config, mesh) -> Trainer that makes one trainer for all configurations with the
+    same programs.
 
-    Tracing takes longer than most tests. With RISING the length of a run does not change the programs.
+    Tracing takes longer than most tests. With RISING the length of a run does not change the
+    programs.
     """
 
     @functools.cache
@@ -110,7 +131,8 @@ def trainer_of():
 
     def trainer_of(config, mesh):
         used = {
-            name: getattr(config, name) for name in ("mesh", "model", "data", "optimizer", "skip", "backend", "seed")
+            name: getattr(config, name)
+            for name in ("mesh", "model", "data", "optimizer", "skip", "backend", "seed")
         }
         rising = config.optimizer.warmup_steps == RISING.warmup_steps
         served = Config(workdir="", steps=60 if rising else config.steps, **used)
@@ -126,7 +148,9 @@ def trainer(config, mesh, trainer_of):
 
 @pytest.fixture
 def preset(text, tmp_path):
-    """A function that writes the minuscule run as a preset file; tests that train in this process pass "auto"."""
+    """A function that writes the minuscule run as a preset file; tests that train in this process
+    pass "auto".
+    """
 
     def write(platform: str = "cpu") -> Path:
         path = tmp_path / f"minuscule_{platform}.py"
@@ -141,7 +165,9 @@ def preset(text, tmp_path):
 
 @pytest.fixture
 def run(preset, capsys, monkeypatch, trainer_of):
-    """Runs the script's `main` in this process, on its eight devices; returns (exit code, stdout, stderr)."""
+    """Runs the script's `main` in this process, on its eight devices; returns (exit code, stdout,
+    stderr).
+    """
     monkeypatch.setattr("train.lifecycle.training.Trainer", trainer_of)
 
     def call(*options: object) -> tuple[int, str, str]:
@@ -155,7 +181,9 @@ def run(preset, capsys, monkeypatch, trainer_of):
 
 @pytest.fixture
 def refuses(capsys):
-    """A function that checks that a command ends with code 2 and one line on standard error, which says something."""
+    """A function that checks that a command ends with code 2 and one line on standard error, which
+    says something.
+    """
 
     def refuses(command, says: str, *arguments: object) -> None:
         capsys.readouterr()
@@ -169,9 +197,15 @@ def refuses(capsys):
 
 
 def replace(config: Config, **sections: dict) -> Config:
-    """Returns `config` with fields of its sections replaced: `replace(config, data={"batch_size": 2})`."""
+    """Returns `config` with fields of its sections replaced: `replace(config, data={"batch_size":
+    2})`.
+    """
     return dataclasses.replace(
-        config, **{name: dataclasses.replace(getattr(config, name), **fields) for name, fields in sections.items()}
+        config,
+        **{
+            name: dataclasses.replace(getattr(config, name), **fields)
+            for name, fields in sections.items()
+        },
     )
 
 

@@ -25,10 +25,16 @@ def checkpoints_of(workdir: Path) -> set[str]:
 
 
 def without_progress(err: str) -> str:
-    """Returns what a command says on standard error, without the lines about what takes long on a busy machine."""
+    """Returns what a command says on standard error, without the lines about what takes long on a
+    busy machine.
+    """
     return re.sub(r"^flaxasync: .* s so far\n", "", err, flags=re.MULTILINE)
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
     """Returns every file of a workdir but its lock."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    return {
+        path: path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }

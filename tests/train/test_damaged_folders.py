@@ -1,4 +1,5 @@
-"""Random damages of a folder: an import refuses it in one paragraph, or imports exactly what the folder has.
+"""Random damages of a folder: an import refuses it in one paragraph, or imports exactly what the
+folder has.
 
 `DAMAGES=300 pytest -m slow` on this file tries more of them.
 """
@@ -35,16 +36,58 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarn
 MOST_MEMORY = 2 << 30  # bytes that one process takes for all of them
 ONE_DEVICE = ["--mesh.platform", "auto", "--mesh.data", "8", "--mesh.model", "1"]
 INDEX = "model.safetensors.index.json"
-JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX)
+JSON_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    INDEX,
+)
 VALUES = (
-    None, True, False, 0, -1, 1, 2, 7, 2**31, 10**13, 4_000_000_000, 1e400, -0.5, 1e-300, "", "x", "../../x",
-    "/etc/passwd", "a\nb", "\0", [], [[]], [None], {}, {"a": {}}, [1] * 50, {"rope_type": "llama3"},
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    7,
+    2**31,
+    10**13,
+    4_000_000_000,
+    1e400,
+    -0.5,
+    1e-300,
+    "",
+    "x",
+    "../../x",
+    "/etc/passwd",
+    "a\nb",
+    "\0",
+    [],
+    [[]],
+    [None],
+    {},
+    {"a": {}},
+    [1] * 50,
+    {"rope_type": "llama3"},
     {"rope_type": [], "factor": "8"},
-)  # fmt: skip
+)
 TEXTS = (
-    "", "[", "{}", "[]", "null", "5", '"x"', "[" * 100_000, '{"a":' * 5000, "1" * 5000, '{"a": NaN}', "\ufeff{}",
+    "",
+    "[",
+    "{}",
+    "[]",
+    "null",
+    "5",
+    '"x"',
+    "[" * 100_000,
+    '{"a":' * 5000,
+    "1" * 5000,
+    '{"a": NaN}',
+    "\ufeff{}",
     '"\\ud800"',
-)  # fmt: skip
+)
 
 
 def one_folder(folder, kind, text):
@@ -56,7 +99,9 @@ def one_folder(folder, kind, text):
         train_tokenizer(folder / "tokenizer.json", text)
     change_config(folder, eos_token_id=[1, 0], bos_token_id=0, pad_token_id=None)
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>", "added_tokens_decoder": {}}')
+    (folder / "tokenizer_config.json").write_text(
+        '{"eos_token": "<end>", "added_tokens_decoder": {}}'
+    )
     (folder / "chat_template.jinja").write_text("{{ messages }}<end>")
 
 
@@ -127,7 +172,9 @@ def damage(rng, folder, outside):
     file = rng.choice(files)
     how = rng.randrange(8)
     if how < 3:
-        return change_json(rng, folder / rng.choice([name for name in JSON_FILES if (folder / name).exists()]))
+        return change_json(
+            rng, folder / rng.choice([name for name in JSON_FILES if (folder / name).exists()])
+        )
     if how == 3:
         return change_tensors(rng, rng.choice(sorted(folder.glob("*.safetensors"))))
     if how == 4:
@@ -142,9 +189,9 @@ def damage(rng, folder, outside):
         del content[rng.randrange(len(content)) :]
     else:  # in its header, because nothing tells whether a value of a tensor was changed
         for _ in range(rng.choice([1, 10])):
-            content[rng.randrange(min(len(content), 2000 if file.suffix == ".safetensors" else 10**6))] = rng.randrange(
-                256
-            )
+            content[
+                rng.randrange(min(len(content), 2000 if file.suffix == ".safetensors" else 10**6))
+            ] = rng.randrange(256)
     file.write_bytes(content)
     return f"{file.name} {'cut' if how == 6 else 'changed'}"
 
@@ -156,12 +203,18 @@ def tensors_of(folder):
     index = json.loads((folder / INDEX).read_text())["weight_map"]
     found = {}
     for file in folder.glob("model-*.safetensors"):
-        found |= {name: value for name, value in load_file(file).items() if index.get(name, file.name) == file.name}
+        found |= {
+            name: value
+            for name, value in load_file(file).items()
+            if index.get(name, file.name) == file.name
+        }
     return found
 
 
 def assert_exact(folder, workdir):
-    """Compares an import with its folder: the configuration, the embeddings and one kernel of each layer."""
+    """Compares an import with its folder: the configuration, the embeddings and one kernel of each
+    layer.
+    """
     config = load_preset(workdir / "preset.py")
     given = json.loads((folder / "config.json").read_text())
     assert config.model == TransformerConfig(**read_config(given)[1])
@@ -169,20 +222,30 @@ def assert_exact(folder, workdir):
     with jax.set_mesh(mesh):
         params, _, _ = load_parameters(workdir, config, Trainer(config, mesh))
     tensors = tensors_of(folder)
-    np.testing.assert_array_equal(params["embed"]["embedding"], tensors["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(
+        params["embed"]["embedding"], tensors["model.embed_tokens.weight"]
+    )
     np.testing.assert_array_equal(params["final_norm"]["scale"], tensors["model.norm.weight"])
     for layer, kernel in enumerate(np.asarray(params["layers"]["mlp"]["up"]["kernel"])):
         np.testing.assert_array_equal(kernel, tensors[f"model.layers.{layer}.mlp.up_proj.weight"].T)
 
 
 def peak_memory():
-    """Returns the most bytes that this program had resident; `ru_maxrss` begins with those of the test process."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    """Returns the most bytes that this program had resident; `ru_maxrss` begins with those of the
+    test process.
+    """
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM:")
+    )
     return int(line.split()[1]) * 1024
 
 
 def import_damaged_folders(kind, tmp_path, text):
-    """Damages a folder again and again, imports it, and says what was wrong first. A process of its own runs it."""
+    """Damages a folder again and again, imports it, and says what was wrong first. A process of its
+    own runs it.
+    """
     folder = tmp_path / "folder"
     workdir = tmp_path / "run"
     outside = tmp_path / "outside"
@@ -212,9 +275,13 @@ def import_damaged_folders(kind, tmp_path, text):
 
 @pytest.mark.parametrize("kind", ["single", "shards", "gemma2"])
 def test_damaged_folders_are_refused_or_read_exactly(kind, tmp_path, text):
-    """Each kind has its own process, because the peak memory of a process includes what earlier tests took."""
+    """Each kind has its own process, because the peak memory of a process includes what earlier
+    tests took.
+    """
     arguments = kind, tmp_path, text
-    process = multiprocessing.get_context("spawn").Process(target=import_damaged_folders, args=arguments)
+    process = multiprocessing.get_context("spawn").Process(
+        target=import_damaged_folders, args=arguments
+    )
     process.start()
     process.join()
     assert process.exitcode == 0

@@ -1,4 +1,6 @@
-"""Tests of train/import_checkpoint.py and train/export_checkpoint.py, at last with `transformers` at both ends."""
+"""Tests of train/import_checkpoint.py and train/export_checkpoint.py, at last with `transformers`
+at both ends.
+"""
 
 import dataclasses
 import fcntl
@@ -27,7 +29,9 @@ from train.step.mesh import make_mesh as make_training_mesh
 from train.step.trainer import Trainer, TrainState
 
 MESH = ["--mesh.platform", "auto", "--mesh.data", "2", "--mesh.model", "4"]
-CONFIG = dataclasses.replace(BASE, vocab_size=300, layers=2, kv_heads=4, tie_embeddings=True, qk_norm=True)
+CONFIG = dataclasses.replace(
+    BASE, vocab_size=300, layers=2, kv_heads=4, tie_embeddings=True, qk_norm=True
+)
 
 
 @pytest.fixture
@@ -76,8 +80,18 @@ def test_an_import_is_exported_with_equal_tensors(folder, tmp_path, capsys, refu
 
     again = (folder, "--workdir", workdir, *MESH)
     refuses(import_checkpoint.main, "--workdir must have no import or run: ", *again)
-    refuses(export_checkpoint.main, "FOLDER must not exist, or be an empty folder", workdir, out, *MESH)
-    refuses(export_checkpoint.main, "must be a step that is in", workdir, tmp_path / "b", *MESH, "--step", 7)
+    refuses(
+        export_checkpoint.main, "FOLDER must not exist, or be an empty folder", workdir, out, *MESH
+    )
+    refuses(
+        export_checkpoint.main,
+        "must be a step that is in",
+        workdir,
+        tmp_path / "b",
+        *MESH,
+        "--step",
+        7,
+    )
     (file := tmp_path / "file").touch()
     says = f"FOLDER must be one that can be made: {file / 'out'}: File exists"
     refuses(export_checkpoint.main, says, workdir, file / "out", *MESH)
@@ -95,21 +109,33 @@ def test_an_import_can_be_used_from_any_directory_and_moved(folder, tmp_path, mo
     assert config.init_from == str(workdir / "imported")
     assert config.data.tokenizer == str(workdir / "tokenizer.json")
     capsys.readouterr()
-    assert sample.main([os.path.relpath(workdir), "--prompt", "the", "--max_tokens", "1", *MESH]) == 0
+    assert (
+        sample.main([os.path.relpath(workdir), "--prompt", "the", "--max_tokens", "1", *MESH]) == 0
+    )
     assert capsys.readouterr().out.startswith("the")
 
 
-def test_text_is_refused_without_the_tokenizer_of_the_import(folder, tmp_path, text, capsys, refuses):
+def test_text_is_refused_without_the_tokenizer_of_the_import(
+    folder, tmp_path, text, capsys, refuses
+):
     (folder / "tokenizer.json").unlink()
     workdir = tmp_path / "run"
     assert run_import(folder, workdir) == 0
     assert "FOLDER has no tokenizer.json" in capsys.readouterr().out
     says = "nothing says how to turn it into tokens of the imported checkpoint"
     refuses(run.main, says, workdir / "preset.py", "--data.path", text)
-    refuses(sample.main, "tokens of the imported checkpoint, and nothing says how", workdir, "--prompt", "the")
+    refuses(
+        sample.main,
+        "tokens of the imported checkpoint, and nothing says how",
+        workdir,
+        "--prompt",
+        "the",
+    )
 
 
-def test_an_import_and_an_export_go_on_when_nobody_reads_their_output(folder, tmp_path, monkeypatch):
+def test_an_import_and_an_export_go_on_when_nobody_reads_their_output(
+    folder, tmp_path, monkeypatch
+):
     workdir, out = tmp_path / "run", tmp_path / "out"
     for command, arguments in (
         (import_checkpoint, [folder, "--workdir", workdir]),
@@ -136,18 +162,26 @@ def test_the_parameters_that_validation_uses_are_exported(folder, tmp_path, caps
         capsys.readouterr()
         assert export_checkpoint.main([str(workdir), str(tmp_path / name), *MESH, *options]) == 0
         assert f"exported   {which} " in capsys.readouterr().out
-        before, after = (load_file(place / "model.safetensors") for place in (folder, tmp_path / name))
+        before, after = (
+            load_file(place / "model.safetensors") for place in (folder, tmp_path / name)
+        )
         assert all((factor * before[key] == after[key]).all() for key in before)
 
 
 def save_with_running_mean(workdir):
-    """Saves the imported parameters as those of step 7, with a running mean of twice their values."""
+    """Saves the imported parameters as those of step 7, with a running mean of twice their
+    values.
+    """
     config = load_config(workdir)
     mesh = make_training_mesh(config.mesh)
     with jax.set_mesh(mesh), Checkpoints(workdir / "checkpoints", keep=1) as checkpoints:
         params, _, _ = load_parameters(workdir, config, Trainer(config, mesh))
         state = TrainState(
-            params, None, jnp.int32(7), jax.random.key_data(jax.random.key(0)), jax.tree.map(lambda x: 2 * x, params)
+            params,
+            None,
+            jnp.int32(7),
+            jax.random.key_data(jax.random.key(0)),
+            jax.tree.map(lambda x: 2 * x, params),
         )
         identity = RunIdentity({}, {}, architecture(config))
         checkpoints.save(7, state, data={"sequences": 0}, tokens=0, identity=identity)
@@ -171,10 +205,15 @@ def test_a_folder_that_cannot_be_imported_is_refused(folder, tmp_path, changes, 
 
 def test_every_file_of_save_pretrained_is_exported_again(folder, tmp_path, capsys):
     content = {
-        "added_tokens.json": '{"<x>": 1}', "chat_template.jinja": "{{ messages }}", "special_tokens_map.json": "{}",
-        "additional_chat_templates/tools.jinja": "{{ tools }}", "tokenizer_config.json": '{"a": 1}',
-        "merges.txt": "a b", "vocab.json": "{}", "tokenizer.model": "binary",
-    }  # fmt: skip
+        "added_tokens.json": '{"<x>": 1}',
+        "chat_template.jinja": "{{ messages }}",
+        "special_tokens_map.json": "{}",
+        "additional_chat_templates/tools.jinja": "{{ tools }}",
+        "tokenizer_config.json": '{"a": 1}',
+        "merges.txt": "a b",
+        "vocab.json": "{}",
+        "tokenizer.model": "binary",
+    }
     (folder / "additional_chat_templates").mkdir()
     (folder / "tokenizer").mkdir()  # no file of `save_pretrained`
     for name, text in content.items():
@@ -186,13 +225,23 @@ def test_every_file_of_save_pretrained_is_exported_again(folder, tmp_path, capsy
     assert export_checkpoint.main([str(workdir), str(out), *MESH]) == 0, capsys.readouterr().err
     assert "tokenizer  that of the import\n" in capsys.readouterr().out
     assert {name: (out / name).read_text() for name in content} == content
-    kept = {*content, "tokenizer.json", "generation_config.json", "config.json", "model.safetensors"}
+    kept = {
+        *content,
+        "tokenizer.json",
+        "generation_config.json",
+        "config.json",
+        "model.safetensors",
+    }
     assert {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()} == kept
-    assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == 32768, "as the class has it"
+    assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == 32768, (
+        "as the class has it"
+    )
 
 
 def test_the_separator_is_not_one_that_ends_turns(folder, tmp_path, capsys):
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<end>{% endfor %}")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}<end>{% endfor %}"
+    )
     for options, separator, stops in (([], 0, (1, 2)), (["--separator", "1"], 1, (0, 2)), (["--separator", "none"],
                                       None, (1, 0, 2))):  # fmt: skip
         workdir = tmp_path / f"run{separator}"
@@ -211,10 +260,22 @@ def test_what_leads_out_of_the_folder_is_not_copied(name, folder, tmp_path, refu
     (folder / name).unlink(missing_ok=True)
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).symlink_to(secret)
-    refuses(import_checkpoint.main, f"{folder / name} leads out of the folder", folder, "--workdir", tmp_path / "a")
+    refuses(
+        import_checkpoint.main,
+        f"{folder / name} leads out of the folder",
+        folder,
+        "--workdir",
+        tmp_path / "a",
+    )
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    refuses(import_checkpoint.main, f"{folder / name} must be a regular file", folder, "--workdir", tmp_path / "a")
+    refuses(
+        import_checkpoint.main,
+        f"{folder / name} must be a regular file",
+        folder,
+        "--workdir",
+        tmp_path / "a",
+    )
     assert not (tmp_path / "a").exists()
 
 
@@ -238,7 +299,9 @@ def test_a_link_that_leads_nowhere_is_in_the_way_of_an_import(name, folder, tmp_
 
 
 @pytest.mark.parametrize("kind", ["folder", "here", "link", "link to nothing", "disk", "left"])
-def test_an_export_fills_a_folder_and_does_not_replace_it(kind, imported, tmp_path, monkeypatch, capsys):
+def test_an_export_fills_a_folder_and_does_not_replace_it(
+    kind, imported, tmp_path, monkeypatch, capsys
+):
     """A mount point cannot be replaced, and neither can the folder in which a shell is."""
     target = named = tmp_path / "out"
     if kind.startswith("link"):
@@ -286,10 +349,18 @@ def test_the_place_of_an_export_is_checked_before_parameters_are_read(
     refuses(export_checkpoint.main, message, imported, name, *MESH)
 
 
-def test_a_configuration_that_was_damaged_after_the_import_is_refused_first(imported, tmp_path, monkeypatch, refuses):
+def test_a_configuration_that_was_damaged_after_the_import_is_refused_first(
+    imported, tmp_path, monkeypatch, refuses
+):
     monkeypatch.setattr("train.checkpoints.manager.load_parameters", None)
     (imported / "hugging_face" / "config.json").write_text("[" * 10**5)
-    refuses(export_checkpoint.main, "config.json is nested too deeply", imported, tmp_path / "out", *MESH)
+    refuses(
+        export_checkpoint.main,
+        "config.json is nested too deeply",
+        imported,
+        tmp_path / "out",
+        *MESH,
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -298,10 +369,14 @@ def test_the_tokenizer_of_a_run_is_exported(imported, tmp_path, text, capsys):
     config, other = load_preset(imported / "preset.py"), tmp_path / "other.json"
     train_tokenizer(other, text, vocab_size=290)
     tokens = dataclasses.replace(config.data, tokenizer=str(other), separator=1)
-    changed = dataclasses.replace(config, data=tokens, eval=dataclasses.replace(config.eval, stop_tokens=(0,)))
+    changed = dataclasses.replace(
+        config, data=tokens, eval=dataclasses.replace(config.eval, stop_tokens=(0,))
+    )
     (imported / "config.json").write_text(json.dumps(dataclasses.asdict(changed)))
     (imported / "checkpoints").symlink_to("imported")
-    assert export_checkpoint.main([str(imported), str(tmp_path / "out"), *MESH]) == 0, capsys.readouterr().err
+    assert export_checkpoint.main([str(imported), str(tmp_path / "out"), *MESH]) == 0, (
+        capsys.readouterr().err
+    )
     assert f"tokenizer  {other} as tokenizer.json" in capsys.readouterr().out
     names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
@@ -309,7 +384,9 @@ def test_the_tokenizer_of_a_run_is_exported(imported, tmp_path, text, capsys):
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["eos_token_id"] == [1, 0]
     assert "bos_token_id" not in written
-    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["eos_token"] == "<end>"
+    assert (
+        json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["eos_token"] == "<end>"
+    )
     other.unlink()
     assert export_checkpoint.main([str(imported), str(tmp_path / "again"), *MESH]) == 0
     assert "tokenizer  that of the import" in capsys.readouterr().out
@@ -319,8 +396,12 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
-def test_an_import_onto_a_full_disk_leaves_nothing_and_can_be_repeated(folder, tmp_path, monkeypatch, capsys):
-    """The limit on the size of files makes the system write a part of the preset, and refuse the rest of it."""
+def test_an_import_onto_a_full_disk_leaves_nothing_and_can_be_repeated(
+    folder, tmp_path, monkeypatch, capsys
+):
+    """The limit on the size of files makes the system write a part of the preset, and refuse the
+    rest of it.
+    """
     workdir = tmp_path / "run"
     limits, as_preset = resource.getrlimit(resource.RLIMIT_FSIZE), import_checkpoint.as_preset
 
@@ -354,7 +435,8 @@ def test_an_export_that_is_interrupted_leaves_nothing_and_can_be_repeated(
     if existed:
         out.mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(export_checkpoint.shutil, "copy2", interrupt)  # the tensors have just been written
+        # the tensors have just been written
+        patch.setattr(export_checkpoint.shutil, "copy2", interrupt)
         assert export_checkpoint.main([str(workdir), str(out), *MESH]) == 130
     assert "error: interrupted. Nothing was exported" in capsys.readouterr().err
     assert out.exists() == existed
@@ -363,7 +445,9 @@ def test_an_export_that_is_interrupted_leaves_nothing_and_can_be_repeated(
 
 
 def test_reading_a_checkpoint_says_nothing(folder, tmp_path, caplog):
-    """The package that reads it would otherwise log a warning for each of its options that reading does not use."""
+    """The package that reads it would otherwise log a warning for each of its options that reading
+    does not use.
+    """
     assert run_import(folder, tmp_path / "run") == 0
     logging.getLogger("absl").setLevel(logging.NOTSET)
     with Checkpoints(tmp_path / "run" / "imported", read_only=True):
@@ -374,24 +458,48 @@ def test_reading_a_checkpoint_says_nothing(folder, tmp_path, caplog):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_from_transformers_and_back(tmp_path, text, capsys):
-    """A checkpoint of `transformers` is imported, trained on, sampled, exported, and loaded there again."""
+    """A checkpoint of `transformers` is imported, trained on, sampled, exported, and loaded there
+    again.
+    """
     import torch
     import transformers
 
     folder, workdir, out = tmp_path / "llama", tmp_path / "run", tmp_path / "out"
     config = transformers.LlamaConfig(
-        vocab_size=304, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, bos_token_id=0, eos_token_id=1, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=304,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        bos_token_id=0,
+        eos_token_id=1,
+        max_position_embeddings=64,
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     train_tokenizer(folder / "tokenizer.json", text)
 
     assert run_import(folder, workdir) == 0
     options = [
-        "--data.path", text, "--data.sequence_length", 16, "--data.batch_size", 8, "--steps", 20, "--eval.every", 20,
-        "--optimizer.warmup_steps", 2, "--optimizer.learning_rate", 3e-3, "--eval.sample_tokens", 8,
-        "--report.every", 1,
-    ]  # fmt: skip
+        "--data.path",
+        text,
+        "--data.sequence_length",
+        16,
+        "--data.batch_size",
+        8,
+        "--steps",
+        20,
+        "--eval.every",
+        20,
+        "--optimizer.warmup_steps",
+        2,
+        "--optimizer.learning_rate",
+        3e-3,
+        "--eval.sample_tokens",
+        8,
+        "--report.every",
+        1,
+    ]
     assert run.main([str(workdir / "preset.py"), *map(str, options)]) == 0
     losses = [line["loss"] for line in lines_of(workdir)]
     assert len(losses) == 20
@@ -399,10 +507,30 @@ def test_from_transformers_and_back(tmp_path, text, capsys):
     assert "\u2502" in (workdir / "sample.txt").read_text()
 
     capsys.readouterr()
-    assert sample.main([str(workdir), "--prompt", "the quick", "--temperature", "0", "--max_tokens", "24"]) == 0
+    assert (
+        sample.main(
+            [str(workdir), "--prompt", "the quick", "--temperature", "0", "--max_tokens", "24"]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     assert shown.startswith("the quick")
-    assert sample.main([str(workdir), "--prompt", "the", "--batch", "2", "--top_p", "0.9", "--max_tokens", "20"]) == 0
+    assert (
+        sample.main(
+            [
+                str(workdir),
+                "--prompt",
+                "the",
+                "--batch",
+                "2",
+                "--top_p",
+                "0.9",
+                "--max_tokens",
+                "20",
+            ]
+        )
+        == 0
+    )
     assert re.match(r"--- 1\nthe(.|\n)*\n--- 2\nthe", capsys.readouterr().out)
 
     assert export_checkpoint.main([str(workdir), str(out), *MESH]) == 0
@@ -417,7 +545,8 @@ def test_from_transformers_and_back(tmp_path, text, capsys):
     config = load_config(workdir)
     mesh = make_training_mesh(config.mesh)
     length = tokens.shape[1]
-    padded = np.pad(tokens.numpy().astype(np.int32), ((0, 1), (0, 16 - length)))  # it is causal: this changes nothing
+    # it is causal: this changes nothing
+    padded = np.pad(tokens.numpy().astype(np.int32), ((0, 1), (0, 16 - length)))
     with jax.set_mesh(mesh):
         trainer = Trainer(config, mesh)
         params, path, _ = load_parameters(workdir, config, trainer)
@@ -426,4 +555,6 @@ def test_from_transformers_and_back(tmp_path, text, capsys):
         )
     assert path.name == "20"
     with torch.no_grad():
-        np.testing.assert_allclose(np.asarray(logits)[:1, :length], model(tokens).logits.numpy(), atol=1e-4)
+        np.testing.assert_allclose(
+            np.asarray(logits)[:1, :length], model(tokens).logits.numpy(), atol=1e-4
+        )

@@ -1,4 +1,6 @@
-"""Tests of train/report.py: the page has the figures of the run, needs no network, and works in a real browser."""
+"""Tests of train/report.py: the page has the figures of the run, needs no network, and works in a
+real browser.
+"""
 
 import dataclasses
 import gzip
@@ -22,12 +24,28 @@ def workdir(tmp_path):
     folder = tmp_path / "first_run"
     folder.mkdir()
     lines = [
-        {"step": step, "loss": 5 - step / 100, "grad_norm": 1.0, "tokens": step * 64, "skipped": int(step == 60)}
+        {
+            "step": step,
+            "loss": 5 - step / 100,
+            "grad_norm": 1.0,
+            "tokens": step * 64,
+            "skipped": int(step == 60),
+        }
         | {"tokens_per_second": 1000.0 + step, "step_seconds": 0.064, "goodput": 0.9}
-        | ({"validation_loss": 4.5 - step / 100, "validation_perplexity": 90.0} if step % 50 == 0 else {})
+        | (
+            {"validation_loss": 4.5 - step / 100, "validation_perplexity": 90.0}
+            if step % 50 == 0
+            else {}
+        )
         for step in range(1, 101)
     ]
-    start = {"event": "start", "time": "2026-01-01T00:00:00", "unix": 0.0, "devices": [8, "cpu"], "step": 0}
+    start = {
+        "event": "start",
+        "time": "2026-01-01T00:00:00",
+        "unix": 0.0,
+        "devices": [8, "cpu"],
+        "step": 0,
+    }
     events = [
         start,
         {"event": "compiled", "unix": 4.0, "seconds": 3.0, "memory_bytes": {"argument": 3 << 20}},
@@ -75,7 +93,9 @@ def test_a_long_curve_keeps_its_spikes():
     assert [31_416, 99.0] in thin
 
 
-def test_the_page_is_one_file_that_loads_nothing_and_takes_infinite_options_and_any_sample(workdir, capsys):
+def test_the_page_is_one_file_that_loads_nothing_and_takes_infinite_options_and_any_sample(
+    workdir, capsys
+):
     assert report.main([str(workdir)]) == 0
     page = (workdir / "report.html").read_text()
     assert capsys.readouterr().out == f"{workdir / 'report.html'}\n"
@@ -109,25 +129,45 @@ document.body.textContent = JSON.stringify({
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium; .ci/run installs it")
 @pytest.mark.parametrize("width", [500, 1280])
 def test_the_page_in_a_browser(width, workdir, tmp_path):
-    """The page draws itself in a headless Chromium, and a script at its end replaces it by what it sees."""
+    """The page draws itself in a headless Chromium, and a script at its end replaces it by what it
+    sees.
+    """
     second = tmp_path / "second_run"
     second.mkdir()
     (second / "metrics.jsonl").write_text('{"step": 1, "loss": 6.0}\n{"step": 90, "loss": 3.0}\n')
     page = tmp_path / "report.html"
     assert report.main([str(workdir), str(second), "--out", str(page)]) == 0
-    page.write_text(page.read_text().replace("</html>", f"<script>{IN_THE_BROWSER}</script></html>"))
+    page.write_text(
+        page.read_text().replace("</html>", f"<script>{IN_THE_BROWSER}</script></html>")
+    )
     command = [
-        "chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-        f"--window-size={width},900", "--dump-dom", page.as_uri(),
-    ]  # fmt: skip
+        "chromium",
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        f"--window-size={width},900",
+        "--dump-dom",
+        page.as_uri(),
+    ]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
     seen = json.loads(html.unescape(re.search(r"<body>(.*)</body>", dom, re.DOTALL)[1]))
-    for figure in ("4.0000", "3.5000", "100 of 100", "90.0%", "SIGTERM", "steps was 80 and is 100", "3.0 MiB"):
+    for figure in (
+        "4.0000",
+        "3.5000",
+        "100 of 100",
+        "90.0%",
+        "SIGTERM",
+        "steps was 80 and is 100",
+        "3.0 MiB",
+    ):
         assert figure in seen["text"], figure
     assert SAMPLE in seen["text"]
     assert seen["overflow"] <= 0, "the page is wider than the window"
     assert seen["metrics"][:2] == ["loss", "validation_loss"]
-    assert (seen["curves"], seen["marks"]) == (2, 2), "one curve for each run, a restart and a skipped update"
+    assert (seen["curves"], seen["marks"]) == (2, 2), (
+        "one curve for each run, a restart and a skipped update"
+    )
     first, other = seen["tip"].splitlines()
     assert other == "step 90: 3"
     assert re.match(r"step (9\d|100): 4", first), first

@@ -44,12 +44,24 @@ def test_a_run_completes_and_continues_with_more_steps(run, finished):
     assert "step 12: validation loss " in out
     names = {path.name for path in finished.iterdir()}
     assert names == {
-        "config.json", "metrics.jsonl", "events.jsonl", "tensorboard", "loss.png", "sample.txt", "checkpoints", ".lock",
+        "config.json",
+        "metrics.jsonl",
+        "events.jsonl",
+        "tensorboard",
+        "loss.png",
+        "sample.txt",
+        "checkpoints",
+        ".lock",
         "program.txt.gz",
-    }  # fmt: skip
+    }
     assert [line["step"] for line in lines_of(finished)] == list(range(1, 13))
     saved = json.loads((finished / "config.json").read_text())
-    assert (saved["steps"], saved["model"]["remat"], saved["model"]["fsdp_overlap"]) == (12, "none", "xla")  # chosen
+    # chosen
+    assert (saved["steps"], saved["model"]["remat"], saved["model"]["fsdp_overlap"]) == (
+        12,
+        "none",
+        "xla",
+    )
     assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["12", "7"]
     assert any(path.stat().st_size for path in (finished / "tensorboard").iterdir())
 
@@ -57,7 +69,9 @@ def test_a_run_completes_and_continues_with_more_steps(run, finished):
     code, out, err = run("--steps", 12)
     assert (code, err) == (0, "")
     assert f"the run is complete: step 12 of 12, in {finished / 'checkpoints' / '12'}" in out
-    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.name != ".lock"} == before
+    assert {
+        path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.name != ".lock"
+    } == before
 
     code, out, _ = run("--steps", 14)
     assert code == 0
@@ -93,7 +107,9 @@ def test_checkpoints_are_kept_in_another_folder(run, tmp_path):
 
 @pytest.fixture
 def trained(run, tmp_path):
-    """A function that trains 14 steps in this process, unless options say otherwise, and returns the workdir."""
+    """A function that trains 14 steps in this process, unless options say otherwise, and returns
+    the workdir.
+    """
 
     def trained(name: str, *options: object) -> Path:
         code, _, err = run("--steps", 14, "--workdir", tmp_path / name, *options)
@@ -112,7 +128,9 @@ def test_several_sources_and_evaluation_sets_have_losses_of_their_own(trained, t
     last = lines_of(work)[-1]
     for name in ("code", "prose", "held_out", "validation"):
         assert last[f"{name}_perplexity"] == pytest.approx(np.exp(last[f"{name}_loss"]))
-    assert last["validation_loss"] == pytest.approx(0.75 * last["code_loss"] + 0.25 * last["prose_loss"], rel=1e-5)
+    assert last["validation_loss"] == pytest.approx(
+        0.75 * last["code_loss"] + 0.25 * last["prose_loss"], rel=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -126,7 +144,14 @@ def test_a_run_begins_with_the_parameters_of_another_one(trained):
 @pytest.mark.slow
 def test_permanent_checkpoints_stay_beside_the_newest_ones(trained):
     work = trained(
-        "permanent", *QUIET, "--checkpoint.every", 2, "--checkpoint.keep", 2, "--checkpoint.permanent_every", 5
+        "permanent",
+        *QUIET,
+        "--checkpoint.every",
+        2,
+        "--checkpoint.keep",
+        2,
+        "--checkpoint.permanent_every",
+        5,
     )
     assert checkpoints_of(work) == {"5", "10", "12", "14"}
 
@@ -155,7 +180,9 @@ def test_a_workdir_with_another_architecture_is_not_changed(run, finished):
     before = contents(finished)
     code, _, err = run("--steps", 15, "--model.layers", 3)
     assert code == 2
-    assert "checkpoints/12 holds a run with another architecture: model.layers was 2 and is 3" in err
+    assert (
+        "checkpoints/12 holds a run with another architecture: model.layers was 2 and is 3" in err
+    )
     assert contents(finished) == before
 
 
@@ -163,7 +190,10 @@ def test_a_workdir_with_another_architecture_is_not_changed(run, finished):
 def test_divergence_before_the_first_checkpoint_is_explained(run):
     code, _, err = run("--steps", 60, "--optimizer.learning_rate", 1e30)
     assert code == 3
-    assert "there is no good checkpoint, because none was due before that step. Starting again repeats it" in err
+    assert (
+        "there is no good checkpoint, because none was due before that step. Starting again "
+        "repeats it" in err
+    )
 
 
 @pytest.mark.slow
@@ -181,7 +211,10 @@ def test_the_profile_of_a_run_has_its_window_and_is_read(run, tmp_path, capsys):
         assert 0 < device.exposed <= device.communication <= device.seconds
         assert device.exposed == pytest.approx(sum(op.seconds for op in device.ops), rel=1e-3)
         assert {layer.name for layer in device.layers} - {""}
-    assert check_main(["trace", str(work / "profile"), "--program", str(program), "--chip", "v5e"]) == 0
+    assert (
+        check_main(["trace", str(work / "profile"), "--program", str(program), "--chip", "v5e"])
+        == 0
+    )
     out = capsys.readouterr().out
     assert "/device:CPU:7" in out
     assert "estimated" in out

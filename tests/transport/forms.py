@@ -1,7 +1,8 @@
-"""The forms in which a transfer and compute can be written: run in the simulator, and compiled for TPUs without one.
+"""The forms in which a transfer and compute can be written: run in the simulator, and compiled for
+TPUs without one.
 
-A form takes this device's block x [rows, columns] on the axis "x", lets it make `hops` hops, and adds up in `seen` each
-block that it had in hand while that was travelling.
+A form takes this device's block x [rows, columns] on the axis "x", lets it make `hops` hops, and
+adds up in `seen` each block that it had in hand while that was travelling.
 """
 
 import dataclasses
@@ -23,14 +24,19 @@ from flaxasync.mesh import cast_to_varying
 AXIS = "x"
 DEVICES = {"v5e:2x2": 4, "v5e:2x4": 8, "v6e:2x4": 8, "v5p:2x2x2": 8, "tpu7x:2x2x1": 8}
 COLUMNS = 1024  # of a block that is compiled
-start, done = functools.partial(fa.ppermute_start, axis_name=AXIS, backend="pallas"), fa.ppermute_done
+start, done = (
+    functools.partial(fa.ppermute_start, axis_name=AXIS, backend="pallas"),
+    fa.ppermute_done,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
     run: Callable  # (x, hops) -> arrays
-    pairs: Callable[[int, int], int]  # (hops, R) -> kernel pairs of the program, where the body of a loop counts once
-    # (blocks [R, rows, columns], hops) -> the arrays of all devices; tests/simulator/test_parity.py has the collectives
+    # (hops, R) -> kernel pairs of the program, where the body of a loop counts once
+    pairs: Callable[[int, int], int]
+    # (blocks [R, rows, columns], hops) -> the arrays of all devices; tests/simulator/test_parity.py
+    # has the collectives
     expect: Callable | None = None
 
 
@@ -71,14 +77,19 @@ def staggered_both(x, hops):
 
     def window(halves, seen):
         blocks = [x for x, _ in halves]
-        blocks, seen = transport.while_travelling(blocks, lambda b, seen: seen + jnp.concatenate(b), blocks, seen)
+        blocks, seen = transport.while_travelling(
+            blocks, lambda b, seen: seen + jnp.concatenate(b), blocks, seen
+        )
         return [done(x, future) for x, (_, future) in zip(blocks, halves, strict=True)], seen
 
     def turn(_, carry):
         blocks, seen = window(*carry)
         return [begin(x) for begin, x in zip(starts, blocks, strict=True)], seen
 
-    carry = [begin(block) for begin, block in zip(starts, (x[:half], x[half:]), strict=True)], jnp.zeros_like(x)
+    carry = (
+        [begin(block) for begin, block in zip(starts, (x[:half], x[half:]), strict=True)],
+        jnp.zeros_like(x),
+    )
     blocks, seen = window(*lax.fori_loop(0, hops - 1, turn, carry, unroll=2))
     return jnp.concatenate(blocks), seen
 
@@ -86,7 +97,10 @@ def staggered_both(x, hops):
 def swap(x, hops):
     """Two Refs that swap roles; a body makes two hops."""
     x_ref, y_ref = jax.new_ref(x), jax.new_ref(jnp.zeros_like(x))
-    begin, end = functools.partial(fa.ppermute_start_stateful, axis_name=AXIS), fa.ppermute_done_stateful
+    begin, end = (
+        functools.partial(fa.ppermute_start_stateful, axis_name=AXIS),
+        fa.ppermute_done_stateful,
+    )
 
     def hop(sems, seen, here, there):
         seen = transport.tie_refs(here, there, values=seen)
@@ -144,7 +158,9 @@ def gather(backend, directions):
 
 
 def reduce(backend, directions):
-    """Sums the x of all devices with `ring.ring_reduce`, each weighted by the row for which it is meant."""
+    """Sums the x of all devices with `ring.ring_reduce`, each weighted by the row for which it is
+    meant.
+    """
 
     def run(x, hops):
         def produce(row, count):
@@ -157,7 +173,9 @@ def reduce(backend, directions):
 
 
 def _ring_pairs(directions, hops, size):
-    """The first and the last two hops stand outside the loop, as do turns that do not fill a body of two."""
+    """The first and the last two hops stand outside the loop, as do turns that do not fill a body
+    of two.
+    """
     turns = size - 1 - 2
     inside = 2 + turns % 2 if turns > 2 else turns
     return directions * (inside + min(size - 1, 2))
@@ -177,7 +195,9 @@ def _passing_both(blocks, hops):
 FORMS = {
     "one_after_another": Form(one_after_another, lambda hops, size: 2 + hops % 2, _passing),
     "staggered": Form(staggered, lambda hops, size: 2 + (hops - 1) % 2 + 1, _passing),
-    "staggered_both": Form(staggered_both, lambda hops, size: 2 * (2 + (hops - 1) % 2 + 1), _passing_both),
+    "staggered_both": Form(
+        staggered_both, lambda hops, size: 2 * (2 + (hops - 1) % 2 + 1), _passing_both
+    ),
     "swap": Form(swap, lambda hops, size: 3, _passing),
     "slots": Form(slots, lambda hops, size: 2, _passing),
     **{f"gather_{b}_{d}": gather(b, d) for b, d in (("pallas", 1), ("pallas", 2), ("stateful", 2))},
@@ -198,7 +218,9 @@ def compile_form(
     size = DEVICES[topology]
     mesh = check.topology_mesh(topology, (size,), ("x",), axis_types=(axis_type,))
     with jax.set_mesh(mesh):
-        x = jax.ShapeDtypeStruct((size * rows, COLUMNS), dtype, sharding=NamedSharding(mesh, P("x")))
+        x = jax.ShapeDtypeStruct(
+            (size * rows, COLUMNS), dtype, sharding=NamedSharding(mesh, P("x"))
+        )
         mapped = jax.shard_map(fn, in_specs=P("x"), out_specs=P("x"))
         return check.compile_for(topology, jax.jit(mapped), x, compiler_options=compiler_options)
 
@@ -232,7 +254,9 @@ def faults(program, *, pairs):
         found.add("vmem")
     blocks = {leaf.bytes for leaf in arrays}
     bodies = {
-        i.attributes.get("body", "").lstrip("%") for c in module.computations.values() for i in c.instructions
+        i.attributes.get("body", "").lstrip("%")
+        for c in module.computations.values()
+        for i in c.instructions
     } & module.computations.keys()
     for i in (i for body in bodies for i in module.computations[body].instructions):
         # A copy to VMEM fetches an operand of the compute: it reads a source, which is allowed.

@@ -1,4 +1,6 @@
-"""The code of docs/async.md runs as it stands, on simulated TPUs, and gives the values that the page promises."""
+"""The code of docs/async.md runs as it stands, on simulated TPUs, and gives the values that the
+page promises.
+"""
 
 import pathlib
 import re
@@ -24,7 +26,9 @@ def block_with(name):
 
 
 def run(block, names, **given):
-    """Runs a block in `jax.shard_map` over "model" on small integers; returns them, and what it leaves in `names`."""
+    """Runs a block in `jax.shard_map` over "model" on small integers; returns them, and what it
+    leaves in `names`.
+    """
     blocks = np.random.default_rng(0).integers(-4, 4, (SIZE, 128, 128)).astype(np.float32)
 
     def on_each(x):
@@ -40,7 +44,11 @@ def run(block, names, **given):
     return blocks, results
 
 
-LOOPS = ("lax.fori_loop(0, hops - 1, turn, carry, unroll=2)", "ppermute_start_slots", "ppermute_start_stateful")
+LOOPS = (
+    "lax.fori_loop(0, hops - 1, turn, carry, unroll=2)",
+    "ppermute_start_slots",
+    "ppermute_start_stateful",
+)
 
 
 def test_every_block_is_tested_here():

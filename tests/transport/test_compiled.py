@@ -23,8 +23,8 @@ HOPS = 7
 
 CASES = []
 for (i, name), (k, topology) in itertools.product(enumerate(FORMS), enumerate(DEVICES)):
-    # In `make test` each form and each topology has blocks of 2 MiB, at distance 0, and of 32 MiB, at distance 1;
-    # `make test-slow` adds one more topology for each form.
+    # In `make test` each form and each topology has blocks of 2 MiB, at distance 0, and of 32 MiB,
+    # at distance 1; `make test-slow` adds one more topology for each form.
     distance = (k - i) % len(DEVICES)
     if distance < 3:
         marks = [] if distance < 2 else pytest.mark.slow
@@ -45,12 +45,18 @@ def test_hlo_only_is_the_same_hlo(topology):
     def compile_both(x):
         return FORMS["reduce_pallas_2"].run(x, HOPS), FORMS["staggered_both"].run(x, HOPS)
 
-    quick, whole = (compile_form(compile_both, topology, compiler_options=o) for o in (check.HLO_ONLY, {}))
-    texts = [re.sub(r'"used_scoped_memory_configs":\[.*?\]', "", program.text) for program in (quick, whole)]
+    quick, whole = (
+        compile_form(compile_both, topology, compiler_options=o) for o in (check.HLO_ONLY, {})
+    )
+    texts = [
+        re.sub(r'"used_scoped_memory_configs":\[.*?\]', "", program.text)
+        for program in (quick, whole)
+    ]
     assert texts[0] == texts[1]
     assert quick.cost == whole.cost
     different = {kind for kind in whole.memory if quick.memory[kind] != whole.memory[kind]}
-    assert different == {"generated_code_size_in_bytes"}  # an empty set would mean that libtpu has changed the option
+    # an empty set would mean that libtpu has changed the option
+    assert different == {"generated_code_size_in_bytes"}
 
 
 @pytest.mark.parametrize(("name", "hops", "axis_type"), [
@@ -63,7 +69,9 @@ def test_an_even_number_of_hops_and_auto_axes(name, hops, axis_type):
     assert faults(program, pairs=FORMS[name].pairs(hops, 4)) == set()
 
 
-@pytest.mark.parametrize(("backend", "axis_type"), [("pallas", AxisType.Explicit), ("stateful", AxisType.Auto)])
+@pytest.mark.parametrize(
+    ("backend", "axis_type"), [("pallas", AxisType.Explicit), ("stateful", AxisType.Auto)]
+)
 def test_on_one_axis_of_two(backend, axis_type):
     """A ring finds its neighbours on a mesh of two axes too."""
     mesh = check.topology_mesh("v5e:2x4", (2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
@@ -72,13 +80,19 @@ def test_on_one_axis_of_two(backend, axis_type):
         x = jax.ShapeDtypeStruct((4, 4096, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, rows))
         w = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16, sharding=NamedSharding(mesh, columns))
         multiply = functools.partial(fa.all_gather_matmul, axis_name="model", backend=backend)
-        mapped = jax.shard_map(multiply, in_specs=(rows, columns), out_specs=P("data", None, "model"))
-        program = check.compile_for("v5e:2x4", jax.jit(mapped), x, w, compiler_options=check.HLO_ONLY)
+        mapped = jax.shard_map(
+            multiply, in_specs=(rows, columns), out_specs=P("data", None, "model")
+        )
+        program = check.compile_for(
+            "v5e:2x4", jax.jit(mapped), x, w, compiler_options=check.HLO_ONLY
+        )
     assert faults(program, pairs=2 * 3) == set()  # two directions, three hops
 
 
 def test_a_dot_in_the_window_writes_straight_into_its_rows():
-    """An all-gather-matmul of large blocks has only products between its kernels, and no copy of the output."""
+    """An all-gather-matmul of large blocks has only products between its kernels, and no copy of
+    the output.
+    """
 
     def f(x):
         w = cast_to_varying(jnp.ones((1024, 1024), x.dtype), {"x"})
@@ -86,16 +100,25 @@ def test_a_dot_in_the_window_writes_straight_into_its_rows():
 
     program = compile_form(f, "v5e:2x4", rows=16384)
     assert faults(program, pairs=10) == set()
-    instructions = [i for c in check.parse(program.as_text()).computations.values() for i in c.instructions]
-    assert not [i for i in instructions if i.opcode.startswith("copy") and i.shape.bytes >= 8 * 16384 * 1024 * 2]
-    assert program.bytes_by_kind["temporaries"] < 3 * 16384 * 1024 * 2  # two buffers of the block, not a gathered x
+    instructions = [
+        i for c in check.parse(program.as_text()).computations.values() for i in c.instructions
+    ]
+    assert not [
+        i
+        for i in instructions
+        if i.opcode.startswith("copy") and i.shape.bytes >= 8 * 16384 * 1024 * 2
+    ]
+    # two buffers of the block, not a gathered x
+    assert program.bytes_by_kind["temporaries"] < 3 * 16384 * 1024 * 2
 
 
 # ---- negative tests -------------------------------------------------------------------------------------------------
 
 
 def one_turn(x):
-    """A loop of a single turn. With `unroll=2` JAX writes it without a loop (test_touched_in_flight.py)."""
+    """A loop of a single turn. With `unroll=2` JAX writes it without a loop
+    (test_touched_in_flight.py).
+    """
     return done(*lax.fori_loop(0, 1, lambda _, carry: start(done(*carry)), start(x), unroll=1))
 
 
@@ -106,12 +129,15 @@ def one_turn(x):
     ("unthreaded", 1, {"deleted"}),
 ])  # fmt: skip
 def test_a_wrong_form_has_its_fault(form, pairs, found):
-    program = compile_form(form) if callable(form) else async_form(form)  # of `tests/check/async_forms.py`
+    # of `tests/check/async_forms.py`
+    program = compile_form(form) if callable(form) else async_form(form)
     assert found <= faults(program, pairs=pairs)
 
 
 def ours(x_ref, y_ref):
-    transport.ppermute_done_stateful(*transport.ppermute_start_stateful(x_ref, y_ref, "x"), x_ref, y_ref)
+    transport.ppermute_done_stateful(
+        *transport.ppermute_start_stateful(x_ref, y_ref, "x"), x_ref, y_ref
+    )
 
 
 def test_our_stateful_pair_is_kept_where_nobody_needs_it():
@@ -126,15 +152,22 @@ def test_our_stateful_pair_is_kept_where_nobody_needs_it():
         lax.fori_loop(0, 4, there_and_back, 0)
         return x + 1
 
-    assert not {"deleted", "copied", "vmem", "unsafe"} & faults(compile_form(once_and_in_a_loop), pairs=1 + 2)
+    assert not {"deleted", "copied", "vmem", "unsafe"} & faults(
+        compile_form(once_and_in_a_loop), pairs=1 + 2
+    )
 
 
 def test_windows_that_are_not_tied_are_moved_out():
-    """Three hops in a row each have compute of their own to hide behind; without ties, some windows end up empty."""
+    """Three hops in a row each have compute of their own to hide behind; without ties, some windows
+    end up empty.
+    """
 
     def products(tie):
         def f(x):
-            seen, hold = jnp.zeros_like(x), transport.while_travelling if tie else lambda x, add, *a: (x, add(*a))
+            seen, hold = (
+                jnp.zeros_like(x),
+                transport.while_travelling if tie else lambda x, add, *a: (x, add(*a)),
+            )
             for _ in range(3):
                 x, future = start(x)
                 x, seen = hold(x, lambda x, seen: seen + jnp.tanh(x), x, seen)
@@ -147,7 +180,9 @@ def test_windows_that_are_not_tied_are_moved_out():
     assert faults(compile_form(products(tie=True)), pairs=3) == set()
 
 
-@pytest.mark.parametrize("op", ["all_gather_matmul", pytest.param("matmul_reduce_scatter", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "op", ["all_gather_matmul", pytest.param("matmul_reduce_scatter", marks=pytest.mark.slow)]
+)
 def test_without_its_ties_the_loop_hides_less(op, monkeypatch):
     def f(x):
         x = jnp.concatenate([x] * 8) if op == "matmul_reduce_scatter" else x

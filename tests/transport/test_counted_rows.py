@@ -1,4 +1,6 @@
-"""Rows that are counted when a program runs, sent on simulated devices with race detection; then planted faults."""
+"""Rows that are counted when a program runs, sent on simulated devices with race detection; then
+planted faults.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +11,14 @@ from flaxasync.transport import counted_rows, while_travelling
 from tests.transport.test_simulated import on_ring
 
 SIZE, ROWS = 4, 256
-COUNTS = np.asarray([[0, 1, 128, 129], [256, 0, 3, 0], [0, 200, 0, 256], [5, 0, 140, 0]], np.int32)  # from, to
+# from, to
+COUNTS = np.asarray([[0, 1, 128, 129], [256, 0, 3, 0], [0, 200, 0, 256], [5, 0, 140, 0]], np.int32)
 
 
 def sent(x, shift):
-    """Sends two arrays, adds up x meanwhile, and returns the sum of what arrived, zeros behind the rows that count."""
+    """Sends two arrays, adds up x meanwhile, and returns the sum of what arrived, zeros behind the
+    rows that count.
+    """
     me, counts = lax.axis_index("x"), jnp.asarray(COUNTS)
     received = counts[(me - shift) % SIZE, me]
     leaving = counts[me, (me + shift) % SIZE]
@@ -27,7 +32,9 @@ def sent(x, shift):
     (1, "eager", {1: 0.05}), (2, "on_wait", {3: 0.05}), (-1, "on_wait", None),
 ])  # fmt: skip
 def test_what_arrives(shift, mode, delayed):
-    blocks, got, report = on_ring(lambda x: sent(x, shift), shape=(ROWS, 128), mode=mode, delayed=delayed)
+    blocks, got, report = on_ring(
+        lambda x: sent(x, shift), shape=(ROWS, 128), mode=mode, delayed=delayed
+    )
     for device in range(SIZE):
         sender = (device - shift) % SIZE
         number = COUNTS[sender, device]

@@ -1,4 +1,6 @@
-"""The direct all-gather and all-to-all on simulated devices with race detection; then planted faults, each caught."""
+"""The direct all-gather and all-to-all on simulated devices with race detection; then planted
+faults, each caught.
+"""
 
 import dataclasses
 
@@ -15,7 +17,9 @@ SIZE = 4
 
 
 def transfer(pair, x):
-    """Adds up x while it is on its way, and returns what arrived, changed by nothing that the sum did."""
+    """Adds up x while it is on its way, and returns what arrived, changed by nothing that the sum
+    did.
+    """
     x, future = pair.start(x)
     x, total = while_travelling(x, jnp.sum, x)
     return pair.done(x, future) + (total - total).astype(x.dtype)
@@ -69,7 +73,9 @@ def test_a_start_without_a_barrier_is_caught(monkeypatch):
     assert "early_writes" in report.problems()
 
 
-@pytest.mark.parametrize(("forgotten", "problem"), [("send_sem", "leftover_semaphores"), ("recv_sem", "races")])
+@pytest.mark.parametrize(
+    ("forgotten", "problem"), [("send_sem", "leftover_semaphores"), ("recv_sem", "races")]
+)
 def test_a_done_that_does_not_wait_is_caught(forgotten, problem):
     def wait(x_ref, y_ref, send_sem, recv_sem):
         if forgotten == "recv_sem":
@@ -83,10 +89,17 @@ def test_a_done_that_does_not_wait_is_caught(forgotten, problem):
     assert problem in report.problems()
 
 
-@pytest.mark.parametrize(("shape", "dtype", "dim", "fits"), [
-    ((8, 128), np.float32, 0, True), ((8, 128), jnp.bfloat16, 0, False), ((16, 100), jnp.bfloat16, 0, True),
-    ((3, 128), np.float32, 1, True), ((8, 64), np.float32, 1, False), ((3, 5, 7), np.float32, 0, True),
-    ((1024,), np.float32, 0, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "dtype", "dim", "fits"),
+    [
+        ((8, 128), np.float32, 0, True),
+        ((8, 128), jnp.bfloat16, 0, False),
+        ((16, 100), jnp.bfloat16, 0, True),
+        ((3, 128), np.float32, 1, True),
+        ((8, 64), np.float32, 1, False),
+        ((3, 5, 7), np.float32, 0, True),
+        ((1024,), np.float32, 0, False),
+    ],
+)
 def test_blocks_that_are_whole_tiles(shape, dtype, dim, fits):
     assert direct.in_whole_tiles(jax.ShapeDtypeStruct(shape, dtype), dim) == fits

@@ -1,6 +1,8 @@
-"""Scenarios of JAX's own tests of asynchronous Pallas operations, simulated and compiled without a TPU.
+"""Scenarios of JAX's own tests of asynchronous Pallas operations, simulated and compiled without a
+TPU.
 
-After `tests/pallas/tpu_pallas_async_test.py` of the JAX repository, whose tests skip themselves where there is no TPU.
+After `tests/pallas/tpu_pallas_async_test.py` of the JAX repository, whose tests skip themselves
+where there is no TPU.
 """
 
 import dataclasses
@@ -63,7 +65,9 @@ def copy_into_vmem(x):
 
 
 def staggered_copy_in_a_loop(x):
-    return copy_done(*lax.fori_loop(0, 7, lambda _, c: copy_start(copy_done(*c)), copy_start(x), unroll=2))
+    return copy_done(
+        *lax.fori_loop(0, 7, lambda _, c: copy_start(copy_done(*c)), copy_start(x), unroll=2)
+    )
 
 
 def staggered_full_copy_in_a_loop(x):
@@ -97,13 +101,17 @@ def stateful_copies(x):
     refs = [jax.new_ref(x), jax.new_ref(jnp.zeros_like(x)), jax.new_ref(jnp.zeros_like(x))]
 
     def begin(to):
-        sems, (refs[0][...], refs[to][...]), _ = start_kernel("copy_start", _begin, (refs[0][...], refs[to][...]))
+        sems, (refs[0][...], refs[to][...]), _ = start_kernel(
+            "copy_start", _begin, (refs[0][...], refs[to][...])
+        )
         return sems
 
     sems = begin(1), begin(2)
     for to in (1, 2):
         contents = (refs[0][...], refs[to][...])
-        refs[0][...], refs[to][...] = done_kernel("copy_done", _wait, contents, sems[to - 1], returned=(0, 1))
+        refs[0][...], refs[to][...] = done_kernel(
+            "copy_done", _wait, contents, sems[to - 1], returned=(0, 1)
+        )
     return refs[1][...], refs[2][...]
 
 
@@ -129,7 +137,9 @@ def _wait_for_two(x_ref, w_ref, y_ref, row_ref, x_sem, w_sem):
     pltpu.make_async_copy(w_ref.at[1], row_ref, w_sem).wait()
 
 
-TWO = Pair("two", _begin_two, _wait_for_two, out=lambda arrays: (arrays[0], arrays[1][1]), semaphores=2)
+TWO = Pair(
+    "two", _begin_two, _wait_for_two, out=lambda arrays: (arrays[0], arrays[1][1]), semaphores=2
+)
 
 
 def several_arrays_in_and_out(x):
@@ -158,7 +168,9 @@ def scoped_by_run_state(x):
 
 
 def each(i):
-    return lambda blocks: np.stack([planes(block)[i(device)] for device, block in enumerate(blocks)])
+    return lambda blocks: np.stack(
+        [planes(block)[i(device)] for device, block in enumerate(blocks)]
+    )
 
 
 def rolled(shift):
@@ -173,7 +185,9 @@ SCENARIOS = {
     "multiple_copies": Scenario(multiple_copies, lambda b: (b, b), 2),
     "static_slice": Scenario(static_slice, each(lambda device: 2), 1),
     "two_dynamic_slices": Scenario(
-        two_dynamic_slices, lambda b: (each(lambda device: device)(b), each(lambda device: 3 - device)(b)), 2
+        two_dynamic_slices,
+        lambda b: (each(lambda device: device)(b), each(lambda device: 3 - device)(b)),
+        2,
     ),
     "copy_into_vmem": Scenario(copy_into_vmem, lambda b: b[:, :16], 1),
     "staggered_copy_in_a_loop": Scenario(staggered_copy_in_a_loop, same, 4),
@@ -201,6 +215,14 @@ def test_compiled(name):
     scenario = SCENARIOS[name]
     module = check.parse(compile_form(scenario.run, rows=256, dtype=jnp.float32).as_text())
     calls = [i.name for found in kernels(module).values() for i in found]
-    assert sum("_start" in call for call in calls) == sum("_done" in call for call in calls) == scenario.pairs
-    errors = {f.code for f in check.audit(module, chip="v5e").findings if f.severity == check.Severity.ERROR}
+    assert (
+        sum("_start" in call for call in calls)
+        == sum("_done" in call for call in calls)
+        == scenario.pairs
+    )
+    errors = {
+        f.code
+        for f in check.audit(module, chip="v5e").findings
+        if f.severity == check.Severity.ERROR
+    }
     assert errors == ({"in-flight-vmem"} if "vmem" in name else set())

@@ -1,4 +1,6 @@
-"""Every loop on simulated devices with race detection; then planted faults, each caught by the check that is named."""
+"""Every loop on simulated devices with race detection; then planted faults, each caught by the
+check that is named.
+"""
 
 import functools
 
@@ -20,7 +22,9 @@ COLUMNS = 128
 
 
 def on_ring(fn, size=4, *, shape=(16, COLUMNS), mode="eager", delayed=None):
-    """Runs `fn` on each device's block of small integers; returns the blocks, all results, and a report."""
+    """Runs `fn` on each device's block of small integers; returns the blocks, all results, and a
+    report.
+    """
     blocks = np.random.default_rng(0).integers(-8, 8, (size, *shape)).astype(np.float32)
 
     mesh = jax.make_mesh((size,), ("x",), devices=jax.devices()[:size])
@@ -37,16 +41,22 @@ def on_ring(fn, size=4, *, shape=(16, COLUMNS), mode="eager", delayed=None):
 LOOPS = [name for name, form in FORMS.items() if form.expect]
 
 
-@pytest.mark.parametrize(("name", "hops", "size", "mode", "delayed"), [
-    *((name, 5, 4, "on_wait", None) for name in LOOPS),
-    *((name, 5 if name == "swap" else 4, 4, "eager", None) for name in LOOPS),  # the swap needs an odd number
-    ("staggered", 7, 8, "on_wait", None),
-    ("staggered_both", 3, 4, "eager", {1: 0.05}),  # a late device is waited for
-    ("swap", 3, 4, "eager", {1: 0.05}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "hops", "size", "mode", "delayed"),
+    [
+        *((name, 5, 4, "on_wait", None) for name in LOOPS),
+        # the swap needs an odd number
+        *((name, 5 if name == "swap" else 4, 4, "eager", None) for name in LOOPS),
+        ("staggered", 7, 8, "on_wait", None),
+        ("staggered_both", 3, 4, "eager", {1: 0.05}),  # a late device is waited for
+        ("swap", 3, 4, "eager", {1: 0.05}),
+    ],
+)
 def test_every_loop(name, hops, size, mode, delayed):
     form = FORMS[name]
-    blocks, got, report = on_ring(lambda x: tuple(form.run(x, hops)), size, mode=mode, delayed=delayed)
+    blocks, got, report = on_ring(
+        lambda x: tuple(form.run(x, hops)), size, mode=mode, delayed=delayed
+    )
     for g, want in zip(got, form.expect(blocks, hops), strict=True):
         np.testing.assert_array_equal(g, want)
     assert report.problems() == set()
@@ -68,7 +78,9 @@ def through_scan_and_cond(x):
     x, future = fa.ppermute_start(x, "x", backend="pallas")
     (x, future), _ = lax.scan(lambda carry, _: (carry, None), (x, future), length=3)
     right = lax.axis_index("x") >= 0
-    return lax.cond(right, lambda: fa.ppermute_done(x, future), lambda: fa.ppermute_done(x, future) + 1)
+    return lax.cond(
+        right, lambda: fa.ppermute_done(x, future), lambda: fa.ppermute_done(x, future) + 1
+    )
 
 
 @pytest.mark.parametrize(("fn", "shift"), [
@@ -146,7 +158,9 @@ def test_a_step_that_is_left_out_is_reported(fn, mode, problems):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_missing_capacity_ack_writes_early(mode):
-    """Two Refs with a barrier at the first hop only: a Ref is written before its owner is done with it."""
+    """Two Refs with a barrier at the first hop only: a Ref is written before its owner is done with
+    it.
+    """
 
     def start(here, there, *, acknowledge):
         def body(x_ref, y_ref, send_sem, recv_sem):
@@ -155,7 +169,9 @@ def test_a_missing_capacity_ack_writes_early(mode):
             pallas.send(x_ref, y_ref, send_sem, recv_sem, "x", 1)
 
         contents = (here[...], there[...])
-        sems, (here[...], there[...]), _ = pair.start_kernel("ppermute_stateful_start", body, contents, semaphores=2)
+        sems, (here[...], there[...]), _ = pair.start_kernel(
+            "ppermute_stateful_start", body, contents, semaphores=2
+        )
         return sems
 
     def f(x, acknowledge):
@@ -166,7 +182,9 @@ def test_a_missing_capacity_ack_writes_early(mode):
             here, there = there, here
         return here[...]
 
-    blocks, got, report = on_ring(functools.partial(f, acknowledge=True), mode=mode, delayed={1: 0.1})
+    blocks, got, report = on_ring(
+        functools.partial(f, acknowledge=True), mode=mode, delayed={1: 0.1}
+    )
     np.testing.assert_array_equal(got, np.roll(blocks, 3, axis=0))
     assert report.problems() == set()
     _, _, report = on_ring(functools.partial(f, acknowledge=False), mode=mode, delayed={1: 0.1})

@@ -1,4 +1,6 @@
-"""What XLA does to buffers that a program touches between start and done, and what the audit finds (docs/async.md)."""
+"""What XLA does to buffers that a program touches between start and done, and what the audit finds
+(docs/async.md).
+"""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,9 @@ HOPS = 7
 
 
 def untied(x):
-    """The staggered loop of value futures with the returned x and two turns, that reads x without a tie."""
+    """The staggered loop of value futures with the returned x and two turns, that reads x without a
+    tie.
+    """
 
     def turn(_, carry):
         x, future, seen = carry
@@ -52,7 +56,9 @@ def untied_copies(x):
         seen = seen + x
         return *transport.copy_start(transport.copy_done(x, future)), seen
 
-    x, future, seen = lax.fori_loop(0, HOPS - 1, turn, (*transport.copy_start(x), jnp.zeros_like(x)), unroll=2)
+    x, future, seen = lax.fori_loop(
+        0, HOPS - 1, turn, (*transport.copy_start(x), jnp.zeros_like(x)), unroll=2
+    )
     return transport.copy_done(x, future), seen
 
 
@@ -73,7 +79,9 @@ def test_other_loops_that_read_their_block_without_a_tie(form):
 
 
 def test_a_loop_of_one_turn_is_no_loop():
-    """`fori_loop` writes it out, so that no carry forces a copy, and ties decide as they do anywhere."""
+    """`fori_loop` writes it out, so that no carry forces a copy, and ties decide as they do
+    anywhere.
+    """
 
     def one_turn(x):
         return done(*lax.fori_loop(0, 1, lambda _, carry: start(done(*carry)), start(x), unroll=2))
@@ -86,7 +94,11 @@ def test_a_loop_of_one_turn_is_no_loop():
 @pytest.mark.slow
 @pytest.mark.parametrize("hops", [1, 2, 3, 4])
 def test_few_turns(hops):
-    assert faults(compile_form(lambda x: FORMS["staggered"].run(x, hops)), pairs=min(hops, 3)) - {"deleted"} == set()
+    assert (
+        faults(compile_form(lambda x: FORMS["staggered"].run(x, hops)), pairs=min(hops, 3))
+        - {"deleted"}
+        == set()
+    )
 
 
 def refs(act):
@@ -114,7 +126,9 @@ def slots(act):
 
 
 def value(act):
-    """Returns a program that gives something else than the returned x to the done, or reads something else."""
+    """Returns a program that gives something else than the returned x to the done, or reads
+    something else.
+    """
 
     def f(x):
         old = x * 2
@@ -132,21 +146,29 @@ def write(ref, index=...):
 ERROR, WARNING, INFO = check.Severity.ERROR, check.Severity.WARNING, check.Severity.INFO
 
 
-@pytest.mark.parametrize(("form", "found"), [
-    (refs(lambda x_ref, y_ref: write(x_ref)), {("in-flight-freed", ERROR)}),
-    (refs(lambda x_ref, y_ref: write(x_ref, slice(8))), {("in-flight-freed", ERROR)}),
-    (refs(lambda x_ref, y_ref: write(y_ref)), {("in-flight-freed", ERROR), ("in-flight-read", WARNING)}),
-    (refs(lambda x_ref, y_ref: x_ref[...] * 2), set()),
-    (refs(lambda x_ref, y_ref: y_ref[...] * 2), {("in-flight-read", WARNING)}),
-    (slots(lambda ref: write(ref, 0)), {("in-flight-freed", ERROR), ("in-flight-read", INFO)}),
-    (slots(lambda ref: ref[1] * 2), {("in-flight-read", INFO)}),
-    (value(lambda old, x, future: (x, future.buffer * 2)), {("in-flight-read", ERROR)}),
-    (value(lambda old, x, future: (x, old + 1)), set()),
-    (value(lambda old, x, future: (old, x)), {("in-flight-freed", ERROR)}),
-    (value(lambda old, x, future: (x + 1, x)), {("in-flight-freed", ERROR)}),
-    (value(lambda old, x, future: (x.at[:8].set(1), old)), {("in-flight-freed", ERROR)}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("form", "found"),
+    [
+        (refs(lambda x_ref, y_ref: write(x_ref)), {("in-flight-freed", ERROR)}),
+        (refs(lambda x_ref, y_ref: write(x_ref, slice(8))), {("in-flight-freed", ERROR)}),
+        (
+            refs(lambda x_ref, y_ref: write(y_ref)),
+            {("in-flight-freed", ERROR), ("in-flight-read", WARNING)},
+        ),
+        (refs(lambda x_ref, y_ref: x_ref[...] * 2), set()),
+        (refs(lambda x_ref, y_ref: y_ref[...] * 2), {("in-flight-read", WARNING)}),
+        (slots(lambda ref: write(ref, 0)), {("in-flight-freed", ERROR), ("in-flight-read", INFO)}),
+        (slots(lambda ref: ref[1] * 2), {("in-flight-read", INFO)}),
+        (value(lambda old, x, future: (x, future.buffer * 2)), {("in-flight-read", ERROR)}),
+        (value(lambda old, x, future: (x, old + 1)), set()),
+        (value(lambda old, x, future: (old, x)), {("in-flight-freed", ERROR)}),
+        (value(lambda old, x, future: (x + 1, x)), {("in-flight-freed", ERROR)}),
+        (value(lambda old, x, future: (x.at[:8].set(1), old)), {("in-flight-freed", ERROR)}),
+    ],
+)
 def test_what_the_audit_finds_of_a_touched_buffer(form, found):
     report = check.audit(compile_form(form))
-    assert {(f.code, f.severity) for f in report.findings if f.code.startswith("in-flight")} == found
+    assert {
+        (f.code, f.severity) for f in report.findings if f.code.startswith("in-flight")
+    } == found
     assert report.ok == (ERROR not in {severity for _, severity in found})

@@ -1,4 +1,6 @@
-"""Compute while a block travels: values and gradients on the default backend, then programs of every backend."""
+"""Compute while a block travels: values and gradients on the default backend, then programs of
+every backend.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,9 @@ PRODUCT = 2 * ROWS**3 / chip("v5e").flops  # seconds of one product at the peak 
 def on_four(fn, *args):
     """Runs a function of blocks on four CPU devices."""
     with jax.set_mesh(jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])):
-        return jax.jit(jax.shard_map(fn, in_specs=P("x"), out_specs=P("x")))(*(jax.device_put(a, P("x")) for a in args))
+        return jax.jit(jax.shard_map(fn, in_specs=P("x"), out_specs=P("x")))(
+            *(jax.device_put(a, P("x")) for a in args)
+        )
 
 
 @pytest.mark.parametrize("shift", [1, -1, 2, 5])
@@ -63,7 +67,9 @@ def one_window(backend):
 
 
 def staggered(x, w):
-    """Sums partial products as a reduce-scatter does; the future passes from turn to turn of a loop."""
+    """Sums partial products as a reduce-scatter does; the future passes from turn to turn of a
+    loop.
+    """
 
     def turn(hop, carry):
         x, addend = fa.while_travelling(carry[0], jnp.dot, first + hop.astype(first.dtype), w)
@@ -74,19 +80,25 @@ def staggered(x, w):
 
 
 def tied_by_hand(x, w):
-    """What `while_travelling` around a permute of XLA once was: the permute waits for the product."""
+    """What `while_travelling` around a permute of XLA once was: the permute waits for the
+    product.
+    """
     x, z = lax.optimization_barrier((x, jnp.dot(x, w)))
     return lax.ppermute(x, "x", [(i, (i + 1) % 4) for i in range(4)]), z
 
 
 def audited(f, dtype=jnp.bfloat16):
-    """Returns the audit of a function of this device's x and of w, both [2048, 2048], for v5e:2x2."""
+    """Returns the audit of a function of this device's x and of w, both [2048, 2048], for
+    v5e:2x2.
+    """
     mesh = check.topology_mesh("v5e:2x2", (4,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         x = jax.ShapeDtypeStruct((4 * ROWS, ROWS), dtype, sharding=NamedSharding(mesh, P("x")))
         w = jax.ShapeDtypeStruct((ROWS, ROWS), dtype, sharding=NamedSharding(mesh, P()))
         mapped = jax.shard_map(f, in_specs=(P("x"), P()), out_specs=P("x"), check_vma=False)
-        return check.audit(check.compile_for("v5e:2x2", jax.jit(mapped), x, w, compiler_options=check.HLO_ONLY))
+        return check.audit(
+            check.compile_for("v5e:2x2", jax.jit(mapped), x, w, compiler_options=check.HLO_ONLY)
+        )
 
 
 def transfer_of(report):
@@ -111,10 +123,16 @@ def test_a_loop_that_carries_a_future_has_a_product_in_every_turn():
 def test_the_audit_says_to_remove_a_barrier_that_ties_the_sent_block():
     report = audited(tied_by_hand)
     (found,) = [f for f in report.findings if f.code == "empty-window"]
-    assert found.remedy.startswith("remove the jax.lax.optimization_barrier that makes what is sent wait for fusion")
+    assert found.remedy.startswith(
+        "remove the jax.lax.optimization_barrier that makes what is sent wait for fusion"
+    )
     assert found.gain == pytest.approx(95e-6, rel=0.05)
-    without = audited(lambda x, w: (lax.ppermute(x, "x", [(i, (i + 1) % 4) for i in range(4)]), jnp.dot(x, w)))
-    assert transfer_of(report).exposed - transfer_of(without).exposed == pytest.approx(found.gain, rel=0.05)
+    without = audited(
+        lambda x, w: (lax.ppermute(x, "x", [(i, (i + 1) % 4) for i in range(4)]), jnp.dot(x, w))
+    )
+    assert transfer_of(report).exposed - transfer_of(without).exposed == pytest.approx(
+        found.gain, rel=0.05
+    )
 
 
 def test_work_that_xla_moved_into_another_transfer_is_not_blamed_on_a_barrier():

@@ -1,9 +1,10 @@
 """Plain NNX models in the structure of public ones, written without any thought of parallel layers.
 
-`LanguageModel` has the structure of Flax's lm1b example: embedding with sinusoidal positions, blocks of masked
-attention and a two-layer MLP, an output tied to the embedding. `Gemma` has that of Flax's gemma example:
-root-mean-square norms, grouped heads from projections of its own, a gated MLP. `VisionTransformer` has that of
-Dosovitskiy et al.: patches by a convolution, a class token, a head.
+`LanguageModel` has the structure of Flax's lm1b example: embedding with sinusoidal positions,
+blocks of masked attention and a two-layer MLP, an output tied to the embedding. `Gemma` has that of
+Flax's gemma example: root-mean-square norms, grouped heads from projections of its own, a gated
+MLP. `VisionTransformer` has that of Dosovitskiy et al.: patches by a convolution, a class token, a
+head.
 """
 
 import jax
@@ -14,7 +15,10 @@ from flax import nnx
 
 class MlpBlock(nnx.Module):
     def __init__(self, width, hidden, *, rngs):
-        self.wi, self.wo = nnx.Linear(width, hidden, rngs=rngs), nnx.Linear(hidden, width, rngs=rngs)
+        self.wi, self.wo = (
+            nnx.Linear(width, hidden, rngs=rngs),
+            nnx.Linear(hidden, width, rngs=rngs),
+        )
 
     def __call__(self, x):
         return self.wo(nnx.gelu(self.wi(x)))
@@ -60,7 +64,9 @@ class GemmaAttention(nnx.Module):
         self.o = nnx.Linear(width, width, use_bias=False, rngs=rngs)
 
     def __call__(self, x):
-        q, k, v = (y.reshape(*y.shape[:2], -1, self.head_dim) for y in (self.q(x), self.k(x), self.v(x)))
+        q, k, v = (
+            y.reshape(*y.shape[:2], -1, self.head_dim) for y in (self.q(x), self.k(x), self.v(x))
+        )
         q = q.reshape(*q.shape[:2], k.shape[2], -1, self.head_dim)
         scores = jnp.einsum("bsngd,btnd->bngst", q, k) / np.float32(self.head_dim**0.5)
         scores = 50 * jnp.tanh(scores / 50)
@@ -73,7 +79,9 @@ class GemmaBlock(nnx.Module):
     def __init__(self, width, heads, kv_heads, hidden, *, rngs):
         self.pre, self.post = nnx.RMSNorm(width, rngs=rngs), nnx.RMSNorm(width, rngs=rngs)
         self.attention = GemmaAttention(width, heads, kv_heads, rngs=rngs)
-        self.gate, self.up = (nnx.Linear(width, hidden, use_bias=False, rngs=rngs) for _ in range(2))
+        self.gate, self.up = (
+            nnx.Linear(width, hidden, use_bias=False, rngs=rngs) for _ in range(2)
+        )
         self.down = nnx.Linear(hidden, width, use_bias=False, rngs=rngs)
 
     def __call__(self, x):
@@ -85,7 +93,9 @@ class GemmaBlock(nnx.Module):
 class Gemma(nnx.Module):
     def __init__(self, *, vocab=61, width=32, heads=8, kv_heads=4, hidden=32, layers=2, rngs):
         self.embedder = nnx.Embed(vocab, width, rngs=rngs)
-        self.layers = nnx.List([GemmaBlock(width, heads, kv_heads, hidden, rngs=rngs) for _ in range(layers)])
+        self.layers = nnx.List(
+            [GemmaBlock(width, heads, kv_heads, hidden, rngs=rngs) for _ in range(layers)]
+        )
         self.norm = nnx.RMSNorm(width, rngs=rngs)
         self.head = nnx.Linear(width, vocab, use_bias=False, rngs=rngs)
 

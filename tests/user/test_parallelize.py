@@ -1,4 +1,6 @@
-"""`fa.nn.parallelize` on whole models that were not written for it: parity, and the collectives of a compiled step."""
+"""`fa.nn.parallelize` on whole models that were not written for it: parity, and the collectives of
+a compiled step.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,12 @@ MODELS = {
         Gemma,
         {"embedder": "embed", "head": "logits"}
         | {f"layers.*.attention.{name}": "column" for name in "qkv"}
-        | {"layers.*.attention.o": "row", "layers.*.gate": "column", "layers.*.up": "column", "layers.*.down": "row"},
+        | {
+            "layers.*.attention.o": "row",
+            "layers.*.gate": "column",
+            "layers.*.up": "column",
+            "layers.*.down": "row",
+        },
         (4, 8),
         61,
     ),
@@ -30,7 +37,13 @@ MODELS = {
 }
 IN_SEQUENCES = {"all_gather_matmul", "matmul_reduce_scatter", "vocab_parallel", "take_share"}
 SCOPES = {"lm1b": IN_SEQUENCES, "gemma": IN_SEQUENCES, "vit": {"matmul_all_reduce"}}
-OURS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "vocab_parallel", "take_share")
+OURS = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "vocab_parallel",
+    "take_share",
+)
 
 
 def example(kind):
@@ -54,7 +67,8 @@ step = nnx.jit(nnx.value_and_grad(loss, has_aux=True))
 
 
 @pytest.mark.parametrize(
-    ("kind", "axis_type"), [*((kind, AxisType.Explicit) for kind in MODELS), ("lm1b", AxisType.Auto)]
+    ("kind", "axis_type"),
+    [*((kind, AxisType.Explicit) for kind in MODELS), ("lm1b", AxisType.Auto)],
 )
 def test_a_model_computes_what_it_did(kind, axis_type):
     model, x, weights = example(kind)
@@ -67,7 +81,9 @@ def test_a_model_computes_what_it_did(kind, axis_type):
         weights = jax.device_put(weights, P("data") if kind == "vit" else P("data", None, "model"))
         (_, y), got = step(model, x, weights)
         graph, params, rest = nnx.split(model, nnx.Param, ...)
-        step_of = jax.jit(jax.grad(lambda params: loss(nnx.merge(graph, params, rest), x, weights)[0]))
+        step_of = jax.jit(
+            jax.grad(lambda params: loss(nnx.merge(graph, params, rest), x, weights)[0])
+        )
         compiled = step_of.lower(params).compile()
     assert_close(np.asarray(y)[..., : want_y.shape[-1]], want_y, "float32", "y")
     assert_model_close(got, want)
@@ -77,25 +93,40 @@ def test_a_model_computes_what_it_did(kind, axis_type):
 
 
 def test_a_layer_that_was_not_replaced_is_reported():
-    """Negative test: XLA moves the output of the gate, which is sharded by rows, to the features of the other half."""
+    """Negative test: XLA moves the output of the gate, which is sharded by rows, to the features of
+    the other half.
+    """
     model, x, _ = example("gemma")
-    rules = {pattern: rule for pattern, rule in MODELS["gemma"][1].items() if pattern != "layers.*.gate"}
+    rules = {
+        pattern: rule for pattern, rule in MODELS["gemma"][1].items() if pattern != "layers.*.gate"
+    }
     with jax.set_mesh(make_mesh(2, 4, AxisType.Auto)):
         fa.nn.parallelize(model, rules, verbose=False)
         graph, state = nnx.split(model)
         run = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
         _, others = collectives(run.lower(state, jax.device_put(x, P("data"))).compile().as_text())
-    assert any("all-to-all" in name or "all-gather" in name or "collective-permute" in name for name in others), others
+    assert any(
+        "all-to-all" in name or "all-gather" in name or "collective-permute" in name
+        for name in others
+    ), others
 
 
 def collectives(text):
-    """Returns the collectives of parallel layers, and others, but for sums of gradients, which data parallelism has."""
+    """Returns the collectives of parallel layers, and others, but for sums of gradients, which data
+    parallelism has.
+    """
     module = check.parse(text)
     ours, others = [], []
     for computation in module.computations.values():
         for instruction in computation.instructions:
             opcode = instruction.opcode.removesuffix("-start")
-            if opcode not in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter", "all-reduce"):
+            if opcode not in (
+                "all-gather",
+                "all-to-all",
+                "collective-permute",
+                "reduce-scatter",
+                "all-reduce",
+            ):
                 continue
             found = f"{instruction.name}: {instruction.op_name}"
             if any(name in instruction.op_name for name in OURS):

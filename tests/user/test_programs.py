@@ -15,7 +15,12 @@ from tests.user.models import LanguageModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compile")]
 
-GPT = {"embed": "embed", "blocks.*.attention": "attention", "blocks.*.mlp.wi": "column", "blocks.*.mlp.wo": "row"}
+GPT = {
+    "embed": "embed",
+    "blocks.*.attention": "attention",
+    "blocks.*.mlp.wi": "column",
+    "blocks.*.mlp.wo": "row",
+}
 TOKENS = P("data", None)
 IDS = np.random.default_rng(0).integers(0, 61, (4, 8)).astype(np.int32)
 
@@ -67,7 +72,9 @@ def test_a_tied_gpt_is_trained_by_an_nnx_optimizer():
     plain, model = pair()
     with jax.set_mesh(make_mesh(1, 1)):
         want = train(plain, plain_loss, IDS)
-    np.testing.assert_allclose(train(model, parallel_loss, jax.device_put(IDS, TOKENS)), want, rtol=1e-4)
+    np.testing.assert_allclose(
+        train(model, parallel_loss, jax.device_put(IDS, TOKENS)), want, rtol=1e-4
+    )
     assert model.embed.embedding.shape == (61, 16)
 
 
@@ -92,7 +99,9 @@ def test_a_model_and_its_gradient_are_exported(tmp_path):
         return nnx.merge(graph, tree.unflatten(leaves))(ids)
 
     def gradient(leaves, ids):
-        return jax.tree.leaves(nnx.grad(parallel_loss)(nnx.merge(graph, tree.unflatten(leaves)), ids))
+        return jax.tree.leaves(
+            nnx.grad(parallel_loss)(nnx.merge(graph, tree.unflatten(leaves)), ids)
+        )
 
     with jax.set_mesh(make_mesh(1, 1)):
         want, want_grads = plain(IDS), nnx.grad(plain_loss)(plain, IDS)
@@ -103,11 +112,15 @@ def test_a_model_and_its_gradient_are_exported(tmp_path):
         file.write_bytes(exported.serialize())
         results.append(jax.export.deserialize(bytearray(file.read_bytes())).call(leaves, placed))
     assert_close(np.asarray(results[0])[..., :61], want, "float32", "logits")
-    assert_model_close(jax.tree.unflatten(jax.tree.structure(nnx.state(model, nnx.Param)), results[1]), want_grads)
+    assert_model_close(
+        jax.tree.unflatten(jax.tree.structure(nnx.state(model, nnx.Param)), results[1]), want_grads
+    )
 
 
 def test_checkpoints_go_both_ways(tmp_path):
-    """orbax saves the dense shapes, restores them into the parallel model, and the other way around."""
+    """orbax saves the dense shapes, restores them into the parallel model, and the other way
+    around.
+    """
     plain, model = pair()
     other = drawn(gpt, seed=5)
     fa.nn.parallelize(other, GPT, verbose=False)

@@ -1,7 +1,8 @@
-"""A child of `flaxasync.verify` with faults: one op is wrong, one hangs, one kills the process and one raises.
+"""A child of `flaxasync.verify` with faults: one op is wrong, one hangs, one kills the process and
+one raises.
 
-The backend "none" of each has no fault, and the platform has one of the known defects. Of several processes, the one
-that FAULTY_RANK names has the faults.
+The backend "none" of each has no fault, and the platform has one of the known defects. Of several
+processes, the one that FAULTY_RANK names has the faults.
 """
 
 import dataclasses
@@ -41,12 +42,16 @@ def serve(messages, request):
         plant("matmul_all_reduce", crash)
         plant("ring_attention", raise_an_error)
         unused = platform.DEFECTS["unused"]
-        platform.DEFECTS["unused"] = dataclasses.replace(unused, program=lambda x: jnp.zeros_like(x[:1]))
+        platform.DEFECTS["unused"] = dataclasses.replace(
+            unused, program=lambda x: jnp.zeros_like(x[:1])
+        )
     child.serve(messages, request)
 
 
 def open_once(opened, works_at, messages, request):
-    """Hangs in its first case; after that, the chips cannot be opened before the attempt `works_at`."""
+    """Hangs in its first case; after that, the chips cannot be opened before the attempt
+    `works_at`.
+    """
     child.begin(messages, request)
     with opened.open("a") as file:
         file.write("x")

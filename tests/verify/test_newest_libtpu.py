@@ -18,12 +18,26 @@ OPS = "ppermute/pallas,all_gather_matmul/fused"
 
 @pytest.fixture
 def newest():
-    """A folder with the newest libtpu, of 640 MB, so that it is not kept as pytest keeps its temporary folders."""
+    """A folder with the newest libtpu, of 640 MB, so that it is not kept as pytest keeps its
+    temporary folders.
+    """
     with tempfile.TemporaryDirectory(prefix="flaxasync-test-") as folder:
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target", folder]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-compile",
+            "--target",
+            folder,
+        ]
         installed = subprocess.run([*pip, "libtpu"], capture_output=True, text=True)
         if installed.returncode:
-            pytest.skip(f"pip could not install the newest libtpu: {installed.stderr.strip()[-200:]}")
+            pytest.skip(
+                f"pip could not install the newest libtpu: {installed.stderr.strip()[-200:]}"
+            )
         yield pathlib.Path(folder)
 
 
@@ -34,11 +48,18 @@ def test_kernels_are_rehearsed_with_the_newest_libtpu(newest, tmp_path):
     file = tmp_path / "verdicts.json"
     rehearsal = ["--rehearse", "v5e:2x4", "--quick", "--ops", OPS, "--json", str(file)]
     ended = subprocess.run(
-        [sys.executable, "-m", "flaxasync.verify", *rehearsal], env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "flaxasync.verify", *rehearsal],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     content = json.loads(file.read_text())
     assert f"libtpu-{content['machine']['versions']['libtpu']}.dist-info" == metadata.name
-    simulated = [result["seconds"] for result in content["results"] if result["case"]["backend"] in ("pallas", "fused")]
+    simulated = [
+        result["seconds"]
+        for result in content["results"]
+        if result["case"]["backend"] in ("pallas", "fused")
+    ]
     assert len(simulated) >= 7
     assert all(seconds > 0 for seconds in simulated)

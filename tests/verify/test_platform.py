@@ -1,4 +1,6 @@
-"""Known defects of the platform: their programs are right where the defect is not, and a defect is reported."""
+"""Known defects of the platform: their programs are right where the defect is not, and a defect is
+reported.
+"""
 
 import pathlib
 
@@ -40,7 +42,8 @@ def test_a_defect_is_named_with_its_report_and_its_workaround_and_is_no_verdict_
     wrong = judge(outcome, case_of("unused", "tpu"))
     said = (
         "a DMA from HBM in a kernel that has an unused operand gives zeros "
-        "(https://github.com/jax-ml/jax/issues/39744): give kernels no operand that they do not read, "
+        "(https://github.com/jax-ml/jax/issues/39744): give kernels no operand that they do not "
+        "read, "
     )
     assert wrong.verdict is Verdict.WRONG
     assert wrong.reason.startswith(said)
@@ -60,7 +63,8 @@ def test_the_most_vector_memory_is_tried_first_and_a_refusal_is_the_defect():
     assert crashed.verdict is Verdict.CRASHED
     summary = summarize([crashed], TPU)
     assert (
-        "Known defect of this platform: a kernel cannot use the vector memory that the chip table gives it" in summary
+        "Known defect of this platform: a kernel cannot use the vector memory that the chip table "
+        "gives it" in summary
     )
     assert "Do not use here" not in summary
 
@@ -68,13 +72,19 @@ def test_the_most_vector_memory_is_tried_first_and_a_refusal_is_the_defect():
 @pytest.mark.parametrize("chip", ["v5e", pytest.param("v6e", marks=pytest.mark.slow)])
 def test_the_compiler_gives_a_kernel_that_much_vector_memory_and_no_more(chip, monkeypatch):
     def compile_kernel():
-        mesh = check.topology_mesh(f"{chip}:1x1", (1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        mesh = check.topology_mesh(
+            f"{chip}:1x1", (1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)
+        )
         with jax.set_mesh(mesh):
             x = jax.ShapeDtypeStruct((8, 128), "float32", sharding=jax.NamedSharding(mesh, P()))
-            check.compile_for(f"{chip}:1x1", jax.jit(lambda x: platform.through_all_vector_memory(x)), x)
+            check.compile_for(
+                f"{chip}:1x1", jax.jit(lambda x: platform.through_all_vector_memory(x)), x
+            )
 
     compile_kernel()
-    monkeypatch.setattr(platform, "available", lambda: hardware.CHIPS[chip].vmem_bytes + hardware.MIB)
+    monkeypatch.setattr(
+        platform, "available", lambda: hardware.CHIPS[chip].vmem_bytes + hardware.MIB
+    )
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         compile_kernel()
 
@@ -87,7 +97,9 @@ def test_the_page_has_every_report_and_workaround():
 
 
 def compiled_operands(run, x):
-    """Returns the memory spaces of the operands of the one kernel of a program, compiled for one v5e."""
+    """Returns the memory spaces of the operands of the one kernel of a program, compiled for one
+    v5e.
+    """
     mesh = check.topology_mesh("v5e:1x1", (1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
         x = jax.ShapeDtypeStruct(x, "float32", sharding=jax.NamedSharding(mesh, P("x")))
@@ -103,7 +115,9 @@ def compiled_operands(run, x):
 
 
 def test_the_workaround_keeps_operands_in_hbm(monkeypatch):
-    """XLA puts operands into VMEM that the kernel declares to be in HBM, which is what the report is about."""
+    """XLA puts operands into VMEM that the kernel declares to be in HBM, which is what the report
+    is about.
+    """
     defect = platform.DEFECTS["unused"]
     assert compiled_operands(defect.program, defect.shape) == [1, 1]
     call = platform.pl.pallas_call

@@ -1,4 +1,6 @@
-"""Tests of `python -m flaxasync.verify --distributed`: two processes, each with a part of the devices, as two hosts."""
+"""Tests of `python -m flaxasync.verify --distributed`: two processes, each with a part of the
+devices, as two hosts.
+"""
 
 import json
 import os
@@ -23,10 +25,16 @@ def measurement(seconds, **errors):
 
 
 def test_the_outcome_of_a_case_is_that_of_the_slowest_host_with_the_largest_errors():
-    found = child.combine([measurement(2.0, y=1e-3, dx=0.0), measurement(1.0, y=0.0, dx=float("inf"))])
+    found = child.combine(
+        [measurement(2.0, y=1e-3, dx=0.0), measurement(1.0, y=0.0, dx=float("inf"))]
+    )
     assert found == measurement(2.0, y=1e-3, dx=float("inf"))
     # An error on one host is that of all, and names its process.
-    fine, error, lacks = (measurement(1.0, y=0.0), {"error": "no"}, {"unsupported": "needs squares"})
+    fine, error, lacks = (
+        measurement(1.0, y=0.0),
+        {"error": "no"},
+        {"unsupported": "needs squares"},
+    )
     assert child.combine([fine, lacks, error]) == {"error": "in process 2: no"}
     assert child.combine([fine, lacks]) == {"unsupported": "in process 1: needs squares"}
     assert child.combine([lacks, lacks]) == lacks
@@ -34,16 +42,29 @@ def test_the_outcome_of_a_case_is_that_of_the_slowest_host_with_the_largest_erro
 
 def verify_on_two_hosts(folder, *ops, faulty_rank):
     """Verifies two devices of each of two processes; returns their statuses, texts and verdicts."""
-    options = ["--distributed", "--platform", "cpu", "--cpu-devices", "2", "--quick", "--limit", "10"]
+    options = [
+        "--distributed",
+        "--platform",
+        "cpu",
+        "--cpu-devices",
+        "2",
+        "--quick",
+        "--limit",
+        "10",
+    ]
     processes = []
     for rank, joining in enumerate(environments(2)):
         own = ["--ops", ops[rank % len(ops)], "--json", str(folder / f"{rank}.json")]
         command = [sys.executable, "-c", HOST, *options, *own]
         environment = os.environ | joining | {"FAULTY_RANK": faulty_rank}
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
+        processes.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        )
     texts = [process.communicate(timeout=300)[0] for process in processes]
     results = [json.loads((folder / f"{rank}.json").read_text())["results"] for rank in range(2)]
-    verdicts = [[(r["case"]["op"], r["case"]["backend"], r["verdict"]) for r in found] for found in results]
+    verdicts = [
+        [(r["case"]["op"], r["case"]["backend"], r["verdict"]) for r in found] for found in results
+    ]
     return [process.returncode for process in processes], texts, verdicts
 
 
@@ -66,7 +87,9 @@ def test_hosts_verify_rings_that_cross_them_and_go_on_together_after_one_of_them
 
 @pytest.mark.slow
 def test_hosts_that_got_different_commands_run_nothing(tmp_path):
-    codes, texts, verdicts = verify_on_two_hosts(tmp_path, "ppermute/xla", "all_gather/xla", faulty_rank="none")
+    codes, texts, verdicts = verify_on_two_hosts(
+        tmp_path, "ppermute/xla", "all_gather/xla", faulty_rank="none"
+    )
     assert codes == [2, 2]
     assert verdicts == [[("ppermute", "xla", "NOT RUN")], [("all_gather", "xla", "NOT RUN")]]
     message = "the hosts have different cases to run: start the same command on every host"

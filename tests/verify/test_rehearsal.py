@@ -1,4 +1,6 @@
-"""Tests of rehearsals: what a run of `python -m flaxasync.verify` on a TPU does, for chips that are not there."""
+"""Tests of rehearsals: what a run of `python -m flaxasync.verify` on a TPU does, for chips that are
+not there.
+"""
 
 import json
 import os
@@ -17,7 +19,13 @@ from flaxasync.verify.cases import BACKENDS, FORGETS, Case, stand_in
 from flaxasync.verify.rehearsal import rehearse_case
 from flaxasync.verify.verdict import Result, Verdict, judge
 
-LARGE = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "mesh_matmul", "ring_attention")
+LARGE = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "mesh_matmul",
+    "ring_attention",
+)
 UNKNOWN = "the start of an asynchronous all-gather of XLA reads a table that the dump lacks"
 SMALL = [op for op in BACKENDS if op not in LARGE]
 GROUPS = [*LARGE, ",".join(SMALL[::2]), ",".join(SMALL[1::2])]  # each takes half a minute or more
@@ -26,7 +34,9 @@ pytestmark = pytest.mark.usefixtures("empty_cache")  # which must stay empty
 
 
 def rehearse(topology, ops, folder, capsys):
-    """Rehearses the quick cases of some ops, and checks that each has a verdict, and what it lacks a reason."""
+    """Rehearses the quick cases of some ops, and checks that each has a verdict, and what it lacks
+    a reason.
+    """
     file = folder / "verdicts.json"
     status = main(["--rehearse", topology, "--quick", "--ops", ops, "--json", str(file)])
     out = capsys.readouterr().out
@@ -34,8 +44,14 @@ def rehearse(topology, ops, folder, capsys):
     content = json.loads(file.read_text())
     machine, results = content["machine"], content["results"]
     assert content["rehearsal"] == topology
-    assert (machine["platform"], machine["chip"], machine["devices"]) == ("tpu", topology.partition(":")[0], 8)
-    listed = cases.list_cases("tpu", 8, chip=machine["chip"], quick=True, only=ops.split(","), rehearse=True)
+    assert (machine["platform"], machine["chip"], machine["devices"]) == (
+        "tpu",
+        topology.partition(":")[0],
+        8,
+    )
+    listed = cases.list_cases(
+        "tpu", 8, chip=machine["chip"], quick=True, only=ops.split(","), rehearse=True
+    )
     assert [result["case"] for result in results] == [json.loads(case.text) for case in listed]
     for case, result in zip(listed, results, strict=True):
         missing = result["missing"]
@@ -79,7 +95,10 @@ def test_verdicts_of_a_rehearsal_are_not_stored_where_runs_find_them():
 
 
 def test_verdicts_that_are_read_otherwise_than_stored_end_a_rehearsal():
-    with rehearsal.stored_aside(), pytest.raises(RuntimeError, match=r"is stored as .*PASS.* and read as untrusted"):
+    with (
+        rehearsal.stored_aside(),
+        pytest.raises(RuntimeError, match=r"is stored as .*PASS.* and read as untrusted"),
+    ):
         rehearsal.read_back({"ppermute/pallas/3+": {"case": "PASS"}}, "v5e")
 
 
@@ -100,7 +119,10 @@ def test_a_rehearsal_needs_libtpu(capsys, monkeypatch):
 
     monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: None)
     assert main(["--rehearse", "v5e:2x4"]) == 2
-    assert "error: compiling for a TPU needs libtpu, no TPU: install flaxasync with" in capsys.readouterr().err
+    assert (
+        "error: compiling for a TPU needs libtpu, no TPU: install flaxasync with"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("other", ["--platform tpu", "--distributed", "--cpu-devices 2"])
@@ -111,18 +133,29 @@ def test_a_rehearsal_runs_on_four_cpu_devices_alone(other, capsys):
     assert f"--rehearse and {other} exclude each other" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("case", "message"), [
-    (Case("ppermute", "xla", (8,), ((2**20, 2**14),)), "TPU compiler refused: .*Ran out of memory on HBM"),  # 32 GiB
-    (Case("matmul_all_reduce", "pallas", (8,), ((2, 1024, 512), (512, 512)), directions=1),
-     rf"no simulator executes it: {FORGETS}; .*{UNKNOWN}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        # 32 GiB
+        (
+            Case("ppermute", "xla", (8,), ((2**20, 2**14),)),
+            "TPU compiler refused: .*Ran out of memory on HBM",
+        ),
+        (
+            Case("matmul_all_reduce", "pallas", (8,), ((2, 1024, 512), (512, 512)), directions=1),
+            rf"no simulator executes it: {FORGETS}; .*{UNKNOWN}",
+        ),
+    ],
+)
 def test_what_can_be_neither_compiled_nor_simulated_is_not_supported(case, message):
     with pytest.raises(fa.mesh.UnsupportedError, match=message):
         rehearse_case(case, repeats=1, topology="v5e:2x4")
 
 
 def test_a_program_that_the_simulator_cannot_execute_keeps_its_values_and_has_no_time():
-    """It does not know the tables of asynchronous collectives of XLA among more than two devices."""
+    """It does not know the tables of asynchronous collectives of XLA among more than two
+    devices.
+    """
     case = Case("all_gather_matmul", "none", (8,), ((2, 128, 512), (512, 512)))
     measured = rehearse_case(case, repeats=1, topology="v5e:2x4")
     assert measured.timing is None
@@ -132,13 +165,18 @@ def test_a_program_that_the_simulator_cannot_execute_keeps_its_values_and_has_no
 
 
 def test_a_ring_of_some_of_the_devices_is_simulated_beside_its_copies():
-    measured = rehearse_case(Case("ppermute", "pallas", (2,), ((128, 512),)), repeats=1, topology="v5e:2x4")
+    measured = rehearse_case(
+        Case("ppermute", "pallas", (2,), ((128, 512),)), repeats=1, topology="v5e:2x4"
+    )
     assert 0 < measured.timing.seconds < 1e-3
     assert measured.missing.keys() == {"values"}
 
 
 def test_a_race_in_the_simulator_is_wrong(monkeypatch):
-    case, error = Case("ppermute", "pallas", (8,), ((128, 512),)), RaceError("device 1 writes into device 0")
+    case, error = (
+        Case("ppermute", "pallas", (8,), ((128, 512),)),
+        RaceError("device 1 writes into device 0"),
+    )
     monkeypatch.setattr(rehearsal, "play_case", mock.Mock(side_effect=error))
     with pytest.raises(RaceError):
         rehearse_case(case, repeats=1, topology="v5e:2x4")

@@ -1,4 +1,6 @@
-"""Tests of `python -m flaxasync.verify` on CPU devices: its cases, its verdicts, and faults planted in its child."""
+"""Tests of `python -m flaxasync.verify` on CPU devices: its cases, its verdicts, and faults planted
+in its child.
+"""
 
 import dataclasses
 import functools
@@ -26,10 +28,14 @@ MACHINE = {"platform": "tpu", "chip": "v5e", "devices": 8}
 
 
 def every_case(platform, devices, quick=True):
-    return cases.list_cases(platform, devices, chip="v5e" if platform == "tpu" else None, quick=quick)
+    return cases.list_cases(
+        platform, devices, chip="v5e" if platform == "tpu" else None, quick=quick
+    )
 
 
-@pytest.mark.parametrize(("platform", "devices"), [("cpu", 4), ("gpu", 1), ("tpu", 1), ("tpu", 4), ("tpu", 8)])
+@pytest.mark.parametrize(
+    ("platform", "devices"), [("cpu", 4), ("gpu", 1), ("tpu", 1), ("tpu", 4), ("tpu", 8)]
+)
 def test_every_op_and_every_backend_is_listed_on_every_machine(platform, devices):
     listed = {(case.op, case.backend) for case in every_case(platform, devices)}
     assert listed == {(op, backend) for op, names in cases.BACKENDS.items() for backend in names}
@@ -37,24 +43,38 @@ def test_every_op_and_every_backend_is_listed_on_every_machine(platform, devices
 
 def test_a_tpu_runs_everything_and_a_gpu_what_is_no_tpu_kernel():
     assert all(cases.unsupported(case, "tpu", quick=True) is None for case in every_case("tpu", 8))
-    runs = {case.backend for case in every_case("gpu", 4) if cases.unsupported(case, "gpu", quick=True) is None}
+    runs = {
+        case.backend
+        for case in every_case("gpu", 4)
+        if cases.unsupported(case, "gpu", quick=True) is None
+    }
     assert runs == {"none", "xla", "reference"}
 
 
 def test_the_plain_backend_is_measured_beside_every_backend_that_is_chosen():
-    plain = {"matmul_reduce_scatter/fused": "none", "attention/flash": "reference", "ppermute/pallas": "xla"}
+    plain = {
+        "matmul_reduce_scatter/fused": "none",
+        "attention/flash": "reference",
+        "ppermute/pallas": "xla",
+    }
     listed = cases.list_cases("tpu", 8, quick=True, only=list(plain))
     beside = {f"{name.partition('/')[0]}/{backend}" for name, backend in plain.items()}
     assert {f"{case.op}/{case.backend}" for case in listed} == {*plain} | beside
 
 
 def test_a_full_run_verifies_each_direction_with_and_without_gradients():
-    found = [c for c in every_case("tpu", 8, quick=False) if (c.op, c.backend) == ("all_gather_matmul", "fused")]
+    found = [
+        c
+        for c in every_case("tpu", 8, quick=False)
+        if (c.op, c.backend) == ("all_gather_matmul", "fused")
+    ]
     forms = itertools.product((1, 2), (True, False), (None, "int8"))
     assert {(c.directions, c.gradient, c.quantization) for c in found} == set(forms)
 
 
-@pytest.mark.parametrize(("chip", "kinds"), [("v5e", {"int8"}), ("tpu7x", {"fp8"}), (None, {"int8", "fp8"})])
+@pytest.mark.parametrize(
+    ("chip", "kinds"), [("v5e", {"int8"}), ("tpu7x", {"fp8"}), (None, {"int8", "fp8"})]
+)
 def test_the_matmuls_are_verified_in_the_eight_bit_types_of_a_chip(chip, kinds):
     listed = cases.list_cases("tpu", 8, chip=chip, quick=True)
     found = {(case.op, case.backend, case.quantization) for case in listed if case.quantization}
@@ -62,16 +82,28 @@ def test_the_matmuls_are_verified_in_the_eight_bit_types_of_a_chip(chip, kinds):
 
 
 def test_a_kernel_in_eight_bits_is_compared_with_the_plain_backend_and_that_with_the_formula():
-    """What is not rounded differs by more than kernels may, and by less than the plain backend may."""
+    """What is not rounded differs by more than kernels may, and by less than the plain backend
+    may.
+    """
     plain = cases.list_cases("cpu", 4, quick=True, only=["all_gather_matmul/fused"])[1]
     kernel = dataclasses.replace(plain, backend="xla")  # which runs here without a simulator
-    assert (plain.quantization, measure.tolerance(plain), measure.tolerance(kernel)) == ("int8", 0.05, 1e-5)
+    assert (plain.quantization, measure.tolerance(plain), measure.tolerance(kernel)) == (
+        "int8",
+        0.05,
+        1e-5,
+    )
     errors = [
-        max(measure.check_values(c, programs.make_program(c), repeats=1, runs=1).values()) for c in (plain, kernel)
+        max(measure.check_values(c, programs.make_program(c), repeats=1, runs=1).values())
+        for c in (plain, kernel)
     ]
     assert errors[1] <= 1e-5 < 1e-3 < errors[0] <= 0.05
     swapped = dataclasses.replace(kernel, quantization="fp8")
-    assert max(measure.check_values(kernel, programs.make_program(swapped), repeats=1, runs=1).values()) > 1e-3
+    assert (
+        max(
+            measure.check_values(kernel, programs.make_program(swapped), repeats=1, runs=1).values()
+        )
+        > 1e-3
+    )
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8, 16])
@@ -83,29 +115,41 @@ def test_the_exchange_is_verified_in_one_step_and_in_two(platform, devices, quic
         (batch, rows, _), (_, columns) = case.shapes
         itemsize = jnp.dtype(case.dtype).itemsize
         forms.add((exchange_steps(case.devices, batch * rows * columns * itemsize), case.gradient))
-    assert forms == {(count, gradient) for count in (1, 2) for gradient in ((True,) if quick else (True, False))}
+    assert forms == {
+        (count, gradient) for count in (1, 2) for gradient in ((True,) if quick else (True, False))
+    }
 
 
-@pytest.mark.parametrize("case", [
-    pytest.param(case, marks=pytest.mark.slow if case.is_pair else [], id=case.label)
-    for case in every_case("tpu", 8)  # both numbers of directions, and both of these backends, have the same shapes
-    if case.directions != 1 and case.backend != "stateful"
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if case.is_pair else [], id=case.label)
+        # both numbers of directions, and both of these backends, have the same shapes
+        for case in every_case("tpu", 8)
+        if case.directions != 1 and case.backend != "stateful"
+    ],
+)
 def test_the_shapes_of_every_case_fit_its_op(case):
-    """The program is traced for described TPUs: kernels check their operands while they are traced."""
+    """The program is traced for described TPUs: kernels check their operands while they are
+    traced.
+    """
     mesh = programs.make_mesh(case, fa.check.topology_devices("v5e:2x4"))
     with jax.set_mesh(mesh):
         arguments = programs.abstract_arguments(case, mesh)
         results = jax.eval_shape(programs.make_program(case), *arguments)
         wanted = jax.eval_shape(programs.make_program(case, reference=True), *arguments)
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), results) == jax.tree.map(lambda a: (a.shape, a.dtype), wanted)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), results) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), wanted
+    )
 
 
 def test_inputs_are_random_and_differ_from_seed_to_seed():
     case = next(c for c in every_case("cpu", 4) if c.op == "all_gather_matmul")
     mesh = programs.make_mesh(case)
     with jax.set_mesh(mesh):
-        ((x, w), dy), ((other, _), _) = (programs.random_arguments(case, mesh, seed) for seed in (0, 1))
+        ((x, w), dy), ((other, _), _) = (
+            programs.random_arguments(case, mesh, seed) for seed in (0, 1)
+        )
     for array in (x, w, dy):
         assert len(np.unique(array)) > array.size / 2
     assert not jnp.array_equal(x, other)
@@ -125,7 +169,9 @@ def test_a_program_runs_several_times_without_a_wait_and_each_result_is_compared
 
         return program if reference else counted
 
-    monkeypatch.setattr(measure, "compare_results", lambda *both: compared.append(both) or compare(*both))
+    monkeypatch.setattr(
+        measure, "compare_results", lambda *both: compared.append(both) or compare(*both)
+    )
     monkeypatch.setattr(programs, "make_program", make)
     monkeypatch.setattr(measure, "time_program", lambda run, name: None)
     measurement = measure.run_case(case, repeats=2)
@@ -146,7 +192,9 @@ def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_p
     ops = ",".join([*(f"{op}/xla" for op in faulty), "ppermute/xla", "platform"])
     options = ["--quick", "--cpu-devices", "2", "--ops", ops, "--limit", "10", "--json", str(file)]
     assert main(options, serve=faulty_child.serve) == 1
-    found = {(r["case"]["op"], r["case"]["backend"]): r for r in json.loads(file.read_text())["results"]}
+    found = {
+        (r["case"]["op"], r["case"]["backend"]): r for r in json.loads(file.read_text())["results"]
+    }
     assert {name: result["verdict"] for name, result in found.items()} == {
         **{(op, "none"): "PASS" for op in faulty},
         ("all_gather_matmul", "xla"): "WRONG",
@@ -159,11 +207,19 @@ def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_p
         ("platform", "bytes4"): "PASS",
         ("platform", "gather"): "PASS",
     }
-    reasons = {name[0]: result["reason"] for name, result in found.items() if result["verdict"] != "PASS"}
+    reasons = {
+        name[0]: result["reason"] for name, result in found.items() if result["verdict"] != "PASS"
+    }
     assert reasons["all_gather_matmul"].startswith("differs from the reference: ")
     assert reasons["matmul_reduce_scatter"] == "did not end within 10 s and was ended"
-    assert "died of SIGABRT; its last words: the last words of a process" in reasons["matmul_all_reduce"]
-    assert reasons["ring_attention"] == "NotImplementedError: a planted error, such as the compiler of kernels raises"
+    assert (
+        "died of SIGABRT; its last words: the last words of a process"
+        in reasons["matmul_all_reduce"]
+    )
+    assert (
+        reasons["ring_attention"]
+        == "NotImplementedError: a planted error, such as the compiler of kernels raises"
+    )
     out = capsys.readouterr().out
     assert "8 PASS, 2 WRONG, 1 HUNG, 2 CRASHED" in out
     assert "Do not use here: all_gather_matmul/xla, matmul_all_reduce/xla" in out
@@ -184,10 +240,13 @@ def test_chips_that_cannot_be_opened_after_a_hang_are_tried_again_and_the_rest_h
     assert opened.stat().st_size == (3 if verdict is Verdict.UNSUPPORTED else 4)
     if verdict is Verdict.NOT_RUN:
         assert second.reason.startswith(
-            f"the chips could not be opened again after {pair[0].label}; end the process that holds them and run again "
+            f"the chips could not be opened again after {pair[0].label}; end the process that "
+            "holds them and run again "
             "(ended with code 1; its last words: the chips are in use)"
         )
-        assert "1 cases have no verdict: the chips could not be" in summarize([first, second], MACHINE)
+        assert "1 cases have no verdict: the chips could not be" in summarize(
+            [first, second], MACHINE
+        )
 
 
 def test_verdicts_are_stored_while_other_cases_still_run(monkeypatch, empty_cache):
@@ -203,7 +262,9 @@ def test_verdicts_are_stored_while_other_cases_still_run(monkeypatch, empty_cach
 
     monkeypatch.setattr(verify_command, "run_cases", run_cases)
     with trust.trusting("verified"), pytest.raises(KeyboardInterrupt):
-        verify_command.verify([plain, fused], MACHINE | {"kind": "TPU v5 lite"}, child.Setup(), quick=True)
+        verify_command.verify(
+            [plain, fused], MACHINE | {"kind": "TPU v5 lite"}, child.Setup(), quick=True
+        )
     assert found == ["SLOWER"]
 
 
@@ -212,17 +273,34 @@ def test_cases_that_were_not_run_are_not_stored_and_end_with_status_2(monkeypatc
     assert record_verdicts([Result(case, Verdict.NOT_RUN)], MACHINE) is None
     machine = MACHINE | {"platform": "cpu", "kind": "", "versions": {}}
     monkeypatch.setattr(verify_command, "describe", lambda setup: machine)
-    monkeypatch.setattr(verify_command, "verify", lambda *args, **options: [Result(case, Verdict.NOT_RUN)])
+    monkeypatch.setattr(
+        verify_command, "verify", lambda *args, **options: [Result(case, Verdict.NOT_RUN)]
+    )
     assert main([]) == 2
 
 
-@pytest.mark.parametrize(("serve", "limit", "message"), [
-    (faulty_child.be_of_two_hosts, 60, "these are the chips of 2 hosts: start the same command with --distributed on "
-     "every host, or set TPU_PROCESS_BOUNDS=1,1,1 and TPU_CHIPS_PER_PROCESS_BOUNDS to this host's chips"),
-    (faulty_child.sleep, 0.1, "it did not answer in time; on a pod, start the same command with --distributed on every "
-     "host"),
-])  # fmt: skip
-def test_the_chips_of_several_hosts_need_a_command_on_each(serve, limit, message, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("serve", "limit", "message"),
+    [
+        (
+            faulty_child.be_of_two_hosts,
+            60,
+            "these are the chips of 2 hosts: start the same command with --distributed on "
+            "every host, or set TPU_PROCESS_BOUNDS=1,1,1 and TPU_CHIPS_PER_PROCESS_BOUNDS to this "
+            "host's chips",
+        ),
+        (
+            faulty_child.sleep,
+            0.1,
+            "it did not answer in time; on a pod, start the same command with --distributed on "
+            "every "
+            "host",
+        ),
+    ],
+)
+def test_the_chips_of_several_hosts_need_a_command_on_each(
+    serve, limit, message, monkeypatch, capsys
+):
     monkeypatch.setattr(child, "START_LIMIT", limit)
     assert main([], serve=serve) == 2
     assert message in capsys.readouterr().err
@@ -242,7 +320,10 @@ time.sleep(600)
 def test_a_child_ends_with_its_parent(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with subprocess.Popen([sys.executable, "-c", PARENT, str(pipe)]) as parent, pipe.open() as child:
+    with (
+        subprocess.Popen([sys.executable, "-c", PARENT, str(pipe)]) as parent,
+        pipe.open() as child,
+    ):
         parent.kill()
         assert child.read() == ""  # the pipe ends with the child
 
@@ -256,18 +337,38 @@ def test_a_quick_run_passes_on_this_machine(tmp_path, capsys):
     passed = [r["case"] for r in results if r["case"]["simulate"] and r["verdict"] == "PASS"]
     in_8_bits = {(op, kind) for op in cases.MATMULS for kind in ("int8", "fp8")}
     others = "platform", *cases.MATMULS, "mesh_matmul", "attention", "expert_products"
-    assert {(case["op"], case["quantization"]) for case in passed} == in_8_bits | {(op, None) for op in others}
+    assert {(case["op"], case["quantization"]) for case in passed} == in_8_bits | {
+        (op, None) for op in others
+    }
     assert {case["quantization"] for case in passed if case["keeps"]} == {"int8", "fp8"}
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ("--json /dev/null/verdicts.json", "error: --json cannot be written: "),
-    ("--quick --platform gpu", "error: the devices could not be opened: ended with code 1; its last words:"),
-    ("--ops matmul", "error: --ops got 'matmul': it must be OP or OP/BACKEND of platform: vmem, unused,"),
-    ("--ops attention/fused", "error: --ops got 'attention/fused': it must be OP or OP/BACKEND of platform: "),
-    ("--rehearse v5e:3x5", "error: topology must be one that libtpu describes, like 'v5e:2x4': got 'v5e:3x5'"),
-    ("--distributed --platform cpu", "--distributed is for a TPU pod, SLURM or Open MPI, which JAX did not find: "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--json /dev/null/verdicts.json", "error: --json cannot be written: "),
+        (
+            "--quick --platform gpu",
+            "error: the devices could not be opened: ended with code 1; its last words:",
+        ),
+        (
+            "--ops matmul",
+            "error: --ops got 'matmul': it must be OP or OP/BACKEND of platform: vmem, unused,",
+        ),
+        (
+            "--ops attention/fused",
+            "error: --ops got 'attention/fused': it must be OP or OP/BACKEND of platform: ",
+        ),
+        (
+            "--rehearse v5e:3x5",
+            "error: topology must be one that libtpu describes, like 'v5e:2x4': got 'v5e:3x5'",
+        ),
+        (
+            "--distributed --platform cpu",
+            "--distributed is for a TPU pod, SLURM or Open MPI, which JAX did not find: ",
+        ),
+    ],
+)
 def test_what_cannot_be_verified_is_said_before_anything_runs(options, message, capsys):
     assert main(options.split()) == 2
     assert message in capsys.readouterr().err
@@ -280,16 +381,22 @@ def timed(backend, seconds, op="all_gather_matmul", **options):
 
 def test_a_backend_that_loses_to_the_plain_one_is_slower_on_tpus_alone():
     """`plan` predicts "fused" to win at this shape; test_what_follows.py has every case on TPUs."""
-    for machine, verdict in ((MACHINE, Verdict.SLOWER), (MACHINE | {"platform": "cpu", "chip": None}, Verdict.PASS)):
+    for machine, verdict in (
+        (MACHINE, Verdict.SLOWER),
+        (MACHINE | {"platform": "cpu", "chip": None}, Verdict.PASS),
+    ):
         plain, fused = compare_times([timed("none", 2e-3), timed("fused", 3e-3)], machine)
         assert (plain.verdict, fused.verdict, fused.plain) == (Verdict.PASS, verdict, 2e-3)
 
 
 def test_the_summary_tells_kernels_that_calls_avoid_from_plain_xla_that_they_still_take():
-    results = [dataclasses.replace(timed(name, None), verdict=Verdict.WRONG) for name in ("fused", "none")]
+    results = [
+        dataclasses.replace(timed(name, None), verdict=Verdict.WRONG) for name in ("fused", "none")
+    ]
     assert summarize(results, MACHINE).splitlines()[1:] == [
         "Do not use here: all_gather_matmul/fused. A call without a backend does not take them.",
-        "Do not use here: all_gather_matmul/none. This is plain XLA, which calls still take: name another backend.",
+        "Do not use here: all_gather_matmul/none. This is plain XLA, which calls still take: name "
+        "another backend.",
         "Please open an issue and attach the file that --json writes.",
     ]
 
@@ -301,16 +408,27 @@ def test_references_of_ring_attention_multiply_blocks_without_the_flash_kernel(m
     mesh = programs.make_mesh(case, fa.check.topology_devices("v5e:2x4"))
     with jax.set_mesh(mesh):
         arguments = programs.abstract_arguments(case, mesh)
-        texts = [str(jax.make_jaxpr(programs.make_program(case, reference=r))(*arguments)) for r in (False, True)]
+        texts = [
+            str(jax.make_jaxpr(programs.make_program(case, reference=r))(*arguments))
+            for r in (False, True)
+        ]
     assert ["pallas_call" in text for text in texts] == [True, False]
 
 
 def test_a_deviation_within_the_tolerance_passes_and_one_above_is_wrong():
     case = timed("xla", None).case
-    outcome = {"measurement": {"errors": {"y": 1e-6, "dx": 3e-5}, "tolerance": 1e-5, "timing": None}}
+    outcome = {
+        "measurement": {"errors": {"y": 1e-6, "dx": 3e-5}, "tolerance": 1e-5, "timing": None}
+    }
     wrong = judge(outcome, case)
-    assert (wrong.verdict, wrong.reason[:34]) == (Verdict.WRONG, "differs from the reference: dx by ")
-    assert judge({"measurement": outcome["measurement"] | {"tolerance": 1e-4}}, case).verdict is Verdict.PASS
+    assert (wrong.verdict, wrong.reason[:34]) == (
+        Verdict.WRONG,
+        "differs from the reference: dx by ",
+    )
+    assert (
+        judge({"measurement": outcome["measurement"] | {"tolerance": 1e-4}}, case).verdict
+        is Verdict.PASS
+    )
     assert judge({"error": "XlaRuntimeError: RACE DETECTED"}, case).verdict is Verdict.WRONG
     assert judge({"unsupported": "needs squares"}, case).verdict is Verdict.UNSUPPORTED
 

@@ -1,4 +1,6 @@
-"""Tests of all that follows a measurement, for every case of every chip: verdicts, plans, summary, JSON and trust."""
+"""Tests of all that follows a measurement, for every case of every chip: verdicts, plans, summary,
+JSON and trust.
+"""
 
 import dataclasses
 import json
@@ -18,11 +20,19 @@ PLAIN = 1e-3  # seconds
 
 
 def judge_all(cases, machine, seconds):
-    """Returns the results of cases that are right and take some seconds, and plain XLA `PLAIN`; checks the plans."""
+    """Returns the results of cases that are right and take some seconds, and plain XLA `PLAIN`;
+    checks the plans.
+    """
     outcomes = []
     for case in cases:
-        timing = {"seconds": PLAIN if case.plain else seconds, "clock": "device", "phases": {"fusion": 1e-4}}
-        outcomes.append({"measurement": {"errors": {"y": 0.0}, "tolerance": 1e-2, "timing": timing}})
+        timing = {
+            "seconds": PLAIN if case.plain else seconds,
+            "clock": "device",
+            "phases": {"fusion": 1e-4},
+        }
+        outcomes.append(
+            {"measurement": {"errors": {"y": 0.0}, "tolerance": 1e-2, "timing": timing}}
+        )
     judged = [verdict.judge(outcome, case) for outcome, case in zip(outcomes, cases, strict=True)]
     results = verdict.compare_times(judged, machine)
     for result in results:
@@ -46,11 +56,17 @@ def follow(cases, machine):
     won = judge_all(cases, machine, PLAIN / 2)
     assert {result.verdict for result in won} == {Verdict.PASS}
     lines = verdict.summarize(won, machine).splitlines()
-    assert lines == [f"{len(cases)} PASS", "Calls without a backend may take every backend that passed."]
+    assert lines == [
+        f"{len(cases)} PASS",
+        "Calls without a backend may take every backend that passed.",
+    ]
     lost = judge_all(cases, machine, PLAIN * 3)
     slower = [r for r in lost if r.planned and r.planned[0] < r.planned[1]]
     assert [r for r in lost if r.verdict is not Verdict.PASS] == slower
-    assert all(r.verdict is Verdict.SLOWER and r.reason == "takes 3.00 times as long as plain XLA" for r in slower)
+    assert all(
+        r.verdict is Verdict.SLOWER and r.reason == "takes 3.00 times as long as plain XLA"
+        for r in slower
+    )
     lines = verdict.summarize(lost, machine).splitlines()
     passed = len(cases) - len(slower)
     assert lines[0] == (f"{passed} PASS, {len(slower)} SLOWER" if slower else f"{passed} PASS")

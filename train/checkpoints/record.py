@@ -1,6 +1,8 @@
-"""What a checkpoint stores beside its arrays: where the data stood, of what run it is, and checksums of everything.
+"""What a checkpoint stores beside its arrays: where the data stood, of what run it is, and
+checksums of everything.
 
-A run that would continue with other data or with another architecture than those of the record is refused.
+A run that would continue with other data or with another architecture than those of the record is
+refused.
 """
 
 import dataclasses
@@ -19,19 +21,24 @@ from train.lifecycle.errors import InputError, cut, listed
 
 VERSION = 2  # of the format; 1 had neither a checksum nor the identity of the data
 _STREAM = frozenset({"seed", "data.sequence_length", "data.validation_fraction", "data.separator"})
-_NOT_ARCHITECTURE = frozenset(f"model.{name}" for name in HOW_IT_RUNS)  # a run may continue with others
+# a run may continue with others
+_NOT_ARCHITECTURE = frozenset(f"model.{name}" for name in HOW_IT_RUNS)
 _OF_OPTIMIZER = frozenset({"optimizer.master_copies", "optimizer.first_moment_dtype"})
-_TYPES = _OF_OPTIMIZER | {"model.param_dtype"}  # how the parameters and what the optimizer keeps are stored
+# how the parameters and what the optimizer keeps are stored
+_TYPES = _OF_OPTIMIZER | {"model.param_dtype"}
 
 
 @dataclasses.dataclass(frozen=True)
 class RunIdentity:
     """What a checkpoint must agree with so that a run can continue from it."""
 
-    stream: dict[str, Any]  # what determines the stream of sequences: fields of `Config`, and weights of the sources
-    corpus: dict[str, dict[str, Any]]  # each data source by its name, see `train.data.corpus.identify`
+    # what determines the stream of sequences: fields of `Config`, and weights of the sources
+    stream: dict[str, Any]
+    # each data source by its name, see `train.data.corpus.identify`
+    corpus: dict[str, dict[str, Any]]
     architecture: dict[str, Any]  # see `architecture`
-    # Flags of the compiler, by name. A run may continue with others, which it says, as they can change how it rounds.
+    # Flags of the compiler, by name. A run may continue with others, which it says, as they can
+    # change how it rounds.
     flags: dict[str, str] = dataclasses.field(default_factory=dict, kw_only=True)
 
 
@@ -57,7 +64,8 @@ class Record(RunIdentity):
         found = fields.get("version", 1)
         if found != VERSION:
             raise InputError(
-                f"the checkpoint has version {cut(found)} of the format, and this code reads {VERSION}; continue it "
+                f"the checkpoint has version {cut(found)} of the format, and this code reads "
+                f"{VERSION}; continue it "
                 "with the code that wrote it"
             )
         rest = {name: value for name, value in fields.items() if name != "checksum"}
@@ -74,14 +82,18 @@ class DamagedError(ValueError):
 
 
 def fingerprint(state: Any) -> dict[str, int]:
-    """Computes a checksum of each array, {"params.layers.kernel": checksum, ...}, and waits for the devices.
+    """Computes a checksum of each array, {"params.layers.kernel": checksum, ...}, and waits for the
+    devices.
 
-    It is the sum of the elements' bits as unsigned integers, modulo 2**32, which is the same on every mesh and detects
-    any single damaged element.
+    It is the sum of the elements' bits as unsigned integers, modulo 2**32, which is the same on
+    every mesh and detects any single damaged element.
     """
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(state), strict=True)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
-    return {name: int(total) for name, total in zip(names, jax.device_get(_sums_of_bits(leaves)), strict=True)}
+    return {
+        name: int(total)
+        for name, total in zip(names, jax.device_get(_sums_of_bits(leaves)), strict=True)
+    }
 
 
 @jax.jit
@@ -92,7 +104,9 @@ def _sums_of_bits(leaves: tuple[jax.Array, ...]) -> list[jax.Array]:
 
 
 def identify_run(
-    config: Config, corpus: dict[str, dict[str, Any]], flags: Mapping[str, str] = types.MappingProxyType({})
+    config: Config,
+    corpus: dict[str, dict[str, Any]],
+    flags: Mapping[str, str] = types.MappingProxyType({}),
 ) -> RunIdentity:
     stream = {name: value for name, value in flat_fields(config).items() if name in _STREAM}
     if config.data.sources:
@@ -100,14 +114,22 @@ def identify_run(
     return RunIdentity(stream, corpus, architecture(config), flags=dict(flags))
 
 
-def check_identity(record: Record, identity: RunIdentity, *, where: str, accept_change: bool) -> list[str]:
-    """Checks that a run can continue from the checkpoint in the folder `where`; returns the accepted differences."""
+def check_identity(
+    record: Record, identity: RunIdentity, *, where: str, accept_change: bool
+) -> list[str]:
+    """Checks that a run can continue from the checkpoint in the folder `where`; returns the
+    accepted differences.
+    """
     check_architecture(record.architecture, identity.architecture, where=where)
-    changed = differences(record.stream | _flat(record.corpus), identity.stream | _flat(identity.corpus))
+    changed = differences(
+        record.stream | _flat(record.corpus), identity.stream | _flat(identity.corpus)
+    )
     if changed and not accept_change:
         raise InputError(
-            f"the data are not those of {where}: {listed(changed, '; ')}. Its position of {record.data['sequences']} "
-            "sequences has no meaning there: give the same data, or --data.accept_change True to continue with others"
+            f"the data are not those of {where}: {listed(changed, '; ')}. Its position of "
+            f"{record.data['sequences']} "
+            "sequences has no meaning there: give the same data, or --data.accept_change True to "
+            "continue with others"
         )
     return changed
 
@@ -115,28 +137,41 @@ def check_identity(record: Record, identity: RunIdentity, *, where: str, accept_
 def check_parameters(record: Record, config: Config, *, where: str) -> None:
     """Checks that a run can take the parameters of a checkpoint, whose type may be another one."""
     saved = record.architecture
-    check_architecture(saved, architecture(config) | {name: saved.get(name) for name in _TYPES}, where=where)
+    check_architecture(
+        saved, architecture(config) | {name: saved.get(name) for name in _TYPES}, where=where
+    )
 
 
 def check_architecture(saved: dict[str, Any], now: dict[str, Any], *, where: str) -> None:
-    """Checks that the parameters of a checkpoint are those of this run, and otherwise raises an InputError."""
+    """Checks that the parameters of a checkpoint are those of this run, and otherwise raises an
+    InputError.
+    """
     if changed := differences(saved, now):
         what = listed(changed, "; ")
-        raise InputError(f"{where} holds a run with another architecture: {what}; use its values or another workdir")
+        raise InputError(
+            f"{where} holds a run with another architecture: {what}; use its values or another "
+            "workdir"
+        )
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Says how flat fields differ, one phrase for each. A field of `Config` that was not saved had its default."""
-    defaults, found = flat_fields(Config(workdir="", steps=1)), list[str]()
+    """Says how flat fields differ, one phrase for each. A field of `Config` that was not saved had
+    its default.
+    """
+    defaults = flat_fields(Config(workdir="", steps=1))
+    found = list[str]()
     for name in dict.fromkeys([*now, *saved]):
-        before, after = saved.get(name, defaults.get(name, "absent")), now.get(name, "absent")
+        before = saved.get(name, defaults.get(name, "absent"))
+        after = now.get(name, "absent")
         if before != after:
             found.append(f"{name} was {before} and is {after}")
     return found
 
 
 def architecture(config: Config) -> dict[str, Any]:
-    """Returns the fields that determine the arrays of a run and what they mean, {"model.layers": 4, ...}."""
+    """Returns the fields that determine the arrays of a run and what they mean, {"model.layers": 4,
+    ...}.
+    """
     return {
         name: value
         for name, value in flat_fields(config).items()
@@ -145,12 +180,18 @@ def architecture(config: Config) -> dict[str, Any]:
 
 
 def flat_fields(config: Config) -> dict[str, Any]:
-    """Returns {"section.field": value} with the types that values have after a round trip through JSON."""
+    """Returns {"section.field": value} with the types that values have after a round trip through
+    JSON.
+    """
     return dict(flatten(json.loads(json.dumps(dataclasses.asdict(config)))))
 
 
 def _flat(corpus: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {f"source {name}: {field}": value for name, facts in corpus.items() for field, value in facts.items()}
+    return {
+        f"source {name}: {field}": value
+        for name, facts in corpus.items()
+        for field, value in facts.items()
+    }
 
 
 def _checksum(fields: dict[str, Any]) -> str:

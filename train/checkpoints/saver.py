@@ -1,8 +1,9 @@
 """When checkpoints are saved, and what happens if one cannot be written.
 
-The write of a checkpoint ends while training continues, and the loop asks after every step whether it has failed. The
-state of the present step is then saved instead, and tried again until `checkpoint.retry_seconds` have passed. If the
-disk is full, older checkpoints are deleted first; the newest never is.
+The write of a checkpoint ends while training continues, and the loop asks after every step whether
+it has failed. The state of the present step is then saved instead, and tried again until
+`checkpoint.retry_seconds` have passed. If the disk is full, older checkpoints are deleted first;
+the newest never is.
 """
 
 import dataclasses
@@ -24,7 +25,9 @@ from train.metrics.output import warn
 from train.metrics.recorder import Recorder
 from train.step.trainer import TrainState
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 15.0  # seconds between attempts
+# seconds between attempts
+FIRST_PAUSE = 1.0
+LONGEST_PAUSE = 15.0
 _FULL = re.compile("No space left|Disk quota exceeded|File too large", re.IGNORECASE)
 
 
@@ -41,24 +44,32 @@ class Saver:
     watchdog: Watchdog
     before_save: Callable[[], None]  # called before every save; it may raise to prevent it
     _saved_at: float = dataclasses.field(default_factory=time.monotonic, init=False)
-    _saved_instead: int = dataclasses.field(default=-1, init=False)  # the last step that `poll` has saved
+    # the last step that `poll` has saved
+    _saved_instead: int = dataclasses.field(default=-1, init=False)
 
     def is_due(self, step: int) -> bool:
         """Returns whether a checkpoint of this step is due; every process gets the same answer."""
         config = self.config.checkpoint
-        if step % config.every == 0 or (config.permanent_every and step % config.permanent_every == 0):
+        if step % config.every == 0 or (
+            config.permanent_every and step % config.permanent_every == 0
+        ):
             return True
-        # The clock of the first process decides for all. Asking it makes the host wait for the devices, so it is asked
-        # only where the host has waited for a report.
+        # The clock of the first process decides for all. Asking it makes the host wait for the
+        # devices, so it is asked only where the host has waited for a report.
         if not config.minutes or (jax.process_count() > 1 and step % self.config.report.every):
             return False
-        return bool(multihost_utils.broadcast_one_to_all(time.monotonic() - self._saved_at >= 60 * config.minutes))
+        return bool(
+            multihost_utils.broadcast_one_to_all(
+                time.monotonic() - self._saved_at >= 60 * config.minutes
+            )
+        )
 
     def save(self, step: int, state: TrainState) -> None:
-        """Saves a step, but first checks that every loss up to it is finite and writes every line up to it to disk.
+        """Saves a step, but first checks that every loss up to it is finite and writes every line
+        up to it to disk.
 
-        Raises a DivergedError if one is not finite. Like `poll` and `finish`, raises a StorageError if all attempts to
-        write fail.
+        Raises a DivergedError if one is not finite. Like `poll` and `finish`, raises a StorageError
+        if all attempts to write fail.
         """
         if step == self._saved_instead:
             return
@@ -71,7 +82,9 @@ class Saver:
         self._saved_at = time.monotonic()
 
     def poll(self, step: int, state: TrainState) -> None:
-        """Notices that the last checkpoint is complete, or that it could not be written and this one is saved."""
+        """Notices that the last checkpoint is complete, or that it could not be written and this
+        one is saved.
+        """
         try:
             self._note(self.checkpoints.poll())
         except StorageError as error:
@@ -89,7 +102,8 @@ class Saver:
         with self.recorder.pace.counted("save"):
             self.recorder.flush()
             self._note(self.checkpoints.wait())
-            tokens, data = self.recorder.pace.tokens(step), self.batches.get_state()
+            tokens = self.recorder.pace.tokens(step)
+            data = self.batches.get_state()
             self.checkpoints.save(step, state, data=data, tokens=tokens, identity=self.identity)
 
     def _note(self, step: int | None) -> None:
@@ -100,15 +114,22 @@ class Saver:
     def _retry(self, step: int, state: TrainState, error: OSError) -> None:
         """Tries to save a step until it is complete, or until there is no more time."""
         seconds = self.config.checkpoint.retry_seconds
-        until, pause = time.monotonic() + seconds, FIRST_PAUSE
+        until = time.monotonic() + seconds
+        pause = FIRST_PAUSE
         self.events.add("storage_error", step=step, cause=str(error))
-        if jax.process_count() > 1:  # the other processes do not know of it, so they cannot save this step, too
-            raise StorageError(f"{error}; the run ends, and continues from {self._newest()}") from error
+        # the other processes do not know of it, so they cannot save this step, too
+        if jax.process_count() > 1:
+            raise StorageError(
+                f"{error}; the run ends, and continues from {self._newest()}"
+            ) from error
         warn(f"{error}; step {step} is saved instead")
         while True:
             self.before_save()
             if _FULL.search(str(error)) and (deleted := self.checkpoints.free_space()):
-                warn(f"deleted the checkpoints of steps {deleted} to make room; {self._newest()} is kept")
+                warn(
+                    f"deleted the checkpoints of steps {deleted} to make room; {self._newest()} is "
+                    "kept"
+                )
                 self.events.add("deleted", steps=deleted)
             try:
                 self._write(step, state)
@@ -120,8 +141,10 @@ class Saver:
                 error = again
             if time.monotonic() + pause > until:
                 raise StorageError(
-                    f"{error}, in attempts over {seconds:g} s, so the run ends; nothing that was complete is lost, and "
-                    f"the run continues from {self._newest()} when it is started again with a disk that can be written"
+                    f"{error}, in attempts over {seconds:g} s, so the run ends; nothing that was "
+                    "complete is lost, and "
+                    f"the run continues from {self._newest()} when it is started again with a disk "
+                    "that can be written"
                 ) from error
             time.sleep(pause)
             self.watchdog.progress("an attempt to save")
@@ -129,4 +152,8 @@ class Saver:
 
     def _newest(self) -> str:
         steps = self.checkpoints.steps()
-        return f"the checkpoint of step {steps[-1]}" if steps else "its beginning, because there is no checkpoint yet"
+        return (
+            f"the checkpoint of step {steps[-1]}"
+            if steps
+            else "its beginning, because there is no checkpoint yet"
+        )

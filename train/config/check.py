@@ -1,4 +1,6 @@
-"""Checks the range of every value of a configuration, as far as it depends on neither the devices nor the data."""
+"""Checks the range of every value of a configuration, as far as it depends on neither the devices
+nor the data.
+"""
 
 import dataclasses
 import importlib.util
@@ -10,20 +12,26 @@ from train.config import Config, flatten
 from train.lifecycle.errors import InputError, cut, listed
 
 LARGEST_SLICE = 9216
-"""Chips of the largest TPU slice there is, Ironwood's. JAX takes about 330 kB of the host for each simulated device."""
+"""Chips of the largest TPU slice there is, Ironwood's. JAX takes about 330 kB of the host for each
+simulated device.
+"""
 
 _RANGES = {
     "at least 1": (
         lambda value: value >= 1,
-        "steps data.sequence_length data.batch_size data.microbatches checkpoint.every checkpoint.keep eval.batches "
-        "report.every mesh.cpu_devices model.layers model.width model.heads model.kv_heads model.mlp_width "
+        "steps data.sequence_length data.batch_size data.microbatches checkpoint.every "
+        "checkpoint.keep eval.batches "
+        "report.every mesh.cpu_devices model.layers model.width model.heads model.kv_heads "
+        "model.mlp_width "
         "model.vocab_size model.experts_per_token skip.limit profile.steps",
     ),
     "at least 0": (
         lambda value: value >= 0,
-        "seed optimizer.learning_rate optimizer.warmup_steps optimizer.weight_decay eval.every eval.sample_tokens "
+        "seed optimizer.learning_rate optimizer.warmup_steps optimizer.weight_decay eval.every "
+        "eval.sample_tokens "
         "model.experts model.shared_expert_width model.load_balance_weight model.router_z_weight "
-        "skip.spike_factor checkpoint.minutes checkpoint.permanent_every checkpoint.retry_seconds report.hang_seconds "
+        "skip.spike_factor checkpoint.minutes checkpoint.permanent_every checkpoint.retry_seconds "
+        "report.hang_seconds "
         "profile.start",
     ),
     "at least 0 and below 1": (
@@ -34,11 +42,13 @@ _RANGES = {
     "above 0": (
         lambda value: value > 0,
         "optimizer.epsilon eval.temperature model.rope_theta model.norm_epsilon model.rope_factor "
-        "model.rope_low_frequency model.rope_high_frequency model.rope_original_length mesh.heartbeat_seconds",
+        "model.rope_low_frequency model.rope_high_frequency model.rope_original_length "
+        "mesh.heartbeat_seconds",
     ),
     "above 0, or None": (
         lambda value: value is None or value > 0,
-        "model.attention_scale model.attention_softcap model.alternating_window model.logit_softcap report.peak_tflops "
+        "model.attention_scale model.attention_softcap model.alternating_window "
+        "model.logit_softcap report.peak_tflops "
         "model.expert_width model.capacity_factor",
     ),
     # The devices count steps in int32.
@@ -46,10 +56,13 @@ _RANGES = {
     "at most 2147483647, as devices count in int32": (
         lambda value: value is None or value < 2**31,
         "data.sequence_length data.batch_size data.microbatches checkpoint.every "
-        "checkpoint.keep checkpoint.permanent_every eval.every eval.batches eval.sample_tokens report.every skip.limit "
-        "profile.start profile.steps model.layers model.width model.heads model.kv_heads model.head_dim "
+        "checkpoint.keep checkpoint.permanent_every eval.every eval.batches eval.sample_tokens "
+        "report.every skip.limit "
+        "profile.start profile.steps model.layers model.width model.heads model.kv_heads "
+        "model.head_dim "
         "model.mlp_width model.vocab_size model.experts model.experts_per_token model.expert_width "
-        "model.shared_expert_width model.rope_original_length model.alternating_window model.gathered_mib mesh.data "
+        "model.shared_expert_width model.rope_original_length model.alternating_window "
+        "model.gathered_mib mesh.data "
         "mesh.fsdp mesh.context mesh.model",
     ),
     f"at most {LARGEST_SLICE}, the chips of the largest TPU slice": (
@@ -57,7 +70,9 @@ _RANGES = {
         "mesh.cpu_devices",
     ),
 }
-"""What values must be: the test, and the fields that must pass it. All of these must be finite, too."""
+"""What values must be: the test, and the fields that must pass it. All of these must be finite,
+too.
+"""
 
 
 def check(config: Config) -> None:
@@ -66,12 +81,22 @@ def check(config: Config) -> None:
         for name in names.split():
             value = values[name]
             is_finite = not isinstance(value, float) or math.isfinite(value)
-            _require(is_finite and is_right(value), name, value, needed + ("" if is_finite else " and finite"))
+            _require(
+                is_finite and is_right(value),
+                name,
+                value,
+                needed + ("" if is_finite else " and finite"),
+            )
 
     for name, value in values.items():
         check_texts(name, value)
-    optimizer, model, data, spikes = config.optimizer, config.model, config.data, config.skip.spike_factor
-    length, vocabulary, high = data.sequence_length, model.vocab_size, model.rope_high_frequency
+    optimizer = config.optimizer
+    model = config.model
+    data = config.data
+    spikes = config.skip.spike_factor
+    length = data.sequence_length
+    vocabulary = model.vocab_size
+    high = model.rope_high_frequency
     copies_are_of_use = not optimizer.master_copies or model.param_dtype == "bfloat16"
     is_validated = data.validation_fraction > 0 or not config.eval.every
     ends_documents = data.separator is None or 0 <= data.separator < vocabulary
@@ -80,19 +105,37 @@ def check(config: Config) -> None:
     is_local = config.workdir and "://" not in config.workdir
     flags = config.xla.flags
     are_flags = flags in ("auto", "none") or re.fullmatch(r"\s*((--)?\w+=\S+(\s+|$))+", flags)
-    no_copies = f"False where model.param_dtype={model.param_dtype}, which needs no copies in float32"
+    no_copies = (
+        f"False where model.param_dtype={model.param_dtype}, which needs no copies in float32"
+    )
     for name, holds, needed in (
-        ("workdir", is_local, "a folder of this machine, and only --checkpoint.folder may be gs://bucket/folder"),
+        (
+            "workdir",
+            is_local,
+            "a folder of this machine, and only --checkpoint.folder may be gs://bucket/folder",
+        ),
         ("data.batch_size", data.batch_size < 2**31 / length, _fewer_sequences(length)),
         ("optimizer.clip_norm", optimizer.clip_norm > 0, "above 0"),
         ("optimizer.master_copies", copies_are_of_use, no_copies),
         ("skip.spike_factor", spikes == 0 or spikes > 1, "0, or above 1"),
-        ("model.rope_low_frequency", model.rope_low_frequency < high, f"below model.rope_high_frequency={high}"),
+        (
+            "model.rope_low_frequency",
+            model.rope_low_frequency < high,
+            f"below model.rope_high_frequency={high}",
+        ),
         ("data.validation_fraction", is_validated, "above 0 where eval.every is not 0"),
-        ("data.sources", not data.sources or data.path is None, "empty where data.path names the data, too"),
+        (
+            "data.sources",
+            not data.sources or data.path is None,
+            "empty where data.path names the data, too",
+        ),
         ("data.separator", ends_documents, f"a token below model.vocab_size={vocabulary}"),
         ("eval.stop_tokens", are_tokens, f"tokens below model.vocab_size={vocabulary}"),
-        ("eval.sample_tokens", leaves_a_prompt, f"below data.sequence_length={length}, to leave a prompt"),
+        (
+            "eval.sample_tokens",
+            leaves_a_prompt,
+            f"below data.sequence_length={length}, to leave a prompt",
+        ),
         ("xla.flags", are_flags, 'auto, none, or flags of libtpu as "name=value name=value"'),
     ):
         _require(holds, name, values[name], needed)
@@ -104,7 +147,8 @@ def check(config: Config) -> None:
 
 
 def check_texts(name: str, value: object) -> None:
-    """Checks that the texts in a value can be written: JSON and checkpoints take names in UTF-8, and no zero byte.
+    """Checks that the texts in a value can be written: JSON and checkpoints take names in UTF-8,
+    and no zero byte.
 
     Python makes half of a surrogate pair of each byte of the command line that is no UTF-8.
     """
@@ -112,14 +156,23 @@ def check_texts(name: str, value: object) -> None:
         for element in value:
             check_texts(name, element)
     if isinstance(value, str):
-        _require("\0" not in value and is_utf8(value), name, value, "a text in UTF-8 without zero bytes")
+        _require(
+            "\0" not in value and is_utf8(value), name, value, "a text in UTF-8 without zero bytes"
+        )
 
 
 def _check_folder(name: str, place: str) -> None:
-    """Checks the whole path of a file or a folder, in which links and the present folder have names, too."""
+    """Checks the whole path of a file or a folder, in which links and the present folder have
+    names, too.
+    """
     expanded = os.path.expanduser(place)
     is_known = not place.startswith("~") or expanded != place
-    _require(is_known, name, place, "in the home folder of a user that this machine has, or begin with another letter")
+    _require(
+        is_known,
+        name,
+        place,
+        "in the home folder of a user that this machine has, or begin with another letter",
+    )
     whole = os.path.realpath(expanded)
     _require(is_utf8(whole), name, whole, "in a folder whose name is text in UTF-8")
 
@@ -135,30 +188,49 @@ def is_utf8(text: str) -> bool:
 
 def _fewer_sequences(length: int) -> str:
     most = (2**31 - 1) // length
-    return f"at most {most} where data.sequence_length={length}, as devices count the tokens of a step in int32"
+    return (
+        f"at most {most} where data.sequence_length={length}, as devices count the tokens of a "
+        "step in int32"
+    )
 
 
 def _check_locations(config: Config) -> None:
-    """Checks that checkpoints are in a folder or in a bucket that can be opened, and that folders have such names."""
-    places = {"workdir": config.workdir, "checkpoint.folder": config.checkpoint.folder, "init_from": config.init_from}
+    """Checks that checkpoints are in a folder or in a bucket that can be opened, and that folders
+    have such names.
+    """
+    places = {
+        "workdir": config.workdir,
+        "checkpoint.folder": config.checkpoint.folder,
+        "init_from": config.init_from,
+    }
     places |= {"compile_cache": config.compile_cache, "data.path": config.data.path}
     places |= {"data.tokenizer": config.data.tokenizer}
     for name, place in places.items():
         if place is not None and "://" not in place:
             _check_folder(name, place)
-    for name, place in (("init_from", config.init_from), ("checkpoint.folder", config.checkpoint.folder)):
+    for name, place in (
+        ("init_from", config.init_from),
+        ("checkpoint.folder", config.checkpoint.folder),
+    ):
         if place is not None and "://" in place:
             is_folder = place.startswith("gs://") and "/" in place[5:].strip("/")
             _require(is_folder, name, place, "a folder of this machine, or gs://bucket/folder")
             if importlib.util.find_spec("gcsfs") is None:
-                raise InputError(f"{name}={place} needs the package gcsfs, which is not installed: pip install '.[gs]'")
+                raise InputError(
+                    f"{name}={place} needs the package gcsfs, which is not installed: pip install "
+                    "'.[gs]'"
+                )
 
 
 def _check_names(field: str, names: list[str]) -> None:
     """Checks the names of data sources or of evaluation sets, which become names of metrics."""
     for name in names:
-        _require(name.isidentifier(), field, name, "given names that are letters, digits and underscores")
-    _require(len(set(names)) == len(names), field, listed(names, " "), "given a different name for each")
+        _require(
+            name.isidentifier(), field, name, "given names that are letters, digits and underscores"
+        )
+    _require(
+        len(set(names)) == len(names), field, listed(names, " "), "given a different name for each"
+    )
 
 
 def _require(holds: object, name: str, value: object, needed: str) -> None:

@@ -1,7 +1,8 @@
-"""The command line of train/run.py: a preset file, options that replace single fields, and what to do with the run.
+"""The command line of train/run.py: a preset file, options that replace single fields, and what to
+do with the run.
 
-The configuration of a run or of an import that is already in a workdir is read here, too. Nothing here imports JAX, so
-that a mistake on the command line is reported within a second.
+The configuration of a run or of an import that is already in a workdir is read here, too. Nothing
+here imports JAX, so that a mistake on the command line is reported within a second.
 """
 
 import dataclasses
@@ -23,7 +24,8 @@ from train.config.types import check_types
 from train.lifecycle.errors import InputError, cut, listed, one_line
 
 DEFAULT_PRESET = Path(__file__).resolve().parents[2] / "configs" / "tiny.py"
-PRESET = "preset.py"  # the file of a workdir that has the configuration of an import, before there is a run
+# the file of a workdir that has the configuration of an import, before there is a run
+PRESET = "preset.py"
 _PRESET_MODULE = "_preset"  # name under which a preset file is run
 
 
@@ -33,73 +35,109 @@ class Command:
 
     config: Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
     mesh: Literal["named", "auto"] = "named"
-    """auto takes the sizes of the mesh that are predicted to be the fastest of those that fit the TPUs of a run or of
-    --topology; a run that continues keeps its mesh. named takes --mesh.data, --mesh.fsdp, --mesh.context, --mesh.model.
+    """auto takes the sizes of the mesh that are predicted to be the fastest of those that fit the
+    TPUs of a run or of --topology; a run that continues keeps its mesh. named takes --mesh.data,
+    --mesh.fsdp, --mesh.context, --mesh.model.
     """
     resume: str = "latest"
-    """What to continue from: latest, the step of a checkpoint, or none; checkpoints that are later are set aside."""
+    """What to continue from: latest, the step of a checkpoint, or none; checkpoints that are later
+    are set aside.
+    """
     print_config: bool = False
     """Print the resolved configuration as JSON, and do nothing else."""
     dry_run: bool = False
-    """Compile the training step for --topology and report memory and estimated speed, without running it."""
+    """Compile the training step for --topology and report memory and estimated speed, without
+    running it.
+    """
     compare_meshes: bool = False
-    """Rank all meshes of --topology by predicted time and memory, compile the best ones, and report a table."""
+    """Rank all meshes of --topology by predicted time and memory, compile the best ones, and report
+    a table.
+    """
     compiled_meshes: int = 3
-    """Number of meshes that --compare_meshes compiles; 0 compiles none, which takes seconds (meshes)."""
+    """Number of meshes that --compare_meshes compiles; 0 compiles none, which takes seconds
+    (meshes).
+    """
     verify: Literal["auto", "off", "full"] = "auto"
-    """What is verified before a run on TPUs: the kernels of this configuration, once (auto), nothing, or every op."""
+    """What is verified before a run on TPUs: the kernels of this configuration, once (auto),
+    nothing, or every op.
+    """
     trust: Literal["predicted", "verified"] = "predicted"
-    """Kernels that --dry-run takes: those predicted to be fastest, or only those that were verified on such a chip."""
+    """Kernels that --dry-run takes: those predicted to be fastest, or only those that were verified
+    on such a chip.
+    """
     kernels: Literal["play", "estimate"] = "play"
-    """Times of kernels in --dry-run: each distinct one is simulated once, or takes what its own cost estimate says."""
+    """Times of kernels in --dry-run: each distinct one is simulated once, or takes what its own
+    cost estimate says.
+    """
     topology: str | None = None
-    """TPU chips that --dry-run compiles for, such as v5e:2x4 or v5p:2x2x2; the machine does not need to have them."""
+    """TPU chips that --dry-run compiles for, such as v5e:2x4 or v5p:2x2x2; the machine does not
+    need to have them.
+    """
 
     @property
     def resume_step(self) -> int | None:
-        """The step of the checkpoint to continue from, 0 to begin anew, or None for the newest one."""
+        """The step of the checkpoint to continue from, 0 to begin anew, or None for the newest
+        one.
+        """
         if self.resume == "latest":
             return None
         return 0 if self.resume == "none" else int(self.resume)
 
 
 def parse(arguments: Sequence[str]) -> Command:
-    """Parses a command line, `[CONFIG] [--section.field VALUE ...] [--resume STEP] ...`, and checks the values.
+    """Parses a command line, `[CONFIG] [--section.field VALUE ...] [--resume STEP] ...`, and checks
+    the values.
 
-    An unknown field or a value of the wrong type makes tyro exit the process with code 2, and `--help` with code 0.
+    An unknown field or a value of the wrong type makes tyro exit the process with code 2, and
+    `--help` with code 0.
     """
-    preset, options = DEFAULT_PRESET, list(arguments)
+    preset = DEFAULT_PRESET
+    options = list(arguments)
     if options and not options[0].startswith("-"):
         preset = Path(options.pop(0))
     config = load_preset(preset)
     default: Any = Command(config)
     if len(options) == 2 and options[0] in ("--help", "-h"):
-        default, options = _section(config, options[1]), ["--help"]
+        default = _section(config, options[1])
+        options = ["--help"]
     command = tyro.cli(
         type(default),
         args=options,
         default=default,
         prog="train/run.py [CONFIG]",
         description=(
-            "Trains a decoder with tensor parallelism. CONFIG is a preset file and must come first. "
-            f"The defaults shown below are those of {preset.name}. --help SECTION shows one section alone."
+            "Trains a decoder with tensor parallelism. CONFIG is a preset file and must come "
+            "first. "
+            f"The defaults shown below are those of {preset.name}. --help SECTION shows one "
+            "section alone."
         ),
         config=(tyro.conf.FlagCreatePairsOff,),
         use_underscores=True,
     )
     assert isinstance(command, Command)
-    sizes = [option for option in options if re.match(r"--mesh\.(data|fsdp|context|model)(=|$)", option)]
+    sizes = [
+        option for option in options if re.match(r"--mesh\.(data|fsdp|context|model)(=|$)", option)
+    ]
     if command.mesh == "auto" and sizes:
-        raise InputError(f"--mesh auto chooses all sizes of the mesh: got {sizes[0]} as well; leave out one of the two")
+        raise InputError(
+            f"--mesh auto chooses all sizes of the mesh: got {sizes[0]} as well; leave out one of "
+            "the two"
+        )
     _check_modes(command)
     check(command.config)
     return command
 
 
-def parse_as[T](kind: type[T], arguments: Sequence[str], *, prog: str, default: Any = tyro.MISSING_NONPROP) -> T:
-    """Parses the command line of a command that reads or writes checkpoints; it exits as that of `parse`."""
+def parse_as[T](
+    kind: type[T], arguments: Sequence[str], *, prog: str, default: Any = tyro.MISSING_NONPROP
+) -> T:
+    """Parses the command line of a command that reads or writes checkpoints; it exits as that of
+    `parse`.
+    """
     options = (tyro.conf.FlagConversionOff,)
-    return tyro.cli(kind, args=list(arguments), prog=prog, default=default, use_underscores=True, config=options)
+    return tyro.cli(
+        kind, args=list(arguments), prog=prog, default=default, use_underscores=True, config=options
+    )
 
 
 def as_json(config: Config) -> str:
@@ -111,43 +149,63 @@ def load_preset(path: Path) -> Config:
     """Loads the configuration that the one public function of a Python file returns."""
     if not path.is_file():
         raise InputError(
-            f"CONFIG must be a preset file such as configs/tiny.py: there is no file {path}; the presets are in "
+            f"CONFIG must be a preset file such as configs/tiny.py: there is no file {path}; the "
+            "presets are in "
             f"{DEFAULT_PRESET.parent}"
         )
     try:
         names = runpy.run_path(str(path), run_name=_PRESET_MODULE).items()
-        functions = [f for name, f in names if isinstance(f, types.FunctionType) and not name.startswith("_")]
+        functions = [
+            f for name, f in names if isinstance(f, types.FunctionType) and not name.startswith("_")
+        ]
         functions = [function for function in functions if function.__module__ == _PRESET_MODULE]
         config = functions[0]() if len(functions) == 1 else None
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever the code of the preset raises, such as the SystemExit of sys.exit()
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    except (
+        BaseException
+    ) as error:  # whatever the code of the preset raises, such as the SystemExit of sys.exit()
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == str(path)
+        ]
         lines += [error.lineno] if isinstance(error, SyntaxError) else []
         where = f", line {lines[-1]}" if lines else ""
         what = f"{type(error).__name__}: {one_line(error)}"
-        raise InputError(f"CONFIG must be a file that runs to its end: {path}{where}: {what}") from error
+        raise InputError(
+            f"CONFIG must be a file that runs to its end: {path}{where}: {what}"
+        ) from error
     if not isinstance(config, Config):
         has = listed(function.__name__ for function in functions) or "none"
         returned = f", which returned {type(config).__name__}" if len(functions) == 1 else ""
-        raise InputError(f"CONFIG must have one public function, which returns a Config: {path} has {has}{returned}")
+        raise InputError(
+            f"CONFIG must have one public function, which returns a Config: {path} has "
+            f"{has}{returned}"
+        )
     check_types(config, where=str(path))
     return config
 
 
 def load_config(workdir: Path) -> Config:
-    """Returns the configuration of the last start of a run, or that of an import that no run has continued yet."""
+    """Returns the configuration of the last start of a run, or that of an import that no run has
+    continued yet.
+    """
     file = workdir / "config.json"
     if file.is_file():
         try:
             config = _from_json(Config, read_json(file))
         except (JsonError, TypeError) as error:
-            raise InputError(f"{file} cannot be read ({error}); repair the file, or start the run again") from error
+            raise InputError(
+                f"{file} cannot be read ({error}); repair the file, or start the run again"
+            ) from error
         check_types(config, where=str(file))
         return config
     if (workdir / PRESET).is_file():
         return load_preset(workdir / PRESET)
-    raise InputError(f"WORKDIR must be the folder of a run or of an import: there is no {file} and no {PRESET}")
+    raise InputError(
+        f"WORKDIR must be the folder of a run or of an import: there is no {file} and no {PRESET}"
+    )
 
 
 def is_step(name: str) -> bool:
@@ -160,7 +218,9 @@ def is_step(name: str) -> bool:
 
 def _section(config: Config, name: str) -> Any:
     """Returns a dataclass that has one section of a configuration alone, to show its help."""
-    sections = [field.name for field in dataclasses.fields(config) if dataclasses.is_dataclass(field.type)]
+    sections = [
+        field.name for field in dataclasses.fields(config) if dataclasses.is_dataclass(field.type)
+    ]
     if name not in sections:
         raise InputError(f"--help takes one of the sections {', '.join(sections)}: got {name}")
     section = getattr(config, name)
@@ -171,17 +231,27 @@ def _section(config: Config, name: str) -> Any:
 def _check_modes(command: Command) -> None:
     if command.dry_run != (command.topology is not None):
         only = "--dry-run" if command.dry_run else "--topology"
-        raise InputError(f"--dry-run and --topology go together: got only {only}; write --dry-run --topology v5e:2x4")
+        raise InputError(
+            f"--dry-run and --topology go together: got only {only}; write --dry-run --topology "
+            "v5e:2x4"
+        )
     if command.compare_meshes and not command.dry_run:
-        raise InputError("--compare_meshes belongs to a dry run: add --dry-run --topology v5e:4x4, for example")
+        raise InputError(
+            "--compare_meshes belongs to a dry run: add --dry-run --topology v5e:4x4, for example"
+        )
     if command.compiled_meshes < 0:
         raise InputError(f"--compiled_meshes must be at least 0: got {command.compiled_meshes}")
     if command.resume not in ("latest", "none") and not is_step(command.resume):
-        raise InputError(f"--resume must be latest, none, or the step of a checkpoint: got {one_line(command.resume)}")
+        raise InputError(
+            "--resume must be latest, none, or the step of a checkpoint: got "
+            f"{one_line(command.resume)}"
+        )
 
 
 def _from_json(kind: Any, given: object) -> Any:
-    """Makes a dataclass of JSON data. Fields that an older version did not write have their defaults."""
+    """Makes a dataclass of JSON data. Fields that an older version did not write have their
+    defaults.
+    """
     if not isinstance(given, dict):
         raise TypeError(f"{kind.__name__} must be an object: got {cut(given)}")
     values = {}

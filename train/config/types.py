@@ -1,7 +1,8 @@
-"""Checks the type of every value of a configuration, which Python does not do where a preset makes one.
+"""Checks the type of every value of a configuration, which Python does not do where a preset makes
+one.
 
-A preset is held to what the command line accepts: `steps="12"`, `steps=True` and `steps=12.5` are refused. A number
-without a point may stand for a float, as it may on the command line.
+A preset is held to what the command line accepts: `steps="12"`, `steps=True` and `steps=12.5` are
+refused. A number without a point may stand for a float, as it may on the command line.
 """
 
 import dataclasses
@@ -11,11 +12,19 @@ from typing import Any
 
 from train.lifecycle.errors import InputError, cut
 
-_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "True or False", type(None): "None"}
+_NAMES = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "True or False",
+    type(None): "None",
+}
 
 
 def check_types(config: object, *, where: str, prefix: str = "") -> None:
-    """Checks the types of all fields of a dataclass, and of those inside it; messages begin with `where`."""
+    """Checks the types of all fields of a dataclass, and of those inside it; messages begin with
+    `where`.
+    """
     for name, kind in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)
         if not is_of_type(value, kind):
@@ -25,10 +34,13 @@ def check_types(config: object, *, where: str, prefix: str = "") -> None:
 
 
 def is_of_type(value: object, kind: Any) -> bool:
-    """Says whether a value is of the type of a field, for the kinds of types that configurations have."""
+    """Says whether a value is of the type of a field, for the kinds of types that configurations
+    have.
+    """
     if isinstance(kind, typing.TypeAliasType):
         return is_of_type(value, kind.__value__)
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
     if origin is typing.Literal:
         return any(type(value) is type(choice) and value == choice for choice in arguments)
     if origin in (types.UnionType, typing.Union):
@@ -56,12 +68,17 @@ def describe(kind: Any) -> str:
     """Describes a type in words: "an integer", "one of silu, gelu", "a number or None"."""
     if isinstance(kind, typing.TypeAliasType):
         return describe(kind.__value__)
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
     if origin is typing.Literal:
         return f"one of {', '.join(map(str, arguments))}"
     if origin in (types.UnionType, typing.Union):
         return " or ".join(describe(one) for one in arguments)
     if origin is tuple:
         elements = [describe(one) for one in arguments if one is not Ellipsis]
-        return f"a tuple, each element {elements[0]}" if Ellipsis in arguments else f"a tuple ({', '.join(elements)})"
+        return (
+            f"a tuple, each element {elements[0]}"
+            if Ellipsis in arguments
+            else f"a tuple ({', '.join(elements)})"
+        )
     return _NAMES.get(kind, f"a {getattr(kind, '__name__', kind)}")

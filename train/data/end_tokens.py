@@ -1,7 +1,9 @@
-"""Which token of somebody else's model separates documents: one that ends texts and that no chat template uses.
+"""Which token of somebody else's model separates documents: one that ends texts and that no chat
+template uses.
 
-Models that chat often name the token that ends a turn as the one that ends a text. As a separator of documents it would
-hide every turn from the next one, because attention and loss stay within documents.
+Models that chat often name the token that ends a turn as the one that ends a text. As a separator
+of documents it would hide every turn from the next one, because attention and loss stay within
+documents.
 """
 
 import dataclasses
@@ -16,7 +18,9 @@ from train.lifecycle.errors import InputError, as_input_errors
 
 TEMPLATE = "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"
-"""Where `save_pretrained` of `transformers` writes the template of a chat, and the folder of further ones."""
+"""Where `save_pretrained` of `transformers` writes the template of a chat, and the folder of
+further ones.
+"""
 _OLD_TEMPLATE = "chat_template.json"
 _MOST_BYTES = 1 << 25
 
@@ -53,12 +57,15 @@ class TokenFiles:
     templates: tuple[str, ...]
 
 
-def choose_separator(files: TokenFiles, wanted: int | Literal["auto", "none"] = "auto") -> EndTokens:
+def choose_separator(
+    files: TokenFiles, wanted: int | Literal["auto", "none"] = "auto"
+) -> EndTokens:
     """Chooses the token that ends documents.
 
     Args:
       files: What the folder says.
-      wanted: A token; or "none"; or "auto" for the first token that ends a text and that no chat template uses.
+      wanted: A token; or "none"; or "auto" for the first token that ends a text and that no chat
+        template uses.
     """
     if wanted == "none":
         return EndTokens(None, files.ends, "none, as --separator says")
@@ -70,17 +77,25 @@ def choose_separator(files: TokenFiles, wanted: int | Literal["auto", "none"] = 
         return EndTokens(wanted, stops, reason)
     in_turns = [token for token in files.ends if _is_in_a_template(token, files)]
     free = [token for token in files.ends if token not in in_turns]
-    used = f"{', '.join(_name(token, files) for token in in_turns)} can end a turn of its chat template"
+    used = (
+        f"{', '.join(_name(token, files) for token in in_turns)} can end a turn of its chat "
+        "template"
+    )
     if free:
         stops = tuple(token for token in files.ends if token != free[0])
-        return EndTokens(free[0], stops, f"{_name(free[0], files)} ends documents" + (f"; {used}" if in_turns else ""))
+        return EndTokens(
+            free[0],
+            stops,
+            f"{_name(free[0], files)} ends documents" + (f"; {used}" if in_turns else ""),
+        )
     if in_turns:
         return EndTokens(None, files.ends, f"none, as {used}; --separator TOKEN names another one")
     return EndTokens(None, (), "none, as no file names a token that ends a text")
 
 
 def read_token_files(folder: Path, *, vocab_size: int, texts: Mapping[int, str]) -> TokenFiles:
-    """Reads what the files of a folder say of special tokens, and compares their numbers with the vocabulary.
+    """Reads what the files of a folder say of special tokens, and compares their numbers with the
+    vocabulary.
 
     Args:
       folder: The folder.
@@ -119,7 +134,9 @@ def template_files(folder: Path) -> list[str]:
 
 
 def _is_in_a_template(token: int, files: TokenFiles) -> bool:
-    """Says whether a chat template uses a token, by its text or by a name; a token without a text may be in each."""
+    """Says whether a chat template uses a token, by its text or by a name; a token without a text
+    may be in each.
+    """
     text = files.texts.get(token)
     if text is None:
         return bool(files.templates)
@@ -131,22 +148,31 @@ def _is_in_a_template(token: int, files: TokenFiles) -> bool:
 
 
 def _name(token: int, files: TokenFiles) -> str:
-    return f"token {token} ({shown(files.texts[token])})" if token in files.texts else f"token {token}"
+    return (
+        f"token {token} ({shown(files.texts[token])})" if token in files.texts else f"token {token}"
+    )
 
 
 def _end_tokens(content: Mapping[str, Any], file: Path) -> Sequence[int]:
     given = content.get("eos_token_id")
     tokens = given if isinstance(given, list) else [] if given is None else [given]
     if not all(type(token) is int for token in tokens):
-        raise InputError(f"eos_token_id of {file} must be a token or a list of tokens: got {shown(repr(given))}")
+        raise InputError(
+            f"eos_token_id of {file} must be a token or a list of tokens: got {shown(repr(given))}"
+        )
     return list(dict.fromkeys(tokens))
 
 
 def _check_tokens(key: str, given: Any, file: Path, vocab_size: int) -> None:
-    """Checks a token that nothing here uses, but that `transformers` looks up; some files say -1 for none."""
+    """Checks a token that nothing here uses, but that `transformers` looks up; some files say -1
+    for none.
+    """
     for token in given if isinstance(given, list) else [given]:
         if token is not None and (type(token) is not int or not -1 <= token < vocab_size):
-            raise InputError(f"{key} of {file} must be a token below vocab_size={vocab_size}: got {shown(repr(given))}")
+            raise InputError(
+                f"{key} of {file} must be a token below vocab_size={vocab_size}: got "
+                f"{shown(repr(given))}"
+            )
 
 
 def _read_templates(folder: Path, config: Mapping[str, Any]) -> list[str]:
@@ -162,7 +188,9 @@ def _read_templates(folder: Path, config: Mapping[str, Any]) -> list[str]:
             try:
                 templates.append(content.decode())
             except UnicodeDecodeError as error:
-                raise InputError(f"{folder / name} must be text in UTF-8: {error.reason}") from error
+                raise InputError(
+                    f"{folder / name} must be text in UTF-8: {error.reason}"
+                ) from error
     return [template for template in templates if isinstance(template, str)]
 
 

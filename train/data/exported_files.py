@@ -1,4 +1,6 @@
-"""The files that an export has beside the tensors: those that an import kept, and the tokenizer of the run."""
+"""The files that an export has beside the tensors: those that an import kept, and the tokenizer of
+the run.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,7 +23,8 @@ class ExportedFiles:
     """What an export has beside the tensors.
 
     Attributes:
-      config: The config.json that was imported, and the tokens that end a text; {} where there is nothing to say.
+      config: The config.json that was imported, and the tokens that end a text; {} where there is
+        nothing to say.
       copied: Files that are copied, by their names in the export.
       written: Files of JSON, by their names in the export.
       tokenizer: A sentence about the tokenizer.
@@ -34,7 +37,9 @@ class ExportedFiles:
 
     @property
     def length(self) -> int:
-        """The longest sequence that the imported model is meant for, 0 without an import (tokens)."""
+        """The longest sequence that the imported model is meant for, 0 without an import
+        (tokens).
+        """
         length = self.config.get("max_position_embeddings")
         family = FAMILIES.get(str(self.config.get("model_type")))
         if length is None and family is not None:
@@ -54,14 +59,21 @@ def exported_files(workdir: Path, config: Config) -> ExportedFiles:
     file = Path(named).expanduser() if named is not None and named.endswith(".json") else None
     if file is None or not file.is_file():
         missing = f"none: there is no {file}" if file else f"none: the run has {named or 'bytes'}"
-        return ExportedFiles(before, kept, {}, "that of the import" if _TOKENIZER in kept else missing)
+        return ExportedFiles(
+            before, kept, {}, "that of the import" if _TOKENIZER in kept else missing
+        )
     if _TOKENIZER in kept and kept[_TOKENIZER].read_bytes() == file.read_bytes():
         return ExportedFiles(before, kept, {}, "that of the import")
-    if _TOKENIZER in kept:  # all that is said of the tokens of the import does not hold for those of the run
+    # all that is said of the tokens of the import does not hold for those of the run
+    if _TOKENIZER in kept:
         kept = {}
         before = {key: value for key, value in before.items() if not key.endswith("_token_id")}
-    written = {} if _TOKENIZER_CONFIG in kept else {_TOKENIZER_CONFIG: _tokenizer_config(file, config)}
-    ends = [token for token in (config.data.separator, *config.eval.stop_tokens) if token is not None]
+    written = (
+        {} if _TOKENIZER_CONFIG in kept else {_TOKENIZER_CONFIG: _tokenizer_config(file, config)}
+    )
+    ends = [
+        token for token in (config.data.separator, *config.eval.stop_tokens) if token is not None
+    ]
     if ends:
         before = {"eos_token_id": ends} | before
     return ExportedFiles(before, {**kept, _TOKENIZER: file}, written, f"{file} as tokenizer.json")

@@ -1,13 +1,16 @@
-"""Tokens that are mapped from a file, and the check that this file stays as it was when the run opened it.
+"""Tokens that are mapped from a file, and the check that this file stays as it was when the run
+opened it.
 
-A run certifies in each checkpoint which data it was trained on, by a hash that it computes once. The file may be
-written by others while the run reads it. So it is compared before every checkpoint by what the file system knows:
+A run certifies in each checkpoint which data it was trained on, by a hash that it computes once.
+The file may be written by others while the run reads it. So it is compared before every checkpoint
+by what the file system knows:
 
 size, time of the last write     they change with the content; the run then ends, and saves nothing from there on
 time of the last status change   it changes as well with the name, the owner or the links, which is harmless, and where
                                  somebody writes and sets the time of the write back; the content is then hashed again
 
-The file is held open, so that another file which takes its name changes nothing: the map is of the first one.
+The file is held open, so that another file which takes its name changes nothing: the map is of the
+  first one.
 """
 
 import concurrent.futures
@@ -50,7 +53,9 @@ class MappedFile:
     """Tokens [N] that are mapped from a file, which stays open."""
 
     def __init__(self, path: Path, open_map: Callable[[Path], np.ndarray]):
-        """Opens a file, and maps it by `open_map`; the state of the file is that from before anything was read."""
+        """Opens a file, and maps it by `open_map`; the state of the file is that from before
+        anything was read.
+        """
         self.path = path
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._file)
@@ -59,28 +64,36 @@ class MappedFile:
         self.content_hash = hash_all(self.tokens)
 
     def require_unchanged(self, field: str) -> None:
-        """Checks that the tokens are still those of `content_hash`; messages name the `field` that names the file."""
+        """Checks that the tokens are still those of `content_hash`; messages name the `field` that
+        names the file.
+        """
         try:
             now = FileState.of(self._file)
         except OSError as error:
-            raise InputError(f"{field}: {self.path} can no longer be read: {error.strerror}; {_ADVICE}") from error
+            raise InputError(
+                f"{field}: {self.path} can no longer be read: {error.strerror}; {_ADVICE}"
+            ) from error
         if now == self._state:
             return
-        found, before = str(now), str(self._state)
+        found = str(now)
+        before = str(self._state)
         is_same_write = (now.size, now.written) == (self._state.size, self._state.written)
         if is_same_write:
             if hash_all(self.tokens) == self.content_hash:
                 self._state = now
                 return
-            found, before = "other content, and the time of the last write was set back", f"what is hashed, {before}"
+            found = "other content, and the time of the last write was set back"
+            before = f"what is hashed, {before}"
         raise InputError(
-            f"{field}: {self.path} must stay as it is while a run reads it: it had {before}, and now it has {found}; "
+            f"{field}: {self.path} must stay as it is while a run reads it: it had {before}, and "
+            f"now it has {found}; "
             f"{_ADVICE}"
         )
 
 
 _ADVICE = (
-    "nothing was saved since, so put the file back as it was and start the run again: it continues from the newest "
+    "nothing was saved since, so put the file back as it was and start the run again: it continues "
+    "from the newest "
     "checkpoint"
 )
 

@@ -1,4 +1,5 @@
-"""The files of tokens that texts become, once: in tokens/ beside the tokenizer, each with a record of what it holds.
+"""The files of tokens that texts become, once: in tokens/ beside the tokenizer, each with a record
+of what it holds.
 
 ```
 tokens/KEY.bin    the tokens, uint32; KEY is a hash of the texts' content, of the tokenizer and of the separator
@@ -6,8 +7,8 @@ tokens/KEY.json   {"bytes": its size, "hash": the hash of its tokens}
 tokens/KEY.lock   is locked by the process that makes them
 ```
 
-A file that is not what its record says is made again. So are the tokens of a text that has changed, whatever the times
-of its file are.
+A file that is not what its record says is made again. So are the tokens of a text that has changed,
+whatever the times of its file are.
 """
 
 import contextlib
@@ -33,7 +34,10 @@ def open_tokens(files: list[Path], tokenizer: Tokenizer, *, separator: int | Non
     If several processes need them at once, one makes them and the others wait.
     """
     before = [FileState.of(file) for file in files]
-    texts = [(file.suffix, state.size, hash_file(file)) for file, state in zip(files, before, strict=True)]
+    texts = [
+        (file.suffix, state.size, hash_file(file))
+        for file, state in zip(files, before, strict=True)
+    ]
     key = json.dumps([VERSION, tokenizer.name, separator, texts])
     folder = tokenizer.path.parent / "tokens"
     path = folder / f"{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.bin"
@@ -49,10 +53,14 @@ def open_tokens(files: list[Path], tokenizer: Tokenizer, *, separator: int | Non
             if FileState.of(file) != state:
                 path.unlink()
                 raise InputError(
-                    f"data must stay as they are while they become tokens: {file} was changed; start again"
+                    f"data must stay as they are while they become tokens: {file} was changed; "
+                    "start again"
                 )
         tokens = MappedFile(path, _map)
-        write_atomically(_record_of(path), json.dumps({"bytes": tokens.tokens.nbytes, "hash": tokens.content_hash}))
+        write_atomically(
+            _record_of(path),
+            json.dumps({"bytes": tokens.tokens.nbytes, "hash": tokens.content_hash}),
+        )
         if was_there:
             warn(f"{path} was not the file of tokens that had been written; it was made again")
     return tokens
@@ -64,7 +72,11 @@ def _open_if_whole(path: Path) -> MappedFile | None:
         record: Any = read_json(_record_of(path))
     except JsonError:
         return None
-    if not isinstance(record, dict) or not path.is_file() or path.stat().st_size != record.get("bytes"):
+    if (
+        not isinstance(record, dict)
+        or not path.is_file()
+        or path.stat().st_size != record.get("bytes")
+    ):
         return None
     if not record["bytes"] or record["bytes"] % np.dtype(np.uint32).itemsize:
         return None
@@ -72,7 +84,9 @@ def _open_if_whole(path: Path) -> MappedFile | None:
     return tokens if tokens.content_hash == record.get("hash") else None
 
 
-def _write(path: Path, files: list[Path], tokenizer: Tokenizer, separator: int | None, *, total: int) -> None:
+def _write(
+    path: Path, files: list[Path], tokenizer: Tokenizer, separator: int | None, *, total: int
+) -> None:
     temporary = path.with_suffix(".tmp")
     _remove_unfinished(path.parent, keep=temporary)
     try:
@@ -81,18 +95,25 @@ def _write(path: Path, files: list[Path], tokenizer: Tokenizer, separator: int |
             out.flush()
             os.fsync(out.fileno())
         if not temporary.stat().st_size:
-            raise InputError(f"data must hold text: {files[0]} becomes no token of {tokenizer.path}")
+            raise InputError(
+                f"data must hold text: {files[0]} becomes no token of {tokenizer.path}"
+            )
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)  # what a bad file or Ctrl-C has left may be large
 
 
 def _remove_unfinished(folder: Path, *, keep: Path) -> None:
-    """Removes what killed processes left of other files of tokens; one that is being written is locked."""
+    """Removes what killed processes left of other files of tokens; one that is being written is
+    locked.
+    """
     for left in folder.glob("*.tmp"):
         if left == keep:
             continue
-        with contextlib.suppress(filelock.Timeout), filelock.FileLock(left.with_suffix(".lock"), timeout=0):
+        with (
+            contextlib.suppress(filelock.Timeout),
+            filelock.FileLock(left.with_suffix(".lock"), timeout=0),
+        ):
             left.unlink(missing_ok=True)
 
 

@@ -1,10 +1,12 @@
-"""Tokenizers, and how one of them turns text data into tokens; `train.data.token_cache` keeps these in a file.
+"""Tokenizers, and how one of them turns text data into tokens; `train.data.token_cache` keeps these
+in a file.
 
-A text file is a document, and so is the "text" of each line of a .jsonl file. A document begins with the tokens with
-which the tokenizer begins a prompt, and a token that the run names may end it. Long documents are encoded in pieces of
-about PIECE_BYTES, cut at the end of a line, so that memory stays small and threads encode pieces side by side; tokens
-next to a cut may differ from those of the whole document. A tokenizer that begins every text with a space adds one
-after each cut. A text that begins with these tokens, or ends with that one, as chat templates write it, gets no second.
+A text file is a document, and so is the "text" of each line of a .jsonl file. A document begins
+with the tokens with which the tokenizer begins a prompt, and a token that the run names may end it.
+Long documents are encoded in pieces of about PIECE_BYTES, cut at the end of a line, so that memory
+stays small and threads encode pieces side by side; tokens next to a cut may differ from those of
+the whole document. A tokenizer that begins every text with a space adds one after each cut. A text
+that begins with these tokens, or ends with that one, as chat templates write it, gets no second.
 """
 
 import dataclasses
@@ -23,16 +25,19 @@ from train.lifecycle.errors import InputError
 from train.metrics.output import percent_printer
 
 VERSION = 3
-"""Version of the tokens that a text becomes. Those of 1 lacked the tokens that begin a document; those of 2 had them,
-or the one that ends it, twice where the text has them itself."""
+"""Version of the tokens that a text becomes. Those of 1 lacked the tokens that begin a document;
+those of 2 had them, or the one that ends it, twice where the text has them itself."""
 MOST_BYTES = 1 << 29
 """The most bytes of a tokenizer's file."""
-PIECE_BYTES, BATCH_PIECES = 1 << 20, 16
+PIECE_BYTES = 1 << 20
+BATCH_PIECES = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer of the package `tokenizers`, which turns text into the tokens of a model and back."""
+    """A tokenizer of the package `tokenizers`, which turns text into the tokens of a model and
+    back.
+    """
 
     name: str  # has the hash of its file, which a run must not change
     inner: tokenizers.Tokenizer  # neither truncates nor pads, whatever the file says
@@ -41,11 +46,15 @@ class Tokenizer:
 
     @classmethod
     def open(cls, path: Path, *, vocab_size: int, field: str = "data.tokenizer") -> Self:
-        """Reads a file, which must be a tokenizer and make no token that is not in the vocabulary."""
+        """Reads a file, which must be a tokenizer and make no token that is not in the
+        vocabulary.
+        """
         try:
             content = read_regular(path, most_bytes=MOST_BYTES)
         except OSError as error:
-            raise InputError(f"{field} must be a file of a tokenizer: {path}: {error.strerror or error}") from error
+            raise InputError(
+                f"{field} must be a file of a tokenizer: {path}: {error.strerror or error}"
+            ) from error
         with errors_of_tokenizers(f"{field} must be a file of a tokenizer: {path} cannot be read"):
             inner = tokenizers.Tokenizer.from_str(content.decode())
             # A file often records the truncation and the padding of the last call that used it.
@@ -57,10 +66,14 @@ class Tokenizer:
         largest = max([*vocabulary.values(), *prefix], default=0)
         if largest >= vocab_size:
             raise InputError(
-                f"{field} must match the vocabulary: {path} has tokens up to {largest}, and model.vocab_size is "
-                f"{vocab_size}; use the tokenizer of this model, or a model.vocab_size of {largest + 1} or more"
+                f"{field} must match the vocabulary: {path} has tokens up to {largest}, and "
+                "model.vocab_size is "
+                f"{vocab_size}; use the tokenizer of this model, or a model.vocab_size of "
+                f"{largest + 1} or more"
             )
-        return cls(f"tokenizer {hashlib.blake2b(content, digest_size=8).hexdigest()}", inner, prefix, path)
+        return cls(
+            f"tokenizer {hashlib.blake2b(content, digest_size=8).hexdigest()}", inner, prefix, path
+        )
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a prompt: those that begin every text, and those of this one."""
@@ -69,7 +82,9 @@ class Tokenizer:
         return self.begin(tokens)
 
     def begin(self, tokens: list[int]) -> list[int]:
-        """Returns the tokens of a text after those that begin every text, of which it may have the last ones itself."""
+        """Returns the tokens of a text after those that begin every text, of which it may have the
+        last ones itself.
+        """
         for length in range(len(self.prefix), 0, -1):
             if self.prefix[-length:] == tuple(tokens[:length]):
                 return [*self.prefix[:-length], *tokens]
@@ -88,7 +103,8 @@ class Tokenizer:
 def _prefix(inner: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
     """Returns the special tokens with which a tokenizer begins a text.
 
-    They are told from those that end it by the tokens of a text between them, which the tokenizer must not drop.
+    They are told from those that end it by the tokens of a text between them, which the tokenizer
+    must not drop.
     """
     failed: Exception | None = None
     for text in ("a", *itertools.islice(vocabulary, 16)):
@@ -108,12 +124,16 @@ def _is_special(pair: tuple[int, int]) -> bool:
 
 
 def is_file(tokenizer: str | None) -> bool:
-    """Says whether `data.tokenizer` is a file, and not the name of a tokenizer that was applied before."""
+    """Says whether `data.tokenizer` is a file, and not the name of a tokenizer that was applied
+    before.
+    """
     return tokenizer is not None and tokenizer.endswith(".json")
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:
-    """Returns the text of tokens that are bytes; tokens from 256 on, which a larger vocabulary has, become "?"."""
+    """Returns the text of tokens that are bytes; tokens from 256 on, which a larger vocabulary has,
+    become "?".
+    """
     return bytes(token if token < 256 else ord("?") for token in tokens).decode(errors="replace")
 
 
@@ -128,14 +148,26 @@ class _Piece(NamedTuple):
 
 
 def write_tokens(
-    out: IO[bytes], files: Iterable[Path], tokenizer: Tokenizer, separator: int | None, *, total: int
+    out: IO[bytes],
+    files: Iterable[Path],
+    tokenizer: Tokenizer,
+    separator: int | None,
+    *,
+    total: int,
 ) -> None:
-    """Writes the tokens of texts, uint32, one document after the other, and prints the share of `total` bytes."""
-    pieces, done = (piece for file in files for piece in _pieces(file)), 0
+    """Writes the tokens of texts, uint32, one document after the other, and prints the share of
+    `total` bytes.
+    """
+    pieces = (piece for file in files for piece in _pieces(file))
+    done = 0
     report = percent_printer("tokenized")
     for batch in itertools.batched(pieces, BATCH_PIECES):  # they are encoded side by side
-        with errors_of_tokenizers(f"the tokenizer {tokenizer.path} cannot encode {batch[0].file} or what follows it"):
-            encoded = tokenizer.inner.encode_batch([piece.text for piece in batch], add_special_tokens=False)
+        with errors_of_tokenizers(
+            f"the tokenizer {tokenizer.path} cannot encode {batch[0].file} or what follows it"
+        ):
+            encoded = tokenizer.inner.encode_batch(
+                [piece.text for piece in batch], add_special_tokens=False
+            )
         for piece, encoding in zip(batch, encoded, strict=True):
             tokens = tokenizer.begin(encoding.ids) if piece.begins else encoding.ids
             if piece.ends and separator is not None and tokens[-1:] != [separator]:
@@ -152,12 +184,14 @@ def _pieces(file: Path) -> Iterator[_Piece]:
                 for number, line in enumerate(lines, start=1):
                     yield _Piece(file, _text_of_line(line, file, number), True, True, len(line))
                 return
-            begins, piece = True, lines.readlines(PIECE_BYTES)
+            begins = True
+            piece = lines.readlines(PIECE_BYTES)
             while piece:
                 following = lines.readlines(PIECE_BYTES)
                 content = b"".join(piece)
                 yield _Piece(file, content.decode(), begins, not following, len(content))
-                begins, piece = False, following
+                begins = False
+                piece = following
     except OSError as error:
         raise InputError(f"data must be readable: {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -176,6 +210,7 @@ def _text_of_line(line: bytes, file: Path, number: int) -> str:
         return text
     except (KeyError, TypeError) as error:
         raise InputError(
-            f'every line of a .jsonl file must be an object with "text", a string: {file}, line {number}: '
+            f'every line of a .jsonl file must be an object with "text", a string: {file}, line '
+            f"{number}: "
             f"{type(error).__name__}: {error}"
         ) from error

@@ -1,7 +1,9 @@
-"""Errors of the package `tokenizers`, which raises whatever its Rust code meets, as errors of the input.
+"""Errors of the package `tokenizers`, which raises whatever its Rust code meets, as errors of the
+input.
 
-A file that says nothing sensible, or a text that a tokenizer has no tokens for, can end in a panic of Rust. Python sees
-that as a BaseException, after Rust has written where it panicked, and perhaps a stack, to standard error.
+A file that says nothing sensible, or a text that a tokenizer has no tokens for, can end in a panic
+of Rust. Python sees that as a BaseException, after Rust has written where it panicked, and perhaps
+a stack, to standard error.
 """
 
 import contextlib
@@ -21,8 +23,8 @@ _redirecting = threading.Lock()
 def errors_of_tokenizers(says: str) -> Iterator[None]:
     """Turns what the package `tokenizers` raises into an InputError.
 
-    What it writes to standard error is dropped then, because the InputError has the message, and is written afterwards
-    otherwise.
+    What it writes to standard error is dropped then, because the InputError has the message, and is
+    written afterwards otherwise.
     """
     with _redirecting, tempfile.TemporaryFile() as aside:
         restore = _redirect_stderr(aside)
@@ -41,7 +43,9 @@ def errors_of_tokenizers(says: str) -> Iterator[None]:
 
 
 def _redirect_stderr(file: IO[bytes]) -> Callable[[], None]:
-    """Lets the process write what it writes to standard error to a file, and returns what ends that."""
+    """Lets the process write what it writes to standard error to a file, and returns what ends
+    that.
+    """
     if sys.stderr is None:
         return _do_nothing
     try:

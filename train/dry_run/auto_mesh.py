@@ -1,7 +1,9 @@
-"""`--mesh auto`: the sizes of the mesh that are predicted to be the fastest on the chips of a run or of a dry run.
+"""`--mesh auto`: the sizes of the mesh that are predicted to be the fastest on the chips of a run
+or of a dry run.
 
-A run chooses before it opens its chips, because flags of libtpu depend on the mesh: a child process counts them. A run
-that continues on as many chips keeps its mesh, which its workdir has in config.json.
+A run chooses before it opens its chips, because flags of libtpu depend on the mesh: a child process
+counts them. A run that continues on as many chips keeps its mesh, which its workdir has in
+config.json.
 """
 
 from pathlib import Path
@@ -23,10 +25,13 @@ _NAMED = "give --mesh.data, --mesh.fsdp, --mesh.context and --mesh.model"
 
 
 def mesh_of_topology(config: Config, topology: str, trust: Mode) -> Config:
-    """Returns a configuration with the mesh that is predicted to be the fastest for a topology, and prints it."""
+    """Returns a configuration with the mesh that is predicted to be the fastest for a topology, and
+    prints it.
+    """
     if "*" in topology:
         raise InputError(
-            "--mesh auto must have a topology of one slice, because it does not know the network between slices: got "
+            "--mesh auto must have a topology of one slice, because it does not know the network "
+            "between slices: got "
             f"--topology {topology}; {_NAMED}"
         )
     devices = len(topology_devices(topology))
@@ -35,7 +40,8 @@ def mesh_of_topology(config: Config, topology: str, trust: Mode) -> Config:
 
 
 def mesh_of_run(config: Config, trust: Mode, *, setup: Setup | None = None) -> Config:
-    """Returns a configuration with the mesh of its workdir, or else the fastest one for the TPUs of this machine.
+    """Returns a configuration with the mesh of its workdir, or else the fastest one for the TPUs of
+    this machine.
 
     `setup` starts the child process that counts the chips.
     """
@@ -49,13 +55,15 @@ def mesh_of_run(config: Config, trust: Mode, *, setup: Setup | None = None) -> C
         return _say_recorded(config, recorded)
     if not may_have_tpus(config):
         raise InputError(
-            f"--mesh auto predicts the times of TPUs alone, and this run has mesh.platform={config.mesh.platform}: "
+            "--mesh auto predicts the times of TPUs alone, and this run has "
+            f"mesh.platform={config.mesh.platform}: "
             f"{_NAMED}"
         )
     machine = describe_machine(setup or setup_of(config))
     if machine["platform"] != "tpu" or machine["chip"] not in CHIPS:
         raise InputError(
-            f"--mesh auto predicts the times of known TPUs alone, and here are {machine['kind']}: {_NAMED}"
+            f"--mesh auto predicts the times of known TPUs alone, and here are {machine['kind']}: "
+            f"{_NAMED}"
         )
     devices = machine["devices"]
     if recorded is not None and _multiplies(recorded, devices):
@@ -65,7 +73,9 @@ def mesh_of_run(config: Config, trust: Mode, *, setup: Setup | None = None) -> C
 
 
 def _recorded(config: Config) -> tuple[int, ...] | None:
-    """Returns the sizes of the mesh with which the workdir was last used; None if there was no run in it."""
+    """Returns the sizes of the mesh with which the workdir was last used; None if there was no run
+    in it.
+    """
     workdir = Path(config.workdir)
     if not (workdir / "config.json").is_file():
         return None

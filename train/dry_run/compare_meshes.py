@@ -1,9 +1,11 @@
-"""`run.py --dry-run --compare-meshes --topology v5e:4x4` says which mesh of those chips a run should take.
+"""`run.py --dry-run --compare-meshes --topology v5e:4x4` says which mesh of those chips a run
+should take.
 
-All grids of data x fsdp x context x model are ranked by predicted cost and memory, without compiling anything, each
-with the form of the step that is predicted to be the fastest of those that fit (`train.dry_run.forms`). The best few
-are then compiled, in a process apart, and their times are estimated from the compiled step as in a dry run. A mesh that
-the compiler refuses or cannot compile, or that a backend cannot serve, is replaced by the next one of the ranking.
+All grids of data x fsdp x context x model are ranked by predicted cost and memory, without
+compiling anything, each with the form of the step that is predicted to be the fastest of those that
+fit (`train.dry_run.forms`). The best few are then compiled, in a process apart, and their times are
+estimated from the compiled step as in a dry run. A mesh that the compiler refuses or cannot
+compile, or that a backend cannot serve, is replaced by the next one of the ranking.
 """
 
 import dataclasses
@@ -27,28 +29,46 @@ from train.step.flags import flags_of, require_known
 from train.step.mesh import AXES, mesh_over
 from train.step.trainer import backend_limits_are_input_errors
 
-COMPILED, FAILED = "compiled", "predicted; it could not be compiled"  # sources of figures, beside PREDICTED
+# sources of figures, beside PREDICTED
+COMPILED = "compiled"
+FAILED = "predicted; it could not be compiled"
 LISTED = 12  # number of predicted meshes in the printed table; the file has all of them
-HEADER = (*AXES, "remat", "fsdp overlap", "memory", "step", "MFU", "exposed", "by what", "figures are")
+HEADER = (
+    *AXES,
+    "remat",
+    "fsdp overlap",
+    "memory",
+    "step",
+    "MFU",
+    "exposed",
+    "by what",
+    "figures are",
+)
 
 
 def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) -> int:
-    """Prints the table, saves all of it in the folder `dry_run` of the workdir, and returns the exit code.
+    """Prints the table, saves all of it in the folder `dry_run` of the workdir, and returns the
+    exit code.
 
     `compiled` meshes are compiled, with the kernels that `trust` lets them take.
     """
     if "*" in topology:
         raise InputError(
-            "--compare-meshes must have a topology of one slice, because it does not know the network between slices: "
+            "--compare-meshes must have a topology of one slice, because it does not know the "
+            "network between slices: "
             f"got --topology {topology}; use {topology.partition('*')[0]}, or a dry run of one mesh"
         )
-    devices, chip = len(topology_devices(topology)), check.CHIPS[topology.partition(":")[0]]
+    devices = len(topology_devices(topology))
+    chip = check.CHIPS[topology.partition(":")[0]]
     if compiled:
         require_known(config, chip.name)
     with trusting(trust):
         ranked = rank(config, chip, devices)
     fitting = sum(one.fits for one in ranked)
-    say(f"meshes     {len(ranked)} of {topology} divide the model and the batch; {fitting} are predicted to fit")
+    say(
+        f"meshes     {len(ranked)} of {topology} divide the model and the batch; {fitting} are "
+        "predicted to fit"
+    )
     tried = _compile_best(config, topology, ranked, trust, compiled)
     rows = sorted([*tried, *ranked[len(tried) :]], key=place)
     say(text := table([cells(row) for row in rows[: max(LISTED, compiled)]]))
@@ -61,19 +81,31 @@ def compare_meshes(config: Config, topology: str, trust: Mode, compiled: int) ->
     say(f"details    {folder}: meshes.txt, and meshes.json with all {len(rows)} meshes")
     if tried and all(row.source == FAILED for row in tried):
         raise InputError(
-            f"no step could be compiled for {topology}, on {len(tried)} meshes: the figures above are predictions alone"
+            f"no step could be compiled for {topology}, on {len(tried)} meshes: the figures above "
+            "are predictions alone"
         )
     return 0
 
 
 def place(one: Prediction) -> tuple[int, float]:
-    """What the table is sorted by: compiled, predicted, failed, too large; then by time, or else by memory."""
-    return ((COMPILED, PREDICTED, FAILED).index(one.source), one.seconds) if one.fits else (3, one.needed)
+    """What the table is sorted by: compiled, predicted, failed, too large; then by time, or else by
+    memory.
+    """
+    return (
+        ((COMPILED, PREDICTED, FAILED).index(one.source), one.seconds)
+        if one.fits
+        else (3, one.needed)
+    )
 
 
 def figures(one: Prediction) -> dict[str, Any]:
     """Returns a row of meshes.json. A compiled step that does not fit has no times."""
-    times = {"seconds": one.seconds, "mfu": one.mfu, "exposed": one.exposed / one.seconds, "by_what": one.binds}
+    times = {
+        "seconds": one.seconds,
+        "mfu": one.mfu,
+        "exposed": one.exposed / one.seconds,
+        "by_what": one.binds,
+    }
     if one.source == COMPILED and not one.fits:
         times = dict.fromkeys(times) | {"by_what": "memory"}
     form = {"mesh": one.sizes, "remat": one.remat, "overlap": one.overlap}
@@ -86,22 +118,40 @@ def cells(one: Prediction) -> tuple[str, ...]:
     shares = ["-" if row[name] is None else f"{row[name]:.1%}" for name in ("mfu", "exposed")]
     memory = gib(one.needed) + ("" if one.fits else " (too much)")
     seconds = "-" if row["seconds"] is None else time_text(row["seconds"])
-    return (*map(str, one.sizes.values()), one.remat, one.overlap, memory, seconds, *shares, row["by_what"], one.source)
+    return (
+        *map(str, one.sizes.values()),
+        one.remat,
+        one.overlap,
+        memory,
+        seconds,
+        *shares,
+        row["by_what"],
+        one.source,
+    )
 
 
 def compiled_form(config: Config, topology: str, one: Prediction, trust: Mode) -> Prediction:
-    """Compiles the step on one mesh, in a child process, and returns the figures of that instead of the predicted."""
+    """Compiles the step on one mesh, in a child process, and returns the figures of that instead of
+    the predicted.
+    """
     config = with_form(with_mesh(config, tuple(one.sizes.values())), one.remat, one.overlap)
     try:
         mesh = mesh_over(check.topology_devices(topology), config.mesh, topology)
-        with flags_of(config, topology.partition(":")[0]) as flags, jax.set_mesh(mesh), trusting(trust):
+        with (
+            flags_of(config, topology.partition(":")[0]) as flags,
+            jax.set_mesh(mesh),
+            trusting(trust),
+        ):
             say(flags)
             with backend_limits_are_input_errors(config), progress(f"compiling for {topology}"):
                 _, program = compile_step(config, topology, mesh, compiler_options=check.HLO_ONLY)
     except check.HbmError as error:
         say(f"           does not fit: it needs {gib(error.needed)}")
         return dataclasses.replace(one, memory={"total": error.needed}, source=COMPILED)
-    except (RuntimeError, InputError) as error:  # a crash, a timeout, a mesh or a backend that cannot serve the run
+    except (
+        RuntimeError,
+        InputError,
+    ) as error:  # a crash, a timeout, a mesh or a backend that cannot serve the run
         say(f"           not compiled: {error}")
         return dataclasses.replace(one, source=FAILED)
     with progress("reading the compiled program"):
@@ -120,16 +170,21 @@ def compiled_form(config: Config, topology: str, one: Prediction, trust: Mode) -
 def table(rows: list[tuple[str, ...]]) -> str:
     """Formats rows under HEADER, with aligned columns."""
     widths = [max(map(len, column)) for column in zip(HEADER, *rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (HEADER, *rows))
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in (HEADER, *rows)
+    )
     return "\n".join(line.rstrip() for line in lines)
 
 
 def _compile_best(
     config: Config, topology: str, ranked: list[Prediction], trust: Mode, wanted: int
 ) -> list[Prediction]:
-    """Compiles the first meshes of a ranking until so many fit, and returns the rows of all that were tried.
+    """Compiles the first meshes of a ranking until so many fit, and returns the rows of all that
+    were tried.
 
-    At most 2 x wanted + 2 meshes are tried, and beyond the first `wanted` only those that are predicted to fit.
+    At most 2 x wanted + 2 meshes are tried, and beyond the first `wanted` only those that are
+    predicted to fit.
     """
     rows: list[Prediction] = []
     for number, one in enumerate(ranked[: 2 * wanted + 2], 1):

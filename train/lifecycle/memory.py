@@ -1,6 +1,7 @@
 """Refuses a run that cannot fit the memory, before a program of impossible sizes is compiled.
 
-What is compared is the least that a run needs, so that a run which passes may still need more than there is.
+What is compared is the least that a run needs, so that a run which passes may still need more than
+there is.
 """
 
 import math
@@ -16,25 +17,31 @@ from train.lifecycle.errors import InputError
 from train.metrics.output import gib
 from train.step.trainer import Trainer
 
-# Where Linux has the limit of a container, in the second and in the first version of its control groups.
+# Where Linux has the limit of a container, in the second and in the first version of its control
+# groups.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def check_memory(trainer: Trainer, config: Config, mesh: jax.sharding.Mesh) -> None:
-    """Checks that the memory of a device, or of a host whose devices are simulated, has what a run needs at least."""
+    """Checks that the memory of a device, or of a host whose devices are simulated, has what a run
+    needs at least.
+    """
     needs = least_bytes(trainer, config, mesh)
     device = mesh.local_devices[0]
     has: int | None
     if device.platform == "cpu":
-        where, has = "this host", host_memory()
+        where = "this host"
+        has = host_memory()
         needs = {name: size * len(mesh.local_devices) for name, size in needs.items()}
     else:
-        where, has = "a device", (device.memory_stats() or {}).get("bytes_limit")
+        where = "a device"
+        has = (device.memory_stats() or {}).get("bytes_limit")
     if has is None or sum(needs.values()) <= has:
         return
     parts = ", ".join(f"{gib(size)} for {name}" for name, size in needs.items())
     raise InputError(
-        f"the run must fit the memory of {where}, which has {gib(has)}: it needs at least {parts}; use smaller fields "
+        f"the run must fit the memory of {where}, which has {gib(has)}: it needs at least {parts}; "
+        "use smaller fields "
         f"of model, a smaller data.batch_size than {config.data.batch_size}, or more devices"
     )
 
@@ -45,7 +52,8 @@ def least_bytes(trainer: Trainer, config: Config, mesh: jax.sharding.Mesh) -> di
     tokens = config.data.batch_size * config.data.sequence_length // config.data.microbatches
     layer_input = tokens * config.model.width * jnp.dtype(config.model.dtype).itemsize
     return {
-        "the parameters, their gradients and the optimizer's state": _bytes_of(state) + _bytes_of(state.params),
+        "the parameters, their gradients and the optimizer's state": _bytes_of(state)
+        + _bytes_of(state.params),
         "the tokens of a batch": _bytes_of(trainer.abstract_batch()),
         "the input of a layer": layer_input // mesh.size,
     }

@@ -1,4 +1,6 @@
-"""What a run does before its first step: it caches and compiles programs, and agrees with its other processes."""
+"""What a run does before its first step: it caches and compiles programs, and agrees with its other
+processes.
+"""
 
 import contextlib
 import gzip
@@ -27,17 +29,24 @@ from train.step.trainer import Trainer, backend_limits_are_input_errors
 
 CACHE = {
     "jax_compilation_cache_max_size": 8 << 30,
-    "jax_persistent_cache_min_compile_time_secs": 0.5,  # programs that compile faster are not worth a file
+    # programs that compile faster are not worth a file
+    "jax_persistent_cache_min_compile_time_secs": 0.5,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
 _KINDS_OF_MEMORY = ("argument", "output", "alias", "temp", "generated_code")
 
 
 def configure_cache(config: Config) -> None:
-    """Makes JAX keep compiled programs, unless `compile_cache` is none or JAX was told of a folder already."""
+    """Makes JAX keep compiled programs, unless `compile_cache` is none or JAX was told of a folder
+    already.
+    """
     if config.compile_cache == "none" or jax.config.jax_compilation_cache_dir:
         return
-    folder = user_cache() / "programs" if config.compile_cache == "auto" else Path(config.compile_cache).expanduser()
+    folder = (
+        user_cache() / "programs"
+        if config.compile_cache == "auto"
+        else Path(config.compile_cache).expanduser()
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_incomplete(folder)
@@ -48,7 +57,9 @@ def configure_cache(config: Config) -> None:
 
 
 def _remove_incomplete(folder: Path) -> None:
-    """Removes entries that a killed process left half-written: those without a time of use, which JAX writes last."""
+    """Removes entries that a killed process left half-written: those without a time of use, which
+    JAX writes last.
+    """
     with contextlib.suppress(filelock.Timeout), filelock.FileLock(folder / ".lockfile", timeout=10):
         for entry in folder.glob("*-cache"):
             used = entry.with_name(entry.name.removesuffix("-cache") + "-atime")
@@ -57,9 +68,13 @@ def _remove_incomplete(folder: Path) -> None:
 
 
 def require_same(values: dict[str, Any]) -> None:
-    """Checks that values, which are JSON data, are those of the first process, before one process waits for another."""
+    """Checks that values, which are JSON data, are those of the first process, before one process
+    waits for another.
+    """
     for name, value in values.items():
-        digest = hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
+        digest = hashlib.blake2b(
+            json.dumps(value, sort_keys=True).encode(), digest_size=16
+        ).digest()
         try:
             multihost_utils.assert_equal(np.frombuffer(digest, np.uint32))
         except AssertionError as error:
@@ -67,15 +82,19 @@ def require_same(values: dict[str, Any]) -> None:
 
 
 def agree_on_kernels() -> None:
-    """Makes all processes agree which kernels of the TPUs of the enclosing mesh are trusted, by what is stored."""
+    """Makes all processes agree which kernels of the TPUs of the enclosing mesh are trusted, by
+    what is stored.
+    """
     if mesh.platform() != "tpu":
         return
     evidence = trust.known(mesh.chip_name())
     if evidence.rule == "stored" and trust.PASSED not in evidence.verdicts.values():
-        flags = os.environ.get("LIBTPU_INIT_ARGS", "").strip()  # a part of what a verdict depends on
+        # a part of what a verdict depends on
+        flags = os.environ.get("LIBTPU_INIT_ARGS", "").strip()
         command = f"LIBTPU_INIT_ARGS='{flags}' {trust.COMMAND}" if flags else trust.COMMAND
         say(
-            f"verify     no kernel has passed in every process; `{command} --distributed`, started on every host "
+            f"verify     no kernel has passed in every process; `{command} --distributed`, started "
+            "on every host "
             "before the run, verifies them"
         )
 
@@ -83,7 +102,9 @@ def agree_on_kernels() -> None:
 def compile_steps(
     trainer: Trainer, config: Config, work: Workdir, events: Events
 ) -> tuple[jax.stages.Compiled, jax.stages.Compiled | None]:
-    """Compiles the training step, whose text `train/report.py` reads, and the evaluation step if there are any."""
+    """Compiles the training step, whose text `train/report.py` reads, and the evaluation step if
+    there are any.
+    """
     began = time.monotonic()
     with backend_limits_are_input_errors(config):
         with progress("compiling the training step"):
@@ -108,7 +129,9 @@ def compile_steps(
 
 
 def describe_dispatch(train_step: jax.stages.Compiled) -> list[str]:
-    """Says what in a compiled step makes the host wait or calls it, such as a print, so that devices may idle."""
+    """Says what in a compiled step makes the host wait or calls it, such as a print, so that
+    devices may idle.
+    """
     info = check_async_compatible(train_step)
     if info.compatible and not info.has_host_callbacks:
         return []

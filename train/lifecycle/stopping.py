@@ -1,11 +1,14 @@
-"""What stops a run before its end: signals, which the loop notices between two steps, and a watchdog.
+"""What stops a run before its end: signals, which the loop notices between two steps, and a
+watchdog.
 
-After the first signal the run finishes the current step and saves it. A second Ctrl-C ends the process without saving.
-Before the first step, and after the last one is saved, there is nothing to save. A thread then ends the process if its
-main thread does not stop by itself: Python tells the main thread of a signal only between two of its instructions, and
-one of them may compile a program for an hour.
-If several processes train together, a signal to any of them stops all of them after the same step: JAX's runtime
-receives SIGTERM, informs every process, and agrees on the step, so all other signals are turned into SIGTERM there.
+After the first signal the run finishes the current step and saves it. A second Ctrl-C ends the
+process without saving. Before the first step, and after the last one is saved, there is nothing to
+save. A thread then ends the process if its
+main thread does not stop by itself: Python tells the main thread of a signal only between two of
+its instructions, and one of them may compile a program for an hour.
+If several processes train together, a signal to any of them stops all of them after the same step:
+JAX's runtime receives SIGTERM, informs every process, and agrees on the step, so all other signals
+are turned into SIGTERM there.
 """
 
 import contextlib
@@ -37,21 +40,29 @@ SIGNAL_TICK_SECONDS = 0.1
 class StopRequest:
     """A context manager that records the first signal instead of letting it end the process.
 
-    `shared` says whether several processes train together. `end` ends the process with an exit code, without waiting
-    for anything, `grace` seconds after a signal that the main thread has not obeyed; see `end_at_once`.
+    `shared` says whether several processes train together. `end` ends the process with an exit
+    code, without waiting for anything, `grace` seconds after a signal that the main thread has not
+    obeyed; see `end_at_once`.
     """
 
-    def __init__(self, *, shared: bool, grace: float = GRACE_SECONDS, end: Callable[[int], object] = os._exit) -> None:
+    def __init__(
+        self, *, shared: bool, grace: float = GRACE_SECONDS, end: Callable[[int], object] = os._exit
+    ) -> None:
         self.signal: signal.Signals | None = None  # the first one that arrived
-        self._shared, self._grace, self._end = shared, grace, end
+        self._shared = shared
+        self._grace = grace
+        self._end = end
         self._before: dict[signal.Signals, Any] = {}
         self._outcome: str | None = "before the first step; there was nothing new to save"
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        watched = [number for number in EXIT_CODES if not (self._shared and number == signal.SIGTERM)]
+        watched = [
+            number for number in EXIT_CODES if not (self._shared and number == signal.SIGTERM)
+        ]
         self._before = {number: signal.signal(number, self._note) for number in watched}
-        if not self._shared:  # other processes would wait for this one, so all of them stop after the same step
+        # other processes would wait for this one, so all of them stop after the same step
+        if not self._shared:
             self._watch_signals()
         return self
 
@@ -61,18 +72,23 @@ class StopRequest:
             signal.signal(number, handler)
 
     def end_at_once(self, outcome: str | None) -> None:
-        """Says what is lost if a signal ends the process at any time from here on: nothing, but as `outcome` says.
+        """Says what is lost if a signal ends the process at any time from here on: nothing, but as
+        `outcome` says.
 
         With None, which is for the steps of a run, only the main thread may stop it.
         """
         self._outcome = outcome
 
     def _watch_signals(self) -> None:
-        """Starts a thread that is told of each signal when it arrives, whatever the main thread does."""
+        """Starts a thread that is told of each signal when it arrives, whatever the main thread
+        does.
+        """
         reads, writes = os.pipe()
         os.set_blocking(writes, False)
         before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
-        thread = threading.Thread(target=self._end_in_time, args=(reads,), name="signals", daemon=True)
+        thread = threading.Thread(
+            target=self._end_in_time, args=(reads,), name="signals", daemon=True
+        )
         thread.start()
 
         def stop() -> None:
@@ -84,7 +100,9 @@ class StopRequest:
         self._stack.callback(stop)
 
     def _end_in_time(self, pipe: int) -> None:
-        """Ends the process some time after a signal, sooner after a second Ctrl-C, while there is nothing to save."""
+        """Ends the process some time after a signal, sooner after a second Ctrl-C, while there is
+        nothing to save.
+        """
         arrived = list[signal.Signals]()
         grace = self._grace
         waited = 0.0
@@ -107,10 +125,13 @@ class StopRequest:
                 return
 
     def should_stop(self, step: int) -> bool:
-        """Returns whether to stop after `step`; every process of a run gets the same answer for the same step."""
+        """Returns whether to stop after `step`; every process of a run gets the same answer for the
+        same step.
+        """
         if not self._shared:
             return self.signal is not None
-        from jax.experimental import multihost_utils  # JAX is imported after the command line has been checked
+        # JAX is imported after the command line has been checked
+        from jax.experimental import multihost_utils
 
         if not multihost_utils.reached_preemption_sync_point(step):
             return False
@@ -133,13 +154,17 @@ class StopRequest:
 class Watchdog:
     """A context manager whose thread ends the process if `progress` is not called for some time.
 
-    `seconds` is the longest time without progress, 0 for ever. The time is counted in ticks of the thread and not read
-    from a clock, so that a process which was stopped with SIGSTOP, or a machine that slept, does not count as hanging.
+    `seconds` is the longest time without progress, 0 for ever. The time is counted in ticks of the
+    thread and not read from a clock, so that a process which was stopped with SIGSTOP, or a machine
+    that slept, does not count as hanging.
     """
 
     def __init__(self, seconds: float, stacks: Path, *, end: Callable[[int], object] = os._exit):
-        self._seconds, self._stacks, self._end = seconds, stacks, end
-        self._idle, self._last = 0.0, "the start"
+        self._seconds = seconds
+        self._stacks = stacks
+        self._end = end
+        self._idle = 0.0
+        self._last = "the start"
         self._stopped = threading.Event()
 
     def __enter__(self) -> Self:
@@ -152,7 +177,8 @@ class Watchdog:
 
     def progress(self, last: str) -> None:
         """Tells that something was finished, which `last` names for the message."""
-        self._idle, self._last = 0.0, last
+        self._idle = 0.0
+        self._last = last
 
     def _watch(self) -> None:
         tick = min(TICK_SECONDS, self._seconds / 4)
@@ -163,8 +189,10 @@ class Watchdog:
         with contextlib.suppress(OSError), open(self._stacks, "w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         print_error(
-            f"error: the run made no progress for {self._seconds:.0f} s after {self._last}, so the process ends; its "
-            f"stacks are in {self._stacks}. Started again, it continues from the newest checkpoint; "
+            f"error: the run made no progress for {self._seconds:.0f} s after {self._last}, so the "
+            "process ends; its "
+            f"stacks are in {self._stacks}. Started again, it continues from the newest "
+            "checkpoint; "
             "report.hang_seconds sets the time."
         )
         self._end(RESTART)

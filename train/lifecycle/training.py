@@ -24,7 +24,12 @@ from train.data.corpus import identify, open_corpora
 from train.dry_run.forms import choose_and_say, explains_lack
 from train.lifecycle.errors import COMPLETE, DivergedError
 from train.lifecycle.memory import check_memory
-from train.lifecycle.preparation import agree_on_kernels, compile_steps, configure_cache, require_same
+from train.lifecycle.preparation import (
+    agree_on_kernels,
+    compile_steps,
+    configure_cache,
+    require_same,
+)
 from train.lifecycle.stopping import StopRequest, Watchdog
 from train.lifecycle.workdir import Workdir, open_workdir
 from train.metrics.lines import Events, provenance
@@ -39,12 +44,15 @@ from train.step.trainer import Trainer, TrainState, backend_limits_are_input_err
 
 
 def train(command: Command, stop: StopRequest) -> int:
-    """Trains as the command line says, and returns the exit code. The processes of the run have joined each other."""
+    """Trains as the command line says, and returns the exit code. The processes of the run have
+    joined each other.
+    """
     config = command.config
     if not config.mesh.distributed:
         configure_jax(config.mesh)
     configure_cache(config)
-    if config.mesh.platform == "cpu" and not config.mesh.distributed:  # simulated devices take memory
+    # simulated devices take memory
+    if config.mesh.platform == "cpu" and not config.mesh.distributed:
         check_fits_mesh(config, mesh_shape(config.mesh, config.mesh.cpu_devices, "simulated cpu"))
     with progress("opening the devices"):
         mesh = make_mesh(config.mesh)
@@ -62,7 +70,13 @@ class Run:
     """One start of a run, whose workdir is locked."""
 
     def __init__(self, command: Command, mesh: jax.sharding.Mesh, stop: StopRequest, work: Workdir):
-        self.command, self.config, self.mesh, self.stop, self.work = command, command.config, mesh, stop, work
+        self.command, self.config, self.mesh, self.stop, self.work = (
+            command,
+            command.config,
+            mesh,
+            stop,
+            work,
+        )
         config = self.config
         with progress("reading the data"):
             self.corpora = open_corpora(config.data, vocab_size=config.model.vocab_size)
@@ -70,15 +84,22 @@ class Run:
         self.evaluation = Evaluation(self.validation, config, mesh)
         self.batches = TrainingBatches(self.training, config, mesh)
         evaluated = [windows.corpus for windows in self.evaluation.windows.values()]
-        self.read = [*self.corpora.values(), *(corpus for corpus in evaluated if corpus is not None)]
-        corpus = {name: identify(source, config.data.tokenizer) for name, source in self.corpora.items()}
+        self.read = [
+            *self.corpora.values(),
+            *(corpus for corpus in evaluated if corpus is not None),
+        ]
+        corpus = {
+            name: identify(source, config.data.tokenizer) for name, source in self.corpora.items()
+        }
         self.identity = identify_run(config, corpus, flags.in_effect(mesh.devices.flat[0].platform))
-        kept, folder = config.checkpoint, config.checkpoint.folder or work.checkpoints
+        kept = config.checkpoint
+        folder = config.checkpoint.folder or work.checkpoints
         self.checkpoints = Checkpoints(folder, keep=kept.keep, permanent_every=kept.permanent_every)
 
     def run(self) -> int:
         """Starts the run, continues it, or reports that it is complete; returns the exit code."""
-        config, work = self.config, self.work
+        config = self.config
+        work = self.work
         with self.checkpoints, contextlib.ExitStack() as stack:
             start = self.checkpoints.choose(self.command.resume_step)
             corpus = self.identity.corpus
@@ -91,7 +112,8 @@ class Run:
             # The first process decides, because the others may not see the workdir.
             if start >= config.steps and multihost_utils.broadcast_one_to_all(has_sample):
                 where = str(self.checkpoints.path(start))
-                record, accepts = self.checkpoints.record(start), config.data.accept_change
+                record = self.checkpoints.record(start)
+                accepts = config.data.accept_change
                 check_identity(record, self.identity, where=where, accept_change=accepts)
                 say(f"the run is complete: step {start} of {config.steps}, in {where}")
                 return COMPLETE
@@ -103,9 +125,15 @@ class Run:
             events = Events(work.events if jax.process_index() == 0 else None)
             stack.callback(events.close)
             devices = [self.mesh.size, self.mesh.devices.flat[0].device_kind]
-            facts = {"mesh": dict(self.mesh.shape), "parameters": parameters, "flags": self.identity.flags}
+            facts = {
+                "mesh": dict(self.mesh.shape),
+                "parameters": parameters,
+                "flags": self.identity.flags,
+            }
             facts |= {"changes": changes + accepted}
-            events.add("start", step=start, steps=config.steps, devices=devices, **facts, **provenance())
+            events.add(
+                "start", step=start, steps=config.steps, devices=devices, **facts, **provenance()
+            )
             if start < config.steps:
                 state, step = self._train(trainer, events, state, start, tokens)
                 if step < config.steps:
@@ -126,18 +154,25 @@ class Run:
         say(f"size       {parameters:,} parameters")
         count = self.config.data.microbatches
         if differs := what_differs(self.config.model, count):
-            say(f"micro      in {count} micro-batches, the gradient is not that of the whole batch: {differs}")
+            say(
+                f"micro      in {count} micro-batches, the gradient is not that of the whole "
+                f"batch: {differs}"
+            )
         for change in changes:
             say(f"changed    {change}")
 
-    def _first_state(self, trainer: Trainer, start: int) -> tuple[TrainState | None, int, list[str]]:
+    def _first_state(
+        self, trainer: Trainer, start: int
+    ) -> tuple[TrainState | None, int, list[str]]:
         """Restores the checkpoint of step `start`, or takes the parameters of another run.
 
-        Returns the state, or None if it is to be drawn; the tokens that it has consumed; and the changes since then.
+        Returns the state, or None if it is to be drawn; the tokens that it has consumed; and the
+        changes since then.
         """
         config = self.config
         if start:
-            abstract, accepts = trainer.abstract_state(), config.data.accept_change
+            abstract = trainer.abstract_state()
+            accepts = config.data.accept_change
             with progress(f"reading the checkpoint of step {start}"):
                 state, record, accepted = self.checkpoints.restore(
                     start, abstract, self.identity, accept_change=accepts
@@ -158,30 +193,46 @@ class Run:
 
     def _set_aside(self, start: int) -> None:
         """Moves what is later than the step to continue from into the folder set_aside/."""
-        work, folder = self.work, self.work.set_aside
-        if self.command.resume_step is not None and jax.process_index() == 0 and work.metrics.exists():
+        work = self.work
+        folder = self.work.set_aside
+        if (
+            self.command.resume_step is not None
+            and jax.process_index() == 0
+            and work.metrics.exists()
+        ):
             folder.mkdir(exist_ok=True)
             shutil.copy2(work.metrics, unused_path(epath.Path(folder / work.metrics.name)))
-        beside = self.checkpoints.folder.parent / folder.name  # a rename does not leave the file system
+        # a rename does not leave the file system
+        beside = self.checkpoints.folder.parent / folder.name
         if moved := self.checkpoints.set_aside(start, beside):
             say(f"set aside  moved {moved} to {beside}")
 
     def _train(
         self, trainer: Trainer, events: Events, state: TrainState | None, start: int, tokens: int
     ) -> tuple[TrainState, int]:
-        """Trains from step `start` to the end or until a stop is requested; returns the state and its step."""
-        config, work, stop = self.config, self.work, self.stop
+        """Trains from step `start` to the end or until a stop is requested; returns the state and
+        its step.
+        """
+        config = self.config
+        work = self.work
+        stop = self.stop
         with explains_lack(config, self.mesh):
             train_step, eval_step = compile_steps(trainer, config, work, events)
         state = state or trainer.init()
-        # Other processes may not know of the signal and would wait in step 1, so all stop together after a step.
+        # Other processes may not know of the signal and would wait in step 1, so all stop together
+        # after a step.
         if stop.signal and jax.process_count() == 1:
-            say(f"stopped by {stop.signal.name} before the first step; there was nothing new to save")
+            say(
+                f"stopped by {stop.signal.name} before the first step; there was nothing new to "
+                "save"
+            )
             return state, start
         if jax.process_index() == 0:
             work.begin(config)
         with contextlib.ExitStack() as stack:
-            recorder = open_recorder(config, work, self.mesh, events, start=start, tokens_before=tokens)
+            recorder = open_recorder(
+                config, work, self.mesh, events, start=start, tokens_before=tokens
+            )
             stack.callback(recorder.close)
             watchdog = stack.enter_context(Watchdog(config.report.hang_seconds, work.stacks))
             profiler = Profiler(config.profile, work.profile, events)
@@ -197,9 +248,18 @@ class Run:
                 self._require_unchanged,
             )
             loop = Loop(
-                config, trainer, train_step, eval_step, self.batches, self.evaluation, saver, recorder, stop, watchdog,
+                config,
+                trainer,
+                train_step,
+                eval_step,
+                self.batches,
+                self.evaluation,
+                saver,
+                recorder,
+                stop,
+                watchdog,
                 profiler,
-            )  # fmt: skip
+            )
             stop.end_at_once(None)
             try:
                 state, step = loop.run(state, start=start)
@@ -208,30 +268,43 @@ class Run:
                 raise self._with_advice(error) from error
         if stop.signal and step < config.steps:
             events.add("stop", step=step, signal=stop.signal.name)
-            say(f"stopped by {stop.signal.name} after step {step}, saved in {self.checkpoints.path(step)}")
+            say(
+                f"stopped by {stop.signal.name} after step {step}, saved in "
+                f"{self.checkpoints.path(step)}"
+            )
             say(f"start again with --workdir {config.workdir} to continue")
         return state, step
 
     def _require_unchanged(self) -> None:
-        """Checks that the workdir and the data are still those with which the run began; otherwise it saves nothing."""
+        """Checks that the workdir and the data are still those with which the run began; otherwise
+        it saves nothing.
+        """
         self.work.require_lock()
         for corpus in self.read:
             corpus.require_unchanged()
 
     def _finish(self, trainer: Trainer, state: TrainState, events: Events) -> None:
         """Generates the sample, whose file marks the run as complete."""
-        config, work = self.config, self.work
-        self.stop.end_at_once(f"after step {config.steps}, which is saved; started again, the run makes the sample")
+        config = self.config
+        work = self.work
+        self.stop.end_at_once(
+            f"after step {config.steps}, which is saved; started again, the run makes the sample"
+        )
         if config.eval.sample_tokens:
             source, corpus = next(iter(self.corpora.items()))
-            windows = self.validation[source] if len(self.validation[source]) else self.training[source]
+            windows = (
+                self.validation[source] if len(self.validation[source]) else self.training[source]
+            )
             with progress("generating the sample"):
                 text = render(corpus, *generate(trainer, state, windows[0], config))
             say(f"sample     (the model continues after \u2502)\n{text}")
             if jax.process_index() == 0:
                 write_atomically(work.sample, text + "\n")
         events.add("complete", step=config.steps)
-        say(f"done       {self.checkpoints.path(config.steps)}, {work.metrics}, {work.plot}, {work.tensorboard}")
+        say(
+            f"done       {self.checkpoints.path(config.steps)}, {work.metrics}, {work.plot}, "
+            f"{work.tensorboard}"
+        )
 
     def _with_advice(self, error: DivergedError) -> DivergedError:
         self.checkpoints.wait()
@@ -240,7 +313,8 @@ class Run:
         if good:
             where = f"the last good checkpoint is {self.checkpoints.path(good)}, of step {good}"
         advice = (
-            f", so the run was stopped and nothing was saved from there on; {where}. Starting again repeats it: try a "
+            f", so the run was stopped and nothing was saved from there on; {where}. Starting "
+            "again repeats it: try a "
             "lower optimizer.learning_rate, or --skip.nonfinite True if single batches are bad."
         )
         return DivergedError(error.step, error.cause, advice)
@@ -248,7 +322,9 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """The steps of a run. The host dispatches them ahead of the devices, and waits only to report or to save."""
+    """The steps of a run. The host dispatches them ahead of the devices, and waits only to report
+    or to save.
+    """
 
     config: Config
     trainer: Trainer
@@ -263,16 +339,20 @@ class Loop:
     profiler: "Profiler"
 
     def run(self, state: TrainState, *, start: int) -> tuple[TrainState, int]:
-        """Trains from step `start`, whose state is donated, to the last step or a stop, and saves the final state.
+        """Trains from step `start`, whose state is donated, to the last step or a stop, and saves
+        the final state.
 
-        Reports are one interval late: when the host waits for a report, one more interval of steps has already been
-        dispatched, so the devices never run out of work. After a DivergedError nothing was saved from that step on.
+        Reports are one interval late: when the host waits for a report, one more interval of steps
+        has already been dispatched, so the devices never run out of work. After a DivergedError
+        nothing was saved from that step on.
         """
-        config, step = self.config, start
+        config = self.config
+        step = start
         first_report = min((start // config.report.every + 2) * config.report.every, config.steps)
 
         def first_steps() -> str:
-            done, steps = self.recorder.computed(), first_report - start
+            done = self.recorder.computed()
+            steps = first_report - start
             return f"training, {done} of the {steps} steps before the first report are done"
 
         self.recorder.pace.start()
@@ -286,14 +366,17 @@ class Loop:
                 self.recorder.add(step, **metrics)
                 last = step == config.steps
                 if self.eval_step is not None and (last or step % config.eval.every == 0):
-                    self.recorder.add(step, **self.evaluation.run(self.eval_step, self.trainer.evaluated(state)))
+                    self.recorder.add(
+                        step, **self.evaluation.run(self.eval_step, self.trainer.evaluated(state))
+                    )
                 if step % config.report.every == 0:
                     self.recorder.report(step - config.report.every)
                 if step == first_report:
                     until_report.close()
                 self.profiler.after(step, state)
                 self.saver.poll(step, state)
-                self.watchdog.progress(f"step {step}")  # after the poll, which may name an earlier step's checkpoint
+                # after the poll, which may name an earlier step's checkpoint
+                self.watchdog.progress(f"step {step}")
                 stopping = self.stop.should_stop(step)
                 if last or stopping or self.saver.is_due(step):
                     self.saver.save(step, state)
@@ -316,11 +399,15 @@ def changed_fields(config: Config) -> dict[str, dict[str, Any]]:
 
 
 class Profiler:
-    """A window of steps that JAX's profiler records. The host waits for the devices at both ends of the window."""
+    """A window of steps that JAX's profiler records. The host waits for the devices at both ends of
+    the window.
+    """
 
     def __init__(self, config: ProfileConfig, folder: Path, events: Events):
         self._first, self._last = config.start, config.start + config.steps - 1
-        self._folder, self._events, self._is_on = folder, events, False
+        self._folder = folder
+        self._events = events
+        self._is_on = False
 
     def before(self, step: int, state: TrainState) -> None:
         """Starts the profile if the window begins with this step."""

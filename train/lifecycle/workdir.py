@@ -40,31 +40,52 @@ class Workdir:
         self.lock_file: IO[str] | None = None
 
     def require_lock(self) -> None:
-        """Raises a StorageError if the lock file is no longer the one that this process has locked."""
+        """Raises a StorageError if the lock file is no longer the one that this process has
+        locked.
+        """
         lock = self.lock_file
         with contextlib.suppress(OSError):
             if lock is None or os.path.samestat(os.stat(lock.name), os.fstat(lock.fileno())):
                 return
-        raise StorageError(f"workdir {self.root} or its file .lock was removed or replaced while the run was going on")
+        raise StorageError(
+            f"workdir {self.root} or its file .lock was removed or replaced while the run was "
+            "going on"
+        )
 
     def check_paths(self) -> None:
-        """Checks that what the run will write can be written, because it writes most of it after it has compiled."""
-        files = (self.config, self.metrics, self.events, self.plot, self.sample, self.program, self.stacks)
+        """Checks that what the run will write can be written, because it writes most of it after it
+        has compiled.
+        """
+        files = (
+            self.config,
+            self.metrics,
+            self.events,
+            self.plot,
+            self.sample,
+            self.program,
+            self.stacks,
+        )
         folders = (self.tensorboard, self.checkpoints, self.set_aside, self.profile)
         for path in files:
             if path.exists() and not path.is_file():
-                raise InputError(f"workdir must have a file, or nothing, called {path.name}: {path} is something else")
+                raise InputError(
+                    f"workdir must have a file, or nothing, called {path.name}: {path} is "
+                    "something else"
+                )
         for path in folders:
             if path.exists() and not path.is_dir():
                 raise InputError(
-                    f"workdir must have a folder, or nothing, called {path.name}: {path} is something else"
+                    f"workdir must have a folder, or nothing, called {path.name}: {path} is "
+                    "something else"
                 )
         for path in (self.metrics, self.events):  # a run appends to them; all others it replaces
             if path.exists() and not os.access(path, os.R_OK | os.W_OK):
                 raise InputError(f"workdir must have files that can be written: {path} cannot")
 
     def changes(self, config: Config) -> list[str]:
-        """Says how a configuration differs from that of the last start; checkpoints decide whether it may."""
+        """Says how a configuration differs from that of the last start; checkpoints decide whether
+        it may.
+        """
         try:
             saved = dict(flatten(read_json(self.config)))
         except (JsonError, AttributeError):
@@ -73,7 +94,9 @@ class Workdir:
         return differences(saved | unimportant, flat_fields(config))
 
     def begin(self, config: Config) -> None:
-        """Writes config.json, and removes what killed processes left and the sample, which marks a run as complete."""
+        """Writes config.json, and removes what killed processes left and the sample, which marks a
+        run as complete.
+        """
         for temporary in self.root.glob(".*.tmp"):
             temporary.unlink(missing_ok=True)
         write_atomically(self.config, as_json(config))
@@ -82,13 +105,17 @@ class Workdir:
 
 @contextlib.contextmanager
 def open_workdir(folder: Path) -> Iterator[Workdir]:
-    """Makes the folder of a run and locks it against other runs; of several processes the first one holds the lock."""
+    """Makes the folder of a run and locks it against other runs; of several processes the first one
+    holds the lock.
+    """
     work = Workdir(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "a+")  # noqa: SIM115 (closed below)
     except OSError as error:
-        raise InputError(f"workdir must be a folder that can be written: {folder}: {error.strerror}") from error
+        raise InputError(
+            f"workdir must be a folder that can be written: {folder}: {error.strerror}"
+        ) from error
     with lock:
         if jax.process_index() == 0:
             _lock(lock, folder)
@@ -108,13 +135,15 @@ def _lock(lock: IO[str], folder: Path) -> None:
                 lock.seek(0)
                 holder = lock.read().strip() or "unknown"
                 raise InputError(
-                    f"workdir {folder} is in use by another run ({holder}): wait for it to end, or choose another "
+                    f"workdir {folder} is in use by another run ({holder}): wait for it to end, or "
+                    "choose another "
                     "--workdir"
                 ) from error
             time.sleep(0.05)
         except OSError as error:
             raise InputError(
-                f"workdir {folder} is on a file system without locks ({error.strerror}); choose another --workdir"
+                f"workdir {folder} is on a file system without locks ({error.strerror}); choose "
+                "another --workdir"
             ) from error
     with contextlib.suppress(OSError):  # a full disk does not keep a run from continuing
         lock.truncate(0)

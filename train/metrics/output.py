@@ -1,4 +1,6 @@
-"""What commands write: lines of text that nobody needs to read, and files that a killed process leaves whole."""
+"""What commands write: lines of text that nobody needs to read, and files that a killed process
+leaves whole.
+"""
 
 import io
 import os
@@ -12,11 +14,12 @@ GIB = 1 << 30
 
 
 def open_missing_streams() -> None:
-    """Lets a process without a terminal go on: what is printed to a closed standard stream goes nowhere.
+    """Lets a process without a terminal go on: what is printed to a closed standard stream goes
+    nowhere.
 
-    The numbers of closed streams are taken as well. Otherwise the next file that is opened has such a number, and what
-    a library writes to standard error ends up in it. A character that the encoding of standard output lacks, as in the
-    text of a sample, is printed as its number.
+    The numbers of closed streams are taken as well. Otherwise the next file that is opened has such
+    a number, and what a library writes to standard error ends up in it. A character that the
+    encoding of standard output lacks, as in the text of a sample, is printed as its number.
     """
     for number in range(3):
         try:
@@ -36,12 +39,16 @@ def open_missing_streams() -> None:
 
 
 def print_line(text: str) -> None:
-    """Prints a line; once nobody reads standard output any more, as when a terminal was closed, nothing is printed."""
+    """Prints a line; once nobody reads standard output any more, as when a terminal was closed,
+    nothing is printed.
+    """
     _print(text, sys.stdout)
 
 
 def print_error(text: str) -> None:
-    """Prints a line on standard error as `print_line` does, so that an error ends a process as it should."""
+    """Prints a line on standard error as `print_line` does, so that an error ends a process as it
+    should.
+    """
     _print(text, sys.stderr)
 
 
@@ -97,9 +104,11 @@ def user_cache() -> Path:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file by one rename, so that a killed process leaves either the old or the new content.
+    """Replaces a file by one rename, so that a killed process leaves either the old or the new
+    content.
 
-    The name of the temporary file has the host and the process in it, because several processes may write one file.
+    The name of the temporary file has the host and the process in it, because several processes may
+    write one file.
     """
     temporary = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.tmp")
     try:

@@ -1,4 +1,6 @@
-"""Where the measurements of a run go beside metrics.jsonl: a terminal, TensorBoard, and a picture of the losses."""
+"""Where the measurements of a run go beside metrics.jsonl: a terminal, TensorBoard, and a picture
+of the losses.
+"""
 
 import contextlib
 import datetime
@@ -18,7 +20,15 @@ from tensorboardX.record_writer import masked_crc32c
 from flaxasync.hardware import chip_of_device
 from train.config import Config
 from train.lifecycle.workdir import Workdir
-from train.metrics.lines import AppendedFile, Events, Line, MetricsFile, Sink, read_events, read_metrics
+from train.metrics.lines import (
+    AppendedFile,
+    Events,
+    Line,
+    MetricsFile,
+    Sink,
+    read_events,
+    read_metrics,
+)
 from train.metrics.output import print_line, warn
 from train.metrics.recorder import Pace, Recorder
 from train.step.products import model_flops_per_token
@@ -27,21 +37,38 @@ _SMOOTH_OVER = 50  # the bold curve of the losses averages over a fiftieth of th
 
 
 def open_recorder(
-    config: Config, work: Workdir, mesh: jax.sharding.Mesh, events: Events, *, start: int, tokens_before: int
+    config: Config,
+    work: Workdir,
+    mesh: jax.sharding.Mesh,
+    events: Events,
+    *,
+    start: int,
+    tokens_before: int,
 ) -> Recorder:
-    """Opens the recorder of a run that has done `start` steps, and its sinks, which only the first process has."""
-    peak, chip = config.report.peak_tflops, chip_of_device(mesh.devices.flat[0].device_kind)
+    """Opens the recorder of a run that has done `start` steps, and its sinks, which only the first
+    process has.
+    """
+    peak = config.report.peak_tflops
+    chip = chip_of_device(mesh.devices.flat[0].device_kind)
     pace = Pace(
         tokens_per_step=config.data.batch_size * config.data.sequence_length,
         steps_before=start,
         tokens_before=tokens_before,
         flops_per_token=model_flops_per_token(config.model, config.data.sequence_length),
-        peak_flops=peak * 1e12 * mesh.size if peak is not None else chip.flops * mesh.size if chip else None,
+        peak_flops=peak * 1e12 * mesh.size
+        if peak is not None
+        else chip.flops * mesh.size
+        if chip
+        else None,
     )
     sinks = list[Sink]()
     if jax.process_index() == 0:
         metrics = MetricsFile(work.metrics, start=start)
-        starts = [event["unix"] for event in read_events(work.events) if event["event"] == "start" and "unix" in event]
+        starts = [
+            event["unix"]
+            for event in read_events(work.events)
+            if event["event"] == "start" and "unix" in event
+        ]
         pace.began, pace.productive = (*starts, pace.began)[0], metrics.seconds
         views = [TensorBoard(work.tensorboard, start=start), LossPicture(work.metrics, work.plot)]
         sinks = [metrics, *views, Progress(start=start, steps=config.steps)]
@@ -49,12 +76,16 @@ def open_recorder(
 
 
 class Progress(Sink):
-    """Shows the newest line, live in a terminal, and prints a line for each validation and each skipped update."""
+    """Shows the newest line, live in a terminal, and prints a line for each validation and each
+    skipped update.
+    """
 
     def __init__(self, *, start: int, steps: int):
         columns = ("step {task.completed}/{task.total}", "{task.description}")
         texts = [rich.progress.TextColumn(column) for column in columns]
-        self._bar = rich.progress.Progress(*texts, refresh_per_second=4, disable=not sys.stdout.isatty())
+        self._bar = rich.progress.Progress(
+            *texts, refresh_per_second=4, disable=not sys.stdout.isatty()
+        )
         self._task = self._bar.add_task("starting", total=steps, completed=start)
         self._bar.start()
         self._steps = steps
@@ -65,8 +96,13 @@ class Progress(Sink):
                 self._print(f"step {line['step']}: the update was skipped, {describe(line)}")
             if "validation_loss" in line:
                 self._print(describe_validation(line))
-        step, seconds = line["step"], line.get("step_seconds") or 0  # of the newest line
-        text = f"{describe(line)}  eta {datetime.timedelta(seconds=round(seconds * (self._steps - step)))}"
+        # of the newest line
+        step = line["step"]
+        seconds = line.get("step_seconds") or 0
+        text = (
+            f"{describe(line)}  eta "
+            f"{datetime.timedelta(seconds=round(seconds * (self._steps - step)))}"
+        )
         self._bar.update(self._task, completed=step, description=text)
         if self._bar.disable:
             print_line(f"step {step}/{self._steps}  {text}")
@@ -85,16 +121,24 @@ class Progress(Sink):
 
 def describe(line: Line) -> str:
     """Formats a line as "loss 2.3101  grad norm 0.512  81,920 tokens/s"."""
-    loss, norm = _number(line.get("loss"), ".4f"), _number(line.get("grad_norm"), ".3f")
-    return f"loss {loss}  grad norm {norm}  {_number(line.get('tokens_per_second'), ',.0f')} tokens/s"
+    loss = _number(line.get("loss"), ".4f")
+    norm = _number(line.get("grad_norm"), ".3f")
+    return (
+        f"loss {loss}  grad norm {norm}  {_number(line.get('tokens_per_second'), ',.0f')} tokens/s"
+    )
 
 
 def describe_validation(line: Line) -> str:
-    """Formats a line as "step 200: validation loss 2.3456 nats per token, perplexity 10.44", one part for each set."""
+    """Formats a line as "step 200: validation loss 2.3456 nats per token, perplexity 10.44", one
+    part for each set.
+    """
     parts = []
     for name in (key.removesuffix("_loss") for key in line if key.endswith("_loss")):
         perplexity = _number(line.get(f"{name}_perplexity"), ".4g")
-        parts.append(f"{name} loss {_number(line[f'{name}_loss'], '.4f')} nats per token, perplexity {perplexity}")
+        parts.append(
+            f"{name} loss {_number(line[f'{name}_loss'], '.4f')} nats per token, perplexity "
+            f"{perplexity}"
+        )
     return f"step {line['step']}: {'; '.join(parts)}"
 
 
@@ -103,22 +147,32 @@ def _number(value: float | None, form: str) -> str:
 
 
 class TensorBoard(Sink):
-    """Writes an event file that makes TensorBoard discard what earlier files have from the step after `start` on.
+    """Writes an event file that makes TensorBoard discard what earlier files have from the step
+    after `start` on.
 
-    The writers of tensorboardX do not survive a full disk: one of them ends with a traceback, the other one waits.
+    The writers of tensorboardX do not survive a full disk: one of them ends with a traceback, the
+      other one waits.
     """
 
     def __init__(self, folder: Path, *, start: int):
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{time.time():.0f}.{time.monotonic_ns()}"  # TensorBoard reads them in this order
+        # TensorBoard reads them in this order
+        name = f"events.out.tfevents.{time.time():.0f}.{time.monotonic_ns()}"
         self._file = AppendedFile(folder / name)
         self._add(file_version="brain.Event:2")
-        self._add(step=start + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+        self._add(
+            step=start + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        )
 
     def write(self, lines: Iterable[Line]) -> None:
         for line in lines:
-            values = {name: value for name, value in line.items() if name != "step" and value is not None}
-            parts = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+            values = {
+                name: value for name, value in line.items() if name != "step" and value is not None
+            }
+            parts = [
+                summary_pb2.Summary.Value(tag=name, simple_value=value)
+                for name, value in values.items()
+            ]
             self._add(step=line["step"], summary=summary_pb2.Summary(value=parts))
 
     def close(self) -> None:
@@ -133,10 +187,13 @@ class TensorBoard(Sink):
 
 
 class LossPicture(Sink):
-    """Draws loss.png when the run stops or ends. It reads metrics.jsonl, so it comes after the sink of that file."""
+    """Draws loss.png when the run stops or ends. It reads metrics.jsonl, so it comes after the sink
+    of that file.
+    """
 
     def __init__(self, metrics: Path, picture: Path):
-        self._metrics, self._picture = metrics, picture
+        self._metrics = metrics
+        self._picture = picture
 
     def close(self) -> None:
         temporary = self._picture.with_name(f".{self._picture.name}.tmp")
@@ -147,7 +204,9 @@ class LossPicture(Sink):
             warn(f"{self._picture} cannot be written: {error.strerror}")
 
     def _draw(self, file: Path) -> None:
-        """Draws the training loss, faint as measured and bold as averaged, and the validation loss over the steps."""
+        """Draws the training loss, faint as measured and bold as averaged, and the validation loss
+        over the steps.
+        """
         from matplotlib.figure import Figure  # imported late, because that takes long
 
         lines = read_metrics(self._metrics)
@@ -157,12 +216,22 @@ class LossPicture(Sink):
         axes.spines[["top", "right"]].set_visible(False)
         for metric, name, colour, style in (
             ("loss", "training", "#2a6f97", {"alpha": 0.3, "linewidth": 0.8}),
-            ("validation_loss", "validation", "#d1495b", {"linewidth": 1.8, "marker": "o", "markersize": 4}),
+            (
+                "validation_loss",
+                "validation",
+                "#d1495b",
+                {"linewidth": 1.8, "marker": "o", "markersize": 4},
+            ),
         ):
-            points = np.array([(line["step"], line[metric]) for line in lines if line.get(metric) is not None], float)
+            points = np.array(
+                [(line["step"], line[metric]) for line in lines if line.get(metric) is not None],
+                float,
+            )
             if not len(points):
                 continue
-            axes.plot(*points.T, color=colour, label=f"{name}, {points[-1, 1]:.3f} at the end", **style)
+            axes.plot(
+                *points.T, color=colour, label=f"{name}, {points[-1, 1]:.3f} at the end", **style
+            )
             if metric == "loss":
                 axes.plot(*average(points).T, color=colour, linewidth=1.8)
             axes.legend(frameon=False)
@@ -170,7 +239,9 @@ class LossPicture(Sink):
 
 
 def average(points: np.ndarray) -> np.ndarray:
-    """Returns a centred moving average of points [count, 2], without the ends where the window is not full."""
+    """Returns a centred moving average of points [count, 2], without the ends where the window is
+    not full.
+    """
     width = 2 * (len(points) // _SMOOTH_OVER) + 1
     window = np.full(width, 1 / width)
     return np.stack([np.convolve(column, window, "valid") for column in points.T], axis=1)

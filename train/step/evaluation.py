@@ -1,4 +1,6 @@
-"""How good the model of a run is: its loss on held-out data, and the sample that it writes when the run is complete."""
+"""How good the model of a run is: its loss on held-out data, and the sample that it writes when the
+run is complete.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,15 +28,22 @@ class Evaluation:
     """
 
     def __init__(self, validation: dict[str, Windows], config: Config, mesh: jax.sharding.Mesh):
-        """Opens the sets that `eval.sets` names, beside the validation windows of each data source, by its name."""
+        """Opens the sets that `eval.sets` names, beside the validation windows of each data source,
+        by its name.
+        """
         self._weights = {name: weight for name, _, weight in config.data.sources}
         windows = validation if self._weights else {MAIN: validation["data"]}
         for name, path in config.eval.sets if config.eval.every else ():
             if name in windows or name == MAIN:
-                raise InputError(f"eval.sets must have names of its own: {name} is the validation part of the data")
+                raise InputError(
+                    f"eval.sets must have names of its own: {name} is the validation part of the "
+                    "data"
+                )
             windows = windows | {name: _open_set(name, path, config)}
         self.windows = windows
-        self._sets = {name: ValidationBatches(source, config, mesh) for name, source in windows.items()}
+        self._sets = {
+            name: ValidationBatches(source, config, mesh) for name, source in windows.items()
+        }
 
     def run(self, eval_step: Callable[..., jax.Array], params: Any) -> dict[str, jax.Array]:
         """Returns the mean loss of each set in nats per token, as metrics by name.
@@ -49,18 +58,25 @@ class Evaluation:
             losses[f"{name}_loss"] = total[0] / total[1]
         if self._weights:
             share = 1 / sum(self._weights.values())
-            weighted = [losses[f"{name}_loss"] * np.float32(weight * share) for name, weight in self._weights.items()]
+            weighted = [
+                losses[f"{name}_loss"] * np.float32(weight * share)
+                for name, weight in self._weights.items()
+            ]
             losses[f"{MAIN}_loss"] = sum(weighted[1:], weighted[0])
         return losses
 
 
-def generate(trainer: Trainer, state: TrainState, prompt: np.ndarray, config: Config) -> tuple[list[int], list[int]]:
-    """Continues a prompt by `eval.sample_tokens` tokens, drawn with `eval.temperature`; the same state draws the same.
+def generate(
+    trainer: Trainer, state: TrainState, prompt: np.ndarray, config: Config
+) -> tuple[list[int], list[int]]:
+    """Continues a prompt by `eval.sample_tokens` tokens, drawn with `eval.temperature`; the same
+    state draws the same.
 
-    Returns the first tokens of the prompt, of which at most PROMPT_TOKENS are used, and no more than a sequence of
-    training has room for beside the generated ones; and the generated tokens.
+    Returns the first tokens of the prompt, of which at most PROMPT_TOKENS are used, and no more
+    than a sequence of training has room for beside the generated ones; and the generated tokens.
     """
-    length, count = config.data.sequence_length, config.eval.sample_tokens
+    length = config.data.sequence_length
+    count = config.eval.sample_tokens
     used = prompt[: min(PROMPT_TOKENS, length - count, prompt.size)]
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     generator = Generator(trainer.model, batch=1, length=used.size + count)
@@ -70,7 +86,9 @@ def generate(trainer: Trainer, state: TrainState, prompt: np.ndarray, config: Co
 
 
 def render(corpus: Corpus, prompt: list[int], generated: list[int]) -> str:
-    """Formats the prompt and its continuation, as text if the tokens are bytes or have a tokenizer, else as ids."""
+    """Formats the prompt and its continuation, as text if the tokens are bytes or have a tokenizer,
+    else as ids.
+    """
     if corpus.tokenizer is None and not corpus.is_text:
         return f"{prompt} \u2502 {generated}"
     decode = corpus.tokenizer.decode if corpus.tokenizer else decode_bytes
@@ -80,7 +98,8 @@ def render(corpus: Corpus, prompt: list[int], generated: list[int]) -> str:
 def _open_set(name: str, path: str, config: Config) -> Windows:
     field = f"the path of {name} in eval.sets"
     corpus = open_source(path, config.data, vocab_size=config.model.vocab_size, field=field)
-    windows, least = Windows(corpus.tokens, config.data.sequence_length, corpus), config.data.batch_size
+    windows = Windows(corpus.tokens, config.data.sequence_length, corpus)
+    least = config.data.batch_size
     if len(windows) < least:
         has = f"{corpus.name} has {len(windows)}"
         raise InputError(f"{field} must hold one batch of data.batch_size={least} sequences: {has}")

@@ -1,8 +1,9 @@
 """The flags of libtpu with which a run is compiled: chosen, tried, and set before JAX loads libtpu.
 
-libtpu reads its flags once, when JAX first asks for a device, from the variable LIBTPU_INIT_ARGS. So nothing here
-imports JAX. A flag that is in the variable already stays as it is. The children of `train.step.verify` and of
-`fa.check.compile_for` inherit the variable, and so verify and compile what the run executes.
+libtpu reads its flags once, when JAX first asks for a device, from the variable LIBTPU_INIT_ARGS.
+So nothing here imports JAX. A flag that is in the variable already stays as it is. The children of
+`train.step.verify` and of `fa.check.compile_for` inherit the variable, and so verify and compile
+what the run executes.
 """
 
 import contextlib
@@ -26,20 +27,26 @@ WHOLE_LAYERS: Mapping[str, Mapping[str, str]] = {
     "v6e": {SCOPED: "98304"},
     "v5p": {SCOPED: "49152"},  # a core has 64 MiB of vector memory, the others 128
 }
-"""Flags by chip that `auto` takes where mesh.model is 1, by the predictions of docs/train.md; elsewhere none."""
+"""Flags by chip that `auto` takes where mesh.model is 1, by the predictions of docs/train.md;
+elsewhere none.
+"""
 PROBE_SECONDS = 300  # time limit of the child process that tries flags
 
 _PCI = Path("/sys/bus/pci/devices")
 _GOOGLE = "0x1ae0"  # the vendor of these PCI devices, which are those of jax._src.hardware_utils
 _PCI_CHIPS = {"0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "tpu7x"}
-_TYPES = {"v5litepod": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "tpu7x"}  # beginnings of TPU_ACCELERATOR_TYPE
-_SLICES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}  # where flags are tried
+# beginnings of TPU_ACCELERATOR_TYPE
+_TYPES = {"v5litepod": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "tpu7x"}
+# where flags are tried
+_SLICES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}
 
 
 def set_flags(config: Config) -> str:
-    """Sets the flags of a run in this process, and returns a line about them, "" for a run that cannot be on TPUs.
+    """Sets the flags of a run in this process, and returns a line about them, "" for a run that
+    cannot be on TPUs.
 
-    Flags that this libtpu refuses are left out if `auto` chose them; those that were given by hand end the run.
+    Flags that this libtpu refuses are left out if `auto` chose them; those that were given by hand
+    end the run.
     """
     if not may_have_tpus(config):
         return ""
@@ -63,11 +70,13 @@ def require_known(config: Config, chip: str | None) -> None:
 
 @contextlib.contextmanager
 def flags_of(config: Config, chip: str) -> Iterator[str]:
-    """Sets the flags that a run would have on a chip, for one block of code in which a child process compiles.
+    """Sets the flags that a run would have on a chip, for one block of code in which a child
+    process compiles.
 
     Yields the line about them.
     """
-    flags, before = wanted(config, chip), os.environ.get(VARIABLE)
+    flags = wanted(config, chip)
+    before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = with_flags(flags)
     try:
         yield describe(config, chip, flags)
@@ -79,7 +88,9 @@ def flags_of(config: Config, chip: str) -> Iterator[str]:
 
 
 def wanted(config: Config, chip: str | None) -> dict[str, str]:
-    """Returns the flags to add for a run, {"xla_...": value}, without those that LIBTPU_INIT_ARGS has already."""
+    """Returns the flags to add for a run, {"xla_...": value}, without those that LIBTPU_INIT_ARGS
+    has already.
+    """
     if config.xla.flags == "auto":
         flags = WHOLE_LAYERS.get(chip or "", {}) if config.mesh.model == 1 else {}
     else:
@@ -97,19 +108,24 @@ def parse(text: str) -> dict[str, str]:
 
 
 def in_effect(platform: str = "tpu") -> dict[str, str]:
-    """Returns the flags with which this process compiles for a platform, those that were there before included."""
+    """Returns the flags with which this process compiles for a platform, those that were there
+    before included.
+    """
     return parse(os.environ.get(VARIABLE, "")) if platform == "tpu" else {}
 
 
 def with_flags(flags: Mapping[str, str]) -> str:
     """Returns the value of LIBTPU_INIT_ARGS with some flags before those that it has.
 
-    JAX adds one at the end when it is imported on a machine with TPUs. The text must not depend on whether it was,
-    because verdicts on kernels count only for the same text (`flaxasync.ops.trust.Machine`).
+    JAX adds one at the end when it is imported on a machine with TPUs. The text must not depend on
+    whether it was, because verdicts on kernels count only for the same text
+    (`flaxasync.ops.trust.Machine`).
     """
     there = os.environ.get(VARIABLE, "")
     return (
-        " ".join([*(f"--{name}={value}" for name, value in flags.items()), there.strip()]).strip() if flags else there
+        " ".join([*(f"--{name}={value}" for name, value in flags.items()), there.strip()]).strip()
+        if flags
+        else there
     )
 
 
@@ -124,42 +140,67 @@ def describe(config: Config, chip: str | None, flags: Mapping[str, str]) -> str:
     if config.xla.flags != "auto":
         return f"flags      none are added, by --xla.flags{there}"
     if chip is None:
-        return f"flags      none: nothing here tells the kind of chip; --xla.flags name=value sets some{there}"
+        return (
+            "flags      none: nothing here tells the kind of chip; --xla.flags name=value "
+            f"sets some{there}"
+        )
     if config.mesh.model != 1:
-        return f"flags      none (auto, {chip}): none is predicted to help where mesh.model is not 1{there}"
+        return (
+            f"flags      none (auto, {chip}): none is predicted to help where mesh.model is "
+            f"not 1{there}"
+        )
     if chip in WHOLE_LAYERS:  # and the variable has them
         return f"flags      none are added (auto, {chip}){there}"
     return f"flags      none (auto, {chip}): none is predicted to help{there}"
 
 
 def refusal(flags: Mapping[str, str], chip: str | None) -> str:
-    """Tries flags, with those that are in effect, in a child process of libtpu; says what it refuses, or "".
+    """Tries flags, with those that are in effect, in a child process of libtpu; says what it
+    refuses, or "".
 
-    The child compiles a product with an all-gather for the chip, because libtpu refuses some flags only there.
+    The child compiles a product with an all-gather for the chip, because libtpu refuses some flags
+    only there.
     """
-    checkout = str(Path(__file__).resolve().parents[2])  # which is not on the path of a child where it is not installed
+    # which is not on the path of a child where it is not installed
+    checkout = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([checkout, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {VARIABLE: with_flags(flags), "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    environment = os.environ | {
+        VARIABLE: with_flags(flags),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": path,
+    }
     command = [sys.executable, "-m", "train.step.flags_probe", _SLICES[chip or "v5e"]]
     try:
         with progress("asking libtpu whether it takes the flags"):
             child = subprocess.run(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
                 timeout=PROBE_SECONDS,
-            )  # fmt: skip
+            )
     except subprocess.TimeoutExpired:
         return f"libtpu did not say within {PROBE_SECONDS} s whether it takes {with_flags(flags)}"
     if child.returncode == 0:
         return ""
     lines = [line.strip() for line in child.stdout.splitlines() if re.search("ERROR|Error", line)]
-    cause = (lines or child.stdout.strip().splitlines() or [f"it ended with code {child.returncode}"])[-1]
+    cause = (
+        lines or child.stdout.strip().splitlines() or [f"it ended with code {child.returncode}"]
+    )[-1]
     tried = in_effect() | dict(flags)
-    blamed = [f"{name}={value}" for name, value in tried.items() if re.search(rf"\b{re.escape(name)}\b", cause)]
+    blamed = [
+        f"{name}={value}"
+        for name, value in tried.items()
+        if re.search(rf"\b{re.escape(name)}\b", cause)
+    ]
     return f"libtpu refuses {blamed[0] if blamed else 'one of ' + with_flags(flags)}: {cause}"
 
 
 def chip_of_machine() -> str | None:
-    """Returns the kind of the attached TPU chips, such as "v6e", without opening them; None if nothing tells it.
+    """Returns the kind of the attached TPU chips, such as "v6e", without opening them; None if
+    nothing tells it.
 
     It asks the PCI devices and, where these are not visible, the variable TPU_ACCELERATOR_TYPE.
     """
@@ -172,9 +213,14 @@ def chip_of_machine() -> str | None:
 
 
 def may_have_tpus(config: Config) -> bool:
-    """Says whether the run may be on TPUs, without opening them: by its configuration, and by the files of chips."""
+    """Says whether the run may be on TPUs, without opening them: by its configuration, and by the
+    files of chips.
+    """
     if config.mesh.platform != "auto":
         return config.mesh.platform == "tpu"
-    if os.environ.get("JAX_PLATFORMS", "tpu").partition(",")[0] != "tpu" or importlib.util.find_spec("libtpu") is None:
+    if (
+        os.environ.get("JAX_PLATFORMS", "tpu").partition(",")[0] != "tpu"
+        or importlib.util.find_spec("libtpu") is None
+    ):
         return False
     return bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))

@@ -1,6 +1,8 @@
-"""The process that `train.step.flags` starts: it ends with code 0 if libtpu takes the flags of LIBTPU_INIT_ARGS.
+"""The process that `train.step.flags` starts: it ends with code 0 if libtpu takes the flags of
+LIBTPU_INIT_ARGS.
 
-libtpu itself ends a process that has a flag which it does not know. The argument is a topology, such as v6e:2x2.
+libtpu itself ends a process that has a flag which it does not know. The argument is a topology,
+such as v6e:2x2.
 """
 
 import sys
@@ -20,7 +22,9 @@ def main(topology: str) -> None:
     def gather_and_multiply(x: jax.Array) -> jax.Array:
         return x @ jax.lax.all_gather(x, "devices", tiled=True)
 
-    jax.jit(jax.shard_map(gather_and_multiply, mesh=mesh, in_specs=rows, out_specs=rows)).lower(x).compile()
+    jax.jit(jax.shard_map(gather_and_multiply, mesh=mesh, in_specs=rows, out_specs=rows)).lower(
+        x
+    ).compile()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""AdamW with a schedule, gradient clipping and weight decay on the matmul kernels only; and the skipping of updates.
+"""AdamW with a schedule, gradient clipping and weight decay on the matmul kernels only; and the
+skipping of updates.
 
-The devices decide within the step whether an update is skipped, so that the host need not wait for it and every process
-decides alike.
+The devices decide within the step whether an update is skipped, so that the host need not wait for
+it and every process decides alike.
 
-Reference: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019, https://arxiv.org/abs/1711.05101
+Reference: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019,
+  https://arxiv.org/abs/1711.05101
 """
 
 from typing import Any, NamedTuple
@@ -15,13 +17,16 @@ import optax
 from train.config import OptimizerConfig, SkipConfig
 
 NORM_DECAY = 0.98  # of the running mean of the gradient norm, which thus remembers about 50 steps
-STEPS_BEFORE = 20  # applied updates before a norm can count as a spike, because norms fall fast at the beginning
+# applied updates before a norm can count as a spike, because norms fall fast at the beginning
+STEPS_BEFORE = 20
 _DECAYS = {"kernel": True, "scale": False, "bias": False, "embedding": False}
 _DECAYS |= dict.fromkeys(("up", "gate", "down"), True)  # of experts
 
 
 class GuardState(NamedTuple):
-    """What is remembered of earlier updates to judge the next one; a checkpoint stores it. All are scalars."""
+    """What is remembered of earlier updates to judge the next one; a checkpoint stores it. All are
+    scalars.
+    """
 
     norm: jax.Array  # float32, running mean of the gradient norms of applied updates
     applied: jax.Array  # int32, number of applied updates
@@ -29,12 +34,15 @@ class GuardState(NamedTuple):
 
 
 def make_schedule(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
-    """Makes the schedule of the learning rate: a linear warm-up to the peak, then what `optimizer.schedule` names.
+    """Makes the schedule of the learning rate: a linear warm-up to the peak, then what
+    `optimizer.schedule` names.
 
-    The function takes the number of updates that are done and counts from 1, so that the first update has a learning
-    rate above 0 and the last one that of the floor. A run that is shorter than its warm-up ends during the warm-up.
+    The function takes the number of updates that are done and counts from 1, so that the first
+    update has a learning rate above 0 and the last one that of the floor. A run that is shorter
+    than its warm-up ends during the warm-up.
     """
-    peak, warmup = config.learning_rate, config.warmup_steps
+    peak = config.learning_rate
+    warmup = config.warmup_steps
     last = max(steps, warmup + 1)
     floor = peak * config.decay_floor
     decay_steps = max(round(config.decay_fraction * steps), 1)
@@ -54,20 +62,30 @@ def make_optimizer(config: OptimizerConfig, *, steps: int) -> optax.GradientTran
     """Makes the optimizer: clipping by the global norm, then AdamW."""
     rate = make_schedule(config, steps=steps)
     adamw = optax.adamw(
-        rate, b1=config.b1, b2=config.b2, eps=config.epsilon, mu_dtype=config.first_moment_dtype,
-        weight_decay=config.weight_decay, mask=decay_mask,
-    )  # fmt: skip
+        rate,
+        b1=config.b1,
+        b2=config.b2,
+        eps=config.epsilon,
+        mu_dtype=config.first_moment_dtype,
+        weight_decay=config.weight_decay,
+        mask=decay_mask,
+    )
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
 
 
 def decay_mask(params: Any) -> Any:
-    """Says for each parameter whether it decays, by its name; stacked layers give even the scale of a norm two axes."""
+    """Says for each parameter whether it decays, by its name; stacked layers give even the scale of
+    a norm two axes.
+    """
 
     def decays(path: tuple[Any, ...], _: Any) -> bool:
         name = jax.tree_util.keystr(path[-1:], simple=True)
         if name not in _DECAYS:
             parameter = jax.tree_util.keystr(path, simple=True, separator=".")
-            raise ValueError(f"parameter {parameter} must end in one of {sorted(_DECAYS)}: rename it, or add its name")
+            raise ValueError(
+                f"parameter {parameter} must end in one of {sorted(_DECAYS)}: rename it, or add "
+                "its name"
+            )
         return _DECAYS[name]
 
     return jax.tree_util.tree_map_with_path(decays, params)
@@ -81,9 +99,14 @@ def init_guard() -> GuardState:
     return GuardState(jnp.float32(0), jnp.int32(0), jnp.int32(0))
 
 
-def judge(guard: GuardState, loss: jax.Array, norm: jax.Array, config: SkipConfig) -> tuple[jax.Array, GuardState]:
-    """Decides whether to skip an update, by its loss and by the norm of its gradient before clipping."""
-    loss, norm = loss.astype(jnp.float32), norm.astype(jnp.float32)
+def judge(
+    guard: GuardState, loss: jax.Array, norm: jax.Array, config: SkipConfig
+) -> tuple[jax.Array, GuardState]:
+    """Decides whether to skip an update, by its loss and by the norm of its gradient before
+    clipping.
+    """
+    loss = loss.astype(jnp.float32)
+    norm = norm.astype(jnp.float32)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     skip = jnp.bool_(config.nonfinite) & ~finite
     if config.spike_factor:

@@ -1,7 +1,7 @@
 """One training step, one validation step, and the state that they work on.
 
-With `optimizer.master_copies` the state holds float32 parameters, and the model computes with copies of them in
-`model.param_dtype`, which exist within a step only.
+With `optimizer.master_copies` the state holds float32 parameters, and the model computes with
+copies of them in `model.param_dtype`, which exist within a step only.
 """
 
 import contextlib
@@ -31,8 +31,10 @@ class TrainState:
     params: Any  # of the model, as nested dicts whose keys are the names of its attributes
     opt_state: Any  # of the optax optimizer, whose moments are sharded as the parameters are
     step: jax.Array  # number of steps that are done, an int32 scalar
-    key: jax.Array  # random key of the run, uint32 [2]; whatever is drawn at a step folds the step into it
-    ema: Any = None  # running mean of the parameters in float32, if `optimizer.ema_decay` is above 0
+    # random key of the run, uint32 [2]; whatever is drawn at a step folds the step into it
+    key: jax.Array
+    # running mean of the parameters in float32, if `optimizer.ema_decay` is above 0
+    ema: Any = None
     guard: GuardState | None = None  # of what skips updates, if any may be skipped
 
 
@@ -47,9 +49,13 @@ class Trainer:
         self._graphdef = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))[0]
         self._jitted_init = jax.jit(self._init)
         self.train_step = jax.jit(self._train_step, donate_argnums=0)
-        """(state, *batch) -> (state, metrics). The given state is donated: its buffers hold the new state."""
+        """(state, *batch) -> (state, metrics). The given state is donated: its buffers hold the new
+        state.
+        """
         self.eval_step = jax.jit(self._eval_step)
-        """(params, total, *batch) -> total + (sum of the losses of the batch in nats, number of its targets)."""
+        """(params, total, *batch) -> total + (sum of the losses of the batch in nats, number of its
+        targets).
+        """
 
     def init(self) -> TrainState:
         """Makes the state of step 0; every parameter is drawn on the devices that hold it."""
@@ -61,8 +67,11 @@ class Trainer:
             return self._jitted_init(self._config.seed, params)
 
     def complete(self, state: TrainState) -> TrainState:
-        """Adds the parts of the state that a checkpoint lacks, because this run keeps them and that one did not."""
-        ema, guard = state.ema, state.guard
+        """Adds the parts of the state that a checkpoint lacks, because this run keeps them and that
+        one did not.
+        """
+        ema = state.ema
+        guard = state.guard
         if self._config.optimizer.ema_decay and ema is None:
             ema = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), state.params)
         if is_on(self._config.skip) and guard is None:
@@ -75,14 +84,18 @@ class Trainer:
 
         def with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             spec = leaf.sharding.spec if leaf.sharding else jax.P()
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.NamedSharding(self._mesh, spec))
+            return jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=jax.NamedSharding(self._mesh, spec)
+            )
 
         return jax.tree.map(with_sharding, state)
 
     def abstract_batch(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns the shape, type and sharding of each array of a batch."""
         shape = (self._config.data.batch_size, self._config.data.sequence_length)
-        tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=jax.NamedSharding(self._mesh, token_spec(self._mesh)))
+        tokens = jax.ShapeDtypeStruct(
+            shape, jnp.int32, sharding=jax.NamedSharding(self._mesh, token_spec(self._mesh))
+        )
         return (tokens,) * (2 if self._config.data.separator is None else 3)
 
     def compile_train_step(self) -> jax.stages.Compiled:
@@ -91,16 +104,22 @@ class Trainer:
 
     def compile_eval_step(self) -> jax.stages.Compiled:
         """Compiles `eval_step`, so that no report of the speed includes it."""
-        total = jax.ShapeDtypeStruct((2,), jnp.float32, sharding=jax.NamedSharding(self._mesh, jax.P()))
+        total = jax.ShapeDtypeStruct(
+            (2,), jnp.float32, sharding=jax.NamedSharding(self._mesh, jax.P())
+        )
         params = self.evaluated(self.abstract_state())
         return self.eval_step.lower(params, total, *self.abstract_batch()).compile()
 
     def evaluated(self, state: TrainState) -> Any:
-        """Returns the parameters that validation and samples use: their running mean, if there is one."""
+        """Returns the parameters that validation and samples use: their running mean, if there is
+        one.
+        """
         return state.params if state.ema is None else state.ema
 
     def model(self, params: Any) -> Transformer:
-        """Returns the model with the given parameters, which are cast to its parameter type if they have another."""
+        """Returns the model with the given parameters, which are cast to its parameter type if they
+        have another.
+        """
         return nnx.merge(self._graphdef, optax.tree.cast(params, self._config.model.param_dtype))
 
     def _build(self, key: jax.Array) -> Transformer:
@@ -135,19 +154,30 @@ class Trainer:
         losses = self._losses(model, *batch, routed=True)
         if losses.load_balance is None or losses.router_z is None:
             return losses.cross_entropy, {}
-        parts = {"loss": losses.cross_entropy, "load_balance": losses.load_balance, "router_z": losses.router_z}
+        parts = {
+            "loss": losses.cross_entropy,
+            "load_balance": losses.load_balance,
+            "router_z": losses.router_z,
+        }
         return model.total(losses), parts
 
     def _cross_entropy(self, params: Any, *batch: jax.Array) -> jax.Array:
         return self._losses(self.model(params), *batch, routed=False).cross_entropy
 
     def _losses(
-        self, model: Transformer, tokens: jax.Array, targets: jax.Array, *segments: jax.Array, routed: bool
+        self,
+        model: Transformer,
+        tokens: jax.Array,
+        targets: jax.Array,
+        *segments: jax.Array,
+        routed: bool,
     ) -> Losses:
         if not segments:
             return model.losses(tokens, targets, routed=routed)
         weights = self._has_target(tokens).astype(jnp.float32)
-        return model.losses(tokens, targets, segment_ids_BL=segments[0], weights_BL=weights, routed=routed)
+        return model.losses(
+            tokens, targets, segment_ids_BL=segments[0], weights_BL=weights, routed=routed
+        )
 
     def _targets(self, tokens: jax.Array, *_: jax.Array) -> jax.Array:
         if self._config.data.separator is None:
@@ -155,45 +185,62 @@ class Trainer:
         return jnp.sum(self._has_target(tokens), dtype=jnp.float32)
 
     def _has_target(self, tokens: jax.Array) -> jax.Array:
-        """Returns which positions are not separators: nothing predicts the first token of the next document."""
+        """Returns which positions are not separators: nothing predicts the first token of the next
+        document.
+        """
         assert self._config.data.separator is not None
         return tokens != jnp.int32(self._config.data.separator)
 
-    def _train_step(self, state: TrainState, *batch: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+    def _train_step(
+        self, state: TrainState, *batch: jax.Array
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_overlap(self._config, self._mesh)
         params = optax.tree.cast(state.params, self._config.model.param_dtype)
-        loss, parts, grads = loss_and_gradient(self._loss, self._targets, params, batch, self._config.data.microbatches)
-        with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
+        loss, parts, grads = loss_and_gradient(
+            self._loss, self._targets, params, batch, self._config.data.microbatches
+        )
+        # optax mixes integers and floats
+        with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):
             grads = optax.tree.cast_like(grads, state.params)
             norm = optax.tree.norm(grads)
             updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             metrics = {"loss": loss, "grad_norm": norm.astype(jnp.float32)} | parts
-            updates_done, guard = state.step, state.guard
+            updates_done = state.step
+            guard = state.guard
             if guard is not None:
                 updates_done = guard.applied
                 skip, guard = judge(guard, loss, norm, self._config.skip)
-                params, opt_state = optax.tree.where(skip, (state.params, state.opt_state), (params, opt_state))
+                params, opt_state = optax.tree.where(
+                    skip, (state.params, state.opt_state), (params, opt_state)
+                )
                 metrics["skipped"] = skip
             metrics["learning_rate"] = jnp.asarray(self._schedule(updates_done), jnp.float32)
             ema = state.ema
             if ema is not None:
                 decay = self._config.optimizer.ema_decay
                 newest = optax.tree.cast(params, jnp.float32)
-                ema = jax.tree.map(lambda mean, leaf: decay * mean + (1 - decay) * leaf, ema, newest)
+                ema = jax.tree.map(
+                    lambda mean, leaf: decay * mean + (1 - decay) * leaf, ema, newest
+                )
                 if guard is not None:
                     ema = optax.tree.where(skip, state.ema, ema)
         return TrainState(params, opt_state, state.step + 1, state.key, ema, guard), metrics
 
     def _eval_step(self, params: Any, total: jax.Array, *batch: jax.Array) -> jax.Array:
-        # Each batch takes the total of the batch before it, so that the batches run one after the other. Many programs
-        # with collectives that run at once can exhaust the thread pool of simulated devices.
-        return total + sum_of_losses(self._cross_entropy, self._targets, params, batch, self._config.data.microbatches)
+        # Each batch takes the total of the batch before it, so that the batches run one after the
+        # other. Many programs with collectives that run at once can exhaust the thread pool of
+        # simulated devices.
+        return total + sum_of_losses(
+            self._cross_entropy, self._targets, params, batch, self._config.data.microbatches
+        )
 
 
 @contextlib.contextmanager
 def backend_limits_are_input_errors(config: Config) -> Iterator[None]:
-    """Turns the NotImplementedError of a layer, whose backend cannot serve this run, into an InputError."""
+    """Turns the NotImplementedError of a layer, whose backend cannot serve this run, into an
+    InputError.
+    """
     try:
         yield
     except NotImplementedError as error:
@@ -208,6 +255,7 @@ def _check_overlap(config: Config, mesh: jax.sharding.Mesh) -> None:
         check_tpu("model.fsdp_overlap=prefetch_pallas", f"{other}, which runs on every device")
     if any(axis.name == FSDP and axis.across_slices for axis in mesh_report(mesh)):
         raise InputError(
-            "model.fsdp_overlap=prefetch_pallas sends along links, and mesh.fsdp goes across slices, which none "
+            "model.fsdp_overlap=prefetch_pallas sends along links, and mesh.fsdp goes across "
+            "slices, which none "
             f"connects; put mesh.data across them, or use {other}"
         )

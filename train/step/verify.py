@@ -1,8 +1,10 @@
-"""Verifies the kernels that a run would use, on the chips that it will run on, before it opens them.
+"""Verifies the kernels that a run would use, on the chips that it will run on, before it opens
+them.
 
-A TPU belongs to one process at a time, so the check runs in child processes that end before this one asks JAX for a
-device, or for its rank. Verdicts are stored, and a run whose cases all have one starts at once. `backend=auto` does not
-take kernels that fail; a backend that was named and fails ends the run.
+A TPU belongs to one process at a time, so the check runs in child processes that end before this
+one asks JAX for a device, or for its rank. Verdicts are stored, and a run whose cases all have one
+starts at once. `backend=auto` does not take kernels that fail; a backend that was named and fails
+ends the run.
 """
 
 import os
@@ -28,24 +30,36 @@ from train.step.mesh import CONTEXT, FSDP, axis_sizes, batch_shards, infer_sizes
 from train.step.products import local_heads, products_of_a_layer
 
 type Verify = Literal["auto", "off", "full"]
-KERNELS = ("pallas", "fused")  # what `fa.plan` may choose for the collective matmuls of a training step
+# what `fa.plan` may choose for the collective matmuls of a training step
+KERNELS = ("pallas", "fused")
 LIMIT = 120  # seconds for one case
-_NO_TPU = "Unable to initialize backend 'tpu'"  # what JAX says of a machine without a TPU, or without libtpu
+# what JAX says of a machine without a TPU, or without libtpu
+_NO_TPU = "Unable to initialize backend 'tpu'"
 
 
 def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) -> None:
-    """Verifies what a run on TPUs would use, unless that is known or not wanted; `setup` starts child processes.
+    """Verifies what a run on TPUs would use, unless that is known or not wanted; `setup` starts
+    child processes.
 
-    The mode "auto" verifies the ops and shapes of the configuration if they have no verdicts, "full" verifies every op
-    each time, at the shapes of `python -m flaxasync.verify`, and "off" nothing.
+    The mode "auto" verifies the ops and shapes of the configuration if they have no verdicts,
+    "full" verifies every op each time, at the shapes of `python -m flaxasync.verify`, and "off"
+    nothing.
     """
-    if mode == "off" or os.environ.get(trust.VARIABLE) in ("all", "none") or not may_have_tpus(config):
+    if (
+        mode == "off"
+        or os.environ.get(trust.VARIABLE) in ("all", "none")
+        or not may_have_tpus(config)
+    ):
         return
     sizes = axis_sizes(config.mesh)
     # A form that was named and failed is verified again, and ends the run again.
     named = config.model.fsdp_overlap == "prefetch_pallas"
     enough = (Verdict.PASS, Verdict.SLOWER) if named or config.backend != "auto" else tuple(Verdict)
-    if mode == "auto" and min(sizes.values()) > 0 and _have_verdicts(cases_of(config, sizes), enough):
+    if (
+        mode == "auto"
+        and min(sizes.values()) > 0
+        and _have_verdicts(cases_of(config, sizes), enough)
+    ):
         return
     setup = setup or setup_of(config)
     machine = describe_machine(setup, "; --verify off skips this")
@@ -53,7 +67,11 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
         return
     devices = machine["devices"]
     sizes = infer_sizes(sizes, devices, "tpu")
-    cases = list_cases("tpu", devices, chip=machine["chip"], quick=False) if mode == "full" else cases_of(config, sizes)
+    cases = (
+        list_cases("tpu", devices, chip=machine["chip"], quick=False)
+        if mode == "full"
+        else cases_of(config, sizes)
+    )
     if mode == "auto" and _have_verdicts(cases, enough):  # of the sizes that were inferred
         return
     print_line(f"verify     {len(cases)} cases on {machine['kind']}, once; --verify off skips this")
@@ -63,17 +81,27 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
         print_line(f"verify     the verdicts are in {stored}")
     not_run = [r.reason for r in results if r.verdict is Verdict.NOT_RUN]
     if not_run:
-        raise InputError(f"{len(not_run)} of {len(cases)} cases could not be verified: {not_run[0]}")
+        raise InputError(
+            f"{len(not_run)} of {len(cases)} cases could not be verified: {not_run[0]}"
+        )
     bad = [result for result in results if result.verdict.bad]
-    failed = {f"{r.case.op} {r.verdict}" for r in bad if r.case.op != "prefetch" and r.case.backend == config.backend}
+    failed = {
+        f"{r.case.op} {r.verdict}"
+        for r in bad
+        if r.case.op != "prefetch" and r.case.backend == config.backend
+    }
     if failed:
         raise InputError(
-            f"backend={config.backend} fails on this machine: {', '.join(sorted(failed))}; use --backend auto, or "
+            f"backend={config.backend} fails on this machine: {', '.join(sorted(failed))}; use "
+            "--backend auto, or "
             "--verify off"
         )
-    if copies := [r.verdict for r in bad if named and (r.case.op, r.case.backend) == ("prefetch", "pallas")]:
+    if copies := [
+        r.verdict for r in bad if named and (r.case.op, r.case.backend) == ("prefetch", "pallas")
+    ]:
         raise InputError(
-            f"model.fsdp_overlap=prefetch_pallas fails on this machine: {copies[0]}; leave it out, or use --verify off"
+            f"model.fsdp_overlap=prefetch_pallas fails on this machine: {copies[0]}; leave it out, "
+            "or use --verify off"
         )
 
 
@@ -83,7 +111,9 @@ def setup_of(config: Config) -> Setup:
 
 
 def describe_machine(setup: Setup, advice: str = "") -> dict[str, Any]:
-    """Returns what the devices of this machine are, which a child process opens; `advice` ends the error."""
+    """Returns what the devices of this machine are, which a child process opens; `advice` ends the
+    error.
+    """
     try:
         with progress("looking for TPUs"):
             return describe(setup)
@@ -93,14 +123,21 @@ def describe_machine(setup: Setup, advice: str = "") -> dict[str, Any]:
             last_line = [first_line, *others][-1]
             raise InputError(no_devices("tpu", last_line[last_line.find(_NO_TPU) :])) from error
         # The last words of the child may be a traceback, of which the last line says what happened.
-        said = f"{first_line.partition('; its last words')[0]}: {others[-1]}" if others else first_line
+        said = (
+            f"{first_line.partition('; its last words')[0]}: {others[-1]}" if others else first_line
+        )
         raise InputError(f"the TPU could not be verified: {said}{advice}") from error
 
 
 def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
-    """Returns the kernels that a run may take on a mesh, each with the plain backend beside it, at the run's shapes."""
-    ring, context = sizes["model"], sizes.get(CONTEXT, 1)
-    model, dtype, head = config.model, config.model.dtype, config.model.head_features
+    """Returns the kernels that a run may take on a mesh, each with the plain backend beside it, at
+    the run's shapes.
+    """
+    ring = sizes["model"]
+    context = sizes.get(CONTEXT, 1)
+    model = config.model
+    dtype = config.model.dtype
+    head = config.model.head_features
     batch = max(config.data.batch_size // (batch_shards(sizes) * config.data.microbatches), 1)
     rows = config.data.sequence_length // context
     heads, kv_heads = local_heads(model, ring)
@@ -113,26 +150,48 @@ def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
         for op, x, w in sorted(products):
             cases += [Case(op, backend, (ring,), (x, w), dtype) for backend in ("none", *backends)]
             for kind in sorted(types if "fused" in backends else ()):
-                cases += [Case(op, backend, (ring,), (x, w), dtype, quantization=kind) for backend in IN_8_BITS]
+                cases += [
+                    Case(op, backend, (ring,), (x, w), dtype, quantization=kind)
+                    for backend in IN_8_BITS
+                ]
     if ring > 1 and context == 1 and config.backend == "auto" and model.exchange_heads is None:
         # What one sequence exchanges; attention takes it only if it is verified.
         block = (ring * (heads + 2 * kv_heads) * head, rows // ring)
-        cases += [Case("all_to_all", name, (ring,), (block,), dtype, gradient=False) for name in ("xla", "pallas")]
+        cases += [
+            Case("all_to_all", name, (ring,), (block,), dtype, gradient=False)
+            for name in ("xla", "pallas")
+        ]
     fsdp = sizes.get(FSDP, 1)
-    if fsdp > 1 and model.width % (128 * fsdp) == 0 and model.fsdp_overlap in (None, "prefetch_pallas"):
+    if (
+        fsdp > 1
+        and model.width % (128 * fsdp) == 0
+        and model.fsdp_overlap in (None, "prefetch_pallas")
+    ):
         shard = (model.expert_features // (1 if model.experts else ring), model.width // fsdp)
-        cases += [Case("prefetch", name, (fsdp,), (shard,), dtype, gradient=False) for name in ("xla", "pallas")]
-    q, k = (batch, rows, heads, head), (batch, rows, kv_heads, head)
+        cases += [
+            Case("prefetch", name, (fsdp,), (shard,), dtype, gradient=False)
+            for name in ("xla", "pallas")
+        ]
+    q = (batch, rows, heads, head)
+    k = (batch, rows, kv_heads, head)
     if context > 1:
         travel = config.backend if config.backend in PAIRS else "pallas"
-        cases += [Case("ring_attention", backend, (context,), (q, k), dtype) for backend in ("none", travel)]
-    if flash_lacks(jnp.dtype(dtype), head, rows, rows) is None:  # a refusal is no verdict, and would be asked again
-        cases += [Case("attention", kernel, (1,), (q, k), dtype) for kernel in ("reference", "flash")]
+        cases += [
+            Case("ring_attention", backend, (context,), (q, k), dtype)
+            for backend in ("none", travel)
+        ]
+    # a refusal is no verdict, and would be asked again
+    if flash_lacks(jnp.dtype(dtype), head, rows, rows) is None:
+        cases += [
+            Case("attention", kernel, (1,), (q, k), dtype) for kernel in ("reference", "flash")
+        ]
     return cases
 
 
 def _have_verdicts(cases: list[Case], enough: Sequence[str]) -> bool:
-    """Says whether all cases have one of some verdicts, for one kind of chip with the versions that are installed."""
+    """Says whether all cases have one of some verdicts, for one kind of chip with the versions that
+    are installed.
+    """
     kernels = [case for case in cases if case.backend not in trust.PLAIN]
     if not kernels:
         return True

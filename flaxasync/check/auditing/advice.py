@@ -1,25 +1,29 @@
 """What to change about a collective that holds the chip, and the predicted gain.
 
-These changes are known, and the one with the largest predicted gain is advised. tests/check/auditing/test_remedies.py
-compiles a program of each with and without it, and the estimate of the second one is shorter.
+These changes are known, and the one with the largest predicted gain is advised.
+tests/check/auditing/test_remedies.py compiles a program of each with and without it, and the
+estimate of the second one is shorter.
 
-* A collective that a backward pass computes again: save its result. The gain is the time of the collective and of the
-  work that only it needs, less the traffic of the saved result.
-* A collective that feeds matmuls, or that sums the product of one: send blocks around a ring while others are
-  multiplied. The gain is the sum of both times, less the time of the ring.
-* A collective of a matmul whose operands split the contraction over two mesh axes: `mesh_matmul`, in which the matmul
-  hides it. The gain is the shorter of the two times.
-* An all-reduce that a backward pass makes of gradients of weights: sum them beside the rest of the backward pass. The
-  gain is the shorter of the two times, as for a collective that a SparseCore runs beside independent work.
+* A collective that a backward pass computes again: save its result. The gain is the time of the
+  collective and of the work that only it needs, less the traffic of the saved result.
+* A collective that feeds matmuls, or that sums the product of one: send blocks around a ring while
+  others are multiplied. The gain is the sum of both times, less the time of the ring.
+* A collective of a matmul whose operands split the contraction over two mesh axes: `mesh_matmul`,
+  in which the matmul hides it. The gain is the shorter of the two times.
+* An all-reduce that a backward pass makes of gradients of weights: sum them beside the rest of the
+  backward pass. The gain is the shorter of the two times, as for a collective that a SparseCore
+  runs beside independent work.
 
-The ring of R devices takes M/R + (R-1) max(C/(R-1), M/R) for a collective of C seconds and matmuls of M seconds. A ring
-that gathers a dimension over which a matmul sums makes R partial sums instead of one product, and
-writes and reads R-1 of them more. This alone can make it slower than the gather that it replaces; docs/history.md has
-examples.
+The ring of R devices takes M/R + (R-1) max(C/(R-1), M/R) for a collective of C seconds and matmuls
+of M seconds. A ring that gathers a dimension over which a matmul sums makes R partial sums instead
+of one product, and writes and reads R-1 of them more. This alone can make it slower than the gather
+that it replaces; docs/history.md has examples.
 
-XLA's own flags for collective matmuls are not advised, because the same flag shortens one program and lengthens
+XLA's own flags for collective matmuls are not advised, because the same flag shortens one program
+and lengthens
 another: the step of an MLP on v5e:2x4 takes 40.2 ms in a loop over three layers, and 36.6 with
-xla_tpu_all_gather_collective_matmul_mode=post_spmd; without the loop it takes 33.6, and 41.8 with it.
+xla_tpu_all_gather_collective_matmul_mode=post_spmd; without the loop it takes 33.6, and 41.8 with
+it.
 """
 
 import dataclasses
@@ -35,15 +39,23 @@ from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import Shape
 
-# XLA's flags, by what they move to a SparseCore; tests/check/auditing/test_advice.py checks that libtpu knows them.
+# XLA's flags, by what they move to a SparseCore; tests/check/auditing/test_advice.py checks that
+# libtpu knows them.
 OFFLOAD_FLAGS = {
     "all-gather": "xla_tpu_enable_sparse_core_collective_offload_all_gather=true",
     "reduce-scatter": "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=true",
     "all-reduce": "xla_tpu_enable_sparse_core_collective_offload_all_reduce=true",
 }
-OFFLOADING_CHIPS = ("v6e", "tpu7x")  # those with SparseCores on which docs/async.md found the flags to work
-_OPS = {"all-gather": "all_gather_matmul", "reduce-scatter": "matmul_reduce_scatter", "all-reduce": "matmul_all_reduce"}
-_PASSES = frozenset({"bitcast", "copy", "convert", "get-tuple-element", "reshape", "transpose", "tuple"})
+# those with SparseCores on which docs/async.md found the flags to work
+OFFLOADING_CHIPS = ("v6e", "tpu7x")
+_OPS = {
+    "all-gather": "all_gather_matmul",
+    "reduce-scatter": "matmul_reduce_scatter",
+    "all-reduce": "matmul_all_reduce",
+}
+_PASSES = frozenset(
+    {"bitcast", "copy", "convert", "get-tuple-element", "reshape", "transpose", "tuple"}
+)
 _IN_BACKWARD = "transpose("  # in the name of an operation that JAX made of the transpose of another
 _WINDOW = re.compile(r"size=([\dx]{1,99})")
 
@@ -57,7 +69,11 @@ class Advice:
 
 
 def advise(
-    costs: Costs, work: IndependentWork, computation: Computation, i: Instruction, collective: Instruction
+    costs: Costs,
+    work: IndependentWork,
+    computation: Computation,
+    i: Instruction,
+    collective: Instruction,
 ) -> Advice:
     """Returns the advice on a collective that holds the chip, alone or within the fusion `i`."""
     kind = costs.collective_kind(computation, i, collective)
@@ -66,7 +82,9 @@ def advise(
     if matmuls and kind == "all-reduce" and _IN_BACKWARD in i.op_name:
         ways.append(_sum_gradients_beside(costs, work, computation, i))
     elif matmuls:
-        ways.append(_ring(costs, computation, i, kind, matmuls, max(2, costs.group_size(collective))))
+        ways.append(
+            _ring(costs, computation, i, kind, matmuls, max(2, costs.group_size(collective)))
+        )
     if product := mesh_product.find(costs.module, computation, i):
         hidden = mesh_product.gain(costs, computation, product, costs.seconds(computation, i))
         ways.append(Advice(mesh_product.advice(costs.module, product), hidden))
@@ -81,43 +99,66 @@ def _offload_flag(costs: Costs, kind: str) -> str | None:
     return OFFLOAD_FLAGS.get(kind) if costs.chip.name in OFFLOADING_CHIPS else None
 
 
-def _beside(costs: Costs, work: IndependentWork, computation: Computation, i: Instruction, kind: str) -> Advice:
-    """Advises to run a collective beside work that does not depend on it, where a flag does that."""
+def _beside(
+    costs: Costs, work: IndependentWork, computation: Computation, i: Instruction, kind: str
+) -> Advice:
+    """Advises to run a collective beside work that does not depend on it, where a flag does
+    that.
+    """
     flag = _offload_flag(costs, kind)
     if flag is None:
         return Advice(f"nothing that is known shortens it on {costs.chip.name} where it is", 0.0)
     free = work.beside(computation, [i.name], [i.name], costs.seconds(computation, i))
     if not free:
-        return Advice(f"nothing independent is there; the XLA flag {flag} moves it to the SparseCore", 0.0)
+        return Advice(
+            f"nothing independent is there; the XLA flag {flag} moves it to the SparseCore", 0.0
+        )
     text = (
-        f"run it beside {free[0][1].name}, on which it does not depend; the XLA flag {flag} moves it to the SparseCore"
+        f"run it beside {free[0][1].name}, on which it does not depend; the XLA flag {flag} "
+        "moves it to the SparseCore"
     )
     return Advice(text, min(costs.seconds(computation, i), sum(seconds for seconds, _ in free)))
 
 
-def _sum_gradients_beside(costs: Costs, work: IndependentWork, computation: Computation, i: Instruction) -> Advice:
+def _sum_gradients_beside(
+    costs: Costs, work: IndependentWork, computation: Computation, i: Instruction
+) -> Advice:
     """Advises to sum the gradients of weights beside the backward pass of the other layers."""
     free = work.beside(computation, [i.name], [i.name], costs.seconds(computation, i))
     text = (
-        "it sums gradients: flaxasync.nn.scan_with_prefetch, in place of nnx.scan over layers, sums those "
+        "it sums gradients: flaxasync.nn.scan_with_prefetch, in place of nnx.scan over layers, "
+        "sums those "
         "of each layer beside the backward pass of the others"
     )
     return Advice(text, min(costs.seconds(computation, i), sum(seconds for seconds, _ in free)))
 
 
 def _ring(
-    costs: Costs, computation: Computation, i: Instruction, kind: str, matmuls: Sequence[Instruction], ring: int
+    costs: Costs,
+    computation: Computation,
+    i: Instruction,
+    kind: str,
+    matmuls: Sequence[Instruction],
+    ring: int,
 ) -> Advice:
     """Advises to send blocks around a ring while others are multiplied.
 
-    An all-reduce is a reduce-scatter, which the matmul before it can hide, and a gather, which it cannot.
+    An all-reduce is a reduce-scatter, which the matmul before it can hide, and a gather, which it
+    cannot.
     """
-    collective, product = costs.seconds(computation, i), sum(costs.seconds(computation, m) for m in matmuls)
+    collective = costs.seconds(computation, i)
+    product = sum(costs.seconds(computation, m) for m in matmuls)
     hidden = collective / 2 if kind == "all-reduce" else collective
-    overlapped = product / ring + (ring - 1) * max(hidden / (ring - 1), product / ring) + (collective - hidden)
+    overlapped = (
+        product / ring
+        + (ring - 1) * max(hidden / (ring - 1), product / ring)
+        + (collective - hidden)
+    )
     gathered = i.attributes.get("dimensions", "").strip("{}")
     if kind == "all-gather" and gathered.isascii() and gathered.isdecimal() and len(gathered) < 4:
-        sums = sum(partial_sum_bytes(costs.module, computation, m, i, int(gathered)) for m in matmuls)
+        sums = sum(
+            partial_sum_bytes(costs.module, computation, m, i, int(gathered)) for m in matmuls
+        )
         overlapped += costs.memory_seconds(2 * (ring - 1) * sums)
     names = ", ".join(m.name for m in matmuls)
     verb = "multiplies" if len(matmuls) == 1 else "multiply"
@@ -126,7 +167,9 @@ def _ring(
 
 
 def _save(costs: Costs, computation: Computation, i: Instruction) -> Advice:
-    """Advises to save what a backward pass computes again. What others need, too, does not count as gained."""
+    """Advises to save what a backward pass computes again. What others need, too, does not count as
+    gained.
+    """
     dead = {i.name}
     # The latest first, so that all users of an instruction have been looked at before it.
     pending = [-computation.position[operand] for operand in i.operands]
@@ -134,12 +177,17 @@ def _save(costs: Costs, computation: Computation, i: Instruction) -> Advice:
     while pending:
         earlier = computation.instructions[-heapq.heappop(pending)]
         users = computation.users.get(earlier.name, [])
-        if earlier.name not in dead and not earlier.is_root and all(user.name in dead for user in users):
+        if (
+            earlier.name not in dead
+            and not earlier.is_root
+            and all(user.name in dead for user in users)
+        ):
             dead.add(earlier.name)
             for operand in earlier.operands:
                 heapq.heappush(pending, -computation.position[operand])
     work = sum(costs.seconds(computation, computation.by_name[name]) for name in dead)
-    traffic = costs.memory_seconds(4 * i.shape.bytes)  # it is read and written as it is saved, and as it is fetched
+    # it is read and written as it is saved, and as it is fetched
+    traffic = costs.memory_seconds(4 * i.shape.bytes)
     text = (
         "the backward pass computes it again: name its result, checkpoint_name(y, 'saved') of "
         "jax.ad_checkpoint, and keep it, "
@@ -152,18 +200,31 @@ def _save(costs: Costs, computation: Computation, i: Instruction) -> Advice:
 def _ways(costs: Costs, kind: str) -> str:
     """Says how a collective and a matmul become a ring."""
     if "/flaxasync/ops/" in costs.module.tables or "/flaxasync/nn/" in costs.module.tables:
-        return "where flaxasync made it, backend='none' was named or predicted to be faster: backend='xla' rings"
+        return (
+            "where flaxasync made it, backend='none' was named or predicted to be faster: "
+            "backend='xla' rings"
+        )
     if kind == "all-gather":
         return f"flaxasync.{_OPS[kind]} does it where it is the rows that are gathered"
     return f"flaxasync.{_OPS[kind]} does it"
 
 
-def _partners(module: HloModule, computation: Computation, i: Instruction, kind: str) -> list[Instruction]:
-    """Returns the nearest matmuls that take a gathered array, or those whose product is summed, across reshapes."""
-    found, pending, seen = [], [i], set()
+def _partners(
+    module: HloModule, computation: Computation, i: Instruction, kind: str
+) -> list[Instruction]:
+    """Returns the nearest matmuls that take a gathered array, or those whose product is summed,
+    across reshapes.
+    """
+    found = []
+    pending = [i]
+    seen = set()
     while pending:
         step, *pending = pending
-        near = computation.users.get(step.name, []) if kind == "all-gather" else computation.operands(step)
+        near = (
+            computation.users.get(step.name, [])
+            if kind == "all-gather"
+            else computation.operands(step)
+        )
         for one in near:
             if one.name in seen:
                 continue
@@ -178,16 +239,27 @@ def _partners(module: HloModule, computation: Computation, i: Instruction, kind:
 def partial_sum_bytes(
     module: HloModule, computation: Computation, matmul: Instruction, made: Instruction, axis: int
 ) -> int:
-    """Returns the bytes of the product of a matmul that sums over a dimension of what `made` makes; 0 for any other."""
-    names, seen = _same_elements(computation, {made.name}, made.shape, _PASSES), {computation.name}
+    """Returns the bytes of the product of a matmul that sums over a dimension of what `made` makes;
+    0 for any other.
+    """
+    names = _same_elements(computation, {made.name}, made.shape, _PASSES)
+    seen = {computation.name}
     while matmul.opcode == "fusion":
         computation = module.called(matmul)[0]
         if computation.name in seen:
             return 0
         seen.add(computation.name)
-        entered = {p.name for n, p in computation.parameters.items() if names & {*matmul.operands[n : n + 1]}}
+        entered = {
+            p.name
+            for n, p in computation.parameters.items()
+            if names & {*matmul.operands[n : n + 1]}
+        }
         names = _same_elements(computation, entered, made.shape)
-        inside = [i for i in computation.instructions if module.contains_matmul(i) and not names.isdisjoint(i.operands)]
+        inside = [
+            i
+            for i in computation.instructions
+            if module.contains_matmul(i) and not names.isdisjoint(i.operands)
+        ]
         if not inside:
             return 0
         matmul = inside[0]
@@ -197,8 +269,11 @@ def partial_sum_bytes(
 def _same_elements(
     computation: Computation, names: set[str], array: Shape, opcodes: Set[str] | None = None
 ) -> set[str]:
-    """Returns the names of an array and of what is made of it, by opcodes if given, and has as many elements."""
-    found, pending = set(names), list(names)
+    """Returns the names of an array and of what is made of it, by opcodes if given, and has as many
+    elements.
+    """
+    found = set(names)
+    pending = list(names)
     while pending:
         for user in computation.users.get(pending.pop(), ()):
             passes = opcodes is None or user.opcode in opcodes
@@ -209,8 +284,12 @@ def _same_elements(
     return found
 
 
-def _sums_over(computation: Computation, product: Instruction, names: set[str], array: Shape, axis: int) -> bool:
-    """Says whether a dot or a convolution sums over a dimension; False if reshapes have split or merged dimensions."""
+def _sums_over(
+    computation: Computation, product: Instruction, names: set[str], array: Shape, axis: int
+) -> bool:
+    """Says whether a dot or a convolution sums over a dimension; False if reshapes have split or
+    merged dimensions.
+    """
     number = next((n for n, operand in enumerate(product.operands[:2]) if operand in names), None)
     if number is None or axis >= len(array.dimensions) or array.dimensions[axis] == 1:
         return False
@@ -221,11 +300,14 @@ def _sums_over(computation: Computation, product: Instruction, names: set[str], 
         return False
     at = kept[sum(size != 1 for size in array.dimensions[:axis])]
     if product.opcode == "dot":
-        text = product.attributes.get("rhs_contracting_dims" if number else "lhs_contracting_dims", "")
+        text = product.attributes.get(
+            "rhs_contracting_dims" if number else "lhs_contracting_dims", ""
+        )
         return str(at) in re.findall(r"\d+", text)
     sides = product.attributes.get("dim_labels", "").split("->")[0].split("_")
     label = sides[number][at : at + 1] if len(sides) == 2 else ""
-    if label.isascii() and label.isdigit():  # a dimension along which a window moves: a sum if it covers all of it
+    # a dimension along which a window moves: a sum if it covers all of it
+    if label.isascii() and label.isdigit():
         window = _WINDOW.search(product.attributes.get("window", ""))
         sizes = window[1].split("x") if window else []
         return int(label) < len(sizes) and sizes[int(label)] == str(made[at])

@@ -1,9 +1,11 @@
-"""The rules of XLA's "Async HLO Instructions" (openxla.org/xla/async_ops), each with a code of its own.
+"""The rules of XLA's "Async HLO Instructions" (openxla.org/xla/async_ops), each with a code of its
+own.
 
-An asynchronous operation of any opcode is a start, updates and a done. The start and each update have one user, the
-next step. The start makes a tuple of its operands, its results and a context; the first part aliases the operands, and
-the second has the shapes of the done. It calls a computation of parameters and one instruction, whose opcode has no
-start and done of its own. Operands and results may be bound late, by an update.
+An asynchronous operation of any opcode is a start, updates and a done. The start and each update
+have one user, the next step. The start makes a tuple of its operands, its results and a context;
+the first part aliases the operands, and the second has the shapes of the done. It calls a
+computation of parameters and one instruction, whose opcode has no start and done of its own.
+Operands and results may be bound late, by an update.
 
 XLA itself goes beyond the rules in three ways, which are no findings: it wraps several collectives
 as one operation, it wraps such opcodes for another thread (a SparseCore, the host), and a custom
@@ -26,14 +28,18 @@ from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import Shape
 
 _CARRIERS = ("while", "conditional", "call")  # they pass a future on
-_REGROUPING = ("parameter", "tuple", "get-tuple-element", "bitcast")  # they only name and regroup values
+# they only name and regroup values
+_REGROUPING = ("parameter", "tuple", "get-tuple-element", "bitcast")
 _NOTHING = Shape("tuple")  # results that are bound late
 _LONG = 300  # characters of a message
 
-type Broken = tuple[str, str, Instruction]  # a code, a message, and the instruction that is at fault
+# a code, a message, and the instruction that is at fault
+type Broken = tuple[str, str, Instruction]
 
 
-def check_async_rules(module: HloModule, operations: Sequence[AsyncOperation] | None = None) -> tuple[Finding, ...]:
+def check_async_rules(
+    module: HloModule, operations: Sequence[AsyncOperation] | None = None
+) -> tuple[Finding, ...]:
     """Returns a finding for every rule that an asynchronous operation of the module breaks.
 
     `operations` are all of the module, from a caller that has found them already.
@@ -48,13 +54,16 @@ def check_async_rules(module: HloModule, operations: Sequence[AsyncOperation] | 
         if _leaves_the_program(module, op):
             message = f"{op.name} has no done: its future leaves the program"
             source = module.source(op.start)
-            found.append(finding("async-unfinished", message, op.computation, op.name, source=source))
+            found.append(
+                finding("async-unfinished", message, op.computation, op.name, source=source)
+            )
     return tuple(found)
 
 
 def _broken_in(module: HloModule, computation: Computation) -> Iterator[Broken]:
     for i in computation.instructions:
-        is_start, step = bool(spelling_of_opcode(i.opcode)), step_of_opcode(i.opcode)
+        is_start = bool(spelling_of_opcode(i.opcode))
+        step = step_of_opcode(i.opcode)
         if is_start or step == "update":
             yield from _users(computation, i)
         if step and not is_start:
@@ -68,7 +77,8 @@ def _broken_in(module: HloModule, computation: Computation) -> Iterator[Broken]:
 def _users(computation: Computation, step: Instruction) -> Iterator[Broken]:
     users = _users_in_order(computation, step)
     right = [u for u in users if _continues(step, u) or u.opcode in ("tuple", *_CARRIERS)]
-    if not users and not step.is_root:  # the caller of this computation finishes what its root starts
+    # the caller of this computation finishes what its root starts
+    if not users and not step.is_root:
         yield "async-unfinished", f"{step.name} has no done", step
     if len(users) > 1 or len(right) < len(users):
         yield "async-one-user", f"{step.name} is used by {', '.join(u.name for u in users)}", step
@@ -79,11 +89,17 @@ def _beginning(computation: Computation, step: Instruction) -> Iterator[Broken]:
     carriers = ("get-tuple-element", "parameter", *_CARRIERS)
     is_carried = before is not None and before.shape.is_tuple and before.opcode in carriers
     if before is None or not (is_carried or _continues(before, step)):
-        yield "async-no-start", f"{step.name} continues {before.name if before else 'nothing'}", step
+        yield (
+            "async-no-start",
+            f"{step.name} continues {before.name if before else 'nothing'}",
+            step,
+        )
 
 
 def _continues(step: Instruction, user: Instruction) -> bool:
-    """Says whether an instruction is an update or a done of the spelling in which a step is written."""
+    """Says whether an instruction is an update or a done of the spelling in which a step is
+    written.
+    """
     if step.opcode in ("send", "recv"):
         return user.opcode == f"{step.opcode}-done"
     stem = step.opcode.removesuffix("-start").removesuffix("-update")
@@ -114,31 +130,51 @@ def _users_in_order(computation: Computation, step: Instruction) -> list[Instruc
 
 
 def _tuples(computation: Computation, steps: list[Instruction]) -> Iterator[Broken]:
-    """Checks the tuples of a start and its updates against the operands bound by then and the done."""
+    """Checks the tuples of a start and its updates against the operands bound by then and the
+    done.
+    """
     done = steps[-1] if step_of_opcode(steps[-1].opcode) == "done" else None
     futures = steps[:-1] if done else steps
     binds_output = _late(futures[0]) and not _late(futures[-1])
     for n, step in enumerate(futures):
-        first, second = step.shape.at((0,)), step.shape.at((1,))
+        first = step.shape.at((0,))
+        second = step.shape.at((1,))
         bound = operands_of(computation, futures[: n + 1])
         found = list(first.elements) if first is not None and first.is_tuple else None
         alike = found is not None and all(a.is_like(b) for a, b in zip(found, bound, strict=False))
-        # An update may bind the buffers of results, as further operands. The first part then ends before them.
-        few = found is None or len(found) > len(bound) or (len(found) < len(bound) and not (n and binds_output))
+        # An update may bind the buffers of results, as further operands. The first part then ends
+        # before them.
+        few = (
+            found is None
+            or len(found) > len(bound)
+            or (len(found) < len(bound) and not (n and binds_output))
+        )
         if not alike or few:
             have = ", ".join(map(str, bound))
-            yield "async-operand-alias", _short(f"{step.name} begins with {first}, its operands are ({have})"), step
+            yield (
+                "async-operand-alias",
+                _short(f"{step.name} begins with {first}, its operands are ({have})"),
+                step,
+            )
         if second is None or (done and second != _NOTHING and not second.is_like(done.shape)):
             returned = f", {done.name} returns {done.shape}" if done else ""
-            yield "async-result-alias", _short(f"{step.name} holds {second} as its results{returned}"), step
+            yield (
+                "async-result-alias",
+                _short(f"{step.name} holds {second} as its results{returned}"),
+                step,
+            )
 
 
 def _late(step: Instruction) -> bool:
     return step.shape.at((1,)) == _NOTHING
 
 
-def _called(module: HloModule, computation: Computation, steps: list[Instruction]) -> Iterator[Broken]:
-    """Checks what an async-start calls: that there is one instruction, which one, and the shapes of its signature."""
+def _called(
+    module: HloModule, computation: Computation, steps: list[Instruction]
+) -> Iterator[Broken]:
+    """Checks what an async-start calls: that there is one instruction, which one, and the shapes of
+    its signature.
+    """
     start = steps[0]
     called = module.called(start)
     if len(called) != 1 or "calls" not in start.attributes:
@@ -148,9 +184,17 @@ def _called(module: HloModule, computation: Computation, steps: list[Instruction
     work = [i for i in wrapped.instructions if i.opcode not in _REGROUPING]
     is_group = len(work) > 1 and all(_stem(i) in COLLECTIVES for i in work)
     if len(work) != 1 and not is_group:
-        yield "async-wrapped-one", f"{start.name} wraps {wrapped.name}, which has {len(work)} instructions", start
+        yield (
+            "async-wrapped-one",
+            f"{start.name} wraps {wrapped.name}, which has {len(work)} instructions",
+            start,
+        )
     if len(work) == 1 and _stem(work[0]) in FIRST_CLASS and wrapped.execution_thread == "main":
-        yield "async-wrapped-first-class", f"{start.name} wraps {work[0].name}, a {work[0].opcode}", start
+        yield (
+            "async-wrapped-first-class",
+            f"{start.name} wraps {work[0].name}, a {work[0].opcode}",
+            start,
+        )
     bound = operands_of(computation, steps)
     declared = [wrapped.parameters[n].shape for n in sorted(wrapped.parameters)]
     done = steps[-1] if step_of_opcode(steps[-1].opcode) == "done" else None
@@ -158,10 +202,18 @@ def _called(module: HloModule, computation: Computation, steps: list[Instruction
     fewer = len(bound) < len(declared) and done is not None
     if more or fewer or not all(a.is_like(b) for a, b in zip(declared, bound, strict=False)):
         have = ", ".join(map(str, declared))
-        yield "async-shape", _short(f"{start.name} binds operands that {wrapped.name}({have}) does not take"), start
+        yield (
+            "async-shape",
+            _short(f"{start.name} binds operands that {wrapped.name}({have}) does not take"),
+            start,
+        )
     result = done.shape if done is not None else steps[-1].shape.at((1,))
     if result not in (None, _NOTHING) and not wrapped.root.shape.is_like(result):
-        yield "async-shape", _short(f"{wrapped.name} makes {wrapped.root.shape}, {steps[-1].name} has {result}"), start
+        yield (
+            "async-shape",
+            _short(f"{wrapped.name} makes {wrapped.root.shape}, {steps[-1].name} has {result}"),
+            start,
+        )
 
 
 def _stem(i: Instruction) -> str:

@@ -1,8 +1,10 @@
-"""`audit`: whether the transfers of a compiled program overlap with work, whether they are safe, and what to do.
+"""`audit`: whether the transfers of a compiled program overlap with work, whether they are safe,
+and what to do.
 
-For every asynchronous operation the audit reports its bytes, the work that runs inside its window, and what stays
-exposed (overlap.py). Then it reports what is wrong, each finding with a code and a remedy (findings.py). Times are
-estimates from the text. Hazards (hazards.py) and broken rules (async_rules.py) are facts of the text.
+For every asynchronous operation the audit reports its bytes, the work that runs inside its window,
+and what stays exposed (overlap.py). Then it reports what is wrong, each finding with a code and a
+remedy (findings.py). Times are estimates from the text. Hazards (hazards.py) and broken rules
+(async_rules.py) are facts of the text.
 """
 
 import dataclasses
@@ -24,7 +26,8 @@ from flaxasync.check.hlo.participants import AxisNames
 from flaxasync.check.hlo.shapes import SEMAPHORE, SMEM, VMEM
 from flaxasync.hardware import chip as chip_named
 
-DEFAULT_CHIP = "v5e"  # the chip whose times are estimated if neither the caller nor the program names one
+# the chip whose times are estimated if neither the caller nor the program names one
+DEFAULT_CHIP = "v5e"
 
 
 def audit(
@@ -37,12 +40,14 @@ def audit(
     """Audits a compiled program.
 
     Args:
-      compiled: What `jitted.lower(...).compile()` or `compile_for` returned, or HLO text, or a parsed module.
-      chip: The chip whose times are estimated, or one of its topologies: "v5e", "v5p:2x2x2". By default the program's
-        own chip, or v5e if the program does not say.
-      expect: How many asynchronous operations the program must have at least, by a part of their name or by their
-        kind: {"permute_start": 3}.
-      kernels: Seconds of Pallas kernels, by name. The time of any other kernel is that of its own cost estimate.
+      compiled: What `jitted.lower(...).compile()` or `compile_for` returned, or HLO text, or a
+        parsed module.
+      chip: The chip whose times are estimated, or one of its topologies: "v5e", "v5p:2x2x2". By
+        default the program's own chip, or v5e if the program does not say.
+      expect: How many asynchronous operations the program must have at least, by a part of their
+        name or by their kind: {"permute_start": 3}.
+      kernels: Seconds of Pallas kernels, by name. The time of any other kernel is that of its own
+        cost estimate.
 
     Returns:
       The audit: `.ok`, `.findings`, `.pairs`. `print` shows a table.
@@ -62,7 +67,9 @@ def audit(
     independent = IndependentWork(costs)
     found = list(check_async_rules(module, in_text))
     sent = sent_operands(module, operations)
-    found += [f for op in operations if op.spelling == "kernel" for f in kernel_hazards(module, op, sent)]
+    found += [
+        f for op in operations if op.spelling == "kernel" for f in kernel_hazards(module, op, sent)
+    ]
     found += _unfinished_kernels(module, operations)
     found += _missing(module, operations, expect or {})
     if module.is_scheduled:
@@ -73,14 +80,20 @@ def audit(
         found.append(finding("not-scheduled", message, module.entry.name, ""))
     holding = overlap.collectives_that_hold_the_chip(module, runs)
     found += overlap.synchronous_collectives(module, independent, holding, names)
-    copied_in_flight = {(f.computation, f.instruction) for f in found if f.code == "in-flight-copied"}
+    copied_in_flight = {
+        (f.computation, f.instruction) for f in found if f.code == "in-flight-copied"
+    }
     found += overlap.loop_copies(module, runs, known=copied_in_flight)
     counts = [runs.get(f.computation, 1) for f in found]
-    found = [dataclasses.replace(f, count=n, gain=n * f.gain) for f, n in zip(found, counts, strict=True)]
+    found = [
+        dataclasses.replace(f, count=n, gain=n * f.gain) for f, n in zip(found, counts, strict=True)
+    ]
     if module.is_scheduled:
         found += wide_transfers(module, costs, pairs, holding, runs)
     found.sort(key=lambda f: (-f.severity, -f.gain, list(CODES).index(f.code)))
-    return Audit(module.name, costs.chip.name, pairs, tuple(found), _notes(module, costs, named is None))
+    return Audit(
+        module.name, costs.chip.name, pairs, tuple(found), _notes(module, costs, named is None)
+    )
 
 
 def _pairs(
@@ -95,20 +108,35 @@ def _pairs(
 def _notes(module: HloModule, costs: Costs, chip_was_assumed: bool) -> tuple[str, ...]:
     notes = []
     if chip_was_assumed:
-        notes.append(f"times are those of a {costs.chip.name}, because the text does not name its chip: say chip=...")
-    instructions = [i for computation in module.computations.values() for i in computation.instructions]
+        notes.append(
+            f"times are those of a {costs.chip.name}, because the text does not name its chip: say "
+            "chip=..."
+        )
+    instructions = [
+        i for computation in module.computations.values() for i in computation.instructions
+    ]
     if not any("estimated_cycles" in i.attributes.get("backend_config", "") for i in instructions):
         if not any(_is_for_tpu(i) for i in instructions):
-            notes.append("the text has no cycle estimates (it is no TPU program): work is timed by its bytes only")
+            notes.append(
+                "the text has no cycle estimates (it is no TPU program): work is timed by its "
+                "bytes only"
+            )
         elif any(costs.explained(c, i)[1] == "bytes" for c, i in _run_by_core(module, costs)):
-            notes.append("the text has no cycle estimates: work beside kernels is timed by its bytes only")
+            notes.append(
+                "the text has no cycle estimates: work beside kernels is timed by its bytes only"
+            )
     return (*notes, *limits(module, costs.chip.name))
 
 
 def _is_for_tpu(i: Instruction) -> bool:
-    """Says whether an instruction has what only the compiler for TPUs writes: a kernel, tiles of 8, or its notes."""
+    """Says whether an instruction has what only the compiler for TPUs writes: a kernel, tiles of 8,
+    or its notes.
+    """
     layouts = [leaf.layout for _, leaf in i.shape.leaves() if leaf.layout is not None]
-    is_tiled = any("T(" in layout.tiling or layout.memory_space in (VMEM, SEMAPHORE, SMEM) for layout in layouts)
+    is_tiled = any(
+        "T(" in layout.tiling or layout.memory_space in (VMEM, SEMAPHORE, SMEM)
+        for layout in layouts
+    )
     return (
         is_tiled
         or i.custom_call_target == KERNEL
@@ -117,24 +145,33 @@ def _is_for_tpu(i: Instruction) -> bool:
 
 
 def _run_by_core(module: HloModule, costs: Costs) -> list[tuple[Computation, Instruction]]:
-    """Returns the instructions of the control flow but for kernels, which have estimates of their own."""
+    """Returns the instructions of the control flow but for kernels, which have estimates of their
+    own.
+    """
     computations = [module.computations[name] for name in costs.executions()]
     return [(c, i) for c in computations for i in c.instructions if i.custom_call_target != KERNEL]
 
 
 def _unfinished_kernels(module: HloModule, operations: list[AsyncOperation]) -> list[Finding]:
-    """Returns a finding for each start of a kernel pair or of a pair of fusions that has no done."""
+    """Returns a finding for each start of a kernel pair or of a pair of fusions that has no
+    done.
+    """
     return [
         finding(
-            "async-unfinished", f"no kernel waits for the semaphores of {op.name}", op.computation, op.name,
+            "async-unfinished",
+            f"no kernel waits for the semaphores of {op.name}",
+            op.computation,
+            op.name,
             source=module.source(op.start),
         )
         for op in operations
         if op.spelling in ("kernel", "fusion") and not op.windows
-    ]  # fmt: skip
+    ]
 
 
-def _missing(module: HloModule, operations: list[AsyncOperation], expect: Mapping[str, int]) -> list[Finding]:
+def _missing(
+    module: HloModule, operations: list[AsyncOperation], expect: Mapping[str, int]
+) -> list[Finding]:
     found = []
     for key, wanted in expect.items():
         have = sum(key in op.name or key == op.kind for op in operations)

@@ -1,4 +1,6 @@
-"""What an audit can find, with an example of each code in docs/check.md; and `Audit`, the result of an audit."""
+"""What an audit can find, with an example of each code in docs/check.md; and `Audit`, the result of
+an audit.
+"""
 
 import dataclasses
 import enum
@@ -10,7 +12,9 @@ LISTED = 4  # the most findings of one code that the table shows in full
 
 
 class Severity(enum.IntEnum):
-    """INFO is worth knowing; WARNING costs time; ERROR can give wrong results, or breaks the rules of the format."""
+    """INFO is worth knowing; WARNING costs time; ERROR can give wrong results, or breaks the rules
+    of the format.
+    """
 
     INFO = 0
     WARNING = 1
@@ -22,105 +26,146 @@ class Severity(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """One kind of finding: what is wrong, how bad that is if a finding does not say, and what to do about it."""
+    """One kind of finding: what is wrong, how bad that is if a finding does not say, and what to do
+    about it.
+    """
 
     severity: Severity
     meaning: str
     remedy: str
 
 
-_INFO, _WARNING, _ERROR = Severity.INFO, Severity.WARNING, Severity.ERROR
+_INFO = Severity.INFO
+_WARNING = Severity.WARNING
+_ERROR = Severity.ERROR
 
 CODES = {
     # Hazards of kernel pairs: the compiler does not know that the buffer is in use.
     "in-flight-copied": Code(
-        _ERROR, "the compiler copies a buffer that a transfer is reading or writing, and waits on the copy",
-        "tie what reads the block between start and done (flaxasync.while_travelling, tie_refs); unroll a staggered "
-        "loop by two (fori_loop(..., unroll=2)) or use the two slots of one Ref (flaxasync.ppermute_start_slots)",
+        _ERROR,
+        "the compiler copies a buffer that a transfer is reading or writing, and waits on the copy",
+        "tie what reads the block between start and done (flaxasync.while_travelling, tie_refs); "
+        "unroll a staggered "
+        "loop by two (fori_loop(..., unroll=2)) or use the two slots of one Ref "
+        "(flaxasync.ppermute_start_slots)",
     ),
     "in-flight-read": Code(
-        _ERROR, "an instruction reads the destination before the done",
+        _ERROR,
+        "an instruction reads the destination before the done",
         "read what the done returns, never the future's buffer",
     ),
     "in-flight-written": Code(
-        _ERROR, "an instruction writes a buffer that a transfer is reading or writing",
+        _ERROR,
+        "an instruction writes a buffer that a transfer is reading or writing",
         "write after the done, or into another buffer",
     ),
     "in-flight-vmem": Code(
-        _ERROR, "a buffer in flight lies in vector memory, S(1)",
-        "give the kernel outputs pltpu.HBM(shape, dtype) and its operand with_memory_space_constraint(x, pltpu.HBM)",
+        _ERROR,
+        "a buffer in flight lies in vector memory, S(1)",
+        "give the kernel outputs pltpu.HBM(shape, dtype) and its operand "
+        "with_memory_space_constraint(x, pltpu.HBM)",
     ),
     "in-flight-freed": Code(
-        _ERROR, "nothing keeps a buffer of the transfer alive until the done, so its memory can be given away",
-        "alias the source through the start (input_output_aliases) and hand every buffer of the future to the done",
+        _ERROR,
+        "nothing keeps a buffer of the transfer alive until the done, so its memory can be given "
+        "away",
+        "alias the source through the start (input_output_aliases) and hand every buffer of the "
+        "future to the done",
     ),
     "deleted": Code(
-        _ERROR, "fewer asynchronous operations than expected: the compiler removed what nothing depends on",
+        _ERROR,
+        "fewer asynchronous operations than expected: the compiler removed what nothing depends on",
         "thread the semaphores, or a scalar that the done returns, through what follows",
     ),
     # Missing overlap.
     "empty-window": Code(
-        _WARNING, "nothing runs between start and done, though independent work was there",
-        "make the work depend on the start and the done on the work: jax.lax.optimization_barrier, or a staggered loop",
+        _WARNING,
+        "nothing runs between start and done, though independent work was there",
+        "make the work depend on the start and the done on the work: jax.lax.optimization_barrier, "
+        "or a staggered loop",
     ),
     "serialised": Code(
-        _WARNING, "nothing runs between start and done, and nothing could: all work feeds the start or needs the done",
-        "stagger: start the next block's transfer before using this one, or cut the transfer into ring steps",
+        _WARNING,
+        "nothing runs between start and done, and nothing could: all work feeds the start or needs "
+        "the done",
+        "stagger: start the next block's transfer before using this one, or cut the transfer into "
+        "ring steps",
     ),
     "exposed": Code(
-        _WARNING, "the work between start and done is shorter than the transfer",
+        _WARNING,
+        "the work between start and done is shorter than the transfer",
         "more work per step: larger blocks, both directions of the ring, or a longer window",
     ),
     "synchronous-collective": Code(
-        _WARNING, "the chip waits for a collective that has no start and done",
-        "cut it into ring steps: all_gather_matmul, matmul_reduce_scatter or ring_attention of flaxasync; where one of "
-        "them made it, backend='none' was named, or flaxasync.plan predicts that it is faster: backend='xla' is a ring",
+        _WARNING,
+        "the chip waits for a collective that has no start and done",
+        "cut it into ring steps: all_gather_matmul, matmul_reduce_scatter or ring_attention of "
+        "flaxasync; where one of "
+        "them made it, backend='none' was named, or flaxasync.plan predicts that it is faster: "
+        "backend='xla' is a ring",
     ),
     "loop-copies": Code(
-        _WARNING, "a loop copies a buffer that it carries, on every iteration",
+        _WARNING,
+        "a loop copies a buffer that it carries, on every iteration",
         "unroll the loop by two, so that the carried buffers can swap places",
     ),
     "wide-transfer": Code(
-        _WARNING, "a transfer carries a wider type than the program keeps of what arrives",
-        "round before the transfer: preferred_element_type=jnp.bfloat16 in the einsum whose product is summed over the "
-        "devices, or .astype before the sharding constraint; a sum over devices is then rounded in each step",
+        _WARNING,
+        "a transfer carries a wider type than the program keeps of what arrives",
+        "round before the transfer: preferred_element_type=jnp.bfloat16 in the einsum whose "
+        "product is summed over the "
+        "devices, or .astype before the sharding constraint; a sum over devices is then rounded in "
+        "each step",
     ),
     "not-scheduled": Code(
-        _WARNING, "the module is not scheduled: the text has no order, so windows and stalls cannot be told",
-        "audit the compiled program (jitted.lower(...).compile(), or compile_for), not the lowered one",
+        _WARNING,
+        "the module is not scheduled: the text has no order, so windows and stalls cannot be told",
+        "audit the compiled program (jitted.lower(...).compile(), or compile_for), not the lowered "
+        "one",
     ),
     # The rules of the "Async HLO Instructions" proposal.
     "async-one-user": Code(
-        _ERROR, "a start or an update has more than one user, or a user that is no update and no done",
+        _ERROR,
+        "a start or an update has more than one user, or a user that is no update and no done",
         "route every reader through the done",
     ),
     "async-unfinished": Code(_ERROR, "a start is never finished", "add its done"),
-    "async-no-start": Code(_ERROR, "an update or a done continues no start", "give it the result of one"),
+    "async-no-start": Code(
+        _ERROR, "an update or a done continues no start", "give it the result of one"
+    ),
     "async-operand-alias": Code(
-        _ERROR, "the first part of a start's tuple is not the tuple of its operands",
+        _ERROR,
+        "the first part of a start's tuple is not the tuple of its operands",
         "write ((operands...), results, context), with the shapes of the operands",
     ),
     "async-result-alias": Code(
-        _ERROR, "the second part of a start's tuple has not the shape that the done returns",
-        "write ((operands...), results, context), with the shape of the done; () if an update binds the results",
+        _ERROR,
+        "the second part of a start's tuple has not the shape that the done returns",
+        "write ((operands...), results, context), with the shape of the done; () if an update "
+        "binds the results",
     ),
     "async-no-calls": Code(
-        _ERROR, "an async-start does not name the one computation that it runs",
+        _ERROR,
+        "an async-start does not name the one computation that it runs",
         "add calls=%computation, or write the short form",
     ),
     "async-wrapped-one": Code(
-        _ERROR, "the computation of an async-start has more or less than one instruction beside its parameters",
+        _ERROR,
+        "the computation of an async-start has more or less than one instruction beside its "
+        "parameters",
         "wrap one instruction; several of them as a call: call-start(...), to_apply=%computation",
     ),
     "async-wrapped-first-class": Code(
-        _ERROR, "an async-start wraps an opcode that has a start and a done of its own",
+        _ERROR,
+        "an async-start wraps an opcode that has a start and a done of its own",
         "use those, as collective-permute-start and collective-permute-done",
     ),
     "async-shape": Code(
-        _ERROR, "the computation of an async-start takes other operands, or makes another result",
+        _ERROR,
+        "the computation of an async-start takes other operands, or makes another result",
         "give its parameters the shapes of the operands, and its root that of the done",
     ),
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,11 +176,13 @@ class Finding:
     message: str  # what is wrong, with names and figures
     computation: str  # its name
     instruction: str  # its name; "" if the finding is about the whole computation
-    source: str = ""  # "file:line" of the Python that made the instruction; "" if the text does not say
+    # "file:line" of the Python that made the instruction; "" if the text does not say
+    source: str = ""
     severity: Severity = Severity.INFO
     count: int = 1  # how often it happens in a run, over all iterations of the loops around it
     advice: str = ""  # what to do about this one; "" where the remedy of its code says it
-    gain: float = 0.0  # seconds that a run is predicted to gain if it is mended; 0 if nothing is predicted
+    # seconds that a run is predicted to gain if it is mended; 0 if nothing is predicted
+    gain: float = 0.0
 
     @property
     def remedy(self) -> str:
@@ -144,8 +191,13 @@ class Finding:
     def __str__(self) -> str:
         place = f"{self.computation}/{self.instruction}" if self.instruction else self.computation
         where = f" ({self.source})" if self.source else ""
-        gain = f"\n    gain {self.gain * 1e3:.3g} ms in a run, predicted" if self.gain >= 1e-6 else ""
-        return f"{self.severity}: {self.code}: {self.message}\n    at {place}{where}\n    do {self.remedy}{gain}"
+        gain = (
+            f"\n    gain {self.gain * 1e3:.3g} ms in a run, predicted" if self.gain >= 1e-6 else ""
+        )
+        return (
+            f"{self.severity}: {self.code}: {self.message}\n    at {place}{where}\n    do "
+            f"{self.remedy}{gain}"
+        )
 
     def to_json(self) -> dict:
         fields = dataclasses.asdict(self)
@@ -153,9 +205,17 @@ class Finding:
 
 
 def finding(
-    code: str, message: str, computation: str, instruction: str, *, source: str = "", severity: Severity | None = None,
-    advice: str = "", gain: float = 0.0, count: int = 1,
-) -> Finding:  # fmt: skip
+    code: str,
+    message: str,
+    computation: str,
+    instruction: str,
+    *,
+    source: str = "",
+    severity: Severity | None = None,
+    advice: str = "",
+    gain: float = 0.0,
+    count: int = 1,
+) -> Finding:
     """Makes a finding, whose severity is that of its code unless another one is given."""
     chosen = CODES[code].severity if severity is None else severity
     return Finding(code, message, computation, instruction, source, chosen, count, advice, gain)
@@ -207,11 +267,14 @@ class Audit:
     chip: str  # the name of the chip whose times were estimated
     pairs: tuple[Pair, ...]  # the asynchronous operations
     findings: tuple[Finding, ...]  # what is wrong, the most severe first
-    notes: tuple[str, ...]  # what a reader should know about the figures, such as a chip that was assumed
+    # what a reader should know about the figures, such as a chip that was assumed
+    notes: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether no finding is an error: no buffer in flight is touched, no rule is broken, and nothing is missing."""
+        """Whether no finding is an error: no buffer in flight is touched, no rule is broken, and
+        nothing is missing.
+        """
         return not any(f.severity == Severity.ERROR for f in self.findings)
 
     def codes(self) -> set[str]:
@@ -222,15 +285,29 @@ class Audit:
         return max((f.severity for f in self.findings), default=None)
 
     def to_json(self) -> str:
-        pairs = [dataclasses.asdict(p) | {"exposed": p.exposed, "overlapped": p.overlapped} for p in self.pairs]
+        pairs = [
+            dataclasses.asdict(p) | {"exposed": p.exposed, "overlapped": p.overlapped}
+            for p in self.pairs
+        ]
         facts = {"module": self.module, "chip": self.chip, "ok": self.ok, "notes": self.notes}
-        return json.dumps(facts | {"pairs": pairs, "findings": [f.to_json() for f in self.findings]}, indent=2)
+        return json.dumps(
+            facts | {"pairs": pairs, "findings": [f.to_json() for f in self.findings]}, indent=2
+        )
 
     def __str__(self) -> str:
-        lines = [f"audit of {self.module or 'a fragment'} ({self.chip}): {'ok' if self.ok else 'NOT OK'}", ""]
+        lines = [
+            f"audit of {self.module or 'a fragment'} ({self.chip}): "
+            f"{'ok' if self.ok else 'NOT OK'}",
+            "",
+        ]
         lines += _table(self.pairs)
         counts = {s: sum(f.severity == s for f in self.findings) for s in reversed(Severity)}
-        lines += ["", ", ".join(f"{n} {s}{'s' if n != 1 and s != Severity.INFO else ''}" for s, n in counts.items())]
+        lines += [
+            "",
+            ", ".join(
+                f"{n} {s}{'s' if n != 1 and s != Severity.INFO else ''}" for s, n in counts.items()
+            ),
+        ]
         for code in dict.fromkeys(f.code for f in self.findings):
             alike = [f for f in self.findings if f.code == code]
             lines += [str(f) for f in alike[:LISTED]]
@@ -255,16 +332,38 @@ def time_text(seconds: float) -> str:
 def _table(pairs: Sequence[Pair]) -> list[str]:
     if not pairs:
         return ["no asynchronous operations"]
-    rows = [("operation", "kind", "where", "runs", "bytes", "transfer", "work inside", "exposed", "what runs inside")]
+    rows = [
+        (
+            "operation",
+            "kind",
+            "where",
+            "runs",
+            "bytes",
+            "transfer",
+            "work inside",
+            "exposed",
+            "what runs inside",
+        )
+    ]
     for p in pairs:
         inside = ", ".join(w.instruction for w in sorted(p.work, key=lambda w: -w.seconds)[:2])
         more = f" and {len(p.work) - 2} more" if len(p.work) > 2 else ""
         where = p.computation if not p.crosses else f"{p.computation} ({p.crosses})"
-        rows.append((
-            p.name[:44], p.kind if p.spelling != "kernel" else "kernel pair", where[:60], f"x{p.runs}",
-            size_text(p.bytes), time_text(p.transfer), time_text(p.inside),
-            time_text(p.exposed) if p.communicates else "",
-            (inside + more) or "nothing",
-        ))  # fmt: skip
+        rows.append(
+            (
+                p.name[:44],
+                p.kind if p.spelling != "kernel" else "kernel pair",
+                where[:60],
+                f"x{p.runs}",
+                size_text(p.bytes),
+                time_text(p.transfer),
+                time_text(p.inside),
+                time_text(p.exposed) if p.communicates else "",
+                (inside + more) or "nothing",
+            )
+        )
     widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,11 +1,13 @@
 """What is wrong with pairs of kernels: hazards that no compiler sees.
 
-XLA schedules and allocates its own asynchronous operations safely. For XLA a pair of kernels is just two calls that
-share semaphores and aliased buffers, so XLA may copy, free or move a buffer that a transfer is using.
+XLA schedules and allocates its own asynchronous operations safely. For XLA a pair of kernels is
+just two calls that share semaphores and aliased buffers, so XLA may copy, free or move a buffer
+that a transfer is using.
 
-The text does not say which buffer a kernel reads and which it writes. A buffer that the start creates is assumed to be
-the destination. If the start aliases all of its buffers (Refs), the last one is assumed to be the destination. Several
-transfers may send one buffer at the same time, because each start aliases it to a result but only reads it.
+The text does not say which buffer a kernel reads and which it writes. A buffer that the start
+creates is assumed to be the destination. If the start aliases all of its buffers (Refs), the last
+one is assumed to be the destination. Several transfers may send one buffer at the same time,
+because each start aliases it to a result but only reads it.
 """
 
 from collections.abc import Iterable, Set
@@ -18,21 +20,33 @@ from flaxasync.check.hlo.value_flow import Use, trace
 
 SMALL = 1024  # bytes; anything smaller is assumed to be a scalar that the kernel takes by value
 
-type Operand = tuple[str, str, int]  # the computation, the instruction, and the number of the operand
+# the computation, the instruction, and the number of the operand
+type Operand = tuple[str, str, int]
 
 
 def sent_operands(module: HloModule, operations: Iterable[AsyncOperation]) -> frozenset[Operand]:
-    """Returns the sources of kernel pairs, as operands of their starts and dones, which alias them but only read."""
+    """Returns the sources of kernel pairs, as operands of their starts and dones, which alias them
+    but only read.
+    """
     found: set[Operand] = set()
     for op in operations:
         if op.spelling != "kernel":
             continue
-        computation, ends = module.computations[op.computation], {window.done.name for window in op.windows}
+        computation = module.computations[op.computation]
+        ends = {window.done.name for window in op.windows}
         for path, role in _roles(op.start).items():
             if role == "source":
-                found |= {(op.computation, op.name, a.operand) for a in op.start.aliases if a.output == path}
+                found |= {
+                    (op.computation, op.name, a.operand)
+                    for a in op.start.aliases
+                    if a.output == path
+                }
                 uses = trace(module, computation, op.start, path, stop=lambda i: i.name in ends)
-                found |= {(u.computation, u.instruction.name, u.operand) for u in uses if u.instruction.name in ends}
+                found |= {
+                    (u.computation, u.instruction.name, u.operand)
+                    for u in uses
+                    if u.instruction.name in ends
+                }
     return frozenset(found)
 
 
@@ -44,13 +58,21 @@ def unsafe_buffers(module: HloModule) -> tuple[str, ...]:
     return tuple(f"{f.code}: {f.message}" for f in found if f.severity is Severity.ERROR)
 
 
-def kernel_hazards(module: HloModule, operation: AsyncOperation, sent: Set[Operand]) -> list[Finding]:
-    """Returns what endangers the buffers of one kernel pair. `sent_operands` returned `sent` for the whole program."""
-    computation, start = module.computations[operation.computation], operation.start
-    here, ends = (computation.name, start), {window.done.name for window in operation.windows}
+def kernel_hazards(
+    module: HloModule, operation: AsyncOperation, sent: Set[Operand]
+) -> list[Finding]:
+    """Returns what endangers the buffers of one kernel pair. `sent_operands` returned `sent` for
+    the whole program.
+    """
+    computation = module.computations[operation.computation]
+    start = operation.start
+    here = (computation.name, start)
+    ends = {window.done.name for window in operation.windows}
     found: dict[tuple[str, str, str], Finding] = {}  # one finding for each code and instruction
 
-    def add(code: str, message: str, at: tuple[str, Instruction], severity: Severity | None = None) -> None:
+    def add(
+        code: str, message: str, at: tuple[str, Instruction], severity: Severity | None = None
+    ) -> None:
         key = (code, at[0], at[1].name)
         if key not in found:
             source = module.source(at[1]) or module.source(start)
@@ -59,7 +81,8 @@ def kernel_hazards(module: HloModule, operation: AsyncOperation, sent: Set[Opera
     for path, role in _roles(start).items():
         shape = start.shape.at(path)
         what = f"the {role} buffer of {start.name}, {shape}"
-        of_read = Severity.ERROR if role == "destination" else Severity.WARNING  # which was inferred from its position
+        # which was inferred from its position
+        of_read = Severity.ERROR if role == "destination" else Severity.WARNING
         if shape is not None and shape.memory_space == VMEM:
             add("in-flight-vmem", f"{what}, lies in vector memory", here)
         if not ends:
@@ -68,7 +91,11 @@ def kernel_hazards(module: HloModule, operation: AsyncOperation, sent: Set[Opera
         for use in uses:
             if use.instruction.name in ends:
                 for copied in use.copies:
-                    add("in-flight-copied", f"{what}, is copied before {use.instruction.name} waits for it", copied)
+                    add(
+                        "in-flight-copied",
+                        f"{what}, is copied before {use.instruction.name} waits for it",
+                        copied,
+                    )
                 continue
             for copied in use.copies if role.startswith("destination") else ():
                 if _is_inside(module, operation, *copied):
@@ -76,10 +103,17 @@ def kernel_hazards(module: HloModule, operation: AsyncOperation, sent: Set[Opera
             using = (use.computation, use.instruction)
             if not _is_inside(module, operation, *using):
                 continue
-            if use.aliased and not (role == "source" and (use.computation, use.instruction.name, use.operand) in sent):
+            if use.aliased and not (
+                role == "source" and (use.computation, use.instruction.name, use.operand) in sent
+            ):
                 add("in-flight-written", f"{what}, is written by {use.instruction.name}", using)
             elif role == "only":
-                add("in-flight-read", f"{what}, is read; the text does not say which part", using, Severity.INFO)
+                add(
+                    "in-flight-read",
+                    f"{what}, is read; the text does not say which part",
+                    using,
+                    Severity.INFO,
+                )
             elif role.startswith("destination"):
                 add("in-flight-read", f"{what}, is read by {use.instruction.name}", using, of_read)
         if not _keeps_alive(module, operation, uses):
@@ -92,7 +126,9 @@ def kernel_hazards(module: HloModule, operation: AsyncOperation, sent: Set[Opera
 
 
 def _roles(start: Instruction) -> dict[tuple[int, ...], str]:
-    """Returns the role of each buffer of a start by its index path: a source, a destination, or the only buffer."""
+    """Returns the role of each buffer of a start by its index path: a source, a destination, or the
+    only buffer.
+    """
     aliased = {alias.output for alias in start.aliases}
     buffers = [path for path, leaf in start.shape.leaves() if _is_buffer(leaf)]
     made = [path for path in buffers if path not in aliased]
@@ -100,10 +136,14 @@ def _roles(start: Instruction) -> dict[tuple[int, ...], str]:
         return {path: "destination" if path in made else "source" for path in buffers}
     if len(buffers) == 1:
         return {buffers[0]: "only"}
-    return {path: "destination (by position)" if path == buffers[-1] else "source" for path in buffers}
+    return {
+        path: "destination (by position)" if path == buffers[-1] else "source" for path in buffers
+    }
 
 
-def _is_inside(module: HloModule, operation: AsyncOperation, computation: str, instruction: Instruction) -> bool:
+def _is_inside(
+    module: HloModule, operation: AsyncOperation, computation: str, instruction: Instruction
+) -> bool:
     at = module.computations[computation].position[instruction.name]
     return any(
         span.computation == computation and span.first <= at < span.stop
@@ -113,22 +153,34 @@ def _is_inside(module: HloModule, operation: AsyncOperation, computation: str, i
 
 
 def _keeps_alive(module: HloModule, operation: AsyncOperation, uses: list[Use]) -> bool:
-    """Says whether one of the uses of a buffer is a done, or comes after one in the computation of the done."""
+    """Says whether one of the uses of a buffer is a done, or comes after one in the computation of
+    the done.
+    """
     for window in operation.windows:
         position = module.computations[window.computation].position
-        here = [position[use.instruction.name] for use in uses if use.computation == window.computation]
+        here = [
+            position[use.instruction.name] for use in uses if use.computation == window.computation
+        ]
         if max(here, default=-1) >= position[window.done.name]:
             return True
     return False
 
 
-def _unaliased_operands(computation: Computation, start: Instruction) -> list[tuple[int, Instruction]]:
-    """Returns the buffers that a start reads and does not alias, except the program's arguments, which stay alive."""
+def _unaliased_operands(
+    computation: Computation, start: Instruction
+) -> list[tuple[int, Instruction]]:
+    """Returns the buffers that a start reads and does not alias, except the program's arguments,
+    which stay alive.
+    """
     aliased = {alias.operand for alias in start.aliases}
     found = []
     for n, made in enumerate(computation.operands(start)):
         is_buffer = _is_buffer(made.shape) and not made.shape.is_tuple
-        if n not in aliased and is_buffer and not (made.opcode == "parameter" and computation.is_entry):
+        if (
+            n not in aliased
+            and is_buffer
+            and not (made.opcode == "parameter" and computation.is_entry)
+        ):
             found.append((n, made))
     return found
 

@@ -1,7 +1,8 @@
 """The work of a computation that a transfer does not need, and that does not need the transfer.
 
-For every instruction, the work that it needs and the work that needs it are kept as the bits of an integer. They are
-found for all instructions of a computation at once, because a large program asks for thousands of transfers.
+For every instruction, the work that it needs and the work that needs it are kept as the bits of an
+integer. They are found for all instructions of a computation at once, because a large program asks
+for thousands of transfers.
 """
 
 import collections
@@ -17,7 +18,8 @@ MOST = 2048  # instructions of a computation, the longest ones, that are offered
 
 @dataclasses.dataclass(frozen=True)
 class _Reach:
-    """The work of one computation, the longest first, and how it hangs together with all instructions by name.
+    """The work of one computation, the longest first, and how it hangs together with all
+    instructions by name.
 
     The n-th bit of an integer stands for the n-th work.
     """
@@ -28,7 +30,9 @@ class _Reach:
 
 
 class IndependentWork:
-    """Finds work that could run beside a transfer, for callers that ask of one computation after the other."""
+    """Finds work that could run beside a transfer, for callers that ask of one computation after
+    the other.
+    """
 
     def __init__(self, costs: Costs):
         self.costs = costs
@@ -39,11 +43,13 @@ class IndependentWork:
     ) -> list[tuple[float, Instruction]]:
         """Returns work that `starts` do not need and that does not need `ends`, the longest first.
 
-        Each is (seconds, instruction). What follows after `enough` seconds is left out. Collectives, calls of
-        computations that contain one, loops, branches and what takes less than a microsecond do not count.
+        Each is (seconds, instruction). What follows after `enough` seconds is left out.
+        Collectives, calls of computations that contain one, loops, branches and what takes less
+        than a microsecond do not count.
         """
         if computation.name not in self._reach:
-            # Only the last one is kept: those of all computations would take as much memory as the program.
+            # Only the last one is kept: those of all computations would take as much memory as the
+            # program.
             self._reach = {computation.name: self._read(computation)}
         reach = self._reach[computation.name]
         free = (1 << len(reach.work)) - 1
@@ -62,7 +68,11 @@ class IndependentWork:
 
     def _read(self, computation: Computation) -> _Reach:
         timed = [(self.costs.seconds(computation, i), i) for i in computation.instructions]
-        work = [(seconds, i) for seconds, i in timed if seconds >= WORK and self._is_work(computation, i)]
+        work = [
+            (seconds, i)
+            for seconds, i in timed
+            if seconds >= WORK and self._is_work(computation, i)
+        ]
         work.sort(key=lambda item: -item[0])
         del work[MOST:]
         bits: dict[str, int] = collections.defaultdict(int)
@@ -85,5 +95,7 @@ class IndependentWork:
             inside = self.costs.module.nested(i)
             return not any(one.opcode.removesuffix("-start") in COLLECTIVES for one in inside)
         return i.opcode not in COLLECTIVES and self.costs.explained(computation, i)[1] not in (
-            "links", "body", "nothing",
-        )  # fmt: skip
+            "links",
+            "body",
+            "nothing",
+        )

@@ -1,12 +1,13 @@
-"""Recognises a matmul whose operands split the contraction over two axes of the mesh, which `mesh_matmul` overlaps.
+"""Recognises a matmul whose operands split the contraction over two axes of the mesh, which
+`mesh_matmul` overlaps.
 
-XLA makes three steps of LHS[M_X, K_Y] . RHS[K_X, N]: rows of RHS arrive, a device multiplies, and an all-reduce sums
-the products around the mesh row. The rows arrive in one of two ways:
+XLA makes three steps of LHS[M_X, K_Y] . RHS[K_X, N]: rows of RHS arrive, a device multiplies, and
+an all-reduce sums the products around the mesh row. The rows arrive in one of two ways:
 
-* in a permute by which some devices send to themselves, because they hold the rows that they need (X <= Y). No hop of a
-  ring does that;
-* in an all-gather around the mesh column, of which a device multiplies a slice (X > Y). The weights of fully sharded
-  layers are gathered, too, and multiplied whole.
+* in a permute by which some devices send to themselves, because they hold the rows that they need
+  (X <= Y). No hop of a ring does that;
+* in an all-gather around the mesh column, of which a device multiplies a slice (X > Y). The weights
+  of fully sharded layers are gathered, too, and multiplied whole.
 """
 
 import dataclasses
@@ -18,10 +19,22 @@ from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.participants import Groups, groups_in, permute_pairs
 
 # What may stand between a step and the next one.
-_PASSES = frozenset({
-    "bitcast", "copy", "convert", "get-tuple-element", "reshape", "transpose", "tuple",
-    "all-gather-done", "all-reduce-done", "collective-permute-done", "copy-start", "copy-done",
-})  # fmt: skip
+_PASSES = frozenset(
+    {
+        "bitcast",
+        "copy",
+        "convert",
+        "get-tuple-element",
+        "reshape",
+        "transpose",
+        "tuple",
+        "all-gather-done",
+        "all-reduce-done",
+        "collective-permute-done",
+        "copy-start",
+        "copy-done",
+    }
+)
 _SUMS = ("all-reduce", "all-reduce-start")
 _GATHERS = ("all-gather", "all-gather-start")
 _PERMUTES = ("collective-permute", "collective-permute-start")
@@ -39,7 +52,9 @@ class MeshProduct:
 
 
 def find(module: HloModule, computation: Computation, step: Instruction) -> MeshProduct | None:
-    """Returns the product that a collective is the first or the last step of; None if there is no such product."""
+    """Returns the product that a collective is the first or the last step of; None if there is no
+    such product.
+    """
     if len(computation.opcodes & _COLLECTIVES) < 2:
         return None  # it has a sum and what arrives before it
     if step.opcode in _SUMS:
@@ -65,17 +80,30 @@ def gain(costs: Costs, computation: Computation, product: MeshProduct, seconds: 
 
 def advice(module: HloModule, product: MeshProduct) -> str:
     """Says what does all three steps at once."""
-    what = f"its operands split the contraction over two mesh axes, and {product.matmul.name} can hide both transfers"
+    what = (
+        f"its operands split the contraction over two mesh axes, and {product.matmul.name} can "
+        "hide both transfers"
+    )
     if "/flaxasync/ops/mesh_matmul.py" in module.tables:
         return (
-            f"{what}: backend='overlapped' of flaxasync.mesh_matmul and flaxasync.nn.MeshLinear does it in one kernel"
+            f"{what}: backend='overlapped' of flaxasync.mesh_matmul and "
+            "flaxasync.nn.MeshLinear does it in one kernel"
         )
-    return f"{what}: flaxasync.mesh_matmul in a shard_map, or the layer flaxasync.nn.MeshLinear, does it in one kernel"
+    return (
+        f"{what}: flaxasync.mesh_matmul in a shard_map, or the layer flaxasync.nn.MeshLinear, "
+        "does it in one kernel"
+    )
 
 
-def _nearest(module: HloModule, computation: Computation, step: Instruction, *, forward: bool) -> list[Instruction]:
-    """Returns the matmuls and collectives that follow a step, or precede it, across what only passes an array on."""
-    found, pending, seen = [], [step], {step.name}
+def _nearest(
+    module: HloModule, computation: Computation, step: Instruction, *, forward: bool
+) -> list[Instruction]:
+    """Returns the matmuls and collectives that follow a step, or precede it, across what only
+    passes an array on.
+    """
+    found = []
+    pending = [step]
+    seen = {step.name}
     while pending:
         here = pending.pop()
         near = computation.users.get(here.name, []) if forward else computation.operands(here)
@@ -91,12 +119,18 @@ def _nearest(module: HloModule, computation: Computation, step: Instruction, *, 
 
 
 def _arrives_for(
-    module: HloModule, computation: Computation, arrival: Instruction, matmul: Instruction, sum_: Instruction
+    module: HloModule,
+    computation: Computation,
+    arrival: Instruction,
+    matmul: Instruction,
+    sum_: Instruction,
 ) -> bool:
     """Says whether these are the three steps."""
     if sum_.opcode not in _SUMS or not module.contains_matmul(matmul):
         return False
-    if not {leaf.element_type for _, leaf in arrival.shape.leaves() if leaf.dimensions} <= {*_TYPES}:
+    if not {leaf.element_type for _, leaf in arrival.shape.leaves() if leaf.dimensions} <= {
+        *_TYPES
+    }:
         return False
     summed = groups_in(module, sum_)
     if arrival.opcode in _PERMUTES:
@@ -108,7 +142,9 @@ def _arrives_for(
 
 @functools.lru_cache(64)  # a program repeats few pairs and groups
 def _leaves_its_group(pairs: tuple[tuple[int, int], ...], summed: Groups) -> bool:
-    """Says whether some devices keep their rows in a permute, and others send them out of the group of their sum."""
+    """Says whether some devices keep their rows in a permute, and others send them out of the group
+    of their sum.
+    """
     group_of = _groups_by_device(summed)
     kept = any(source == target for source, target in pairs)
     return kept and any(group_of.get(source) != group_of.get(target) for source, target in pairs)
@@ -116,9 +152,13 @@ def _leaves_its_group(pairs: tuple[tuple[int, int], ...], summed: Groups) -> boo
 
 @functools.lru_cache(64)
 def _crosses(gathered: Groups, summed: Groups) -> bool:
-    """Says whether all devices that gather from each other are in groups of their own when they sum."""
+    """Says whether all devices that gather from each other are in groups of their own when they
+    sum.
+    """
     group_of = _groups_by_device(summed)
-    return all(len({group_of.get(device) for device in group}) == len(group) > 1 for group in gathered)
+    return all(
+        len({group_of.get(device) for device in group}) == len(group) > 1 for group in gathered
+    )
 
 
 def _groups_by_device(groups: Groups) -> dict[int, int]:

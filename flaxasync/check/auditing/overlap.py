@@ -1,7 +1,8 @@
-"""What runs while a transfer is under way, and what makes the chip wait, in the estimate of a scheduled program.
+"""What runs while a transfer is under way, and what makes the chip wait, in the estimate of a
+scheduled program.
 
-A large program has thousands of transfers, whose windows may all be open at once. What a whole computation or program
-has in common is therefore found once, in `Windows` and in `IndependentWork`.
+A large program has thousands of transfers, whose windows may all be open at once. What a whole
+computation or program has in common is therefore found once, in `Windows` and in `IndependentWork`.
 """
 
 import bisect
@@ -11,7 +12,15 @@ from collections.abc import Iterable, Mapping, Set
 
 from flaxasync.check.auditing import mesh_product
 from flaxasync.check.auditing.advice import advise
-from flaxasync.check.auditing.findings import Finding, Pair, Severity, Work, finding, size_text, time_text
+from flaxasync.check.auditing.findings import (
+    Finding,
+    Pair,
+    Severity,
+    Work,
+    finding,
+    size_text,
+    time_text,
+)
 from flaxasync.check.auditing.independent_work import IndependentWork
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, synchronous_collective
@@ -19,7 +28,8 @@ from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.participants import AxisNames
 from flaxasync.check.hlo.value_flow import Span
 
-LARGE = 1 << 20  # bytes; a smaller collective is limited by its latency, so it is reported as information only
+# bytes; a smaller collective is limited by its latency, so it is reported as information only
+LARGE = 1 << 20
 COPIED = 1 << 16  # bytes; a smaller copy in a loop is not reported, and has no row in the gate
 WORK = 1e-7  # seconds; a shorter instruction does not count as work
 
@@ -28,20 +38,26 @@ class Windows:
     """The work within any span of the schedule of one program."""
 
     def __init__(self, module: HloModule, costs: Costs):
-        self.module, self.costs = module, costs
+        self.module = module
+        self.costs = costs
         self._work: dict[str, list[Work]] = {}  # of each computation, in order
         self._positions: dict[str, list[int]] = {}  # of that work
-        self._sums: dict[str, list[float]] = {}  # the seconds of the work before each one, and last of all
-        self._hiding: dict[str, collections.Counter[int]] = {}  # how many more windows hide each work than that before
+        # the seconds of the work before each one, and last of all
+        self._sums: dict[str, list[float]] = {}
+        # how many more windows hide each work than that before
+        self._hiding: dict[str, collections.Counter[int]] = {}
 
     def work_in(self, spans: Iterable[Span], *, hides: bool) -> tuple[tuple[Work, ...], float]:
-        """Returns the work within spans, and its seconds. Notes that it hides a transfer, if it does."""
+        """Returns the work within spans, and its seconds. Notes that it hides a transfer, if it
+        does.
+        """
         work: list[Work] = []
         seconds = 0.0
         for span in spans:
             if span.computation not in self._work:
                 self._read(self.module.computations[span.computation])
-            positions, sums = self._positions[span.computation], self._sums[span.computation]
+            positions = self._positions[span.computation]
+            sums = self._sums[span.computation]
             first = bisect.bisect_left(positions, span.first)
             stop = bisect.bisect_left(positions, span.stop)
             work += self._work[span.computation][first:stop]
@@ -52,7 +68,9 @@ class Windows:
         return tuple(work), seconds if work else 0.0
 
     def hiding(self) -> set[tuple[str, str]]:
-        """Returns all work that was noted to hide a transfer, each as (computation, instruction)."""
+        """Returns all work that was noted to hide a transfer, each as (computation,
+        instruction).
+        """
         found: set[tuple[str, str]] = set()
         for name, changes in self._hiding.items():
             count = 0
@@ -63,10 +81,15 @@ class Windows:
         return found
 
     def _read(self, computation: Computation) -> None:
-        work, positions = [], []
+        work = []
+        positions = []
         for position, i in enumerate(computation.instructions):
             seconds = self.costs.seconds(computation, i)
-            if seconds >= WORK and i.opcode not in COLLECTIVES and not _changes_nothing(computation, i):
+            if (
+                seconds >= WORK
+                and i.opcode not in COLLECTIVES
+                and not _changes_nothing(computation, i)
+            ):
                 work.append(Work(computation.name, i.name, seconds))
                 positions.append(position)
         self._hiding[computation.name] = collections.Counter()
@@ -76,8 +99,11 @@ class Windows:
 
 
 def pair_of(module: HloModule, windows: Windows, op: AsyncOperation, runs: int) -> Pair:
-    """Returns an asynchronous operation as it was scheduled. The computation of its start runs so often."""
-    # The window of most iterations of a loop, and not the one through which the future leaves the loop.
+    """Returns an asynchronous operation as it was scheduled. The computation of its start runs so
+    often.
+    """
+    # The window of most iterations of a loop, and not the one through which the future leaves the
+    # loop.
     staying = [w for w in op.windows if not any(c.startswith("leaves") for c in w.crosses)]
     window = next(iter(staying or op.windows), None)
     spans = window.spans if window and module.is_scheduled else ()
@@ -107,21 +133,33 @@ def overlap_findings(
     hiding: Set[tuple[str, str]],
     names: AxisNames,
 ) -> list[Finding]:
-    """Returns what keeps a transfer from being hidden. `hiding` is the work that hides any transfer of the program."""
+    """Returns what keeps a transfer from being hidden. `hiding` is the work that hides any transfer
+    of the program.
+    """
     offloaded = op.thread != "main"
     if not op.windows or not (op.communicates or offloaded):
         return []
-    code, gain, advice = "exposed", pair.exposed, ""
+    code = "exposed"
+    gain = pair.exposed
+    advice = ""
     what = f"{pair.kind}{_over(names, op.start)}, {size_text(pair.bytes)}"
     message = f"{pair.name} ({what}) takes {time_text(pair.transfer)}"
     if not pair.overlapped:
-        code, gain = "serialised", 0.0
+        code = "serialised"
+        gain = 0.0
         message += " and nothing runs meanwhile"
         computation = module.computations[op.computation]
-        ends = [w.done.name for w in op.windows if w.computation == computation.name and not w.crosses]
-        if free := independent.beside(computation, [op.start.name], ends, pair.transfer) if ends else []:
+        ends = [
+            w.done.name for w in op.windows if w.computation == computation.name and not w.crosses
+        ]
+        if (
+            free := independent.beside(computation, [op.start.name], ends, pair.transfer)
+            if ends
+            else []
+        ):
             seconds, work = free[0]
-            code, gain = "empty-window", min(pair.transfer, sum(s for s, _ in free))
+            code = "empty-window"
+            gain = min(pair.transfer, sum(s for s, _ in free))
             where = f", {source}" if (source := module.source(work)) else ""
             message += f": {work.name} ({time_text(seconds)}{where}) could run inside"
             advice = _barrier_to_remove(computation, op, work, hiding)
@@ -133,15 +171,25 @@ def overlap_findings(
     else:
         return []
     severity = None if pair.bytes >= LARGE else Severity.INFO
-    return [finding(
-        code, message, op.computation, pair.name, source=pair.source, severity=severity, gain=gain, advice=advice,
-    )]  # fmt: skip
+    return [
+        finding(
+            code,
+            message,
+            op.computation,
+            pair.name,
+            source=pair.source,
+            severity=severity,
+            gain=gain,
+            advice=advice,
+        )
+    ]
 
 
 def collectives_that_hold_the_chip(
     module: HloModule, runs: Iterable[str]
 ) -> list[tuple[Computation, Instruction, Instruction]]:
-    """Returns each collective without a start and a done, as (computation, instruction, collective).
+    """Returns each collective without a start and a done, as (computation, instruction,
+    collective).
 
     The instruction is the collective itself, or the fusion that contains it.
     """
@@ -169,61 +217,90 @@ def synchronous_collectives(
         message = f"{i.name} ({what}) holds the chip for {time_text(seconds)}"
         severity = None if moved >= LARGE else Severity.INFO
         advice = advise(costs, independent, computation, i, collective)
-        found.append(finding(
-            "synchronous-collective", message, computation.name, i.name, source=module.source(i), severity=severity,
-            advice=advice.text, gain=advice.gain,
-        ))  # fmt: skip
+        found.append(
+            finding(
+                "synchronous-collective",
+                message,
+                computation.name,
+                i.name,
+                source=module.source(i),
+                severity=severity,
+                advice=advice.text,
+                gain=advice.gain,
+            )
+        )
     return found
 
 
 def _over(names: AxisNames, collective: Instruction) -> str:
-    """Returns " over data" for a collective between devices along this axis of the mesh, if axes have names."""
+    """Returns " over data" for a collective between devices along this axis of the mesh, if axes
+    have names.
+    """
     if not names.axes:
         return ""
     found = names.of(collective)
     return f" over {found}" if found else ""
 
 
-def loop_copies(module: HloModule, runs: Mapping[str, int], *, known: Set[tuple[str, str]]) -> list[Finding]:
-    """Returns a finding for each large copy of a buffer that a loop carries, but for those that `known` has already."""
+def loop_copies(
+    module: HloModule, runs: Mapping[str, int], *, known: Set[tuple[str, str]]
+) -> list[Finding]:
+    """Returns a finding for each large copy of a buffer that a loop carries, but for those that
+    `known` has already.
+    """
     found = []
     bodies = {i.loop_body for name in runs for i in module.computations[name].instructions}
     for name in (n for n in runs if n in bodies):
         computation = module.computations[name]
         carried = _carried(computation)
         for i in computation.instructions:
-            if i.shape.bytes < COPIED or (name, i.name) in known or not _changes_nothing(computation, i):
+            if (
+                i.shape.bytes < COPIED
+                or (name, i.name) in known
+                or not _changes_nothing(computation, i)
+            ):
                 continue
             if i.name in carried or i.operands[0] in carried:
-                message = f"{i.name} copies {size_text(i.shape.bytes)} of what the loop carries, {runs[name]} times"
+                message = (
+                    f"{i.name} copies {size_text(i.shape.bytes)} of what the loop carries, "
+                    f"{runs[name]} times"
+                )
                 found.append(finding("loop-copies", message, name, i.name, source=module.source(i)))
     return found
 
 
 def _changes_nothing(computation: Computation, i: Instruction) -> bool:
-    """Says whether an instruction is a copy that changes nothing, not even the layout. It does not count as work."""
+    """Says whether an instruction is a copy that changes nothing, not even the layout. It does not
+    count as work.
+    """
     return i.opcode == "copy" and [made.shape for made in computation.operands(i)] == [i.shape]
 
 
 def _barrier_to_remove(
     computation: Computation, op: AsyncOperation, work: Instruction, hiding: Set[tuple[str, str]]
 ) -> str:
-    """Returns the advice on a transfer of XLA's own that a barrier made wait for independent work; "" on any other.
+    """Returns the advice on a transfer of XLA's own that a barrier made wait for independent work;
+    "" on any other.
 
-    A compiled program has no barriers left: XLA drops them once they have ordered the schedule. What remains is the
-    order, which XLA does not choose by itself: the work ends before the transfer begins, and hides no other transfer.
+    A compiled program has no barriers left: XLA drops them once they have ordered the schedule.
+      What remains is the
+    order, which XLA does not choose by itself: the work ends before the transfer begins, and hides
+      no other transfer.
     """
     before = computation.position[work.name] < computation.position[op.start.name]
     if op.spelling == "kernel" or not before or (computation.name, work.name) in hiding:
         return ""
     return (
-        f"remove the jax.lax.optimization_barrier that makes what is sent wait for {work.name}: neither needs the "
+        f"remove the jax.lax.optimization_barrier that makes what is sent wait for {work.name}: "
+        "neither needs the "
         "other, and XLA runs such work inside its own transfers unless a barrier forbids it"
     )
 
 
 def _carried(body: Computation) -> set[str]:
-    """Returns the names of the values that enter a loop body through its parameter or leave it through its root."""
+    """Returns the names of the values that enter a loop body through its parameter or leave it
+    through its root.
+    """
     names = {i.name for i in body.parameters.values()}
     for i in body.instructions:
         if i.opcode in ("get-tuple-element", "bitcast") and i.operands and i.operands[0] in names:

@@ -1,14 +1,17 @@
-"""Transfers of arrays in a wider type than the program keeps of them, and what a narrower type would gain.
+"""Transfers of arrays in a wider type than the program keeps of them, and what a narrower type
+would gain.
 
-A product that is asked for in float32 and cast to bfloat16 after its sum over the devices travels in twice the bytes.
-What arrives is followed through everything that only moves, rearranges or adds it. A transfer is wide if each copy of
-its values is converted to a narrower type in the end. If a value is used in any other way, or leaves the computation
-through a loop or as a result, nothing is claimed.
+A product that is asked for in float32 and cast to bfloat16 after its sum over the devices travels
+in twice the bytes. What arrives is followed through everything that only moves, rearranges or adds
+it. A transfer is wide if each copy of its values is converted to a narrower type in the end. If a
+value is used in any other way, or leaves the computation through a loop or as a result, nothing is
+claimed.
 
-The transfers of one line of Python are one finding, because one change of that line mends them all, and those for which
-the text names no line are one together. The gain is the part of the exposed time that fewer bytes save, and of the
-memory traffic of the instruction that makes what is sent and of the one that reads what arrives. What the compiler
-would then schedule in another way is not predicted; docs/history.md has an example.
+The transfers of one line of Python are one finding, because one change of that line mends them all,
+and those for which the text names no line are one together. The gain is the part of the exposed
+time that fewer bytes save, and of the memory traffic of the instruction that makes what is sent and
+of the one that reads what arrives. What the compiler would then schedule in another way is not
+predicted; docs/history.md has an example.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,19 +27,32 @@ from flaxasync.check.hlo.shapes import element_bits
 _SPELLINGS = ("first-class", "generic")  # of the starts that are followed
 _WIDE = frozenset({"f64", "f32"})
 _FLOATS = _WIDE | {"f16", "bf16"}
-_MOVES = frozenset({
-    "add", "bitcast", "concatenate", "copy", "dynamic-slice", "dynamic-update-slice", "reshape", "slice", "transpose",
-    *COLLECTIVES,
-}) - {"send", "recv"}  # fmt: skip
+_MOVES = frozenset(
+    {
+        "add",
+        "bitcast",
+        "concatenate",
+        "copy",
+        "dynamic-slice",
+        "dynamic-update-slice",
+        "reshape",
+        "slice",
+        "transpose",
+        *COLLECTIVES,
+    }
+) - {"send", "recv"}
 _JOINS = "ConcatBitcast"  # the custom call by which XLA puts slices together again
 
-type Element = tuple[int, ...] | None  # the index path of the array in a result; None for all of a future
+# the index path of the array in a result; None for all of a future
+type Element = tuple[int, ...] | None
 type Holder = tuple[Computation, Instruction, Element]  # what holds the values of a transfer
 type Place = tuple[str, str, Element]  # the same, by name
 
 
 class _Wide(NamedTuple):
-    """A transfer that carries a wider type than is kept, its largest array, and what the kept type saves in one run."""
+    """A transfer that carries a wider type than is kept, its largest array, and what the kept type
+    saves in one run.
+    """
 
     computation: Computation
     instruction: Instruction
@@ -52,17 +68,27 @@ def wide_transfers(
     holding: Iterable[tuple[Computation, Instruction, Instruction]],
     runs: Mapping[str, int],
 ) -> list[Finding]:
-    """Returns a finding for each line of Python whose transfers carry a wider type than is kept. Its gain is of a run.
+    """Returns a finding for each line of Python whose transfers carry a wider type than is kept.
+    Its gain is of a run.
 
-    The program is scheduled. `holding` are its synchronous collectives, as (computation, instruction, collective).
+    The program is scheduled. `holding` are its synchronous collectives, as (computation,
+    instruction, collective).
     """
     lines: dict[str, list[_Wide]] = {}
     kept = {wide: _Kept(module, wide) for wide in _WIDE}
 
-    def look(computation: Computation, i: Instruction, arrived: int, seconds: float, inside: float) -> None:
-        """Notes a transfer if it is a wide one. It takes so many seconds alone, and so many of work run beside it."""
+    def look(
+        computation: Computation, i: Instruction, arrived: int, seconds: float, inside: float
+    ) -> None:
+        """Notes a transfer if it is a wide one. It takes so many seconds alone, and so many of work
+        run beside it.
+        """
         wide = next((leaf.element_type for _, leaf in i.shape.leaves()), "")
-        narrow = kept[wide].type_of(computation, i) if wide in _WIDE and not _promoted(module, i) else None
+        narrow = (
+            kept[wide].type_of(computation, i)
+            if wide in _WIDE and not _promoted(module, i)
+            else None
+        )
         if narrow is None:
             return
         rest = element_bits(narrow) / element_bits(wide)
@@ -70,14 +96,22 @@ def wide_transfers(
         written = sum(m.shape.bytes for m in made if costs.explained(computation, m)[1] == "bytes")
         gain = max(0.0, seconds - inside) - max(0.0, rest * seconds - inside)
         gain += (1 - rest) * costs.memory_seconds(written + arrived)
-        largest = max(leaf.bytes for shape in (i.shape, *(m.shape for m in made)) for _, leaf in shape.leaves())
+        largest = max(
+            leaf.bytes
+            for shape in (i.shape, *(m.shape for m in made))
+            for _, leaf in shape.leaves()
+        )
         rounding = f"{wide} that is rounded to {narrow}"
-        lines.setdefault(module.source(i), []).append(_Wide(computation, i, rounding, largest, gain))
+        lines.setdefault(module.source(i), []).append(
+            _Wide(computation, i, rounding, largest, gain)
+        )
 
     for pair in pairs:
         if pair.communicates and pair.spelling in _SPELLINGS and pair.dones:
             computation = module.computations[pair.computation]
-            look(computation, computation.by_name[pair.name], pair.bytes, pair.transfer, pair.inside)
+            look(
+                computation, computation.by_name[pair.name], pair.bytes, pair.transfer, pair.inside
+            )
     for computation, i, _ in holding:
         look(computation, i, i.shape.bytes, costs.seconds(computation, i), 0.0)
     return [_finding(line, transfers, runs) for line, transfers in lines.items()]
@@ -89,30 +123,44 @@ def _finding(line: str, transfers: list[_Wide], runs: Mapping[str, int]) -> Find
     moved = sum(n * t.bytes for n, t in zip(counts, transfers, strict=True))
     which = "of its line" if line else "without a line of Python"
     others = f" and {len(transfers) - 1} more {which} carry" if len(transfers) > 1 else " carries"
-    message = f"{largest.instruction.name}{others} {largest.rounding} when it has arrived: {size_text(moved)} in "
+    message = (
+        f"{largest.instruction.name}{others} {largest.rounding} when it has arrived: "
+        f"{size_text(moved)} in "
+    )
     message += f"{sum(counts)} transfers of a run"
     return finding(
-        "wide-transfer", message, largest.computation.name, largest.instruction.name, source=line,
-        severity=None if moved >= LARGE else Severity.INFO, count=sum(counts),
+        "wide-transfer",
+        message,
+        largest.computation.name,
+        largest.instruction.name,
+        source=line,
+        severity=None if moved >= LARGE else Severity.INFO,
+        count=sum(counts),
         gain=sum(n * t.gain for n, t in zip(counts, transfers, strict=True)),
-    )  # fmt: skip
+    )
 
 
 class _Kept:
-    """To which types the values of a wide type are converted in the end, wherever they are in one program.
+    """To which types the values of a wide type are converted in the end, wherever they are in one
+    program.
 
     Each place is looked at once, for all transfers whose values come through it.
     """
 
     def __init__(self, module: HloModule, wide: str):
-        self.module, self.wide = module, wide
-        self._types: dict[Place, set[str]] = {}  # of each place: those that its values become; "" for the wide type
+        self.module = module
+        self.wide = wide
+        # of each place: those that its values become; "" for the wide type
+        self._types: dict[Place, set[str]] = {}
         self._before: dict[Place, list[Place]] = {}  # from where the values come
 
     def type_of(self, computation: Computation, i: Instruction) -> str | None:
-        """Returns the widest type to which a transfer's values are converted; None if they are needed as they are."""
+        """Returns the widest type to which a transfer's values are converted; None if they are
+        needed as they are.
+        """
         first: Holder = (computation, i, None if i.opcode.endswith("-start") else ())
-        pending, changed = [first], []
+        pending = [first]
+        changed = []
         while pending:
             holder = pending.pop()
             place = _place(holder)
@@ -161,7 +209,9 @@ def _place(holder: Holder) -> Place:
 def _through(
     module: HloModule, at: Computation, step: Instruction, element: Element, user: Instruction
 ) -> list[Holder] | None:
-    """Returns what holds the values after an instruction has used them; None if it needs the wide type."""
+    """Returns what holds the values after an instruction has used them; None if it needs the wide
+    type.
+    """
     if user.opcode == "get-tuple-element" and element:
         return [(at, user, ())] if user.tuple_index == element[0] else []
     if element is None:  # a future
@@ -179,7 +229,9 @@ def _through(
         outside = _fusions(module, at)
         return [(caller, fusion, (n,)) for caller, fusion in outside for n in numbers] or None
     bodies = module.called(user)[:1] if user.opcode == "fusion" else []
-    return [(body, body.parameters[n], ()) for body in bodies for n in numbers if n in body.parameters] or None
+    return [
+        (body, body.parameters[n], ()) for body in bodies for n in numbers if n in body.parameters
+    ] or None
 
 
 def _fusions(module: HloModule, body: Computation) -> list[tuple[Computation, Instruction]]:
@@ -189,7 +241,9 @@ def _fusions(module: HloModule, body: Computation) -> list[tuple[Computation, In
 
 
 def _step_of_move(module: HloModule, at: Computation, i: Instruction, suffix: str) -> bool:
-    """Says whether an instruction is the start or the done of something that only moves or adds its operands."""
+    """Says whether an instruction is the start or the done of something that only moves or adds its
+    operands.
+    """
     if not i.opcode.endswith(suffix):
         return False
     start = i
@@ -200,6 +254,8 @@ def _step_of_move(module: HloModule, at: Computation, i: Instruction, suffix: st
 
 
 def _promoted(module: HloModule, i: Instruction) -> bool:
-    """Says whether the compiler itself widened a reduction, as it does on CPU. The author cannot change that."""
+    """Says whether the compiler itself widened a reduction, as it does on CPU. The author cannot
+    change that.
+    """
     inside = (i, *module.instructions_in(i)) if i.opcode == "fusion" else (i,)
     return any(name.endswith("_promoted") for one in inside for name in one.called_computations)

@@ -1,10 +1,11 @@
-"""Runs a Python program and captures every program that JAX compiles in it, without a change to its code.
+"""Runs a Python program and captures every program that JAX compiles in it, without a change to its
+code.
 
     python -m flaxasync.check capture FOLDER -- script.py arguments
     python -m flaxasync.check capture FOLDER -- -m module arguments
 
-The processes that it starts are captured, too, if they import flaxasync: they inherit FLAXASYNC_CAPTURE=FOLDER. The
-exit status is that of the program; 2 if there is no such program.
+The processes that it starts are captured, too, if they import flaxasync: they inherit
+FLAXASYNC_CAPTURE=FOLDER. The exit status is that of the program; 2 if there is no such program.
 """
 
 import argparse
@@ -19,11 +20,19 @@ from flaxasync.check.capturing.recorder import VARIABLE, capture
 def main(arguments: list[str] | None = None) -> int:
     description, usage = (__doc__ or "").split("\n\n", 1)
     parser = argparse.ArgumentParser(
-        prog="python -m flaxasync.check capture", description=description, epilog=usage,
+        prog="python -m flaxasync.check capture",
+        description=description,
+        epilog=usage,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("folder", help="the folder for the programs; it is made if it does not exist")
-    parser.add_argument("program", nargs=argparse.REMAINDER, help="-- script.py arguments, or -- -m module arguments")
+    )
+    parser.add_argument(
+        "folder", help="the folder for the programs; it is made if it does not exist"
+    )
+    parser.add_argument(
+        "program",
+        nargs=argparse.REMAINDER,
+        help="-- script.py arguments, or -- -m module arguments",
+    )
     chosen = parser.parse_args(arguments)
     program = chosen.program[1:] if chosen.program[:1] == ["--"] else chosen.program
     if not program or program == ["-m"]:

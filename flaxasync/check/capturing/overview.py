@@ -1,7 +1,7 @@
 """What a run communicates: its programs, and the worst transfers over all of them.
 
-The transfers are ordered by the seconds in which a device waits for them in one run of their program, as estimated. How
-often a program runs is not known from its text.
+The transfers are ordered by the seconds in which a device waits for them in one run of their
+program, as estimated. How often a program runs is not known from its text.
 """
 
 import dataclasses
@@ -26,7 +26,9 @@ class Transfer:
 
     def __str__(self) -> str:
         where = f", from {', '.join(self.sources[:2])}" if self.sources else ""
-        return f"{time_text(self.exposed):>9} ({self.share:.1%} of {self.program}) {self.text}{where}"
+        return (
+            f"{time_text(self.exposed):>9} ({self.share:.1%} of {self.program}) {self.text}{where}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +41,14 @@ class Overview:
 
     def __str__(self) -> str:
         seconds = sum(program.seconds for program in self.programs)
-        both = sorted(zip(self.programs, self.summaries, strict=True), key=lambda two: -two[1].seconds)
+        both = sorted(
+            zip(self.programs, self.summaries, strict=True), key=lambda two: -two[1].seconds
+        )
         lines = [
             f"{len(self.programs)} programs, compiled in {seconds:.1f} s",
             "",
-            f"{'program':40} {'devices':>7} {'compile':>9} {'temporary':>10} {'estimate':>9} {'exposed':>8}",
+            f"{'program':40} {'devices':>7} {'compile':>9} {'temporary':>10} {'estimate':>9} "
+            f"{'exposed':>8}",
         ]
         for p, s in both[:SHOWN]:
             temporary = "unknown" if s.temporaries is None else size_text(s.temporaries)
@@ -54,10 +59,15 @@ class Overview:
         head = f"the {len(shown)} worst of {len(self.transfers)} exposed transfers"
         lines += ["", head if shown else "no transfer is exposed", *map(str, shown), ""]
         others = sum(p.chip != s.chip for p, s in both)
-        assumed = f", for which {others} of them {'was' if others == 1 else 'were'} not compiled" if others else ""
+        assumed = (
+            f", for which {others} of them {'was' if others == 1 else 'were'} not compiled"
+            if others
+            else ""
+        )
         chips = " or ".join(sorted({s.chip for s in self.summaries})) + assumed
         lines.append(
-            f"times are estimates of one run of each program on {chips}; nothing was measured but the compilation"
+            f"times are estimates of one run of each program on {chips}; nothing was measured but "
+            "the compilation"
         )
         return "\n".join(lines)
 
@@ -70,7 +80,8 @@ def overview(programs: Sequence[CapturedProgram], *, chip: str | None = None) ->
       chip: The chip whose times are estimated. By default that of each program, or v5e.
 
     Raises:
-      ValueError: There is no program, or the text of one cannot be read. The message names its file.
+      ValueError: There is no program, or the text of one cannot be read. The message names its
+        file.
     """
     if not programs:
         raise ValueError("there are no programs: nothing was compiled while they were captured")
@@ -85,6 +96,10 @@ def overview(programs: Sequence[CapturedProgram], *, chip: str | None = None) ->
             raise ValueError(f"{program.file or program.name}: {error}") from error
         for row, count in summary.transfers.items():
             share = count.exposed / summary.seconds
-            transfers.append(Transfer(program.name, row.text(count.count), count.exposed, share, tuple(count.sources)))
+            transfers.append(
+                Transfer(
+                    program.name, row.text(count.count), count.exposed, share, tuple(count.sources)
+                )
+            )
     transfers = sorted((t for t in transfers if t.exposed > 0), key=lambda t: -t.exposed)
     return Overview(tuple(programs), tuple(known[p.text] for p in programs), tuple(transfers))

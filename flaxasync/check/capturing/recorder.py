@@ -1,13 +1,16 @@
-"""`capture`: records every program that JAX compiles in this process, without a change to the code that compiles it.
+"""`capture`: records every program that JAX compiles in this process, without a change to the code
+that compiles it.
 
-JAX tells the listeners of `jax.monitoring` that it has compiled a program, or has loaded it from its cache of compiled
-programs. The program is then the newest one that its backend lists as alive, with its final text and its memory. JAX's
-other hook, `jax.extend.xla.register_hlo_module_transformation`, comes too early: on TPU its text has no memory spaces,
-and a program from the cache never comes.
+JAX tells the listeners of `jax.monitoring` that it has compiled a program, or has loaded it from
+its cache of compiled programs. The program is then the newest one that its backend lists as alive,
+with its final text and its memory. JAX's other hook,
+`jax.extend.xla.register_hlo_module_transformation`, comes too early: on TPU its text has no memory
+spaces, and a program from the cache never comes.
 
-A folder has two files for each program: `HOST-PID-NUMBER-NAME.txt` is its HLO text, and the file of the same name that
-ends in `.json` has the seconds of the compilation, the memory, and so on. It is written after the text, and at once, so
-that it never lacks its text. Several captures, processes and hosts can share a folder. Reading one needs no JAX.
+A folder has two files for each program: `HOST-PID-NUMBER-NAME.txt` is its HLO text, and the file of
+the same name that ends in `.json` has the seconds of the compilation, the memory, and so on. It is
+written after the text, and at once, so that it never lacks its text. Several captures, processes
+and hosts can share a folder. Reading one needs no JAX.
 """
 
 import contextlib
@@ -37,7 +40,8 @@ _NAME = re.compile(r"HloModule ([\w.\-]+)")
 _DEVICES = re.compile(r"\b(num_partitions|replica_count)=(\d+)")
 _lock = threading.Lock()
 _recorders: list["_Recorder"] = []  # those that record now; every one of them gets every program
-_newest: dict[Any, Any] = {}  # the newest executable that was seen, by backend; it is kept, so that its place is known
+# the newest executable that was seen, by backend; it is kept, so that its place is known
+_newest: dict[Any, Any] = {}
 _numbers = itertools.count(1)  # of the programs that this process writes
 
 
@@ -49,8 +53,10 @@ class CapturedProgram:
     platform: str  # "tpu", "gpu" or "cpu"
     chip: str | None  # its name, such as "v5e"; None if it is none that the package knows
     devices: int  # their number
-    seconds: float  # in which JAX compiled the program, or loaded it from its cache of compiled programs
-    memory: Mapping[str, int]  # the entries `*_in_bytes` of JAX's memory analysis for one device; {} if there is none
+    # in which JAX compiled the program, or loaded it from its cache of compiled programs
+    seconds: float
+    # the entries `*_in_bytes` of JAX's memory analysis for one device; {} if there is none
+    memory: Mapping[str, int]
     axes: Mapping[str, int]  # the sizes of the mesh axes, by name; {} if they are not known
     text: str = dataclasses.field(repr=False)  # HLO, after optimization and scheduling
     file: pathlib.Path | None = None  # of the text; None if the program is in memory only
@@ -76,9 +82,15 @@ def write_program(folder: pathlib.Path, program: CapturedProgram) -> CapturedPro
             with file.open("x") as opened:
                 opened.write(program.text)
             break
-        except FileExistsError:  # of a process of equal PID, on a host of equal name, such as a container
+        except (
+            FileExistsError
+        ):  # of a process of equal PID, on a host of equal name, such as a container
             continue
-    facts = {f.name: getattr(program, f.name) for f in dataclasses.fields(program) if f.name not in ("text", "file")}
+    facts = {
+        f.name: getattr(program, f.name)
+        for f in dataclasses.fields(program)
+        if f.name not in ("text", "file")
+    }
     unfinished = file.with_suffix(".tmp")
     unfinished.write_text(json.dumps(facts))
     unfinished.replace(file.with_suffix(".json"))
@@ -86,10 +98,12 @@ def write_program(folder: pathlib.Path, program: CapturedProgram) -> CapturedPro
 
 
 def read_folder(path: str | os.PathLike) -> list[CapturedProgram]:
-    """Returns the programs of a folder, process by process, in the order in which they were compiled.
+    """Returns the programs of a folder, process by process, in the order in which they were
+    compiled.
 
     Raises:
-      ValueError: The folder has no captured programs, or a file of facts is not one of this package.
+      ValueError: The folder has no captured programs, or a file of facts is not one of this
+        package.
       OSError: The folder cannot be read.
     """
     folder = pathlib.Path(path)
@@ -97,9 +111,13 @@ def read_folder(path: str | os.PathLike) -> list[CapturedProgram]:
     for file in sorted(folder.glob("*.json")):
         text = file.with_suffix(".txt")
         try:
-            programs.append(CapturedProgram(**json.loads(file.read_text()), text=read_text(text), file=text))
+            programs.append(
+                CapturedProgram(**json.loads(file.read_text()), text=read_text(text), file=text)
+            )
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{file}: these are no facts of a captured program ({error})") from error
+            raise ValueError(
+                f"{file}: these are no facts of a captured program ({error})"
+            ) from error
     if not programs:
         raise ValueError(
             f"{folder} has no captured programs: capture them with FLAXASYNC_CAPTURE={folder}, or "
@@ -109,7 +127,9 @@ def read_folder(path: str | os.PathLike) -> list[CapturedProgram]:
 
 
 class _Recorder:
-    """A list of programs, which are also written to a folder if there is one. It grows until `stop` is called."""
+    """A list of programs, which are also written to a folder if there is one. It grows until `stop`
+    is called.
+    """
 
     def __init__(self, folder: str | os.PathLike | None):
         import jax  # here, because reading a folder of programs needs no JAX
@@ -137,14 +157,15 @@ class _Recorder:
 
 @contextlib.contextmanager
 def capture(folder: str | os.PathLike | None = None) -> Iterator[list[CapturedProgram]]:
-    """Records every program that JAX compiles in this process inside of a `with` block, in all of its threads.
+    """Records every program that JAX compiles in this process inside of a `with` block, in all of
+    its threads.
 
         with fa.check.capture() as programs:
             train()
         print(fa.check.audit(programs[-1]))
 
-    Programs that `compile_for` makes come, too. A function that was compiled before the block does not come again: JAX
-    keeps its executable in memory.
+    Programs that `compile_for` makes come, too. A function that was compiled before the block does
+    not come again: JAX keeps its executable in memory.
 
     Args:
       folder: Where the programs are also written, for `python -m flaxasync.check FOLDER`.
@@ -163,13 +184,17 @@ def capture(folder: str | os.PathLike | None = None) -> Iterator[list[CapturedPr
 
 
 def capture_from_environment() -> None:
-    """Records until the process ends, if FLAXASYNC_CAPTURE names a folder. `import flaxasync` calls this."""
+    """Records until the process ends, if FLAXASYNC_CAPTURE names a folder. `import flaxasync` calls
+    this.
+    """
     if folder := os.environ.get(VARIABLE):
         _Recorder(folder)
 
 
 def _compiled(event: str, duration_secs: float, **facts: str | int) -> None:
-    """Records the programs that were compiled since the last call. JAX calls this with each of its durations."""
+    """Records the programs that were compiled since the last call. JAX calls this with each of its
+    durations.
+    """
     if event != EVENT:
         return
     import jax.extend.backend
@@ -193,19 +218,31 @@ def _compiled_for(program: CompiledProgram, seconds: float) -> None:
     """Records a program that `compile_for` made in another process."""
     name = _NAME.match(program.text)
     with _lock:
-        _add(CapturedProgram(
-            name=name[1] if name else "unnamed", platform="tpu", chip=program.chip, devices=len(program.coords),
-            seconds=seconds, memory=program.memory, axes=program.axes, text=program.text,
-        ))  # fmt: skip
+        _add(
+            CapturedProgram(
+                name=name[1] if name else "unnamed",
+                platform="tpu",
+                chip=program.chip,
+                devices=len(program.coords),
+                seconds=seconds,
+                memory=program.memory,
+                axes=program.axes,
+                text=program.text,
+            )
+        )
 
 
 def _add(program: CapturedProgram) -> None:
     for recorder in _recorders:
-        recorder.programs.append(program if recorder.folder is None else write_program(recorder.folder, program))
+        recorder.programs.append(
+            program if recorder.folder is None else write_program(recorder.folder, program)
+        )
 
 
 def _program(executable: Any, seconds: float) -> CapturedProgram:
-    """Returns the program of an executable, which does not know its mesh axes: they are those of `jax.set_mesh`."""
+    """Returns the program of an executable, which does not know its mesh axes: they are those of
+    `jax.set_mesh`.
+    """
     import jax
 
     module = executable.hlo_modules()[0]  # an executable has one of them on every platform today

@@ -1,1 +1,3 @@
-"""Compiling for TPU topologies on a machine without a TPU. worker.py is the child process that compiles."""
+"""Compiling for TPU topologies on a machine without a TPU. worker.py is the child process that
+compiles.
+"""

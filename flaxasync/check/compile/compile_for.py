@@ -1,10 +1,11 @@
 """`compile_for`, which compiles a function for a TPU topology on a machine without a TPU.
 
-The caller's process traces and lowers the function, and a child process compiles it, with the flags that the variable
-LIBTPU_INIT_ARGS has then. libtpu can end the process in which it compiles: with a segmentation fault on some kernels,
-and with an arithmetic fault on some names. The child stays for the next call. A new one is started if it has died, or
-if the flags are others. Calls that ask for dumps have a child of their own, because libtpu reads the flags for dumps
-only when it is loaded. The program is that of jax.jit on the topology.
+The caller's process traces and lowers the function, and a child process compiles it, with the flags
+that the variable LIBTPU_INIT_ARGS has then. libtpu can end the process in which it compiles: with a
+segmentation fault on some kernels, and with an arithmetic fault on some names. The child stays for
+the next call. A new one is started if it has died, or if the flags are others. Calls that ask for
+dumps have a child of their own, because libtpu reads the flags for dumps only when it is loaded.
+The program is that of jax.jit on the topology.
 """
 
 import atexit
@@ -30,18 +31,27 @@ import numpy as np
 from flaxasync.check.compile import worker
 from flaxasync.check.compile.function_call import FunctionCall
 from flaxasync.check.compile.program import CompiledProgram, hbm_error, listeners
-from flaxasync.check.compile.topologies import ENVIRONMENT, busy_message, place_arguments, places_of, topology_devices
+from flaxasync.check.compile.topologies import (
+    ENVIRONMENT,
+    busy_message,
+    place_arguments,
+    places_of,
+    topology_devices,
+)
 from flaxasync.check.progress import progress
 from flaxasync.check.tested_libtpu import installed_libtpu
 
 FLAGS = "LIBTPU_INIT_ARGS"  # the environment variable of libtpu's flags
-COMPILE_SECONDS = 600  # an 8B training step takes a minute to compile, so ten minutes mean that the compiler hangs
+# an 8B training step takes a minute to compile, so ten minutes mean that the compiler hangs
+COMPILE_SECONDS = 600
 
-# Compiler options for callers that read the HLO only: loops in the code of fusions are not unrolled. 55 small programs
-# took 24 s of processor time instead of 63; large matmuls gain little. The HLO, the cost and the memory are the same,
-# except for the scratch bytes that a fusion is said to use and the bytes of the code, which is smaller and slower.
+# Compiler options for callers that read the HLO only: loops in the code of fusions are not
+# unrolled. 55 small programs took 24 s of processor time instead of 63; large matmuls gain little.
+# The HLO, the cost and the memory are the same, except for the scratch bytes that a fusion is said
+# to use and the bytes of the code, which is smaller and slower.
 HLO_ONLY = types.MappingProxyType({"xla_tpu_enable_emitter_rolling": "true"})
-# The compiler passes whose bundles are dumped. All passes would be ten times as much text, and take seconds a kernel.
+# The compiler passes whose bundles are dumped. All passes would be ten times as much text, and take
+# seconds a kernel.
 _DUMP_PASSES = "(final_bundles|original)"
 
 
@@ -58,40 +68,50 @@ def compile_for(
 
     Args:
       topology: The chip and its grid: "v5e:2x4", "v5p:2x2x2", ...; "v5e:2x4*2" for two slices.
-      fn: A function of `jax.jit` or `nnx.jit`, or one of global arrays; also `functools.partial` of these, a method,
-        or a module that is called.
-      *args: Arrays or jax.ShapeDtypeStruct, or pytrees of them; modules and optimizers of Flax; static arguments of a
-        jitted function. Shardings on a `topology_mesh` are taken as they are. Shardings on another mesh of the same
-        size (8 CPU devices, for example) are moved to a mesh of the topology with the same axes, which is then the
-        ambient mesh while `fn` is traced. Shardings on an AbstractMesh (from `nnx.eval_shape`) are moved to the mesh
-        that has its axes. If no argument has a sharding and no mesh is ambient, the function is compiled for one chip.
-      keep_dumps: Whether to also write libtpu's final bundles: a folder for them, or True for a new temporary folder.
-        The folder is `.dumps` of the result, and the caller deletes it.
-      compiler_options: libtpu's own options, as for `Lowered.compile`. `HLO_ONLY` compiles sooner where only the HLO
-        is read.
+      fn: A function of `jax.jit` or `nnx.jit`, or one of global arrays; also `functools.partial` of
+        these, a method, or a module that is called.
+      *args: Arrays or jax.ShapeDtypeStruct, or pytrees of them; modules and optimizers of Flax;
+        static arguments of a jitted function. Shardings on a `topology_mesh` are taken as they are.
+        Shardings on another mesh of the same size (8 CPU devices, for example) are moved to a mesh
+        of the topology with the same axes, which is then the ambient mesh while `fn` is traced.
+        Shardings on an AbstractMesh (from `nnx.eval_shape`) are moved to the mesh that has its
+        axes. If no argument has a sharding and no mesh is ambient, the function is compiled for one
+        chip.
+      keep_dumps: Whether to also write libtpu's final bundles: a folder for them, or True for a new
+        temporary folder. The folder is `.dumps` of the result, and the caller deletes it.
+      compiler_options: libtpu's own options, as for `Lowered.compile`. `HLO_ONLY` compiles sooner
+        where only the HLO is read.
       timeout: Seconds after which the child is ended.
-      **kwargs: Arguments of the function by name. For one with a name of above, use `functools.partial`.
+      **kwargs: Arguments of the function by name. For one with a name of above, use
+        `functools.partial`.
 
     Returns:
-      The program: `.as_text()`, `.memory_analysis()`, `.bytes_by_kind`, `.cost_analysis()`, `.dumps`.
+      The program: `.as_text()`, `.memory_analysis()`, `.bytes_by_kind`, `.cost_analysis()`,
+        `.dumps`.
 
     Raises:
       TypeError: `fn` is no function, or has arguments that cannot be moved.
-      ValueError: The topology is unknown, or does not have the size of the mesh, or the arguments lie on several
-        meshes.
+      ValueError: The topology is unknown, or does not have the size of the mesh, or the arguments
+        lie on several meshes.
       ImportError: libtpu is not installed.
-      HbmError: The program does not fit into the memory of a device. This RuntimeError has `.needed` and `.available`.
-      RuntimeError: The compiler refused the program, crashed (the message names the signal), or did not finish.
+      HbmError: The program does not fit into the memory of a device. This RuntimeError has
+        `.needed` and `.available`.
+      RuntimeError: The compiler refused the program, crashed (the message names the signal), or did
+        not finish.
     """
     devices = topology_devices(topology)
     call, mesh = place_arguments(topology, devices, FunctionCall.of(fn, args, kwargs))
-    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh), progress(f"tracing for {topology}"):
+    with (
+        contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh),
+        progress(f"tracing for {topology}"),
+    ):
         lowered = call.lower()
     request = _request(topology, lowered, dict(compiler_options or {}))
     known = {d.id for d in devices}
     if len(request["device_ids"]) > len(devices) or not known.issuperset(request["device_ids"]):
         raise ValueError(
-            f"the function was lowered for {len(request['device_ids'])} devices that are not those of {topology}: "
+            f"the function was lowered for {len(request['device_ids'])} devices that are not those "
+            f"of {topology}: "
             f"make its mesh with topology_mesh({topology!r}, ...), or let it use the ambient mesh"
         )
     folder = tempfile.mkdtemp(prefix="flaxasync-") if keep_dumps is True else keep_dumps or None
@@ -117,32 +137,43 @@ def compile_for(
 
 
 class CompilerProcess:
-    """A child process that compiles. It dumps all programs or none, into a folder, from which `compile` moves them."""
+    """A child process that compiles. It dumps all programs or none, into a folder, from which
+    `compile` moves them.
+    """
 
     def __init__(self, *, dumps: bool = False):
         environment = ENVIRONMENT | os.environ | {"JAX_PLATFORMS": "cpu"}
         self.flags = environment.get(FLAGS, "")  # which libtpu reads when it is loaded
         self._dumps = tempfile.TemporaryDirectory(prefix="flaxasync-") if dumps else None
         if self._dumps is not None:
-            flags = f"--xla_jf_dump_to={self._dumps.name} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=true"
+            flags = (
+                f"--xla_jf_dump_to={self._dumps.name} --xla_jf_dump_llo_text=true "
+                "--xla_jf_dump_hlo_text=true"
+            )
             flags += f" --xla_jf_dump_llo_pass_label_regex={_DUMP_PASSES}"
             environment[FLAGS] = f"{self.flags} {flags}".strip()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115, it is closed with the process
         self.process = subprocess.Popen(
             [sys.executable, worker.__file__],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment,
+        )
 
     def compile(self, request: dict, timeout: float, folder: pathlib.Path | None = None) -> dict:
         """Compiles one program, within `timeout` seconds. Its dumps go into `folder`.
 
-        Request and answer are those of `compile_request` of worker.py, and the errors are those of `compile_for`.
+        Request and answer are those of `compile_request` of worker.py, and the errors are those of
+        `compile_for`.
         """
         try:
             answer = self._answer(request, timeout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             code = self.process.wait()
-            death = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            death = (
+                f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            )
             self._log.seek(0)
             lines = self._log.read().decode(errors="replace").strip().splitlines()
             last_lines = "\n".join(line for line in lines if not line.startswith("http"))[-2000:]
@@ -152,21 +183,30 @@ class CompilerProcess:
             if self._dumps is not None and folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
                 for file in pathlib.Path(self._dumps.name).iterdir():
-                    shutil.move(file, folder / file.name)  # replaces a file of that name, as libtpu would
+                    # replaces a file of that name, as libtpu would
+                    shutil.move(file, folder / file.name)
         if (message := answer.get("error")) is not None:
-            refused = busy_message(message) if "already in use" in message else f"the TPU compiler refused: {message}"
+            refused = (
+                busy_message(message)
+                if "already in use" in message
+                else f"the TPU compiler refused: {message}"
+            )
             raise hbm_error(message) or RuntimeError(refused)
         return answer["ok"]
 
     def _answer(self, request: dict, timeout: float) -> dict:
-        stdin, stdout = self.process.stdin, self.process.stdout
+        stdin = self.process.stdin
+        stdout = self.process.stdout
         assert stdin is not None
         assert stdout is not None
         pickle.dump(request, stdin)
         stdin.flush()
         if not select.select([stdout], [], [], timeout)[0]:
             self.end()
-            raise RuntimeError(f"the TPU compiler did not finish in {timeout} s and was ended; pass a longer timeout")
+            raise RuntimeError(
+                f"the TPU compiler did not finish in {timeout} s and was ended; pass a longer "
+                "timeout"
+            )
         return pickle.load(stdout)
 
     def close(self) -> None:
@@ -186,9 +226,13 @@ _shared: dict[bool, CompilerProcess] = {}  # by whether it dumps
 
 
 def shared_process(*, dumps: bool = False) -> CompilerProcess:
-    """Returns the process that dumps, or the one that does not. Starts it if there is none with the present flags."""
+    """Returns the process that dumps, or the one that does not. Starts it if there is none with the
+    present flags.
+    """
     there = _shared.get(dumps)
-    if there is not None and (there.process.poll() is not None or there.flags != os.environ.get(FLAGS, "")):
+    if there is not None and (
+        there.process.poll() is not None or there.flags != os.environ.get(FLAGS, "")
+    ):
         _shared.pop(dumps).close()
     if dumps not in _shared:
         _shared[dumps] = CompilerProcess(dumps=dumps)
@@ -197,26 +241,38 @@ def shared_process(*, dumps: bool = False) -> CompilerProcess:
 
 
 def _mesh_axes(call: FunctionCall) -> dict[str, int]:
-    """Returns the sizes of the mesh axes of a function's arguments, or else those of the ambient mesh, by name."""
+    """Returns the sizes of the mesh axes of a function's arguments, or else those of the ambient
+    mesh, by name.
+    """
     shardings = (getattr(leaf, "sharding", None) for leaf in call.arrays)
     meshes = [s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
     return dict((meshes[0] if meshes else jax.sharding.get_mesh()).shape)
 
 
 def _request(topology: str, lowered: Any, compiler_options: dict) -> dict:
-    """Packs a lowered function and its options for the worker, from private attributes: JAX has no public way."""
+    """Packs a lowered function and its options for the worker, from private attributes: JAX has no
+    public way.
+    """
     from jax._src.interpreters import pxla
 
     lowering = lowered._lowering
-    facts, devices = lowering.compile_args, tuple(lowering._device_list)
-    to_inputs, to_outputs = pxla.get_prop_to_input_output(facts["in_shardings"], facts["out_shardings"], 0)
+    facts = lowering.compile_args
+    devices = tuple(lowering._device_list)
+    to_inputs, to_outputs = pxla.get_prop_to_input_output(
+        facts["in_shardings"], facts["out_shardings"], 0
+    )
     options = dict(lowering._compiler_options_kvs) | compiler_options
     module = io.BytesIO()
     lowered.compiler_ir("stablehlo").operation.write_bytecode(module)
     compile_options = pxla.create_compile_options(
-        lowered.compiler_ir("stablehlo"), facts["tuple_args"], to_inputs, to_outputs, facts["backend"],
-        np.array(devices, dtype=object), options,
-    )  # fmt: skip
+        lowered.compiler_ir("stablehlo"),
+        facts["tuple_args"],
+        to_inputs,
+        to_outputs,
+        facts["backend"],
+        np.array(devices, dtype=object),
+        options,
+    )
     return {
         "topology": topology,
         "module": module.getvalue(),

@@ -1,7 +1,9 @@
-"""A call that is compiled: whatever a caller holds of a function becomes one that can be lowered, and its arguments.
+"""A call that is compiled: whatever a caller holds of a function becomes one that can be lowered,
+and its arguments.
 
-`jax.jit` and `nnx.jit`, `functools.partial` of either, methods and callable modules differ in where their arguments
-are. A module that a function closes over would be compiled as constants of the devices on which it lies.
+`jax.jit` and `nnx.jit`, `functools.partial` of either, methods and callable modules differ in where
+their arguments are. A module that a function closes over would be compiled as constants of the
+devices on which it lies.
 """
 
 import dataclasses
@@ -25,20 +27,25 @@ class FunctionCall:
 
     @classmethod
     def of(cls, fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> "FunctionCall":
-        """Returns a call, with the arguments that `functools.partial`, a method or a module brings along.
+        """Returns a call, with the arguments that `functools.partial`, a method or a module brings
+        along.
 
         Raises:
-          TypeError: `fn` is no function, or one of `nnx.jit_partial`, whose arguments cannot be moved any more.
+          TypeError: `fn` is no function, or one of `nnx.jit_partial`, whose arguments cannot be
+            moved any more.
         """
         if isinstance(fn, functools.partial):
             return cls.of(fn.func, (*fn.args, *args), {**fn.keywords, **kwargs})
-        if isinstance(fn, types.MethodType) and (hasattr(fn.__func__, "lower") or _is_module(fn.__self__)):
+        if isinstance(fn, types.MethodType) and (
+            hasattr(fn.__func__, "lower") or _is_module(fn.__self__)
+        ):
             return cls.of(fn.__func__, (fn.__self__, *args), kwargs)
         if _is_module(fn):
             return cls.of(type(fn).__call__, (fn, *args), kwargs)
         if hasattr(fn, "partial_args"):
             raise TypeError(
-                "compile_for cannot move the arguments that nnx.jit_partial has bound to other devices: give it "
+                "compile_for cannot move the arguments that nnx.jit_partial has bound to other "
+                "devices: give it "
                 "nnx.jit(fun), or functools.partial(nnx.jit(fun), ...), with these arguments"
             )
         if not callable(fn):
@@ -72,13 +79,17 @@ class FunctionCall:
         return FunctionCall(self.fn, args, kwargs)
 
     def lower(self) -> Any:
-        """Traces and lowers the function. Returns JAX's own `jax.stages.Lowered`, which those of Flax contain."""
+        """Traces and lowers the function. Returns JAX's own `jax.stages.Lowered`, which those of
+        Flax contain.
+        """
         lowered = self.fn.lower(*self.args, **self.kwargs)
         return getattr(lowered, "lowered", lowered)
 
 
 def is_array(leaf: Any) -> bool:
-    """Says whether an argument is an array, or stands for one; other values may be static arguments."""
+    """Says whether an argument is an array, or stands for one; other values may be static
+    arguments.
+    """
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic)
 
 
@@ -94,7 +105,9 @@ def _is_module(value: Any) -> bool:
 
 
 def _jit(fn: Callable, arguments: Any) -> Any:
-    """Returns the jitted function; by `nnx.jit`, which returns what the function changes, where modules are given."""
+    """Returns the jitted function; by `nnx.jit`, which returns what the function changes, where
+    modules are given.
+    """
     if any(map(_is_module, jax.tree.leaves(arguments, is_leaf=_is_module))):
         from flax import nnx
 

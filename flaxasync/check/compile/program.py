@@ -1,4 +1,6 @@
-"""What the TPU compiler made of a function: a `CompiledProgram`, or an `HbmError` if the program does not fit."""
+"""What the TPU compiler made of a function: a `CompiledProgram`, or an `HbmError` if the program
+does not fit.
+"""
 
 import dataclasses
 import pathlib
@@ -9,9 +11,12 @@ from typing import Any
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "P": 1 << 50}
 _SIZE = r"([\d.]+)([KMGTP]?)i?B?"
-# The compiler prints the first message before it lays out the memory, and the second one after that.
+# The compiler prints the first message before it lays out the memory, and the second one after
+# that.
 _MESSAGES = (
-    re.compile(rf"memory required for HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
+    re.compile(
+        rf"memory required for HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)"
+    ),
     re.compile(rf"[Uu]sed {_SIZE} of {_SIZE} hbm"),
 )
 
@@ -24,9 +29,12 @@ class CompiledProgram:
     topology: str
     memory: Mapping[str, int]  # the sizes in JAX's memory analysis, for one device
     cost: Mapping[str, float]  # XLA's cost analysis
-    coords: tuple[tuple[int, ...], ...]  # the chip of each partition, and its core where a chip has several
-    dumps: pathlib.Path | None = None  # the folder with libtpu's final bundles, if they were asked for
-    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # the sizes of the mesh axes, in their order
+    # the chip of each partition, and its core where a chip has several
+    coords: tuple[tuple[int, ...], ...]
+    # the folder with libtpu's final bundles, if they were asked for
+    dumps: pathlib.Path | None = None
+    # the sizes of the mesh axes, in their order
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     libtpu: str = ""  # the version that compiled it; "" if it is not known
 
     @property
@@ -37,9 +45,11 @@ class CompiledProgram:
     def bytes_by_kind(self) -> dict[str, int]:
         """The bytes that a device needs: arguments, outputs, temporaries, code, and their total.
 
-        An output that reuses the memory of a donated argument is counted with that argument only. Temporaries are what
-        is left of all allocations, by which the compiler decides whether a program fits: `temp_size_in_bytes` of libtpu
-        0.0.50 is greater for some programs with loops, by 6 GiB for a step of an 8B model.
+        An output that reuses the memory of a donated argument is counted with that argument only.
+        Temporaries are what
+        is left of all allocations, by which the compiler decides whether a program fits:
+        `temp_size_in_bytes` of libtpu 0.0.50 is greater for some programs with loops, by 6 GiB for
+        a step of an 8B model.
         """
         m = self.memory
         arguments = m["argument_size_in_bytes"]
@@ -47,7 +57,9 @@ class CompiledProgram:
         kinds = {
             "arguments": arguments,
             "outputs": outputs,
-            "temporaries": min(m["temp_size_in_bytes"], max(m["total_allocation_bytes"] - arguments - outputs, 0)),
+            "temporaries": min(
+                m["temp_size_in_bytes"], max(m["total_allocation_bytes"] - arguments - outputs, 0)
+            ),
             "code": m["generated_code_size_in_bytes"],
         }
         return kinds | {"total": sum(kinds.values())}
@@ -64,12 +76,14 @@ class CompiledProgram:
         return dict(self.cost)
 
 
-# Is called with every program that `compile_for` makes, and with the seconds that it took. `capture` adds itself.
+# Is called with every program that `compile_for` makes, and with the seconds that it took.
+# `capture` adds itself.
 listeners: list[Callable[[CompiledProgram, float], None]] = []
 
 
 class HbmError(RuntimeError):
-    """The program needs more HBM than a device has: `needed` of `available` bytes, as the compiler rounds them.
+    """The program needs more HBM than a device has: `needed` of `available` bytes, as the compiler
+    rounds them.
 
     `needed` includes arguments and outputs, and `available` is what programs can use.
     """
@@ -81,7 +95,9 @@ class HbmError(RuntimeError):
 
 
 def hbm_error(message: str) -> HbmError | None:
-    """Returns the error for a message of the compiler; None if the message is about something else."""
+    """Returns the error for a message of the compiler; None if the message is about something
+    else.
+    """
     for pattern in _MESSAGES:
         if match := pattern.search(message):
             needed, available = (round(float(match[n]) * _UNITS[match[n + 1]]) for n in (1, 3))

@@ -1,7 +1,9 @@
-"""The TPU topologies that libtpu describes, meshes over their devices, and the move of arguments to them.
+"""The TPU topologies that libtpu describes, meshes over their devices, and the move of arguments to
+them.
 
-The machine need not have the devices. The arguments of a function may be sharded over a mesh of CPU devices, or over an
-AbstractMesh, as `nnx.eval_shape` leaves them. Both are moved to a mesh of the topology with the same axes.
+The machine need not have the devices. The arguments of a function may be sharded over a mesh of CPU
+devices, or over an AbstractMesh, as `nnx.eval_shape` leaves them. Both are moved to a mesh of the
+topology with the same axes.
 """
 
 import importlib.util
@@ -18,14 +20,16 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from flaxasync.check.compile.function_call import FunctionCall, is_array, is_number
 from flaxasync.device_order import order_slices
 
-# With these settings libtpu loads on a machine without a TPU, and beside another process that has loaded it.
+# With these settings libtpu loads on a machine without a TPU, and beside another process that has
+# loaded it.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# The topologies that libtpu 0.0.51 describes. The sizes count chips and not cores: a tpu7x chip is two devices.
+# The topologies that libtpu 0.0.51 describes. The sizes count chips and not cores: a tpu7x chip is
+# two devices.
 TOPOLOGIES = {
     "v5e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
     "v6e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
@@ -34,33 +38,39 @@ TOPOLOGIES = {
 }
 MAX_CHIPS = 9216  # a larger topology is refused before libtpu is asked for it
 
-_NAME = re.compile(r"([a-z0-9]+):([1-9]\d{0,3})x([1-9]\d{0,3})(?:x([1-9]\d{0,3}))?(\*[1-9]\d{0,3})?")
+_NAME = re.compile(
+    r"([a-z0-9]+):([1-9]\d{0,3})x([1-9]\d{0,3})(?:x([1-9]\d{0,3}))?(\*[1-9]\d{0,3})?"
+)
 
 
 def topology_mesh(
     topology: str, axis_shapes: Sequence[int], axis_names: Sequence[str], *, axis_types: Any = None
 ) -> Mesh:
-    """Returns the mesh that `flaxasync.make_mesh` makes over the devices of a topology, with Auto axes by default.
+    """Returns the mesh that `flaxasync.make_mesh` makes over the devices of a topology, with Auto
+    axes by default.
 
     Args:
-      topology: The chip and its grid: "v5e:2x4", "v5p:2x2x2", ...; with "*2" for two slices, "v5e:2x4*2". An axis
-        before the last one is divided among the slices.
-      axis_shapes: The number of devices on each mesh axis. They must multiply to the devices of the topology.
+      topology: The chip and its grid: "v5e:2x4", "v5p:2x2x2", ...; with "*2" for two slices,
+        "v5e:2x4*2". An axis before the last one is divided among the slices.
+      axis_shapes: The number of devices on each mesh axis. They must multiply to the devices of the
+        topology.
       axis_names: One name for each axis.
       axis_types: As for jax.sharding.Mesh; Auto by default.
 
     Raises:
-      ValueError: The topology is unknown, or the axes do not multiply to its devices or cannot be divided among its
-        slices.
+      ValueError: The topology is unknown, or the axes do not multiply to its devices or cannot be
+        divided among its slices.
       ImportError: libtpu is not installed.
     """
     devices = topology_devices(topology)
-    shape, names = tuple(axis_shapes), tuple(axis_names)
+    shape = tuple(axis_shapes)
+    names = tuple(axis_names)
     if len(shape) != len(names):
         raise ValueError(f"axis_names needs one name per axis: got {names} for axis_shapes {shape}")
     if (size := math.prod(shape)) != len(devices):
         raise ValueError(
-            f"axis_shapes must multiply to the {len(devices)} devices of {topology}: got {shape}, which is {size}; "
+            f"axis_shapes must multiply to the {len(devices)} devices of {topology}: got {shape}, "
+            f"which is {size}; "
             "change the mesh, or choose a topology of that size"
         )
     ordered = order_slices(devices, shape, names)
@@ -69,7 +79,9 @@ def topology_mesh(
 
 
 def topology_size(topology: str) -> int:
-    """Returns the number of devices of a topology; a tpu7x chip is two. The errors are those of `topology_mesh`."""
+    """Returns the number of devices of a topology; a tpu7x chip is two. The errors are those of
+    `topology_mesh`.
+    """
     return len(topology_devices(topology))
 
 
@@ -83,12 +95,18 @@ def topology_devices(topology: str) -> list:
     """
     match = _NAME.fullmatch(topology) if isinstance(topology, str) else None
     known = "; ".join(f"{family}: {', '.join(sizes)}" for family, sizes in TOPOLOGIES.items())
-    wanted = f"topology must be one that libtpu describes, like 'v5e:2x4': got {topology!r}; there are {known}"
+    wanted = (
+        f"topology must be one that libtpu describes, like 'v5e:2x4': got {topology!r}; "
+        f"there are {known}"
+    )
     sizes = [int(n.lstrip("*")) for n in match.groups()[1:] if n] if match else []
     if not match or match[1] not in TOPOLOGIES or math.prod(sizes) > MAX_CHIPS:
         raise ValueError(wanted)
     if importlib.util.find_spec("libtpu") is None:
-        raise ImportError("compiling for a TPU needs libtpu, no TPU: install flaxasync with its 'tpu' or 'dev' extra")
+        raise ImportError(
+            "compiling for a TPU needs libtpu, no TPU: install flaxasync with its 'tpu' or 'dev' "
+            "extra"
+        )
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -102,24 +120,35 @@ def topology_devices(topology: str) -> list:
 
 
 def places_of(devices: list) -> dict[int, tuple[int, ...]]:
-    """Returns, for the number of each device, the coordinates of its chip, and its core where a chip has several."""
+    """Returns, for the number of each device, the coordinates of its chip, and its core where a
+    chip has several.
+    """
     cores = any(device.core_on_chip for device in devices)
-    return {device.id: (*device.coords, device.core_on_chip) if cores else tuple(device.coords) for device in devices}
+    return {
+        device.id: (*device.coords, device.core_on_chip) if cores else tuple(device.coords)
+        for device in devices
+    }
 
 
-def place_arguments(topology: str, devices: list, call: FunctionCall) -> tuple[FunctionCall, Mesh | None]:
+def place_arguments(
+    topology: str, devices: list, call: FunctionCall
+) -> tuple[FunctionCall, Mesh | None]:
     """Moves the shardings of a function's arguments to the devices of a topology.
 
-    Returns the call with arrays as jax.ShapeDtypeStruct, and the mesh to trace the function under, None if nothing was
-    moved. What is no array stays as it is, because it may be a static argument; numbers do so beside arrays.
+    Returns the call with arrays as jax.ShapeDtypeStruct, and the mesh to trace the function under,
+    None if nothing was moved. What is no array stays as it is, because it may be a static argument;
+    numbers do so beside arrays.
     """
     arrays = [leaf for leaf in call.arrays if is_array(leaf)]
     shardings = [getattr(leaf, "sharding", None) for leaf in arrays]
-    meshes: list[Any] = list(dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding)))
+    meshes: list[Any] = list(
+        dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding))
+    )
     for mesh in meshes:
         if mesh.size != len(devices):
             raise ValueError(
-                f"the mesh must have the {len(devices)} devices of {topology}: got {dict(mesh.shape)}, which is "
+                f"the mesh must have the {len(devices)} devices of {topology}: got "
+                f"{dict(mesh.shape)}, which is "
                 f"{mesh.size}; use topology_mesh({topology!r}, ...) or another topology"
             )
     ambient: Any = jax.sharding.get_mesh()
@@ -137,7 +166,11 @@ def place_arguments(topology: str, devices: list, call: FunctionCall) -> tuple[F
             return leaf
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
-            sharding = NamedSharding(target, sharding.spec) if target and sharding.mesh in elsewhere else sharding
+            sharding = (
+                NamedSharding(target, sharding.spec)
+                if target and sharding.mesh in elsewhere
+                else sharding
+            )
         elif single is None and isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         else:
@@ -150,11 +183,14 @@ def place_arguments(topology: str, devices: list, call: FunctionCall) -> tuple[F
 
 
 def _one_mesh(topology: str, here: set[Mesh], elsewhere: Sequence[Any]) -> Mesh:
-    """Returns the one mesh of the topology that has the axes of all these meshes, some of which are of the topology."""
+    """Returns the one mesh of the topology that has the axes of all these meshes, some of which are
+    of the topology.
+    """
     axes = dict.fromkeys(str(dict(mesh.shape)) for mesh in (*here, *elsewhere))
     if len(axes) > 1 or len(here) > 1:
         raise ValueError(
-            f"the arguments must lie on one mesh: got {', '.join(axes)}; give all of them shardings on the same "
+            f"the arguments must lie on one mesh: got {', '.join(axes)}; give all of them "
+            "shardings on the same "
             f"topology_mesh({topology!r}, ...), or on an AbstractMesh with its axes"
         )
     mesh = elsewhere[0]
@@ -164,12 +200,20 @@ def _one_mesh(topology: str, here: set[Mesh], elsewhere: Sequence[Any]) -> Mesh:
 
 
 def _is_of_topology(mesh: Any, devices: list) -> bool:
-    """Says whether the devices of a mesh are described ones (which exist on no machine) of the topology's kind."""
+    """Says whether the devices of a mesh are described ones (which exist on no machine) of the
+    topology's kind.
+    """
     if not isinstance(mesh, Mesh) or mesh.empty or mesh.devices.flat[0].platform != "tpu":
         return False
     first = mesh.devices.flat[0]
-    return type(first.client) is type(devices[0].client) and first.device_kind == devices[0].device_kind
+    return (
+        type(first.client) is type(devices[0].client)
+        and first.device_kind == devices[0].device_kind
+    )
 
 
 def busy_message(error: object) -> str:
-    return f"libtpu is in use: {error}. Start the other process with ALLOW_MULTIPLE_LIBTPU_LOAD=1, or wait for it"
+    return (
+        f"libtpu is in use: {error}. Start the other process with "
+        "ALLOW_MULTIPLE_LIBTPU_LOAD=1, or wait for it"
+    )

@@ -1,10 +1,11 @@
-"""The process in which libtpu compiles. It reads requests from stdin and writes answers to stdout, both as pickles.
+"""The process in which libtpu compiles. It reads requests from stdin and writes answers to stdout,
+both as pickles.
 
-libtpu may crash this process without harm to its parent. compile_for.py runs this file as a script, by its path. It
-imports jax and never flaxasync, so that it starts fast.
+libtpu may crash this process without harm to its parent. compile_for.py runs this file as a script,
+by its path. It imports jax and never flaxasync, so that it starts fast.
 
-The script uses three internals of jaxlib (the compile-only client, CompileOptions and DeviceList), because only they
-can compile a lowered module in another process than the one that traced it.
+The script uses three internals of jaxlib (the compile-only client, CompileOptions and DeviceList),
+because only they can compile a lowered module in another process than the one that traced it.
 """
 
 import os
@@ -16,8 +17,9 @@ from typing import Any
 def compile_request(request: dict) -> dict:
     """Compiles one lowered module.
 
-    The request has its "module" (MLIR bytecode), "options" (serialized CompileOptions), "topology" (the name), and
-    "device_ids" in the order of the mesh. The answer has "text" (HLO), "memory" (bytes by kind) and "cost".
+    The request has its "module" (MLIR bytecode), "options" (serialized CompileOptions), "topology"
+    (the name), and "device_ids" in the order of the mesh. The answer has "text" (HLO), "memory"
+    (bytes by kind) and "cost".
     """
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
@@ -26,7 +28,9 @@ def compile_request(request: dict) -> dict:
 
     name, _, slices = request["topology"].partition("*")
     several = {"num_slices": int(slices)} if slices else {}
-    described: list[Any] = list(topologies.get_topology_desc(name, platform="tpu", **several).devices)
+    described: list[Any] = list(
+        topologies.get_topology_desc(name, platform="tpu", **several).devices
+    )
     devices = {device.id: device for device in described}
     chosen = tuple(devices[i] for i in request["device_ids"])
     with mlir.make_ir_context():
@@ -40,7 +44,9 @@ def compile_request(request: dict) -> dict:
     return {
         "text": "\n\n".join(m.to_string() for m in executable.hlo_modules()),
         "memory": {
-            name: getattr(stats, name) for name in dir(stats) if name.endswith(("_in_bytes", "_allocation_bytes"))
+            name: getattr(stats, name)
+            for name in dir(stats)
+            if name.endswith(("_in_bytes", "_allocation_bytes"))
         },
         "cost": dict(executable.cost_analysis()),
     }

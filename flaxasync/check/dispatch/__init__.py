@@ -1,1 +1,3 @@
-"""Whether a call of a compiled function returns at once, or holds the host until the devices are done."""
+"""Whether a call of a compiled function returns at once, or holds the host until the devices are
+done.
+"""

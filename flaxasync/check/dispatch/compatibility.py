@@ -1,11 +1,13 @@
-"""`check_async_compatible`: whether a call of a compiled function makes the host wait, why, and what to do about it.
+"""`check_async_compatible`: whether a call of a compiled function makes the host wait, why, and
+what to do about it.
 
-A call of a compiled function should return at once and leave the devices working. Two things can prevent that: calls
-back into Python, and values that the host must read back before the program can go on. Which of them do depends on the
-platform; docs/dispatch.md has the measurement or the source behind each rule of this file.
+A call of a compiled function should return at once and leave the devices working. Two things can
+prevent that: calls back into Python, and values that the host must read back before the program can
+go on. Which of them do depends on the platform; docs/dispatch.md has the measurement or the source
+behind each rule of this file.
 
-The answer is based on public signals (signals.py). The private flags of JAX can turn the answer True into False, and
-never the reverse.
+The answer is based on public signals (signals.py). The private flags of JAX can turn the answer
+True into False, and never the reverse.
 """
 
 import dataclasses
@@ -16,8 +18,20 @@ from typing import Any
 import jax
 
 from flaxasync.check.compile.program import CompiledProgram
-from flaxasync.check.dispatch.command_buffers import LoopKind, cuda_note, flags_for, may_capture_loops
-from flaxasync.check.dispatch.signals import Callback, Program, read_flags, read_path, read_program, read_traced
+from flaxasync.check.dispatch.command_buffers import (
+    LoopKind,
+    cuda_note,
+    flags_for,
+    may_capture_loops,
+)
+from flaxasync.check.dispatch.signals import (
+    Callback,
+    Program,
+    read_flags,
+    read_path,
+    read_program,
+    read_traced,
+)
 
 _GPU = ("gpu", "cuda", "rocm")
 _MEASURE = "measure it on that device: flaxasync.check.measure_dispatch(fn, *args)"
@@ -30,14 +44,18 @@ class DispatchInfo(Mapping[str, Any]):
     It is also a mapping: `info["compatible"]` is `info.compatible`, and so on for every field.
     """
 
-    compatible: bool | None  # True if the call returns while the devices work, False if not, None if it is not known
-    has_unordered_effects: bool | None  # effects in any order, like that of jax.debug.print; None if it is not known
+    # True if the call returns while the devices work, False if not, None if it is not known
+    compatible: bool | None
+    # effects in any order, like that of jax.debug.print; None if it is not known
+    has_unordered_effects: bool | None
     issues: tuple[str, ...]  # those of `reasons` for which the answer is not True; empty if it is
     ordered_effects: tuple[str, ...]  # the names of the effects that must come in order
     has_host_callbacks: bool | None  # whether the program calls Python; None if it is not known
-    callbacks: tuple[Callback, ...]  # the calls into Python, each with its line if the program contains it
+    # the calls into Python, each with its line if the program contains it
+    callbacks: tuple[Callback, ...]
     dynamic_loops: tuple[str, ...]  # the loops without a known trip count, which matter on a GPU
-    branches: tuple[str, ...]  # the `lax.cond` and `lax.switch` that are left in the program, which matter on a GPU
+    # the `lax.cond` and `lax.switch` that are left in the program, which matter on a GPU
+    branches: tuple[str, ...]
     reasons: tuple[str, ...]  # the answer in words, and what else is worth knowing
     remedies: tuple[str, ...]  # what to do, if there is something to do
     signals: tuple[str, ...]  # the names of the signals that were read
@@ -57,7 +75,9 @@ class DispatchInfo(Mapping[str, Any]):
         return len(self.__dataclass_fields__)
 
     def __str__(self) -> str:
-        answer = {True: "the host does not wait", False: "THE HOST WAITS", None: "cannot tell"}[self.compatible]
+        answer = {True: "the host does not wait", False: "THE HOST WAITS", None: "cannot tell"}[
+            self.compatible
+        ]
         lines = [f"dispatch on {self.devices} {self.platform or 'unknown'} device(s): {answer}"]
         lines += [f"  {reason}" for reason in self.reasons]
         lines += [f"  do {remedy}" for remedy in self.remedies]
@@ -68,13 +88,13 @@ class DispatchInfo(Mapping[str, Any]):
 def check_async_compatible(compiled: Any, *, traced: Any = None) -> DispatchInfo:
     """Says whether a call of a compiled function returns while the devices still work.
 
-    The answer for `jitted.lower(...).compile()` also holds for calls of `jitted` itself: both were measured, and they
-    behave alike.
+    The answer for `jitted.lower(...).compile()` also holds for calls of `jitted` itself: both were
+    measured, and they behave alike.
 
     Args:
       compiled: What `jitted.lower(*args).compile()` or `compile_for` returned.
-      traced: `jitted.trace(*args)`, a further public signal. It also shows callbacks that XLA has removed from the
-        program and for which JAX waits nevertheless. It is lowered again for this.
+      traced: `jitted.trace(*args)`, a further public signal. It also shows callbacks that XLA has
+        removed from the program and for which JAX waits nevertheless. It is lowered again for this.
 
     Raises:
       ValueError: `compiled` is not a compiled function, or `traced` was not traced.
@@ -85,7 +105,10 @@ def check_async_compatible(compiled: Any, *, traced: Any = None) -> DispatchInfo
             "jax.jit(fn).lower(*args).compile()"
         )
     if traced is not None and not isinstance(traced, jax.stages.Traced):
-        raise ValueError(f"traced must be a jax.stages.Traced: got {type(traced).__name__}; pass jitted.trace(*args)")
+        raise ValueError(
+            f"traced must be a jax.stages.Traced: got {type(traced).__name__}; pass "
+            "jitted.trace(*args)"
+        )
     platform, devices = _placement(compiled)
     program = read_program(compiled, platform)
     found = (program.signal, None if traced is None else read_traced(traced), read_flags(compiled))
@@ -95,12 +118,16 @@ def check_async_compatible(compiled: Any, *, traced: Any = None) -> DispatchInfo
     judged += _of_device(platform, devices)
     judged += [_of_callbacks(platform, devices, program)] if has_callbacks else []
     judged += _of_decisions(platform, program)
-    judged = judged or [_Judgement(True, "nothing in it calls the host or needs a value from the devices to go on")]
+    judged = judged or [
+        _Judgement(True, "nothing in it calls the host or needs a value from the devices to go on")
+    ]
     answers = {judgement.compatible for judgement in judged}
     return DispatchInfo(
         compatible=_together(answers),
         has_unordered_effects=any(s.has_unordered_effects for s in signals) if signals else None,
-        ordered_effects=next((s.ordered_effects for s in reversed(signals) if s.ordered_effects), ()),
+        ordered_effects=next(
+            (s.ordered_effects for s in reversed(signals) if s.ordered_effects), ()
+        ),
         has_host_callbacks=has_callbacks if signals else None,
         callbacks=program.callbacks,
         dynamic_loops=program.dynamic_loops,
@@ -118,15 +145,18 @@ def check_async_compatible(compiled: Any, *, traced: Any = None) -> DispatchInfo
 def make_async_aot_caller(compiled: Any) -> Any:
     """Returns a compiled function whose calls do not make the host wait, or raises an error.
 
-    A loop that relies on steps being dispatched ahead calls this once, before the first iteration. The function is
-    returned as it was given, because JAX's own call of it is the fastest one (docs/dispatch.md).
+    A loop that relies on steps being dispatched ahead calls this once, before the first iteration.
+    The function is returned as it was given, because JAX's own call of it is the fastest one
+    (docs/dispatch.md).
 
     Args:
       compiled: What `jitted.lower(*args).compile()` returned.
 
     Raises:
-      ValueError: `compiled` is not a compiled function, or was compiled for a TPU that the machine does not have.
-      NotImplementedError: The function has effects or callbacks, or makes the host wait for another reason.
+      ValueError: `compiled` is not a compiled function, or was compiled for a TPU that the machine
+        does not have.
+      NotImplementedError: The function has effects or callbacks, or makes the host wait for another
+        reason.
     """
     info = check_async_compatible(compiled)
     if not callable(compiled):
@@ -134,7 +164,8 @@ def make_async_aot_caller(compiled: Any) -> Any:
     effects = info.callbacks or info.has_unordered_effects or info.ordered_effects
     if effects or info.compatible is False:
         raise NotImplementedError(
-            f"no way of calling it keeps the host from its effects or its waiting: {'; '.join(info.reasons)}; "
+            "no way of calling it keeps the host from its effects or its waiting: "
+            f"{'; '.join(info.reasons)}; "
             f"{'; '.join(info.remedies) or 'take the callback out of the function'}"
         )
     return compiled
@@ -142,7 +173,9 @@ def make_async_aot_caller(compiled: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Judgement:
-    """What one fact means for the answer: whether the call is compatible with it, why, and what to do about it."""
+    """What one fact means for the answer: whether the call is compatible with it, why, and what to
+    do about it.
+    """
 
     compatible: bool | None
     reason: str
@@ -154,7 +187,9 @@ def _of_device(platform: str, devices: int) -> list[_Judgement]:
         reason = f"it was not measured how programs run on {platform or 'an unknown device'}"
         return [_Judgement(None, reason, _MEASURE)]
     if platform == "cpu" and devices == 1 and not jax.config.read("jax_cpu_enable_async_dispatch"):
-        reason = "the CPU runs every program within the call: jax_cpu_enable_async_dispatch is False"
+        reason = (
+            "the CPU runs every program within the call: jax_cpu_enable_async_dispatch is False"
+        )
         remedy = 'jax.config.update("jax_cpu_enable_async_dispatch", True) before JAX is first used'
         return [_Judgement(False, reason, remedy)]
     return []
@@ -165,23 +200,36 @@ def _of_callbacks(platform: str, devices: int, program: Program) -> _Judgement:
     what = "JAX has a callback for it that is not in the program's text, as when XLA has removed it"
     if program.callbacks:
         what = f"{_listed(program.callbacks)} calls Python on the host"
-    remedy = "take it out of the function: return the value, and print it or pass it on after the call"
+    remedy = (
+        "take it out of the function: return the value, and print it or pass it on after the call"
+    )
     if platform == "cpu" and devices == 1:
-        return _Judgement(False, f"{what}, and the CPU then runs the whole program within the call", remedy)
+        return _Judgement(
+            False, f"{what}, and the CPU then runs the whole program within the call", remedy
+        )
     if platform == "cpu":
         return _Judgement(True, f"{what}; on several CPU devices the call returns before that")
     if platform in _GPU and not program.callbacks and not program.unread:
-        return _Judgement(True, f"{what}; a GPU does not wait for it (3 to 4 % of a call on an H100)")
+        return _Judgement(
+            True, f"{what}; a GPU does not wait for it (3 to 4 % of a call on an H100)"
+        )
     if platform in _GPU:
-        return _Judgement(False, f"{what}, which a GPU program waits for (84 to 99 % of a call on an H100)", remedy)
-    return _Judgement(None, f"{what}; it was not measured whether the call waits for that", _MEASURE)
+        return _Judgement(
+            False,
+            f"{what}, which a GPU program waits for (84 to 99 % of a call on an H100)",
+            remedy,
+        )
+    return _Judgement(
+        None, f"{what}; it was not measured whether the call waits for that", _MEASURE
+    )
 
 
 def _of_decisions(platform: str, program: Program) -> list[_Judgement]:
     """Judges loops and branches for which a GPU must ask the host."""
     if platform == "tpu":
         reason = (
-            "TPU text never notes a trip count, and needs none here: a TPU runs loops and branches by itself; "
+            "TPU text never notes a trip count, and needs none here: a TPU runs loops and branches "
+            "by itself; "
             "dynamic_loops are those that could not be counted by hand"
         )
         return [_Judgement(True, reason)]
@@ -190,28 +238,47 @@ def _of_decisions(platform: str, program: Program) -> list[_Judgement]:
     judged = []
     at_once = [branch for branch in program.branches if branch not in program.late_branches]
     if at_once:
-        reason = f"a branch: {_listed(at_once)}; its index is there at once (2.7 % of a call on an H100)"
+        reason = (
+            f"a branch: {_listed(at_once)}; its index is there at once (2.7 % of a call on an H100)"
+        )
         judged.append(_Judgement(True, reason))
     for what, found, why in (
-        ("no known trip count", program.dynamic_loops,
-         "the host reads its condition back every time (99 % of a call on an H100)"),
-        ("a branch", program.late_branches,
-         "the host reads back which one to take, once that is computed (by XLA's source)"),
-    ):  # fmt: skip
+        (
+            "no known trip count",
+            program.dynamic_loops,
+            "the host reads its condition back every time (99 % of a call on an H100)",
+        ),
+        (
+            "a branch",
+            program.late_branches,
+            "the host reads back which one to take, once that is computed (by XLA's source)",
+        ),
+    ):
         if found and may_capture_loops(os.environ.get("XLA_FLAGS", "")):
-            reason = f"{what}: {_listed(found)}; XLA_FLAGS may put it into a command buffer, which no text says"
+            reason = (
+                f"{what}: {_listed(found)}; XLA_FLAGS may put it into a command buffer, "
+                "which no text says"
+            )
             judged.append(_Judgement(None, reason, _MEASURE))
         elif found:
-            judged.append(_Judgement(False, f"{what}: {_listed(found)}; {why}", _into_command_buffers(program)))
+            judged.append(
+                _Judgement(
+                    False, f"{what}: {_listed(found)}; {why}", _into_command_buffers(program)
+                )
+            )
     return judged
 
 
 def _into_command_buffers(program: Program) -> str:
-    commands = ["WHILE"] * bool(program.dynamic_loops) + ["CONDITIONAL"] * bool(program.late_branches)
+    commands = ["WHILE"] * bool(program.dynamic_loops) + ["CONDITIONAL"] * bool(
+        program.late_branches
+    )
     kind: LoopKind = "nested" if program.has_nested_loops or program.late_branches else "dynamic"
     return (
-        "give loops a trip count that is known when they are compiled (scan, or fori_loop with Python bounds), or add "
-        f"{flags_for(*commands)} to XLA_FLAGS, which flaxasync.check.command_buffer_flags({kind!r}) tries "
+        "give loops a trip count that is known when they are compiled (scan, or fori_loop with "
+        "Python bounds), or add "
+        f"{flags_for(*commands)} to XLA_FLAGS, which "
+        f"flaxasync.check.command_buffer_flags({kind!r}) tries "
         f"({cuda_note(kind)[1]})"
     )
 
@@ -229,7 +296,9 @@ def _listed(things: Sequence[object]) -> str:
 
 
 def _placement(compiled: Any) -> tuple[str, int]:
-    """Returns the platform and the number of devices; ("", 0) for a function that has neither inputs nor outputs."""
+    """Returns the platform and the number of devices; ("", 0) for a function that has neither
+    inputs nor outputs.
+    """
     if isinstance(compiled, CompiledProgram):
         return "tpu", len(compiled.coords)
     for sharding in jax.tree.leaves((compiled.output_shardings, compiled.input_shardings)):

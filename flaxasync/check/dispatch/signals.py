@@ -1,9 +1,10 @@
 """Reads what in a compiled function can make the host wait, from three sources.
 
-The text of the program contains the callbacks, the loops and the branches that run. The lowered text of a `Traced`
-contains the callbacks that JAX registers with the executable, even those that XLA removes later, and its jaxpr contains
-the effects. The flags of the executable say how JAX chose to call it. They are private to JAX, so they are read if they
-exist, and compatibility.py never depends on them.
+The text of the program contains the callbacks, the loops and the branches that run. The lowered
+text of a `Traced` contains the callbacks that JAX registers with the executable, even those that
+XLA removes later, and its jaxpr contains the effects. The flags of the executable say how JAX chose
+to call it. They are private to JAX, so they are read if they exist, and compatibility.py never
+depends on them.
 """
 
 import dataclasses
@@ -18,7 +19,8 @@ from flaxasync.check.hlo.reader import parse
 from flaxasync.check.hlo.shapes import HloError
 from flaxasync.check.hlo.trip_count import trip_count
 
-_WORK = frozenset({"call", "conditional", "custom-call", "sort", "while", *COLLECTIVES})  # beside matmuls
+# beside matmuls
+_WORK = frozenset({"call", "conditional", "custom-call", "sort", "while", *COLLECTIVES})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +48,15 @@ class Signal:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a text says: the calls into Python, and each loop and branch as "computation/instruction at file:line"."""
+    """What a text says: the calls into Python, and each loop and branch as "computation/instruction
+    at file:line".
+    """
 
     callbacks: tuple[Callback, ...] = ()
     dynamic_loops: tuple[str, ...] = ()
     branches: tuple[str, ...] = ()
-    late_branches: tuple[str, ...] = ()  # those of `branches` whose index is computed by work, or within a loop
+    # those of `branches` whose index is computed by work, or within a loop
+    late_branches: tuple[str, ...] = ()
     has_nested_loops: bool = False  # whether one of its loops contains another one
     unread: str = ""  # why there is no text, or why it could not be read
 
@@ -67,8 +72,8 @@ class Program:
 def read_program(compiled: Any, platform: str) -> Program:
     """Reads the text of a compiled program.
 
-    On CPU and GPU the text gives the trip counts that XLA's runtime uses. On TPU it never gives one, so counting loops
-    are recognized from their instructions.
+    On CPU and GPU the text gives the trip counts that XLA's runtime uses. On TPU it never gives
+    one, so counting loops are recognized from their instructions.
     """
     try:
         text = compiled.as_text()
@@ -80,7 +85,10 @@ def read_program(compiled: Any, platform: str) -> Program:
         module = parse(text)
     except HloError as error:
         return Program(unread=f"the program's text could not be read ({error})")
-    callbacks, loops, branches, late_branches = [], [], [], []
+    callbacks = []
+    loops = []
+    branches = []
+    late_branches = []
     for computation in module.computations.values():
         for i in computation.instructions:
             source = module.source(i)
@@ -92,7 +100,8 @@ def read_program(compiled: Any, platform: str) -> Program:
                 if not computation.is_entry or _is_late(module, computation, i):
                     late_branches.append(place)
             elif i.opcode == "while" and not (
-                "known_trip_count" in i.backend_config or (platform == "tpu" and trip_count(module, i) is not None)
+                "known_trip_count" in i.backend_config
+                or (platform == "tpu" and trip_count(module, i) is not None)
             ):
                 loops.append(place)
     return Program(
@@ -105,9 +114,12 @@ def read_program(compiled: Any, platform: str) -> Program:
 
 
 def _is_late(module: HloModule, computation: Computation, branch: Instruction) -> bool:
-    """Says whether the index of a branch needs more work of the program than a few elementwise operations."""
+    """Says whether the index of a branch needs more work of the program than a few elementwise
+    operations.
+    """
     index, *_ = computation.operands(branch)
-    pending, seen = [index], {index.name}
+    pending = [index]
+    seen = {index.name}
     while pending:
         one = pending.pop()
         if one.opcode in _WORK or module.contains_matmul(one):
@@ -120,33 +132,55 @@ def _is_late(module: HloModule, computation: Computation, branch: Instruction) -
 
 
 def _has_nested_loops(module: HloModule) -> bool:
-    loops = [i for computation in module.computations.values() for i in computation.instructions if i.opcode == "while"]
-    return any(inside.opcode == "while" for loop in loops for inside in module.nested(loop) if inside is not loop)
+    loops = [
+        i
+        for computation in module.computations.values()
+        for i in computation.instructions
+        if i.opcode == "while"
+    ]
+    return any(
+        inside.opcode == "while"
+        for loop in loops
+        for inside in module.nested(loop)
+        if inside is not loop
+    )
 
 
 def read_traced(traced: jax.stages.Traced) -> Signal:
-    """Reads `jitted.trace(*args)`. It is lowered for this, because a pure_callback is not an effect of the jaxpr."""
+    """Reads `jitted.trace(*args)`. It is lowered for this, because a pure_callback is not an effect
+    of the jaxpr.
+    """
     names = sorted(type(effect).__name__ for effect in traced.jaxpr.effects)
     ordered = tuple(name for name in names if name.startswith("Ordered"))
     has_callbacks = CALLBACK.search(traced.lower().as_text()) is not None
-    return Signal("the jaxpr's effects and the lowered program", len(ordered) < len(names), ordered, has_callbacks)
+    return Signal(
+        "the jaxpr's effects and the lowered program",
+        len(ordered) < len(names),
+        ordered,
+        has_callbacks,
+    )
 
 
 def read_flags(compiled: Any) -> Signal | None:
-    """Returns the flags by which JAX chooses how to call; None if this version of JAX has no such flags."""
+    """Returns the flags by which JAX chooses how to call; None if this version of JAX has no such
+    flags.
+    """
     call: Any = getattr(getattr(compiled, "_executable", None), "unsafe_call", None)
     try:
         ordered = tuple(type(effect).__name__ for effect in call.ordered_effects)
-        unordered, callbacks = bool(call.has_unordered_effects), bool(call.has_host_callbacks)
+        unordered = bool(call.has_unordered_effects)
+        callbacks = bool(call.has_host_callbacks)
     except AttributeError:
         return None
     return Signal("the executable's private flags", unordered, ordered, callbacks)
 
 
 def read_path(compiled: Any) -> str:
-    """Returns the path of JAX on which calls of a compiled function go: "C++" or "Python"; "" if JAX does not say.
+    """Returns the path of JAX on which calls of a compiled function go: "C++" or "Python"; "" if
+    JAX does not say.
 
-    A call asks the executable for a dispatcher in C++, as here, and runs in Python where it gets none.
+    A call asks the executable for a dispatcher in C++, as here, and runs in Python where it gets
+    none.
     """
     executable: Any = getattr(compiled, "_executable", None)
     params: Any = getattr(compiled, "_params", None)
@@ -156,6 +190,11 @@ def read_path(compiled: Any) -> str:
 
 
 def _callback(i: Instruction, source: str) -> Callback:
-    ordered = "token[]" in i.attributes.get("operand_layout_constraints", "") or i.opcode in HOST_TRANSFERS
-    has_effect = i.attributes.get("custom_call_has_side_effect") == "true" or i.opcode in HOST_TRANSFERS
+    ordered = (
+        "token[]" in i.attributes.get("operand_layout_constraints", "")
+        or i.opcode in HOST_TRANSFERS
+    )
+    has_effect = (
+        i.attributes.get("custom_call_has_side_effect") == "true" or i.opcode in HOST_TRANSFERS
+    )
     return Callback(callback_name(i), source, has_effect, ordered)

@@ -1,12 +1,14 @@
 """How long each instruction takes on a chip, estimated from the text of the program.
 
-docs/check.md has a table of what takes which time. The compiler's estimates of work without a matmul are too long: for
-broadcasts and additions in HBM by up to a factor of two, and for the slices and updates of stacked layers the more, the
-more layers there are. Such work is therefore never charged more than its bytes (moved_bytes.py). Copies keep the
-estimate, because the compiler itself schedules by it. `copies="bytes"` charges copies by their bytes, too.
-`copies="simulated"` also knows that those from or to vector memory are slower where they change the layout. Within HBM
-that makes no difference: a transposing copy of 192 MiB on v6e takes 0.308 ms in the simulator and 0.303 by its bytes,
-of 1.121 estimated. A Pallas kernel without a `cost_estimate` is charged by its bytes.
+docs/check.md has a table of what takes which time. The compiler's estimates of work without a
+matmul are too long: for broadcasts and additions in HBM by up to a factor of two, and for the
+slices and updates of stacked layers the more, the more layers there are. Such work is therefore
+never charged more than its bytes (moved_bytes.py). Copies keep the estimate, because the compiler
+itself schedules by it. `copies="bytes"` charges copies by their bytes, too. `copies="simulated"`
+also knows that those from or to vector memory are slower where they change the layout. Within HBM
+that makes no difference: a transposing copy of 192 MiB on v6e takes 0.308 ms in the simulator and
+0.303 by its bytes, of 1.121 estimated. A Pallas kernel without a `cost_estimate` is charged by its
+bytes.
 """
 
 import dataclasses
@@ -30,7 +32,13 @@ _FREE = frozenset(
     add-dependency domain opt-barrier get-dimension-size
     """.split()  # noqa: SIM905, one a line would fill the page
 )
-_FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
+_FREE_CALLS = (
+    "AllocateBuffer",
+    "ConcatBitcast",
+    "Sharding",
+    "SPMDFullToShardShape",
+    "SPMDShardToFullShape",
+)
 _STEPS = ("-start", "-done", "-update")
 _NO_TIME = (0.0, "nothing")
 _NUMBER = re.compile(r"(?<=.)\.\d+$")  # that of an instruction: "gemm.3"
@@ -38,13 +46,16 @@ _NUMBER = re.compile(r"(?<=.)\.\d+$")  # that of an instruction: "gemm.3"
 
 @dataclasses.dataclass(frozen=True)
 class KernelTime:
-    """What a kernel, or a transfer from its start to its done, takes on its slowest device, by simulation."""
+    """What a kernel, or a transfer from its start to its done, takes on its slowest device, by
+    simulation.
+    """
 
     seconds: float
     exposed: float  # the seconds of it in which the device waits for other devices
     guessed: bool = False
-    """Whether it reads scalars that the program does not determine, and that are taken as 0, such as the sizes of
-    groups. Then it may have done nothing: its own estimate, of all it can have to do, counts where that is longer."""
+    """Whether it reads scalars that the program does not determine, and that are taken as 0, such
+    as the sizes of groups. Then it may have done nothing: its own estimate, of all it can have to
+    do, counts where that is longer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +64,16 @@ class Costs:
 
     module: HloModule
     chip: Chip
-    kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)  # that the caller gives, by `_given`
+    # that the caller gives, by `_given`
+    kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
     copies: str = "cycles"  # or "bytes" or "simulated": what the time of a copy is taken from
-    played: Mapping[str, KernelTime] = dataclasses.field(default_factory=dict)  # by the name of the kernel or start
-    # What is known already: by the names of a computation and an instruction, and by the name of a computation.
-    _known: dict[str, dict[str, tuple[float, str]]] = dataclasses.field(default_factory=dict, repr=False)
+    # by the name of the kernel or start
+    played: Mapping[str, KernelTime] = dataclasses.field(default_factory=dict)
+    # What is known already: by the names of a computation and an instruction, and by the name of a
+    # computation.
+    _known: dict[str, dict[str, tuple[float, str]]] = dataclasses.field(
+        default_factory=dict, repr=False
+    )
     _totals: dict[str, float] = dataclasses.field(default_factory=dict, repr=False)
 
     def seconds(self, computation: Computation, instruction: Instruction) -> float:
@@ -67,10 +83,12 @@ class Costs:
     def explained(self, computation: Computation, instruction: Instruction) -> tuple[float, str]:
         """Returns the time of an instruction, and what it was taken from.
 
-        The second value is one of "cycles", "links", "bytes", "played", "given", "estimate", "body" and "nothing".
+        The second value is one of "cycles", "links", "bytes", "played", "given", "estimate", "body"
+        and "nothing".
         """
         if _takes_no_time(instruction.opcode):
-            return _NO_TIME  # which is not kept: a large program has more of these than of all others
+            # which is not kept: a large program has more of these than of all others
+            return _NO_TIME
         known = self._known.get(computation.name)
         if known is None:
             known = self._known[computation.name] = {}
@@ -80,9 +98,13 @@ class Costs:
         return found
 
     def exposed(self, instruction: Instruction) -> float:
-        """Returns the seconds of a kernel in which it waits for other devices, as far as that is known."""
+        """Returns the seconds of a kernel in which it waits for other devices, as far as that is
+        known.
+        """
         played = self.played.get(instruction.name)
-        return 0.0 if played is None or self._given(instruction.name) is not None else played.exposed
+        return (
+            0.0 if played is None or self._given(instruction.name) is not None else played.exposed
+        )
 
     def total_seconds(self, computation: Computation) -> float:
         if computation.name not in self._totals:
@@ -98,7 +120,9 @@ class Costs:
         return 1 if count is None else count
 
     def executions(self) -> dict[str, int]:
-        """Returns how often each computation of the control flow runs: the entry, loop bodies, branches and calls."""
+        """Returns how often each computation of the control flow runs: the entry, loop bodies,
+        branches and calls.
+        """
         runs = {self.module.entry.name: 1}
         pending = [self.module.entry.name]
         while pending:
@@ -113,12 +137,19 @@ class Costs:
         return runs
 
     def product_flops(self) -> float:
-        """Returns the FLOPs of a device's matrix products in one run. Those of kernels are their cost estimates."""
+        """Returns the FLOPs of a device's matrix products in one run. Those of kernels are their
+        cost estimates.
+        """
         known: dict[str, float] = {}
-        return sum(n * _flops(self.module, self.module.computations[c], known) for c, n in self.executions().items())
+        return sum(
+            n * _flops(self.module, self.module.computations[c], known)
+            for c, n in self.executions().items()
+        )
 
     def transfer_seconds(self, operation: AsyncOperation) -> float:
-        """Returns how long an asynchronous operation is under way when it is alone on its link or in its memory."""
+        """Returns how long an asynchronous operation is under way when it is alone on its link or
+        in its memory.
+        """
         computation = self.module.computations[operation.computation]
         name = operation.start.name
         if operation.spelling == "kernel" and (given := self._given(name)) is not None:
@@ -134,18 +165,28 @@ class Costs:
             sent = self._operand_bytes(computation, operation.start) or operation.bytes
             if operation.updates and not operation.start.operands:  # an update brings the operands
                 sent = max(sent, self._operand_bytes(computation, operation.updates[0], skip=1))
-            return collective_seconds(operation.kind, sent, operation.bytes, self.group_size(collective), self.chip)
+            return collective_seconds(
+                operation.kind, sent, operation.bytes, self.group_size(collective), self.chip
+            )
         if operation.with_host and self.chip.host_bandwidth is not None:
             return operation.bytes / self.chip.host_bandwidth
         return self.memory_seconds(2 * operation.bytes)
 
     def _wrapped_seconds(self, computation: Computation, collective: Instruction) -> float:
-        """Returns the seconds of a collective that an asynchronous operation wraps, alone or within a fusion."""
-        sent, received = self._operand_bytes(computation, collective), collective.shape.bytes
+        """Returns the seconds of a collective that an asynchronous operation wraps, alone or within
+        a fusion.
+        """
+        sent = self._operand_bytes(computation, collective)
+        received = collective.shape.bytes
         kind = collective.opcode.removesuffix("-start")
         if collective.opcode != kind and collective.shape.is_tuple and kind != "all-reduce":
-            received = (collective.shape.at((1,)) or collective.shape).bytes  # the first part is what is sent
-        fusions = [call for _, call in self.module.callers.get(computation.name, ()) if call.opcode == "fusion"]
+            # the first part is what is sent
+            received = (collective.shape.at((1,)) or collective.shape).bytes
+        fusions = [
+            call
+            for _, call in self.module.callers.get(computation.name, ())
+            if call.opcode == "fusion"
+        ]
         if kind == "all-reduce" and fusions and fusions[0].shape.bytes < sent:
             kind = "reduce-scatter"  # as XLA writes it: an all-reduce, and a slice of the sum
         return collective_seconds(kind, sent, received, self.group_size(collective), self.chip)
@@ -154,19 +195,27 @@ class Costs:
         if i.opcode in ("while", "conditional", "call"):
             parts = [self.total_seconds(called) for called in self.module.called(i)]
             trips = self.trips(i) if i.opcode == "while" else 1
-            return trips * (max(parts, default=0.0) if i.opcode == "conditional" else sum(parts)), "body"
+            return trips * (
+                max(parts, default=0.0) if i.opcode == "conditional" else sum(parts)
+            ), "body"
         if i.opcode in COLLECTIVES:
             return self._collective_seconds(computation, i, i), "links"
         if i.opcode == "custom-call":
             return self._custom_call(computation, i)
-        if i.opcode == "fusion" and (collective := collective_in_fusion(self.module, i)) is not None:
+        if (
+            i.opcode == "fusion"
+            and (collective := collective_in_fusion(self.module, i)) is not None
+        ):
             if collective.opcode == "custom-call":
                 return 0.0, "nothing"  # the fusion is a start or a done
             return self._collective_seconds(computation, i, collective), "links"
-        cycles, moved = i.estimated_cycles, self._bytes_seconds(computation, i)
+        cycles = i.estimated_cycles
+        moved = self._bytes_seconds(computation, i)
         if i.opcode == "copy" and cycles is not None and self.copies == "simulated":
             return self._copy_seconds(computation, i, cycles / self.chip.clock, moved), "bytes"
-        as_estimated = self.module.contains_matmul(i) or (i.opcode == "copy" and self.copies == "cycles")
+        as_estimated = self.module.contains_matmul(i) or (
+            i.opcode == "copy" and self.copies == "cycles"
+        )
         if cycles is not None and (as_estimated or cycles / self.chip.clock < moved):
             return cycles / self.chip.clock, "cycles"
         return moved, "bytes"
@@ -180,22 +229,35 @@ class Costs:
         both = (i, *computation.operands(i))
         if any(leaf.memory_space == SEMAPHORE for one in both for _, leaf in one.shape.leaves()):
             return 0.0, "nothing"  # one half of an asynchronous pair
-        moved, flops, played = self._bytes_seconds(computation, i), i.kernel_flops, self.played.get(i.name)
+        moved = self._bytes_seconds(computation, i)
+        flops = i.kernel_flops
+        played = self.played.get(i.name)
         least = moved if flops is None else max(moved, flops / self.chip.flops)
-        if played is not None and not (played.guessed and flops is not None and played.seconds < least):
+        if played is not None and not (
+            played.guessed and flops is not None and played.seconds < least
+        ):
             return played.seconds, "played"
         return least, "bytes" if flops is None else "estimate"
 
     def _given(self, kernel: str) -> float | None:
         return self.kernels.get(kernel, self.kernels.get(_NUMBER.sub("", kernel)))
 
-    def _collective_seconds(self, computation: Computation, i: Instruction, collective: Instruction) -> float:
-        sent, kind = self._operand_bytes(computation, i), self.collective_kind(computation, i, collective)
+    def _collective_seconds(
+        self, computation: Computation, i: Instruction, collective: Instruction
+    ) -> float:
+        sent = self._operand_bytes(computation, i)
+        kind = self.collective_kind(computation, i, collective)
         return collective_seconds(kind, sent, i.shape.bytes, self.group_size(collective), self.chip)
 
-    def collective_kind(self, computation: Computation, i: Instruction, collective: Instruction) -> str:
-        """Returns the opcode of what a collective does. XLA writes a reduce-scatter as an all-reduce and a slice."""
-        sliced = collective.opcode == "all-reduce" and i.shape.bytes < self._operand_bytes(computation, i)
+    def collective_kind(
+        self, computation: Computation, i: Instruction, collective: Instruction
+    ) -> str:
+        """Returns the opcode of what a collective does. XLA writes a reduce-scatter as an
+        all-reduce and a slice.
+        """
+        sliced = collective.opcode == "all-reduce" and i.shape.bytes < self._operand_bytes(
+            computation, i
+        )
         return "reduce-scatter" if i is not collective and sliced else collective.opcode
 
     def group_size(self, collective: Instruction) -> int:
@@ -205,14 +267,23 @@ class Costs:
         return max(len(g) for g in groups_in(self.module, collective))
 
     def _bytes_seconds(self, computation: Computation, i: Instruction) -> float:
-        """Returns the time in which the operands and the result of an instruction move through memory."""
+        """Returns the time in which the operands and the result of an instruction move through
+        memory.
+        """
         moved = moved_bytes(self.module, computation, i)
         in_hbm = sum(size for space, size in moved if space == HBM)
         in_vmem = max((size for space, size in moved if space == VMEM), default=0)
-        return max(self.memory_seconds(in_hbm), in_vmem / (self.chip.vmem_bytes_per_cycle * self.chip.clock))
+        return max(
+            self.memory_seconds(in_hbm),
+            in_vmem / (self.chip.vmem_bytes_per_cycle * self.chip.clock),
+        )
 
-    def _copy_seconds(self, computation: Computation, i: Instruction, estimated: float, moved: float) -> float:
-        """Returns what the bytes of a copy take, longer where a layout changes in VMEM, if that is not estimated."""
+    def _copy_seconds(
+        self, computation: Computation, i: Instruction, estimated: float, moved: float
+    ) -> float:
+        """Returns what the bytes of a copy take, longer where a layout changes in VMEM, if that is
+        not estimated.
+        """
         shapes = [one.shape for one in (*computation.operands(i), i)]
         orders = [shape.layout.minor_to_major if shape.layout else None for shape in shapes]
         relays = orders[0] != orders[-1] and any(shape.memory_space == VMEM for shape in shapes)
@@ -227,23 +298,28 @@ class Costs:
         return sum(made.shape.bytes for made in computation.operands(i)[skip:])
 
 
-@functools.lru_cache(1024)  # a program has few opcodes, and each is asked about in every instruction
+# a program has few opcodes, and each is asked about in every instruction
+@functools.lru_cache(1024)
 def _takes_no_time(opcode: str) -> bool:
     """Says whether no instruction of this opcode takes time of the core."""
     return opcode in _FREE or opcode in ("send", "recv") or opcode.endswith(_STEPS)
 
 
 def collective_seconds(opcode: str, bytes_in: int, bytes_out: int, group: int, chip: Chip) -> float:
-    """Returns the seconds of a collective that is alone on its links, by the model of a bandwidth-optimal ring.
+    """Returns the seconds of a collective that is alone on its links, by the model of a
+    bandwidth-optimal ring.
 
-    A group of two devices has one link; a larger group sends in both directions of its ring at once. For large arrays
-    XLA's own collectives are within a few percent of the model. The time of small collectives is that of the hops.
-    `bytes_in` and `bytes_out` are those of one device's operand and result.
+    A group of two devices has one link; a larger group sends in both directions of its ring at
+    once. For large arrays XLA's own collectives are within a few percent of the model. The time of
+    small collectives is that of the hops. `bytes_in` and `bytes_out` are those of one device's
+    operand and result.
     """
     if group < 2:
         return 0.0
-    directions, share = 1 if group == 2 else 2, (group - 1) / group
-    exchanged = bytes_in * (1 / 2 if group == 2 else group / 4)  # R/4 is the mean distance in a ring
+    directions = 1 if group == 2 else 2
+    share = (group - 1) / group
+    # R/4 is the mean distance in a ring
+    exchanged = bytes_in * (1 / 2 if group == 2 else group / 4)
     volumes = {  # the bytes that are sent, divided among the directions of the ring
         "all-gather": bytes_out * share,
         "reduce-scatter": bytes_in * share,
@@ -259,13 +335,19 @@ def collective_seconds(opcode: str, bytes_in: int, bytes_out: int, group: int, c
 
 
 def _flops(module: HloModule, computation: Computation, known: dict[str, float]) -> float:
-    """Returns the FLOPs of a computation and of the fusions in it. `known` has those that were asked for before."""
+    """Returns the FLOPs of a computation and of the fusions in it. `known` has those that were
+    asked for before.
+    """
     if computation.name not in known:
         total = 0.0
         for i in computation.instructions:
             total += i.kernel_flops or 0
             if i.opcode in MATMULS:
-                total += 2.0 * math.prod(max(size, 0) for size in i.shape.dimensions) * _summed(computation, i)
+                total += (
+                    2.0
+                    * math.prod(max(size, 0) for size in i.shape.dimensions)
+                    * _summed(computation, i)
+                )
             for body in module.called(i) if i.opcode == "fusion" else ():
                 total += _flops(module, body, known)
         known[computation.name] = total
@@ -276,20 +358,32 @@ def _summed(computation: Computation, product: Instruction) -> float:
     """Returns how many products are added up for one element of a result."""
     shapes = [made.shape for made in computation.operands(product)[:2]]
     if len(shapes) < 2 or any(shape.is_tuple for shape in shapes):
-        raise _bad_product(product, f"needs two arrays: got {', '.join(map(str, shapes)) or 'no operand'}")
+        raise _bad_product(
+            product, f"needs two arrays: got {', '.join(map(str, shapes)) or 'no operand'}"
+        )
     left, right = (shape.dimensions for shape in shapes)
     if product.opcode == "dot":
-        contracted = [int(n[:9]) for n in re.findall(r"\d+", product.attributes.get("lhs_contracting_dims", ""))]
+        contracted = [
+            int(n[:9])
+            for n in re.findall(r"\d+", product.attributes.get("lhs_contracting_dims", ""))
+        ]
         if any(n >= len(left) for n in contracted):
-            raise _bad_product(product, f"sums over dimensions {contracted} of {shapes[0]}, which has {len(left)}")
+            raise _bad_product(
+                product, f"sums over dimensions {contracted} of {shapes[0]}, which has {len(left)}"
+            )
         return math.prod(max(left[n], 0) for n in contracted)
-    # The kernel has a dimension of output features, "o"; every other element of it is multiplied for each result.
+    # The kernel has a dimension of output features, "o"; every other element of it is multiplied
+    # for each result.
     kernel = product.attributes.get("dim_labels", "").partition("_")[2].partition("->")[0]
     if kernel and len(kernel) != len(right):
-        raise _bad_product(product, f"labels the {len(right)} dimensions of its kernel {shapes[1]} with {kernel!r}")
+        raise _bad_product(
+            product, f"labels the {len(right)} dimensions of its kernel {shapes[1]} with {kernel!r}"
+        )
     features = right[kernel.index("o")] if "o" in kernel else 1
     return math.prod(max(size, 0) for size in right) / max(features, 1)
 
 
 def _bad_product(product: Instruction, what: str) -> HloError:
-    return HloError(f"{product.opcode} '{product.name}' {what}", product.line, 1 if product.line else 0)
+    return HloError(
+        f"{product.opcode} '{product.name}' {what}", product.line, 1 if product.line else 0
+    )

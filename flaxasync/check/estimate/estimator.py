@@ -1,4 +1,6 @@
-"""`timeline`: estimates the work, the transfers and the stalls of each device, for a scheduled program."""
+"""`timeline`: estimates the work, the transfers and the stalls of each device, for a scheduled
+program.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +19,8 @@ _KNOWN_ERROR = {
     "(12.05 ms measured, 12.34 estimated)"
 }
 _GPU_CALLS = ("__cublas", "__cudnn", "__cusolver", "__triton")
-_GPU_NOTES = ('"operation_queue_id"', '"__triton')  # in a backend_config: XLA for GPUs writes the first to what it runs
+# in a backend_config: XLA for GPUs writes the first to what it runs
+_GPU_NOTES = ('"operation_queue_id"', '"__triton')
 
 
 def timeline(
@@ -29,14 +32,19 @@ def timeline(
     played: Mapping[str, KernelTime] | None = None,
     notes: Sequence[str] = (),
 ) -> Timeline:
-    """Does what `fa.check.timeline` says. What kernels took in a simulation is in `played`, by their names."""
+    """Does what `fa.check.timeline` says. What kernels took in a simulation is in `played`, by
+    their names.
+    """
     module = module_of(compiled)
     named = chip or chip_of(compiled)
     if named is None:
-        raise ValueError("chip must be given for a text, which does not name it: chip='v5e', for example")
+        raise ValueError(
+            "chip must be given for a text, which does not name it: chip='v5e', for example"
+        )
     if not module.is_scheduled:
         raise ValueError(
-            f"{module.name or 'the text'} is not scheduled, so it has no order to put in time: compile it first "
+            f"{module.name or 'the text'} is not scheduled, so it has no order to put in time: "
+            "compile it first "
             "(jitted.lower(...).compile(), or compile_for)"
         )
     if copies not in ("bytes", "cycles", "simulated"):
@@ -59,10 +67,15 @@ def timeline(
 
 
 def limits(module: HloModule, chip: str) -> list[str]:
-    """Returns what the estimate of a program does not know: the times that are really those of other hardware."""
-    instructions = [i for computation in module.computations.values() for i in computation.instructions]
+    """Returns what the estimate of a program does not know: the times that are really those of
+    other hardware.
+    """
+    instructions = [
+        i for computation in module.computations.values() for i in computation.instructions
+    ]
     between_slices = sum(
-        i.opcode == "send" and "megascale" in i.attributes.get("frontend_attributes", "") for i in instructions
+        i.opcode == "send" and "megascale" in i.attributes.get("frontend_attributes", "")
+        for i in instructions
     )
     copies = [i for i in instructions if i.opcode == "copy" or i.opcode.endswith("-start")]
     with_host = sum(any(leaf.memory_space == HOST for _, leaf in i.shape.leaves()) for i in copies)
@@ -73,18 +86,22 @@ def limits(module: HloModule, chip: str) -> list[str]:
     notes = []
     if on_gpu:
         notes.append(
-            f"this is a program for GPUs, whose times are not known: all times and gains are as on a {chip}; what runs "
+            "this is a program for GPUs, whose times are not known: all times and gains are as on "
+            f"a {chip}; what runs "
             "in a window, and the rules, are facts of the text"
         )
     if between_slices:
         notes.append(
-            f"{_transfers(between_slices)} between slices, over a network whose speed the text does not name: timed as "
+            f"{_transfers(between_slices)} between slices, over a network whose speed the text "
+            "does not name: timed as "
             f"on a link of a {chip}, which is faster"
         )
     if with_host:
         rate = chip_named(chip).host_bandwidth
         timed = (
-            "as within HBM, which is faster" if rate is None else f"at {rate / 1e9:g} GB/s of PCIe in each direction"
+            "as within HBM, which is faster"
+            if rate is None
+            else f"at {rate / 1e9:g} GB/s of PCIe in each direction"
         )
         notes.append(f"{_transfers(with_host)} to or from the memory of the host: timed {timed}")
     return notes
@@ -95,7 +112,9 @@ def _transfers(count: int) -> str:
 
 
 def _device_time(lockstep: Lockstep, n: int) -> DeviceTime:
-    kinds, causes, sources = dict.fromkeys(KINDS, 0.0), dict[str, float](), dict[str, float]()
+    kinds = dict.fromkeys(KINDS, 0.0)
+    causes = dict[str, float]()
+    sources = dict[str, float]()
     for (kind, cause, source), seconds in lockstep.seconds[n].items():
         kinds[kind] += seconds
         sources[source] = sources.get(source, 0.0) + seconds
@@ -114,7 +133,9 @@ def _device_time(lockstep: Lockstep, n: int) -> DeviceTime:
 
 def _notes(lockstep: Lockstep) -> tuple[str, ...]:
     notes = []
-    module, shown, count = lockstep.module, len(lockstep.devices), lockstep.module.num_devices
+    module = lockstep.module
+    shown = len(lockstep.devices)
+    count = lockstep.module.num_devices
     if shown == 1 < count:
         notes.append(f"all {count} devices do the same: one is shown")
     elif shown < count:
@@ -129,7 +150,8 @@ def _notes(lockstep: Lockstep) -> tuple[str, ...]:
     if by_bytes:
         named = ", ".join(by_bytes[:4]) + (" ..." if len(by_bytes) > 4 else "")
         notes.append(
-            f"Pallas kernels without a cost estimate count as their bytes: {named}; give kernels={{name: seconds}}"
+            f"Pallas kernels without a cost estimate count as their bytes: {named}; give "
+            f"kernels={{name: seconds}}"
         )
     return (*notes, *limits(module, lockstep.costs.chip.name))
 
@@ -138,7 +160,9 @@ def _basis(chip: Chip, copies: str, played: bool) -> str:
     kernels = "kernels as they were simulated one by one, " if played else ""
     copied = " and copies" if copies == "cycles" else ""
     return (
-        f"{kernels}the compiler's cycle estimates of matmuls{copied} at {chip.clock / 1e9:g} GHz, other work "
-        f"by its bytes in HBM of {chip.hbm_bandwidth / 1e9:g} GB/s at {chip.hbm_efficiency:.0%}, links of "
+        f"{kernels}the compiler's cycle estimates of matmuls{copied} at {chip.clock / 1e9:g} GHz, "
+        "other work "
+        f"by its bytes in HBM of {chip.hbm_bandwidth / 1e9:g} GB/s at {chip.hbm_efficiency:.0%}, "
+        "links of "
         f"{chip.link_bandwidth / 1e9:g} GB/s in each direction; nothing was run"
     )

@@ -1,12 +1,14 @@
-"""Steps through a scheduled program on all of its devices at once, and records which instruction runs when.
+"""Steps through a scheduled program on all of its devices at once, and records which instruction
+runs when.
 
-Work takes the time of costs.py. A transfer begins when both of its ends have started it and its link is free. A done
-waits for its transfer. A synchronous collective waits for all devices of its group. Of a long loop, the first three
-iterations and the last one are stepped through; the others are added as repetitions of the third one.
+Work takes the time of costs.py. A transfer begins when both of its ends have started it and its
+link is free. A done waits for its transfer. A synchronous collective waits for all devices of its
+group. Of a long loop, the first three iterations and the last one are stepped through; the others
+are added as repetitions of the third one.
 
-The text does not say in which direction a kernel sends, so kernels with the same collective_id are assumed to share a
-link. Three things are not modelled: work and transfers that compete for HBM, different collectives that
-share links, and the time of the host.
+The text does not say in which direction a kernel sends, so kernels with the same collective_id are
+assumed to share a link. Three things are not modelled: work and transfers that compete for HBM,
+different collectives that share links, and the time of the host.
 """
 
 import collections
@@ -14,12 +16,18 @@ from collections.abc import Sequence
 
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.estimate.timeline import Loop, Slice
-from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, async_operations, synchronous_collective
+from flaxasync.check.hlo.async_operations import (
+    COLLECTIVES,
+    AsyncOperation,
+    async_operations,
+    synchronous_collective,
+)
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.participants import groups_in, permute_pairs
 from flaxasync.check.hlo.shapes import HloError
 
-STEPPED_ITERATIONS = 4  # iterations of a longer loop that are stepped through: three at its beginning, one at its end
+# iterations of a longer loop that are stepped through: three at its beginning, one at its end
+STEPPED_ITERATIONS = 4
 MAX_DEVICES = 64  # devices that are stepped through, of a program whose devices do different things
 MAX_STEPS = 4_000_000  # instructions that are stepped through, counted once for each device
 
@@ -28,31 +36,42 @@ class Lockstep:
     """All devices of one program. They run the same instructions, each at its own time."""
 
     def __init__(self, module: HloModule, costs: Costs):
-        self.module, self.costs = module, costs
+        self.module = module
+        self.costs = costs
         self.executed = costs.executions()  # how often each computation of the control flow runs
-        self._operations = [op for op in async_operations(module) if op.computation in self.executed]
-        self.devices = self._distinct_devices()  # those that are stepped through; [0] where all of them do the same
+        self._operations = [
+            op for op in async_operations(module) if op.computation in self.executed
+        ]
+        # those that are stepped through; [0] where all of them do the same
+        self.devices = self._distinct_devices()
         count = len(self.devices)
         self.clock = [0.0] * count  # the time of each device's core, in seconds
-        # The seconds of each device, by the kind of slice, its cause, and what its time was taken from.
+        # The seconds of each device, by the kind of slice, its cause, and what its time was taken
+        # from.
         self.seconds: list[dict[tuple[str, str, str], float]] = [{} for _ in range(count)]
         self.slices: list[Slice] = []
         self.loops: list[Loop] = []  # of the first device
-        self._begins: dict[str, AsyncOperation] = {}  # by the start, or by the update that brings late operands
-        self._finishes: dict[str, list[AsyncOperation]] = {}  # by the instruction that may be their done
+        # by the start, or by the update that brings late operands
+        self._begins: dict[str, AsyncOperation] = {}
+        # by the instruction that may be their done
+        self._finishes: dict[str, list[AsyncOperation]] = {}
         for op in self._operations:
             is_late = op.updates and not op.start.operands
             self._begins[op.updates[-1].name if is_late else op.name] = op
             for window in op.windows:
                 self._finishes.setdefault(window.done.name, []).append(op)
         self._lane_free: dict[tuple[str, int], float] = {}  # when a lane of a device is next free
-        self._ends: dict[str, list[float]] = {}  # by start: when the transfers under way end, for each device
+        # by start: when the transfers under way end, for each device
+        self._ends: dict[str, list[float]] = {}
         self._started: dict[str, int] = {}  # how many had started before each start
-        self._targets: dict[str, dict[int, list[int]]] = {}  # of each source, by the text of the pairs
-        self._members: dict[tuple[str, bool], list[list[int]]] = {}  # of each group, by the text of the groups
+        # of each source, by the text of the pairs
+        self._targets: dict[str, dict[int, list[int]]] = {}
+        # of each group, by the text of the groups
+        self._members: dict[tuple[str, bool], list[list[int]]] = {}
         self._count = 0  # of starts until now
         self._depth = 0  # of loops around the instruction that is stepped through
-        self._active: set[str] = set()  # the computations that are being run, so that none runs within itself
+        # the computations that are being run, so that none runs within itself
+        self._active: set[str] = set()
 
     def run(self) -> None:
         """Steps through the whole program. ValueError says that it has too many steps."""
@@ -86,7 +105,9 @@ class Lockstep:
                     self._spend(n, self.clock[n] + waits, i.name, "stall", i.name, source)
         self._active.discard(computation.name)
 
-    def _spend(self, n: int, until: float, name: str, kind: str, cause: str, source: str = "links") -> None:
+    def _spend(
+        self, n: int, until: float, name: str, kind: str, cause: str, source: str = "links"
+    ) -> None:
         """Moves the core of the n-th device to a later time, and records the reason as a slice."""
         start = self.clock[n]
         if until <= start:
@@ -107,34 +128,48 @@ class Lockstep:
                 self._lane_free[lane, n] = end
                 kind = "transfer" if op.communicates else "copy"
                 self.slices.append(Slice(self.devices[n], lane, op.name, kind, begin, end, op.kind))
-                ends[n] = max(ends[n], end)  # the sender, too, waits: its source may not be touched before it is sent
+                # the sender, too, waits: its source may not be touched before it is sent
+                ends[n] = max(ends[n], end)
                 ends[receiver] = max(ends[receiver], end)
         self._ends[op.name] = ends
         self._started[op.name] = self._count = self._count + 1
 
     def _sends(self, op: AsyncOperation, n: int) -> list[tuple[str, float, int]]:
-        """Returns what the n-th device sends in an operation, each as (lane, earliest begin, receiving device)."""
+        """Returns what the n-th device sends in an operation, each as (lane, earliest begin,
+        receiving device).
+        """
         pairs = permute_pairs(op.inner or op.start)
         if not op.communicates:
             return [(op.with_host or "memory", self.clock[n], n)]
         if not pairs:
             group = next((g for g in self._groups(op.inner or op.start) if n in g), [n])
-            config = op.start.backend_config.get("custom_call_config", {}) if op.spelling == "kernel" else None
+            config = (
+                op.start.backend_config.get("custom_call_config", {})
+                if op.spelling == "kernel"
+                else None
+            )
             number = config.get("collective_id", 0) if isinstance(config, dict) else 0
-            lane = "links" if config is None else f"link {number}"  # a kernel's text does not say where it sends
+            # a kernel's text does not say where it sends
+            lane = "links" if config is None else f"link {number}"
             return [(lane, max(self.clock[m] for m in group), n)]
         if len(self.devices) == 1:
             # The lane is named after the distance that most devices send over.
             count = self.module.num_devices
-            shift = collections.Counter((target - source) % count for source, target in pairs).most_common(1)[0][0]
-            return [(f"link {shift if shift <= count // 2 else shift - count:+d}", self.clock[0], 0)]
+            shift = collections.Counter(
+                (target - source) % count for source, target in pairs
+            ).most_common(1)[0][0]
+            return [
+                (f"link {shift if shift <= count // 2 else shift - count:+d}", self.clock[0], 0)
+            ]
         sends = []
         for target in self._targets_of(op.inner or op.start, pairs).get(n, ()):
             lane = f"link to {target}" if target != n else "memory"
             sends.append((lane, max(self.clock[n], self.clock[target]), target))
         return sends
 
-    def _targets_of(self, permute: Instruction, pairs: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
+    def _targets_of(
+        self, permute: Instruction, pairs: Sequence[tuple[int, int]]
+    ) -> dict[int, list[int]]:
         """Returns to which of the devices that are stepped through each device sends."""
         text = permute.attributes["source_target_pairs"]
         if text not in self._targets:
@@ -145,7 +180,9 @@ class Lockstep:
         return self._targets[text]
 
     def _done(self, candidates: list[AsyncOperation], done: Instruction) -> None:
-        """Lets every device wait for an operation: of those that the instruction may end, the one that started last."""
+        """Lets every device wait for an operation: of those that the instruction may end, the one
+        that started last.
+        """
         started = [op for op in candidates if op.name in self._started]
         if not started:
             return
@@ -155,9 +192,12 @@ class Lockstep:
             self._spend(n, end, done.name, kind, op.name)
 
     def _hold(self, computation: Computation, i: Instruction, collective: Instruction) -> None:
-        """Lets the devices of each group wait for each other, and then holds them for the time of the collective."""
+        """Lets the devices of each group wait for each other, and then holds them for the time of
+        the collective.
+        """
         seconds = self.costs.seconds(computation, i)
-        before, groups = list(self.clock), self._groups(collective)
+        before = list(self.clock)
+        groups = self._groups(collective)
         if len(before) > 1 and (pairs := permute_pairs(collective)):
             groups = [list(pair) for pair in pairs if max(pair) < len(before)]
         for group in groups:
@@ -181,11 +221,13 @@ class Lockstep:
         if body is None or body.name in self._active:
             return
         self._depth += 1
-        trips, depth = self.costs.trips(loop), self._depth - 1
+        trips = self.costs.trips(loop)
+        depth = self._depth - 1
         began = self.clock[0]
         iteration = (began, began)
         for number in range(min(trips, STEPPED_ITERATIONS)):
-            clock, seconds = list(self.clock), [dict(by_kind) for by_kind in self.seconds]
+            clock = list(self.clock)
+            seconds = [dict(by_kind) for by_kind in self.seconds]
             self._run(body)
             if trips <= STEPPED_ITERATIONS or number == STEPPED_ITERATIONS - 2:
                 iteration = (clock[0], self.clock[0])
@@ -194,8 +236,12 @@ class Lockstep:
         self.loops.append(Loop(loop.name, depth, trips, began, self.clock[0], iteration))
         self._depth -= 1
 
-    def _repeat(self, loop: Instruction, times: int, clock: list[float], seconds: list[dict]) -> None:
-        """Adds iterations that are like the last one, before which the clock and the seconds were those given."""
+    def _repeat(
+        self, loop: Instruction, times: int, clock: list[float], seconds: list[dict]
+    ) -> None:
+        """Adds iterations that are like the last one, before which the clock and the seconds were
+        those given.
+        """
         step = max(now - before for now, before in zip(self.clock, clock, strict=True)) * times
         for n in range(len(self.devices)):
             for key, value in list(self.seconds[n].items()):
@@ -208,29 +254,40 @@ class Lockstep:
         self._ends = {name: [end + step for end in ends] for name, ends in self._ends.items()}
 
     def _distinct_devices(self) -> list[int]:
-        """Returns [0] if all devices do the same, and all devices if a permute leaves some of them out."""
+        """Returns [0] if all devices do the same, and all devices if a permute leaves some of them
+        out.
+        """
         count = self.module.num_devices
         communications = [op.inner or op.start for op in self._operations]
         for name in self.executed:
-            communications += [i for i in self.module.computations[name].instructions if i.opcode in COLLECTIVES]
+            communications += [
+                i for i in self.module.computations[name].instructions if i.opcode in COLLECTIVES
+            ]
         different = {i.attributes.get("source_target_pairs", ""): i for i in communications}
         for i in different.values():
             pairs = [(source, target) for source, target in permute_pairs(i) if source != target]
-            if permute_pairs(i) and (len({s for s, _ in pairs}) < count or len({t for _, t in pairs}) < count):
+            if permute_pairs(i) and (
+                len({s for s, _ in pairs}) < count or len({t for _, t in pairs}) < count
+            ):
                 return list(range(min(count, MAX_DEVICES)))
         return [0]
 
     def _check_steps(self) -> None:
-        """Raises ValueError if loops or calls within one another repeat so many instructions that it takes too long."""
+        """Raises ValueError if loops or calls within one another repeat so many instructions that
+        it takes too long.
+        """
         most = MAX_STEPS // len(self.devices)
         known: dict[str, int] = {}
         for i in self.module.entry.instructions:
             steps = self._steps_in(i, known)
             if steps > most:
                 raise HloError(
-                    f"'{i.name}' runs {steps:.3g} instructions on each of {len(self.devices)} devices, of which a "
-                    f"timeline steps through {most}: estimate its computations one by one", i.line, 1,
-                )  # fmt: skip
+                    f"'{i.name}' runs {steps:.3g} instructions on each of {len(self.devices)} "
+                    "devices, of which a "
+                    f"timeline steps through {most}: estimate its computations one by one",
+                    i.line,
+                    1,
+                )
 
     def _steps_in(self, caller: Instruction, known: dict[str, int]) -> int:
         """Returns how many instructions are stepped through in what an instruction calls."""

@@ -1,9 +1,11 @@
-"""How many bytes an instruction moves in each memory. Of an array that it slices or updates, only the slice counts.
+"""How many bytes an instruction moves in each memory. Of an array that it slices or updates, only
+the slice counts.
 
-A loop over stacked layers reads the weights of one layer by `dynamic-slice` and stores its results by
-`dynamic-update-slice`. XLA fuses both with the work around them, so the operand of the fusion is the array of all
-layers, of which each iteration touches one. An update is done in place if nothing reads the old array later, and the
-rest of the array is then neither read nor written. The compiler's cycle estimates count the array of all layers.
+A loop over stacked layers reads the weights of one layer by `dynamic-slice` and stores its results
+by `dynamic-update-slice`. XLA fuses both with the work around them, so the operand of the fusion is
+the array of all layers, of which each iteration touches one. An update is done in place if nothing
+reads the old array later, and the rest of the array is then neither read nor written. The
+compiler's cycle estimates count the array of all layers.
 """
 
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
@@ -12,7 +14,9 @@ from flaxasync.check.hlo.shapes import Shape
 _SLICES = frozenset({"dynamic-slice", "gather", "slice"})
 
 
-def moved_bytes(module: HloModule, computation: Computation, i: Instruction) -> list[tuple[int, int]]:
+def moved_bytes(
+    module: HloModule, computation: Computation, i: Instruction
+) -> list[tuple[int, int]]:
     """Returns (memory space, bytes) of every array that an instruction reads or writes."""
     operands = [made.shape for made in computation.operands(i)]
     if i.opcode in _SLICES:
@@ -32,8 +36,11 @@ def moved_bytes(module: HloModule, computation: Computation, i: Instruction) -> 
 
 
 def _read(body: Computation, parameter: Instruction) -> int:
-    """Returns the bytes of a parameter that a fusion reads: those of its slices if it only slices it."""
-    read, pending = 0, [parameter]
+    """Returns the bytes of a parameter that a fusion reads: those of its slices if it only slices
+    it.
+    """
+    read = 0
+    pending = [parameter]
     while pending:
         step = pending.pop()
         for user in body.users.get(step.name, ()):
@@ -46,12 +53,18 @@ def _read(body: Computation, parameter: Instruction) -> int:
     return read
 
 
-def _written(computation: Computation, i: Instruction, body: Computation) -> tuple[list[tuple[int, int]], set[int]]:
-    """Returns the (memory space, bytes) of each result of a fusion, and the operands that it updates in place."""
+def _written(
+    computation: Computation, i: Instruction, body: Computation
+) -> tuple[list[tuple[int, int]], set[int]]:
+    """Returns the (memory space, bytes) of each result of a fusion, and the operands that it
+    updates in place.
+    """
     results = body.operands(body.root) if body.root.opcode == "tuple" else [body.root]
-    written, in_place = [], set()
+    written = []
+    in_place = set()
     for (_, leaf), result in zip(i.shape.leaves(), results, strict=False):
-        size, update = leaf.bytes, _source(body, result)
+        size = leaf.bytes
+        update = _source(body, result)
         if update.opcode == "dynamic-update-slice" and len(update.operands) > 1:
             old, new = (_source(body, operand) for operand in body.operands(update)[:2])
             number = old.parameter_number

@@ -1,6 +1,8 @@
-"""Which part of a training step an instruction of the compiled program belongs to, by the name of its JAX operation.
+"""Which part of a training step an instruction of the compiled program belongs to, by the name of
+its JAX operation.
 
-Such a name is a path: jit(_train_step)/transpose(jvp())/while/body/.../shard_map/all_gather_matmul_dx/...
+Such a name is a path:
+  jit(_train_step)/transpose(jvp())/while/body/.../shard_map/all_gather_matmul_dx/...
 """
 
 import collections
@@ -10,7 +12,8 @@ from typing import Any
 from flaxasync.check.estimate.timeline import Timeline
 from flaxasync.check.hlo.load import module_of
 
-# The components of a path that come from control flow and transformations, and not from a named scope.
+# The components of a path that come from control flow and transformations, and not from a named
+# scope.
 _STRUCTURE = re.compile(
     r"jit\(.*\)|pjit|while|body|cond|shard_map|closed_call|checkpoint|rematted_computation|eval_jaxpr|"
     r"branch_\d+_fun|(?:transpose|jvp|vmap)\(+\)*"
@@ -22,21 +25,31 @@ class Phases:
 
     def __init__(self, program: Any):
         computations = module_of(program).computations.values()
-        self._paths = {i.name: i.op_name for computation in computations for i in computation.instructions}
+        self._paths = {
+            i.name: i.op_name for computation in computations for i in computation.instructions
+        }
 
     def phase(self, instruction: str) -> str:
-        """Returns the phase of an instruction: "forward", "forward again", "backward", "optimizer" or ""."""
+        """Returns the phase of an instruction: "forward", "forward again", "backward", "optimizer"
+        or "".
+        """
         return phase_of(self._paths.get(instruction, ""))
 
     def part(self, instruction: str) -> str:
-        """Returns the name of the op that an instruction is part of, like "all_gather_matmul_dx"; "" for no op."""
+        """Returns the name of the op that an instruction is part of, like "all_gather_matmul_dx";
+        "" for no op.
+        """
         return part_of(self._paths.get(instruction, ""))
 
     def waits(self, timeline: Timeline) -> list[tuple[str, float]]:
-        """Returns where the slowest device waits, as (op and phase, seconds), the longest wait first."""
+        """Returns where the slowest device waits, as (op and phase, seconds), the longest wait
+        first.
+        """
         sums: dict[str, float] = collections.defaultdict(float)
         for cause, seconds in timeline.slowest.causes.items():
-            sums[" of ".join(filter(None, (self.part(cause), self.phase(cause)))) or cause] += seconds
+            sums[" of ".join(filter(None, (self.part(cause), self.phase(cause)))) or cause] += (
+                seconds
+            )
         return sorted(sums.items(), key=lambda item: -item[1])
 
 
@@ -52,7 +65,8 @@ def phase_of(path: str) -> str:
 
 
 def layer_of(path: str) -> str:
-    """Returns the scopes in the path of a JAX operation, without control flow, transformations and the primitive.
+    """Returns the scopes in the path of a JAX operation, without control flow, transformations and
+    the primitive.
 
     >>> layer_of("jit(step)/while/body/closed_call/attention/shard_map/all_gather_matmul/ppermute")
     'attention/all_gather_matmul'

@@ -1,8 +1,9 @@
-"""Timelines as a picture: for each device a band for its core, and below it one for each of its lanes of transfers.
+"""Timelines as a picture: for each device a band for its core, and below it one for each of its
+lanes of transfers.
 
-Time is cut into thin slices. In each of them the height of a band is divided among what the lane does meanwhile. Where
-iterations of a loop are repeated, the band shows the shares of the iteration that they repeat. matplotlib and numpy are
-imported only when a picture is drawn.
+Time is cut into thin slices. In each of them the height of a band is divided among what the lane
+does meanwhile. Where iterations of a loop are repeated, the band shows the shares of the iteration
+that they repeat. matplotlib and numpy are imported only when a picture is drawn.
 """
 
 import dataclasses
@@ -23,10 +24,17 @@ COLOURS = {
     "repeat": ("#dfe5ee", "more iterations"),
 }
 MAX_DEVICES = 4  # drawn per timeline
-LONG_LOOP = 0.1  # a loop that takes at least this share of the time has a panel for one of its iterations
+# a loop that takes at least this share of the time has a panel for one of its iterations
+LONG_LOOP = 0.1
 _BINS = 1500  # thin slices of time in a band
 _LETTERS = 190  # letters that fit into the width of a band
-_WIDTH, _CORE, _LANE, _AROUND, _LEGEND, _BASIS = 13.0, 0.58, 0.2, 0.75, 0.35, 0.3  # inches
+# inches
+_WIDTH = 13.0
+_CORE = 0.58
+_LANE = 0.2
+_AROUND = 0.75
+_LEGEND = 0.35
+_BASIS = 0.3
 _NAMES = 1.3  # the height of the axes of a core, with the names above it, in units of its band
 
 
@@ -42,38 +50,62 @@ class _Panel:
     heights: list[float]  # of the bands, in inches
 
 
-def draw_timeline(timeline: Timeline, path: Any, *, phase_of: Callable[[str], str] | None = None) -> None:
-    """Draws a timeline as a PNG: the whole of it, and one iteration of each of its two longest loops.
+def draw_timeline(
+    timeline: Timeline, path: Any, *, phase_of: Callable[[str], str] | None = None
+) -> None:
+    """Draws a timeline as a PNG: the whole of it, and one iteration of each of its two longest
+    loops.
 
-    The folder of the file is made if it does not exist. `phase_of` returns what to write above the work of an
-    instruction, "" for nothing; by default it is its own name. ImportError says that matplotlib is not installed.
+    The folder of the file is made if it does not exist. `phase_of` returns what to write above the
+    work of an instruction, "" for nothing; by default it is its own name. ImportError says that
+    matplotlib is not installed.
     """
     name_of = phase_of or str
     least = LONG_LOOP * timeline.seconds
-    loops = [loop for loop in timeline.loops if loop.depth == 0 and loop.trips > 1 and loop.end - loop.start > least]
+    loops = [
+        loop
+        for loop in timeline.loops
+        if loop.depth == 0 and loop.trips > 1 and loop.end - loop.start > least
+    ]
     longest = sorted(loops, key=lambda loop: loop.start - loop.end)[:2]
     panels = [_panel(_title(timeline, timeline.name), timeline, 0.0, timeline.seconds)]
     for loop in sorted(longest, key=lambda loop: loop.start):
         begin, end = loop.iteration
-        title = f"one of {loop.trips} iterations, {(end - begin) * 1e3:.3g} ms: {name_of(loop.name) or loop.name}"
+        title = (
+            f"one of {loop.trips} iterations, {(end - begin) * 1e3:.3g} ms: "
+            f"{name_of(loop.name) or loop.name}"
+        )
         panels.append(_panel(title, timeline, begin, end, devices=1))
     _draw(panels, path, name_of)
 
 
 def draw_timelines(timelines: Sequence[Timeline], path: Any, *, titles: Sequence[str] = ()) -> None:
-    """Draws several timelines as a PNG, below one another, on one scale of time. The default title is the program."""
+    """Draws several timelines as a PNG, below one another, on one scale of time. The default title
+    is the program.
+    """
     end = max(t.seconds for t in timelines)
     named = [*titles, *(t.name for t in timelines[len(titles) :])]
-    _draw([_panel(_title(t, name), t, 0.0, end) for t, name in zip(timelines, named, strict=True)], path, str)
+    _draw(
+        [_panel(_title(t, name), t, 0.0, end) for t, name in zip(timelines, named, strict=True)],
+        path,
+        str,
+    )
 
 
 def _title(t: Timeline, name: str) -> str:
-    return f"{name}:  {t.seconds * 1e3:.3g} ms,  work {t.compute * 1e3:.3g},  exposed {t.exposed * 1e3:.3g}"
+    return (
+        f"{name}:  {t.seconds * 1e3:.3g} ms,  work {t.compute * 1e3:.3g},  exposed "
+        f"{t.exposed * 1e3:.3g}"
+    )
 
 
-def _panel(title: str, timeline: Timeline, begin: float, end: float, *, devices: int = MAX_DEVICES) -> _Panel:
+def _panel(
+    title: str, timeline: Timeline, begin: float, end: float, *, devices: int = MAX_DEVICES
+) -> _Panel:
     """Returns a panel, with the lanes of each device in the order core, links, memory."""
-    found: dict[tuple[int, str], list[Slice]] = {(d.device, "core"): [] for d in timeline.devices[:devices]}
+    found: dict[tuple[int, str], list[Slice]] = {
+        (d.device, "core"): [] for d in timeline.devices[:devices]
+    }
     for s in timeline.slices:
         if s.start < end and s.end > begin and (s.device, "core") in found:
             found.setdefault((s.device, s.lane), []).append(s)
@@ -91,7 +123,8 @@ def _draw(panels: Sequence[_Panel], path: Any, name_of: Callable[[str], str]) ->
         from matplotlib.patches import Patch
     except ImportError as error:
         raise ImportError(
-            "drawing a timeline needs matplotlib: install it, or use save_trace and open it in Perfetto"
+            "drawing a timeline needs matplotlib: install it, or use save_trace and open it in "
+            "Perfetto"
         ) from error
     inches = _LEGEND + _BASIS + sum(_AROUND + sum(panel.heights) for panel in panels)
     with rc_context({"font.family": "DejaVu Sans", "font.size": 8}):
@@ -102,22 +135,37 @@ def _draw(panels: Sequence[_Panel], path: Any, name_of: Callable[[str], str]) ->
         for panel in panels:
             bottom = top - _AROUND - sum(panel.heights)
             grid = figure.add_gridspec(
-                len(panel.bands), 1, height_ratios=panel.heights, hspace=0.12, left=0.1, right=0.985,
-                top=(top - 0.35) / inches, bottom=(bottom + 0.4) / inches,
-            )  # fmt: skip
-            drawn |= _draw_panel([figure.add_subplot(grid[n]) for n in range(len(panel.bands))], panel, name_of)
+                len(panel.bands),
+                1,
+                height_ratios=panel.heights,
+                hspace=0.12,
+                left=0.1,
+                right=0.985,
+                top=(top - 0.35) / inches,
+                bottom=(bottom + 0.4) / inches,
+            )
+            drawn |= _draw_panel(
+                [figure.add_subplot(grid[n]) for n in range(len(panel.bands))], panel, name_of
+            )
             top = bottom
-        patches = [Patch(color=colour, label=label) for kind, (colour, label) in COLOURS.items() if kind in drawn]
+        patches = [
+            Patch(color=colour, label=label)
+            for kind, (colour, label) in COLOURS.items()
+            if kind in drawn
+        ]
         figure.legend(handles=patches, loc="upper right", ncols=len(patches), frameon=False)
         figure.text(0.012, 0.1 / inches, panels[0].timeline.basis, color="#666666", fontsize=7)
         pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
 
 
-def _draw_panel(axes_of_bands: Sequence[Any], panel: _Panel, name_of: Callable[[str], str]) -> set[str]:
+def _draw_panel(
+    axes_of_bands: Sequence[Any], panel: _Panel, name_of: Callable[[str], str]
+) -> set[str]:
     """Draws a panel on one pair of axes for each band. Returns the kinds of slices in it."""
     drawn: set[str] = set()
-    last, width = axes_of_bands[-1], (panel.end - panel.begin) * 1e3
+    last = axes_of_bands[-1]
+    width = (panel.end - panel.begin) * 1e3
     edges = [n * width / _BINS for n in range(_BINS + 1)]
     for axes, ((device, lane), slices) in zip(axes_of_bands, panel.bands.items(), strict=True):
         shares = _shares(slices, panel)
@@ -137,9 +185,12 @@ def _draw_panel(axes_of_bands: Sequence[Any], panel: _Panel, name_of: Callable[[
     return drawn
 
 
-def _name_work(axes: Any, slices: Sequence[Slice], panel: _Panel, name_of: Callable[[str], str]) -> None:
+def _name_work(
+    axes: Any, slices: Sequence[Slice], panel: _Panel, name_of: Callable[[str], str]
+) -> None:
     """Writes above the core what it works on, where that takes long enough for a name."""
-    runs: list[tuple[str, float, float]] = []  # the name, the begin and the end of consecutive slices of one name
+    # the name, the begin and the end of consecutive slices of one name
+    runs: list[tuple[str, float, float]] = []
     for s in slices:
         if s.kind in ("compute", "collective", "repeat"):
             name = name_of(s.name)
@@ -149,18 +200,24 @@ def _name_work(axes: Any, slices: Sequence[Slice], panel: _Panel, name_of: Calla
         letters = int((end - start) / (panel.end - panel.begin) * _LETTERS)
         if letters > 3:
             text = name if len(name) <= letters else name[: letters - 1] + "…"
-            axes.text((max(start, panel.begin) - panel.begin) * 1e3, 1.04, text, fontsize=6.5, va="bottom")
+            axes.text(
+                (max(start, panel.begin) - panel.begin) * 1e3, 1.04, text, fontsize=6.5, va="bottom"
+            )
 
 
 def _shares(slices: Sequence[Slice], panel: _Panel) -> dict[str, Any]:
-    """Returns the share of each kind of slice in each thin slice of time, and once more in the last one."""
+    """Returns the share of each kind of slice in each thin slice of time, and once more in the last
+    one.
+    """
     import numpy as np
 
     shares: dict[str, Any] = {}
     scale = _BINS / (panel.end - panel.begin)
     for s in slices:
-        first, last = max(0.0, (s.start - panel.begin) * scale), min(float(_BINS), (s.end - panel.begin) * scale)
-        low, high = int(first), min(int(last), _BINS - 1)
+        first = max(0.0, (s.start - panel.begin) * scale)
+        last = min(float(_BINS), (s.end - panel.begin) * scale)
+        low = int(first)
+        high = min(int(last), _BINS - 1)
         for kind, weight in _kinds(s, panel.timeline).items():
             bins = shares.setdefault(kind, np.zeros(_BINS + 1))
             bins[low : high + 1] += weight
@@ -172,11 +229,18 @@ def _shares(slices: Sequence[Slice], panel: _Panel) -> dict[str, Any]:
 
 
 def _kinds(s: Slice, t: Timeline) -> dict[str, float]:
-    """Returns what a slice is, by kind: of repeated iterations, the shares of the iteration that they repeat."""
-    loops = [loop for loop in t.loops if s.kind == "repeat" and loop.start <= s.start and s.end <= loop.end]
+    """Returns what a slice is, by kind: of repeated iterations, the shares of the iteration that
+    they repeat.
+    """
+    loops = [
+        loop
+        for loop in t.loops
+        if s.kind == "repeat" and loop.start <= s.start and s.end <= loop.end
+    ]
     if not loops:
         return {s.kind: 1.0}
-    begin, end = loops[0].iteration  # of the innermost loop, because loops are listed in the order in which they ended
+    # of the innermost loop, because loops are listed in the order in which they ended
+    begin, end = loops[0].iteration
     sums: dict[str, float] = {}
     for one in t.slices:
         if (one.device, one.lane) == (s.device, s.lane) and one.start < end and one.end > begin:

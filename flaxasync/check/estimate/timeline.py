@@ -1,7 +1,9 @@
-"""`Timeline`: what runs when in a program, as slices of work, waits and transfers on the lanes of each device.
+"""`Timeline`: what runs when in a program, as slices of work, waits and transfers on the lanes of
+each device.
 
-Both the estimate in this folder and the player make timelines. A timeline says what its times are based on (`basis`)
-and, if a measurement is known, how far such times were from it (`known_error`). render.py writes it to files.
+Both the estimate in this folder and the player make timelines. A timeline says what its times are
+based on (`basis`) and, if a measurement is known, how far such times were from it (`known_error`).
+render.py writes it to files.
 """
 
 import dataclasses
@@ -10,7 +12,8 @@ from collections.abc import Mapping
 # What a slice can be.
 KINDS = {
     "compute": "work of the core",
-    "stall": "the core waits for a transfer between devices, or until the other devices join a collective",
+    "stall": "the core waits for a transfer between devices, or until the other devices join a "
+    "collective",
     "collective": "the core is held by a synchronous collective",
     "memory": "the core waits for a copy within its device, or to or from the memory of its host",
     "transfer": "a transfer between devices, under way",
@@ -30,16 +33,22 @@ SOURCES = {
 }
 
 
-# Which of the three predictions of one program to believe, for each of them. docs/check.md says why.
+# Which of the three predictions of one program to believe, for each of them. docs/check.md says
+# why.
 FROM_TEXT = (
-    "of the three predictions of a program this one, from its text alone, is the coarsest: where Pallas kernels take "
-    'much of the time, prefer timeline(program, kernels="play"), and where it can be simulated, play of the whole'
+    "of the three predictions of a program this one, from its text alone, is the coarsest: where "
+    "Pallas kernels take "
+    'much of the time, prefer timeline(program, kernels="play"), and where it can be simulated, '
+    "play of the whole"
 )
 KERNELS_PLAYED = (
-    "from the text, and from kernels that were simulated one by one: prefer it to a timeline without them, and play of "
+    "from the text, and from kernels that were simulated one by one: prefer it to a timeline "
+    "without them, and play of "
     "the whole program, in which kernels, copies and collectives share HBM and links, to both"
 )
-WHOLE_PLAYED = "of the three predictions of a program, the simulation of the whole is the one to believe"
+WHOLE_PLAYED = (
+    "of the three predictions of a program, the simulation of the whole is the one to believe"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +61,8 @@ class Slice:
     kind: str  # one of KINDS
     start: float  # in seconds
     end: float  # in seconds
-    cause: str = ""  # the operation that a wait is for; the kind of operation that a transfer belongs to
+    # the operation that a wait is for; the kind of operation that a transfer belongs to
+    cause: str = ""
 
     @property
     def seconds(self) -> float:
@@ -68,7 +78,8 @@ class Loop:
     trips: int  # the number of iterations
     start: float
     end: float
-    iteration: tuple[float, float]  # the begin and end of a typical iteration whose slices are all in the timeline
+    # the begin and end of a typical iteration whose slices are all in the timeline
+    iteration: tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +91,18 @@ class DeviceTime:
     compute: float  # in which it works
     exposed: float  # in which it waits for other devices, in stalls or in synchronous collectives
     memory: float  # in which it waits for copies within the device
-    causes: Mapping[str, float]  # of `exposed` and `memory`, by the name of the operation that the device waits for
-    # All of them by what they were taken from, one of SOURCES; empty where all come from one simulation.
+    # of `exposed` and `memory`, by the name of the operation that the device waits for
+    causes: Mapping[str, float]
+    # All of them by what they were taken from, one of SOURCES; empty where all come from one
+    # simulation.
     sources: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """What runs when in a program. The totals are those of the slowest device. `print` shows a table."""
+    """What runs when in a program. The totals are those of the slowest device. `print` shows a
+    table.
+    """
 
     name: str
     chip: str
@@ -97,7 +112,8 @@ class Timeline:
     devices: tuple[DeviceTime, ...]
     notes: tuple[str, ...] = ()  # what a reader should know beside the figures
     loops: tuple[Loop, ...] = ()  # in the order in which they ended
-    flops: float | None = None  # of a device's matrix products, recomputed ones included; None if they are not known
+    # of a device's matrix products, recomputed ones included; None if they are not known
+    flops: float | None = None
     preference: str = ""  # whether to believe it or another prediction of the program
 
     @property
@@ -119,14 +135,25 @@ class Timeline:
 
     def __str__(self) -> str:
         lines = [f"timeline of {self.name} on {self.chip}: {self.seconds * 1e3:.3f} ms"]
-        lines.append(f"{'device':>6}  {'total ms':>9}  {'compute':>9}  {'exposed':>9}  {'memory':>9}  longest waits")
+        lines.append(
+            f"{'device':>6}  {'total ms':>9}  {'compute':>9}  {'exposed':>9}  {'memory':>9}  "
+            "longest waits"
+        )
         for d in self.devices:
             waits = sorted(d.causes.items(), key=lambda item: -item[1])[:3]
-            text = ", ".join(f"{name} {seconds * 1e3:.3f}" for name, seconds in waits if seconds > 0)
-            values = "  ".join(f"{value * 1e3:9.3f}" for value in (d.seconds, d.compute, d.exposed, d.memory))
+            text = ", ".join(
+                f"{name} {seconds * 1e3:.3f}" for name, seconds in waits if seconds > 0
+            )
+            values = "  ".join(
+                f"{value * 1e3:9.3f}" for value in (d.seconds, d.compute, d.exposed, d.memory)
+            )
             lines.append(f"{d.device:6d}  {values}  {text or 'none'}")
         if sources := self.slowest.sources:
-            shares = (f"{name} {sources[name] / self.seconds:.1%}" for name in SOURCES if sources.get(name))
+            shares = (
+                f"{name} {sources[name] / self.seconds:.1%}"
+                for name in SOURCES
+                if sources.get(name)
+            )
             lines.append(f"taken from: {', '.join(shares)}")
         lines.append(f"basis: {self.basis}")
         lines.append(f"known error: {self.known_error}")

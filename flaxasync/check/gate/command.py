@@ -2,8 +2,8 @@
 
     python -m flaxasync.check gate BASELINE PROGRAM [--update] [--mesh data=2,model=4] [--exposed 0.02]
 
-The exit status is 0 if nothing is worse than in the baseline, 1 if something is, and 2 if a file cannot be read or
-written, or the baseline is of another program.
+The exit status is 0 if nothing is worse than in the baseline, 1 if something is, and 2 if a file
+cannot be read or written, or the baseline is of another program.
 """
 
 import argparse
@@ -21,16 +21,27 @@ from flaxasync.hardware import CHIPS
 def main(arguments: list[str] | None = None) -> int:
     description, usage = (__doc__ or "").split("\n\n", 1)
     parser = argparse.ArgumentParser(
-        prog="python -m flaxasync.check gate", description=description, epilog=usage,
+        prog="python -m flaxasync.check gate",
+        description=description,
+        epilog=usage,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("baseline", help="the JSON file; --update makes it")
     parser.add_argument(
-        "program", help="HLO text (a dump, or what compiled.as_text() returned); - reads standard input"
+        "program",
+        help="HLO text (a dump, or what compiled.as_text() returned); - reads standard input",
     )
-    parser.add_argument("--update", action="store_true", help="write the baseline, and compare nothing")
-    parser.add_argument("--mesh", metavar="NAME=SIZE,...", help="the mesh axes in order (default: those in the text)")
-    parser.add_argument("--chip", choices=sorted(CHIPS), help="the chip whose times are estimated (default: v5e)")
+    parser.add_argument(
+        "--update", action="store_true", help="write the baseline, and compare nothing"
+    )
+    parser.add_argument(
+        "--mesh",
+        metavar="NAME=SIZE,...",
+        help="the mesh axes in order (default: those in the text)",
+    )
+    parser.add_argument(
+        "--chip", choices=sorted(CHIPS), help="the chip whose times are estimated (default: v5e)"
+    )
     parser.add_argument("--json", action="store_true", help="print the differences as JSON")
     for name, meaning in (
         ("exposed", "share of the time by which waits may grow"),
@@ -42,7 +53,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=float, default=default, metavar="SHARE", help=text)
     chosen = parser.parse_args(arguments)
     try:
-        axes = {name: int(size) for name, _, size in (a.partition("=") for a in (chosen.mesh or "").split(",") if a)}
+        axes = {
+            name: int(size)
+            for name, _, size in (a.partition("=") for a in (chosen.mesh or "").split(",") if a)
+        }
     except ValueError:
         parser.error(f"--mesh needs NAME=SIZE,...: got {chosen.mesh}")
     try:

@@ -1,6 +1,8 @@
-"""The pytest fixture `check_overlap`, which compares a compiled program with the baseline of the test.
+"""The pytest fixture `check_overlap`, which compares a compiled program with the baseline of the
+test.
 
-pytest finds this plugin where flaxasync is installed. It imports nothing else of flaxasync until the fixture is used.
+pytest finds this plugin where flaxasync is installed. It imports nothing else of flaxasync until
+the fixture is used.
 """
 
 import pathlib
@@ -10,37 +12,43 @@ from typing import Any
 
 import pytest
 
-_USED: pytest.StashKey[dict[pathlib.Path, pytest.FixtureRequest]] = pytest.StashKey()  # who uses each baseline
+# who uses each baseline
+_USED: pytest.StashKey[dict[pathlib.Path, pytest.FixtureRequest]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("flaxasync").addoption(
-        "--update-overlap", action="store_true", help="write the baselines of check_overlap instead of comparing"
+        "--update-overlap",
+        action="store_true",
+        help="write the baselines of check_overlap instead of comparing",
     )
 
 
 @pytest.fixture
 def check_overlap(request: pytest.FixtureRequest) -> Callable:
-    """Compares a compiled program with the baseline of this test, and fails the test if something is worse.
+    """Compares a compiled program with the baseline of this test, and fails the test if something
+    is worse.
 
-    The baseline is `overlap/FILE/TEST.json` beside the file of the test, or `overlap/FILE/CLASS-TEST.json` for a test
-    of a class. `pytest --update-overlap` writes it. Differences for the better are printed: `pytest -rP` shows them.
+    The baseline is `overlap/FILE/TEST.json` beside the file of the test, or
+    `overlap/FILE/CLASS-TEST.json` for a test of a class. `pytest --update-overlap` writes it.
+    Differences for the better are printed: `pytest -rP` shows them.
 
         def test_step(check_overlap):
             check_overlap(fa.check.compile_for("v5e:2x4", step, *arguments))
 
-    Args of the function that it returns:
-      compiled: A compiled program, or its text.
-      name: A name of this program, for a test that checks several. It is added to the name of the file.
-      chip: As for `summarize`.
-      axes: As for `summarize`.
-      **tolerances: The fields of `Tolerances`.
+    Args of the function that it returns: compiled: A compiled program, or its text. name: A name of
+      this program, for a test that checks several. It is added to the name of the file. chip: As
+      for `summarize`. axes: As for `summarize`. **tolerances: The fields of `Tolerances`.
     """
 
     def check(
-        compiled: Any, name: str = "", *, chip: str | None = None, axes: Mapping[str, int] | None = None,
+        compiled: Any,
+        name: str = "",
+        *,
+        chip: str | None = None,
+        axes: Mapping[str, int] | None = None,
         **tolerances: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         from flaxasync.check.gate.comparison import Tolerances, compare
         from flaxasync.check.gate.summary import read_baseline, summarize, write_baseline
 
@@ -50,13 +58,19 @@ def check_overlap(request: pytest.FixtureRequest) -> Callable:
             write_baseline(program, file)
             return
         if not file.exists():
-            pytest.fail(f"there is no baseline {file}: pytest --update-overlap writes it", pytrace=False)
+            pytest.fail(
+                f"there is no baseline {file}: pytest --update-overlap writes it", pytrace=False
+            )
         try:
             comparison = compare(read_baseline(file), program, Tolerances(**tolerances))
         except ValueError as error:
-            pytest.fail(f"{file}: {error}".replace("--update", "pytest --update-overlap"), pytrace=False)
+            pytest.fail(
+                f"{file}: {error}".replace("--update", "pytest --update-overlap"), pytrace=False
+            )
         if not comparison.ok:
-            pytest.fail(f"{comparison}\nto accept the differences: pytest --update-overlap", pytrace=False)
+            pytest.fail(
+                f"{comparison}\nto accept the differences: pytest --update-overlap", pytrace=False
+            )
         if comparison.changes:
             print(comparison)
 
@@ -64,15 +78,19 @@ def check_overlap(request: pytest.FixtureRequest) -> Callable:
 
 
 def _baseline(request: pytest.FixtureRequest, name: str) -> pathlib.Path:
-    """Returns the file of one program of a test, or fails the test if another program has it already."""
+    """Returns the file of one program of a test, or fails the test if another program has it
+    already.
+    """
     test = request.node.nodeid.partition("::")[2].replace("::", "-")
     stem = re.sub(r"[^\w.\-]+", "_", f"{test}-{name}" if name else test).strip("_")
     file = request.node.path.parent / "overlap" / request.node.path.stem / f"{stem}.json"
     used = request.config.stash.setdefault(_USED, {})
     owner = used.get(file)
-    if owner is request or (owner is not None and owner.node.nodeid != request.node.nodeid):  # and no second try of it
+    # and no second try of it
+    if owner is request or (owner is not None and owner.node.nodeid != request.node.nodeid):
         pytest.fail(
-            f"{file} is the baseline of another program already, which {owner.node.nodeid} checks: give each program "
+            f"{file} is the baseline of another program already, which {owner.node.nodeid} checks: "
+            "give each program "
             "a name of its own, as in check_overlap(compiled, 'step')",
             pytrace=False,
         )

@@ -1,8 +1,10 @@
-"""`summarize`: what matters of a compiled program, in rows that its names and its order do not change.
+"""`summarize`: what matters of a compiled program, in rows that its names and its order do not
+change.
 
-docs/gate.md has a table of the rows. A collective of several arrays has a row for each array, because XLA combines and
-splits collectives as it likes. Each row lists its source lines, so that a difference can name them. Seconds are
-estimates (`timeline`): they say what is hidden, and they are no measurement.
+docs/gate.md has a table of the rows. A collective of several arrays has a row for each array,
+because XLA combines and splits collectives as it likes. Each row lists its source lines, so that a
+difference can name them. Seconds are estimates (`timeline`): they say what is hidden, and they are
+no measurement.
 """
 
 import collections
@@ -35,20 +37,28 @@ _ROWS = ("transfers", "copies", "callbacks", "hazards")
 class Row:
     """What one row counts."""
 
-    what: str  # the kind of collective, "copy", the name of a Python callback, or the code of a hazard
+    # the kind of collective, "copy", the name of a Python callback, or the code of a hazard
+    what: str
     place: str = ""  # "forward", "backward loop", ...; "" if the text does not say
     axes: str = ""  # the mesh axes of a collective, as `AxisNames` names them
     dtype: str = ""  # the element type of the array
-    bytes: int = 0  # of the array: for a reduce-scatter of its operand, for an all-gather of its result
+    # of the array: for a reduce-scatter of its operand, for an all-gather of its result
+    bytes: int = 0
 
     def text(self, number: int, word: str = "") -> str:
-        """Returns "2 more all-gathers of 64 MiB over model in the backward loop"; `word` is "more" here."""
+        """Returns "2 more all-gathers of 64 MiB over model in the backward loop"; `word` is "more"
+        here.
+        """
         what = f"{self.what}: {CODES[self.what].meaning}" if self.what in CODES else self.what
         if self.bytes:
             plural = "" if number == 1 else "s"
             what = f"{what}{plural} of {size_text(self.bytes)}".replace("copys", "copies")
         over = f"over {self.axes}" if self.axes else ""
-        where = f"in the {self.place}{' pass' * (self.place in ('forward', 'backward'))}" if self.place else ""
+        where = (
+            f"in the {self.place}{' pass' * (self.place in ('forward', 'backward'))}"
+            if self.place
+            else ""
+        )
         return " ".join(filter(None, (str(number), word, what, over, where)))
 
 
@@ -59,7 +69,8 @@ class Count:
     count: int = 0  # the instructions of the text
     runs: int = 0  # how often they run, over all iterations of the loops around them
     exposed: float = 0.0  # seconds, over all runs, in which the device waits for them, as estimated
-    sources: Mapping[str, int] = dataclasses.field(default_factory=dict)  # the instructions of each source line
+    # the instructions of each source line
+    sources: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 type Rows = dict[Row, Count]
@@ -75,25 +86,31 @@ class Summary:
     axes: Mapping[str, int]  # the sizes of the mesh axes; empty if they are not known
     seconds: float  # the estimated time of one run
     exposed: float  # the share of that time in which the slowest device waits for others
-    temporaries: int | None  # the bytes of temporary memory; None if only a text was given, which does not say
+    # the bytes of temporary memory; None if only a text was given, which does not say
+    temporaries: int | None
     transfers: Rows
     copies: Rows
     callbacks: Rows
     hazards: Rows
 
 
-def summarize(compiled: Any, *, chip: str | None = None, axes: Mapping[str, int] | None = None) -> Summary:
+def summarize(
+    compiled: Any, *, chip: str | None = None, axes: Mapping[str, int] | None = None
+) -> Summary:
     """Summarizes a compiled program for a comparison with another one.
 
     Args:
-      compiled: What `jitted.lower(...).compile()` or `compile_for` returned, or HLO text, or a parsed module.
-      chip: The chip whose times are estimated. By default the program's own chip, or v5e if the program does not say.
-      axes: The sizes of the mesh axes, by name, in the order of the mesh. By default those of the program, or those
-        that its text names.
+      compiled: What `jitted.lower(...).compile()` or `compile_for` returned, or HLO text, or a
+        parsed module.
+      chip: The chip whose times are estimated. By default the program's own chip, or v5e if the
+        program does not say.
+      axes: The sizes of the mesh axes, by name, in the order of the mesh. By default those of the
+        program, or those that its text names.
 
     Raises:
       HloError: The text cannot be read.
-      ValueError: The program is not scheduled, or its chip is unknown, or the axes do not multiply to its devices.
+      ValueError: The program is not scheduled, or its chip is unknown, or the axes do not multiply
+        to its devices.
     """
     module = module_of(compiled)
     named = chip or chip_of(compiled) or DEFAULT_CHIP
@@ -130,7 +147,9 @@ def write_baseline(summary: Summary, path: str | os.PathLike) -> None:
 
     Rows are sorted and seconds are rounded, so that a file changes only where the program does.
     """
-    facts = {field.name: _rounded(getattr(summary, field.name)) for field in dataclasses.fields(summary)}
+    facts = {
+        field.name: _rounded(getattr(summary, field.name)) for field in dataclasses.fields(summary)
+    }
     facts |= {name: _rows_to_json(facts[name]) for name in _ROWS}
     file = pathlib.Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -177,36 +196,57 @@ def _rounded(value: Any) -> Any:
 
 
 class _RowReader:
-    """Reads the rows of one program. `exposed` has the seconds of a device's waits, by the name of the start."""
+    """Reads the rows of one program. `exposed` has the seconds of a device's waits, by the name of
+    the start.
+    """
 
-    def __init__(self, module: HloModule, costs: Costs, names: AxisNames, exposed: Mapping[str, float]):
-        self.module, self.costs, self.names, self.exposed = module, costs, names, exposed
+    def __init__(
+        self, module: HloModule, costs: Costs, names: AxisNames, exposed: Mapping[str, float]
+    ):
+        self.module = module
+        self.costs = costs
+        self.names = names
+        self.exposed = exposed
         self.runs = costs.executions()
         running = (module.computations[name] for name in self.runs)
-        self.instructions = [(computation, i) for computation in running for i in computation.instructions]
+        self.instructions = [
+            (computation, i) for computation in running for i in computation.instructions
+        ]
 
     def transfers(self) -> Rows:
         rows: Rows = {}
         for op in async_operations(self.module):
-            if op.computation in self.runs and op.kind in COLLECTIVES and not is_host_callback(op.start):
+            if (
+                op.computation in self.runs
+                and op.kind in COLLECTIVES
+                and not is_host_callback(op.start)
+            ):
                 result = op.inner or (op.windows[0].done if op.windows else op.start)
                 computation = self.module.computations[op.computation]
-                self._transfer(rows, computation, op.start, op.inner or op.start, op.kind, self._arrays(result))
+                self._transfer(
+                    rows, computation, op.start, op.inner or op.start, op.kind, self._arrays(result)
+                )
         for computation, i, collective in collectives_that_hold_the_chip(self.module, self.runs):
             kind = self.costs.collective_kind(computation, i, collective)
             self._transfer(rows, computation, i, collective, kind, self._arrays(collective))
         for computation, i in self.instructions:
             if i.is_communicating_kernel:
-                self._transfer(rows, computation, i, i, f"kernel {without_number(i.name)}", [largest_array(i)])
+                self._transfer(
+                    rows, computation, i, i, f"kernel {without_number(i.name)}", [largest_array(i)]
+                )
         return rows
 
     def copies(self) -> Rows:
-        """Counts copies in loops that change no memory space: not those that fetch an operand into vector memory."""
+        """Counts copies in loops that change no memory space: not those that fetch an operand into
+        vector memory.
+        """
         rows: Rows = {}
         for computation, i in self.instructions:
             if i.opcode in ("copy", "copy-start"):
                 copy = i.shape.at((0,)) or i.shape  # the first element of a copy-start is the copy
-                is_fetch = any(made.shape.memory_space != copy.memory_space for made in computation.operands(i))
+                is_fetch = any(
+                    made.shape.memory_space != copy.memory_space for made in computation.operands(i)
+                )
                 if copy.bytes >= COPIED and not is_fetch and loops_around(self.module, computation):
                     place, source = origin(self.module, computation, i)
                     row = Row("copy", place, "", copy.element_type, copy.bytes)
@@ -227,10 +267,17 @@ class _RowReader:
         return rows
 
     def _transfer(
-        self, rows: Rows, computation: Computation, i: Instruction, collective: Instruction, kind: str,
+        self,
+        rows: Rows,
+        computation: Computation,
+        i: Instruction,
+        collective: Instruction,
+        kind: str,
         arrays: list[Shape],
-    ) -> None:  # fmt: skip
-        """Adds a row for each array of a collective that `i` performs. Each has its share of the exposed time."""
+    ) -> None:
+        """Adds a row for each array of a collective that `i` performs. Each has its share of the
+        exposed time.
+        """
         place, source = origin(self.module, computation, i, collective)
         arrays = [a for a in arrays if a.bytes >= SMALL]
         total = sum(a.bytes for a in arrays)
@@ -240,7 +287,9 @@ class _RowReader:
             _add(rows, row, self.runs[computation.name], source, exposed)
 
     def _arrays(self, result: Instruction) -> list[Shape]:
-        """Returns the whole arrays of a collective. A reduce-scatter's result is one part of them."""
+        """Returns the whole arrays of a collective. A reduce-scatter's result is one part of
+        them.
+        """
         arrays = [leaf for _, leaf in result.shape.leaves()]
         if result.opcode != "reduce-scatter":
             return arrays

@@ -22,14 +22,23 @@ from flaxasync.check.hlo.value_flow import Span, Use, trace
 
 FIRST_CLASS = ("all-gather", "all-reduce", "collective-permute", "copy", "send", "recv")
 COLLECTIVES = (
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
-    "collective-broadcast", "send", "recv",
-)  # fmt: skip
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    "send",
+    "recv",
+)
 
-# The custom call of a Pallas kernel. Others that return semaphores, like BarrierStart, are no start of a transfer.
+# The custom call of a Pallas kernel. Others that return semaphores, like BarrierStart, are no start
+# of a transfer.
 KERNEL = "tpu_custom_call"
 # The custom calls that mark the fusions in which XLA starts and ends a collective.
-_FUSED_START, _FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
+_FUSED_START = "AsyncCollectiveStart"
+_FUSED_DONE = "AsyncCollectiveDone"
 
 
 type Held = tuple[Computation, Instruction]  # an instruction and the computation that holds it
@@ -50,14 +59,16 @@ class AsyncOperation:
     """A start with its updates and its dones."""
 
     spelling: str  # "first-class", "generic", "fusion" or "kernel"
-    # The opcode of what runs: "collective-permute", "copy", "all-reduce", ...; "custom-call" for a kernel. Of several
-    # collectives that are wrapped together all opcodes: "all-gather and all-reduce".
+    # The opcode of what runs: "collective-permute", "copy", "all-reduce", ...; "custom-call" for a
+    # kernel. Of several collectives that are wrapped together all opcodes: "all-gather and
+    # all-reduce".
     kind: str
     computation: str  # of the start
     start: Instruction
     updates: tuple[Instruction, ...]  # they take the future and return it
     windows: tuple[Window, ...]  # one for each done
-    inner: Instruction | None  # the wrapped instruction, if the text has one; of several collectives the largest
+    # the wrapped instruction, if the text has one; of several collectives the largest
+    inner: Instruction | None
     collectives: tuple[Held, ...]  # those that are wrapped
     bytes: int  # of the arrays that the operation moves or makes
 
@@ -71,14 +82,18 @@ class AsyncOperation:
 
     @property
     def communicates(self) -> bool:
-        """Whether the operation moves data between devices. For a kernel this is read from the backend's notes."""
+        """Whether the operation moves data between devices. For a kernel this is read from the
+        backend's notes.
+        """
         if self.spelling == "kernel":
             return self.start.is_communicating_kernel
         return bool(self.collectives) or self.kind in COLLECTIVES
 
     @property
     def with_host(self) -> str:
-        """ "to host" or "from host" for a copy between the memories of the device and of its host, else ""."""
+        """ "to host" or "from host" for a copy between the memories of the device and of its host,
+        else "".
+        """
         if all(leaf.memory_space != HOST for _, leaf in self.start.shape.leaves()):
             return ""
         results = [leaf for window in self.windows for _, leaf in window.done.shape.leaves()]
@@ -86,7 +101,9 @@ class AsyncOperation:
 
 
 def async_operations(module: HloModule) -> tuple[AsyncOperation, ...]:
-    """Returns every asynchronous operation of a program, in printed order. A start without a done has no window."""
+    """Returns every asynchronous operation of a program, in printed order. A start without a done
+    has no window.
+    """
     return tuple(
         _operation(module, computation, instruction, spelling)
         for computation in module.computations.values()
@@ -105,57 +122,79 @@ def spelling_of_start(module: HloModule, instruction: Instruction) -> str:
     return spelling_of_opcode(instruction.opcode)
 
 
-@functools.lru_cache(1024)  # a program has few opcodes, and each is asked about in every instruction
+# a program has few opcodes, and each is asked about in every instruction
+@functools.lru_cache(1024)
 def spelling_of_opcode(opcode: str) -> str:
-    """Returns the spelling of an opcode that is a start in every instruction; "" for any other opcode."""
+    """Returns the spelling of an opcode that is a start in every instruction; "" for any other
+    opcode.
+    """
     if opcode == "async-start":
         return "generic"
-    if opcode.removesuffix("-start") in FIRST_CLASS and (opcode.endswith("-start") or opcode in ("send", "recv")):
+    if opcode.removesuffix("-start") in FIRST_CLASS and (
+        opcode.endswith("-start") or opcode in ("send", "recv")
+    ):
         return "first-class"
     return "generic" if opcode.endswith("-start") else ""
 
 
 @functools.lru_cache(1024)
 def step_of_opcode(opcode: str) -> str:
-    """Returns "update" or "done" for an opcode that continues or ends an operation; "" for any other opcode."""
+    """Returns "update" or "done" for an opcode that continues or ends an operation; "" for any
+    other opcode.
+    """
     return next((step for step in ("update", "done") if opcode.endswith(f"-{step}")), "")
 
 
 def collective_in_fusion(module: HloModule, fusion: Instruction) -> Instruction | None:
-    """Returns the collective that a fusion performs, or the custom call that marks it as a start or a done.
+    """Returns the collective that a fusion performs, or the custom call that marks it as a start or
+    a done.
 
-    Returns None for a fusion that has neither. A fusion that computes while an asynchronous collective is under way
-    also contains that collective, with notes about its progress, but it does not perform the collective.
+    Returns None for a fusion that has neither. A fusion that computes while an asynchronous
+    collective is under way also contains that collective, with notes about its progress, but it
+    does not perform the collective.
     """
     inside = module.instructions_in(fusion)
     for mark in inside:
         if mark.custom_call_target.startswith("AsyncCollective"):
             return mark
     collective = next((i for i in inside if i.opcode in COLLECTIVES), None)
-    is_beside = collective and "async_collective_fusion_config" in collective.attributes.get("backend_config", "")
+    is_beside = collective and "async_collective_fusion_config" in collective.attributes.get(
+        "backend_config", ""
+    )
     return None if is_beside else collective
 
 
 def synchronous_collective(module: HloModule, i: Instruction) -> Instruction | None:
-    """Returns the collective that an instruction performs without a start, by itself or within a fusion."""
+    """Returns the collective that an instruction performs without a start, by itself or within a
+    fusion.
+    """
     collective = collective_in_fusion(module, i) if i.opcode == "fusion" else i
-    if collective is None or collective.opcode not in COLLECTIVES or collective.opcode in ("send", "recv"):
+    if (
+        collective is None
+        or collective.opcode not in COLLECTIVES
+        or collective.opcode in ("send", "recv")
+    ):
         return None
     return collective
 
 
 def largest_array(kernel: Instruction) -> Shape:
-    """Returns the largest array that a kernel makes, or of its buffers if it aliases all of them, as it does with Refs.
+    """Returns the largest array that a kernel makes, or of its buffers if it aliases all of them,
+    as it does with Refs.
 
     A kernel that only returns semaphores has an empty one.
     """
     aliased = {alias.output for alias in kernel.aliases}
-    buffers = [(path, leaf) for path, leaf in kernel.shape.leaves() if leaf.memory_space != SEMAPHORE]
+    buffers = [
+        (path, leaf) for path, leaf in kernel.shape.leaves() if leaf.memory_space != SEMAPHORE
+    ]
     made = [leaf for path, leaf in buffers if path not in aliased] or [leaf for _, leaf in buffers]
     return max(made, key=lambda array: array.bytes, default=Shape("tuple"))
 
 
-def _operation(module: HloModule, computation: Computation, start: Instruction, spelling: str) -> AsyncOperation:
+def _operation(
+    module: HloModule, computation: Computation, start: Instruction, spelling: str
+) -> AsyncOperation:
     collectives = _wrapped_collectives(module, start)
     inner = max((i for _, i in collectives), key=_moved_by, default=None) or _wrapped(module, start)
     if spelling in ("kernel", "fusion"):
@@ -164,11 +203,17 @@ def _operation(module: HloModule, computation: Computation, start: Instruction, 
         updates, windows = _opcode_ends(module, computation, start)
     kinds = {i.opcode.removesuffix("-start") for _, i in collectives}
     if not kinds:
-        kinds = {(start if inner is None or spelling == "kernel" else inner).opcode.removesuffix("-start")}
+        kinds = {
+            (start if inner is None or spelling == "kernel" else inner).opcode.removesuffix(
+                "-start"
+            )
+        }
     kind = " and ".join(sorted(kinds))
     moved = _moved_bytes(computation, start, spelling, kind, windows, inner)
     ends = tuple(updates), tuple(windows)
-    return AsyncOperation(spelling, kind, computation.name, start, *ends, inner, tuple(collectives), moved)
+    return AsyncOperation(
+        spelling, kind, computation.name, start, *ends, inner, tuple(collectives), moved
+    )
 
 
 def _wrapped(module: HloModule, start: Instruction) -> Instruction | None:
@@ -178,7 +223,9 @@ def _wrapped(module: HloModule, start: Instruction) -> Instruction | None:
 
 
 def _wrapped_collectives(module: HloModule, start: Instruction) -> list[Held]:
-    """Returns the collectives in what a start calls, at any depth. A start of a fusion performs the first one."""
+    """Returns the collectives in what a start calls, at any depth. A start of a fusion performs the
+    first one.
+    """
     found: list[Held] = []
     pending = list(reversed(module.called(start)))
     seen: set[str] = set()
@@ -190,7 +237,14 @@ def _wrapped_collectives(module: HloModule, start: Instruction) -> list[Held]:
         for i in computation.instructions:
             if i.opcode.removesuffix("-start") in COLLECTIVES:
                 found.append((computation, i))
-            elif i.opcode in ("fusion", "call", "async-start", "custom-call", "while", "conditional"):
+            elif i.opcode in (
+                "fusion",
+                "call",
+                "async-start",
+                "custom-call",
+                "while",
+                "conditional",
+            ):
                 pending += reversed(module.called(i))
     return found if start.opcode == "async-start" else found[:1]
 
@@ -204,8 +258,8 @@ def _opcode_ends(
 ) -> tuple[list[Instruction], list[Window]]:
     """Finds the updates and dones of a spelling with opcodes of its own.
 
-    The tuple of the future always travels as a whole, so following its first array finds every update and done. An
-    empty tuple is followed as itself.
+    The tuple of the future always travels as a whole, so following its first array finds every
+    update and done. An empty tuple is followed as itself.
     """
     updates: list[Instruction] = []
     windows: list[Window] = []
@@ -224,26 +278,41 @@ def _opcode_ends(
                 windows.append(Window(use.instruction, use.computation, spans, use.crosses))
             elif role == "update" and use.operand == 0:
                 updates.append(use.instruction)
-                # An operation that is bound late begins only at the update that brings its operands.
+                # An operation that is bound late begins only at the update that brings its
+                # operands.
                 begins_here = not start.operands and len(use.instruction.operands) > 1
-                pending.append((module.computations[use.computation], use.instruction, () if begins_here else spans))
+                pending.append(
+                    (
+                        module.computations[use.computation],
+                        use.instruction,
+                        () if begins_here else spans,
+                    )
+                )
     return updates, windows
 
 
 def _buffer_ends(
     module: HloModule, computation: Computation, start: Instruction, spelling: str
 ) -> tuple[list[Instruction], list[Window]]:
-    """Finds the ends of a pair of kernels by following its semaphores, and of a pair of fusions by all its results."""
+    """Finds the ends of a pair of kernels by following its semaphores, and of a pair of fusions by
+    all its results.
+    """
     ends: dict[tuple[str, str], Use] = {}
     updates: dict[str, Instruction] = {}
 
     def is_marked(i: Instruction) -> bool:
         return spelling == "fusion" and _contains_mark(module, i, _FUSED_DONE)
 
-    for path in _new_semaphores(start) if spelling == "kernel" else [path for path, _ in start.shape.leaves()]:
+    for path in (
+        _new_semaphores(start)
+        if spelling == "kernel"
+        else [path for path, _ in start.shape.leaves()]
+    ):
         for use in trace(module, computation, start, path, stop=is_marked):
             i = use.instruction
-            if is_marked(i) or (spelling == "kernel" and not use.aliased and i.opcode in ("custom-call", "fusion")):
+            if is_marked(i) or (
+                spelling == "kernel" and not use.aliased and i.opcode in ("custom-call", "fusion")
+            ):
                 ends[use.computation, i.name] = use
             elif use.aliased and (spelling == "kernel" or i.opcode == "fusion"):
                 updates[i.name] = i
@@ -252,22 +321,34 @@ def _buffer_ends(
 
 
 def _contains_mark(module: HloModule, fusion: Instruction, target: str) -> bool:
-    return fusion.opcode == "fusion" and any(i.custom_call_target == target for i in module.instructions_in(fusion))
+    return fusion.opcode == "fusion" and any(
+        i.custom_call_target == target for i in module.instructions_in(fusion)
+    )
 
 
 def _new_semaphores(instruction: Instruction) -> list[tuple[int, ...]]:
-    """Returns the index paths of the semaphores that a custom call returns and did not get as an operand."""
+    """Returns the index paths of the semaphores that a custom call returns and did not get as an
+    operand.
+    """
     passed_on = {alias.output for alias in instruction.aliases}
     return [
-        path for path, leaf in instruction.shape.leaves() if leaf.memory_space == SEMAPHORE and path not in passed_on
+        path
+        for path, leaf in instruction.shape.leaves()
+        if leaf.memory_space == SEMAPHORE and path not in passed_on
     ]
 
 
 def _moved_bytes(
-    computation: Computation, start: Instruction, spelling: str, kind: str, windows: list[Window],
+    computation: Computation,
+    start: Instruction,
+    spelling: str,
+    kind: str,
+    windows: list[Window],
     inner: Instruction | None,
-) -> int:  # fmt: skip
-    """Returns the bytes of an operation's result; of an update what it writes, of a kernel its largest buffer."""
+) -> int:
+    """Returns the bytes of an operation's result; of an update what it writes, of a kernel its
+    largest buffer.
+    """
     if spelling == "kernel":
         return largest_array(start).bytes
     moved = {"send": 0, "dynamic-update-slice": 1}.get(kind)
@@ -277,7 +358,9 @@ def _moved_bytes(
         return inner.shape.bytes
     if windows:
         return _data_bytes(windows[0].done.shape)
-    return inner.shape.bytes if inner is not None else _data_bytes(start.shape.at((1,)) or start.shape)
+    return (
+        inner.shape.bytes if inner is not None else _data_bytes(start.shape.at((1,)) or start.shape)
+    )
 
 
 def _data_bytes(shape: Shape) -> int:

@@ -1,4 +1,6 @@
-"""The module of what a caller passes: a compiled program, its text, or a file; and what the object says beside it."""
+"""The module of what a caller passes: a compiled program, its text, or a file; and what the object
+says beside it.
+"""
 
 import os
 import pathlib
@@ -10,12 +12,19 @@ from flaxasync.check.hlo.reader import parse
 from flaxasync.check.hlo.shapes import HloError
 from flaxasync.hardware import chip_of_device
 
-_AS_TEXT = "write it as text: XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text', or compiled.as_text()"
-_DUMP = "dump it with XLA_FLAGS=--xla_dump_to=DIR and audit the text of its last pass, *after_optimizations.txt"
+_AS_TEXT = (
+    "write it as text: XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text', or compiled.as_text()"
+)
+_DUMP = (
+    "dump it with XLA_FLAGS=--xla_dump_to=DIR and audit the text of its last pass, "
+    "*after_optimizations.txt"
+)
 
 
 def module_of(compiled: Any) -> HloModule:
-    """Returns the module of a compiled program, of its text, or of a module. ValueError says why there is none."""
+    """Returns the module of a compiled program, of its text, or of a module. ValueError says why
+    there is none.
+    """
     if isinstance(compiled, HloModule):
         return compiled
     if isinstance(compiled, str):
@@ -28,25 +37,33 @@ def module_of(compiled: Any) -> HloModule:
     try:
         text = compiled.as_text()
     except NotImplementedError as error:
-        raise ValueError(f"this platform gives no text of a compiled program ({error}); {_DUMP}") from error
+        raise ValueError(
+            f"this platform gives no text of a compiled program ({error}); {_DUMP}"
+        ) from error
     if not text:
         raise ValueError(f"the program has no text on this platform; {_DUMP}")
     return parse(text)
 
 
 def chip_of(compiled: Any) -> str | None:
-    """Returns the name of the chip that a program was compiled for; None if the object does not say."""
+    """Returns the name of the chip that a program was compiled for; None if the object does not
+    say.
+    """
     if isinstance(compiled, HloModule | str):
         return None  # a text does not name its chip, and reading one must not import JAX
     if hasattr(compiled, "chip"):
         return compiled.chip
-    kinds = [device.device_kind for s in _shardings(compiled) for device in getattr(s, "device_set", ())]
+    kinds = [
+        device.device_kind for s in _shardings(compiled) for device in getattr(s, "device_set", ())
+    ]
     found = chip_of_device(kinds[0]) if kinds else None
     return None if found is None else found.name
 
 
 def axes_of(compiled: Any) -> dict[str, int]:
-    """Returns the sizes of the mesh axes of a compiled program, by name; {} if the object does not say."""
+    """Returns the sizes of the mesh axes of a compiled program, by name; {} if the object does not
+    say.
+    """
     if isinstance(compiled, HloModule | str):
         return {}
     if hasattr(compiled, "axes"):
@@ -56,7 +73,9 @@ def axes_of(compiled: Any) -> dict[str, int]:
 
 
 def read_text(path: str | os.PathLike) -> str:
-    """Returns the text of a file, or of standard input for "-". HloError says what the file is if it is no text."""
+    """Returns the text of a file, or of standard input for "-". HloError says what the file is if
+    it is no text.
+    """
     try:
         text = sys.stdin.read() if path == "-" else pathlib.Path(path).read_bytes().decode()
     except UnicodeDecodeError as error:
@@ -72,12 +91,16 @@ def read_text(path: str | os.PathLike) -> str:
 
 
 def read_module(path: str | os.PathLike) -> HloModule:
-    """Reads a module from a file, or from standard input for "-". The errors are those of `read_text`."""
+    """Reads a module from a file, or from standard input for "-". The errors are those of
+    `read_text`.
+    """
     return parse(read_text(path))
 
 
 def _shardings(compiled: Any) -> list:
-    """Returns the shardings of a compiled program's inputs and outputs; [] if it is not one of JAX's own."""
+    """Returns the shardings of a compiled program's inputs and outputs; [] if it is not one of
+    JAX's own.
+    """
     import jax
 
     if not isinstance(compiled, jax.stages.Compiled):

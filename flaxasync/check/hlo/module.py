@@ -1,8 +1,9 @@
 """A compiled program as frozen data: a module of computations, which are lists of instructions.
 
-`parse` in reader.py makes these from HLO text, and `format_module` in writer.py writes the text. Names, operands and
-attributes are kept as they were printed, and properties decode them on access. `parse` has checked that every operand
-is defined before its use, and that every computation that is called is there and does not call itself.
+`parse` in reader.py makes these from HLO text, and `format_module` in writer.py writes the text.
+Names, operands and attributes are kept as they were printed, and properties decode them on access.
+`parse` has checked that every operand is defined before its use, and that every computation that is
+called is there and does not call itself.
 """
 
 import dataclasses
@@ -24,9 +25,17 @@ MATMULS = ("convolution", "dot")  # opcodes
 
 # The attributes that name computations.
 _CALLS = (
-    "calls", "to_apply", "body", "condition", "true_computation", "false_computation", "select", "scatter",
-    "called_computations", "branch_computations",
-)  # fmt: skip
+    "calls",
+    "to_apply",
+    "body",
+    "condition",
+    "true_computation",
+    "false_computation",
+    "select",
+    "scatter",
+    "called_computations",
+    "branch_computations",
+)
 _CALLING = frozenset(_CALLS)
 # The attributes that name something, or say where it comes from.
 _NAMING = frozenset((*_CALLS, "control-predecessors", "metadata"))
@@ -49,10 +58,12 @@ class Instruction:
     shape: Shape  # of the result
     opcode: str  # "fusion", "collective-permute-start", ...
     operands: tuple[str, ...] = ()  # their names
-    attributes: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)  # other key=value, as text
+    # other key=value, as text
+    attributes: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     is_root: bool = False  # whether the computation returns this instruction's result
     literal: str = ""  # the text in the parentheses of a constant or a parameter
-    line: int = dataclasses.field(default=0, compare=False)  # of the text that the instruction was read from
+    # of the text that the instruction was read from
+    line: int = dataclasses.field(default=0, compare=False)
 
     @property
     def control_predecessors(self) -> tuple[str, ...]:
@@ -60,7 +71,9 @@ class Instruction:
 
     @property
     def backend_config(self) -> dict:
-        """The backend's notes on the instruction. Empty if there are none, or if they are not a JSON object."""
+        """The backend's notes on the instruction. Empty if there are none, or if they are not a
+        JSON object.
+        """
         text = self.attributes.get("backend_config", "")
         try:
             return json.loads(text) if text.startswith("{") else {}
@@ -69,7 +82,9 @@ class Instruction:
 
     @property
     def called_computations(self) -> tuple[str, ...]:
-        """The names of the computations that this instruction calls: of a loop the body, then the condition."""
+        """The names of the computations that this instruction calls: of a loop the body, then the
+        condition.
+        """
         if _CALLING.isdisjoint(self.attributes):
             return ()
         texts = [self.attributes[key] for key in _CALLS if key in self.attributes]
@@ -99,31 +114,47 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The path that JAX gave the operation, like "jit(step)/shard_map/mul"; "" if there is none."""
+        """The path that JAX gave the operation, like "jit(step)/shard_map/mul"; "" if there is
+        none.
+        """
         match = _OP_NAME.search(self.attributes.get("metadata", ""))
         return match[1] if match else ""
 
     @property
     def estimated_cycles(self) -> int | None:
-        """The compiler's own estimate, for fusions, copies and reductions on TPU; None if it made none."""
+        """The compiler's own estimate, for fusions, copies and reductions on TPU; None if it made
+        none.
+        """
         window = self.backend_config.get("window_config")
-        return _small_int(str(window.get("estimated_cycles", ""))) if isinstance(window, dict) else None
+        return (
+            _small_int(str(window.get("estimated_cycles", "")))
+            if isinstance(window, dict)
+            else None
+        )
 
     @property
     def is_communicating_kernel(self) -> bool:
-        """Whether the instruction is a Pallas kernel that moves data between devices, as the backend notes."""
-        return self.opcode == "custom-call" and '"has_communication":true' in self.attributes.get("backend_config", "")
+        """Whether the instruction is a Pallas kernel that moves data between devices, as the
+        backend notes.
+        """
+        return self.opcode == "custom-call" and '"has_communication":true' in self.attributes.get(
+            "backend_config", ""
+        )
 
     @property
     def kernel_flops(self) -> int | None:
-        """The FLOPs in the `cost_estimate` of a Pallas kernel; None if it was written without one, or for no kernel."""
+        """The FLOPs in the `cost_estimate` of a Pallas kernel; None if it was written without one,
+        or for no kernel.
+        """
         found = _KERNEL_FLOPS.search(self.attributes.get("backend_config", ""))
         return int(found[1]) if found and self.custom_call_target == "tpu_custom_call" else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """A list of instructions with a name. In a scheduled module the list is in the order of execution."""
+    """A list of instructions with a name. In a scheduled module the list is in the order of
+    execution.
+    """
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -163,20 +194,24 @@ class Computation:
 
     @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
-        numbered = [(_small_int(i.literal), i) for i in self.instructions if i.opcode == "parameter"]
+        numbered = [
+            (_small_int(i.literal), i) for i in self.instructions if i.opcode == "parameter"
+        ]
         return {number: i for number, i in numbered if number is not None}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HloModule:
-    """A program. Two programs are equal if they do the same, whatever their computations and instructions are named.
+    """A program. Two programs are equal if they do the same, whatever their computations and
+    instructions are named.
 
     Metadata do not count either: they say where an instruction comes from.
     """
 
     name: str
     computations: dict[str, Computation]  # by name, in printed order
-    attributes: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the HloModule line, as text
+    # of the HloModule line, as text
+    attributes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tables: str = ""  # the text before the first computation: files, functions and stack frames
 
     @property
@@ -204,7 +239,9 @@ class HloModule:
 
     @functools.cached_property
     def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
-        """The instructions that call each computation, each with the computation that contains it."""
+        """The instructions that call each computation, each with the computation that contains
+        it.
+        """
         callers: dict[str, list[tuple[Computation, Instruction]]] = {}
         for computation in self.computations.values():
             for instruction in computation.instructions:
@@ -213,11 +250,15 @@ class HloModule:
         return callers
 
     def source(self, instruction: Instruction) -> str:
-        """Returns "file:line" of the Python code that made an instruction; "" if the text does not say."""
+        """Returns "file:line" of the Python code that made an instruction; "" if the text does not
+        say.
+        """
         return source_line(instruction.attributes.get("metadata", ""), self._stack_frames)
 
     def called(self, caller: Instruction) -> list[Computation]:
-        """Returns the computations that an instruction calls: of a loop the body, then the condition."""
+        """Returns the computations that an instruction calls: of a loop the body, then the
+        condition.
+        """
         return [self.computations[name] for name in caller.called_computations]
 
     def instructions_in(self, caller: Instruction) -> list[Instruction]:
@@ -226,7 +267,8 @@ class HloModule:
 
     def nested(self, caller: Instruction) -> Iterator[Instruction]:
         """Yields an instruction, and those of the computations that it calls at any depth."""
-        pending, seen = [caller], set[str]()
+        pending = [caller]
+        seen = set[str]()
         while pending:
             i = pending.pop()
             yield i
@@ -242,11 +284,15 @@ class HloModule:
         return any(self._has_matmul(name) for name in instruction.called_computations)
 
     def _has_matmul(self, name: str) -> bool:
-        """Says whether a computation has a matmul, in itself or in what it calls. Calls are not nested deep."""
+        """Says whether a computation has a matmul, in itself or in what it calls. Calls are not
+        nested deep.
+        """
         if name not in self._matmuls:
             inside = self.computations[name].instructions
             called = (other for i in inside for other in i.called_computations)
-            self._matmuls[name] = any(i.opcode in MATMULS for i in inside) or any(map(self._has_matmul, called))
+            self._matmuls[name] = any(i.opcode in MATMULS for i in inside) or any(
+                map(self._has_matmul, called)
+            )
         return self._matmuls[name]
 
     @functools.cached_property
@@ -258,14 +304,22 @@ class HloModule:
         if not isinstance(other, HloModule):
             return NotImplemented
         mine = (self.name, self.attributes, self.tables, len(self.computations))
-        return mine == (other.name, other.attributes, other.tables, len(other.computations)) and all(
-            one == two for one, two in zip(self._without_names(), other._without_names(), strict=True)
+        return mine == (
+            other.name,
+            other.attributes,
+            other.tables,
+            len(other.computations),
+        ) and all(
+            one == two
+            for one, two in zip(self._without_names(), other._without_names(), strict=True)
         )
 
     __hash__ = None  # type: ignore[assignment]  # a module has dictionaries
 
     def _without_names(self) -> Iterator[tuple[object, ...]]:
-        """Yields what each computation does, in the order in which they are called from the entry, then the others."""
+        """Yields what each computation does, in the order in which they are called from the entry,
+        then the others.
+        """
         order = [self.entry.name]
         numbers = {self.entry.name: 0}
         for name in itertools.chain(order, self.computations):  # `order` grows meanwhile
@@ -273,7 +327,9 @@ class HloModule:
                 numbers[name] = len(order)
                 order.append(name)
             computation = self.computations[name]
-            for called in (called for i in computation.instructions for called in i.called_computations):
+            for called in (
+                called for i in computation.instructions for called in i.called_computations
+            ):
                 if called not in numbers:
                     numbers[called] = len(order)
                     order.append(called)
@@ -282,7 +338,9 @@ class HloModule:
             yield computation.is_entry, computation.execution_thread, len(computation.instructions)
             for i in computation.instructions:
                 operands = [computation.position[operand] for operand in i.operands]
-                before = [computation.position.get(other, other) for other in i.control_predecessors]
+                before = [
+                    computation.position.get(other, other) for other in i.control_predecessors
+                ]
                 calls = [numbers[other] for other in i.called_computations]
                 others = {key: value for key, value in i.attributes.items() if key not in _NAMING}
                 yield i.opcode, i.shape, i.is_root, i.literal, operands, before, calls, others
@@ -295,7 +353,9 @@ class HloModule:
 @functools.lru_cache(maxsize=1024)  # a program repeats few of them, and asks for each one often
 def _read_aliases(text: str) -> tuple[Alias, ...]:
     """Decodes `{{1}: (0, {}), {2}: (1, {0})}`."""
-    return tuple(Alias(_path(out), int(n[:9]), _path(index)) for out, n, index in _ALIAS.findall(text))
+    return tuple(
+        Alias(_path(out), int(n[:9]), _path(index)) for out, n, index in _ALIAS.findall(text)
+    )
 
 
 def without_number(name: str) -> str:
@@ -310,4 +370,8 @@ def _path(text: str) -> tuple[int, ...]:
 
 def _small_int(text: str) -> int | None:
     text = text.strip()
-    return int(text) if text.isascii() and text.lstrip("-").isdigit() and len(text) < 19 and text != "-" else None
+    return (
+        int(text)
+        if text.isascii() and text.lstrip("-").isdigit() and len(text) < 19 and text != "-"
+        else None
+    )

@@ -1,7 +1,10 @@
-"""Where an instruction comes from, its source line and its place in a training step; and which ones call Python.
+"""Where an instruction comes from, its source line and its place in a training step; and which ones
+call Python.
 
-Instructions that the compiler inserts often have no metadata. They are said to come from the nearest instruction that
-has some: what they wrap, then the values that they are made of, then their users, and last the loop around them.
+Instructions that the compiler inserts often have no metadata. They are said to come from the
+nearest instruction that
+has some: what they wrap, then the values that they are made of, then their users, and last the loop
+  around them.
 """
 
 import collections
@@ -14,7 +17,8 @@ from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 
 STEPS = 200  # instructions that are looked at before the search for one with metadata is given up
 CALLBACK = re.compile(r"xla_(?:ffi_)?(?:partitioned_)?python_(?:cpu|gpu)_callback")
-HOST_TRANSFERS = ("send", "recv")  # with is_host_transfer=true, these are how a TPU reaches a callback
+# with is_host_transfer=true, these are how a TPU reaches a callback
+HOST_TRANSFERS = ("send", "recv")
 # The public name of each primitive that calls Python.
 _PUBLIC_NAMES = {
     "debug_print": "jax.debug.print",
@@ -23,14 +27,19 @@ _PUBLIC_NAMES = {
 }
 
 
-def origin(module: HloModule, computation: Computation, *instructions: Instruction) -> tuple[str, str]:
-    """Returns the place and the source line of instructions that are one operation; "" for what the text does not say.
+def origin(
+    module: HloModule, computation: Computation, *instructions: Instruction
+) -> tuple[str, str]:
+    """Returns the place and the source line of instructions that are one operation; "" for what the
+    text does not say.
 
-    The place is "forward", "backward loop", "loop in a loop", ...: JAX names the operations of a backward pass
-    "transpose(...)", and those of a forward pass that has a backward pass "jvp(...)". The file of the "file:line" is
-    relative to the working folder if it lies within it, so that a baseline can be used by others.
+    The place is "forward", "backward loop", "loop in a loop", ...: JAX names the operations of a
+    backward pass "transpose(...)", and those of a forward pass that has a backward pass "jvp(...)".
+    The file of the "file:line" is relative to the working folder if it lies within it, so that a
+    baseline can be used by others.
     """
-    own, loops = tuple(reversed(instructions)), loops_around(module, computation)
+    own = tuple(reversed(instructions))
+    loops = loops_around(module, computation)
     named = itertools.chain(own, loops, _near(module, computation, instructions[0]))
     name = next((i.op_name for i in named if i.op_name), "")
     part = "backward" if "transpose(" in name else "forward" if "jvp(" in name else ""
@@ -42,7 +51,8 @@ def origin(module: HloModule, computation: Computation, *instructions: Instructi
 
 def loops_around(module: HloModule, computation: Computation) -> list[Instruction]:
     """Returns the while loops around a computation, the innermost first."""
-    loops, seen = [], {computation.name}
+    loops = []
+    seen = {computation.name}
     while callers := module.callers.get(computation.name):
         computation, call = callers[0]
         if call.opcode == "while":
@@ -53,10 +63,15 @@ def loops_around(module: HloModule, computation: Computation) -> list[Instructio
     return loops
 
 
-def _near(module: HloModule, computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
-    """Yields what an instruction wraps, then what it is made of, then its users, the nearest first."""
+def _near(
+    module: HloModule, computation: Computation, instruction: Instruction
+) -> Iterator[Instruction]:
+    """Yields what an instruction wraps, then what it is made of, then its users, the nearest
+    first.
+    """
     yield from module.instructions_in(instruction)
-    pending, seen = collections.deque([instruction]), {instruction.name}
+    pending = collections.deque([instruction])
+    seen = {instruction.name}
     while pending and len(seen) < STEPS:
         i = pending.popleft()
         for other in (*computation.operands(i), *computation.users.get(i.name, ())):
@@ -68,10 +83,15 @@ def _near(module: HloModule, computation: Computation, instruction: Instruction)
 
 
 def is_host_callback(instruction: Instruction) -> bool:
-    """Says whether an instruction calls Python. On TPU each operand and each result of the call is an instruction."""
+    """Says whether an instruction calls Python. On TPU each operand and each result of the call is
+    an instruction.
+    """
     if instruction.opcode == "custom-call":
         return CALLBACK.fullmatch(instruction.custom_call_target) is not None
-    return instruction.opcode in HOST_TRANSFERS and instruction.attributes.get("is_host_transfer") == "true"
+    return (
+        instruction.opcode in HOST_TRANSFERS
+        and instruction.attributes.get("is_host_transfer") == "true"
+    )
 
 
 def callback_name(instruction: Instruction) -> str:

@@ -9,8 +9,9 @@ mesh['x'=2,'y'=4] {'y'}                              one group for each line of 
 mesh['x'=2,'y'=4], device_ids=(0,4,...) {'y':(1)2}   the same with other devices, or along a sub-axis
 ```
 
-A sub-axis `'y':(p)n` is the middle factor of an axis that is split into p times n times the rest. Any other notation
-raises HloError, because groups that were guessed would make every later result wrong.
+A sub-axis `'y':(p)n` is the middle factor of an axis that is split into p times n times the rest.
+Any other notation raises HloError, because groups that were guessed would make every later result
+wrong.
 """
 
 import functools
@@ -23,10 +24,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from flaxasync.check.hlo.module import HloModule, Instruction
 from flaxasync.check.hlo.shapes import HloError
 
-MAX_DEVICES = 1 << 16  # groups of more devices than this are refused, so that no text can exhaust the memory
+# groups of more devices than this are refused, so that no text can exhaust the memory
+MAX_DEVICES = 1 << 16
 
 _LISTS = re.compile(r"\{[0-9,{}\s]*\}")
-_DIMENSIONS, _TRANSPOSE = r"\[([0-9,\s]*)\]", r"(?:T\(([0-9,\s]*)\))?"
+_DIMENSIONS = r"\[([0-9,\s]*)\]"
+_TRANSPOSE = r"(?:T\(([0-9,\s]*)\))?"
 _IOTA = re.compile(rf"{_DIMENSIONS}<={_DIMENSIONS}{_TRANSPOSE}")
 _DEVICE_IDS = re.compile(rf"{_DIMENSIONS}{_TRANSPOSE}")
 _MESH = re.compile(r"mesh\[([^\[\]{}]+)\]\s*(?:,\s*device_ids\s*=\s*\(([^{}]*)\)\s*)?\{([^{}]*)\}")
@@ -38,7 +41,9 @@ type Groups = tuple[tuple[int, ...], ...]
 
 
 def permute_pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
-    """Returns the (source, target) pairs of a collective-permute. HloError says that they are not {{0,1},{1,0}}."""
+    """Returns the (source, target) pairs of a collective-permute. HloError says that they are not
+    {{0,1},{1,0}}.
+    """
     text = instruction.attributes.get("source_target_pairs", "{}")
     pairs = _lists(text)
     if pairs is None or any(len(pair) != 2 for pair in pairs):
@@ -49,18 +54,26 @@ def permute_pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
 def groups_in(module: HloModule, collective: Instruction) -> Groups:
     """Returns the groups of devices that exchange data in a collective of a program.
 
-    A collective that names no groups is one of all devices. Without a channel it is one of all replicas, if the program
-    has several.
+    A collective that names no groups is one of all devices. Without a channel it is one of all
+    replicas, if the program has several.
     """
     between_replicas = module.num_replicas > 1 and "channel_id" not in collective.attributes
-    return replica_groups(collective, module.num_replicas if between_replicas else module.num_devices)
+    return replica_groups(
+        collective, module.num_replicas if between_replicas else module.num_devices
+    )
 
 
 def replica_groups(instruction: Instruction, devices: int) -> Groups:
-    """Returns the groups of devices that exchange data in a collective; one group of all if the text names none."""
+    """Returns the groups of devices that exchange data in a collective; one group of all if the
+    text names none.
+    """
     text = instruction.attributes.get("replica_groups", "{}")
     groups = _groups(text, devices)
-    if not groups or not all(groups) or len({d for group in groups for d in group}) != sum(map(len, groups)):
+    if (
+        not groups
+        or not all(groups)
+        or len({d for group in groups for d in group}) != sum(map(len, groups))
+    ):
         raise _error(instruction, "replica_groups", text)
     return groups
 
@@ -74,7 +87,9 @@ def check_participants(instruction: Instruction) -> None:
 
 
 class AxisNames:
-    """The names of the axes of one program's mesh: `axes`, in the order of the mesh, or those that the text names."""
+    """The names of the axes of one program's mesh: `axes`, in the order of the mesh, or those that
+    the text names.
+    """
 
     def __init__(self, module: HloModule, axes: Mapping[str, int] | None = None):
         self.module, self.devices = module, module.num_devices
@@ -82,13 +97,16 @@ class AxisNames:
         self.axes = named if math.prod(named.values()) == self.devices else {}
 
     def of(self, collective: Instruction) -> str:
-        """Returns the axes of a collective: "model", "data and model", or "groups of 4" if they have no name."""
+        """Returns the axes of a collective: "model", "data and model", or "groups of 4" if they
+        have no name.
+        """
         if "source_target_pairs" in collective.attributes:
             return " and ".join(self._differing(permute_pairs(collective))) or "pairs"
         if "replica_groups" not in collective.attributes:
             return ""
         groups = groups_in(self.module, collective)
-        sizes, differing = {len(group) for group in groups}, self._differing(groups)
+        sizes = {len(group) for group in groups}
+        differing = self._differing(groups)
         if sizes == {1}:
             return "no axis"
         if differing and sizes == {math.prod(self.axes[name] for name in differing)}:
@@ -97,7 +115,8 @@ class AxisNames:
 
     def _differing(self, groups: Iterable[Sequence[int]]) -> list[str]:
         """Returns the axes along which the devices of at least one group differ."""
-        differing, inner = [], self.devices
+        differing = []
+        inner = self.devices
         for name, size in self.axes.items():
             inner //= size  # devices that follow one another without a step along this axis
             if any(len({device // inner % size for device in group}) > 1 for group in groups):
@@ -106,11 +125,17 @@ class AxisNames:
 
 
 def _axes_in_text(module: HloModule) -> dict[str, int]:
-    """Returns the axes of a mesh that the text names, whose devices are in order; {} if there is none."""
+    """Returns the axes of a mesh that the text names, whose devices are in order; {} if there is
+    none.
+    """
     for computation in module.computations.values():
         for i in computation.instructions:
             match = _MESH.fullmatch(i.attributes.get("replica_groups", ""))
-            if match and match[2] is None and not any(_GENERATED.fullmatch(name) for name in _axes(match[1])):
+            if (
+                match
+                and match[2] is None
+                and not any(_GENERATED.fullmatch(name) for name in _axes(match[1]))
+            ):
                 return _axes(match[1])
     return {}
 
@@ -119,7 +144,8 @@ def _axes_in_text(module: HloModule) -> dict[str, int]:
 def _groups(text: str, devices: int) -> Groups | None:
     """Returns the groups; None if the text cannot be read."""
     if match := _IOTA.fullmatch(text):
-        shape, ids = _numbers(match[1]), _iota(match[2], match[3])
+        shape = _numbers(match[1])
+        ids = _iota(match[2], match[3])
         fits = len(shape) == 2 and len(ids) == math.prod(shape) > 0
         return tuple(itertools.batched(ids, shape[1])) if fits else None
     if match := _MESH.fullmatch(text):
@@ -131,17 +157,24 @@ def _groups(text: str, devices: int) -> Groups | None:
 def _lists(text: str) -> Groups | None:
     """Reads {{0,1},{2,3}}; None if the text is something else."""
     try:
-        lists = json.loads(text.replace("{", "[").replace("}", "]")) if _LISTS.fullmatch(text) else None
+        lists = (
+            json.loads(text.replace("{", "[").replace("}", "]")) if _LISTS.fullmatch(text) else None
+        )
     except (ValueError, RecursionError):
         return None
-    if lists is None or not all(isinstance(one, list) and all(isinstance(n, int) for n in one) for one in lists):
+    if lists is None or not all(
+        isinstance(one, list) and all(isinstance(n, int) for n in one) for one in lists
+    ):
         return None
     return tuple(map(tuple, lists))
 
 
 def _mesh_groups(axes: str, device_ids: str | None, chosen: str) -> Groups | None:
-    """Returns the groups of mesh[axes], device_ids=(device_ids) {chosen}; None if the text cannot be read."""
-    sizes, factors = _axes(axes), _factors(chosen, _axes(axes))
+    """Returns the groups of mesh[axes], device_ids=(device_ids) {chosen}; None if the text cannot
+    be read.
+    """
+    sizes = _axes(axes)
+    factors = _factors(chosen, _axes(axes))
     count = math.prod(sizes.values())
     if not sizes or not 0 < count <= MAX_DEVICES or factors is None:
         return None
@@ -151,7 +184,8 @@ def _mesh_groups(axes: str, device_ids: str | None, chosen: str) -> Groups | Non
         ids = _iota(iota[1], iota[2]) if iota else _numbers(device_ids)
         if sorted(ids) != list(range(count)):
             return None
-    groups: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}  # by what a group has in common: by chosen digits
+    # by what a group has in common: by chosen digits
+    groups: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
     for device, at in zip(ids, itertools.product(*map(range, sizes.values())), strict=True):
         coordinates = dict(zip(sizes, at, strict=True))
         digits = tuple(coordinates[axis] // stride % size for axis, stride, size in factors)
@@ -164,14 +198,18 @@ def _mesh_groups(axes: str, device_ids: str | None, chosen: str) -> Groups | Non
 
 
 def _axes(text: str) -> dict[str, int]:
-    """Returns the sizes in 'x'=2,'y'=4 by name; {} if the text is something else, or names an axis twice."""
+    """Returns the sizes in 'x'=2,'y'=4 by name; {} if the text is something else, or names an axis
+    twice.
+    """
     matches = [_AXIS.fullmatch(one) for one in text.split(",")]
     sizes = {match[1]: int(match[2]) for match in matches if match}
     return sizes if len(sizes) == len(matches) else {}
 
 
 def _factors(text: str, sizes: Mapping[str, int]) -> list[tuple[str, int, int]] | None:
-    """Returns (axis, stride along the axis, size) for each axis or sub-axis in 'y':(1)2; None if unreadable."""
+    """Returns (axis, stride along the axis, size) for each axis or sub-axis in 'y':(1)2; None if
+    unreadable.
+    """
     factors = []
     for one in text.split(",") if text.strip() else []:
         match = _CHOSEN.fullmatch(one)
@@ -186,7 +224,9 @@ def _factors(text: str, sizes: Mapping[str, int]) -> list[tuple[str, int, int]] 
 
 
 def _iota(dimensions: str, permutation: str | None) -> list[int]:
-    """Returns 0, 1, ... in an array of these dimensions, transposed, as a flat list; [] if they cannot be."""
+    """Returns 0, 1, ... in an array of these dimensions, transposed, as a flat list; [] if they
+    cannot be.
+    """
     dims = _numbers(dimensions)
     order = list(range(len(dims))) if permutation is None else _numbers(permutation)
     if sorted(order) != list(range(len(dims))) or not dims or math.prod(dims) > MAX_DEVICES:
@@ -204,4 +244,6 @@ def _numbers(text: str) -> list[int]:
 
 def _error(instruction: Instruction, name: str, text: str) -> HloError:
     excerpt = text if len(text) < 120 else text[:120] + "..."
-    return HloError(f"{name} of '{instruction.name}' cannot be read: got {excerpt!r}", instruction.line, 1)
+    return HloError(
+        f"{name} of '{instruction.name}' cannot be read: got {excerpt!r}", instruction.line, 1
+    )

@@ -1,8 +1,8 @@
 """`parse`, which reads HLO text.
 
-It reads what compilers print: for TPU, GPU and CPU, scheduled or not, with or without percent signs, operand shapes
-and comments. Any other text raises HloError with line and column, and no text raises another exception. The reader does
-not check what an opcode means.
+It reads what compilers print: for TPU, GPU and CPU, scheduled or not, with or without percent
+signs, operand shapes and comments. Any other text raises HloError with line and column, and no text
+raises another exception. The reader does not check what an opcode means.
 """
 
 import dataclasses
@@ -21,9 +21,11 @@ _HEADER_LINE = re.compile(r"^HloModule\s+%?([\w.\-]+)", re.MULTILINE)
 _LOWERED = re.compile(r'(?:#\S* ?=[^\n]*\n\s*)*(?:module(?= [@{a])|"builtin\.module")')
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?=[({])")
 _INSTRUCTION = re.compile(r"(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
-_OPCODE = re.compile(r'\s*([a-z][\w\-]*)\(([^(){}\[\]"/]*\))?')  # with its operands, unless they have brackets
+# with its operands, unless they have brackets
+_OPCODE = re.compile(r'\s*([a-z][\w\-]*)\(([^(){}\[\]"/]*\))?')
 _ATTRIBUTE = re.compile(r"([A-Za-z_][\w\-]*)\s*=\s*")
-_PLAIN_VALUE = re.compile(r'[^(){}\[\]"/,\n]*(?=[,\n])')  # without brackets, strings and comments, as most are
+# without brackets, strings and comments, as most are
+_PLAIN_VALUE = re.compile(r'[^(){}\[\]"/,\n]*(?=[,\n])')
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _BARE_OPERAND = re.compile(r"(?:^|[\s}\])])%?([A-Za-z_][\w.\-]*)\s*$")
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
@@ -43,33 +45,38 @@ def parse(text: str) -> HloModule:
     """Reads HLO text: what `compiled.as_text()` returns, or an HLO dump.
 
     Returns:
-      The module. Asynchronous operations in the short form, like `custom-call-start`, are in it as async-start, with
-      the computation that the short form stands for.
+      The module. Asynchronous operations in the short form, like `custom-call-start`, are in it as
+      async-start, with the computation that the short form stands for.
 
     Raises:
-      HloError: The text is not HLO, or is cut short, or names an operand or a computation that it does not define, or
-        the devices that take part in a collective in an unknown way.
+      HloError: The text is not HLO, or is cut short, or names an operand or a computation that it
+        does not define, or the devices that take part in a collective in an unknown way.
     """
     if not isinstance(text, str):
         raise HloError(
-            f"HLO text must be a str: got {type(text).__name__}; use compiled.as_text(), or decode the bytes"
+            f"HLO text must be a str: got {type(text).__name__}; use compiled.as_text(), or decode "
+            "the bytes"
         )
     return to_generic(_Reader(text).module())
 
 
 class _Reader:
-    """Reads one text from its beginning to its end, with one method for each construct of the grammar.
+    """Reads one text from its beginning to its end, with one method for each construct of the
+    grammar.
 
-    A program repeats few shapes, names and attributes. Those of equal text are read once and shared, which keeps the
-    module of a large dump small.
+    A program repeats few shapes, names and attributes. Those of equal text are read once and
+    shared, which keeps the module of a large dump small.
     """
 
     def __init__(self, text: str):
         self.text = text
         self.at = 0  # the index of the next character to read
-        self._line, self._counted = 1, 0  # the line at an earlier index, so that lines are counted once
+        # the line at an earlier index, so that lines are counted once
+        self._line = 1
+        self._counted = 0
         self._shapes: dict[str, Shape] = {}
-        self._attributes: dict[str, dict[str, str]] = {}  # by the rest of a line; nobody changes one after it was read
+        # by the rest of a line; nobody changes one after it was read
+        self._attributes: dict[str, dict[str, str]] = {}
 
     def module(self) -> HloModule:
         self.skip_blank()
@@ -77,13 +84,16 @@ class _Reader:
             raise self.error("the text is empty; expected a HloModule line")
         if _LOWERED.match(self.text, self.at):
             raise self.error(
-                "this is a lowered program (StableHLO), not a compiled one: call .compile(), or compile_for"
+                "this is a lowered program (StableHLO), not a compiled one: call .compile(), or "
+                "compile_for"
             )
-        start, header = self.at, _HEADER.match(self.text, self.at)
+        start = self.at
+        header = _HEADER.match(self.text, self.at)
         if not header:
             raise self.error(f"expected HLO text: got {self.excerpt()}")
         self.at = header.end()
-        attributes, tables = self.attributes(), self.tables()
+        attributes = self.attributes()
+        tables = self.tables()
         self.check_devices(attributes, start)
         computations: dict[str, Computation] = {}
         while self.at < len(self.text):
@@ -91,7 +101,8 @@ class _Reader:
                 names = _HEADER_LINE.findall(self.text)
                 raise self.error(
                     f"a second HloModule: the text has {len(names)} of them ({', '.join(names[:4])}"
-                    f"{', ...' if len(names) > 4 else ''}); split it before each line HloModule, and read one at a time"
+                    f"{', ...' if len(names) > 4 else ''}); split it before each line HloModule, "
+                    "and read one at a time"
                 )
             computation = self.computation()
             if computation.name in computations:
@@ -110,7 +121,9 @@ class _Reader:
             text = attributes.get(key, "1")
             devices *= int(text) if _NUMBER.fullmatch(text) else 0
             if not 0 < devices <= MAX_DEVICES:
-                raise self.error(f"{key} must be between 1 and {MAX_DEVICES} in all: got {text[:40]!r}", header)
+                raise self.error(
+                    f"{key} must be between 1 and {MAX_DEVICES} in all: got {text[:40]!r}", header
+                )
 
     def tables(self) -> str:
         """Steps over the tables of file names and stack frames, and returns their text."""
@@ -123,7 +136,8 @@ class _Reader:
 
     def computation(self) -> Computation:
         """Reads one computation, in which every operand must be defined before its use."""
-        begin, match = self.at, _COMPUTATION.match(self.text, self.at)
+        begin = self.at
+        match = _COMPUTATION.match(self.text, self.at)
         if not match:
             raise self.error(f"expected a computation: got {self.excerpt()}")
         self.at, name = match.end(), match[2]
@@ -139,13 +153,19 @@ class _Reader:
         while not self.take("}"):
             start = self.at
             if start >= len(self.text):
-                raise self.error(f"computation '{name}' is not closed: the text is cut short", begin)
+                raise self.error(
+                    f"computation '{name}' is not closed: the text is cut short", begin
+                )
             instruction = self.instruction(name)
             if instruction.name in names:
-                raise self.error(f"instruction '{instruction.name}' is defined twice in '{name}'", start)
+                raise self.error(
+                    f"instruction '{instruction.name}' is defined twice in '{name}'", start
+                )
             if not names.issuperset(instruction.operands):
                 operand = next(operand for operand in instruction.operands if operand not in names)
-                raise self.error(f"operand '{operand}' of '{instruction.name}' is not defined before it", start)
+                raise self.error(
+                    f"operand '{operand}' of '{instruction.name}' is not defined before it", start
+                )
             names.add(instruction.name)
             instructions.append(instruction)
         if not instructions:
@@ -160,15 +180,21 @@ class _Reader:
     def instruction(self, computation: str) -> Instruction:
         match = _INSTRUCTION.match(self.text, self.at)
         if not match:
-            raise self.error(f"expected an instruction in computation '{computation}': got {self.excerpt()}")
-        line, name = self.line_here(), sys.intern(match[2])
+            raise self.error(
+                f"expected an instruction in computation '{computation}': got {self.excerpt()}"
+            )
+        line = self.line_here()
+        name = sys.intern(match[2])
         self.at = match.end()
         shape = self.shape()
         head = _OPCODE.match(self.text, self.at)
         if not head:
             self.skip_blank()
-            raise self.error(f"expected an opcode and '(' in instruction '{name}': got {self.excerpt()}")
-        opcode, begin = sys.intern(head[1]), head.end(1) + 1
+            raise self.error(
+                f"expected an opcode and '(' in instruction '{name}': got {self.excerpt()}"
+            )
+        opcode = sys.intern(head[1])
+        begin = head.end(1) + 1
         self.at = self.end(begin - 1) if head[2] is None else head.end()
         inside = self.text[begin : self.at - 1]
         literal = inside.strip() if opcode in ("constant", "parameter") else ""
@@ -176,13 +202,18 @@ class _Reader:
             raise self.error(f"parameter '{name}' needs a number: got {literal[:40]!r}", begin)
         operands = () if opcode in ("constant", "parameter") else self.operands(inside, begin)
         attributes = self.attributes_of_line()
-        instruction = Instruction(name, shape, opcode, operands, attributes, bool(match[1]), literal, line)
+        instruction = Instruction(
+            name, shape, opcode, operands, attributes, bool(match[1]), literal, line
+        )
         check_participants(instruction)
         return instruction
 
     def operands(self, text: str, begin: int) -> tuple[str, ...]:
-        """Reads `%a, f32[2]{0} %b, /*index=2*/c`. The shapes repeat what the definitions say, so they are dropped."""
-        names = [sys.intern(name) for name in _OPERAND.findall(text)]  # each is also the name of an instruction
+        """Reads `%a, f32[2]{0} %b, /*index=2*/c`. The shapes repeat what the definitions say, so
+        they are dropped.
+        """
+        # each is also the name of an instruction
+        names = [sys.intern(name) for name in _OPERAND.findall(text)]
         if text.count(",") + 1 == len(names) and "(" not in text and "/" not in text:
             return tuple(names)
         text = _COMMENT.sub("", text)
@@ -190,7 +221,9 @@ class _Reader:
         for operand in split_at_commas(text) if text.strip() else ():
             match = _BARE_OPERAND.search(operand) or _OPERAND.search(operand)
             if not match:
-                raise self.error(f"expected the name of an operand: got {operand.strip()[:40]!r}", begin)
+                raise self.error(
+                    f"expected the name of an operand: got {operand.strip()[:40]!r}", begin
+                )
             names.append(sys.intern(match[1]))
         return tuple(names)
 
@@ -209,29 +242,37 @@ class _Reader:
         return found
 
     def attributes(self) -> dict[str, str]:
-        """Reads `, key=value, key=value`. The list goes on over a line break that has a comma before or after it."""
+        """Reads `, key=value, key=value`. The list goes on over a line break that has a comma
+        before or after it.
+        """
         found: dict[str, str] = {}
         while comma := _CONTINUED.match(self.text, self.at):
             self.at = comma.end()
             self.skip_blank()
             match = _ATTRIBUTE.match(self.text, self.at)
             if not match:
-                raise self.error(f"expected an attribute 'name=value' after ',': got {self.excerpt()}")
+                raise self.error(
+                    f"expected an attribute 'name=value' after ',': got {self.excerpt()}"
+                )
             begin = match.end()
             self.at = self.end_of_value(begin)
             value = sys.intern(self.text[begin : self.at].strip())
             if match[1] == "device_ids" and found.get("replica_groups", "").startswith("mesh["):
-                found["replica_groups"] += f", device_ids={value}"  # the one value that has a comma of its own
+                # the one value that has a comma of its own
+                found["replica_groups"] += f", device_ids={value}"
             else:
                 found[match[1]] = value
         return found
 
     def end_of_value(self, begin: int) -> int:
-        """Returns the index behind the value of an attribute: of the comma, the line end or the brace after it."""
+        """Returns the index behind the value of an attribute: of the comma, the line end or the
+        brace after it.
+        """
         plain = _PLAIN_VALUE.match(self.text, begin)
         if plain:
             return plain.end()
-        if self.text.startswith('{"', begin):  # most of a compiled text are the JSON objects of backend_config
+        # most of a compiled text are the JSON objects of backend_config
+        if self.text.startswith('{"', begin):
             try:
                 _, end = _JSON.raw_decode(self.text, begin)
             except (ValueError, RecursionError):
@@ -259,12 +300,18 @@ class _Reader:
         return self._shapes[text]
 
     def error(self, message: str, at: int | None = None) -> HloError:
-        """Makes an error with the line and column of an index, by default of the current position."""
+        """Makes an error with the line and column of an index, by default of the current
+        position.
+        """
         at = min(self.at if at is None else at, len(self.text))
-        return HloError(message, self.text.count("\n", 0, at) + 1, at - self.text.rfind("\n", 0, at))
+        return HloError(
+            message, self.text.count("\n", 0, at) + 1, at - self.text.rfind("\n", 0, at)
+        )
 
     def line_here(self) -> int:
-        """Returns the line of the current position, which must not be before that of the last call."""
+        """Returns the line of the current position, which must not be before that of the last
+        call.
+        """
         self._line += self.text.count("\n", self._counted, self.at)
         self._counted = self.at
         return self._line
@@ -286,12 +333,16 @@ class _Reader:
         if self.at >= len(self.text):
             return "the end of the text"
         line, end, _ = self.text[self.at : self.at + 40].partition("\n")
-        return repr(line) + (", where the text ends" if not end and self.at + 40 >= len(self.text) else "")
+        return repr(line) + (
+            ", where the text ends" if not end and self.at + 40 >= len(self.text) else ""
+        )
 
     def end(self, at: int, stops: str = "") -> int:
-        """Returns the index of the first of the stops outside of brackets; without stops, that after one bracket.
+        """Returns the index of the first of the stops outside of brackets; without stops, that
+        after one bracket.
 
-        Strings and comments do not count. HloError says which bracket or string is not closed, or closes too early.
+        Strings and comments do not count. HloError says which bracket or string is not closed, or
+        closes too early.
         """
         opened: list[re.Match] = []
         for token in _TOKEN.finditer(self.text, at):
@@ -308,18 +359,25 @@ class _Reader:
                 if not opened and not stops:
                     return token.end()
         if opened:
-            raise self.error(f"{opened[0][0]!r} is not closed: the text is cut short", opened[0].start())
+            raise self.error(
+                f"{opened[0][0]!r} is not closed: the text is cut short", opened[0].start()
+            )
         return len(self.text)
 
 
 def _check_calls(computations: dict[str, Computation]) -> None:
-    """Refuses calls of what the text does not define, of a computation by itself, and those nested too deep."""
+    """Refuses calls of what the text does not define, of a computation by itself, and those nested
+    too deep.
+    """
     calls: dict[str, list[tuple[Instruction, str]]] = {}
     for computation in computations.values():
-        calls[computation.name] = [(i, name) for i in computation.instructions for name in i.called_computations]
+        calls[computation.name] = [
+            (i, name) for i in computation.instructions for name in i.called_computations
+        ]
     depths: dict[str, int] = {}  # of the calls below each computation that was looked at
     for first in computations:
-        open_calls = [(first, iter(calls[first]))]  # computations whose calls are being looked at, the innermost last
+        # computations whose calls are being looked at, the innermost last
+        open_calls = [(first, iter(calls[first]))]
         around = {first}
         while open_calls and first not in depths:
             caller, rest = open_calls[-1]
@@ -331,11 +389,21 @@ def _check_calls(computations: dict[str, Computation]) -> None:
                 continue
             i, name = call
             if name not in computations:
-                raise HloError(f"'{i.name}' calls '{name}', which the text does not define", i.line, 1)
+                raise HloError(
+                    f"'{i.name}' calls '{name}', which the text does not define", i.line, 1
+                )
             if name in around:
-                raise HloError(f"'{i.name}' calls '{name}', which is around it: no program calls itself", i.line, 1)
+                raise HloError(
+                    f"'{i.name}' calls '{name}', which is around it: no program calls itself",
+                    i.line,
+                    1,
+                )
             if len(open_calls) + depths.get(name, 0) >= MAX_CALLS:
-                raise HloError(f"'{i.name}' calls '{name}': calls are nested deeper than {MAX_CALLS}", i.line, 1)
+                raise HloError(
+                    f"'{i.name}' calls '{name}': calls are nested deeper than {MAX_CALLS}",
+                    i.line,
+                    1,
+                )
             if name not in depths:
                 open_calls.append((name, iter(calls[name])))
                 around.add(name)

@@ -1,4 +1,6 @@
-"""Shapes and layouts of HLO values: their data and their text. `HloError` is the only error of reading a text."""
+"""Shapes and layouts of HLO values: their data and their text. `HloError` is the only error of
+reading a text.
+"""
 
 import dataclasses
 import functools
@@ -7,12 +9,16 @@ import re
 from collections.abc import Iterator
 
 # The memory space that a TPU layout names as S(n). A layout without S(n) means HBM.
-HBM, VMEM, SEMAPHORE, SMEM, HOST = 0, 1, 2, 4, 5
+HBM = 0
+VMEM = 1
+SEMAPHORE = 2
+SMEM = 4
+HOST = 5
 
 # Bits per element of the types whose name does not contain their size.
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
-# The greatest depth of tuples within tuples that is read. Real programs stay below ten; without a limit a hostile text
-# would exhaust the stack.
+# The greatest depth of tuples within tuples that is read. Real programs stay below ten; without a
+# limit a hostile text would exhaust the stack.
 MAX_DEPTH = 200
 
 ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\[\](){}]*)\](\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})?")
@@ -23,11 +29,14 @@ _MARK = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[{}()\[\],]', re.DOTALL)
 
 
 class HloError(ValueError):
-    """The text is not HLO that can be read, at `line` and `column`: counted from 1, and 0 if they are not known."""
+    """The text is not HLO that can be read, at `line` and `column`: counted from 1, and 0 if they
+    are not known.
+    """
 
     def __init__(self, message: str, line: int = 0, column: int = 0):
         super().__init__(f"line {line}, column {column}: {message}" if line else message)
-        self.line, self.column = line, column
+        self.line = line
+        self.column = column
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +61,8 @@ class Shape:
     dimensions: tuple[int, ...] = ()  # a size of -1 is unbounded
     layout: Layout | None = None  # None if the text has none
     elements: tuple["Shape", ...] = ()  # the shapes in a tuple
-    dynamic: tuple[bool, ...] = ()  # for each dimension, whether its size is only an upper bound; () if none is
+    # for each dimension, whether its size is only an upper bound; () if none is
+    dynamic: tuple[bool, ...] = ()
     is_buffer: bool = False  # whether the text names a buffer that holds the array, b(f32[8])
 
     @property
@@ -65,7 +75,9 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all elements, without the padding of tiles. For a tuple, the sum over its elements."""
+        """The bytes of all elements, without the padding of tiles. For a tuple, the sum over its
+        elements.
+        """
         if self.is_tuple:
             return sum(element.bytes for element in self.elements)
         return _array_bytes(self.element_type, self.dimensions)
@@ -87,18 +99,27 @@ class Shape:
         return shape
 
     def without_layout(self) -> str:
-        """Returns the text of the shape as the signature of a computation prints it, without layouts."""
+        """Returns the text of the shape as the signature of a computation prints it, without
+        layouts.
+        """
         if self.is_tuple:
             return "(" + ", ".join(element.without_layout() for element in self.elements) + ")"
         dynamic = self.dynamic or (False,) * len(self.dimensions)
-        dims = ("?" if d < 0 else f"<={d}" if b else str(d) for d, b in zip(self.dimensions, dynamic, strict=True))
+        dims = (
+            "?" if d < 0 else f"<={d}" if b else str(d)
+            for d, b in zip(self.dimensions, dynamic, strict=True)
+        )
         array = f"{self.element_type}[{','.join(dims)}]"
         return f"b({array})" if self.is_buffer else array
 
     def is_like(self, other: "Shape") -> bool:
-        """Says whether two shapes are the same but for their layouts, and for buffers that hold their arrays."""
+        """Says whether two shapes are the same but for their layouts, and for buffers that hold
+        their arrays.
+        """
         if self.is_tuple and other.is_tuple and len(self.elements) == len(other.elements):
-            return all(one.is_like(two) for one, two in zip(self.elements, other.elements, strict=True))
+            return all(
+                one.is_like(two) for one, two in zip(self.elements, other.elements, strict=True)
+            )
         mine = (self.element_type, self.dimensions, len(self.elements))
         return mine == (other.element_type, other.dimensions, len(other.elements))
 
@@ -110,13 +131,16 @@ class Shape:
         return self.without_layout() + (str(self.layout) if self.layout else "")
 
 
-@functools.lru_cache(maxsize=4096)  # a program repeats few shapes, and asks for the size of each one often
+# a program repeats few shapes, and asks for the size of each one often
+@functools.lru_cache(maxsize=4096)
 def _array_bytes(element_type: str, dimensions: tuple[int, ...]) -> int:
     return -(-math.prod(max(d, 0) for d in dimensions) * element_bits(element_type) // 8)
 
 
 def element_bits(element_type: str) -> int:
-    """Returns the bits of one element: 16 for bf16, 8 for pred and f8e4m3fn, 4 for s4, 0 for a token."""
+    """Returns the bits of one element: 16 for bf16, 8 for pred and f8e4m3fn, 4 for s4, 0 for a
+    token.
+    """
     if element_type in _BITS:
         return _BITS[element_type]
     match = re.match(r"[a-z]+(\d+)", element_type)
@@ -135,7 +159,9 @@ def read_shape(text: str) -> Shape:
 
 def split_at_commas(text: str) -> list[str]:
     """Splits a text at the commas that are outside of every bracket, string and comment."""
-    parts, depth, start = [], 0, 0
+    parts = []
+    depth = 0
+    start = 0
     for token in _MARK.finditer(text):
         mark = token[0]
         if mark in "{([":
@@ -160,7 +186,8 @@ def _read(text: str) -> Shape:
     match = ARRAY.fullmatch(text[2:-1].strip() if is_buffer else text)
     if not match:
         raise HloError(f"expected a shape: got {text[:40]!r}")
-    dims, dynamic = [], []
+    dims = []
+    dynamic = []
     for part in match[2].split(",") if match[2].strip() else ():
         size = _DIMENSION.fullmatch(part)
         if not size:
@@ -168,7 +195,9 @@ def _read(text: str) -> Shape:
         dims.append(-1 if size[2] == "?" else int(size[2]))
         dynamic.append(bool(size[1]))
     layout = _read_layout(match[3]) if match[3] else None
-    return Shape(match[1], tuple(dims), layout, (), tuple(dynamic) if any(dynamic) else (), is_buffer)
+    return Shape(
+        match[1], tuple(dims), layout, (), tuple(dynamic) if any(dynamic) else (), is_buffer
+    )
 
 
 def _read_layout(text: str) -> Layout:

@@ -1,9 +1,10 @@
 """The line of Python code that an instruction came from, from its metadata.
 
-XLA prints the line in full (`source_file="model.py" source_line=24`), or as the number of a stack frame, which is
-looked up in the tables between the HloModule line and the first computation. A stack frame names the call that made it,
-its parent. An instruction that a library made (flax's `nnx.Linear`, say) is said to come from the innermost line
-outside of installed packages, because that is the line that its author can change.
+XLA prints the line in full (`source_file="model.py" source_line=24`), or as the number of a stack
+frame, which is looked up in the tables between the HloModule line and the first computation. A
+stack frame names the call that made it, its parent. An instruction that a library made (flax's
+`nnx.Linear`, say) is said to come from the innermost line outside of installed packages, because
+that is the line that its author can change.
 """
 
 import re
@@ -15,7 +16,9 @@ _INSTALLED = re.compile(r"[/\\](?:site-packages|dist-packages|lib[/\\]python\d[\
 
 
 def source_line(metadata: str, frames: Mapping[str, str]) -> str:
-    """Returns the "file:line" of an instruction by its metadata and `read_stack_frames`; "" if it has none."""
+    """Returns the "file:line" of an instruction by its metadata and `read_stack_frames`; "" if it
+    has none.
+    """
     if match := _SOURCE_FILE.search(metadata):
         return f"{match[1]}:{match[2]}"
     match = _STACK_FRAME.search(metadata)
@@ -23,10 +26,11 @@ def source_line(metadata: str, frames: Mapping[str, str]) -> str:
 
 
 def read_stack_frames(tables: str) -> dict[str, str]:
-    """Maps the number of each stack frame to the "file:line" of its innermost caller outside of installed packages.
+    """Maps the number of each stack frame to the "file:line" of its innermost caller outside of
+    installed packages.
 
-    A frame whose callers are all in installed packages is mapped to its own line. Each table has a line with its name,
-    and then one line "number entry" per entry.
+    A frame whose callers are all in installed packages is mapped to its own line. Each table has a
+    line with its name, and then one line "number entry" per entry.
     """
     sections: dict[str, dict[str, str]] = {}
     entries: dict[str, str] = {}
@@ -41,7 +45,8 @@ def read_stack_frames(tables: str) -> dict[str, str]:
     for n, text in sections.get("FileLocations", {}).items():
         if match := re.search(r"file_name_id=(\d+).*?\bline=(\d+)", text):
             locations[n] = f"{files.get(match[1], '?')}:{match[2]}"
-    lines, parents = {}, {}
+    lines = {}
+    parents = {}
     for n, text in sections.get("StackFrames", {}).items():
         if match := re.search(r"file_location_id=(\d+)", text):
             lines[n] = locations.get(match[1], "")
@@ -51,7 +56,8 @@ def read_stack_frames(tables: str) -> dict[str, str]:
     shift = 0 if 0 in parents.values() else 1
 
     def line_of_user(frame: str) -> str:
-        at, seen = frame, set()
+        at = frame
+        seen = set()
         while at in lines and at not in seen:
             if lines[at] and not _INSTALLED.search(lines[at]):
                 return lines[at]

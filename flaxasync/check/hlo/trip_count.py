@@ -1,8 +1,9 @@
 """The trip count of a while loop, if the program's text determines it.
 
-XLA notes `known_trip_count` on CPU and GPU, and never on TPU. Counting loops are therefore also recognized from their
-instructions: the condition compares a counter with a bound, the body adds a constant to the counter, and the counter
-begins at a constant. The trip count of any other loop is unknown.
+XLA notes `known_trip_count` on CPU and GPU, and never on TPU. Counting loops are therefore also
+recognized from their
+instructions: the condition compares a counter with a bound, the body adds a constant to the
+counter, and the counter begins at a constant. The trip count of any other loop is unknown.
 """
 
 import math
@@ -12,9 +13,16 @@ from typing import NamedTuple
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 
 _FORWARDING = ("copy", "bitcast", "convert", "reshape")  # opcodes that pass an integer on unchanged
-_HOLDS = {"LT": lambda a, b: a < b, "LE": lambda a, b: a <= b, "GT": lambda a, b: a > b, "GE": lambda a, b: a >= b}
-_DEPTH = 16  # instructions between a value and what it is made of; the loops of compilers need fewer than ten
-_STEPS = 1000  # instructions that are looked at for one loop; those of compilers need fewer than fifty
+_HOLDS = {
+    "LT": lambda a, b: a < b,
+    "LE": lambda a, b: a <= b,
+    "GT": lambda a, b: a > b,
+    "GE": lambda a, b: a >= b,
+}
+# instructions between a value and what it is made of; the loops of compilers need fewer than ten
+_DEPTH = 16
+# instructions that are looked at for one loop; those of compilers need fewer than fifty
+_STEPS = 1000
 
 
 class _Search:
@@ -56,7 +64,13 @@ def trip_count(module: HloModule, loop: Instruction) -> int | None:
     start = _element(search, caller, begin, counter.element)
     limit = bound if bound.element is None else _element(search, caller, begin, bound.element)
     step = _element(search, body, body.root, counter.element)
-    if start is None or limit is None or step is None or start.element is not None or limit.element is not None:
+    if (
+        start is None
+        or limit is None
+        or step is None
+        or start.element is not None
+        or limit.element is not None
+    ):
         return None
     if step.element != counter.element or not step.added:
         return None
@@ -72,9 +86,14 @@ def _count(start: int, limit: int, step: int, direction: str) -> int | None:
     return math.ceil(distance / abs(step))
 
 
-def _comparison(search: _Search, condition: Computation) -> tuple[_Value | None, _Value | None, str]:
-    """Returns both sides of the comparison of a condition, which may be in a fusion, and its direction."""
-    at, arguments = condition, None
+def _comparison(
+    search: _Search, condition: Computation
+) -> tuple[_Value | None, _Value | None, str]:
+    """Returns both sides of the comparison of a condition, which may be in a fusion, and its
+    direction.
+    """
+    at = condition
+    arguments = None
     if at.root.opcode == "fusion":
         arguments = [_value(search, at, operand) for operand in at.operands(at.root)]
         at = next(iter(search.module.called(at.root)), at)
@@ -85,7 +104,9 @@ def _comparison(search: _Search, condition: Computation) -> tuple[_Value | None,
     return left, right, direction
 
 
-def _element(search: _Search, computation: Computation, made: Instruction, index: int) -> _Value | None:
+def _element(
+    search: _Search, computation: Computation, made: Instruction, index: int
+) -> _Value | None:
     """Returns the value of one element of a tuple."""
     if made.opcode != "tuple" or index >= len(made.operands):
         return None
@@ -99,7 +120,9 @@ def _value(
     arguments: Sequence[_Value | None] | None = None,
     depth: int = _DEPTH,
 ) -> _Value | None:
-    """Returns the value of a scalar in a computation of a loop, or in a fusion with the given arguments."""
+    """Returns the value of a scalar in a computation of a loop, or in a fusion with the given
+    arguments.
+    """
     if depth == 0 or not search.goes_on() or i.shape.dimensions or i.shape.is_tuple:
         return None
     made = computation.operands(i)
@@ -121,5 +144,10 @@ def _value(
         one, other = values if len(values) == 2 else (None, None)
         if one is None or other is None or None not in (one.element, other.element):
             return None
-        return _Value(other.element if one.element is None else one.element, one.added + other.added)
-    return next((_value(search, body, body.root, values, depth - 1) for body in search.module.called(i)), None)
+        return _Value(
+            other.element if one.element is None else one.element, one.added + other.added
+        )
+    return next(
+        (_value(search, body, body.root, values, depth - 1) for body in search.module.called(i)),
+        None,
+    )

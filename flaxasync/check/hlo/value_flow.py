@@ -1,8 +1,10 @@
-"""Where a value goes: through tuples, loops, branches and aliased outputs to the instructions that use it.
+"""Where a value goes: through tuples, loops, branches and aliased outputs to the instructions that
+use it.
 
-`trace` follows one array of one instruction's result forward. Each use is returned with the spans of the schedule that
-run between the instruction that makes the value and that use. A value that a loop carries into its next iteration is
-followed into that iteration. Nothing is assumed about what the value is.
+`trace` follows one array of one instruction's result forward. Each use is returned with the spans
+of the schedule that run between the instruction that makes the value and that use. A value that a
+loop carries into its next iteration is followed into that iteration. Nothing is assumed about what
+the value is.
 """
 
 import collections
@@ -32,8 +34,10 @@ class Use:
     instruction: Instruction
     operand: int  # the number of the operand that is the value
     spans: tuple[Span, ...]  # what runs between the instruction that makes the value and this use
-    copies: tuple[tuple[str, Instruction], ...]  # those on the path, each as (computation, instruction)
-    crosses: tuple[str, ...]  # how the path crosses loops: "enters", "repeats" or "leaves", and the name of the loop
+    # those on the path, each as (computation, instruction)
+    copies: tuple[tuple[str, Instruction], ...]
+    # how the path crosses loops: "enters", "repeats" or "leaves", and the name of the loop
+    crosses: tuple[str, ...]
     aliased: bool  # whether the instruction writes its result over the value
 
 
@@ -41,9 +45,10 @@ class Use:
 class _Holder:
     """One instruction whose result holds the value at an index path, and how the value came there.
 
-    The value is alive from the position `opened` of this computation on. `spans` ran before that, in other computations
-    or in earlier iterations. `loops` are those around this computation that the path has entered, the outermost first,
-    each by its name and with what held the value before it.
+    The value is alive from the position `opened` of this computation on. `spans` ran before that,
+    in other computations or in earlier iterations. `loops` are those around this computation that
+    the path has entered, the outermost first, each by its name and with what held the value before
+    it.
     """
 
     computation: Computation
@@ -74,15 +79,19 @@ def trace(
     *,
     stop: Callable[[Instruction], bool] = lambda _: False,
 ) -> list[Use]:
-    """Follows the array at the index path of an instruction's result to its uses, and returns the nearest first.
+    """Follows the array at the index path of an instruction's result to its uses, and returns the
+    nearest first.
 
-    An instruction that only passes the value on is not a use. A copy is not a use either: it is passed through and
-    listed in `copies`. An instruction that aliases the value to its result is a use and is also passed through, unless
-    `stop` says that the path ends there, as it does at the done of an asynchronous operation.
+    An instruction that only passes the value on is not a use. A copy is not a use either: it is
+    passed through and listed in `copies`. An instruction that aliases the value to its result is a
+    use and is also passed through, unless `stop` says that the path ends there, as it does at the
+    done of an asynchronous operation.
     """
     uses: list[Use] = []
     seen: set[tuple[str, str, tuple[int, ...]]] = set()
-    queue = collections.deque([_Holder(computation, instruction, path, computation.position[instruction.name] + 1)])
+    queue = collections.deque(
+        [_Holder(computation, instruction, path, computation.position[instruction.name] + 1)]
+    )
     while queue:
         holder = queue.popleft()
         key = (holder.computation.name, holder.instruction.name, holder.path)
@@ -106,8 +115,11 @@ def _through_user(
     uses: list[Use],
     stop: Callable[[Instruction], bool],
 ) -> list[_Holder]:
-    """Returns what holds the value after one of its users, and adds the user to `uses` if it is one."""
-    here, path = holder.computation, holder.path
+    """Returns what holds the value after one of its users, and adds the user to `uses` if it is
+    one.
+    """
+    here = holder.computation
+    path = holder.path
     spans = holder.spans_until(here.position[user.name])
     if user.opcode == "get-tuple-element":
         return [holder.passed_to(user, path[1:])] if path and path[0] == user.tuple_index else []
@@ -116,21 +128,28 @@ def _through_user(
     if user.opcode in _SAME_VALUE or (user.opcode == "add-dependency" and number == 0):
         return [holder.passed_to(user, path)]
     if user.opcode in _COPIES and not stop(user):
-        copied = holder.passed_to(user, {"copy-start": (0,), "copy-done": ()}.get(user.opcode, path))
+        copied = holder.passed_to(
+            user, {"copy-start": (0,), "copy-done": ()}.get(user.opcode, path)
+        )
         noted = holder.copies if user.opcode == "copy-done" else (*holder.copies, (here.name, user))
         return [dataclasses.replace(copied, copies=noted)]
     if user.opcode == "while":
         body = module.computations.get(user.loop_body)
         if body is None or 0 not in body.parameters:
             return []
-        crosses, loops = (*holder.crosses, f"enters {user.name}"), (*holder.loops, (user.name, holder))
+        crosses = (*holder.crosses, f"enters {user.name}")
+        loops = (*holder.loops, (user.name, holder))
         return [_Holder(body, body.parameters[0], path, 0, spans, loops, holder.copies, crosses)]
     if user.opcode in ("conditional", "call"):
         branch, parameter = (number - 1, 0) if user.opcode == "conditional" else (0, number)
         called = module.called(user)[branch : branch + 1] if branch >= 0 else []
         if called and parameter in called[0].parameters:
             argument = called[0].parameters[parameter]
-            return [_Holder(called[0], argument, path, 0, spans, holder.loops, holder.copies, holder.crosses)]
+            return [
+                _Holder(
+                    called[0], argument, path, 0, spans, holder.loops, holder.copies, holder.crosses
+                )
+            ]
         if branch >= 0:  # a branch takes every operand but the first, which chooses the branch
             return []
     onward = [
@@ -144,25 +163,33 @@ def _through_user(
 
 
 def _through_root(module: HloModule, holder: _Holder) -> list[_Holder]:
-    """Returns what holds the value after its computation returned it: the callers, and the next iteration of a loop."""
+    """Returns what holds the value after its computation returned it: the callers, and the next
+    iteration of a loop.
+    """
     here = holder.computation
     spans = holder.spans_until(len(here.instructions))
-    copies, crosses = holder.copies, holder.crosses
+    copies = holder.copies
+    crosses = holder.crosses
     onward: list[_Holder] = []
     for caller, call in module.callers.get(here.name, ()):
         after = caller.position[call.name] + 1
         if call.opcode == "while" and call.loop_body == here.name:
             loop, before = holder.loops[-1] if holder.loops else ("", holder)
             if loop == call.name and before.path == holder.path:
-                # The loop carries the value through untouched, so the value is alive during the whole loop.
+                # The loop carries the value through untouched, so the value is alive during the
+                # whole loop.
                 onward.append(dataclasses.replace(before, instruction=call, copies=copies))
                 continue
             outer = holder.loops[:-1] if loop == call.name else holder.loops
             if 0 in here.parameters:
                 again = (*crosses, f"repeats {call.name}")
-                onward.append(_Holder(here, here.parameters[0], holder.path, 0, spans, outer, copies, again))
+                onward.append(
+                    _Holder(here, here.parameters[0], holder.path, 0, spans, outer, copies, again)
+                )
             left = (*crosses, f"leaves {call.name}")
             onward.append(_Holder(caller, call, holder.path, after, spans, outer, copies, left))
         elif call.opcode in ("conditional", "call"):
-            onward.append(_Holder(caller, call, holder.path, after, spans, holder.loops, copies, crosses))
+            onward.append(
+                _Holder(caller, call, holder.path, after, spans, holder.loops, copies, crosses)
+            )
     return onward

@@ -7,12 +7,14 @@ from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 
 
 def format_module(module: HloModule, form: Literal["generic", "short"] = "generic") -> str:
-    """Returns the HLO text of a module, which `parse` reads back to an equal module, and jaxlib's parser accepts.
+    """Returns the HLO text of a module, which `parse` reads back to an equal module, and jaxlib's
+    parser accepts.
 
     Args:
       module: The module.
-      form: How asynchronous operations are written: "generic" as async-start, async-update and async-done; "short" as
-        custom-call-start and the like, without a computation for what is wrapped, where that can be written so.
+      form: How asynchronous operations are written: "generic" as async-start, async-update and
+        async-done; "short" as custom-call-start and the like, without a computation for what is
+        wrapped, where that can be written so.
     """
     if form not in ("generic", "short"):
         raise ValueError(f"form must be 'generic' or 'short': got {form!r}")
@@ -32,7 +34,10 @@ def _format_computation(computation: Computation) -> str:
     parameters = [computation.parameters[n] for n in sorted(computation.parameters)]
     signature = ", ".join(f"{p.name}: {p.shape.without_layout()}" for p in parameters)
     result = computation.root.shape.without_layout()
-    head = f"{'ENTRY ' if computation.is_entry else ''}%{computation.name} ({signature}) -> {result} {{"
+    head = (
+        f"{'ENTRY ' if computation.is_entry else ''}%{computation.name} ({signature}) -> "
+        f"{result} {{"
+    )
     lines = [head, *(f"  {_format_instruction(i)}" for i in computation.instructions)]
     thread = computation.execution_thread
     lines.append("}" if thread == "main" else f'}}, execution_thread="{thread}"')
@@ -43,4 +48,7 @@ def _format_instruction(instruction: Instruction) -> str:
     inside = instruction.literal or ", ".join(f"%{operand}" for operand in instruction.operands)
     attributes = "".join(f", {key}={value}" for key, value in instruction.attributes.items())
     root = "ROOT " if instruction.is_root else ""
-    return f"{root}%{instruction.name} = {instruction.shape} {instruction.opcode}({inside}){attributes}"
+    return (
+        f"{root}%{instruction.name} = {instruction.shape} "
+        f"{instruction.opcode}({inside}){attributes}"
+    )

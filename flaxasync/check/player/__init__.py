@@ -1,4 +1,5 @@
-"""The player: simulates a compiled TPU program cycle by cycle, for all devices of its mesh, on a machine without a TPU.
+"""The player: simulates a compiled TPU program cycle by cycle, for all devices of its mesh, on a
+machine without a TPU.
 
 Each file imports only files that are listed above it or beside it:
 

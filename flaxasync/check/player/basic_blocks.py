@@ -1,12 +1,14 @@
-"""Basic blocks: sequences of bundles without a branch in them, each compiled to one Python function.
+"""Basic blocks: sequences of bundles without a branch in them, each compiled to one Python
+function.
 
-A block ends where control flow can change (at the last delay slot of a branch, and at the bundle before the target of a
-branch) and at an external operation. An external operation is one that affects more than the registers of its core: a
-transfer, a semaphore operation, a call or a trace mark.
+A block ends where control flow can change (at the last delay slot of a branch, and at the bundle
+before the target of a branch) and at an external operation. An external operation is one that
+affects more than the registers of its core: a transfer, a semaphore operation, a call or a trace
+mark.
 
-The function of a block computes the scalar registers and the predicates. It returns the branch that was taken, and the
-external operations with the values of their operands. Within a bundle every operation reads before any of them writes.
-A block is compiled when it is first entered.
+The function of a block computes the scalar registers and the predicates. It returns the branch that
+was taken, and the external operations with the values of their operands. Within a bundle every
+operation reads before any of them writes. A block is compiled when it is first entered.
 """
 
 import bisect
@@ -22,7 +24,16 @@ from flaxasync.check.player.chips import PlayedChip
 from flaxasync.check.player.errors import UnknownOperationError
 from flaxasync.check.player.memory import Addresses
 
-_EXTERNAL_UNITS = ("dma", "vwait", "vsyncadd", "vsyncset", "vsyncpa", "vsyncmov", "shalt", "inlined_call")
+_EXTERNAL_UNITS = (
+    "dma",
+    "vwait",
+    "vsyncadd",
+    "vsyncset",
+    "vsyncpa",
+    "vsyncmov",
+    "shalt",
+    "inlined_call",
+)
 _OFF_THE_SPARSE_CORE = {
     f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "false"
     for kind in ("all_gather", "reduce_scatter", "all_reduce")
@@ -31,7 +42,9 @@ _OFF_THE_SPARSE_CORE = {
 
 @dataclasses.dataclass(slots=True)
 class ExternalOperation:
-    """An operation that affects more than the registers of its core, and the index of its bundle."""
+    """An operation that affects more than the registers of its core, and the index of its
+    bundle.
+    """
 
     operation: Operation
     index: int
@@ -41,8 +54,8 @@ class ExternalOperation:
 class BasicBlock:
     """A sequence of bundles without a branch in it.
 
-    `run` takes the registers, the predicates and the machine. It returns the branch that was taken, or None, and a list
-    of (index in `external`, values of the operands), or None.
+    `run` takes the registers, the predicates and the machine. It returns the branch that was taken,
+    or None, and a list of (index in `external`, values of the operands), or None.
     """
 
     run: Callable[..., Any]
@@ -50,7 +63,8 @@ class BasicBlock:
     bundles: int  # their number
     work: list  # of the matrix units, as `matrix_unit.cost` takes it
     external: list[ExternalOperation]  # those of the last bundle
-    costs: dict[tuple, matrix_unit.Cost] = dataclasses.field(default_factory=dict)  # by the state of the matrix units
+    # by the state of the matrix units
+    costs: dict[tuple, matrix_unit.Cost] = dataclasses.field(default_factory=dict)
 
     def time(self, units: tuple, latency: int) -> matrix_unit.Cost:
         cost = self.costs[units] = matrix_unit.cost(self.bundles, self.work, units, latency)
@@ -60,13 +74,19 @@ class BasicBlock:
 class Code:
     """A program that is ready to be executed on a chip."""
 
-    def __init__(self, program: Program, addresses: Addresses, chip: PlayedChip, accept: frozenset[str]):
-        self.program, self.chip = program, chip
+    def __init__(
+        self, program: Program, addresses: Addresses, chip: PlayedChip, accept: frozenset[str]
+    ):
+        self.program = program
+        self.chip = chip
         self.length = len(program.bundles)
-        self._addresses, self._accept = addresses, accept
+        self._addresses = addresses
+        self._accept = accept
         self._blocks: dict[int, BasicBlock] = {}
         # How many results of each division the program reads: the quotient, the remainder, or both.
-        pops = [o for bundle in program.bundles for o in bundle if o.name == "spop.drf" and o.operands]
+        pops = [
+            o for bundle in program.bundles for o in bundle if o.name == "spop.drf" and o.operands
+        ]
         self._pops = Counter(o.operands[0].lstrip("%") for o in pops)
         self._ends = self._block_ends()
         self._refuse_sparse_core()
@@ -91,17 +111,20 @@ class Code:
         return sorted(ends)
 
     def _refuse_sparse_core(self) -> None:
-        """Raises UnknownOperationError for a program that drives a SparseCore, before anything of it is simulated.
+        """Raises UnknownOperationError for a program that drives a SparseCore, before anything of
+        it is simulated.
 
-        What the SparseCore leaves in memory is not known, and the program may halt on it before it reaches an operation
-        whose name says that it is for a SparseCore.
+        What the SparseCore leaves in memory is not known, and the program may halt on it before it
+        reaches an operation whose name says that it is for a SparseCore.
         """
         for index, bundle in enumerate(self.program.bundles):
             for operation in bundle:
                 if "sparse_core" in operation.name:
                     raise UnknownOperationError(
-                        f"{self.program.name}: {operation.name} drives a SparseCore, which the player does not model; "
-                        f"at {self.program.location(index)}; to keep collectives off it, compile with "
+                        f"{self.program.name}: {operation.name} drives a SparseCore, which the "
+                        "player does not model; "
+                        f"at {self.program.location(index)}; to keep collectives off it, compile "
+                        "with "
                         f"compiler_options={_OFF_THE_SPARSE_CORE}"
                     )
 
@@ -122,29 +145,41 @@ class Code:
                 reads += before
                 writes += after
             source += [f" {line}" for line in reads + writes]
-            matrix = tuple(m for o in operations for m in matrix_unit.matrix_operations(o, self.chip))
+            matrix = tuple(
+                m for o in operations for m in matrix_unit.matrix_operations(o, self.chip)
+            )
             if matrix:
                 work.append((index - start, matrix))
         source.append(" return branch, external")
         scope: dict[str, Any] = dict(scalar.RUNTIME)
-        exec(compile("\n".join(source), f"<{self.program.name} from bundle {start:#x}>", "exec"), scope)
+        exec(
+            compile("\n".join(source), f"<{self.program.name} from bundle {start:#x}>", "exec"),
+            scope,
+        )
         return BasicBlock(scope["block"], end, end - start + 1, work, external)
 
     def _emit(
         self, operation: Operation, index: int, number: int, external: list[ExternalOperation]
     ) -> tuple[list[str], list[str]]:
-        """Returns Python code of one operation: lines that run before the writes of its bundle, and those writes."""
+        """Returns Python code of one operation: lines that run before the writes of its bundle, and
+        those writes.
+        """
         reads: list[str] = []
         writes: list[str] = []
         guard = ""
-        # A predicate of a vector operation is not evaluated, because it changes no value that is computed.
+        # A predicate of a vector operation is not evaluated, because it changes no value that is
+        # computed.
         if operation.predicate and (scalar.is_computed(operation) or is_external(operation)):
-            value = scalar.CONSTANT_PREDICATES.get(operation.predicate) or self._scalar(operation.predicate)
+            value = scalar.CONSTANT_PREDICATES.get(operation.predicate) or self._scalar(
+                operation.predicate
+            )
             reads.append(f"g{number} = {value}")
             guard = f"if g{number}: "
         if operation.unit == "sbr":
             target = self.program.regions[operation.target]
-            writes.append(f"{guard}branch = d.branch(branch, {target}, {index + self.chip.branch_delay})")
+            writes.append(
+                f"{guard}branch = d.branch(branch, {target}, {index + self.chip.branch_delay})"
+            )
         elif is_external(operation):
             values = "".join(f"{self._value(text)}, " for text in operation.operands)
             reads.append(f"e{number} = ({len(external)}, ({values}))")
@@ -157,26 +192,38 @@ class Code:
         elif operation.unit == "sdivrem":
             dividend, divisor = map(self._scalar, operation.operands)
             reads.append(f"t{number} = divmod({dividend}, max({divisor}, 1))")
-            writes.append(f"{guard}d.divided.extend(t{number}{self._wanted_of_division(operation)})")
-        elif operation.name == "spush.sccf":  # to the other core of the chip, which is assumed to send the same value
+            writes.append(
+                f"{guard}d.divided.extend(t{number}{self._wanted_of_division(operation)})"
+            )
+        elif (
+            operation.name == "spush.sccf"
+        ):  # to the other core of the chip, which is assumed to send the same value
             reads.append(f"t{number} = {self._scalar(operation.operands[0])}")
             writes.append(f"{guard}d.core_values.append(t{number})")
         elif not scalar.is_computed(operation):
-            if operation.unit not in matrix_unit.VECTOR_FAMILIES and operation.name not in self._accept:
+            if (
+                operation.unit not in matrix_unit.VECTOR_FAMILIES
+                and operation.name not in self._accept
+            ):
                 raise scalar.NoScalarError(f"vector operation {operation.name!r}")
         elif (result := scalar.result_value(operation, self._address_of)) is not None:
             register = scalar.result_register(operation)
             if register is None:
                 raise scalar.NoScalarError(f"operation {operation.name!r} without a result")
-            reads.append(f"t{number} = {result}" if not guard else f"t{number} = ({result}) if g{number} else 0")
+            reads.append(
+                f"t{number} = {result}"
+                if not guard
+                else f"t{number} = ({result}) if g{number} else 0"
+            )
             writes.append(f"{guard}{register[0]}[{register[1]}] = t{number}")
         return reads, writes
 
     def _wanted_of_division(self, operation: Operation) -> str:
-        """Returns the index of what a program reads of (quotient, remainder): of both, or of the one that is named.
+        """Returns the index of what a program reads of (quotient, remainder): of both, or of the
+        one that is named.
 
-        Some versions of libtpu leave the name out. The other one is no guess: a slot that is a quotient in place of a
-        remainder lets a kernel wait for a transfer that never began.
+        Some versions of libtpu leave the name out. The other one is no guess: a slot that is a
+        quotient in place of a remainder lets a kernel wait for a transfer that never began.
         """
         if self._pops[operation.result] == 2 or "DivAndRem" in operation.comment:
             return ""
@@ -185,7 +232,8 @@ class Code:
         if "Div" in operation.comment:
             return "[:1]"
         raise scalar.NoScalarError(
-            f"{operation.name!r} that does not say whether the quotient or the remainder is meant, as this version of "
+            f"{operation.name!r} that does not say whether the quotient or the remainder is meant, "
+            "as this version of "
             "libtpu prints it,"
         )
 
@@ -193,7 +241,9 @@ class Code:
         return scalar.operand_value(text, self._address_of)
 
     def _value(self, text: str) -> str:
-        """Returns a Python expression for an operand of an external operation; "None" for one that is no scalar."""
+        """Returns a Python expression for an operand of an external operation; "None" for one that
+        is no scalar.
+        """
         try:
             return self._scalar(text)
         except scalar.NoScalarError:

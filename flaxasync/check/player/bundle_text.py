@@ -1,7 +1,9 @@
-"""Reads one program: its `*-final_bundles.txt`, and the declarations in the `*-original.txt` beside it.
+"""Reads one program: its `*-final_bundles.txt`, and the declarations in the `*-original.txt` beside
+it.
 
-A bundle is what the core issues in one cycle. In the text it is a list of operations between braces, separated by
-` ;; `. Its address is printed before it, and the regions that begin at it are printed after it. Nothing is interpreted
+A bundle is what the core issues in one cycle. In the text it is a list of operations between
+braces, separated by ` ;; `. Its address is printed before it, and the regions that begin at it are
+printed after it. Nothing is interpreted
 here: operands stay text.
 """
 
@@ -31,8 +33,11 @@ _ALLOCATION = re.compile(
     r"(?:, offset = (0x[0-9a-f]+|\d+))?[^\n]*?tag = '([^']*)'"
 )
 _HLO_REGION = re.compile(r"^ *\$region\d+: #\{([^}]+)\}|vtrace (\d{10})\b", re.M)
-# Trace marks: the number of an instruction plus MARK_START where it begins, and plus MARK_END where it ends.
-MARK_START, MARK_END, MARK_LIMIT = 0x80000000, 0x90000000, 0xA0000000
+# Trace marks: the number of an instruction plus MARK_START where it begins, and plus MARK_END where
+# it ends.
+MARK_START = 0x80000000
+MARK_END = 0x90000000
+MARK_LIMIT = 0xA0000000
 MARK_RUN = 0x0FFFFFFF  # the number of the mark around the whole program
 _UNKNOWN_SIZE = 1 << 40  # a declared size above this means that the compiler does not know the size
 
@@ -44,7 +49,8 @@ class Operation(NamedTuple):
     unit: str  # the name up to the first dot
     result: str  # the register that it writes; "" if it writes none
     operands: tuple[str, ...]
-    predicate: str  # the condition under which it is executed: "%p3_p1", "!%p3_p1", "1", "!1", or "" for always
+    # the condition under which it is executed: "%p3_p1", "!%p3_p1", "1", "!1", or "" for always
+    predicate: str
     target: int  # the region that a branch goes to; -1 for every other operation
     comment: str  # the compiler's
 
@@ -62,7 +68,9 @@ class Declaration(NamedTuple):
 
 @dataclasses.dataclass
 class Program:
-    """The bundles of one fusion, of one kernel, or of the top level program. The index of a bundle is its address."""
+    """The bundles of one fusion, of one kernel, or of the top level program. The index of a bundle
+    is its address.
+    """
 
     name: str  # of the HLO instruction that it implements
     path: pathlib.Path
@@ -70,7 +78,8 @@ class Program:
     lines: list[int]  # that of each bundle in the file
     regions: dict[int, int]  # the index of the first bundle of each region
     declarations: dict[str, Declaration]  # the buffers, scalars and semaphores, by name
-    marks: dict[int, str]  # the HLO instruction of each trace mark; only the top level program has any
+    # the HLO instruction of each trace mark; only the top level program has any
+    marks: dict[int, str]
 
     def location(self, index: int) -> str:
         """Returns the file, line and address of a bundle, for messages."""
@@ -83,15 +92,20 @@ def read_program(name: str, bundles: pathlib.Path, original: pathlib.Path) -> Pr
     text = bundles.read_text(errors="replace")
     if not text.startswith(HEADER):
         raise DumpError(
-            f"{bundles.name} does not begin like a bundle dump ({HEADER!r}): it comes from another version of libtpu, "
+            f"{bundles.name} does not begin like a bundle dump ({HEADER!r}): it comes from another "
+            "version of libtpu, "
             "or is no bundle dump"
         )
     declared = original.read_text(errors="replace")
-    return Program(name, bundles, *_bundles(text, bundles), _declarations(declared), _marks(declared))
+    return Program(
+        name, bundles, *_bundles(text, bundles), _declarations(declared), _marks(declared)
+    )
 
 
 def parse_operation(text: str, comment: str = "") -> Operation | None:
-    """Parses `%s4_s2 = sadd.s32 (%p1_p0), %s1_s0, 4`. Returns None for a text that is not an operation."""
+    """Parses `%s4_s2 = sadd.s32 (%p1_p0), %s1_s0, 4`. Returns None for a text that is not an
+    operation.
+    """
     match = _OPERATION.match(text)
     if not match:
         return None
@@ -101,20 +115,32 @@ def parse_operation(text: str, comment: str = "") -> Operation | None:
     rest = rest.strip()
     target = -1
     if "$region" in rest and (found := _TARGET.search(rest)):
-        target, rest = int(found[1]), rest[: found.start()].strip()
+        target = int(found[1])
+        rest = rest[: found.start()].strip()
     predicate = ""
     if "(" in rest and (found := _PREDICATE.search(rest)):
-        predicate, rest = found[1], rest[: found.start()].rstrip(", ") + ", " + rest[found.end() :]
+        predicate = found[1]
+        rest = rest[: found.start()].rstrip(", ") + ", " + rest[found.end() :]
     if name == "sst":
         rest = _SMEM_STORE.sub(r"\1, ", rest.strip(", "))
     name = sys.intern(name)  # a million operations share a few hundred names
     return Operation(
-        name, sys.intern(name.partition(".")[0]), result, _split(rest.strip(", ")), predicate, target, comment
+        name,
+        sys.intern(name.partition(".")[0]),
+        result,
+        _split(rest.strip(", ")),
+        predicate,
+        target,
+        comment,
     )
 
 
-def _bundles(text: str, path: pathlib.Path) -> tuple[list[tuple[Operation, ...]], list[int], dict[int, int]]:
-    """Returns the bundles of a text, the line of each, and the index of the first bundle of each region."""
+def _bundles(
+    text: str, path: pathlib.Path
+) -> tuple[list[tuple[Operation, ...]], list[int], dict[int, int]]:
+    """Returns the bundles of a text, the line of each, and the index of the first bundle of each
+    region.
+    """
     starts = list(_BUNDLE.finditer(text))
     if not starts:
         raise DumpError(f"{path.name} holds no bundle: the dump was cut short; compile again")
@@ -125,7 +151,9 @@ def _bundles(text: str, path: pathlib.Path) -> tuple[list[tuple[Operation, ...]]
         end = starts[index + 1].start() if index + 1 < len(starts) else len(text)
         where = f"{path.name}:{lines[-1]}: bundle {index:#x}"
         if int(match[1], 0) != index:
-            raise DumpError(f"{where} is missing (found {match[1]}): the dump was cut; compile again")
+            raise DumpError(
+                f"{where} is missing (found {match[1]}): the dump was cut; compile again"
+            )
         comments: list[str] = []
         inside, brace, after = _set_aside(text[match.end() : end], comments).partition("}")
         if not brace or "/*" in inside:
@@ -136,14 +164,17 @@ def _bundles(text: str, path: pathlib.Path) -> tuple[list[tuple[Operation, ...]]
         bundles.append(_operations(inside, comments))
         lines.append(lines[-1] + text.count("\n", match.start(), end))
     if starts[-1][2]:
-        # The exit bundle is the target of branches, but its comment names the exit instead of its regions.
+        # The exit bundle is the target of branches, but its comment names the exit instead of its
+        # regions.
         targets = {o.target for bundle in bundles for o in bundle if o.target >= 0}
         regions |= dict.fromkeys(targets - regions.keys(), len(bundles) - 1)
     return bundles, lines, regions
 
 
 def _set_aside(text: str, comments: list[str]) -> str:
-    """Replaces each comment of a text, which may hold braces and semicolons, by its number in `comments`."""
+    """Replaces each comment of a text, which may hold braces and semicolons, by its number in
+    `comments`.
+    """
     if "/*" not in text:
         return text
 
@@ -159,7 +190,9 @@ def _operations(text: str, comments: list[str]) -> tuple[Operation, ...]:
     for one in text.split(" ;; "):
         found = _PLACEHOLDER.search(one) if "\x01" in one else None
         comment = comments[int(found[1])] if found else ""
-        operation = parse_operation(_PLACEHOLDER.sub("", one).strip() if found else one.strip(), comment)
+        operation = parse_operation(
+            _PLACEHOLDER.sub("", one).strip() if found else one.strip(), comment
+        )
         if operation is not None:
             operations.append(operation)
     return tuple(operations)
@@ -175,7 +208,9 @@ def _declarations(text: str) -> dict[str, Declaration]:
     for name, shape, space, size, offset, tag in _ALLOCATION.findall(text):
         bytes_ = int(size, 0)
         fixed = int(offset, 0) if offset else -1
-        found[name] = Declaration(name, shape, space, -1 if bytes_ > _UNKNOWN_SIZE else bytes_, fixed, tag)
+        found[name] = Declaration(
+            name, shape, space, -1 if bytes_ > _UNKNOWN_SIZE else bytes_, fixed, tag
+        )
     return found
 
 

@@ -1,9 +1,10 @@
-"""The chips that the player models: the timing of one chip, and the grid that links the chips of a topology.
+"""The chips that the player models: the timing of one chip, and the grid that links the chips of a
+topology.
 
-Peak rates, bandwidths and clocks are those of `flaxasync.hardware`, which takes them from data sheets and from the
-compiler. This table adds the timing of the matrix units, and the efficiencies of memory and links. Only v5e was
-calibrated on measurements. The numbers of other chips that are marked "assumed" were not measured, and results on
-those chips say so.
+Peak rates, bandwidths and clocks are those of `flaxasync.hardware`, which takes them from data
+sheets and from the compiler. This table adds the timing of the matrix units, and the efficiencies
+of memory and links. Only v5e was calibrated on measurements. The numbers of other chips that are
+marked "assumed" were not measured, and results on those chips say so.
 
 | number | v5e | other chips |
 |---|---|---|
@@ -33,11 +34,13 @@ from flaxasync.hardware import CHIPS, Chip
 DEVICES_PER_CHIP = {"tpu7x": 2}  # one for every other chip
 _TOPOLOGY = re.compile(r"([a-z0-9]+):(\d+)x(\d+)(?:x(\d+))?")
 _V5E_ERROR = (
-    "1 % on the totals of the published 2x2 study and 7 % on its phases (docs/player.md), two of which calibrate HBM "
+    "1 % on the totals of the published 2x2 study and 7 % on its phases (docs/player.md), two of "
+    "which calibrate HBM "
     "and links, more on single waits; small programs, where latencies rule, were not compared"
 )
 _V6E_ERROR = (
-    "2 % on the one kernel with a published time on v6e, and 3 % on its waits for HBM (docs/player.md); "
+    "2 % on the one kernel with a published time on v6e, and 3 % on its waits for HBM "
+    "(docs/player.md); "
     "links and latencies of v6e are assumed"
 )
 _ASSUMED = "none of our own on {0}: the constants of {0} are assumed, see docs/player.md"
@@ -47,20 +50,26 @@ Coords = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlayedChip:
-    """A chip as the player models it. Cycles are those of its clock. The defaults are the constants of v5e."""
+    """A chip as the player models it. Cycles are those of its clock. The defaults are the constants
+    of v5e.
+    """
 
     sheet: Chip
     known_error: str  # how far simulated times were from a measurement, if one is known
-    occupancy: Mapping[str, int]  # cycles for which one vmatmul occupies its unit, by type; "" is every other type
+    # cycles for which one vmatmul occupies its unit, by type; "" is every other type
+    occupancy: Mapping[str, int]
     push: int  # cycles for which one weight push occupies the port of its unit
     latency: int  # cycles from a vmatmul to its first result
     results: Mapping[str, int]  # the number of pops for one vmatmul, by type
-    link_efficiency: float = 1.0  # the share of the data sheet's bandwidth that transfers reach on links,
+    # the share of the data sheet's bandwidth that transfers reach on links,
+    link_efficiency: float = 1.0
     hbm_efficiency: float = 0.801  # and in HBM
-    local_latency: float = 0.45e-6  # seconds from the last byte of a transfer within a chip until its semaphore rises
+    # seconds from the last byte of a transfer within a chip until its semaphore rises
+    local_latency: float = 0.45e-6
     remote_latency: float = 1e-6  # the same of a transfer between chips
     sync_latency: float = 1e-6  # seconds that a semaphore signal takes to another chip
-    link_latency: float = 0.0  # seconds that each link of a route after the first adds to either of these two
+    # seconds that each link of a route after the first adds to either of these two
+    link_latency: float = 0.0
     branch_delay: int = 4  # the number of bundles after a branch that are still issued
     hbm_unit: int = 32  # bytes of the unit in which HBM addresses are counted
 
@@ -74,7 +83,9 @@ class PlayedChip:
 
     @property
     def cores(self) -> int:
-        """Cores of one device. A second core is assumed to do half of the work, in step with the first one."""
+        """Cores of one device. A second core is assumed to do half of the work, in step with the
+        first one.
+        """
         return self.sheet.cores
 
     @property
@@ -88,8 +99,12 @@ class PlayedChip:
         return self.sheet.link_bandwidth * self.link_efficiency
 
     def route_latency(self, links: int, *, signal: bool = False) -> float:
-        """Seconds that a transfer between chips, or a signal, takes over a route of some links beside its bytes."""
-        return (self.sync_latency if signal else self.remote_latency) + max(0, links - 1) * self.link_latency
+        """Seconds that a transfer between chips, or a signal, takes over a route of some links
+        beside its bytes.
+        """
+        return (self.sync_latency if signal else self.remote_latency) + max(
+            0, links - 1
+        ) * self.link_latency
 
     def cycles(self, seconds: float) -> float:
         return seconds * self.clock
@@ -103,10 +118,16 @@ def _chip(name: str, known_error: str = _ASSUMED, **constants: Any) -> PlayedChi
 
 
 _UNIT_128: dict[str, Any] = {
-    "occupancy": {"8 bits": 16, "bf16": 16, "": 8}, "push": 4, "latency": 100,
+    "occupancy": {"8 bits": 16, "bf16": 16, "": 8},
+    "push": 4,
+    "latency": 100,
     "results": {"8 bits": 4, "bf16": 2, "": 1},
-}  # fmt: skip
-_UNIT_256: dict[str, Any] = {"occupancy": {"8 bits": 8, "bf16": 8, "": 4}, "push": 2, "latency": 160}
+}
+_UNIT_256: dict[str, Any] = {
+    "occupancy": {"8 bits": 8, "bf16": 8, "": 4},
+    "push": 2,
+    "latency": 160,
+}
 PLAYED_CHIPS = {
     "v5e": _chip("v5e", _V5E_ERROR, **_UNIT_128, link_efficiency=1.0367, hbm_unit=512),
     "v6e": _chip("v6e", _V6E_ERROR, **_UNIT_256, results={"8 bits": 8, "bf16": 4, "": 2}),
@@ -116,16 +137,23 @@ PLAYED_CHIPS = {
 
 
 def played_chip(topology: str) -> PlayedChip:
-    """Returns the chip of a topology ("v5e:2x2"), or the chip of that name. PlayerError says that there is none."""
+    """Returns the chip of a topology ("v5e:2x2"), or the chip of that name. PlayerError says that
+    there is none.
+    """
     name = topology.partition(":")[0]
     if name not in PLAYED_CHIPS:
-        raise PlayerError(f"topology must be of one of {', '.join(PLAYED_CHIPS)}, like 'v5e:2x2': got {topology!r}")
+        raise PlayerError(
+            f"topology must be of one of {', '.join(PLAYED_CHIPS)}, like 'v5e:2x2': got "
+            f"{topology!r}"
+        )
     return PLAYED_CHIPS[name]
 
 
 @dataclasses.dataclass(frozen=True)
 class ChipGrid:
-    """The chips of a topology. They are numbered with the first coordinate running fastest, as libtpu numbers them."""
+    """The chips of a topology. They are numbered with the first coordinate running fastest, as
+    libtpu numbers them.
+    """
 
     name: str
     shape: Coords  # the number of chips in each of three dimensions
@@ -141,20 +169,25 @@ class ChipGrid:
         return x + self.shape[0] * (y + self.shape[1] * z)
 
     def coords(self, chip_id: int) -> Coords:
-        x, rest = chip_id % self.shape[0], chip_id // self.shape[0]
+        x = chip_id % self.shape[0]
+        rest = chip_id // self.shape[0]
         return (x, rest % self.shape[1], rest // self.shape[1])
 
     @functools.cache  # noqa: B019, there is one grid in a simulation
     def route(self, source: Coords, target: Coords) -> tuple[tuple[str, Coords, Coords], ...]:
-        """Returns the directed links from one chip to another: along x, then y, then z, in the shorter direction."""
-        path, here = [], list(source)
+        """Returns the directed links from one chip to another: along x, then y, then z, in the
+        shorter direction.
+        """
+        path = []
+        here = list(source)
         for axis, size in enumerate(self.shape):
             while here[axis] != target[axis]:
                 step = 1 if target[axis] > here[axis] else -1
                 if self.wraps[axis] and abs(target[axis] - here[axis]) > size / 2:
                     step = -step
                 before = tuple(here)
-                here[axis] = (here[axis] + step) % size  # the modulus changes nothing where the dimension does not wrap
+                # the modulus changes nothing where the dimension does not wrap
+                here[axis] = (here[axis] + step) % size
                 path.append(("link", before, tuple(here)))
         return tuple(path)
 
@@ -163,9 +196,13 @@ def chip_grid(name: str) -> ChipGrid:
     """Reads a topology's name: "v5e:2x4", "v5p:2x2x2"."""
     match = _TOPOLOGY.fullmatch(name)
     if match is None and "*" in name:
-        raise UnsimulatedError(f"the player simulates one slice: got {name!r}; compile for {name.partition('*')[0]!r}")
+        raise UnsimulatedError(
+            f"the player simulates one slice: got {name!r}; compile for {name.partition('*')[0]!r}"
+        )
     if match is None or match[1] not in CHIPS:
-        raise PlayerError(f"topology must be a chip and its grid, like 'v5e:2x4' or 'v5p:2x2x2': got {name!r}")
+        raise PlayerError(
+            f"topology must be a chip and its grid, like 'v5e:2x4' or 'v5p:2x2x2': got {name!r}"
+        )
     shape = tuple(int(n or 1) for n in match.groups()[1:])
     return ChipGrid(name, shape, DEVICES_PER_CHIP.get(match[1], 1), CHIPS[match[1]].wraps(shape))
 
@@ -175,8 +212,8 @@ def places_of_partitions(
 ) -> tuple[tuple[Coords, int], ...]:
     """Returns the chip of each partition, as three coordinates, and its core on it.
 
-    They are those in `coords`, which may end with the core. Without cores, the partitions of a chip take its cores in
-    their order; without coordinates, all partitions are in order.
+    They are those in `coords`, which may end with the core. Without cores, the partitions of a chip
+    take its cores in their order; without coordinates, all partitions are in order.
     """
     if devices != grid.devices:
         raise MeshMismatchError(
@@ -192,7 +229,8 @@ def places_of_partitions(
     full = full or in_order
     if sorted(full) != sorted(in_order):
         raise MeshMismatchError(
-            f"the order of the mesh must name each chip of {grid.name} {grid.cores} time(s), within {grid.shape}: "
+            f"the order of the mesh must name each chip of {grid.name} {grid.cores} time(s), "
+            f"within {grid.shape}: "
             f"got {tuple(chips)}"
         )
     return full

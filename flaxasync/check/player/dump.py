@@ -1,6 +1,8 @@
-"""Reads a folder of libtpu's dumps: the programs, the HLO module, and the topology that they were made for.
+"""Reads a folder of libtpu's dumps: the programs, the HLO module, and the topology that they were
+made for.
 
-libtpu does not write its version. `play` writes a note (player.json) with the version beside the dumps.
+libtpu does not write its version. `play` writes a note (player.json) with the version beside the
+dumps.
 """
 
 import dataclasses
@@ -18,8 +20,10 @@ from flaxasync.check.player.memory import integer_elements, words
 
 TOP = "TLP"  # the name of the top level program, which is the compiled entry computation
 _NOTE = "player.json"
-_SET_UP = "<late-"  # the beginning of the names of the runtime's set-up and tear-down, which are not simulated
-# A file of the final bundles, or of the declarations, of a program: its beginning, the program, and the pass's number.
+# the beginning of the names of the runtime's set-up and tear-down, which are not simulated
+_SET_UP = "<late-"
+# A file of the final bundles, or of the declarations, of a program: its beginning, the program, and
+# the pass's number.
 _BUNDLES = re.compile(r"(\d+-(.+))-\d+-final_bundles\.txt")
 _ORIGINAL = re.compile(r"(\d+-(.+))-\d+-original\.txt")
 
@@ -44,32 +48,45 @@ class Dump:
     instructions: dict[str, Instruction]  # of all computations, by name
 
     def source(self, instruction: str) -> str:
-        """Returns "file:line" of the Python that made an HLO instruction; "" if the dump does not say."""
+        """Returns "file:line" of the Python that made an HLO instruction; "" if the dump does not
+        say.
+        """
         found = self.instructions.get(instruction)
         return self.module.source(found) if found else ""
 
     @functools.cache  # noqa: B019, there is one dump in a simulation
     def words_of(self, name: str) -> list[int] | None:
-        """Returns the words in memory of an integer constant, or of a copy of one; None for anything else."""
+        """Returns the words in memory of an integer constant, or of a copy of one; None for
+        anything else.
+        """
         elements = integer_elements(self.instructions, name)
         return None if elements is None else words(self.instructions[name].shape, elements)
 
     def collective(self, name: str) -> Instruction | None:
-        """Returns the instruction of this name, or what is in it if it is a fusion: its collective, or None."""
+        """Returns the instruction of this name, or what is in it if it is a fusion: its collective,
+        or None.
+        """
         found = self.instructions.get(name)
         if found is None or found.opcode != "fusion":
             return found
-        return next((i for i in self.module.instructions_in(found) if i.opcode in SYNCHRONOUS), None)
+        return next(
+            (i for i in self.module.instructions_in(found) if i.opcode in SYNCHRONOUS), None
+        )
 
     def is_half_of_collective(self, name: str) -> bool:
-        """Says whether an instruction is a fusion that only starts a collective, or only ends one."""
+        """Says whether an instruction is a fusion that only starts a collective, or only ends
+        one.
+        """
         found = self.instructions.get(name)
         return found is not None and any(
-            i.custom_call_target.startswith("AsyncCollective") for i in self.module.instructions_in(found)
+            i.custom_call_target.startswith("AsyncCollective")
+            for i in self.module.instructions_in(found)
         )
 
     def program_of(self, instruction: str) -> Program:
-        """Returns the bundles of an HLO instruction. libtpu dumps identical ones only once, and shortens long names."""
+        """Returns the bundles of an HLO instruction. libtpu dumps identical ones only once, and
+        shortens long names.
+        """
         if instruction in self.programs:
             return self.programs[instruction]
         for name in sorted(self.programs):
@@ -78,7 +95,8 @@ class Dump:
             if shortened or (known and self._fingerprint(name) == self._fingerprint(instruction)):
                 return self.programs[name]
         raise DumpError(
-            f"{self.folder} has no bundles for {instruction}: it holds {', '.join(sorted(self.programs)[:8])} ...; "
+            f"{self.folder} has no bundles for {instruction}: it holds "
+            f"{', '.join(sorted(self.programs)[:8])} ...; "
             "compile again into an empty folder, with every final_bundles pass dumped"
         )
 
@@ -86,14 +104,26 @@ class Dump:
     def _fingerprint(self, name: str) -> tuple:
         """Returns what two instructions must have in common if libtpu dumped only one of them."""
         i = self.instructions[name]
-        shapes = tuple(str(self.instructions[operand].shape) for operand in i.operands if operand in self.instructions)
+        shapes = tuple(
+            str(self.instructions[operand].shape)
+            for operand in i.operands
+            if operand in self.instructions
+        )
         kernel = i.attributes.get("backend_config", "") if i.opcode == "custom-call" else ""
         inside = self.module.instructions_in(i) if i.opcode == "fusion" else ()
-        return i.opcode, str(i.shape), shapes, kernel, tuple((self._fingerprint(j.name), j.literal) for j in inside)
+        return (
+            i.opcode,
+            str(i.shape),
+            shapes,
+            kernel,
+            tuple((self._fingerprint(j.name), j.literal) for j in inside),
+        )
 
 
 def read_dump(folder: pathlib.Path) -> Dump:
-    """Reads the folder that `--xla_jf_dump_to` named. DumpError says why it is no dump of one program."""
+    """Reads the folder that `--xla_jf_dump_to` named. DumpError says why it is no dump of one
+    program.
+    """
     if not folder.is_dir():
         raise DumpError(f"{folder} is no folder: give the one that --xla_jf_dump_to wrote to")
     paths = sorted(folder.iterdir())
@@ -101,9 +131,11 @@ def read_dump(folder: pathlib.Path) -> Dump:
     originals = {m[1]: path for path in reversed(paths) if (m := _ORIGINAL.fullmatch(path.name))}
     if (tops := sum(name == TOP for name, _, _ in files)) != 1:
         raise DumpError(
-            f"{folder} holds the final bundles of {tops} programs, and must hold those of one: compile one jitted "
+            f"{folder} holds the final bundles of {tops} programs, and must hold those of one: "
+            "compile one jitted "
             f"function with --xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
-            "--xla_jf_dump_llo_pass_label_regex=(final_bundles|original) into an empty folder, or let play() do it"
+            "--xla_jf_dump_llo_pass_label_regex=(final_bundles|original) into an empty folder, or "
+            "let play() do it"
         )
     module = read_scheduled(folder)
     programs = {
@@ -119,7 +151,10 @@ def read_scheduled(folder: pathlib.Path) -> HloModule:
     """Reads the scheduled HLO of a dump. DumpError says that the folder has none."""
     texts = list(folder.glob(f"*-{TOP}-hlo.txt"))
     if not texts:
-        raise DumpError(f"{folder} lacks *-TLP-hlo.txt, the scheduled HLO: compile with --xla_jf_dump_hlo_text=true")
+        raise DumpError(
+            f"{folder} lacks *-TLP-hlo.txt, the scheduled HLO: compile with "
+            "--xla_jf_dump_hlo_text=true"
+        )
     return parse(texts[0].read_text())
 
 
@@ -134,27 +169,45 @@ def read_note(folder: pathlib.Path) -> Note:
     except FileNotFoundError:
         return Note()
     except (ValueError, KeyError, TypeError) as error:
-        raise DumpError(f"{folder / _NOTE} is damaged ({error!r}): remove it, and name the topology") from error
+        raise DumpError(
+            f"{folder / _NOTE} is damaged ({error!r}): remove it, and name the topology"
+        ) from error
 
 
 def _read_complete(name: str, bundles: pathlib.Path, original: pathlib.Path | None) -> Program:
-    """Reads a program from a *-final_bundles.txt and the *-original.txt beside it, and checks that it has its end."""
+    """Reads a program from a *-final_bundles.txt and the *-original.txt beside it, and checks that
+    it has its end.
+    """
     if original is None:
         raise DumpError(
-            f"{bundles.name} has no *-original.txt beside it, which declares its buffers: add 'original' to "
+            f"{bundles.name} has no *-original.txt beside it, which declares its buffers: add "
+            "'original' to "
             "--xla_jf_dump_llo_pass_label_regex"
         )
     program = read_program(name, bundles, original)
     if name == TOP:
-        complete = any(o.name == "inlined_call" and "late-finalization" in o.comment for o in program.bundles[-1])
+        complete = any(
+            o.name == "inlined_call" and "late-finalization" in o.comment
+            for o in program.bundles[-1]
+        )
     else:
         with bundles.open("rb") as stream:
             stream.seek(max(0, bundles.stat().st_size - 4096))
             complete = b"exit bundle" in stream.read()
-    missing = [o.target for b in program.bundles for o in b if o.target >= 0 and o.target not in program.regions]
+    missing = [
+        o.target
+        for b in program.bundles
+        for o in b
+        if o.target >= 0 and o.target not in program.regions
+    ]
     if not complete or missing:
-        what = f"region {missing[0]} is branched to but missing" if missing else "the exit bundle is missing"
+        what = (
+            f"region {missing[0]} is branched to but missing"
+            if missing
+            else "the exit bundle is missing"
+        )
         raise DumpError(
-            f"{bundles.name} was cut short after bundle {len(program.bundles) - 1:#x}: {what}; compile again"
+            f"{bundles.name} was cut short after bundle {len(program.bundles) - 1:#x}: {what}; "
+            "compile again"
         )
     return program

@@ -1,4 +1,6 @@
-"""The errors of the player. Every message says where the fault is, in the dump and if possible in the Python source."""
+"""The errors of the player. Every message says where the fault is, in the dump and if possible in
+the Python source.
+"""
 
 
 class PlayerError(ValueError):
@@ -10,7 +12,9 @@ class DumpError(PlayerError):
 
 
 class UnsimulatedError(PlayerError, NotImplementedError):
-    """The player cannot simulate the program, although nothing may be wrong with it. `play` returns an estimate."""
+    """The player cannot simulate the program, although nothing may be wrong with it. `play` returns
+    an estimate.
+    """
 
 
 class UnknownOperationError(UnsimulatedError):

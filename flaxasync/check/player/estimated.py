@@ -1,6 +1,8 @@
-"""`estimated_result`: what can still be said of a program that cannot be simulated, in the form of a `Result`.
+"""`estimated_result`: what can still be said of a program that cannot be simulated, in the form of
+a `Result`.
 
-Its figures are those of `fa.check.timeline`, from the text of the program, and `not_simulated` says why.
+Its figures are those of `fa.check.timeline`, from the text of the program, and `not_simulated` says
+why.
 """
 
 from collections import Counter
@@ -12,11 +14,14 @@ from flaxasync.check.player.result import Device, Phase, Result
 from flaxasync.check.tested_libtpu import untested
 from flaxasync.hardware import chip
 
-# The cause of a wait, by the kind of its slice. The text does not tell a wait for bytes from one for a signal.
+# The cause of a wait, by the kind of its slice. The text does not tell a wait for bytes from one
+# for a signal.
 _CAUSES = {"stall": "receive", "collective": "collective", "memory": "memory"}
 
 
-def estimated_result(program: CompiledProgram, why: str, *, measured: float | None = None) -> Result:
+def estimated_result(
+    program: CompiledProgram, why: str, *, measured: float | None = None
+) -> Result:
     """Returns the estimate of a program. `why` says why it is not simulated."""
     version = untested(program.libtpu)
     t = timeline(program, notes=() if version is None else (version,))

@@ -1,11 +1,14 @@
-"""`kernel_times`: what the Pallas kernels of a compiled program take, each distinct one simulated once, by itself.
+"""`kernel_times`: what the Pallas kernels of a compiled program take, each distinct one simulated
+once, by itself.
 
-A kernel is taken from the text of the program, which holds its code, and made a program of its own with operands of the
-same shapes on the same chips. Its operands and results are in the memory in which the program has them: left to itself,
-XLA would put results of the small program into vector memory, and the kernel would not wait for HBM. That program is
-compiled and simulated, and the time of the kernel on its slowest device is kept in the user's cache folder, by
-everything on which it depends. So every device enters the kernel at the same time, and nothing else uses the links or
-HBM meanwhile. The two halves of a start/done pair between devices are one program, in which nothing stands between
+A kernel is taken from the text of the program, which holds its code, and made a program of its own
+with operands of the same shapes on the same chips. Its operands and results are in the memory in
+which the program has them: left to itself, XLA would put results of the small program into vector
+memory, and the kernel would not wait for HBM. That program is compiled and simulated, and the time
+of the kernel on its slowest device is kept in the user's cache folder, by everything on which it
+depends. So every device enters the kernel at the same time, and nothing else uses the links or HBM
+meanwhile. The two halves of a start/done pair between devices are one program, in which nothing
+stands between
 them: their time is that of the transfer.
 """
 
@@ -42,23 +45,38 @@ from flaxasync.check.player.transfers import UNKNOWN_SCALARS
 from flaxasync.check.progress import progress
 from flaxasync.hardware import CHIPS
 
-VARIABLE = "FLAXASYNC_PLAYED_KERNELS"  # the environment variable that names another folder for the times of kernels
+# the environment variable that names another folder for the times of kernels
+VARIABLE = "FLAXASYNC_PLAYED_KERNELS"
 _CALL = "tpu_custom_call"
-type Given = Callable[[str, tuple[int, ...]], Sequence[int] | None]  # (kernel, shape of an integer operand) -> elements
-_TYPES = {"bf16": "bfloat16", "pred": "bool", "f8": "float8_", "f": "float", "s": "int", "u": "uint"}  # of beginnings
+# (kernel, shape of an integer operand) -> elements
+type Given = Callable[[str, tuple[int, ...]], Sequence[int] | None]
+# of beginnings
+_TYPES = {
+    "bf16": "bfloat16",
+    "pred": "bool",
+    "f8": "float8_",
+    "f": "float",
+    "s": "int",
+    "u": "uint",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """A kernel, or the start of a pair, as a program of its own. Names do not matter to it."""
 
-    config: str  # what the custom call holds: its code, the memory that it may use, and where operands and results are
+    # what the custom call holds: its code, the memory that it may use, and where operands and
+    # results are
+    config: str
     operands: tuple[str, ...]  # their shapes
     results: tuple[str, ...]  # their shapes
-    aliases: tuple[tuple[int, int], ...]  # pairs of an operand and the result that shares its memory
-    integers: tuple[tuple[int, tuple[int, ...]], ...]  # the elements of operands that the text determines, by operand
+    # pairs of an operand and the result that shares its memory
+    aliases: tuple[tuple[int, int], ...]
+    # the elements of operands that the text determines, by operand
+    integers: tuple[tuple[int, tuple[int, ...]], ...]
     done: "Kernel | None" = None  # the other half of a pair
-    wires: tuple[int, ...] = ()  # for each operand of the done, the number of the result of the start that it is
+    # for each operand of the done, the number of the result of the start that it is
+    wires: tuple[int, ...] = ()
 
 
 def kernel_times(
@@ -69,22 +87,31 @@ def kernel_times(
 ) -> tuple[dict[str, KernelTime], tuple[str, ...]]:
     """Simulates the kernels of a program, and its start/done pairs between devices.
 
-    `module` is the text of the program, `say` is called with a line about each kernel that is not in the cache, and
-    `integers` says what the operands are that the text does not determine.
+    `module` is the text of the program, `say` is called with a line about each kernel that is not
+    in the cache, and `integers` says what the operands are that the text does not determine.
 
-    Returns the times by the names of the instructions, those of pairs by the names of their starts; and a line for each
-    kernel that could not be simulated, or whose time is that of scalars which the program does not determine.
+    Returns the times by the names of the instructions, those of pairs by the names of their starts;
+    and a line for each kernel that could not be simulated, or whose time is that of scalars which
+    the program does not determine.
     """
     if program.chip in DEVICES_PER_CHIP:
-        return {}, (f"kernels were not simulated: a {program.chip} has two devices, and the simulator has one of them",)
+        return {}, (
+            f"kernels were not simulated: a {program.chip} has two devices, and the simulator has "
+            "one of them",
+        )
     found: dict[str, KernelTime] = {}
     lines: list[str] = []
     if CHIPS[program.chip].cores > 1:
-        lines.append("kernels were simulated on core 0 of each device; the other core is taken to keep step with it")
+        lines.append(
+            "kernels were simulated on core 0 of each device; the other core is taken to keep step "
+            "with it"
+        )
     names_of: dict[Kernel, list[str]] = {}
     for name, kernel in _kernels(module, integers):
         if kernel is None:
-            lines.append(f"{name} was not simulated: its done takes other arrays than those that it returns")
+            lines.append(
+                f"{name} was not simulated: its done takes other arrays than those that it returns"
+            )
         else:
             names_of.setdefault(kernel, []).append(name)
     for number, (kernel, names) in enumerate(names_of.items(), 1):
@@ -97,7 +124,10 @@ def kernel_times(
             try:
                 with progress(f"kernel {number} of {len(names_of)}, {names[0]}"):
                     time = _simulate(program, kernel)
-            except (PlayerError, RuntimeError) as error:  # it cannot be simulated, or not be compiled
+            except (
+                PlayerError,
+                RuntimeError,
+            ) as error:  # it cannot be simulated, or not be compiled
                 lines.append(f"{names[0]} was not simulated: {str(error).partition(chr(10))[0]}")
                 continue
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -107,14 +137,17 @@ def kernel_times(
         found |= dict.fromkeys(names, time)
         if time.guessed:
             lines.append(
-                f"{names[0]} was simulated with 0 for scalars that the text of the program does not determine; where "
+                f"{names[0]} was simulated with 0 for scalars that the text of the program does "
+                "not determine; where "
                 "its own cost estimate is longer, that counts"
             )
     return found, tuple(lines)
 
 
 def _kernels(module: HloModule, given: Given) -> Iterator[tuple[str, Kernel | None]]:
-    """Yields each whole kernel and each start between devices by name; None if its done takes more than its results."""
+    """Yields each whole kernel and each start between devices by name; None if its done takes more
+    than its results.
+    """
     for computation in module.computations.values():
         for i in computation.instructions:
             shapes = (one.shape for one in (i, *computation.operands(i)))
@@ -127,12 +160,16 @@ def _kernels(module: HloModule, given: Given) -> Iterator[tuple[str, Kernel | No
             ends_at = module.computations[window.computation]
             wires = _wires(operation.start, ends_at.operands(window.done))
             start = _kernel_of(module.computations[operation.computation], operation.start, given)
-            pair = dataclasses.replace(start, done=_kernel_of(ends_at, window.done, given), wires=wires)
+            pair = dataclasses.replace(
+                start, done=_kernel_of(ends_at, window.done, given), wires=wires
+            )
             yield operation.start.name, pair if wires else None
 
 
 def _wires(start: Instruction, operands: Sequence[Instruction]) -> tuple[int, ...]:
-    """Returns which result of a start each operand of its done is, by their shapes; () if one is none of them."""
+    """Returns which result of a start each operand of its done is, by their shapes; () if one is
+    none of them.
+    """
     left = [(leaf.without_layout(), leaf.memory_space) for _, leaf in start.shape.leaves()]
     wires = []
     for operand in operands:
@@ -145,7 +182,11 @@ def _wires(start: Instruction, operands: Sequence[Instruction]) -> tuple[int, ..
 
 
 def _kernel_of(computation: Computation, i: Instruction, given: Given) -> Kernel:
-    call = {key: v for key, v in i.backend_config["custom_call_config"].items() if key != "debug_locations"}
+    call = {
+        key: v
+        for key, v in i.backend_config["custom_call_config"].items()
+        if key != "debug_locations"
+    }
     config = {key: v for key, v in i.backend_config.items() if key == "scoped_memory_configs"}
     operands = [made.shape for made in computation.operands(i)]
     call |= _places(operands, [leaf for _, leaf in i.shape.leaves()])
@@ -155,21 +196,26 @@ def _kernel_of(computation: Computation, i: Instruction, given: Given) -> Kernel
             values: Sequence[int] | None = integer_elements(computation.by_name, name)
             values = given(i.name, tuple(shape.dimensions)) if values is None else values
             if values is not None:
-                integers.append((number, tuple(np.resize(values, int(np.prod(shape.dimensions))).tolist())))
+                integers.append(
+                    (number, tuple(np.resize(values, int(np.prod(shape.dimensions))).tolist()))
+                )
     return Kernel(
         config=json.dumps(config | {"custom_call_config": call}, sort_keys=True),
         operands=tuple(shape.without_layout() for shape in operands),
         results=tuple(leaf.without_layout() for _, leaf in i.shape.leaves()),
-        aliases=tuple((alias.operand, alias.output[0] if alias.output else 0) for alias in i.aliases),
+        aliases=tuple(
+            (alias.operand, alias.output[0] if alias.output else 0) for alias in i.aliases
+        ),
         integers=tuple(integers),
     )
 
 
 def _places(operands: Sequence[Shape], results: Sequence[Shape]) -> dict[str, list[dict[str, Any]]]:
-    """Returns the entries of a custom call with which XLA leaves its operands and results where the program has them.
+    """Returns the entries of a custom call with which XLA leaves its operands and results where the
+    program has them.
 
-    They are those that JAX writes for `pltpu.HBM(shape, dtype)` and its like. JAX constrains no operand in scalar or
-    semaphore memory.
+    They are those that JAX writes for `pltpu.HBM(shape, dtype)` and its like. JAX constrains no
+    operand in scalar or semaphore memory.
     """
     inputs = [
         {"operand_index": number, "color": shape.memory_space}
@@ -179,7 +225,8 @@ def _places(operands: Sequence[Shape], results: Sequence[Shape]) -> dict[str, li
     outputs: list[dict[str, Any]] = []
     for number, shape in enumerate(results):
         if shape.memory_space in (HBM, VMEM, SEMAPHORE, SMEM):
-            index = {"shape_index": [number]} if len(results) > 1 else {}  # a single result is no tuple
+            # a single result is no tuple
+            index = {"shape_index": [number]} if len(results) > 1 else {}
             outputs.append({"color": shape.memory_space} | index)
     return {"input_memory_space_colors": inputs, "output_memory_space_colors": outputs}
 
@@ -190,30 +237,40 @@ def _simulate(program: CompiledProgram, kernel: Kernel) -> KernelTime:
     devices = {places[device.id]: device for device in described}
     ordered = np.array([devices[coords] for coords in program.coords], dtype=object)
     mesh = Mesh(ordered, ("devices",), axis_types=(AxisType.Auto,))
-    shapes, fixed = [_type(text) for text in kernel.operands], dict(kernel.integers)
-    written = {operand for operand, _ in kernel.aliases}  # made in the program: XLA would copy its arguments first
+    shapes = [_type(text) for text in kernel.operands]
+    fixed = dict(kernel.integers)
+    # made in the program: XLA would copy its arguments first
+    written = {operand for operand, _ in kernel.aliases}
     passed = [n for n in range(len(shapes)) if n not in fixed and n not in written]
 
     def run(*arrays: Any) -> Any:
         operands = dict(zip(passed, arrays, strict=True))
-        operands |= {n: np.array(v, shapes[n].dtype).reshape(shapes[n].shape) for n, v in fixed.items()}
+        operands |= {
+            n: np.array(v, shapes[n].dtype).reshape(shapes[n].shape) for n, v in fixed.items()
+        }
         operands |= {n: jnp.zeros(shapes[n].shape, shapes[n].dtype) for n in written - fixed.keys()}
         results = _call(kernel, *(operands[n] for n in range(len(shapes))))
         if kernel.done is not None:
             results = _call(kernel.done, *(results[n] for n in kernel.wires))
-        return [result[(slice(1),) * result.ndim] for result in results]  # so that nothing copies whole results
+        # so that nothing copies whole results
+        return [result[(slice(1),) * result.ndim] for result in results]
 
     spec = PartitionSpec()
     mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     arguments = [shapes[n].update(sharding=NamedSharding(mesh, spec)) for n in passed]
-    with tempfile.TemporaryDirectory(prefix="flaxasync-") as folder, jax.set_mesh(mesh):  # the caller's may be another
+    # the caller's may be another
+    with tempfile.TemporaryDirectory(prefix="flaxasync-") as folder, jax.set_mesh(mesh):
         compiled = compile_for(program.topology, mapped, *arguments, keep_dumps=folder)
         result = play_dump(folder, topology=program.topology, coords=compiled.coords)
     instructions = [i for c in parse(compiled.text).computations.values() for i in c.instructions]
     names = [i.name for i in instructions if i.custom_call_target == _CALL]
-    phases = [[phase for phase in device.phases if phase.name in names] for device in result.devices]
+    phases = [
+        [phase for phase in device.phases if phase.name in names] for device in result.devices
+    ]
     if kernel.done is not None:
-        return KernelTime(max(done.start + done.seconds - start.start for start, done in phases), 0.0)
+        return KernelTime(
+            max(done.start + done.seconds - start.start for start, done in phases), 0.0
+        )
     slowest = max((phase for (phase,) in phases), key=lambda phase: phase.seconds)
     guessed = any(note.startswith(f"{slowest.name}: {UNKNOWN_SCALARS}") for note in result.notes)
     return KernelTime(slowest.seconds, slowest.exposed, guessed)
@@ -233,7 +290,11 @@ def _call(kernel: Kernel, *operands: Any) -> Sequence[Any]:
 def _type(text: str) -> jax.ShapeDtypeStruct:
     """Returns the type of a shape without layout, such as "bf16[8,128]"."""
     element, sizes = re.fullmatch(r"(\w+)\[([\d,]*)\]", text).groups()  # type: ignore[union-attr]
-    name = next(name + element.removeprefix(short) for short, name in _TYPES.items() if element.startswith(short))
+    name = next(
+        name + element.removeprefix(short)
+        for short, name in _TYPES.items()
+        if element.startswith(short)
+    )
     return jax.ShapeDtypeStruct(tuple(map(int, filter(None, sizes.split(",")))), jnp.dtype(name))
 
 

@@ -1,4 +1,6 @@
-"""One device: its registers, scalar memory and semaphores. It runs alone until its next external operation."""
+"""One device: its registers, scalar memory and semaphores. It runs alone until its next external
+operation.
+"""
 
 import dataclasses
 from collections import Counter, deque
@@ -12,7 +14,8 @@ from flaxasync.check.player.memory import LATE, Addresses
 from flaxasync.check.player.result import Recorder
 
 MAX_BLOCKS = 20_000_000  # basic blocks that a device may run: far more than any program has
-_END_OF_SMALL_MEMORY = 0x100000 >> 2  # no word from here on is reported as read before it was written
+# no word from here on is reported as read before it was written
+_END_OF_SMALL_MEMORY = 0x100000 >> 2
 
 
 class Branch(NamedTuple):
@@ -40,7 +43,8 @@ class Machine:
     code: Code  # the program that runs,
     position: int  # and its next bundle
     parameters: dict[int, int]  # the address of each parameter of the program
-    scalars: dict[str, int]  # what the runtime leaves in scalar memory, by the compiler's words for it
+    # what the runtime leaves in scalar memory, by the compiler's words for it
+    scalars: dict[str, int]
     recorder: Recorder
     notes: Counter[str]  # what the simulation could not know, and how often
     now: float = 0.0  # the time of the core
@@ -51,8 +55,10 @@ class Machine:
     # What the functions of basic blocks read and write.
     registers: list[int] = dataclasses.field(default_factory=lambda: [0] * 64)
     predicates: list[bool] = dataclasses.field(default_factory=lambda: [False] * 32)
-    smem: dict[int, int] = dataclasses.field(default_factory=dict)  # the written words of scalar memory, by address
-    # The queues from which a program pops values of semaphores, results of divisions, and values from the other core.
+    # the written words of scalar memory, by address
+    smem: dict[int, int] = dataclasses.field(default_factory=dict)
+    # The queues from which a program pops values of semaphores, results of divisions, and values
+    # from the other core.
     semaphore_values: deque[int] = dataclasses.field(default_factory=deque)
     divided: deque[int] = dataclasses.field(default_factory=deque)
     core_values: deque[int] = dataclasses.field(default_factory=deque)
@@ -71,15 +77,19 @@ class Machine:
         return self.recorder.phase or self.kernel
 
     def advance(self) -> list[tuple[ExternalOperation, tuple]]:
-        """Runs until the next bundle with external operations, and returns them and their operands; [] at the end."""
-        registers, predicates = self.registers, self.predicates
+        """Runs until the next bundle with external operations, and returns them and their operands;
+        [] at the end.
+        """
+        registers = self.registers
+        predicates = self.predicates
         issue = stall = busy = 0
         external: list[tuple[int, tuple]] | None = None
         while external is None and self.position < self.code.length:
             self._blocks_run += 1
             if self._blocks_run > MAX_BLOCKS:
                 raise UnsimulatedError(
-                    f"device {self.device} ran {MAX_BLOCKS} blocks without an end, now in {self.kernel} at "
+                    f"device {self.device} ran {MAX_BLOCKS} blocks without an end, now in "
+                    f"{self.kernel} at "
                     f"{self.code.program.location(self.position)}"
                 )
             block = self.code.block(self.position)
@@ -95,7 +105,8 @@ class Machine:
             if branch is not None:
                 self._pending = self.branch(self._pending, branch.target, branch.slot)
             if self._pending is not None and self._pending.slot <= block.end:
-                self.position, self._pending = self._pending.target, None
+                self.position = self._pending.target
+                self._pending = None
         cycles = self.recorder.cycles
         cycles["issue"] += issue
         cycles["stall"] += stall
@@ -110,7 +121,9 @@ class Machine:
     def call(self, code: Code, operands: tuple) -> None:
         """Enters another program, with its operands in the first registers."""
         self.stack.append(Frame(self.code, self.position, self._pending))
-        self.code, self.position, self._pending = code, 0, None
+        self.code = code
+        self.position = 0
+        self._pending = None
         for register, value in enumerate(operands):
             if value is not None:
                 self.registers[register] = value
@@ -119,7 +132,9 @@ class Machine:
         self.code, self.position, self._pending = self.stack.pop()
 
     def location(self, index: int | None = None) -> str:
-        """Returns the file and line of a bundle, by default of the first one of the block that runs."""
+        """Returns the file and line of a bundle, by default of the first one of the block that
+        runs.
+        """
         return self.code.program.location(self._start if index is None else index)
 
     # The functions of basic blocks call these.
@@ -127,11 +142,15 @@ class Machine:
     def branch(self, pending: Branch | None, target: int, slot: int) -> Branch:
         """Takes a branch whose last delay slot is `slot`."""
         if pending is not None:
-            raise PlayerError(f"{self.kernel}: a branch is taken while another is under way, at {self.location()}")
+            raise PlayerError(
+                f"{self.kernel}: a branch is taken while another is under way, at {self.location()}"
+            )
         return Branch(target, slot)
 
     def load(self, address: int) -> int:
-        """Returns a word of scalar memory that the program or the runtime wrote; 0 and a note for any other word."""
+        """Returns a word of scalar memory that the program or the runtime wrote; 0 and a note for
+        any other word.
+        """
         address &= 0xFFFFFFFF
         value = self.smem.get(address)
         if value is not None:
@@ -143,7 +162,9 @@ class Machine:
         buffer = self.addresses.at("smem", address)
         if address < _END_OF_SMALL_MEMORY and not (buffer and buffer.label.startswith(LATE)):
             where = tag or (buffer.label if buffer else f"address {address:#x}")
-            self.notes[f"{self.kernel}: scalar memory read before it was written, taken as 0: {where}"] += 1
+            self.notes[
+                f"{self.kernel}: scalar memory read before it was written, taken as 0: {where}"
+            ] += 1
         return 0
 
     def pop_vector(self) -> int:

@@ -1,11 +1,12 @@
 """The time of vector and matrix operations. Their values are never computed.
 
-A bundle is issued in one cycle. Three operations can delay it, all of them of a matrix unit: a multiply (`vmatmul`)
-while the unit still streams the one before, a weight push (`vmatpush`) while its port is busy, and a pop of a result
-that is not ready. Every other vector operation costs its slot in the bundle and no more.
+A bundle is issued in one cycle. Three operations can delay it, all of them of a matrix unit: a
+multiply (`vmatmul`) while the unit still streams the one before, a weight push (`vmatpush`) while
+its port is busy, and a pop of a result that is not ready. Every other vector operation costs its
+slot in the bundle and no more.
 
-The time of a basic block depends only on the state of the units when it begins: on the work that they still have to do.
-It is therefore computed once for each state.
+The time of a basic block depends only on the state of the units when it begins: on the work that
+they still have to do. It is therefore computed once for each state.
 """
 
 import re
@@ -15,8 +16,9 @@ from typing import NamedTuple
 from flaxasync.check.player.bundle_text import Operation, Program
 from flaxasync.check.player.chips import PlayedChip
 
-# The operations of the vector, permute and transpose units that were seen in dumps, by their name up to the first dot.
-# They cost their slot in the bundle. A unit holds four sets of weights, and each has its own push operation.
+# The operations of the vector, permute and transpose units that were seen in dumps, by their name
+# up to the first dot. They cost their slot in the bundle. A unit holds four sets of weights, and
+# each has its own push operation.
 VECTOR_FAMILIES = frozenset(
     """
     vadd vand vbcast vc vceil vclampa vclamps vclz vcmask vcmp vcombine vcosq vcvt vdelay verf vexp2 vfloor
@@ -30,11 +32,15 @@ _UNIT = re.compile(r"mxu(\d)")
 _BYTES = re.compile(r"\.(?:f8\w*|s8|u8|s4|u4|fp8\w*)(?:\.|$)")
 _PACKED = re.compile(r"\.(?:bf16|packed)(?:\.|$)")
 
-MULTIPLY, PUSH, POP = 0, 1, 2
+MULTIPLY = 0
+PUSH = 1
+POP = 2
 
 
 class Operations(NamedTuple):
-    """The operations in the bundles of a program, each counted once however often it is executed."""
+    """The operations in the bundles of a program, each counted once however often it is
+    executed.
+    """
 
     bundles: int
     names: int  # the number of different operations
@@ -56,8 +62,11 @@ def operations(program: Program) -> Operations:
             kinds = {"vmatmul": "multiplies", "vmatpush": "pushes", "vpop": "pops"}
             if not _UNIT.search(name):
                 kinds = {"vld": "loads", "vst": "stores"}
-            counts[kinds.get(unit.rstrip("123"), "vector")] += count  # each set of weights has its own push
-    return Operations(len(program.bundles), len(names), *(counts[kind] for kind in Operations._fields[2:]))
+            # each set of weights has its own push
+            counts[kinds.get(unit.rstrip("123"), "vector")] += count
+    return Operations(
+        len(program.bundles), len(names), *(counts[kind] for kind in Operations._fields[2:])
+    )
 
 
 class MatrixOperation(NamedTuple):
@@ -72,8 +81,9 @@ class MatrixOperation(NamedTuple):
 class Cost(NamedTuple):
     """The time of a basic block, in cycles.
 
-    `state` is the work that the matrix units still have to do at its end: for each unit its number, the cycles until it
-    is free, the cycles until its port is free, and the cycles until each of its results is ready.
+    `state` is the work that the matrix units still have to do at its end: for each unit its number,
+    the cycles until it is free, the cycles until its port is free, and the cycles until each of its
+    results is ready.
     """
 
     cycles: int
@@ -86,13 +96,16 @@ IDLE: tuple = ()  # the state of units that have no work
 
 
 def matrix_operations(operation: Operation, chip: PlayedChip) -> tuple[MatrixOperation, ...]:
-    """Returns what an operation asks of matrix units: of two if it pops and adds their results, else of one or none."""
+    """Returns what an operation asks of matrix units: of two if it pops and adds their results,
+    else of one or none.
+    """
     if not operation.unit.startswith(("vmat", "vpop")):
         return ()
     units = [int(unit) for unit in _UNIT.findall(operation.name)]
     unit = units[0] if units else 0
     if operation.unit == "vmatmul":
-        # `lmr` multiplies 8 rows of a loaded register, whatever their type. A float32 multiply does the same.
+        # `lmr` multiplies 8 rows of a loaded register, whatever their type. A float32 multiply does
+        # the same.
         loaded = ".lmr." in operation.name
         kind = "" if loaded else "8 bits" if _BYTES.search(operation.name) else "bf16"
         if kind == "bf16" and not _PACKED.search(operation.name):
@@ -103,8 +116,11 @@ def matrix_operations(operation: Operation, chip: PlayedChip) -> tuple[MatrixOpe
     return tuple(MatrixOperation(POP, unit, 0) for unit in units if operation.unit == "vpop")
 
 
-def cost(bundles: int, work: list[tuple[int, tuple[MatrixOperation, ...]]], state: tuple, latency: int) -> Cost:
-    """Returns the time of a basic block, from the state of the units before it, and the latency of a multiply.
+def cost(
+    bundles: int, work: list[tuple[int, tuple[MatrixOperation, ...]]], state: tuple, latency: int
+) -> Cost:
+    """Returns the time of a basic block, from the state of the units before it, and the latency of
+    a multiply.
 
     `work` is (index of the bundle, operations) for each bundle that uses a matrix unit.
     """

@@ -1,13 +1,14 @@
 """Transfers as flows: how their bytes share HBM and links, and when each transfer ends.
 
-Every byte of a transfer uses one or more resources: the HBM of a chip (twice for a copy within it), and each directed
-link on its route. Resources are shared by these rules, which were chosen by comparison with the published study
-(docs/player.md):
+Every byte of a transfer uses one or more resources: the HBM of a chip (twice for a copy within it),
+and each directed link on its route. Resources are shared by these rules, which were chosen by
+comparison with the published study (docs/player.md):
 
 * The transfers within a chip use its HBM one at a time, in the order in which they were issued.
-* A chip sends one transfer at a time over each outgoing link, in the order in which they were issued.
-* Transfers between chips, and the one within a chip, share links and HBM evenly (max-min fairness). Those between chips
-  are as slow as their link, and hardly ever wait.
+* A chip sends one transfer at a time over each outgoing link, in the order in which they were
+  issued.
+* Transfers between chips, and the one within a chip, share links and HBM evenly (max-min fairness).
+  Those between chips are as slow as their link, and hardly ever wait.
 """
 
 import dataclasses
@@ -29,7 +30,8 @@ class Flow:
     number: int  # of the transfer, in the order in which transfers were issued
     size: int  # bytes
     uses: tuple[Use, ...]
-    done: Callable[[float, "Flow"], None]  # called with the time and the flow when the transfer ends
+    # called with the time and the flow when the transfer ends
+    done: Callable[[float, "Flow"], None]
     left: float  # bytes that have not moved yet
     rate: float = 0.0  # bytes per cycle at the current time
     started: float = -1.0  # when its first byte moved; -1 before that
@@ -39,16 +41,23 @@ class Network:
     """All transfers of the mesh. Times are in cycles, rates in bytes per cycle."""
 
     def __init__(self, capacity: Mapping[str, float]):
-        """Makes a network without transfers. The resource ("hbm", device) has the capacity of the kind "hbm"."""
+        """Makes a network without transfers. The resource ("hbm", device) has the capacity of the
+        kind "hbm".
+        """
         self._capacity = capacity
-        self._queues: dict[Hashable, deque[Flow]] = {}  # by the first link of a transfer, or else by its HBM
+        # by the first link of a transfer, or else by its HBM
+        self._queues: dict[Hashable, deque[Flow]] = {}
         self._moving: list[Flow] = []
         self._now = 0.0
         self._count = 0
         self.next = math.inf  # when the next transfer ends; infinity if none is under way
 
-    def start(self, now: float, size: int, uses: tuple[Use, ...], done: Callable[[float, Flow], None]) -> None:
-        """Begins a transfer. One that uses no resource, because it stays in on-chip memory, ends at once."""
+    def start(
+        self, now: float, size: int, uses: tuple[Use, ...], done: Callable[[float, Flow], None]
+    ) -> None:
+        """Begins a transfer. One that uses no resource, because it stays in on-chip memory, ends at
+        once.
+        """
         self.advance(now)
         self._count += 1
         link = next((resource for resource, _ in uses if resource[0] == "link"), None)
@@ -71,7 +80,8 @@ class Network:
         now = self.next
         self.advance(now)
         ended = [f for f in self._moving if f.left <= 1e-6 * max(1, f.size) + 1e-3]
-        if not ended:  # rounding left a few bytes in each of them; the one that is closest to its end has ended
+        # rounding left a few bytes in each of them; the one that is closest to its end has ended
+        if not ended:
             ended = [min(self._moving, key=lambda f: f.left / f.rate)]
         for name in [name for name, queue in self._queues.items() if queue[0] in ended]:
             self._queues[name].popleft()
@@ -82,7 +92,9 @@ class Network:
             flow.done(now, flow)
 
     def _share(self) -> None:
-        self._moving = sorted((queue[0] for queue in self._queues.values()), key=lambda flow: flow.number)
+        self._moving = sorted(
+            (queue[0] for queue in self._queues.values()), key=lambda flow: flow.number
+        )
         _share_evenly(self._moving, self._capacity)
         self.next = math.inf
         for flow in self._moving:
@@ -94,8 +106,8 @@ class Network:
 def _share_evenly(flows: list[Flow], capacity: Mapping[str, float]) -> None:
     """Sets max-min fair rates of flows.
 
-    It raises all rates evenly until a resource is used up, fixes the flows that need that resource, and goes on with
-    the rest.
+    It raises all rates evenly until a resource is used up, fixes the flows that need that resource,
+    and goes on with the rest.
     """
     for flow in flows:
         flow.rate = _UNLIMITED

@@ -1,4 +1,6 @@
-"""`play` and `play_dump`: from a function, or from a folder of dumps, to the result of its simulation."""
+"""`play` and `play_dump`: from a function, or from a folder of dumps, to the result of its
+simulation.
+"""
 
 import os
 import pathlib
@@ -29,36 +31,46 @@ def play(
     compiler_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Result:
-    """Compiles a function for a topology in a child process, dumps its final bundles, and simulates them.
+    """Compiles a function for a topology in a child process, dumps its final bundles, and simulates
+    them.
 
     Args:
       fn, *args, **kwargs: A function and its arguments, as for `compile_for`.
       topology: The chip and its grid: "v5e:2x4", ...
       keep_dumps: An empty folder in which the dumps are left. By default they are deleted.
-      measured: Seconds that the same program took on a TPU, if they are known. The result then states its error.
-      accept: Names of operations that the player does not know. They are assumed to cost only their slot in a bundle.
+      measured: Seconds that the same program took on a TPU, if they are known. The result then
+        states its error.
+      accept: Names of operations that the player does not know. They are assumed to cost only their
+        slot in a bundle.
       compiler_options: libtpu's own options.
 
     Returns:
-      Where the time and the bytes of the program went. `print` shows a table. `fa.check.save_picture` and
-      `fa.check.save_trace` write it to files. Of a program that cannot be simulated, because it has an operation that
-      the player does not know, for example, the figures are the estimate of `fa.check.timeline`, and
-      `.not_simulated` says why.
+      Where the time and the bytes of the program went. `print` shows a table.
+      `fa.check.save_picture` and `fa.check.save_trace` write it to files. Of a program that cannot
+      be simulated, because it has an operation that the player does not know, for example, the
+      figures are the estimate of `fa.check.timeline`, and `.not_simulated` says why.
 
     Raises:
       ValueError: The topology is unknown, or does not fit the arguments.
       RuntimeError: The compiler refused the program.
       PlayerError: The program breaks a rule of the machine, or its dumps cannot be read.
     """
-    from flaxasync.check.compile.compile_for import compile_for  # imports JAX, which play_dump does not need
+    # imports JAX, which play_dump does not need
+    from flaxasync.check.compile.compile_for import compile_for
 
-    with progress(f"playing for {topology}"), tempfile.TemporaryDirectory(prefix="flaxasync-") as temporary:
+    with (
+        progress(f"playing for {topology}"),
+        tempfile.TemporaryDirectory(prefix="flaxasync-") as temporary,
+    ):
         folder = pathlib.Path(temporary if keep_dumps is None else keep_dumps)
         if folder.is_dir() and any(folder.iterdir()):
             raise ValueError(
-                f"keep_dumps must be an empty folder: {folder} is not; dumps of two programs cannot be told apart"
+                f"keep_dumps must be an empty folder: {folder} is not; dumps of two programs "
+                "cannot be told apart"
             )
-        compiled = compile_for(topology, fn, *args, keep_dumps=folder, compiler_options=compiler_options, **kwargs)
+        compiled = compile_for(
+            topology, fn, *args, keep_dumps=folder, compiler_options=compiler_options, **kwargs
+        )
         write_note(folder, Note(topology, installed_libtpu(), compiled.coords))
         try:
             return play_dump(folder, measured=measured, accept=accept)
@@ -79,34 +91,42 @@ def play_dump(
 
     Args:
       folder: The folder that `--xla_jf_dump_to` named.
-      topology: The topology of the program. By default that in the note (player.json), which `play` writes.
-      coords: The chip of each partition, in the order of the mesh. By default those in the note; without a note, the
-        chips in the order of their numbers.
+      topology: The topology of the program. By default that in the note (player.json), which `play`
+        writes.
+      coords: The chip of each partition, in the order of the mesh. By default those in the note;
+        without a note, the chips in the order of their numbers.
       chip: A chip whose numbers differ from those of the table, like
         `dataclasses.replace(played_chip("v5e"), hbm_efficiency=1.0)`.
       measured, accept: As for `play`.
 
     Raises:
       UnsimulatedError: The program cannot be simulated. It is a PlayerError.
-      PlayerError: The program breaks a rule of the machine, or its dumps cannot be read; see errors.py.
+      PlayerError: The program breaks a rule of the machine, or its dumps cannot be read; see
+        errors.py.
     """
     with progress(f"reading the bundles in {folder}"):
         dump = read_dump(pathlib.Path(folder))
-    devices, named = dump.module.num_partitions, topology or dump.note.topology
+    devices = dump.module.num_partitions
+    named = topology or dump.note.topology
     if not named:
         raise MeshMismatchError(
-            f"{folder} does not say which topology it was compiled for: name it, topology='v5e:2x2' for example"
+            f"{folder} does not say which topology it was compiled for: name it, "
+            "topology='v5e:2x2' for example"
         )
     if dump.note.topology not in ("", named):
         raise MeshMismatchError(
-            f"{folder} was compiled for {dump.note.topology}, not for {topology}: compile again, or leave it out"
+            f"{folder} was compiled for {dump.note.topology}, not for {topology}: compile again, "
+            "or leave it out"
         )
     chip = chip or played_chip(named)
     grid = chip_grid(named)
     order = dump.note.coords if coords is None else tuple(tuple(c) for c in coords)
     notes = []
     if not order and devices > 1:
-        notes.append("the order of the mesh is not known: partitions are taken to be the chips in their order")
+        notes.append(
+            "the order of the mesh is not known: partitions are taken to be the chips in their "
+            "order"
+        )
     version = untested(dump.note.libtpu)
     if version is not None:
         notes.append(version)
@@ -126,15 +146,19 @@ def _result(state: State, measured: float | None, notes: list[str]) -> Result:
     """Returns the result of a simulation that has ended, whose first notes are those given."""
     chip = state.chip
     devices = tuple(m.recorder.device(m.coords, m.now) for m in state.machines)
-    notes = notes + [f"{text}{f' ({n} times)' if n > 1 else ''}" for text, n in sorted(state.notes.items())]
+    notes = notes + [
+        f"{text}{f' ({n} times)' if n > 1 else ''}" for text, n in sorted(state.notes.items())
+    ]
     if analytic := sorted({p.name for d in devices for p in d.phases if p.analytic}):
         notes.append(f"timed by a ring model, not by their bundles: {', '.join(analytic)}")
     return Result(
         name=state.dump.module.name,
         topology=state.grid.name,
         chip=chip.name,
-        basis=f"a simulated prediction, nothing was run on a TPU: libtpu {state.dump.note.libtpu or 'unknown'}'s final "
-        f"bundles executed for {len(devices)} devices, {chip.clock / 1e9:g} GHz, HBM {chip.hbm / 1e9:.0f} GB/s, links "
+        basis="a simulated prediction, nothing was run on a TPU: libtpu "
+        f"{state.dump.note.libtpu or 'unknown'}'s final "
+        f"bundles executed for {len(devices)} devices, {chip.clock / 1e9:g} GHz, HBM "
+        f"{chip.hbm / 1e9:.0f} GB/s, links "
         f"{chip.link / 1e9:.1f} GB/s in each direction",
         known_error=chip.known_error,
         devices=devices,

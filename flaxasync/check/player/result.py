@@ -1,7 +1,8 @@
-"""`Result`: where the time and the bytes of a simulated program went, for each device and phase; and its `Recorder`.
+"""`Result`: where the time and the bytes of a simulated program went, for each device and phase;
+and its `Recorder`.
 
-A phase is one instruction of the scheduled program, with all of its executions. Times are in seconds, and every device
-begins at 0.
+A phase is one instruction of the scheduled program, with all of its executions. Times are in
+seconds, and every device begins at 0.
 """
 
 import dataclasses
@@ -23,7 +24,9 @@ CAUSES = {
     "sync": "a signal of another device",
     "collective": "a collective of XLA that is timed by a ring model",
 }
-RING_MODEL, SIGNAL = "collective (ring model)", "signal"  # what raises semaphores beside transfers
+# what raises semaphores beside transfers
+RING_MODEL = "collective (ring model)"
+SIGNAL = "signal"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +67,9 @@ class Device(Times):
 
     @property
     def share_of_peak(self) -> float:
-        """The share of the time in which a matrix unit multiplies. It is the share of peak where tiles are full."""
+        """The share of the time in which a matrix unit multiplies. It is the share of peak where
+        tiles are full.
+        """
         return self.matrix_busy / self.seconds if self.seconds else 0.0
 
     def phase(self, name: str) -> Phase:
@@ -75,18 +80,24 @@ class Device(Times):
         """
         found = [p for p in self.phases if p.name.startswith(name)]
         if not found:
-            raise KeyError(f"no phase begins with {name!r}: {', '.join(p.name for p in self.phases)}")
+            raise KeyError(
+                f"no phase begins with {name!r}: {', '.join(p.name for p in self.phases)}"
+            )
         return max(found, key=lambda p: p.seconds)
 
 
 class EndedWait(NamedTuple):
-    """One wait of a device for a semaphore. It takes no time if the semaphore has been raised before."""
+    """One wait of a device for a semaphore. It takes no time if the semaphore has been raised
+    before.
+    """
 
     device: int
     phase: str
     start: float  # in seconds
     seconds: float
-    kind: str  # of the transfer that last raised the semaphore, as in `Times.bytes`; SIGNAL, RING_MODEL; "" for none
+    # of the transfer that last raised the semaphore, as in `Times.bytes`; SIGNAL, RING_MODEL; ""
+    # for none
+    kind: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +107,16 @@ class WaitTimes:
     seconds: tuple[float, ...]
 
     def percentile(self, share: float) -> float:
-        """Returns the least time that `share` percent of the waits do not exceed; 0.0 if there are no waits."""
+        """Returns the least time that `share` percent of the waits do not exceed; 0.0 if there are
+        no waits.
+        """
         rank = math.ceil(share / 100 * len(self.seconds))
         return self.seconds[max(rank, 1) - 1] if self.seconds else 0.0
 
     def __str__(self) -> str:
-        shown = ", ".join(f"p{share} {self.percentile(share) * 1e6:.3f}" for share in (50, 90, 99, 100))
+        shown = ", ".join(
+            f"p{share} {self.percentile(share) * 1e6:.3f}" for share in (50, 90, 99, 100)
+        )
         return f"{len(self.seconds)} waits of {sum(self.seconds) * 1e6:.1f} us in all, {shown} us"
 
 
@@ -116,12 +131,17 @@ class Result:
     known_error: str  # how far such times were from a measurement, if one is known
     devices: tuple[Device, ...]  # in the order of the partitions
     notes: tuple[str, ...]  # what a reader should know beside the figures
-    operations: Mapping[str, Operations]  # of each fusion, of each kernel, and of the top level program ("TLP")
-    slices: tuple[Slice, ...] = dataclasses.field(repr=False)  # what each lane of each device did when
-    all_waits: tuple[EndedWait, ...] = dataclasses.field(repr=False)  # of all devices, in the order in which they ended
+    # of each fusion, of each kernel, and of the top level program ("TLP")
+    operations: Mapping[str, Operations]
+    # what each lane of each device did when
+    slices: tuple[Slice, ...] = dataclasses.field(repr=False)
+    # of all devices, in the order in which they ended
+    all_waits: tuple[EndedWait, ...] = dataclasses.field(repr=False)
     measured: float | None = None  # seconds that the program took on a TPU, if it was measured
-    not_simulated: str = ""  # why the figures are an estimate from the text of the program; "" if they are simulated
-    unsafe: tuple[str, ...] = ()  # what the audit rejects of buffers in flight, which no figure here shows
+    # why the figures are an estimate from the text of the program; "" if they are simulated
+    not_simulated: str = ""
+    # what the audit rejects of buffers in flight, which no figure here shows
+    unsafe: tuple[str, ...] = ()
     preference: str = WHOLE_PLAYED  # whether to believe it or another prediction of the program
 
     @property
@@ -151,11 +171,23 @@ class Result:
         return dict(sum((Counter(d.bytes) for d in self.devices), Counter()))
 
     def waits(
-        self, device: int, phase: str = "", kind: str = "", *, begin: float = 0.0, end: float = math.inf
+        self,
+        device: int,
+        phase: str = "",
+        kind: str = "",
+        *,
+        begin: float = 0.0,
+        end: float = math.inf,
     ) -> WaitTimes:
-        """Returns a device's waits of one kind in phases whose names begin so, from `begin` to `end` (seconds)."""
+        """Returns a device's waits of one kind in phases whose names begin so, from `begin` to
+        `end` (seconds).
+        """
         found = (w for w in self.all_waits if w.device == device and w.phase.startswith(phase))
-        return WaitTimes(tuple(sorted(w.seconds for w in found if kind in ("", w.kind) and begin <= w.start < end)))
+        return WaitTimes(
+            tuple(
+                sorted(w.seconds for w in found if kind in ("", w.kind) and begin <= w.start < end)
+            )
+        )
 
     def timeline(self) -> Timeline:
         """Returns the result as a `Timeline`, which `fa.check.timeline` also returns."""
@@ -171,9 +203,15 @@ class Result:
             for d in self.devices
         )
         return Timeline(
-            self.name, self.chip, self.basis, self.known_error, self.slices, devices, self.notes,
+            self.name,
+            self.chip,
+            self.basis,
+            self.known_error,
+            self.slices,
+            devices,
+            self.notes,
             preference=self.preference,
-        )  # fmt: skip
+        )
 
     def to_json(self) -> str:
         """Returns everything except the slices and the single waits as JSON."""
@@ -186,7 +224,10 @@ class Result:
         slowest = self.slowest
         how = "not simulated, estimated at " if self.not_simulated else ""
         head = f"{self.name} on {self.topology}: {how}{self.seconds * 1e3:.4f} ms, "
-        head += f"{slowest.share_of_peak:.1%} of peak, exposed communication {self.exposed * 1e3:.4f} ms"
+        head += (
+            f"{slowest.share_of_peak:.1%} of peak, exposed communication "
+            f"{self.exposed * 1e3:.4f} ms"
+        )
         if self.error is not None and self.measured is not None:
             head += f"; measured {self.measured * 1e3:.4g} ms, error {self.error:+.1%}"
         if self.unsafe:
@@ -196,15 +237,27 @@ class Result:
         if self.not_simulated:
             lines.append(f"  not simulated: {self.not_simulated}")
         lines += [f"  {'':34s}" + "".join(f"{c:>11s}" for c in columns) + "   ms"]
-        lines += [_row(f"device {d.device} at {','.join(map(str, d.coords))}", d) for d in self.devices]
+        lines += [
+            _row(f"device {d.device} at {','.join(map(str, d.coords))}", d) for d in self.devices
+        ]
         lines.append(f"  phases of device {slowest.device}, the slowest:")
         for p in slowest.phases:
             if p.seconds > 0.002 * slowest.seconds:
                 runs = f" x{p.runs}" if p.runs > 1 else ""
-                lines.append(_row("  " * (1 + p.depth) + p.name + runs + (" (ring model)" if p.analytic else ""), p))
+                lines.append(
+                    _row(
+                        "  " * (1 + p.depth)
+                        + p.name
+                        + runs
+                        + (" (ring model)" if p.analytic else ""),
+                        p,
+                    )
+                )
         if self.all_waits:
             lines.append(f"  device {slowest.device} has {self.waits(slowest.device)}")
-        moved = ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in sorted(self.bytes.items()))
+        moved = ", ".join(
+            f"{kind} {size / 1e6:.1f} MB" for kind, size in sorted(self.bytes.items())
+        )
         lines += [f"  bytes of all devices: {moved}"] if moved else []
         lines += [f"  basis: {self.basis}", f"  known error: {self.known_error}"]
         lines.append(f"  which to believe: {self.preference}")
@@ -229,15 +282,22 @@ class _Phase:
 
 
 class Recorder:
-    """The record of one device. `slices` and `waits` collect those of all devices, in the order in which they end."""
+    """The record of one device. `slices` and `waits` collect those of all devices, in the order in
+    which they end.
+    """
 
     def __init__(self, device: int, chip: PlayedChip, slices: list[Slice], waits: list[EndedWait]):
-        # What the device has done so far: the cycles in which a bundle was issued ("issue") or waited for a matrix unit
-        # ("stall"), in which the busiest matrix unit multiplied ("busy"), and those of waits by cause.
+        # What the device has done so far: the cycles in which a bundle was issued ("issue") or
+        # waited for a matrix unit ("stall"), in which the busiest matrix unit multiplied ("busy"),
+        # and those of waits by cause.
         self.cycles: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()  # that its transfers moved, by kind
-        self._device, self._chip, self._slices, self._waits = device, chip, slices, waits
-        # The phases that the device is in: their names, when it entered, and its cycles and bytes then.
+        self._device = device
+        self._chip = chip
+        self._slices = slices
+        self._waits = waits
+        # The phases that the device is in: their names, when it entered, and its cycles and bytes
+        # then.
         self._open: list[tuple[str, float, Counter[str], Counter[str]]] = []
         self._ended: dict[str, _Phase] = {}
         self._analytic: set[str] = set()
@@ -270,11 +330,20 @@ class Recorder:
 
     def wait(self, start: float, end: float, name: str, cause: str, kind: str) -> None:
         seconds = self._chip.seconds
-        self._waits.append(EndedWait(self._device, self.phase, seconds(start), seconds(end - start), kind))
+        self._waits.append(
+            EndedWait(self._device, self.phase, seconds(start), seconds(end - start), kind)
+        )
         if end > start:
             self.run_until(start)
             self.cycles[cause] += end - start  # type: ignore[assignment]
-            self._slice("core", name, cause if cause in ("memory", "collective") else "stall", start, end, cause)
+            self._slice(
+                "core",
+                name,
+                cause if cause in ("memory", "collective") else "stall",
+                start,
+                end,
+                cause,
+            )
             self._run_start = end
 
     def transfer(self, lane: str, start: float, end: float, name: str) -> None:
@@ -284,17 +353,25 @@ class Recorder:
         self._analytic.add(self.phase)
 
     def device(self, coords: tuple[int, ...], now: float) -> Device:
-        """Returns where the time of the device went until its end, on the chip with these coordinates."""
+        """Returns where the time of the device went until its end, on the chip with these
+        coordinates.
+        """
         phases = [
             Phase(
-                name=name, runs=p.runs, start=self._chip.seconds(p.start), depth=p.depth,
-                analytic=name in self._analytic, **self._times(p.cycles, p.bytes),
+                name=name,
+                runs=p.runs,
+                start=self._chip.seconds(p.start),
+                depth=p.depth,
+                analytic=name in self._analytic,
+                **self._times(p.cycles, p.bytes),
             )
             for name, p in self._ended.items()
-        ]  # fmt: skip
+        ]
         in_order = tuple(sorted(phases, key=lambda p: (p.start, p.depth)))
         cycles = self.cycles | Counter(total=now)  # type: ignore[call-overload]
-        return Device(device=self._device, coords=coords, phases=in_order, **self._times(cycles, self.bytes))
+        return Device(
+            device=self._device, coords=coords, phases=in_order, **self._times(cycles, self.bytes)
+        )
 
     def _times(self, cycles: Counter[str], moved: Counter[str]) -> dict[str, Any]:
         seconds = {what: self._chip.seconds(count) for what, count in sorted(cycles.items())}
@@ -307,6 +384,10 @@ class Recorder:
             "bytes": dict(sorted(moved.items())),
         }
 
-    def _slice(self, lane: str, name: str, kind: str, start: float, end: float, cause: str = "") -> None:
+    def _slice(
+        self, lane: str, name: str, kind: str, start: float, end: float, cause: str = ""
+    ) -> None:
         seconds = self._chip.seconds
-        self._slices.append(Slice(self._device, lane, name, kind, seconds(start), seconds(end), cause))
+        self._slices.append(
+            Slice(self._device, lane, name, kind, seconds(start), seconds(end), cause)
+        )

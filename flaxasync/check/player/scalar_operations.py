@@ -1,8 +1,8 @@
 """The scalar unit: translates the text of an operation to Python code that computes its result.
 
-Registers hold unsigned 32-bit integers, and floats are kept as their bits. The expressions that are built here become
-the body of a basic block (basic_blocks.py). In that body `s` and `p` are the registers and the predicates, `d` is the
-machine, and the functions of RUNTIME are in scope.
+Registers hold unsigned 32-bit integers, and floats are kept as their bits. The expressions that are
+built here become the body of a basic block (basic_blocks.py). In that body `s` and `p` are the
+registers and the predicates, `d` is the machine, and the functions of RUNTIME are in scope.
 """
 
 import re
@@ -48,7 +48,8 @@ RUNTIME = {"signed": signed, "as_float": as_float, "as_bits": as_bits}
 # Templates of the expressions. {0} is the first operand, {-1} the last one.
 _BY_NAME = {
     "spop.sfrf": "d.semaphore_values.popleft()",
-    "vpop.sfrf": "d.semaphore_values.popleft()",  # the name of the same operation up to libtpu 0.0.50
+    # the name of the same operation up to libtpu 0.0.50
+    "vpop.sfrf": "d.semaphore_values.popleft()",
     "spop.sccf": "d.core_values.popleft()",
     "spop.drf": "d.divided.popleft()",
     "spop": "d.pop_vector()",
@@ -72,7 +73,10 @@ _BY_UNIT = {
     "sclz": "32 - ({0}).bit_length()",
     "reloc": "0",  # the index of a profile counter
 }
-_CONVERSIONS = {"scvt.s32.f32": "as_bits(float(signed({0})))", "scvt.f32.s32": "int(as_float({0})) & 4294967295"}
+_CONVERSIONS = {
+    "scvt.s32.f32": "as_bits(float(signed({0})))",
+    "scvt.f32.s32": "int(as_float({0})) & 4294967295",
+}
 _BITS = {
     "sadd": "({0} + {1}) & 4294967295",
     "ssub": "({0} - {1}) & 4294967295",
@@ -87,7 +91,8 @@ _BITS = {
 # Arithmetic by the first letter of its type.
 _ARITHMETIC = {
     "u": _BITS | {name: f"{name[1:]}({{0}}, {{1}})" for name in ("smin", "smax")},
-    "s": _BITS | {name: f"{name[1:]}(signed({{0}}), signed({{1}})) & 4294967295" for name in ("smin", "smax")},
+    "s": _BITS
+    | {name: f"{name[1:]}(signed({{0}}), signed({{1}})) & 4294967295" for name in ("smin", "smax")},
     "f": {
         "sadd": "as_bits(as_float({0}) + as_float({1}))",
         "ssub": "as_bits(as_float({0}) - as_float({1}))",
@@ -98,9 +103,17 @@ _ARITHMETIC = {
 }
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _VIEW = {"f": "as_float", "s": "signed", "u": ""}  # how a comparison reads its operands
-# Operations that change no register. The operands of a phi share its register, and the caller sets the operands of a
-# call.
-NO_EFFECT = ("sphi", "pphi", "inlined_call_operand", "sfence", "compiler-scheduling-barrier", "vsettm", "xla_tuple")
+# Operations that change no register. The operands of a phi share its register, and the caller sets
+# the operands of a call.
+NO_EFFECT = (
+    "sphi",
+    "pphi",
+    "inlined_call_operand",
+    "sfence",
+    "compiler-scheduling-barrier",
+    "vsettm",
+    "xla_tuple",
+)
 
 CONSTANT_PREDICATES = {"1": "True", "!0": "True", "0": "False", "!1": "False"}
 
@@ -108,21 +121,27 @@ Resolve = Callable[[str], int]  # from the name of an allocation to its address
 
 
 def result_register(operation: Operation) -> tuple[str, int] | None:
-    """Returns the register that an operation writes, as ("s" or "p", number); None if it writes none."""
+    """Returns the register that an operation writes, as ("s" or "p", number); None if it writes
+    none.
+    """
     match = _RESULT.match(operation.result)
     return (match[1], int(match[2])) if match else None
 
 
 def is_computed(operation: Operation) -> bool:
-    """Says whether an operation is simulated with its values: it is one of the scalar unit, or writes its registers.
+    """Says whether an operation is simulated with its values: it is one of the scalar unit, or
+    writes its registers.
 
-    The names of vector operations begin with "v", and so do those of some operations that write a scalar register.
+    The names of vector operations begin with "v", and so do those of some operations that write a
+    scalar register.
     """
     return operation.unit[0] != "v" or result_register(operation) is not None
 
 
 def operand_value(text: str, resolve: Resolve) -> str:
-    """Returns a Python expression for the value of an operand. NoScalarError says that it is none for this unit."""
+    """Returns a Python expression for the value of an operand. NoScalarError says that it is none
+    for this unit.
+    """
     text = text.strip()
     if match := _REGISTER.match(text):
         value = f"{match[2]}[{int(match[3])}]"
@@ -132,7 +151,10 @@ def operand_value(text: str, resolve: Resolve) -> str:
     if _FLOAT.match(text):
         return str(as_bits(float(text)))
     if match := _ALLOCATION.match(text):
-        offsets = [operand_value(term.lstrip("$"), resolve) for term in re.findall(r"\+\s*([^\s\]]+)", match[2])]
+        offsets = [
+            operand_value(term.lstrip("$"), resolve)
+            for term in re.findall(r"\+\s*([^\s\]]+)", match[2])
+        ]
         return _sum([str(resolve(match[1])), *offsets])
     if match := _MEMORY.match(text):
         inner = match[1]
@@ -140,7 +162,9 @@ def operand_value(text: str, resolve: Resolve) -> str:
     if " [#" in text:  # the text also names the buffer that a pointer belongs to
         return operand_value(text[: text.index(" [#")], resolve)
     if " + " in text:
-        return _sum([operand_value(term.strip().lstrip("$"), resolve) for term in text.split(" + ")])
+        return _sum(
+            [operand_value(term.strip().lstrip("$"), resolve) for term in text.split(" + ")]
+        )
     raise NoScalarError(f"operand {text!r}")
 
 
@@ -149,18 +173,23 @@ def _sum(terms: list[str]) -> str:
 
 
 def result_value(operation: Operation, resolve: Resolve) -> str | None:
-    """Returns a Python expression for the result of an operation; None if it changes no register."""
+    """Returns a Python expression for the result of an operation; None if it changes no
+    register.
+    """
     if operation.unit in NO_EFFECT:
         return None
     if operation.unit == "int_to_ptr":
         same = _REGISTER.match(operation.operands[-1])
         if same and result_register(operation) == (same[2], int(same[3])):
             return None
-    return _PLACE.sub(lambda m: operand_value(operation.operands[int(m[1])], resolve), _template(operation))
+    return _PLACE.sub(
+        lambda m: operand_value(operation.operands[int(m[1])], resolve), _template(operation)
+    )
 
 
 def _template(operation: Operation) -> str:
-    name, unit = operation.name, operation.unit
+    name = operation.name
+    unit = operation.unit
     if found := _BY_NAME.get(name) or _BY_UNIT.get(unit):
         return found
     if unit == "scmp":

@@ -1,4 +1,6 @@
-"""Semaphores: which device waits for which value, what it learns when the wait ends, and what is a wrong protocol."""
+"""Semaphores: which device waits for which value, what it learns when the wait ends, and what is a
+wrong protocol.
+"""
 
 import dataclasses
 import functools
@@ -27,7 +29,9 @@ _COMPARISONS = {
 
 @dataclasses.dataclass(slots=True)
 class Wait:
-    """A wait of one device until a semaphore compares in some way ("ge", "eq", ...) with a needed value."""
+    """A wait of one device until a semaphore compares in some way ("ge", "eq", ...) with a needed
+    value.
+    """
 
     semaphore: int
     comparison: str
@@ -39,21 +43,33 @@ class Wait:
 
 
 class Semaphores:
-    """Raises semaphores, and lets devices wait for them. `resume` lets a device go on after a wait."""
+    """Raises semaphores, and lets devices wait for them. `resume` lets a device go on after a
+    wait.
+    """
 
     def __init__(self, state: State, resume: Callable[[Machine], None]):
-        self._waits: list[Wait | None] = [None] * len(state.machines)  # None for a device that waits for no semaphore
-        self._state, self._resume = state, resume
-        self._messages: list[dict[int, Progress]] = [{} for _ in state.machines]  # what each semaphore has carried
-        self._kinds: list[dict[int, str]] = [{} for _ in state.machines]  # what last raised each semaphore
+        # None for a device that waits for no semaphore
+        self._waits: list[Wait | None] = [None] * len(state.machines)
+        self._state = state
+        self._resume = resume
+        # what each semaphore has carried
+        self._messages: list[dict[int, Progress]] = [{} for _ in state.machines]
+        # what last raised each semaphore
+        self._kinds: list[dict[int, str]] = [{} for _ in state.machines]
 
     def add(
-        self, machine: Machine, semaphore: int, amount: int, now: float, kind: str, message: Progress | None
+        self,
+        machine: Machine,
+        semaphore: int,
+        amount: int,
+        now: float,
+        kind: str,
+        message: Progress | None,
     ) -> None:
         """Adds to a semaphore of a device, and lets the device go on if this ends its wait.
 
-        `kind` is that of the transfer that raises the semaphore, or SIGNAL. `message` is the progress that the sender
-        knew; None if the device's own transfer has left.
+        `kind` is that of the transfer that raises the semaphore, or SIGNAL. `message` is the
+        progress that the sender knew; None if the device's own transfer has left.
         """
         machine.semaphores[semaphore] = value = signed(machine.semaphores[semaphore] + amount)
         if amount > 0:
@@ -76,28 +92,41 @@ class Semaphores:
         self._state.at(machine.now, functools.partial(self._resume, machine))
 
     def wait(self, machine: Machine, operation: ExternalOperation, values: tuple) -> bool:
-        """Waits for a semaphore. Returns True if it has the value already, and False if the device must wait."""
+        """Waits for a semaphore. Returns True if it has the value already, and False if the device
+        must wait.
+        """
         kind = operation.operation
         comparison = "ge" if kind.unit == "dma" else kind.name.split(".")[1]
         wait = Wait(values[0], comparison, signed(values[1]), operation)
         if wait.is_over(machine.semaphores[wait.semaphore]):
             self._learn(machine, wait.semaphore)
-            machine.recorder.wait(machine.now, machine.now, "", "", self._kinds[machine.device].get(wait.semaphore, ""))
+            machine.recorder.wait(
+                machine.now,
+                machine.now,
+                "",
+                "",
+                self._kinds[machine.device].get(wait.semaphore, ""),
+            )
             return True
         self._waits[machine.device] = wait
         return False
 
     def end_scope(self, machine: Machine, semaphore: int) -> None:
-        """Raises LeftoverSemaphoreError for a semaphore that is not zero at the end of its kernel."""
+        """Raises LeftoverSemaphoreError for a semaphore that is not zero at the end of its
+        kernel.
+        """
         if value := machine.semaphores[semaphore]:
             raise LeftoverSemaphoreError(
-                f"device {machine.device}: {self._named(semaphore)} is {value} at the end of its life in "
+                f"device {machine.device}: {self._named(semaphore)} is {value} at the end of its "
+                "life in "
                 f"{machine.kernel}, {machine.location()}: a transfer or signal was not waited "
                 f"for{self._state.made_at(machine)}"
             )
 
     def end_program(self) -> None:
-        """Raises LeftoverSemaphoreError for semaphores that are not zero at the end of the program."""
+        """Raises LeftoverSemaphoreError for semaphores that are not zero at the end of the
+        program.
+        """
         left = [
             f"device {m.device}: {self._named(number)} is {value}"
             for m in self._state.machines
@@ -106,10 +135,14 @@ class Semaphores:
         ]
         if left:
             listed = "\n  ".join(left[:_SHOWN])
-            raise LeftoverSemaphoreError(f"semaphores are not zero at the end of the program:\n  {listed}")
+            raise LeftoverSemaphoreError(
+                f"semaphores are not zero at the end of the program:\n  {listed}"
+            )
 
     def deadlock(self) -> DeadlockError:
-        """Returns the error for devices that wait although no event is left that could end their waits."""
+        """Returns the error for devices that wait although no event is left that could end their
+        waits.
+        """
         machines = self._state.machines
         lines = [self._blocked(m) for m in machines if not m.finished]
         finished = ", ".join(str(m.device) for m in machines if m.finished)
@@ -127,8 +160,11 @@ class Semaphores:
         wait = self._waits[machine.device]
         if wait is None:  # in a collective that is timed by the ring model
             return f"{waits} the other devices of its group; {machine.location()}{made_at}"
-        comment, value = wait.operation.operation.comment, machine.semaphores[wait.semaphore]
-        needed = f"to be {_COMPARISONS[wait.comparison][1]} {wait.needed}" + (f" ({comment})" if comment else "")
+        comment = wait.operation.operation.comment
+        value = machine.semaphores[wait.semaphore]
+        needed = f"to be {_COMPARISONS[wait.comparison][1]} {wait.needed}" + (
+            f" ({comment})" if comment else ""
+        )
         where = machine.location(wait.operation.index)
         return f"{waits} {self._named(wait.semaphore)} {needed}, which is {value}; {where}{made_at}"
 

@@ -1,8 +1,8 @@
 """All devices of one program as one simulation.
 
-Each device runs alone until its next external operation: a transfer, a semaphore, a call or a trace mark. These
-operations are executed in the order of time over all devices. Operations at the same time are executed in the order in
-which they were reached, so a simulation is the same every time.
+Each device runs alone until its next external operation: a transfer, a semaphore, a call or a trace
+mark. These operations are executed in the order of time over all devices. Operations at the same
+time are executed in the order in which they were reached, so a simulation is the same every time.
 """
 
 import functools
@@ -13,7 +13,11 @@ import re
 from flaxasync.check.player import errors
 from flaxasync.check.player.basic_blocks import ExternalOperation
 from flaxasync.check.player.bundle_text import MARK_END, MARK_RUN, MARK_START
-from flaxasync.check.player.collectives import ModelledCollective, can_be_simulated, modelled_collective
+from flaxasync.check.player.collectives import (
+    ModelledCollective,
+    can_be_simulated,
+    modelled_collective,
+)
 from flaxasync.check.player.dump import TOP
 from flaxasync.check.player.machine import Machine
 from flaxasync.check.player.result import RING_MODEL, SIGNAL
@@ -22,7 +26,9 @@ from flaxasync.check.player.semaphores import SEMAPHORE_MASK, Semaphores
 from flaxasync.check.player.state import State
 from flaxasync.check.player.transfers import CHIP_MASK, TransferEngine
 
-_CHIP_SHIFT, _CORE_BIT = 17, 14  # where the operand of a remote signal names the chip, and the core on it
+# where the operand of a remote signal names the chip, and the core on it
+_CHIP_SHIFT = 17
+_CORE_BIT = 14
 _CALLED = re.compile(r"%(\S+) = ")  # the name of the HLO instruction, in the comment of a call
 
 
@@ -34,11 +40,15 @@ class Simulation:
         self._semaphores = Semaphores(state, self._go_on)
         self._engine = TransferEngine(state, self._semaphores)
         self._pending: list[list[tuple[ExternalOperation, tuple]]] = [[] for _ in state.machines]
-        self._collectives: dict[tuple, ModelledCollective] = {}  # those that have not begun, by name and group
+        # those that have not begun, by name and group
+        self._collectives: dict[tuple, ModelledCollective] = {}
 
     def run(self) -> None:
-        """Runs all devices to the end. ProtocolError says which rule of the machine the program breaks."""
-        state, network = self._state, self._engine.network
+        """Runs all devices to the end. ProtocolError says which rule of the machine the program
+        breaks.
+        """
+        state = self._state
+        network = self._engine.network
         for machine in state.machines:
             self._advance(machine)
         while state.events or network.next < math.inf:
@@ -80,7 +90,8 @@ class Simulation:
 
     def _execute(self, machine: Machine, external: ExternalOperation, values: tuple) -> bool:
         """Executes one external operation. Returns False if the device has to wait for it."""
-        name, unit = external.operation.name, external.operation.unit
+        name = external.operation.name
+        unit = external.operation.unit
         if unit == "vtrace":
             self._mark(machine, values[0])
         elif unit == "vwait" or name == "dma.done.wait":
@@ -89,7 +100,9 @@ class Simulation:
             self._engine.start(machine, external, values)
         elif name == "vsyncadd":
             message = self._state.clocks.known_to(machine.device)
-            self._semaphores.add(machine, values[0], signed(values[1]), machine.now, SIGNAL, message)
+            self._semaphores.add(
+                machine, values[0], signed(values[1]), machine.now, SIGNAL, message
+            )
         elif name == "vsyncadd.remote":
             self._signal(machine, values)
         elif unit == "vsyncpa":  # the life of a semaphore begins, or ends
@@ -103,12 +116,15 @@ class Simulation:
         elif unit == "shalt":
             if "Megacore" not in external.operation.comment:
                 raise self._halted(machine, external)
-            self._state.notes["the two cores of a chip are taken to keep step: core 0 is simulated"] += 1
+            self._state.notes[
+                "the two cores of a chip are taken to keep step: core 0 is simulated"
+            ] += 1
         elif unit == "inlined_call":
             return self._call(machine, external, values)
         else:
             raise errors.UnknownOperationError(
-                f"{machine.kernel}: {name} is unknown to the player; at {machine.location(external.index)}"
+                f"{machine.kernel}: {name} is unknown to the player; at "
+                f"{machine.location(external.index)}"
             )
         return True
 
@@ -125,12 +141,18 @@ class Simulation:
 
     def _signal(self, machine: Machine, values: tuple) -> None:
         state = self._state
-        chip, core = (values[0] >> _CHIP_SHIFT) & CHIP_MASK, values[0] >> _CORE_BIT & 1
+        chip = (values[0] >> _CHIP_SHIFT) & CHIP_MASK
+        core = values[0] >> _CORE_BIT & 1
         target = state.addressed(chip, core, machine)
-        semaphore, amount = values[0] & SEMAPHORE_MASK, signed(values[1])
+        semaphore = values[0] & SEMAPHORE_MASK
+        amount = signed(values[1])
         message = state.clocks.known_to(machine.device)
         links = len(state.grid.route(machine.coords, target.coords))
-        delay = state.chip.cycles(state.chip.route_latency(links, signal=True)) if target is not machine else 0.0
+        delay = (
+            state.chip.cycles(state.chip.route_latency(links, signal=True))
+            if target is not machine
+            else 0.0
+        )
         now = machine.now + delay
         state.at(now, lambda: self._semaphores.add(target, semaphore, amount, now, SIGNAL, message))
 
@@ -141,25 +163,32 @@ class Simulation:
         kind: type[errors.ProtocolError] = errors.HaltError
         what = f"the program halts: {first}"
         if "BoundsCheck" in comment:
-            kind, what = errors.OutOfBoundsError, f"the program's own bounds check stops a transfer ({first})"
+            kind = errors.OutOfBoundsError
+            what = f"the program's own bounds check stops a transfer ({first})"
         elif "nonzero value" in comment:
-            kind, what = errors.LeftoverSemaphoreError, first
+            kind = errors.LeftoverSemaphoreError
+            what = first
         return kind(f"{where}: {what}{self._state.made_at(machine)}")
 
     def _call(self, machine: Machine, external: ExternalOperation, values: tuple) -> bool:
-        """Enters the bundles of an HLO instruction, or a collective that is timed by the ring model."""
+        """Enters the bundles of an HLO instruction, or a collective that is timed by the ring
+        model.
+        """
         comment = external.operation.comment
         if "late-" in comment:
             return True  # the runtime's set-up or tear-down
         match = _CALLED.match(comment)
         name = match[1] if match else comment.strip()
-        dump, cores = self._state.dump, self._state.chip.cores
+        dump = self._state.dump
+        cores = self._state.chip.cores
         devices = dump.module.num_partitions
         program = dump.program_of(name)
         instruction = dump.collective(name)
         collective = modelled_collective(instruction, devices)
         # Two cores of a chip share the work of a collective, and only one core is simulated.
-        if collective is not None and (cores > 1 or not can_be_simulated(instruction, program, devices)):
+        if collective is not None and (
+            cores > 1 or not can_be_simulated(instruction, program, devices)
+        ):
             self._join(machine, name, collective)
             return False
         if instruction is not None and instruction.opcode == "custom-call":
@@ -168,7 +197,9 @@ class Simulation:
         return True
 
     def _join(self, machine: Machine, name: str, collective: ModelledCollective) -> None:
-        """Joins a collective that is timed by the ring model. It begins when the last device of the group joins."""
+        """Joins a collective that is timed by the ring model. It begins when the last device of the
+        group joins.
+        """
         group = next((g for g in collective.groups if machine.device in g), (machine.device,))
         joined = self._collectives.setdefault((name, group), collective)
         joined.arrived += 1

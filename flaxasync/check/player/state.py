@@ -1,7 +1,9 @@
-"""What the parts of a simulation share: the program, the devices, what they know of each other, and what happens next.
+"""What the parts of a simulation share: the program, the devices, what they know of each other, and
+what happens next.
 
-A simulation begins where the program begins on a TPU, after the host has prepared its parameters, its outputs and the
-device assignment, and after a preamble that checks that all devices were launched together.
+A simulation begins where the program begins on a TPU, after the host has prepared its parameters,
+its outputs and the device assignment, and after a preamble that checks that all devices were
+launched together.
 """
 
 import heapq
@@ -21,16 +23,18 @@ from flaxasync.check.player.result import EndedWait, Recorder
 
 _PROFILE_COUNTERS = 0x180000  # an address beyond all scalar memory that a program uses
 
-type Progress = list[int]  # for each device, the number of instructions that it is known to have entered
+# for each device, the number of instructions that it is known to have entered
+type Progress = list[int]
 
 
 class VectorClocks:
     """What each device knows about the progress of the others.
 
-    The progress of a device is the number of instructions that it has entered. Signals and transfers carry what their
-    sender knows. A kernel that writes into another device must know that the other one has entered the same kernel. If
-    it does not, the write is a race, even if the timing of this simulation happens to be harmless. Devices that take
-    different branches of a program have entered different numbers of instructions when they are in the same one.
+    The progress of a device is the number of instructions that it has entered. Signals and
+    transfers carry what their sender knows. A kernel that writes into another device must know that
+    the other one has entered the same kernel. If it does not, the write is a race, even if the
+    timing of this simulation happens to be harmless. Devices that take different branches of a
+    program have entered different numbers of instructions when they are in the same one.
     """
 
     def __init__(self, devices: int):
@@ -51,32 +55,48 @@ class VectorClocks:
         known[:] = map(max, known, message)
 
     def synchronize(self, devices: Sequence[int]) -> None:
-        """Lets each of some devices know what any of them knows, because they have met in a collective."""
-        everything = [max(values) for values in zip(*(self._known[d] for d in devices), strict=True)]
+        """Lets each of some devices know what any of them knows, because they have met in a
+        collective.
+        """
+        everything = [
+            max(values) for values in zip(*(self._known[d] for d in devices), strict=True)
+        ]
         for device in devices:
             self._known[device] = list(everything)
 
     def knows_to_have_entered(self, device: int, other: int, instruction: str) -> bool:
-        """Says whether a device knows that another one has entered the instruction as often as it has itself."""
-        times, others = len(self._entered[device][instruction]), self._entered[other][instruction]
+        """Says whether a device knows that another one has entered the instruction as often as it
+        has itself.
+        """
+        times = len(self._entered[device][instruction])
+        others = self._entered[other][instruction]
         return len(others) >= times and self._known[device][other] >= others[times - 1]
 
 
 class State:
-    """The state of a simulation of a program on a grid of chips, whose partitions are on these chips and cores."""
+    """The state of a simulation of a program on a grid of chips, whose partitions are on these
+    chips and cores.
+    """
 
     def __init__(
-        self, dump: Dump, grid: ChipGrid, places: tuple[tuple[Coords, int], ...], chip: PlayedChip,
+        self,
+        dump: Dump,
+        grid: ChipGrid,
+        places: tuple[tuple[Coords, int], ...],
+        chip: PlayedChip,
         accept: frozenset[str],
-    ):  # fmt: skip
-        self.dump, self.grid, self.chip = dump, grid, chip
+    ):
+        self.dump = dump
+        self.grid = grid
+        self.chip = chip
         self.addresses = Addresses(chip.hbm_unit)
         for program in dump.programs.values():
             self.addresses.add(program)
         self.codes = {n: Code(p, self.addresses, chip, accept) for n, p in dump.programs.items()}
         # The number of each partition's chip (and core), as programs address it.
         self.chips = [grid.chip_id(chip) * grid.cores + core for chip, core in places]
-        self.tables: dict[Buffer, list[int]] = {}  # the words of the buffers that the runtime has filled
+        # the words of the buffers that the runtime has filled
+        self.tables: dict[Buffer, list[int]] = {}
         parameters, pointers = self._prepare_memory()
         self.slices: list[Slice] = []  # of all devices, in the order in which they ended
         self.waits: list[EndedWait] = []  # likewise
@@ -87,13 +107,20 @@ class State:
             chip_id, core = divmod(number, grid.cores)
             scalars = {"chip ID": chip_id, "core index": core, "partition id": device} | pointers
             machine = Machine(
-                device=device, coords=places[device][0], addresses=self.addresses, code=top, position=first_bundle(top),
-                parameters=parameters, scalars=scalars, recorder=Recorder(device, chip, self.slices, self.waits),
+                device=device,
+                coords=places[device][0],
+                addresses=self.addresses,
+                code=top,
+                position=first_bundle(top),
+                parameters=parameters,
+                scalars=scalars,
+                recorder=Recorder(device, chip, self.slices, self.waits),
                 notes=self.notes,
-            )  # fmt: skip
+            )
             self.machines.append(machine)
         self.clocks = VectorClocks(len(places))
-        self.events: list[tuple[float, int, Callable[[], None]]] = []  # a heap: their times, their order, what happens
+        # a heap: their times, their order, what happens
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._by_number = dict(zip(self.chips, self.machines, strict=True))
 
@@ -102,32 +129,38 @@ class State:
         now = min(machine.now for machine in self.machines)
         where = next(machine.phase for machine in self.machines if machine.now == now)
         return (
-            f"simulating {len(self.machines)} devices, {self.chip.seconds(now) * 1e3:.3f} ms of the program, at {where}"
+            f"simulating {len(self.machines)} devices, {self.chip.seconds(now) * 1e3:.3f} ms "
+            f"of the program, at {where}"
         )
 
     def at(self, time: float, answer: Callable[[], None]) -> None:
-        """Queues an event. Events at the same time happen in the order in which they were queued."""
+        """Queues an event. Events at the same time happen in the order in which they were
+        queued.
+        """
         heapq.heappush(self.events, (time, next(self._order), answer))
 
     def addressed(self, chip: int, core: int, sender: Machine) -> Machine:
         number = chip * self.grid.cores + core % self.grid.cores
         if number not in self._by_number:
             raise PlayerError(
-                f"{sender.kernel} on device {sender.device} addresses chip {chip}, which {self.grid.name} lacks: "
+                f"{sender.kernel} on device {sender.device} addresses chip {chip}, which "
+                f"{self.grid.name} lacks: "
                 "name the topology that the program was compiled for"
             )
         return self._by_number[number]
 
     def made_at(self, machine: Machine) -> str:
-        """Returns the end of a message, with the line of Python that made the instruction which a device is in."""
+        """Returns the end of a message, with the line of Python that made the instruction which a
+        device is in.
+        """
         source = self.dump.source(machine.phase)
         return f"; the operation was made at {source}" if source else ""
 
     def _prepare_memory(self) -> tuple[dict[int, int], dict[str, int]]:
         """Gives addresses, which are the same on every device, to what the host prepares.
 
-        Returns the address of each parameter of the program, and the scalars that the runtime leaves in scalar memory,
-        by the compiler's words for them.
+        Returns the address of each parameter of the program, and the scalars that the runtime
+        leaves in scalar memory, by the compiler's words for them.
         """
 
         def new(size: int, label: str) -> Buffer:
@@ -135,14 +168,18 @@ class State:
 
         instructions = self.dump.module.entry.instructions
         parameters = {
-            i.parameter_number: new(padded_bytes(i.shape), f"parameter {i.parameter_number} ({i.name})").address
+            i.parameter_number: new(
+                padded_bytes(i.shape), f"parameter {i.parameter_number} ({i.name})"
+            ).address
             for i in instructions
             if i.parameter_number is not None
         }
         root = next(i for i in instructions if i.is_root)
         names = root.operands if root.opcode == "tuple" else ()
         shapes = [self.dump.instructions[name].shape for name in names] or [root.shape]
-        outputs = [new(padded_bytes(shape), f"output {n}").address for n, shape in enumerate(shapes)]
+        outputs = [
+            new(padded_bytes(shape), f"output {n}").address for n, shape in enumerate(shapes)
+        ]
         assignment = new(4 * len(self.chips), "the device assignment")
         table = new(4 * len(outputs), "the table of outputs")
         self.tables = {assignment: self.chips, table: outputs}
@@ -162,10 +199,15 @@ def first_bundle(code: Code) -> int:
         for operation in bundle:
             if operation.unit == "sbr":
                 first = index + code.chip.branch_delay + 1
-            mark = int(operation.operands[0]) if operation.unit == "vtrace" and operation.operands[0].isdigit() else 0
+            mark = (
+                int(operation.operands[0])
+                if operation.unit == "vtrace" and operation.operands[0].isdigit()
+                else 0
+            )
             begins_instruction = MARK_START <= mark < MARK_END and (mark & MARK_RUN) != MARK_RUN
             if begins_instruction or operation.unit == "scalar_parameter_address":
                 return first
     raise PlayerError(
-        f"{code.program.path.name} has no instruction of a program: the dump was cut, or is of another version"
+        f"{code.program.path.name} has no instruction of a program: the dump was cut, or is of "
+        "another version"
     )

@@ -1,17 +1,19 @@
-"""Transfers: decodes a DMA operation, checks the memory that it uses, and moves its bytes over HBM and links.
+"""Transfers: decodes a DMA operation, checks the memory that it uses, and moves its bytes over HBM
+and links.
 
 | operation | operands |
 |---|---|
 | dma.A_to_B | source, granules, destination, destination semaphore [, source stride, destination stride, step] |
 | dma.general | source, granules, destination, destination semaphore, source semaphore, strides, override, semaphore |
 
-The override of a dma.general names the chip of the destination, and its comment names the memory spaces. A transfer
-raises its semaphores by its number of granules, or by one if a bit in the number of the source semaphore says so.
-libtpu 0.0.52 sets this bit in XLA's permutes and waits for one, where libtpu 0.0.51 waits for the granules.
+The override of a dma.general names the chip of the destination, and its comment names the memory
+spaces. A transfer raises its semaphores by its number of granules, or by one if a bit in the number
+of the source semaphore says so. libtpu 0.0.52 sets this bit in XLA's permutes and waits for one,
+where libtpu 0.0.51 waits for the granules.
 
-A transfer may not leave the buffer in which it begins. While it is under way, no other transfer may write what it
-reads, or read or write what it writes. Loads and stores of the vector unit are not checked, and neither are the
-addresses of strided transfers.
+A transfer may not leave the buffer in which it begins. While it is under way, no other transfer may
+write what it reads, or read or write what it writes. Loads and stores of the vector unit are not
+checked, and neither are the addresses of strided transfers.
 """
 
 import dataclasses
@@ -31,11 +33,14 @@ from flaxasync.check.player.network import Flow, Network
 from flaxasync.check.player.semaphores import SEMAPHORE_MASK, Semaphores
 from flaxasync.check.player.state import State
 
-UNKNOWN_SCALARS = "scalars read from"  # begins the note of a kernel that reads scalars whose values the dump lacks
-CHIP_MASK = 0x3FFF  # the bits of an override, or of the operand of a remote signal, that hold the number of a chip
+# begins the note of a kernel that reads scalars whose values the dump lacks
+UNKNOWN_SCALARS = "scalars read from"
+# the bits of an override, or of the operand of a remote signal, that hold the number of a chip
+CHIP_MASK = 0x3FFF
 _CORE_BIT = 13  # the bit of the destination semaphore that names the core of the chip
 _REMOTE = 0x4000  # the bit of the override that is set if the destination is on another chip
-_COUNTED_ONCE = 0x10000  # the bit of the source semaphore that is set if both ends are raised by one
+# the bit of the source semaphore that is set if both ends are raised by one
+_COUNTED_ONCE = 0x10000
 _SPACES = re.compile(r"(hbm|vmem|smem)[-_]to[-_](hbm|vmem|smem)")
 
 
@@ -59,17 +64,22 @@ class Transfer:
     core: int = 0  # the core on that chip
 
 
-def read_transfer(operation: Operation, values: tuple, location: str, phase: str) -> Transfer | None:
+def read_transfer(
+    operation: Operation, values: tuple, location: str, phase: str
+) -> Transfer | None:
     """Decodes a DMA. Returns None for a transfer to the host, for which no program waits."""
     if "host" in operation.name:
         return None
     general = operation.name == "dma.general"
     match = _SPACES.search(operation.comment if general else operation.name)
     if not match and not general:
-        raise UnknownOperationError(f"{phase}: transfer {operation.name!r} is unknown to the player; at {location}")
+        raise UnknownOperationError(
+            f"{phase}: transfer {operation.name!r} is unknown to the player; at {location}"
+        )
     if None in values[: 7 if general else 4]:
         raise UnknownOperationError(
-            f"{phase}: the operands of {operation.name} cannot be read: {operation.operands}; at {location}"
+            f"{phase}: the operands of {operation.name} cannot be read: {operation.operands}; at "
+            f"{location}"
         )
     transfer = Transfer(
         source=match[1] if match else _space(values[0]),
@@ -87,9 +97,11 @@ def read_transfer(operation: Operation, values: tuple, location: str, phase: str
     if general:
         sent, strides, override = values[4:7]
         transfer.core = values[3] >> _CORE_BIT & 1
-        transfer.strided = strides > 0  # the address of their descriptor, which is null for a plain transfer
+        # the address of their descriptor, which is null for a plain transfer
+        transfer.strided = strides > 0
         if override & _REMOTE:
-            transfer.chip, transfer.sent = override & CHIP_MASK, sent & SEMAPHORE_MASK
+            transfer.chip = override & CHIP_MASK
+            transfer.sent = sent & SEMAPHORE_MASK
         if sent & _COUNTED_ONCE:
             transfer.raised = 1
     return transfer
@@ -102,7 +114,9 @@ def _space(address: int) -> str:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Claim:
-    """A range of one device's memory that a transfer under way is using, from granule `first` up to granule `stop`."""
+    """A range of one device's memory that a transfer under way is using, from granule `first` up to
+    granule `stop`.
+    """
 
     device: int
     space: str
@@ -120,9 +134,12 @@ class MemoryClaims:
         self._active: dict[tuple[int, str], list[Claim]] = {}
 
     def claim(self, transfer: Transfer, source: int, target: int) -> list[Claim]:
-        """Claims the memory of a transfer from device `source` to device `target`, after a check of both rules."""
+        """Claims the memory of a transfer from device `source` to device `target`, after a check of
+        both rules.
+        """
         size = transfer.granules
-        read, write = transfer.source_address, transfer.target_address
+        read = transfer.source_address
+        write = transfer.target_address
         both = (
             Claim(source, transfer.source, read, read + size, "reads", transfer),
             Claim(target, transfer.target, write, write + size, "writes", transfer),
@@ -147,9 +164,14 @@ class MemoryClaims:
         buffer = self._addresses.at_granule(claim.space, claim.first)
         over = claim.stop - self._addresses.granules(buffer)[1] if buffer else 0
         if buffer is None or (over > 0 and not transfer.strided):
-            past = f"{over * GRANULE} bytes past the end of {buffer.label}" if buffer else "outside every buffer"
+            past = (
+                f"{over * GRANULE} bytes past the end of {buffer.label}"
+                if buffer
+                else "outside every buffer"
+            )
             raise OutOfBoundsError(
-                f"{transfer.phase}: {transfer.name} of {transfer.granules * GRANULE} bytes on device {claim.device} "
+                f"{transfer.phase}: {transfer.name} of {transfer.granules * GRANULE} bytes on "
+                f"device {claim.device} "
                 f"{claim.does} {past}; at {transfer.location}"
             )
 
@@ -158,10 +180,13 @@ class MemoryClaims:
             overlap = claim.first < other.stop and other.first < claim.stop
             if overlap and "writes" in (claim.does, other.does):
                 buffer = self._addresses.at_granule(claim.space, claim.first)
-                mine, earlier = claim.transfer, other.transfer
+                mine = claim.transfer
+                earlier = other.transfer
                 raise RaceError(
-                    f"device {claim.device}: {mine.name} in {mine.phase} ({mine.location}) {claim.does} "
-                    f"{buffer.label if buffer else claim.space} while {earlier.name} of {earlier.phase} "
+                    f"device {claim.device}: {mine.name} in {mine.phase} ({mine.location}) "
+                    f"{claim.does} "
+                    f"{buffer.label if buffer else claim.space} while {earlier.name} of "
+                    f"{earlier.phase} "
                     f"({earlier.location}) still {other.does} it"
                 )
 
@@ -172,12 +197,15 @@ class TransferEngine:
     def __init__(self, state: State, semaphores: Semaphores):
         chip = state.chip
         self.network = Network({"hbm": chip.hbm / chip.clock, "link": chip.link / chip.clock})
-        self._state, self._semaphores = state, semaphores
+        self._state = state
+        self._semaphores = semaphores
         self._claims = MemoryClaims(state.addresses)
         self._constants: dict[Buffer, list[int]] = {}
 
     def start(self, machine: Machine, operation: ExternalOperation, values: tuple) -> None:
-        transfer = read_transfer(operation.operation, values, machine.location(operation.index), machine.phase)
+        transfer = read_transfer(
+            operation.operation, values, machine.location(operation.index), machine.phase
+        )
         if transfer is None:
             return
         target = machine
@@ -187,7 +215,9 @@ class TransferEngine:
             self._fill_scalar_memory(machine, transfer)
         if target is not machine:
             self._check_entered(machine, target, transfer)
-        self._flow(machine, target, transfer, self._claims.claim(transfer, machine.device, target.device))
+        self._flow(
+            machine, target, transfer, self._claims.claim(transfer, machine.device, target.device)
+        )
 
     def find_constants(self, kernel: Instruction, addresses: Sequence[int | None]) -> None:
         """Notes which buffers hold the constants among the operands of a kernel that is called."""
@@ -200,16 +230,23 @@ class TransferEngine:
                 if buffer is not None:
                     self._constants[buffer] = words
 
-    def _flow(self, machine: Machine, target: Machine, transfer: Transfer, claims: list[Claim]) -> None:
-        state, recorder, add = self._state, machine.recorder, self._semaphores.add
+    def _flow(
+        self, machine: Machine, target: Machine, transfer: Transfer, claims: list[Claim]
+    ) -> None:
+        state = self._state
+        recorder = machine.recorder
+        add = self._semaphores.add
         remote = target is not machine
         size = transfer.granules * GRANULE
         kind = f"{transfer.source} to {'remote ' if remote else ''}{transfer.target}"
         recorder.bytes[kind] += size
-        lane, name = f"link to {target.device}" if remote else "memory", recorder.phase
+        lane = f"link to {target.device}" if remote else "memory"
+        name = recorder.phase
         message = state.clocks.known_to(machine.device)
         route = state.grid.route(machine.coords, target.coords)
-        latency = state.chip.cycles(state.chip.route_latency(len(route)) if remote else state.chip.local_latency)
+        latency = state.chip.cycles(
+            state.chip.route_latency(len(route)) if remote else state.chip.local_latency
+        )
 
         def done(now: float, flow: Flow) -> None:
             recorder.transfer(lane, flow.started, now, name)
@@ -217,7 +254,10 @@ class TransferEngine:
             if transfer.sent >= 0:
                 add(machine, transfer.sent, transfer.raised, now, kind, None)
             arrived = now + latency
-            state.at(arrived, lambda: add(target, transfer.received, transfer.raised, arrived, kind, message))
+            state.at(
+                arrived,
+                lambda: add(target, transfer.received, transfer.raised, arrived, kind, message),
+            )
 
         ends = [(transfer.source, machine.device), (transfer.target, target.device)]
         uses = Counter(end for end in ends if end[0] == "hbm") | Counter(route)
@@ -227,16 +267,22 @@ class TransferEngine:
         instruction = self._state.dump.instructions.get(transfer.phase)
         if instruction is None or instruction.opcode != "custom-call":
             return
-        if not self._state.clocks.knows_to_have_entered(machine.device, target.device, transfer.phase):
+        if not self._state.clocks.knows_to_have_entered(
+            machine.device, target.device, transfer.phase
+        ):
             raise RaceError(
                 f"{transfer.phase}: device {machine.device} writes into device {target.device} "
-                f"({transfer.name}, {transfer.location}) without having heard that it has entered the kernel: "
+                f"({transfer.name}, {transfer.location}) without having heard that it has entered "
+                "the kernel: "
                 f"a barrier with the receiver is missing{self._state.made_at(machine)}"
             )
 
     def _fill_scalar_memory(self, machine: Machine, transfer: Transfer) -> None:
-        """Writes the words that a transfer brings into scalar memory: those of constants and of known tables, or 0."""
-        state, name = self._state, machine.recorder.phase
+        """Writes the words that a transfer brings into scalar memory: those of constants and of
+        known tables, or 0.
+        """
+        state = self._state
+        name = machine.recorder.phase
         buffer = state.addresses.at_granule(transfer.source, transfer.source_address)
         contents = self._constants.get(buffer) or state.tables.get(buffer) if buffer else None
         if contents is None and buffer is not None and "constant" in buffer.label:
@@ -248,6 +294,12 @@ class TransferEngine:
             what = buffer.label if buffer else "an unknown place"
             state.notes[f"{name}: {UNKNOWN_SCALARS} {what} are taken as 0"] += 1
             contents = []
-        first = (transfer.source_address - state.addresses.granules(buffer)[0]) * GRANULE // 4 if buffer else 0
+        first = (
+            (transfer.source_address - state.addresses.granules(buffer)[0]) * GRANULE // 4
+            if buffer
+            else 0
+        )
         for n in range(transfer.granules * GRANULE // 4):
-            machine.smem[transfer.target_address + n] = contents[first + n] if first + n < len(contents) else 0
+            machine.smem[transfer.target_address + n] = (
+                contents[first + n] if first + n < len(contents) else 0
+            )

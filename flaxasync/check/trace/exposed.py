@@ -1,14 +1,17 @@
-"""Reads a profile of `jax.profiler`, and says how much communication was exposed, beside the estimate of the program.
+"""Reads a profile of `jax.profiler`, and says how much communication was exposed, beside the
+estimate of the program.
 
     python -m flaxasync.check trace PATH [--program HLO] [--module NAME] [--chip v5e] [--json]
 
-The exit status is 0, or 2 if the profile or the program cannot be read. Exposed communication is the time in which a
-device communicates and does not compute: the union of the intervals of communication less the union of those of
-compute. Adding the times of single instructions would count a moment as often as instructions share it, and would count
-a loop beside what runs in it. A Pallas kernel that sends and multiplies is one instruction, and counts as compute: what
-it waits for inside is not in a profile, but in the simulation of the program. The two halves of an asynchronous
-operation are no compute, whatever is under way. The program says which pairs of kernels communicate, and which fusions
-are such halves or hold a collective; without it, names do.
+The exit status is 0, or 2 if the profile or the program cannot be read. Exposed communication is
+the time in which a
+device communicates and does not compute: the union of the intervals of communication less the union
+of those of compute. Adding the times of single instructions would count a moment as often as
+instructions share it, and would count a loop beside what runs in it. A Pallas kernel that sends and
+multiplies is one instruction, and counts as compute: what it waits for inside is not in a profile,
+but in the simulation of the program. The two halves of an asynchronous operation are no compute,
+whatever is under way. The program says which pairs of kernels communicate, and which fusions are
+such halves or hold a collective; without it, names do.
 """
 
 import argparse
@@ -26,24 +29,53 @@ from flaxasync.check.estimate.timeline import Timeline
 from flaxasync.check.hlo.async_operations import async_operations, synchronous_collective
 from flaxasync.check.hlo.load import read_module
 from flaxasync.check.hlo.module import HloModule, Instruction
-from flaxasync.check.trace.profile import BARRIER, DeviceProfile, Event, Interval, clip, read_profile, seconds, union
+from flaxasync.check.trace.profile import (
+    BARRIER,
+    DeviceProfile,
+    Event,
+    Interval,
+    clip,
+    read_profile,
+    seconds,
+    union,
+)
 from flaxasync.hardware import CHIPS
 
 # How the names of instructions between devices begin, where no program says what they are.
 COMMUNICATION = (
-    "all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all",
-    "collective-broadcast", "send", "recv", "ppermute", "all_gather", "psum", "reduce_scatter", "psum_scatter",
-    "all_to_all", "nccl", "rccl", BARRIER,
-    "async-collective-start", "async-collective-done",  # fusions of libtpu
-)  # fmt: skip
-_HALF = re.compile(r"-(?:start|update|done)(?:\.\d+)*$")  # the end of the name of a start, an update or a done
-# Instructions whose events last as long as those of the instructions in them, which are events of their own.
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "collective-permute",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-broadcast",
+    "send",
+    "recv",
+    "ppermute",
+    "all_gather",
+    "psum",
+    "reduce_scatter",
+    "psum_scatter",
+    "all_to_all",
+    "nccl",
+    "rccl",
+    BARRIER,
+    "async-collective-start",
+    "async-collective-done",  # fusions of libtpu
+)
+# the end of the name of a start, an update or a done
+_HALF = re.compile(r"-(?:start|update|done)(?:\.\d+)*$")
+# Instructions whose events last as long as those of the instructions in them, which are events of
+# their own.
 CONTAINERS = ("while", "conditional", "call")
 SHOWN = 12  # instructions and layers in the table
 
 
 class Program:
-    """What is known of the instructions in a profile: what the text of the program says of them, if there is one."""
+    """What is known of the instructions in a profile: what the text of the program says of them, if
+    there is one.
+    """
 
     def __init__(self, module: HloModule | None):
         self._instructions: dict[str, Instruction] = {}
@@ -63,10 +95,14 @@ class Program:
                 self._communicating.update(i.name for i in halves)
 
     def communicates(self, event: Event) -> bool:
-        return self._name(event) in self._communicating or self._what(event).startswith(COMMUNICATION)
+        return self._name(event) in self._communicating or self._what(event).startswith(
+            COMMUNICATION
+        )
 
     def computes(self, event: Event) -> bool:
-        """Says whether the device works during the event: it does not where it starts a transfer or waits for one."""
+        """Says whether the device works during the event: it does not where it starts a transfer or
+        waits for one.
+        """
         what = self._what(event)
         if what.startswith(CONTAINERS) or "Async" in event.line or self.communicates(event):
             return False
@@ -81,7 +117,9 @@ class Program:
         return event.op if event.op in self._instructions else event.name
 
     def _what(self, event: Event) -> str:
-        """Returns the opcode of an instruction; its name where the opcode is not known, or says nothing of its kind."""
+        """Returns the opcode of an instruction; its name where the opcode is not known, or says
+        nothing of its kind.
+        """
         found = self._instructions.get(self._name(event))
         if found is None or found.opcode in ("async-start", "async-update", "async-done", "fusion"):
             return event.name
@@ -95,13 +133,16 @@ class Exposed:
     name: str  # of the instruction or of the layer
     layer: str  # of an instruction: the scopes of its JAX operation
     count: float  # how often it ran
-    seconds: float  # its share of the exposed time; a moment that several share belongs to the one that began first
+    # its share of the exposed time; a moment that several share belongs to the one that began first
+    seconds: float
     busy: float  # its own time, exposed or hidden
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceTimes:
-    """Where the time of one device went. All times are seconds of one run: the mean over the runs."""
+    """Where the time of one device went. All times are seconds of one run: the mean over the
+    runs.
+    """
 
     device: str
     program: str
@@ -110,7 +151,8 @@ class DeviceTimes:
     compute: float
     communication: float
     exposed: float  # in which it communicated and did not compute
-    ops: tuple[Exposed, ...]  # the instructions that communicate, those with the longest exposed time first
+    # the instructions that communicate, those with the longest exposed time first
+    ops: tuple[Exposed, ...]
     layers: tuple[Exposed, ...]  # the same by layer
 
 
@@ -119,9 +161,9 @@ def measure_exposed(
 ) -> list[DeviceTimes]:
     """Measures the exposed communication of a program on every device.
 
-    `program` is its name in the profile, or the beginning of its name; by default it is the one that took longest. The
-    module, if it is known, says which instructions communicate, and what layers they are from. ValueError lists the
-    programs of the profile if it has no run of this one.
+    `program` is its name in the profile, or the beginning of its name; by default it is the one
+    that took longest. The module, if it is known, says which instructions communicate, and what
+    layers they are from. ValueError lists the programs of the profile if it has no run of this one.
     """
     spent = Counter[str]()
     for device in devices:
@@ -129,7 +171,9 @@ def measure_exposed(
             spent[event.program] += event.end - event.start  # type: ignore[assignment]
     matches = [name for name, _ in spent.most_common() if name.startswith(program or "")]
     if not matches:
-        raise ValueError(f"the profile has no program {program!r}: it has {', '.join(sorted(spent))}")
+        raise ValueError(
+            f"the profile has no program {program!r}: it has {', '.join(sorted(spent))}"
+        )
     wanted = program if program in matches else matches[0]
     known = Program(module)
     return [_times(device, wanted, known) for device in devices]
@@ -167,27 +211,36 @@ def _times(device: DeviceProfile, program: str, known: Program) -> DeviceTimes:
 
 
 def _runs(events: Sequence[Event]) -> list[Interval]:
-    """Returns the time from the first to the last event of each run, in a profile without events of whole runs."""
+    """Returns the time from the first to the last event of each run, in a profile without events of
+    whole runs.
+    """
     by_run: dict[str, list[Event]] = {}
     for event in events:
         by_run.setdefault(event.run, []).append(event)
     if list(by_run) == [""]:
         return _runs_without_numbers(events)
-    return sorted((min(e.start for e in found), max(e.end for e in found)) for found in by_run.values())
+    return sorted(
+        (min(e.start for e in found), max(e.end for e in found)) for found in by_run.values()
+    )
 
 
 def _runs_without_numbers(events: Sequence[Event]) -> list[Interval]:
     """Returns the time of each run of one program, where the profile does not number the runs.
 
-    The instructions with the fewest events are taken to run once in each run, and any other event to belong to the run
-    whose such instructions are nearest: those of loops are between them, and the host is slower than a device.
+    The instructions with the fewest events are taken to run once in each run, and any other event
+    to belong to the run
+    whose such instructions are nearest: those of loops are between them, and the host is slower
+      than a device.
     """
     by_name: dict[str, list[Interval]] = {}
     for event in sorted(events, key=lambda e: e.start):
         by_name.setdefault(event.op or event.name, []).append(event.interval)
     count = min(map(len, by_name.values()))
     once = [found for found in by_name.values() if len(found) == count]
-    cores = [(min(found[n][0] for found in once), max(found[n][1] for found in once)) for n in range(count)]
+    cores = [
+        (min(found[n][0] for found in once), max(found[n][1] for found in once))
+        for n in range(count)
+    ]
     runs = list(cores)
     for event in events:
         n = _nearest(cores, event)
@@ -196,7 +249,9 @@ def _runs_without_numbers(events: Sequence[Event]) -> list[Interval]:
 
 
 def _nearest(cores: Sequence[Interval], event: Event) -> int:
-    """Returns the index of the interval that an event is in, or that is nearest to it, of some that are in order."""
+    """Returns the index of the interval that an event is in, or that is nearest to it, of some that
+    are in order.
+    """
     before = max(0, bisect.bisect_right(cores, event.start, key=lambda core: core[0]) - 1)
     after = before + 1
     is_later = after < len(cores) and cores[after][0] - event.end < event.start - cores[before][1]
@@ -205,7 +260,8 @@ def _nearest(cores: Sequence[Interval], event: Event) -> int:
 
 def subtract(intervals: Iterable[Interval], removed: Iterable[Interval]) -> list[Interval]:
     """Returns the parts of the intervals that no removed interval covers, disjoint and in order."""
-    rest, holes = [], union(removed)
+    rest = []
+    holes = union(removed)
     for start, end in union(intervals):
         for low, high in holes:
             if high <= start or low >= end:
@@ -218,7 +274,9 @@ def subtract(intervals: Iterable[Interval], removed: Iterable[Interval]) -> list
     return rest
 
 
-def _shares(communicating: Sequence[Event], exposed: list[Interval], runs: int, known: Program) -> list[Exposed]:
+def _shares(
+    communicating: Sequence[Event], exposed: list[Interval], runs: int, known: Program
+) -> list[Exposed]:
     """Divides the exposed time among the instructions."""
     by_name: dict[str, list[Event]] = {}
     shares: Counter[str] = Counter()
@@ -226,7 +284,9 @@ def _shares(communicating: Sequence[Event], exposed: list[Interval], runs: int, 
         by_name.setdefault(event.name, []).append(event)
         mine = clip(exposed, event.interval)
         shares[event.name] += seconds(mine)  # type: ignore[assignment]
-        exposed = [rest for rest in (subtract(exposed, mine) if mine else exposed) if rest[1] > event.start]
+        exposed = [
+            rest for rest in (subtract(exposed, mine) if mine else exposed) if rest[1] > event.start
+        ]
     found = []
     for name, events in by_name.items():
         busy = seconds(e.interval for e in events)
@@ -237,11 +297,21 @@ def _shares(communicating: Sequence[Event], exposed: list[Interval], runs: int, 
 
 def main(arguments: list[str] | None = None) -> int:
     description = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m flaxasync.check trace", description=description)
+    parser = argparse.ArgumentParser(
+        prog="python -m flaxasync.check trace", description=description
+    )
     parser.add_argument("path", help="an xplane file, or a folder that jax.profiler.trace wrote")
-    parser.add_argument("--program", metavar="HLO", help="the program: the text that compiled.as_text() returned")
-    parser.add_argument("--module", metavar="NAME", help="its name in the profile (default: the one that took longest)")
-    parser.add_argument("--chip", choices=sorted(CHIPS), help="the chip that the program is estimated for")
+    parser.add_argument(
+        "--program", metavar="HLO", help="the program: the text that compiled.as_text() returned"
+    )
+    parser.add_argument(
+        "--module",
+        metavar="NAME",
+        help="its name in the profile (default: the one that took longest)",
+    )
+    parser.add_argument(
+        "--chip", choices=sorted(CHIPS), help="the chip that the program is estimated for"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     chosen = parser.parse_args(arguments)
     try:
@@ -259,7 +329,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _tables(times: Sequence[DeviceTimes], estimate: Timeline | None) -> str:
-    """Makes tables of devices, and of the instructions and layers of the device with the most exposed communication."""
+    """Makes tables of devices, and of the instructions and layers of the device with the most
+    exposed communication.
+    """
     worst = max(times, key=lambda device: device.exposed)
     lines = [
         f"{worst.program}, {worst.runs} runs; milliseconds of one run",
@@ -268,11 +340,13 @@ def _tables(times: Sequence[DeviceTimes], estimate: Timeline | None) -> str:
     for d in times:
         share = f"  {d.exposed / d.seconds:6.1%}" if d.seconds else ""
         lines.append(
-            f"{d.device:20} {_ms(d.seconds)} {_ms(d.compute)} {_ms(d.communication):>14} {_ms(d.exposed)}{share}"
+            f"{d.device:20} {_ms(d.seconds)} {_ms(d.compute)} {_ms(d.communication):>14} "
+            f"{_ms(d.exposed)}{share}"
         )
     causes: Mapping[str, float] = {}
     if estimate is not None:
-        e, causes = estimate.slowest, estimate.slowest.causes
+        e = estimate.slowest
+        causes = estimate.slowest.causes
         lines.append(f"{'estimated':20} {_ms(e.seconds)} {_ms(e.compute)} {'':14} {_ms(e.exposed)}")
         lines.append(f"the estimate is based on {estimate.basis}")
     lines += _table(f"instructions that communicate on {worst.device}", worst.ops, causes)
@@ -284,13 +358,20 @@ def _tables(times: Sequence[DeviceTimes], estimate: Timeline | None) -> str:
 def _table(title: str, rows: Sequence[Exposed], estimates: Mapping[str, float]) -> list[str]:
     lines = [
         "",
-        f"{title:50} {'times':>7} {'busy':>10} {'exposed':>10} {'estimated' if estimates else '':>10}".rstrip(),
+        f"{title:50} {'times':>7} {'busy':>10} {'exposed':>10} "
+        f"{'estimated' if estimates else '':>10}".rstrip(),
     ]
     for row in rows[:SHOWN]:
-        name, estimate = row.name or "(no layer)", _ms(estimates[row.name]) if row.name in estimates else ""
-        lines.append(f"  {name[:48]:48} {row.count:7.0f} {_ms(row.busy)} {_ms(row.seconds)} {estimate}".rstrip())
+        name = row.name or "(no layer)"
+        estimate = _ms(estimates[row.name]) if row.name in estimates else ""
+        lines.append(
+            f"  {name[:48]:48} {row.count:7.0f} {_ms(row.busy)} {_ms(row.seconds)} "
+            f"{estimate}".rstrip()
+        )
     if rest := rows[SHOWN:]:
-        lines.append(f"  {f'and {len(rest)} more':48} {'':18} {_ms(sum(row.seconds for row in rest))}")
+        lines.append(
+            f"  {f'and {len(rest)} more':48} {'':18} {_ms(sum(row.seconds for row in rest))}"
+        )
     return lines
 
 

@@ -1,9 +1,11 @@
-"""Reads the profiles that `jax.profiler` writes (xplane files): the devices, their runs of programs, and their events.
+"""Reads the profiles that `jax.profiler` writes (xplane files): the devices, their runs of
+programs, and their events.
 
-A profile has a plane for each device and one for the host. On a TPU a plane has a line of whole runs ("XLA Modules"), a
-line of instructions in the order of execution ("XLA Ops"), and lines of what is under way beside them ("Async XLA
-Ops"). On a GPU there is a line for each stream. CPU devices have no plane: the instructions of all of them are on the
-threads of the host's plane, each with its `hlo_op` and the number of its device.
+A profile has a plane for each device and one for the host. On a TPU a plane has a line of whole
+runs ("XLA Modules"), a line of instructions in the order of execution ("XLA Ops"), and lines of
+what is under way beside them ("Async XLA Ops"). On a GPU there is a line for each stream. CPU
+devices have no plane: the instructions of all of them are on the threads of the host's plane, each
+with its `hlo_op` and the number of its device.
 """
 
 import dataclasses
@@ -13,8 +15,11 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-MODULES, OPS, ASYNC_OPS = "XLA Modules", "XLA Ops", "Async XLA Ops"
-BARRIER = "barrier-cores"  # the event in which a TPU waits at the beginning of a program for the others to begin it
+MODULES = "XLA Modules"
+OPS = "XLA Ops"
+ASYNC_OPS = "Async XLA Ops"
+# the event in which a TPU waits at the beginning of a program for the others to begin it
+BARRIER = "barrier-cores"
 type Interval = tuple[float, float]  # begin and end, in seconds
 
 
@@ -42,17 +47,21 @@ class DeviceProfile:
 
     name: str  # of its plane, such as "/device:TPU:0"
     events: tuple[Event, ...]  # without the runs of whole programs
-    runs: tuple[Event, ...]  # of whole programs; empty where the profile has none, as on GPUs and CPUs
+    # of whole programs; empty where the profile has none, as on GPUs and CPUs
+    runs: tuple[Event, ...]
 
     def run_seconds(self, program: str) -> list[float]:
-        """Returns the device time of each run of the program whose name begins so, less its wait for others."""
+        """Returns the device time of each run of the program whose name begins so, less its wait
+        for others.
+        """
         barriers = [e.interval for e in self.events if e.name.startswith(BARRIER)]
         runs = [run.interval for run in self.runs if run.name.startswith(program)]
         return [end - start - seconds(clip(barriers, (start, end))) for start, end in runs]
 
 
 def read_profile(path: str | pathlib.Path) -> list[DeviceProfile]:
-    """Reads the devices of a profile: of an xplane file, or of the newest one in a folder of `jax.profiler.trace`.
+    """Reads the devices of a profile: of an xplane file, or of the newest one in a folder of
+    `jax.profiler.trace`.
 
     ValueError says that there is no such file, or what it holds if it has no events of devices.
     """
@@ -62,7 +71,10 @@ def read_profile(path: str | pathlib.Path) -> list[DeviceProfile]:
     if not file.is_file():
         files = sorted(file.rglob("*.xplane.pb"), key=lambda found: found.stat().st_mtime)
         if not files:
-            raise ValueError(f"{path} must be an xplane file, or a folder that jax.profiler.trace wrote: it has none")
+            raise ValueError(
+                f"{path} must be an xplane file, or a folder that jax.profiler.trace wrote: it has "
+                "none"
+            )
         file = files[-1]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="builtin type .* has no __module__ attribute")
@@ -73,30 +85,42 @@ def read_profile(path: str | pathlib.Path) -> list[DeviceProfile]:
         found = [_device(plane) for plane in planes if plane.name.startswith("/device:")]
         found = [device for device in found if device.events or device.runs]
         if not found:
-            found = [device for plane in planes if plane.name == "/host:CPU" for device in _cpu_devices(plane)]
+            found = [
+                device
+                for plane in planes
+                if plane.name == "/host:CPU"
+                for device in _cpu_devices(plane)
+            ]
     if not found:
         raise ValueError(
-            f"{file} has no planes of devices and no instructions of XLA programs: it has the planes "
-            f"{', '.join(plane.name for plane in planes) or 'none'}; run the program within jax.profiler.trace, and "
+            f"{file} has no planes of devices and no instructions of XLA programs: it has the "
+            "planes "
+            f"{', '.join(plane.name for plane in planes) or 'none'}; run the program within "
+            "jax.profiler.trace, and "
             "wait for its result before the trace ends"
         )
     return sorted(found, key=lambda device: device.name)
 
 
 def median_seconds(devices: Sequence[DeviceProfile], program: str, runs: int) -> float | None:
-    """Returns the device time of one run: the median over the runs, of the slowest device; None if there is no event.
+    """Returns the device time of one run: the median over the runs, of the slowest device; None if
+    there is no event.
 
-    Where a profile does not mark runs, it is the time in which the device did anything, divided by the number of runs.
+    Where a profile does not mark runs, it is the time in which the device did anything, divided by
+    the number of runs.
     """
     if any(device.runs for device in devices):
-        medians = [statistics.median(times) for device in devices if (times := device.run_seconds(program))]
+        medians = [
+            statistics.median(times) for device in devices if (times := device.run_seconds(program))
+        ]
         return max(medians, default=None)
     busy = [seconds(event.interval for event in device.events) / runs for device in devices]
     return max(busy, default=0.0) or None
 
 
 def _device(plane: Any) -> DeviceProfile:
-    events, runs = [], []
+    events = []
+    runs = []
     for line in plane.lines:
         found = [_event(event, line.name) for event in line.events]
         if line.name == MODULES:
@@ -115,7 +139,10 @@ def _cpu_devices(plane: Any) -> list[DeviceProfile]:
             if "hlo_op" in stats:
                 device = int(stats.get("device_ordinal", 0))
                 by_device.setdefault(device, []).append(_event(event, f"thread {number}"))
-    return [DeviceProfile(f"/device:CPU:{device}", tuple(events), ()) for device, events in by_device.items()]
+    return [
+        DeviceProfile(f"/device:CPU:{device}", tuple(events), ())
+        for device, events in by_device.items()
+    ]
 
 
 def _event(event: Any, line: str) -> Event:

@@ -1,8 +1,9 @@
 """The order of work of all_gather_matmul where the gathered x stays in vector memory.
 
-Half-blocks arrive in vector memory and are sent onward from there. A product contracts all of k at once. Only tiles of
-w come from HBM, and only the result, and x if it is kept, goes there. `schedule` has the order of the products: a
-static schedule, because tiles of w should be fetched few times and yet no product should wait for x.
+Half-blocks arrive in vector memory and are sent onward from there. A product contracts all of k at
+once. Only tiles of w come from HBM, and only the result, and x if it is kept, goes there.
+`schedule` has the order of the products: a static schedule, because tiles of w should be fetched
+few times and yet no product should wait for x.
 """
 
 import dataclasses
@@ -14,7 +15,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.all_gather_matmul.resident_schedule import Rates, Schedule, Sizes, Task, schedule
+from flaxasync.kernels.all_gather_matmul.resident_schedule import (
+    Rates,
+    Schedule,
+    Sizes,
+    Task,
+    schedule,
+)
 from flaxasync.kernels.all_gather_matmul.work import Work
 from flaxasync.kernels.engine.call import SEMAPHORES, available, chip_in_use
 from flaxasync.kernels.engine.gather import Gather
@@ -25,15 +32,22 @@ from flaxasync.kernels.engine.tiling import Tiling
 
 ROWS = 512  # rows of one product, at most
 COLUMNS = (512, 1024, 1280)  # columns of a tile of w to choose from
-CHUNKS = ((1, 2, 4), (8,), (16,))  # chunks of a half-block to choose from; more of them only where fewer do not fit
+# chunks of a half-block to choose from; more of them only where fewer do not fit
+CHUNKS = ((1, 2, 4), (8,), (16,))
 CHUNK_ROWS = 128  # rows of an arrival, at least, where half-blocks travel in several chunks
 W_SLOTS = 3  # tiles of w in vector memory, at most
-OUT_SLOTS, OUT_ROWS = 24, 3072  # results that may be leaving at once: they wait in HBM's queue behind tiles of w
-CYCLES = 13_500  # of one product, at most: the compiler unrolls it, to about one instruction for each cycle
-TASKS = 256  # products of an arrival and a tile of w, at most; the table of tasks has no more entries
+# results that may be leaving at once: they wait in HBM's queue behind tiles of w
+OUT_SLOTS = 24
+OUT_ROWS = 3072
+# of one product, at most: the compiler unrolls it, to about one instruction for each cycle
+CYCLES = 13_500
+# products of an arrival and a tile of w, at most; the table of tasks has no more entries
+TASKS = 256
 PRODUCT_ROWS = 16  # rows in whose time a product starts and ends, as played on v6e
 TASK_CYCLES = 180  # cycles that a task takes beyond its products, as played on v6e
-ENTRY, LATENCY = 1.5e-6, 0.5e-6  # seconds of the entry barrier, and until a transfer from HBM begins to arrive
+# seconds of the entry barrier, and until a transfer from HBM begins to arrive
+ENTRY = 1.5e-6
+LATENCY = 0.5e-6
 _FIELDS = len(dataclasses.fields(Task))
 
 
@@ -68,7 +82,10 @@ class Plan:
         return (n, self.work.k) if self.work.transposed else (self.work.k, n)
 
     def scratch(self) -> Scratch:
-        sizes, layout, dtype, n = self.sizes, self.work.layout, self.work.dtype, self.columns.size
+        sizes = self.sizes
+        layout = self.work.layout
+        dtype = self.work.dtype
+        n = self.columns.size
         return Scratch(
             x=pltpu.VMEM((sizes.arrivals, *layout.shape, self.work.k), dtype),
             w=IncomingTiles.allocate(sizes.w_slots, self.w_shape(n), dtype),
@@ -81,15 +98,22 @@ class Plan:
 
 
 def plan(work: Work) -> Plan | None:
-    """Returns the plan that ends first by the chip's rates; None if the gathered x does not fit in vector memory."""
+    """Returns the plan that ends first by the chip's rates; None if the gathered x does not fit in
+    vector memory.
+    """
     rows, most = (work.tiles.m, work.tiles.n) if work.tiles else (ROWS, max(COLUMNS))
     sides = {max(LANES, min(n, most, max(work.widths)) // LANES * LANES) for n in COLUMNS}
     for counts in CHUNKS:
         plans = []
         for layout in filter(None, map(work.layout.in_chunks, counts)):
-            if layout.arrival_rows <= rows and (layout.chunks == 1 or layout.arrival_rows >= CHUNK_ROWS):
+            if layout.arrival_rows <= rows and (
+                layout.chunks == 1 or layout.arrival_rows >= CHUNK_ROWS
+            ):
                 tilings = [Tiling(tuple(work.widths), n) for n in sorted(sides)]
-                plans += [_plan_of(dataclasses.replace(work, layout=layout), columns, rows) for columns in tilings]
+                plans += [
+                    _plan_of(dataclasses.replace(work, layout=layout), columns, rows)
+                    for columns in tilings
+                ]
         if found := list(filter(None, plans)):
             return min(found, key=lambda plan: plan.schedule.seconds)
     return None
@@ -97,15 +121,21 @@ def plan(work: Work) -> Plan | None:
 
 def _plan_of(work: Work, columns: Tiling, most_rows: int) -> Plan | None:
     """Returns the plan with given chunks and tiles; None if something does not fit."""
-    chip, itemsize, layout, k = chip_in_use(), jnp.dtype(work.dtype).itemsize, work.layout, work.k
-    n, rows, arrivals = columns.size, layout.arrival_rows, work.arrivals
+    chip = chip_in_use()
+    itemsize = jnp.dtype(work.dtype).itemsize
+    layout = work.layout
+    k = work.k
+    n = columns.size
+    rows = layout.arrival_rows
+    arrivals = work.arrivals
     multiply = 2 * rows * n * k / chip.flops
     limit = min(CYCLES / (multiply * chip.clock), most_rows // rows)
     received = layout.directions * (arrivals - layout.chunks)
     if limit < 1 or arrivals * columns.count > TASKS or received > SEMAPHORES:
         return None
     most = max(count for count in (1, 2, 4, 8) if count <= limit)
-    out_slots, w_slots = max(2 * most, min(OUT_SLOTS, OUT_ROWS // rows)), min(W_SLOTS, max(2, columns.count - 1))
+    out_slots = max(2 * most, min(OUT_SLOTS, OUT_ROWS // rows))
+    w_slots = min(W_SLOTS, max(2, columns.count - 1))
     fixed = itemsize * (arrivals * k + out_slots * n) * rows + 4 * most * rows * n
     while (need := fixed + w_slots * itemsize * k * n) > available():
         w_slots -= 1
@@ -144,14 +174,17 @@ class Resident:
         def _(chunk: Scalar) -> None:
             for direction in self.gather.ring.both:
                 source = self.gather.x.at[self.gather.layout.chunk(direction, chunk)]
-                start_copy(source, self.scratch.x.at[chunk, direction], self.scratch.own_sem.at[chunk])
+                start_copy(
+                    source, self.scratch.x.at[chunk, direction], self.scratch.own_sem.at[chunk]
+                )
 
         for slot, column in enumerate(self.plan.schedule.loads):
             self.fetch(jnp.int32(column), slot)
 
     def run(self) -> None:
         """Does the rest, once the neighbours have entered."""
-        tasks, scratch = self.plan.schedule.tasks, self.scratch
+        tasks = self.plan.schedule.tasks
+        scratch = self.scratch
         for number, task in enumerate(tasks):  # while the own rows come
             for field, value in enumerate(dataclasses.astuple(task)):
                 scratch.tasks[number * _FIELDS + field] = value
@@ -171,7 +204,8 @@ class Resident:
 
     def run_task(self, number: Scalar) -> None:
         """Receives and fetches what the task says; multiplies."""
-        scratch, most = self.scratch, self.plan.sizes.most
+        scratch = self.scratch
+        most = self.plan.sizes.most
         task = Task(*(scratch.tasks[number * _FIELDS + field] for field in range(_FIELDS)))
 
         @pl.loop(task.received, task.received + task.receives)
@@ -188,7 +222,8 @@ class Resident:
         def _(slot: Scalar) -> None:
             self.wait_until_left(slot, scratch.out_columns[slot])
 
-        if len(set(self.plan.columns.sizes)) > 1:  # or else nobody has to know which tile of columns a result is of
+        # or else nobody has to know which tile of columns a result is of
+        if len(set(self.plan.columns.sizes)) > 1:
 
             @pl.loop(task.out_slot, task.out_slot + task.count)
             def _(slot: Scalar) -> None:
@@ -202,20 +237,31 @@ class Resident:
         pl.loop(0, task.count // most)(lambda i: self.multiply(task, most, i * most))
 
     def multiply(self, task: Task, count: int, start: Scalar) -> None:
-        """Multiplies `count` arrivals of a task, from `start` on, and starts to store the results."""
-        scratch, plan, layout = self.scratch, self.plan, self.gather.layout
+        """Multiplies `count` arrivals of a task, from `start` on, and starts to store the
+        results.
+        """
+        scratch = self.scratch
+        plan = self.plan
+        layout = self.gather.layout
         with jax.named_scope("multiply"):
-            x = scratch.x[pl.ds(task.first + start, count)].reshape(count * layout.arrival_rows, plan.work.k)
-            y = dot(x, scratch.w.tiles[task.w_slot], transposed=plan.work.transposed).astype(x.dtype)
+            x = scratch.x[pl.ds(task.first + start, count)].reshape(
+                count * layout.arrival_rows, plan.work.k
+            )
+            y = dot(x, scratch.w.tiles[task.w_slot], transposed=plan.work.transposed).astype(
+                x.dtype
+            )
             slots = pl.ds(task.out_slot + start, count)
             scratch.outgoing.tiles[slots] = y.reshape(count, *layout.shape, -1)
 
         def store(number: int, columns: pl.Slice) -> None:
             for i in range(count):
-                slot, arrival = task.out_slot + start + i, task.first + start + i
+                slot = task.out_slot + start + i
+                arrival = task.first + start + i
                 for direction in self.gather.ring.both:
                     batches, block, rows = self.gather.in_gathered(direction, arrival)
-                    source = scratch.outgoing.tiles.at[slot, direction, :, :, pl.ds(0, columns.size)]
+                    source = scratch.outgoing.tiles.at[
+                        slot, direction, :, :, pl.ds(0, columns.size)
+                    ]
                     target = self.ys[number].at[batches, block, rows, columns]
                     start_copy(source, target, scratch.outgoing.sems.at[slot])
 
@@ -227,32 +273,46 @@ class Resident:
         self.gather.send(arrival)
         if self.keep_gathered:
             self._for_each_half(
-                arrival, lambda half, index: start_copy(half, self.gather.gathered.at[index], self.scratch.kept_sem)
+                arrival,
+                lambda half, index: start_copy(
+                    half, self.gather.gathered.at[index], self.scratch.kept_sem
+                ),
             )
 
     def fetch(self, column: Scalar, slot: Scalar) -> None:
         def start(number: int, columns: pl.Slice) -> None:
             w = self.ws[number]
-            self.scratch.w.start(slot, w.at[columns, :] if self.plan.work.transposed else w.at[:, columns])
+            self.scratch.w.start(
+                slot, w.at[columns, :] if self.plan.work.transposed else w.at[:, columns]
+            )
 
         with jax.named_scope("fetch"):
             self.plan.columns.on_slice(column, start)
 
     def wait_for_tile(self, column: Scalar, slot: Scalar) -> None:
         with jax.named_scope("wait"):
-            self.plan.columns.on_size(column, lambda n: self.scratch.w.wait(slot, *self.plan.w_shape(n)))
+            self.plan.columns.on_size(
+                column, lambda n: self.scratch.w.wait(slot, *self.plan.w_shape(n))
+            )
 
     def wait_until_left(self, slot: Scalar, column: Scalar) -> None:
         """Waits until the results in an out slot, of a tile of columns, have left."""
-        outgoing, shape = self.scratch.outgoing, self.gather.layout.shape
+        outgoing = self.scratch.outgoing
+        shape = self.gather.layout.shape
         self.plan.columns.on_size(column, lambda n: outgoing.wait(slot, *shape, n))
 
-    def _for_each_half(self, arrival: Scalar, use: Callable[[Ref, tuple[Index, ...]], None]) -> None:
-        """Calls `use(half-block, its index in the gathered x)` for the half-blocks of an arrival."""
+    def _for_each_half(
+        self, arrival: Scalar, use: Callable[[Ref, tuple[Index, ...]], None]
+    ) -> None:
+        """Calls `use(half-block, its index in the gathered x)` for the half-blocks of an
+        arrival.
+        """
         for direction in self.gather.ring.both:
             use(self.scratch.x.at[arrival, direction], self.gather.in_gathered(direction, arrival))
 
 
 def _rarely(condition: Condition) -> Callable[[Callable[[], None]], None]:
-    """Does what `pl.when` does, but with a loop: code of a loop is jumped over, and code of a branch predicated."""
+    """Does what `pl.when` does, but with a loop: code of a loop is jumped over, and code of a
+    branch predicated.
+    """
     return lambda use: pl.loop(0, jnp.int32(condition))(lambda _: use())

@@ -1,18 +1,22 @@
-"""The static schedule of the resident form of all_gather_matmul: which products a device computes, in which order.
+"""The static schedule of the resident form of all_gather_matmul: which products a device computes,
+in which order.
 
-A task multiplies some consecutive arrivals of x by one tile of w. While the kernel is traced, `schedule` simulates one
-device with the rates of its chip and lists the tasks; the kernel reads them from a table.
+A task multiplies some consecutive arrivals of x by one tile of w. While the kernel is traced,
+`schedule` simulates one device with the rates of its chip and lists the tasks; the kernel reads
+them from a table.
 
-Few tiles of w have room in vector memory, and x arrives while the first of them are multiplied. So the tiles are
-visited in turn, as often as it takes. A visit lasts while arrivals are there that the tile has not been multiplied by.
-It ends early if they are fewer than one product takes and another tile has enough of them. The tiles of the next visits
-are fetched meanwhile, each in the place of the one whose next visit is the farthest away.
+Few tiles of w have room in vector memory, and x arrives while the first of them are multiplied. So
+the tiles are visited in turn, as often as it takes. A visit lasts while arrivals are there that the
+tile has not been multiplied by. It ends early if they are fewer than one product takes and another
+tile has enough of them. The tiles of the next visits are fetched meanwhile, each in the place of
+the one whose next visit is the farthest away.
 """
 
 import dataclasses
 import math
 
-FETCH_AHEAD = 3  # tiles of w that should be in vector memory: this visit's and those of the next two
+# tiles of w that should be in vector memory: this visit's and those of the next two
+FETCH_AHEAD = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +32,11 @@ class Task:
     received: int  # the first of them
     fetches: int  # the tile of w that is fetched before; -1 for none
     fetch_slot: int  # the slot that it is fetched into
-    unused: int  # the tile on its way into that slot, which was fetched too early and not used; -1 for none
+    # the tile on its way into that slot, which was fetched too early and not used; -1 for none
+    unused: int
     out_slot: int  # the slot of the result of the first arrival; the others follow
-    waits: int  # number of these slots, from the first on, whose former results have to leave before
+    # number of these slots, from the first on, whose former results have to leave before
+    waits: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +45,8 @@ class Sizes:
     own: int  # of these, the device's own rows
     columns: int  # tiles of w
     w_slots: int  # slots for tiles of w, two or more
-    most: int  # arrivals that one product takes, at most; a power of two. A task has up to twice as many
+    # arrivals that one product takes, at most; a power of two. A task has up to twice as many
+    most: int
     out_slots: int  # slots for the results of one arrival, twice `most` or more
 
 
@@ -62,7 +69,8 @@ class Rates:
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     tasks: tuple[Task, ...]
-    loads: tuple[int, ...]  # tiles of w that are fetched before the first task, into the first slots
+    # tiles of w that are fetched before the first task, into the first slots
+    loads: tuple[int, ...]
     seconds: float  # when the last result has left, by the rates
 
     @property
@@ -85,11 +93,15 @@ class _Fetched:
 
 class _Device:
     def __init__(self, sizes: Sizes, rates: Rates):
-        self.sizes, self.rates = sizes, rates
+        self.sizes = sizes
+        self.rates = rates
         self.now = 0.0
-        self.memory_free = sizes.own * rates.own  # when all transfers from and to HBM are done that were started
+        # when all transfers from and to HBM are done that were started
+        self.memory_free = sizes.own * rates.own
         self.links_free = rates.entry  # the same of the links
-        self.arrival_times = [(number + 1) * rates.own + rates.latency for number in range(sizes.own)]
+        self.arrival_times = [
+            (number + 1) * rates.own + rates.latency for number in range(sizes.own)
+        ]
         self.received = 0
         self.done = [0] * sizes.columns  # arrivals that each tile of w has been multiplied by
         self.fetched: dict[int, _Fetched] = {}
@@ -105,7 +117,8 @@ class _Device:
         for number in range(self.sizes.own):
             self.now = max(self.now, self.arrival_times[number], self.rates.entry)
             self._receive()
-        tasks, received = [], self.sizes.own
+        tasks = []
+        received = self.sizes.own
         while min(self.done) < self.sizes.arrivals:
             column = self._next_column()
             tasks.append(self._task(column, received))
@@ -115,7 +128,9 @@ class _Device:
         return Schedule(tuple(tasks), loads, max(self.now, *self.leaving.values()))
 
     def _next_column(self) -> int:
-        """Returns the tile of w of this visit. Waits for an arrival if no tile has anything to be multiplied by."""
+        """Returns the tile of w of this visit. Waits for an arrival if no tile has anything to be
+        multiplied by.
+        """
         while True:
             self._receive()
             column = self.visit % self.sizes.columns
@@ -128,24 +143,39 @@ class _Device:
 
     def _task(self, column: int, received: int) -> Task:
         """Returns the next task of a visit, and spends its time."""
-        rates, most, first = self.rates, self.sizes.most, self.done[column]
+        rates = self.rates
+        most = self.sizes.most
+        first = self.done[column]
         receives = self.received - received
         fetches, fetch_slot, unused = self._fetch()
         tile = self.fetched[column]
-        awaits, tile.awaited = not tile.awaited, True
+        awaits = not tile.awaited
+        tile.awaited = True
         self.now = max(self.now + rates.task, tile.ready)
         count = 2 ** int(math.log2(min(self.received - first, 2 * most)))
         out_slot, waits = self._take_out_slots(count)
         self.now += count * rates.multiply + math.ceil(count / most) * rates.product
         self.memory_free = max(self.memory_free, self.now) + count * rates.store
-        self.leaving |= dict.fromkeys(range(out_slot, out_slot + count), self.memory_free + rates.latency)
+        self.leaving |= dict.fromkeys(
+            range(out_slot, out_slot + count), self.memory_free + rates.latency
+        )
         self.done[column] += count
         if self.done[column] == self.sizes.arrivals:
             self.free_slots.append(self.fetched.pop(column).slot)
         return Task(
-            column, tile.slot, int(awaits), first, count, receives, received, fetches, fetch_slot, unused,
-            out_slot, waits,
-        )  # fmt: skip
+            column,
+            tile.slot,
+            int(awaits),
+            first,
+            count,
+            receives,
+            received,
+            fetches,
+            fetch_slot,
+            unused,
+            out_slot,
+            waits,
+        )
 
     def _ends_visit(self, column: int) -> bool:
         left = self.received - self.done[column]
@@ -154,11 +184,16 @@ class _Device:
             for other, tile in self.fetched.items()
             if other != column
         )
-        return left == 0 or (left < self.sizes.most and self.received < self.sizes.arrivals and any(enough))
+        return left == 0 or (
+            left < self.sizes.most and self.received < self.sizes.arrivals and any(enough)
+        )
 
     def _receive(self) -> None:
         """Receives what has arrived, and sends it onward, but for what came in the last hop."""
-        while self.received < len(self.arrival_times) and self.arrival_times[self.received] <= self.now:
+        while (
+            self.received < len(self.arrival_times)
+            and self.arrival_times[self.received] <= self.now
+        ):
             self.received += 1
             if self.received <= self.sizes.arrivals - self.sizes.own:
                 self.links_free = max(self.links_free, self.now) + self.rates.hop
@@ -171,7 +206,9 @@ class _Device:
         return [column for column in order if self.done[column] < self.sizes.arrivals]
 
     def _fetch(self) -> tuple[int, int, int]:
-        """Fetches the first tile of the next visits that is not there: `fetches`, `fetch_slot`, `unused` of a task."""
+        """Fetches the first tile of the next visits that is not there: `fetches`, `fetch_slot`,
+        `unused` of a task.
+        """
         upcoming = self._upcoming()
         soon = upcoming[: min(self.sizes.w_slots, FETCH_AHEAD)]
         missing = [column for column in soon if column not in self.fetched]
@@ -184,7 +221,8 @@ class _Device:
             tile = self.fetched.pop(farthest)
             self.free_slots.append(tile.slot)
             if not tile.awaited:
-                unused, self.now = farthest, max(self.now, tile.ready)
+                unused = farthest
+                self.now = max(self.now, tile.ready)
         return missing[0], self._load(missing[0]), unused
 
     def _load(self, column: int) -> int:
@@ -195,7 +233,9 @@ class _Device:
         return slot
 
     def _take_out_slots(self, count: int) -> tuple[int, int]:
-        """Waits for and returns the next out slots, around in a circle: `out_slot` and `waits` of a task."""
+        """Waits for and returns the next out slots, around in a circle: `out_slot` and `waits` of a
+        task.
+        """
         first = self.next_out_slot if self.next_out_slot + count <= self.sizes.out_slots else 0
         self.next_out_slot = first + count
         former = [slot for slot in range(first, first + count) if slot in self.leaving]

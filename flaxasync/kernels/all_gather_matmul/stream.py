@@ -1,4 +1,5 @@
-"""The order of work of all_gather_matmul where x streams from HBM: arrival by arrival, as they come.
+"""The order of work of all_gather_matmul where x streams from HBM: arrival by arrival, as they
+come.
 
 ```
 links   arrival 1 ->    arrival 2 ->    arrival 3 -> ...
@@ -8,12 +9,13 @@ core    arrival 0       arrival 1       arrival 2        ...
               i=0 i=1 ...                                  tiles of rows, with an accumulator for each
 ```
 
-A flat loop over all of this prefetches the tiles of the next step over all borders. An arrival is waited for when its
-first tile is fetched, and sent onward at once. Where an arrival has more rows than there are accumulators, all columns
-are gone through in several passes.
+A flat loop over all of this prefetches the tiles of the next step over all borders. An arrival is
+waited for when its first tile is fetched, and sent onward at once. Where an arrival has more rows
+than there are accumulators, all columns are gone through in several passes.
 
-With an epilogue all w are joined: a tile of columns is the same one of each w. The tiles of its operands are fetched
-when a sum begins, so that they have the time of all of its contraction, and there are slots for all sums of a pass.
+With an epilogue all w are joined: a tile of columns is the same one of each w. The tiles of its
+operands are fetched when a sum begins, so that they have the time of all of its contraction, and
+there are slots for all sums of a pass.
 """
 
 import dataclasses
@@ -29,7 +31,16 @@ from flaxasync.kernels.all_gather_matmul.work import Work
 from flaxasync.kernels.engine.call import available, check_vmem, chip_in_use, matmul_bytes
 from flaxasync.kernels.engine.gather import Gather
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles, Scales
-from flaxasync.kernels.engine.operands import LANES, Condition, Index, Ref, Scalar, Tiles, aligned, largest_divisor
+from flaxasync.kernels.engine.operands import (
+    LANES,
+    Condition,
+    Index,
+    Ref,
+    Scalar,
+    Tiles,
+    aligned,
+    largest_divisor,
+)
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import IterationGrid, RowTiling, Tiling, remainder, split
 
@@ -55,8 +66,10 @@ class Coordinates(NamedTuple):
 class Scratch:
     matmul: MatmulScratch
     more_outgoing: tuple[OutgoingTiles, ...]  # for each result of an epilogue but the first
-    operands: tuple[IncomingTiles, ...]  # [operand slots, batches, rows, n], for each operand of an epilogue
-    maxima: OutgoingTiles | None  # [2, batches, rows, LANES] the largest magnitudes of each row, one for each lane
+    # [operand slots, batches, rows, n], for each operand of an epilogue
+    operands: tuple[IncomingTiles, ...]
+    # [2, batches, rows, LANES] the largest magnitudes of each row, one for each lane
+    maxima: OutgoingTiles | None
     scales: Scales | None  # if x and w are 8-bit values
 
     @property
@@ -77,21 +90,33 @@ class Schedule:
         tiles = self.tiles
         passes = self.work.layout.directions * tiles.rows.count // self.accumulators
         return IterationGrid(
-            (self.work.arrivals, passes, tiles.columns.count, tiles.contraction.count, self.accumulators)
+            (
+                self.work.arrivals,
+                passes,
+                tiles.columns.count,
+                tiles.contraction.count,
+                self.accumulators,
+            )
         )
 
     @property
     def operand_slots(self) -> int:
-        """Slots for the tiles of each operand of the epilogue, and for scales: for all sums of a pass."""
+        """Slots for the tiles of each operand of the epilogue, and for scales: for all sums of a
+        pass.
+        """
         return max(2, self.accumulators)
 
     @property
     def elements_read(self) -> int:
-        """Elements of x and w that are read from HBM, and elements that arrive there and are sent on."""
+        """Elements of x and w that are read from HBM, and elements that arrive there and are sent
+        on.
+        """
         arrivals, passes, columns, depth, _ = self.grid.sizes
-        x, w = self.accumulators * self.tiles.rows.size, self.tiles.joined * self.tiles.columns.size
+        x = self.accumulators * self.tiles.rows.size
+        w = self.tiles.joined * self.tiles.columns.size
         w *= 1 if self.tiles.w_stays else arrivals * passes
-        k, rows = depth * self.tiles.contraction.size, self.work.layout.arrival_rows
+        k = depth * self.tiles.contraction.size
+        rows = self.work.layout.arrival_rows
         arriving = 2 * (arrivals - self.work.layout.chunks) * rows * k
         operands = self.work.operands * arrivals * rows * sum(self.tiles.columns.lengths)
         return columns * k * (arrivals * passes * x + w) + arriving + operands
@@ -104,33 +129,47 @@ class Schedule:
         arrival, pass_, column, t, i = self.grid.coordinates(step)
         round_ = split(step, self.tiles.contraction.count * self.accumulators)[0]
         w_slot = self.tiles.w_slot(t, column, split(step, self.accumulators)[0])
-        row, number = pass_ * self.accumulators + i, round_ * self.accumulators + i
+        row = pass_ * self.accumulators + i
+        number = round_ * self.accumulators + i
         return Coordinates(arrival, row, column, t, i, number, w_slot)
 
     def scratch(self) -> Scratch:
-        work, result = self.work, self.tiles.result
+        work = self.work
+        result = self.tiles.result
         results = work.epilogue.results if work.epilogue else 1
         columns = self.tiles.joined * self.tiles.columns.size
         return Scratch(
             self.tiles.scratch(
-                work.dtype, work.w_dtype, outgoing=2, accumulators=self.accumulators, result=work.result
+                work.dtype,
+                work.w_dtype,
+                outgoing=2,
+                accumulators=self.accumulators,
+                result=work.result,
             ),
             tuple(OutgoingTiles.allocate(2, result, work.result) for _ in range(results - 1)),
-            tuple(IncomingTiles.allocate(self.operand_slots, result, work.result) for _ in range(work.operands)),
+            tuple(
+                IncomingTiles.allocate(self.operand_slots, result, work.result)
+                for _ in range(work.operands)
+            ),
             OutgoingTiles.allocate(2, (*self.tiles.rows.shape, LANES), jnp.float32)
             if work.measured is not None
             else None,
-            Scales.allocate(self.operand_slots, self.tiles.rows.shape, columns) if work.scaled else None,
+            Scales.allocate(self.operand_slots, self.tiles.rows.shape, columns)
+            if work.scaled
+            else None,
         )
 
 
 def plan(work: Work) -> Schedule:
-    """Returns the schedule with the largest tiles up to those asked for; raises if they exceed vector memory.
+    """Returns the schedule with the largest tiles up to those asked for; raises if they exceed
+    vector memory.
 
-    The products of the last arrival have no transfer beside them. So where a hop takes longer than its products, each
-    half-block travels in chunks, if w stays in vector memory: otherwise HBM would bring it again for each of them.
+    The products of the last arrival have no transfer beside them. So where a hop takes longer than
+    its products, each half-block travels in chunks, if w stays in vector memory: otherwise HBM
+    would bring it again for each of them.
     """
-    layout, chip = work.layout, chip_in_use()
+    layout = work.layout
+    chip = chip_in_use()
     rows = layout.batches * layout.rows
     hop = rows * work.k * jnp.dtype(work.dtype).itemsize / chip.link_bandwidth
     if hop > 2 * layout.arrival_rows * work.k * sum(work.widths) / chip.flops:
@@ -144,7 +183,10 @@ def plan(work: Work) -> Schedule:
 
 def _plan_of(work: Work) -> Schedule:
     """Returns the schedule of half-blocks in given chunks."""
-    layout, epilogue, dtype, asked = work.layout, work.epilogue, work.dtype, work.tiles or TILES
+    layout = work.layout
+    epilogue = work.epilogue
+    dtype = work.dtype
+    asked = work.tiles or TILES
     rows = RowTiling.of(layout.batches, layout.rows, asked.m, layout.unit)
     joined, results = (len(work.widths), epilogue.results) if epilogue else (1, 1)
     columns = Tiling.of(work.widths[:1] if epilogue else work.widths, asked.n)
@@ -176,7 +218,8 @@ class Stream:
     keep_gathered: bool
     scratch: Scratch
     operands: Sequence[Ref]  # of the epilogue, [B, R, m, n] HBM
-    scales: Sequence[Ref]  # of the rows, [B, R, m, LANES], and of the columns of each w, [SUBLANES, n] HBM; or none
+    # of the rows, [B, R, m, LANES], and of the columns of each w, [SUBLANES, n] HBM; or none
+    scales: Sequence[Ref]
     maxima: Ref | None  # [B, R, m, tiles of columns * LANES] HBM
 
     def begin(self) -> None:
@@ -197,8 +240,11 @@ class Stream:
 
     def step(self, step: Scalar) -> None:
         """Starts the transfers of the next step, multiplies, and stores a tile that is finished."""
-        schedule, scratch, tiles = self.schedule, self.scratch.matmul, self.schedule.tiles
-        here, x_slot = schedule.at(step), remainder(step, 2)
+        schedule = self.schedule
+        scratch = self.scratch.matmul
+        tiles = self.schedule.tiles
+        here = schedule.at(step)
+        x_slot = remainder(step, 2)
         pl.when(step + 1 < schedule.grid.steps)(lambda: self.prefetch(step + 1))
         self.store_last(step)
         if self.keep_gathered:
@@ -207,22 +253,31 @@ class Stream:
         last = here.t == tiles.contraction.count - 1
         with jax.named_scope("wait"):
             tiles.wait_x(scratch.x, x_slot, i, here.t)
-            pl.when(schedule.new_w(here))(lambda: tiles.wait_w(scratch.w, here.w_slot, here.t, here.column))
+            pl.when(schedule.new_w(here))(
+                lambda: tiles.wait_w(scratch.w, here.w_slot, here.t, here.column)
+            )
             pl.when(last)(lambda: scratch.outgoing.free(here.number, self.wait_until_left))
             for operand in self.scratch.operands:
-                arrived = functools.partial(tiles.wait_result, operand, operand.slot(here.number), i, here.column)
+                arrived = functools.partial(
+                    tiles.wait_result, operand, operand.slot(here.number), i, here.column
+                )
                 pl.when(last)(arrived)
             if self.scratch.scales is not None:
                 pl.when(last)(functools.partial(self.wait_for_scales, self.scratch.scales, here))
 
-        x_tile, w_tile = scratch.x.tiles.at[x_slot], scratch.w.tiles.at[here.w_slot]
-        accumulator, finish = scratch.accumulators.at[here.i], functools.partial(self.finish, here.number)
+        x_tile = scratch.x.tiles.at[x_slot]
+        w_tile = scratch.w.tiles.at[here.w_slot]
+        accumulator = scratch.accumulators.at[here.i]
+        finish = functools.partial(self.finish, here.number)
         tiles.multiply(i, here.t, here.column, x_tile, w_tile, accumulator, finish)
 
     def finish(self, number: Scalar, value: jax.Array, index: tuple[Index, ...]) -> None:
-        """Puts a sub-block of a finished sum, or what the epilogue makes of it, where it leaves from."""
+        """Puts a sub-block of a finished sum, or what the epilogue makes of it, where it leaves
+        from.
+        """
         slot = self.scratch.matmul.outgoing.slot(number)
-        epilogue, scales = self.schedule.work.epilogue, self.scratch.scales
+        epilogue = self.schedule.work.epilogue
+        scales = self.scratch.scales
         if scales is not None:
             value = scales.apply(scales.rows.slot(number), value, index)
         if epilogue is None:
@@ -236,15 +291,27 @@ class Stream:
         results = epilogue(products, tuple(tile.astype(jnp.float32) for tile in tiles))
         for outgoing, result in zip(self.scratch.outgoing, results, strict=True):
             outgoing.put(slot, result, index)
-        if self.scratch.maxima is not None and (measured := self.schedule.work.measured) is not None:
+        if (
+            self.scratch.maxima is not None
+            and (measured := self.schedule.work.measured) is not None
+        ):
             rounded = [result.astype(self.schedule.work.result) for result in results[measured]]
             magnitudes = [jnp.abs(result.astype(jnp.float32)) for result in rounded]
-            parts = [one[..., first : first + LANES] for one in magnitudes for first in range(0, n, LANES)]
+            parts = [
+                one[..., first : first + LANES]
+                for one in magnitudes
+                for first in range(0, n, LANES)
+            ]
             self.scratch.maxima.put(slot, functools.reduce(jnp.maximum, parts), index[:2])
 
     def prefetch(self, step: Scalar) -> None:
-        """Starts to fetch the tiles of a step, of w if it is another one. Waits for an arrival at its first use."""
-        there, tiles, scratch, gather = self.schedule.at(step), self.schedule.tiles, self.scratch.matmul, self.gather
+        """Starts to fetch the tiles of a step, of w if it is another one. Waits for an arrival at
+        its first use.
+        """
+        there = self.schedule.at(step)
+        tiles = self.schedule.tiles
+        scratch = self.scratch.matmul
+        gather = self.gather
         first = (there.row == 0) & (there.column == 0) & (there.t == 0)
         is_own = there.arrival < gather.layout.chunks
 
@@ -254,28 +321,39 @@ class Stream:
             gather.send(there.arrival)
 
         direction, i = split(there.row, tiles.rows.count)
-        block, chunk = gather.block(direction, there.arrival), remainder(there.arrival, gather.layout.chunks)
+        block = gather.block(direction, there.arrival)
+        chunk = remainder(there.arrival, gather.layout.chunks)
 
         def start_x(own: bool) -> None:
             def source(_: int, batches: pl.Slice, rows: pl.Slice, depth: pl.Slice) -> Ref:
                 batches, rows = gather.layout.in_block(direction, chunk, batches, rows)
-                return gather.x.at[batches, rows, depth] if own else gather.gathered.at[batches, block, rows, depth]
+                return (
+                    gather.x.at[batches, rows, depth]
+                    if own
+                    else gather.gathered.at[batches, block, rows, depth]
+                )
 
             tiles.start_x(scratch.x, x_slot, i, there.t, source)
 
         with jax.named_scope("prefetch"):
-            new_w = functools.partial(tiles.start_w, scratch.w, there.w_slot, there.t, there.column, self.ws)
+            new_w = functools.partial(
+                tiles.start_w, scratch.w, there.w_slot, there.t, there.column, self.ws
+            )
             pl.when(self.schedule.new_w(there))(new_w)
             x_slot = remainder(step, 2)
             pl.when(is_own)(lambda: start_x(True))
             pl.when(jnp.logical_not(is_own))(lambda: start_x(False))
-            pl.when(there.t == max(0, tiles.contraction.count - 2))(lambda: self.prefetch_operands(there))
+            pl.when(there.t == max(0, tiles.contraction.count - 2))(
+                lambda: self.prefetch_operands(there)
+            )
 
     def prefetch_operands(self, there: Coordinates) -> None:
         """Starts to fetch the tiles of the epilogue's operands for a sum, and its scales."""
         for operand, source in zip(self.scratch.operands, self.operands, strict=True):
 
-            def start(_: int, *tile: Index, operand: IncomingTiles = operand, source: Ref = source) -> None:
+            def start(
+                _: int, *tile: Index, operand: IncomingTiles = operand, source: Ref = source
+            ) -> None:
                 operand.start(operand.slot(there.number), source.at[*tile])
 
             self.on_result(there, start)
@@ -284,17 +362,26 @@ class Stream:
             self.fetch_scales(self.scratch.scales, there)
 
     def fetch_scales(self, scales: Scales, there: Coordinates) -> None:
-        def of_tile(number: int, batches: pl.Slice, block: Scalar, rows: pl.Slice, columns: pl.Slice) -> None:
+        def of_tile(
+            number: int, batches: pl.Slice, block: Scalar, rows: pl.Slice, columns: pl.Slice
+        ) -> None:
             of_rows, *of_columns = self.scales
-            parts = [part.at[:, columns] for part in of_columns[number : number + self.schedule.tiles.joined]]
+            parts = [
+                part.at[:, columns]
+                for part in of_columns[number : number + self.schedule.tiles.joined]
+            ]
             scales.start(scales.rows.slot(there.number), of_rows.at[batches, block, rows], parts)
 
         self.on_result(there, of_tile)
 
     def wait_for_scales(self, scales: Scales, here: Coordinates) -> None:
-        def of_tile(_: int, batches: pl.Slice, block: Scalar, rows: pl.Slice, columns: pl.Slice) -> None:
+        def of_tile(
+            _: int, batches: pl.Slice, block: Scalar, rows: pl.Slice, columns: pl.Slice
+        ) -> None:
             joined = self.schedule.tiles.joined
-            scales.wait(scales.rows.slot(here.number), batches.size, rows.size, joined * columns.size)
+            scales.wait(
+                scales.rows.slot(here.number), batches.size, rows.size, joined * columns.size
+            )
 
         self.on_result(here, of_tile)
 
@@ -303,7 +390,8 @@ class Stream:
 
         A copy of the whole block would hold up the tiles that stand behind it in HBM's queue.
         """
-        batches, steps = self.gather.x.shape[0], self.schedule.grid.steps
+        batches = self.gather.x.shape[0]
+        steps = self.schedule.grid.steps
         if batches > steps:
             pl.when(step == 0)(self.gather.start_copy_own)
             return
@@ -319,7 +407,8 @@ class Stream:
         slot = self.scratch.matmul.outgoing.slot(here.number)
 
         def store(number: int, *tile: Index) -> None:
-            for outgoing, y in zip(self.scratch.outgoing, self.ys[number:], strict=False):  # an epilogue has all ys
+            # an epilogue has all ys
+            for outgoing, y in zip(self.scratch.outgoing, self.ys[number:], strict=False):
                 outgoing.store(slot, y.at[*tile])
             if self.scratch.maxima is not None and self.maxima is not None:
                 lanes = aligned(here.column * LANES, LANES, LANES)
@@ -330,9 +419,13 @@ class Stream:
             pl.when(finished)(lambda: self.on_result(here, store))
 
     def on_result(self, here: Coordinates, use: Callable[..., None]) -> None:
-        """Calls `use(number of the w, batches, block, rows, columns)` with where a tile lies in a result."""
-        gather, (direction, i) = self.gather, split(here.row, self.schedule.tiles.rows.count)
-        block, chunk = gather.block(direction, here.arrival), remainder(here.arrival, gather.layout.chunks)
+        """Calls `use(number of the w, batches, block, rows, columns)` with where a tile lies in a
+        result.
+        """
+        gather = self.gather
+        direction, i = split(here.row, self.schedule.tiles.rows.count)
+        block = gather.block(direction, here.arrival)
+        chunk = remainder(here.arrival, gather.layout.chunks)
 
         def of_tile(number: int, batches: pl.Slice, rows: pl.Slice, columns: pl.Slice) -> None:
             batches, rows = gather.layout.in_block(direction, chunk, batches, rows)
@@ -341,7 +434,8 @@ class Stream:
         self.schedule.tiles.on_result(i, here.column, of_tile)
 
     def wait_until_left(self, number: Scalar) -> None:
-        schedule, tiles = self.schedule, self.schedule.tiles
+        schedule = self.schedule
+        tiles = self.schedule.tiles
         round_, i = split(number, schedule.accumulators)
         _, pass_, column = IterationGrid(schedule.grid.sizes[:3]).coordinates(round_)
         row = remainder(pass_ * schedule.accumulators + i, tiles.rows.count)
@@ -349,4 +443,6 @@ class Stream:
             tiles.wait_result(outgoing, outgoing.slot(number), row, column)
         if (maxima := self.scratch.maxima) is not None:
             slot = maxima.slot(number)
-            tiles.rows.on_slice(row, lambda batches, rows: maxima.wait(slot, batches.size, rows.size, LANES))
+            tiles.rows.on_slice(
+                row, lambda batches, rows: maxima.wait(slot, batches.size, rows.size, LANES)
+            )

@@ -22,7 +22,8 @@ class Work:
     tiles: Tiles | None = None  # the largest tiles of a product, if they were asked for
     epilogue: Epilogue | None = None
     operands: int = 0  # operands of the epilogue
-    measured: slice | None = None  # results of the epilogue whose largest magnitudes in each row are asked for
+    # results of the epilogue whose largest magnitudes in each row are asked for
+    measured: slice | None = None
 
     @property
     def arrivals(self) -> int:

@@ -1,4 +1,5 @@
-"""What all kernels are built from. A kernel file adds its own schedule and its own protocol between devices.
+"""What all kernels are built from. A kernel file adds its own schedule and its own protocol between
+devices.
 
 | file | what it has |
 |---|---|

@@ -8,8 +8,9 @@ kernel   step 0        step 1        step 2         ...      its own work, which
 beside          0 1           2             3 4     ...      steps of the sums: a tile of x times a tile of y
 ```
 
-The steps are divided evenly between those of the kernel. A tile of a sum stays in vector memory until all rows are in
-it. Then it is multiplied with the scales of its columns of x and y, if these are 8-bit values, rounded, and stored.
+The steps are divided evenly between those of the kernel. A tile of a sum stays in vector memory
+until all rows are in it. Then it is multiplied with the scales of its columns of x and y, if these
+are 8-bit values, rounded, and stored.
 """
 
 import dataclasses
@@ -24,7 +25,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import matmul_bytes
 from flaxasync.kernels.engine.matmul import Scales, accumulate, laid_out_scales, sums_dtype
-from flaxasync.kernels.engine.operands import LANES, DType, Ref, Scalar, Tiles, aligned, largest_divisor
+from flaxasync.kernels.engine.operands import (
+    LANES,
+    DType,
+    Ref,
+    Scalar,
+    Tiles,
+    aligned,
+    largest_divisor,
+)
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import SUB_BLOCK, IterationGrid, Tiling, remainder
 
@@ -38,7 +47,8 @@ class WeightGradient:
 
     x: jax.Array  # [rows, k]
     y: jax.Array  # [rows, n]
-    scales: tuple[jax.Array, jax.Array] | None = None  # [k] and [n] in float32, if x and y are 8-bit values
+    # [k] and [n] in float32, if x and y are 8-bit values
+    scales: tuple[jax.Array, jax.Array] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +79,8 @@ class Scratch:
     y: IncomingTiles  # [2, rows, n]
     outgoing: OutgoingTiles  # [OUTGOING, k, n] rounded sums
     accumulator: Ref  # [k, n] VMEM, of 32 bits
-    scales: Scales | None  # if x and y are 8-bit values: [1, k, LANES] of columns of x, and of columns of y
+    # if x and y are 8-bit values: [1, k, LANES] of columns of x, and of columns of y
+    scales: Scales | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,16 +93,28 @@ class Plan:
 
     @classmethod
     def of(cls, gradients: Sequence[WeightGradient], result: DType, room: int) -> "Plan":
-        """Returns the plan with the largest tiles whose buffers fit in `room` bytes of vector memory."""
-        x, y, most = gradients[0].x, gradients[0].y, TILES
+        """Returns the plan with the largest tiles whose buffers fit in `room` bytes of vector
+        memory.
+        """
+        x = gradients[0].x
+        y = gradients[0].y
+        most = TILES
         while True:
-            sums, steps, results = list[Sum](), 0, 0
+            sums = list[Sum]()
+            steps = 0
+            results = 0
             for each in gradients:
-                (rows, k), n = each.x.shape, each.y.shape[1]
-                tiles = Tiles(_side(k, most.m, 2 * LANES), _side(rows, most.k, LANES), _side(n, most.n, LANES))
-                grid = IterationGrid((pl.cdiv(k, tiles.m), pl.cdiv(n, tiles.n), pl.cdiv(rows, tiles.k)))
+                rows, k = each.x.shape
+                n = each.y.shape[1]
+                tiles = Tiles(
+                    _side(k, most.m, 2 * LANES), _side(rows, most.k, LANES), _side(n, most.n, LANES)
+                )
+                grid = IterationGrid(
+                    (pl.cdiv(k, tiles.m), pl.cdiv(n, tiles.n), pl.cdiv(rows, tiles.k))
+                )
                 sums.append(Sum((k, n), tiles, grid, steps, results))
-                steps, results = steps + sums[-1].grid.steps, results + sums[-1].results
+                steps = steps + sums[-1].grid.steps
+                results = results + sums[-1].results
             plan = cls(tuple(sums), x.dtype, y.dtype, result, gradients[0].scales is not None)
             if plan.vmem_bytes <= room or max(most.m, most.k, most.n) <= 2 * LANES:
                 return plan
@@ -107,7 +130,9 @@ class Plan:
 
     @property
     def flops(self) -> int:
-        return sum(2 * one.grid.steps * one.tiles.m * one.tiles.k * one.tiles.n for one in self.sums)
+        return sum(
+            2 * one.grid.steps * one.tiles.m * one.tiles.k * one.tiles.n for one in self.sums
+        )
 
     @property
     def hbm_bytes(self) -> int:
@@ -118,7 +143,9 @@ class Plan:
 
     @property
     def largest(self) -> Tiles:
-        return Tiles(*(max(getattr(one.tiles, side) for one in self.sums) for side in ("m", "k", "n")))
+        return Tiles(
+            *(max(getattr(one.tiles, side) for one in self.sums) for side in ("m", "k", "n"))
+        )
 
     @property
     def vmem_bytes(self) -> int:
@@ -138,19 +165,27 @@ class Plan:
 
 
 def _side(length: int, most: int, unit: int) -> int:
-    """Returns the side of a tile of at most `most` elements: the smallest for the number of tiles that this takes."""
+    """Returns the side of a tile of at most `most` elements: the smallest for the number of tiles
+    that this takes.
+    """
     count = pl.cdiv(length, most)
     return pl.cdiv(length, count * unit) * unit
 
 
 def operands(plan: Plan, gradients: Sequence[WeightGradient]) -> list[jax.Array]:
-    """Returns what the kernel is given for `Beside`: each x and y in whole tiles, and their scales."""
+    """Returns what the kernel is given for `Beside`: each x and y in whole tiles, and their
+    scales.
+    """
     given = list[jax.Array]()
     for sum_, each in zip(plan.sums, gradients, strict=True):
-        m, rows, n = sum_.padded.m, sum_.padded.k, sum_.padded.n
+        m = sum_.padded.m
+        rows = sum_.padded.k
+        n = sum_.padded.n
         given += [_pad(each.x, rows, m), _pad(each.y, rows, n)]
         if each.scales is not None:
-            given += laid_out_scales(_pad(each.scales[0][None], 1, m), [_pad(each.scales[1][None], 1, n)[0]])
+            given += laid_out_scales(
+                _pad(each.scales[0][None], 1, m), [_pad(each.scales[1][None], 1, n)[0]]
+            )
     return given
 
 
@@ -177,7 +212,8 @@ class Beside:
         """Does what follows a step of the kernel, of `steps`."""
         each, more = divmod(self.plan.steps, steps)
         first, end = (
-            number * each + lax.div(jnp.int32(number * more), jnp.int32(steps)) for number in (step, step + 1)
+            number * each + lax.div(jnp.int32(number * more), jnp.int32(steps))
+            for number in (step, step + 1)
         )
         with jax.named_scope("beside"):
             pl.loop(first, end)(self._step)
@@ -191,38 +227,55 @@ class Beside:
         self._on_sum(number, functools.partial(self._multiply, number))
 
     def _prefetch(self, number: Scalar) -> None:
-        """Starts to fetch the tiles of a step, and at the first one of a tile of the sum its scales."""
+        """Starts to fetch the tiles of a step, and at the first one of a tile of the sum its
+        scales.
+        """
         slot = remainder(number, 2)
 
         def start(sum_: int, one: Sum) -> None:
             i, j, t = one.grid.coordinates(number - one.first)
             x, y, *scales = self._operands(sum_)
             rows = aligned(t * one.tiles.k, one.tiles.k, LANES)
-            k, n = aligned(i * one.tiles.m, one.tiles.m, LANES), aligned(j * one.tiles.n, one.tiles.n, LANES)
+            k = aligned(i * one.tiles.m, one.tiles.m, LANES)
+            n = aligned(j * one.tiles.n, one.tiles.n, LANES)
             self.scratch.x.start(slot, x.at[rows, k])
             self.scratch.y.start(slot, y.at[rows, n])
             if self.scratch.scales is not None:
-                into, of_tile = self.scratch.scales, self.scratch.scales.rows.slot(self._result(one, i, j))
-                pl.when(t == 0)(lambda: into.start(of_tile, scales[0].at[:, k], [scales[1].at[:, n]]))
+                into = self.scratch.scales
+                of_tile = self.scratch.scales.rows.slot(self._result(one, i, j))
+                pl.when(t == 0)(
+                    lambda: into.start(of_tile, scales[0].at[:, k], [scales[1].at[:, n]])
+                )
 
         self._on_sum(number, start)
 
     def _multiply(self, number: Scalar, sum_: int, one: Sum) -> None:
-        """Adds the product of two tiles to its sum; a finished sum is scaled, rounded and stored."""
-        scratch, tiles, slot = self.scratch, one.tiles, remainder(number, 2)
+        """Adds the product of two tiles to its sum; a finished sum is scaled, rounded and
+        stored.
+        """
+        scratch = self.scratch
+        tiles = one.tiles
+        slot = remainder(number, 2)
         i, j, t = one.grid.coordinates(number - one.first)
-        result, last = self._result(one, i, j), t == one.grid.sizes[2] - 1
-        out, side = scratch.outgoing.slot(result), largest_divisor(tiles.m, SUB_BLOCK, LANES)
+        result = self._result(one, i, j)
+        last = t == one.grid.sizes[2] - 1
+        out = scratch.outgoing.slot(result)
+        side = largest_divisor(tiles.m, SUB_BLOCK, LANES)
         scratch.x.wait(slot, tiles.k, tiles.m)
         scratch.y.wait(slot, tiles.k, tiles.n)
         pl.when(last)(lambda: scratch.outgoing.free(result, self._wait_until_left))
         if scratch.scales is not None:
-            wait = functools.partial(scratch.scales.wait, scratch.scales.rows.slot(result), 1, tiles.m, tiles.n)
+            wait = functools.partial(
+                scratch.scales.wait, scratch.scales.rows.slot(result), 1, tiles.m, tiles.n
+            )
             pl.when(last)(wait)
 
         def product(depth: int, index: tuple[pl.Slice, slice]) -> jax.Array:
-            x, y = scratch.x.tiles[slot, :depth, index[0]], scratch.y.tiles[slot, :depth, : tiles.n]
-            return lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=sums_dtype(x.dtype))
+            x = scratch.x.tiles[slot, :depth, index[0]]
+            y = scratch.y.tiles[slot, :depth, : tiles.n]
+            return lax.dot_general(
+                x, y, (((0,), (0,)), ((), ())), preferred_element_type=sums_dtype(x.dtype)
+            )
 
         def finish(sums: jax.Array, index: tuple[pl.Slice, slice]) -> None:
             if scratch.scales is not None:
@@ -245,7 +298,8 @@ class Beside:
 
         @pl.when(last)
         def _() -> None:
-            k, n = aligned(i * tiles.m, tiles.m, LANES), aligned(j * tiles.n, tiles.n, LANES)
+            k = aligned(i * tiles.m, tiles.m, LANES)
+            n = aligned(j * tiles.n, tiles.n, LANES)
             scratch.outgoing.store(out, self.dws[sum_].at[k, n])
 
     def _operands(self, sum_: int) -> Sequence[Ref]:
@@ -267,6 +321,9 @@ class Beside:
         for one in self.plan.sums:
             mine = (result >= one.first_result) & (result < one.first_result + one.results)
             wait = functools.partial(
-                self.scratch.outgoing.wait, self.scratch.outgoing.slot(result), one.tiles.m, one.tiles.n
+                self.scratch.outgoing.wait,
+                self.scratch.outgoing.slot(result),
+                one.tiles.m,
+                one.tiles.n,
             )
             pl.when(mine)(wait)

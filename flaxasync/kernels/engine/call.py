@@ -11,8 +11,10 @@ from flaxasync import hardware, mesh
 from flaxasync.hardware import MIB
 from flaxasync.kernels.engine.operands import HBM, DType, Ref, Tiles
 
-RESERVED = 8 * MIB  # bytes left to the compiler, for semaphores, spilled registers and its own scratch memory
-SEMAPHORES = 384  # for what arrives: libtpu 0.0.52 leaves a kernel 436 to 440 of 512, and other transfers need some
+# bytes left to the compiler, for semaphores, spilled registers and its own scratch memory
+RESERVED = 8 * MIB
+# for what arrives: libtpu 0.0.52 leaves a kernel 436 to 440 of 512, and other transfers need some
+SEMAPHORES = 384
 FALLBACK = "v5e"  # chip whose vector memory is assumed if the kernel is traced for no known chip
 
 
@@ -30,7 +32,9 @@ def call(
     sent: int,  # bytes that leave for other devices
     memory: pl.BlockSpec = HBM,  # where operands and results are
 ) -> Sequence[jax.Array]:
-    """Calls a kernel body with Refs of the operands, of the results and of scratch memory; returns the results."""
+    """Calls a kernel body with Refs of the operands, of the results and of scratch memory; returns
+    the results.
+    """
     return pl.pallas_call(
         body,
         out_shape=list(results),
@@ -38,7 +42,8 @@ def call(
         out_specs=[memory] * len(results),
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
-            collective_id=collective_id, vmem_limit_bytes=None if vmem_bytes is None else vmem_limit(vmem_bytes)
+            collective_id=collective_id,
+            vmem_limit_bytes=None if vmem_bytes is None else vmem_limit(vmem_bytes),
         ),
         cost_estimate=pl.CostEstimate(
             flops=flops, transcendentals=0, bytes_accessed=hbm_bytes, remote_bytes_transferred=sent
@@ -48,7 +53,9 @@ def call(
 
 
 def chip_in_use() -> hardware.Chip:
-    """Returns the chip that the kernel is traced for; `FALLBACK` where the mesh names no TPU of the chip table."""
+    """Returns the chip that the kernel is traced for; `FALLBACK` where the mesh names no TPU of the
+    chip table.
+    """
     return mesh.chip() or hardware.chip(FALLBACK)
 
 
@@ -57,17 +64,25 @@ def available() -> int:
     return chip_in_use().vmem_bytes - RESERVED
 
 
-def matmul_bytes(tiles: Tiles, dtype: DType, results: int, sums: int, result: DType | None = None) -> int:
-    """Returns the bytes of two tiles of x, two of w, some of the result, and some of 32-bit sums."""
+def matmul_bytes(
+    tiles: Tiles, dtype: DType, results: int, sums: int, result: DType | None = None
+) -> int:
+    """Returns the bytes of two tiles of x, two of w, some of the result, and some of 32-bit
+    sums.
+    """
     operands = 2 * tiles.m * tiles.k + 2 * tiles.k * tiles.n
     of_results = jnp.dtype(result or dtype).itemsize * results + 4 * sums
     return jnp.dtype(dtype).itemsize * operands + of_results * tiles.m * tiles.n
 
 
-def fitting(tiles: Tiles | None, default: Tiles, fit: Callable[[Tiles], Tiles], need: Callable[[Tiles], int]) -> Tiles:
-    """Returns the tiles to use: those asked for, or else the default ones, halved until they fit the vector memory.
+def fitting(
+    tiles: Tiles | None, default: Tiles, fit: Callable[[Tiles], Tiles], need: Callable[[Tiles], int]
+) -> Tiles:
+    """Returns the tiles to use: those asked for, or else the default ones, halved until they fit
+    the vector memory.
 
-    `fit` returns the tiles that suit the operands and are no larger than its argument, and `need` the bytes they take.
+    `fit` returns the tiles that suit the operands and are no larger than its argument, and `need`
+    the bytes they take.
     """
     return fit(tiles or _largest(default, lambda most: need(fit(most))))
 
@@ -76,21 +91,26 @@ def check_vmem(caller: str, tiles: Tiles, need: Callable[[Tiles], int]) -> int:
     """Returns the bytes of vector memory that tiles take in a kernel, by `need`.
 
     Raises:
-      ValueError: the chip has less. The message has the sum, the limit and the largest tiles that fit.
+      ValueError: the chip has less. The message has the sum, the limit and the largest tiles that
+        fit.
     """
     limit = available()
     if need(tiles) > limit:
         fit = _largest(tiles, need)
         raise ValueError(
-            f"{caller} needs tiles that fit in vector memory: got m={tiles.m}, k={tiles.k}, n={tiles.n}, which take "
-            f"{need(tiles) / MIB:.1f} MiB with all buffers, and a {chip_in_use().name} has {limit / MIB:.0f} MiB to "
+            f"{caller} needs tiles that fit in vector memory: got m={tiles.m}, k={tiles.k}, "
+            f"n={tiles.n}, which take "
+            f"{need(tiles) / MIB:.1f} MiB with all buffers, and a {chip_in_use().name} has "
+            f"{limit / MIB:.0f} MiB to "
             f"give; the largest of this form are m={fit.m}, k={fit.k}, n={fit.n}"
         )
     return need(tiles)
 
 
 def vmem_limit(need: int) -> int:
-    """Returns what a kernel whose buffers take `need` bytes asks the compiler for, with room for what that adds."""
+    """Returns what a kernel whose buffers take `need` bytes asks the compiler for, with room for
+    what that adds.
+    """
     return min(2 * need + RESERVED, chip_in_use().vmem_bytes)
 
 

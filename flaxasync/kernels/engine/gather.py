@@ -1,16 +1,18 @@
 """An all-gather along a ring, inside a kernel: what arrives when, from whom, and where it lies.
 
-A block, the rows x [B, m, k] of one device, has one half-block for each direction: half of its batches, or half of its
-rows if the number of batches is odd. (With one direction the whole block takes the place of a half-block.) A half-block
-goes one device further at every hop, from where it arrived. It may be divided into chunks that travel one after the
-other. An arrival is what comes at the same time, a chunk of the half-block of each direction:
+A block, the rows x [B, m, k] of one device, has one half-block for each direction: half of its
+batches, or half of its rows if the number of batches is odd. (With one direction the whole block
+takes the place of a half-block.) A half-block goes one device further at every hop, from where it
+arrived. It may be divided into chunks that travel one after the other. An arrival is what comes at
+the same time, a chunk of the half-block of each direction:
 
 ```
 hop 0       the own block                                             arrivals 0 .. chunks - 1
 hop s > 0   half-block 0 of device i - s, half-block 1 of i + s       the next arrivals        i: this device
 ```
 
-Every arrival has a receive buffer and a semaphore of its own, so nothing is written twice and nothing is acknowledged.
+Every arrival has a receive buffer and a semaphore of its own, so nothing is written twice and
+nothing is acknowledged.
 """
 
 import dataclasses
@@ -39,7 +41,9 @@ class BlockLayout:
 
     @classmethod
     def of(cls, batches: int, rows: int, unit: int, directions: int) -> "BlockLayout":
-        """Divides blocks of `batches` x `rows` into half-blocks of one chunk: of batches, or of whole tiles of rows."""
+        """Divides blocks of `batches` x `rows` into half-blocks of one chunk: of batches, or of
+        whole tiles of rows.
+        """
         if directions == 1:
             return cls(1, 1, batches, rows, unit, (0, 0))
         if batches % 2 == 0:
@@ -47,7 +51,9 @@ class BlockLayout:
         return cls(2, 1, batches, rows // 2, unit, (0, rows // 2))
 
     def in_chunks(self, chunks: int) -> "BlockLayout | None":
-        """Returns the same half-blocks in so many chunks of whole batches or rows; None if they do not divide."""
+        """Returns the same half-blocks in so many chunks of whole batches or rows; None if they do
+        not divide.
+        """
         if self.batches % chunks == 0:
             batches = self.batches // chunks
             return dataclasses.replace(self, chunks=chunks, batches=batches, to_chunk=(batches, 0))
@@ -95,7 +101,9 @@ class GatherSemaphores:
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """The all-gather as one device sees it. Blocks arrive in vector memory if `arrivals` is there, else in HBM."""
+    """The all-gather as one device sees it. Blocks arrive in vector memory if `arrivals` is there,
+    else in HBM.
+    """
 
     ring: Ring
     layout: BlockLayout
@@ -109,7 +117,9 @@ class Gather:
         return self.ring.behind(split(arrival, self.layout.chunks)[0], direction)
 
     def in_gathered(self, direction: int, arrival: Scalar) -> tuple[Index, Index, Index]:
-        """Returns where a half-block of an arrival lies in [B, R, m, ...]: batches, block and rows."""
+        """Returns where a half-block of an arrival lies in [B, R, m, ...]: batches, block and
+        rows.
+        """
         batches, rows = self.layout.chunk(direction, split(arrival, self.layout.chunks)[1])
         return batches, self.block(direction, arrival), rows
 
@@ -123,7 +133,9 @@ class Gather:
         """Starts to send an arrival onward, which must be here. What came in the last hop stays."""
         with jax.named_scope("send"):
             for direction in self.ring.both:
-                onward = functools.partial(self._send, direction, arrival, self._buffer(direction, arrival))
+                onward = functools.partial(
+                    self._send, direction, arrival, self._buffer(direction, arrival)
+                )
                 pl.when(arrival < (self.ring.size - 1) * self.layout.chunks)(onward)
 
     def receive(self, arrival: Scalar) -> None:
@@ -133,7 +145,9 @@ class Gather:
 
     def start_copy_own(self, batch: Scalar | None = None) -> None:
         batches: Index = slice(None) if batch is None else batch
-        start_copy(self.x.at[batches], self.gathered.at[batches, self.ring.index], self.semaphores.own)
+        start_copy(
+            self.x.at[batches], self.gathered.at[batches, self.ring.index], self.semaphores.own
+        )
 
     def wait_for_own(self) -> None:
         wait(self.x, self.semaphores.own)
@@ -153,11 +167,14 @@ class Gather:
         return self.gathered.at[self.in_gathered(direction, arrival)]
 
     def _send(self, direction: int, arrival: Scalar, source: Ref) -> None:
-        """Starts to send a half-block of an arrival, which is an arrival of the next hop at the receiver.
+        """Starts to send a half-block of an arrival, which is an arrival of the next hop at the
+        receiver.
 
-        In HBM a block has the same place on all devices; in vector memory arrivals lie in the order of their hops.
+        In HBM a block has the same place on all devices; in vector memory arrivals lie in the order
+        of their hops.
         """
         there = arrival + self.layout.chunks
         target = self._buffer(direction, arrival if self.arrivals is None else there)
-        send_sem, recv_sem = self.semaphores.send.at[direction], self.semaphores.recv.at[direction, there]
+        send_sem = self.semaphores.send.at[direction]
+        recv_sem = self.semaphores.recv.at[direction, there]
         start_send(source, target, send_sem, recv_sem, self.ring.receiver(direction))

@@ -1,9 +1,11 @@
-"""The tiles of x [batches, rows, k] @ w: their way into vector memory, and the product of two of them.
+"""The tiles of x [batches, rows, k] @ w: their way into vector memory, and the product of two of
+them.
 
-w is [k, n], or [n, k] if `transposed`. A kernel may have several pairs of x and w whose products are added up: then the
-contraction has the length of each pair. Or it may have several w for one x, side by side: then the columns have the
-length of each w. Or it needs the same tile of the products of all w at once: then the w are `joined`, the columns have
-the length of one of them, and a tile of w has the tiles of all of them, one beside the other.
+w is [k, n], or [n, k] if `transposed`. A kernel may have several pairs of x and w whose products
+are added up: then the contraction has the length of each pair. Or it may have several w for one x,
+side by side: then the columns have the length of each w. Or it needs the same tile of the products
+of all w at once: then the w are `joined`, the columns have the length of one of them, and a tile of
+w has the tiles of all of them, one beside the other.
 """
 
 import dataclasses
@@ -22,21 +24,24 @@ from flaxasync.kernels.engine.operands import LANES, SUBLANES, Condition, DType,
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import RowTiling, Tiling, remainder
 
-MARGIN = 16 * 2**20  # bytes of vector memory that a w which stays leaves to products on their way to a sum
+# bytes of vector memory that a w which stays leaves to products on their way to a sum
+MARGIN = 16 * 2**20
 W_SLOTS = 16  # tiles of w that stay, at most: each has a semaphore, and a kernel has few of them
 
 type Values = tuple[jax.Array, ...]
 
 
 class Epilogue(Protocol):
-    """An elementwise function of the products of one x with several w, and of further operands of their shape.
+    """An elementwise function of the products of one x with several w, and of further operands of
+    their shape.
 
-    A kernel calls it for one sub-block of the result at a time, with float32 values of the same shape. The products are
-    not rounded; operands are tiles that the kernel fetches from HBM. What the function returns is rounded to the dtype
-    of the kernel and stored, and of the products nothing else is.
+    A kernel calls it for one sub-block of the result at a time, with float32 values of the same
+    shape. The products are not rounded; operands are tiles that the kernel fetches from HBM. What
+    the function returns is rounded to the dtype of the kernel and stored, and of the products
+    nothing else is.
 
-    To add one, write a frozen dataclass with these two members; Pallas must be able to lower the function for a TPU. It
-    sees no arrays but its arguments.
+    To add one, write a frozen dataclass with these two members; Pallas must be able to lower the
+    function for a TPU. It sees no arrays but its arguments.
     """
 
     @property
@@ -54,17 +59,20 @@ class MatmulScratch:
     w: IncomingTiles  # [w_slots, k, joined * n], or [w_slots, joined * n, k] if transposed
     outgoing: OutgoingTiles  # [outgoing, batches, rows, n] finished tiles of the result, rounded
     accumulators: (
-        Ref  # [accumulators, batches, rows, joined * n] VMEM, of 32 bits; as small as can be if there are none
+        # [accumulators, batches, rows, joined * n] VMEM, of 32 bits; as small as can be if there
+        # are none
+        Ref
     )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scales:
-    """The scales of a tile of the result, if x and w are 8-bit values: sums are multiplied with both.
+    """The scales of a tile of the result, if x and w are 8-bit values: sums are multiplied with
+    both.
 
-    Scales of rows lie in HBM as [.., rows, LANES], each in all lanes of its row, and those of columns as [SUBLANES, n].
-    So no value has to move between lanes.
+    Scales of rows lie in HBM as [.., rows, LANES], each in all lanes of its row, and those of
+    columns as [SUBLANES, n]. So no value has to move between lanes.
     """
 
     rows: IncomingTiles  # [slots, batches, rows, LANES] float32
@@ -72,7 +80,9 @@ class Scales:
 
     @classmethod
     def allocate(cls, slots: int, rows: tuple[int, int], columns: int) -> "Scales":
-        """Returns what to allocate for tiles of (batches, rows), and of the columns of all joined w."""
+        """Returns what to allocate for tiles of (batches, rows), and of the columns of all joined
+        w.
+        """
         return cls(
             IncomingTiles.allocate(slots, (*rows, LANES), jnp.float32),
             IncomingTiles.allocate(slots, (SUBLANES, columns), jnp.float32),
@@ -84,7 +94,9 @@ class Scales:
         return 4 * slots * (rows * LANES + SUBLANES * columns)
 
     def start(self, slot: Scalar, rows: Ref, columns: Sequence[Ref]) -> None:
-        """Starts to fetch the scales of a tile: of its rows, and of its columns of each joined w."""
+        """Starts to fetch the scales of a tile: of its rows, and of its columns of each joined
+        w.
+        """
         self.rows.start(slot, rows)
         for part, source in enumerate(columns):
             self.columns.start(slot, source, offset=part * source.shape[1], axis=1)
@@ -95,7 +107,9 @@ class Scales:
         self.columns.wait(slot, SUBLANES, columns)
 
     def apply(self, slot: Scalar, sums: jax.Array, index: tuple[Index, ...]) -> jax.Array:
-        """Returns the float32 products of a sub-block [batches, rows, n] of sums, whose index in the tile is given."""
+        """Returns the float32 products of a sub-block [batches, rows, n] of sums, whose index in
+        the tile is given.
+        """
         rows = self.rows.tiles[slot, *index[:2]]
         columns = self.columns.tiles[slot, :1, : sums.shape[-1]]
         of_rows = jnp.concatenate([rows] * (sums.shape[-1] // LANES), axis=-1)
@@ -104,7 +118,9 @@ class Scales:
 
 @dataclasses.dataclass(frozen=True)
 class MatmulTiles:
-    """The tiles of a matmul. Tile (i, t) of x times tile (t, j) of w is added to tile (i, j) of the result."""
+    """The tiles of a matmul. Tile (i, t) of x times tile (t, j) of w is added to tile (i, j) of the
+    result.
+    """
 
     rows: RowTiling
     columns: Tiling
@@ -119,9 +135,11 @@ class MatmulTiles:
         return self.columns.count * self.contraction.count if self.w_stays else 2
 
     def keeping_w(self, used_bytes: int, dtype: DType) -> tuple["MatmulTiles", int]:
-        """Returns the tiles of a kernel whose buffers take `used_bytes` of vector memory, and what they take then.
+        """Returns the tiles of a kernel whose buffers take `used_bytes` of vector memory, and what
+        they take then.
 
-        If all of w fits beside them, it stays. Then HBM brings it once, and not for every tile of rows.
+        If all of w fits beside them, it stays. Then HBM brings it once, and not for every tile of
+        rows.
         """
         stays = dataclasses.replace(self, w_stays=True)
         tile = self.contraction.size * self.joined * self.columns.size * jnp.dtype(dtype).itemsize
@@ -139,26 +157,43 @@ class MatmulTiles:
         return (*self.rows.shape, self.columns.size)
 
     def scratch(
-        self, dtype: DType, w_dtype: DType, *, outgoing: int, accumulators: int, result: DType | None = None
+        self,
+        dtype: DType,
+        w_dtype: DType,
+        *,
+        outgoing: int,
+        accumulators: int,
+        result: DType | None = None,
     ) -> MatmulScratch:
-        k, n = self.contraction.size, self.columns.size
+        k = self.contraction.size
+        n = self.columns.size
         sums = (*self.rows.shape, self.joined * n)
         return MatmulScratch(
             IncomingTiles.allocate(2, (*self.rows.shape, k), dtype),
             IncomingTiles.allocate(self.w_slots, self._w_shape(k, n), w_dtype),
             OutgoingTiles.allocate(outgoing, self.result, result or dtype),
-            pltpu.VMEM((accumulators, *sums) if accumulators else (1, 1, 8, LANES), sums_dtype(dtype)),
+            pltpu.VMEM(
+                (accumulators, *sums) if accumulators else (1, 1, 8, LANES), sums_dtype(dtype)
+            ),
         )
 
-    def start_x(self, x: IncomingTiles, slot: Scalar, i: Scalar, t: Scalar, source: Callable[..., Ref]) -> None:
-        """Starts to fetch tile (i, t) of x; source(pair, batches, rows, depth) is that part of x in HBM."""
+    def start_x(
+        self, x: IncomingTiles, slot: Scalar, i: Scalar, t: Scalar, source: Callable[..., Ref]
+    ) -> None:
+        """Starts to fetch tile (i, t) of x; source(pair, batches, rows, depth) is that part of x in
+        HBM.
+        """
 
         def start(batches: pl.Slice, rows: pl.Slice) -> None:
-            self.contraction.on_slice(t, lambda pair, depth: x.start(slot, source(pair, batches, rows, depth)))
+            self.contraction.on_slice(
+                t, lambda pair, depth: x.start(slot, source(pair, batches, rows, depth))
+            )
 
         self.rows.on_slice(i, start)
 
-    def start_w(self, w: IncomingTiles, slot: Scalar, t: Scalar, j: Scalar, ws: Sequence[Ref]) -> None:
+    def start_w(
+        self, w: IncomingTiles, slot: Scalar, t: Scalar, j: Scalar, ws: Sequence[Ref]
+    ) -> None:
         """Starts to fetch tile (t, j) of w from one of `ws` in HBM."""
 
         def start(pair: int, depth: pl.Slice, number: int, columns: pl.Slice) -> None:
@@ -168,24 +203,41 @@ class MatmulTiles:
                 w.start(slot, tile, offset=part * columns.size, axis=0 if self.transposed else 1)
 
         self.contraction.on_slice(
-            t, lambda pair, depth: self.columns.on_slice(j, lambda number, some: start(pair, depth, number, some))
+            t,
+            lambda pair, depth: self.columns.on_slice(
+                j, lambda number, some: start(pair, depth, number, some)
+            ),
         )
 
     def wait_x(self, x: IncomingTiles, slot: Scalar, i: Scalar, t: Scalar) -> None:
         self.contraction.on_size(
-            t, lambda k: self.rows.on_slice(i, lambda batches, rows: x.wait(slot, batches.size, rows.size, k))
+            t,
+            lambda k: self.rows.on_slice(
+                i, lambda batches, rows: x.wait(slot, batches.size, rows.size, k)
+            ),
         )
 
     def wait_w(self, w: IncomingTiles, slot: Scalar, t: Scalar, j: Scalar) -> None:
-        self.contraction.on_size(t, lambda k: self.columns.on_size(j, lambda n: w.wait(slot, *self._w_shape(k, n))))
+        self.contraction.on_size(
+            t, lambda k: self.columns.on_size(j, lambda n: w.wait(slot, *self._w_shape(k, n)))
+        )
 
     def multiply(
-        self, i: Scalar, t: Scalar, j: Scalar, x_tile: Ref, w_tile: Ref, accumulator: Ref, finish: Callable[..., None]
+        self,
+        i: Scalar,
+        t: Scalar,
+        j: Scalar,
+        x_tile: Ref,
+        w_tile: Ref,
+        accumulator: Ref,
+        finish: Callable[..., None],
     ) -> None:
-        """Adds the product of two tiles to the sum of tile (i, j) of the result, [batches, rows, n] in VMEM.
+        """Adds the product of two tiles to the sum of tile (i, j) of the result, [batches, rows, n]
+        in VMEM.
 
-        finish(sum, index) puts a sub-block of a finished sum where it leaves from; index is that of the sub-block in a
-        tile of the result. Of joined w the sum has the columns of all products, side by side.
+        finish(sum, index) puts a sub-block of a finished sum where it leaves from; index is that of
+        the sub-block in a tile of the result. Of joined w the sum has the columns of all products,
+        side by side.
         """
 
         def on_columns(n: int) -> None:
@@ -194,7 +246,9 @@ class MatmulTiles:
             def product(depth: int, index: tuple[Index, ...], rows: int) -> jax.Array:
                 x = x_tile[*index[:2], :depth].reshape(rows, depth)
                 w = w_tile[:n, :depth] if self.transposed else w_tile[:depth, :n]
-                return dot(x, w, transposed=self.transposed).reshape(-1, min(rows, self.rows.rows.size), n)
+                return dot(x, w, transposed=self.transposed).reshape(
+                    -1, min(rows, self.rows.rows.size), n
+                )
 
             accumulate(
                 self.contraction,
@@ -213,13 +267,19 @@ class MatmulTiles:
             self.columns.on_size(j, on_columns)
 
     def on_result(self, i: Scalar, j: Scalar, use: Callable[..., None]) -> None:
-        """Calls `use(number of the w, batches, rows, columns)` with the slices of tile (i, j) of the result."""
+        """Calls `use(number of the w, batches, rows, columns)` with the slices of tile (i, j) of
+        the result.
+        """
         self.rows.on_slice(
             i,
-            lambda batches, rows: self.columns.on_slice(j, lambda number, columns: use(number, batches, rows, columns)),
+            lambda batches, rows: self.columns.on_slice(
+                j, lambda number, columns: use(number, batches, rows, columns)
+            ),
         )
 
-    def wait_result(self, slots: IncomingTiles | OutgoingTiles, slot: Scalar, i: Scalar, j: Scalar) -> None:
+    def wait_result(
+        self, slots: IncomingTiles | OutgoingTiles, slot: Scalar, i: Scalar, j: Scalar
+    ) -> None:
         """Waits until tile (i, j) of the result has come into a slot, or has left it."""
         self.on_result(i, j, lambda _, *tile: slots.wait(slot, *(side.size for side in tile)))
 
@@ -228,7 +288,9 @@ class MatmulTiles:
 
 
 def laid_out_scales(rows: jax.Array, columns: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns scales of rows [..., m] and of the columns [n] of each w as a kernel fetches them; see `Scales`."""
+    """Returns scales of rows [..., m] and of the columns [n] of each w as a kernel fetches them;
+    see `Scales`.
+    """
     in_lanes = jnp.broadcast_to(rows[..., None], (*rows.shape, LANES))
     return [in_lanes, *(jnp.broadcast_to(one, (SUBLANES, *one.shape)) for one in columns)]
 
@@ -263,11 +325,12 @@ def accumulate(
     Args:
       tiles, tile: the tiles of the contraction, and the one of this step.
       repeats: how many times all tiles are gone through, once for every block that arrives.
-      first, last: whether this is the first or the last step of the sum. Both hold if there is one step only.
+      first, last: whether this is the first or the last step of the sum. Both hold if there is one
+        step only.
       accumulator: [*tile of the result] VMEM, float32. It is not used if there is one step only.
       for_each_sub_block: calls its argument for each sub-block, in a loop of the kernel.
-      product: product(elements of the tile of the contraction, *sub-block) returns the product, in float32. It reads
-        its operands itself: values that cross a branch would be copied first.
+      product: product(elements of the tile of the contraction, *sub-block) returns the product, in
+        float32. It reads its operands itself: values that cross a branch would be copied first.
       finish: finish(sum, *sub-block) puts a finished sum where it leaves from.
     """
     steps = tiles.count * repeats
@@ -283,7 +346,9 @@ def accumulate(
         finish(value if steps == 1 else value + accumulator[index], index, *rest)
 
     def do(use: Callable[..., None], among: Sequence[int], condition: Condition) -> None:
-        tiles.on_size(tile, lambda depth: for_each_sub_block(functools.partial(use, depth)), among, condition)
+        tiles.on_size(
+            tile, lambda depth: for_each_sub_block(functools.partial(use, depth)), among, condition
+        )
 
     if steps > 1:
         do(store, [0], first)

@@ -1,4 +1,6 @@
-"""What a kernel handles: names for the types, hardware tiles, the sizes of matmul tiles, the types of its outputs."""
+"""What a kernel handles: names for the types, hardware tiles, the sizes of matmul tiles, the types
+of its outputs.
+"""
 
 import dataclasses
 from typing import Any
@@ -10,11 +12,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.mesh import UnsupportedError
 
-# An array in HBM, vector memory or scalar memory, an array of semaphores, or a view `ref.at[...]` of one. Pallas has no
-# public type that covers them all. As a field of a class of scratch memory it is also the shape to allocate.
+# An array in HBM, vector memory or scalar memory, an array of semaphores, or a view `ref.at[...]`
+# of one. Pallas has no public type that covers them all. As a field of a class of scratch memory it
+# is also the shape to allocate.
 type Ref = Any
 
-# A Python int where it is known while the kernel is traced, else an int32 in the scalar core's registers.
+# A Python int where it is known while the kernel is traced, else an int32 in the scalar core's
+# registers.
 type Scalar = int | jax.Array
 type Condition = bool | jax.Array
 
@@ -32,7 +36,9 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Largest sides of the tiles of a matmul x [m, k] @ w [k, n], in elements. Smaller operands have smaller tiles."""
+    """Largest sides of the tiles of a matmul x [m, k] @ w [k, n], in elements. Smaller operands
+    have smaller tiles.
+    """
 
     m: int = 1024
     k: int = 1024
@@ -57,7 +63,9 @@ def aligned(first: Scalar, size: Scalar, unit: int) -> pl.Slice:
 
 
 def beginning(*sizes: Scalar) -> tuple[pl.Slice, ...]:
-    """Returns the indices of the first elements of each dimension, where a partial tile lies in its buffer."""
+    """Returns the indices of the first elements of each dimension, where a partial tile lies in its
+    buffer.
+    """
     return tuple(pl.ds(0, size) for size in sizes)
 
 
@@ -67,33 +75,52 @@ def sublanes(dtype: DType) -> int:
 
 
 def largest_divisor(size: int, most: int, unit: int) -> int:
-    """Returns the largest divisor of `size` that is a multiple of `unit` and at most `most`; `unit` divides `size`."""
-    return next(side for side in range(max(unit, min(size, most) // unit * unit), 0, -unit) if size % side == 0)
+    """Returns the largest divisor of `size` that is a multiple of `unit` and at most `most`; `unit`
+    divides `size`.
+    """
+    return next(
+        side
+        for side in range(max(unit, min(size, most) // unit * unit), 0, -unit)
+        if size % side == 0
+    )
 
 
 def check_operand(caller: str, name: str, shape: tuple[int, ...], dtype: DType) -> None:
-    """Raises if an array is not in whole hardware tiles (ValueError) or of another dtype (NotImplementedError)."""
+    """Raises if an array is not in whole hardware tiles (ValueError) or of another dtype
+    (NotImplementedError).
+    """
     if jnp.dtype(dtype).name not in DTYPES:
         raise UnsupportedError(
-            f"{caller} has kernels for {' and '.join(DTYPES)}: got {name} of {jnp.dtype(dtype).name}; cast it, or use "
+            f"{caller} has kernels for {' and '.join(DTYPES)}: got {name} of "
+            f"{jnp.dtype(dtype).name}; cast it, or use "
             "backend='none'"
         )
-    rows, lanes = sublanes(dtype), LANES
+    rows = sublanes(dtype)
+    lanes = LANES
     if len(shape) != 2 or shape[0] % rows or shape[1] % lanes or 0 in shape:
         raise ValueError(
-            f"{caller} needs {name} in whole hardware tiles, [multiple of {rows}, multiple of {lanes}] for "
+            f"{caller} needs {name} in whole hardware tiles, [multiple of {rows}, multiple of "
+            f"{lanes}] for "
             f"{jnp.dtype(dtype).name}: got {list(shape)}; pad it, or use backend='none'"
         )
 
 
 def output(
-    shape: tuple[int, ...], like: jax.Array, *others: jax.Array, invarying: tuple[str, ...] = (),
+    shape: tuple[int, ...],
+    like: jax.Array,
+    *others: jax.Array,
+    invarying: tuple[str, ...] = (),
     dtype: DType | None = None,
-) -> jax.ShapeDtypeStruct:  # fmt: skip
-    """Returns the type of a kernel's output: its shape on one device, and its dtype, by default that of an operand.
+) -> jax.ShapeDtypeStruct:
+    """Returns the type of a kernel's output: its shape on one device, and its dtype, by default
+    that of an operand.
 
     It varies over the mesh axes over which any operand varies, except for `invarying`.
     """
     kind = jax.typeof(like).mat
-    varying = kind.varying.union(*(jax.typeof(other).mat.varying for other in others)) - set(invarying)
-    return jax.ShapeDtypeStruct(shape, dtype or like.dtype, manual_axis_type=kind.update(varying=varying))
+    varying = kind.varying.union(*(jax.typeof(other).mat.varying for other in others)) - set(
+        invarying
+    )
+    return jax.ShapeDtypeStruct(
+        shape, dtype or like.dtype, manual_axis_type=kind.update(varying=varying)
+    )

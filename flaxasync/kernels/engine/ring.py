@@ -1,7 +1,9 @@
-"""A mesh axis as a ring: neighbours, the barrier at a kernel's entry, half-blocks, acknowledgements.
+"""A mesh axis as a ring: neighbours, the barrier at a kernel's entry, half-blocks,
+acknowledgements.
 
-Direction 0 is onward, to the next higher index on the axis, and direction 1 is backward. With two directions half of
-every block goes each way, and a ring of bidirectional links carries twice as much.
+Direction 0 is onward, to the next higher index on the axis, and direction 1 is backward. With two
+directions half of every block goes each way, and a ring of bidirectional links carries twice as
+much.
 """
 
 import dataclasses
@@ -18,7 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 from flaxasync.kernels.engine.operands import Condition, Ref, Scalar
 from flaxasync.mesh import device_at
 
-type Device = dict[str, Any]  # coordinates on all mesh axes, the form that Pallas takes as `device_id`
+# coordinates on all mesh axes, the form that Pallas takes as `device_id`
+type Device = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +53,14 @@ class Ring:
         return self.receiver(1 - direction)
 
     def behind(self, hops: Scalar, direction: Scalar) -> jax.Array:
-        """Returns the index of the device whose block arrives here after a number of hops, from 0 to `size`.
+        """Returns the index of the device whose block arrives here after a number of hops, from 0
+        to `size`.
 
-        The index wraps around by a comparison, because a remainder takes the scalar core far longer.
+        The index wraps around by a comparison, because a remainder takes the scalar core far
+        longer.
         """
-        back, onward = self.index - hops, self.index + hops
+        back = self.index - hops
+        onward = self.index + hops
         back = jnp.where(back < 0, back + self.size, back)
         onward = jnp.where(onward >= self.size, onward - self.size, onward)
         if isinstance(direction, int) or self.directions == 1:
@@ -70,7 +76,9 @@ class Ring:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Acknowledgements:
-    """Counts of the blocks or tiles that the receiver has read, so that its receive buffer may be written again."""
+    """Counts of the blocks or tiles that the receiver has read, so that its receive buffer may be
+    written again.
+    """
 
     sems: Ref  # [directions], regular semaphores
 
@@ -84,18 +92,26 @@ class Acknowledgements:
 
 
 def choose_directions(size: int, length: int, unit: int, directions: int | None) -> int:
-    """Returns the directions asked for, or else two if that is faster and a dimension has halves of whole tiles."""
+    """Returns the directions asked for, or else two if that is faster and a dimension has halves of
+    whole tiles.
+    """
     return directions or (2 if size > 2 and length % (2 * unit) == 0 else 1)
 
 
 def half_blocks(caller: str, name: str, length: int, unit: int, directions: int) -> list[pl.Slice]:
-    """Returns what travels in each direction, slices of a dimension; raises if it has no halves of whole tiles."""
+    """Returns what travels in each direction, slices of a dimension; raises if it has no halves of
+    whole tiles.
+    """
     if length % (directions * unit) and directions == 2:
         raise ValueError(
-            f"{caller} sends half of the {name} each way: got {length}, needed a multiple of {2 * unit}; "
+            f"{caller} sends half of the {name} each way: got {length}, needed a multiple of "
+            f"{2 * unit}; "
             "use directions=1"
         )
-    return [pl.ds(direction * (length // directions), length // directions) for direction in range(directions)]
+    return [
+        pl.ds(direction * (length // directions), length // directions)
+        for direction in range(directions)
+    ]
 
 
 def enter(
@@ -107,19 +123,22 @@ def enter(
 ) -> None:
     """Waits until every device that this one sends to has entered this kernel, too.
 
-    This barrier removes the entry race: before a device enters, the memory that a transfer writes there may hold
-    something else. The barrier counts signals and does not know from whom they came. So no device may leave the kernel
-    before all devices that it signals have passed their barriers, or its next signal could be taken for somebody's
-    first. Each kernel here signals only the devices that send data to it, and waits for that data.
+    This barrier removes the entry race: before a device enters, the memory that a transfer writes
+    there may hold something else. The barrier counts signals and does not know from whom they came.
+    So no device may leave the kernel before all devices that it signals have passed their barriers,
+    or its next signal could be taken for somebody's first. Each kernel here signals only the
+    devices that send data to it, and waits for that data.
 
     Args:
-      tag: what tells this barrier from those of other kernels. JAX picks an id for it that no other kernel of the
-        program has, unless `collective_id` is given.
+      tag: what tells this barrier from those of other kernels. JAX picks an id for it that no other
+        kernel of the program has, unless `collective_id` is given.
       senders: the devices that send to this device. As many, in the same places, receive from it.
       collective_id: the id of the barrier.
-      conditional: further (device, whether it sends here, whether a device in that place receives from this one).
+      conditional: further (device, whether it sends here, whether a device in that place receives
+        from this one).
     """
-    senders, conditional = list(senders), list(conditional)
+    senders = list(senders)
+    conditional = list(conditional)
     barrier = pltpu.get_barrier_semaphore(None if collective_id is not None else f"flaxasync.{tag}")
     awaited = jnp.int32(len(senders))
     with jax.named_scope("enter"):

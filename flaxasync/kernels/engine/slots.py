@@ -1,8 +1,9 @@
 """Transfers, and slots in vector memory for tiles on their way in or out.
 
-A transfer is a local copy, or a send to another device. It adds the bytes that it moved to a DMA semaphore, at the
-destination for an arrival and at the source for a departure, and `wait` takes them off again. So a wait does not depend
-on which transfer it was, only on the size of what was moved.
+A transfer is a local copy, or a send to another device. It adds the bytes that it moved to a DMA
+semaphore, at the destination for an arrival and at the source for a departure, and `wait` takes
+them off again. So a wait does not depend on which transfer it was, only on the size of what was
+moved.
 """
 
 import dataclasses
@@ -24,7 +25,9 @@ def start_copy(source: Ref, target: Ref, sem: Ref) -> None:
 
 
 def start_send(source: Ref, target: Ref, send_sem: Ref, recv_sem: Ref, device: Device) -> None:
-    """Starts a copy to the same place of another device, whose `recv_sem` counts its arrival there."""
+    """Starts a copy to the same place of another device, whose `recv_sem` counts its arrival
+    there.
+    """
     pltpu.make_async_remote_copy(source, target, send_sem, recv_sem, device_id=device).start()
 
 
@@ -37,7 +40,8 @@ def wait(moved: Ref, sem: Ref) -> None:
 class _Slots:
     """Slots in vector memory for the tiles of one array, and a DMA semaphore for each.
 
-    A partial tile lies at the beginning of its slot; the rest of the slot is whatever it held before.
+    A partial tile lies at the beginning of its slot; the rest of the slot is whatever it held
+    before.
     """
 
     tiles: Ref  # [slots, *tile] VMEM
@@ -45,7 +49,9 @@ class _Slots:
 
     @classmethod
     def allocate(cls, slots: int, tile: tuple[int, ...], dtype: DType) -> Self:
-        """Returns what to allocate as scratch memory: the same fields with shapes and memory spaces."""
+        """Returns what to allocate as scratch memory: the same fields with shapes and memory
+        spaces.
+        """
         return cls(pltpu.VMEM((slots, *tile), dtype), pltpu.SemaphoreType.DMA((slots,)))
 
     @property
@@ -57,14 +63,18 @@ class _Slots:
         return remainder(number, self.count)
 
     def wait(self, slot: Scalar, *sizes: Scalar) -> None:
-        """Waits until the transfer of a tile of these sizes, into a slot or out of it, is complete."""
+        """Waits until the transfer of a tile of these sizes, into a slot or out of it, is
+        complete.
+        """
         wait(self.tiles.at[slot, *beginning(*sizes)], self.sems.at[slot])
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IncomingTiles(_Slots):
-    """Tiles of an operand that come from HBM: with two slots, this step's tile and the next one's."""
+    """Tiles of an operand that come from HBM: with two slots, this step's tile and the next
+    one's.
+    """
 
     def start(self, slot: Scalar, source: Ref, *, offset: Scalar = 0, axis: int = 0) -> None:
         """Starts to copy a tile into a slot, to an offset along one of its axes."""
@@ -82,7 +92,9 @@ class OutgoingTiles(_Slots):
     """
 
     def free(self, number: Scalar, wait_for: Callable[[Scalar], None]) -> None:
-        """Waits until a tile may be written into its slot; `wait_for(number)` waits until another one has left."""
+        """Waits until a tile may be written into its slot; `wait_for(number)` waits until another
+        one has left.
+        """
         pl.when(number >= self.count)(lambda: wait_for(number - self.count))
 
     def finish(self, count: int, wait_for: Callable[[Scalar], None]) -> None:
@@ -98,4 +110,10 @@ class OutgoingTiles(_Slots):
         start_copy(self.tiles.at[slot, *beginning(*target.shape)], target, self.sems.at[slot])
 
     def send(self, slot: Scalar, target: Ref, recv_sem: Ref, device: Device) -> None:
-        start_send(self.tiles.at[slot, *beginning(*target.shape)], target, self.sems.at[slot], recv_sem, device)
+        start_send(
+            self.tiles.at[slot, *beginning(*target.shape)],
+            target,
+            self.sems.at[slot],
+            recv_sem,
+            device,
+        )

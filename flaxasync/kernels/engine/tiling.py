@@ -1,15 +1,18 @@
-"""The order in which tiles are visited, and ragged tiling: tiles of which the last may be partial; their sizes.
+"""The order in which tiles are visited, and ragged tiling: tiles of which the last may be partial;
+their sizes.
 
-A kernel visits its tiles in one flat loop (`IterationGrid`). So it can start the transfers of the next step during this
-step whichever loop advances, and no border between rows, columns or ring steps leaves the matrix unit without data.
+A kernel visits its tiles in one flat loop (`IterationGrid`). So it can start the transfers of the
+next step during this step whichever loop advances, and no border between rows, columns or ring
+steps leaves the matrix unit without data.
 
-Partial tiles have code of their own with static sizes, because a transfer has a static size. A dimension that its tiles
-divide has no such code.
+Partial tiles have code of their own with static sizes, because a transfer has a static size. A
+dimension that its tiles divide has no such code.
 
-How a size is chosen: a tile costs the time of its products, in elements of the dimension at the matrix unit's peak
-rate. A product takes at least as long as `SHORTEST` elements, and a tile at least as long as the transfer of the next
-one, `PREFETCH` elements; both take `OVERHEAD` elements more. Tiles that divide the dimension are taken where they cost
-at most `NEAR` times as much as the best, since they need the least code.
+How a size is chosen: a tile costs the time of its products, in elements of the dimension at the
+matrix unit's peak rate. A product takes at least as long as `SHORTEST` elements, and a tile at
+least as long as the transfer of the next one, `PREFETCH` elements; both take `OVERHEAD` elements
+more. Tiles that divide the dimension are taken where they cost at most `NEAR` times as much as the
+best, since they need the least code.
 """
 
 import dataclasses
@@ -25,7 +28,8 @@ from jax.experimental import pallas as pl
 from flaxasync.kernels.engine.operands import LANES, Condition, Scalar, aligned, largest_divisor
 
 OVERHEAD = 16  # elements in whose time a product, or the work on a tile, starts and ends
-SHORTEST = 128  # elements that take as long as fewer ones: meanwhile the matrix unit loads its other operand
+# elements that take as long as fewer ones: meanwhile the matrix unit loads its other operand
+SHORTEST = 128
 PREFETCH = 448  # elements in whose time the next tile comes from HBM
 SUB_BLOCK = 512  # rows of one product in the code of a step; a tile of more rows loops over them
 NEAR = 1.03  # how much more than the cheapest tiles those may cost that need less code
@@ -42,7 +46,9 @@ class IterationGrid:
         return math.prod(self.sizes)
 
     def coordinates(self, step: Scalar) -> tuple[jax.Array, ...]:
-        """Returns the iteration of each loop at a step. Beyond the last step the first coordinate is out of range."""
+        """Returns the iteration of each loop at a step. Beyond the last step the first coordinate
+        is out of range.
+        """
         inner = []
         for size in reversed(self.sizes[1:]):
             step, iteration = split(step, size)
@@ -52,7 +58,8 @@ class IterationGrid:
 
 def split(number: Scalar, by: int) -> tuple[jax.Array, jax.Array]:
     """Returns the quotient and the remainder of a number that is not negative."""
-    number, divisor = jnp.int32(number), jnp.int32(by)
+    number = jnp.int32(number)
+    divisor = jnp.int32(by)
     return lax.div(number, divisor), lax.rem(number, divisor)
 
 
@@ -62,10 +69,12 @@ def remainder(number: Scalar, by: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Tiles over one or more dimensions that lie side by side, as the columns of several weights do.
+    """Tiles over one or more dimensions that lie side by side, as the columns of several weights
+    do.
 
-    The last tile of each dimension is partial unless tiles divide it. A kernel may loop over the sub-blocks of a tile,
-    so that its code has one product. The last sub-block of a partial tile may reach beyond the tile.
+    The last tile of each dimension is partial unless tiles divide it. A kernel may loop over the
+    sub-blocks of a tile, so that its code has one product. The last sub-block of a partial tile may
+    reach beyond the tile.
     """
 
     lengths: tuple[int, ...]  # the length of each dimension, a multiple of `unit`
@@ -75,7 +84,8 @@ class Tiling:
 
     @classmethod
     def of(cls, lengths: Sequence[int], most: int, unit: int = LANES) -> "Tiling":
-        """Returns tiles of at most `most` elements, of which a partial one is multiplied with its own size.
+        """Returns tiles of at most `most` elements, of which a partial one is multiplied with its
+        own size.
 
         Multiples of two hardware tiles are preferred: the matrix units of some chips are as wide.
         """
@@ -86,9 +96,14 @@ class Tiling:
         return _cheapest([even], pairs, sizes)
 
     @classmethod
-    def in_sub_blocks(cls, length: int, most: int, sub_block: int, unit: int, scale: int = 1) -> "Tiling":
-        """Returns tiles of at most `most` elements in sub-blocks of at most `sub_block`; an element is `scale` rows."""
-        size, longest = largest_divisor(length, most, unit), max(sub_block, unit)
+    def in_sub_blocks(
+        cls, length: int, most: int, sub_block: int, unit: int, scale: int = 1
+    ) -> "Tiling":
+        """Returns tiles of at most `most` elements in sub-blocks of at most `sub_block`; an element
+        is `scale` rows.
+        """
+        size = largest_divisor(length, most, unit)
+        longest = max(sub_block, unit)
         even = cls((length,), size, unit, largest_divisor(size, longest, unit))
         choices = []
         for sub in range(unit, max(unit, min(longest, most, length)) + 1, unit):
@@ -98,7 +113,9 @@ class Tiling:
 
     @classmethod
     def overhanging(cls, length: int, most: int, unit: int) -> "Tiling":
-        """Returns tiles of at most `most` elements, of which the last one costs as much as a whole one."""
+        """Returns tiles of at most `most` elements, of which the last one costs as much as a whole
+        one.
+        """
         sizes = range(unit, max(unit, min(most, length)) + 1, unit)
         choices = [cls((length,), size, unit, size) for size in sizes]
         even = [choice for choice in choices[::-1] if length % choice.size == 0]
@@ -117,11 +134,18 @@ class Tiling:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Elements of each tile, in order."""
-        return tuple(min(self.size, length - first) for length in self.lengths for first in range(0, length, self.size))
+        return tuple(
+            min(self.size, length - first)
+            for length in self.lengths
+            for first in range(0, length, self.size)
+        )
 
     def on_slice(self, tile: Scalar, use: Callable[[int, pl.Slice], None]) -> None:
-        """Calls `use(number of the dimension, slice of it)` for a tile; the slice has a static size."""
-        before, alone = 0, len(self.lengths) == 1
+        """Calls `use(number of the dimension, slice of it)` for a tile; the slice has a static
+        size.
+        """
+        before = 0
+        alone = len(self.lengths) == 1
         for number, (length, count) in enumerate(zip(self.lengths, self.counts, strict=True)):
             whole, rest = divmod(length, self.size)
 
@@ -129,34 +153,55 @@ class Tiling:
                 index = tile - before if before else tile
                 use(number, aligned(index * self.size, self.size, self.unit))
 
-            def use_partial(number: int = number, first: int = length - rest, rest: int = rest) -> None:
+            def use_partial(
+                number: int = number, first: int = length - rest, rest: int = rest
+            ) -> None:
                 use(number, pl.ds(first, rest))
 
             if whole:
-                pl.when((alone and not rest) or ((tile >= before) & (tile < before + whole)))(use_whole)
+                pl.when((alone and not rest) or ((tile >= before) & (tile < before + whole)))(
+                    use_whole
+                )
             if rest:
                 pl.when((alone and not whole) or tile == before + whole)(use_partial)
             before += count
 
     def on_size(
-        self, tile: Scalar, use: Callable[[int], None], among: Sequence[int] | None = None, condition: Condition = True
+        self,
+        tile: Scalar,
+        use: Callable[[int], None],
+        among: Sequence[int] | None = None,
+        condition: Condition = True,
     ) -> None:
         """Calls `use(elements of a tile)`, a static number, if `condition` holds.
 
-        `use` is traced once for each size of the tiles in `among`, which have to include this one; None is all tiles.
+        `use` is traced once for each size of the tiles in `among`, which have to include this one;
+        None is all tiles.
         """
         all_sizes = self.sizes
-        sizes = sorted({all_sizes[t] for t in (range(self.count) if among is None else among)}, reverse=True)
+        sizes = sorted(
+            {all_sizes[t] for t in (range(self.count) if among is None else among)}, reverse=True
+        )
         for size in sizes:
-            alike = condition if len(sizes) == 1 else jnp.logical_and(condition, self._has_size(tile, size))
+            alike = (
+                condition
+                if len(sizes) == 1
+                else jnp.logical_and(condition, self._has_size(tile, size))
+            )
             pl.when(alike)(functools.partial(use, size))
 
     def sub_blocks(self, tile: Scalar) -> Scalar:
         counts = [pl.cdiv(size, self._sub_block) for size in self.sizes]
-        return counts[0] if len(set(counts)) == 1 else jnp.where(tile == self.count - 1, counts[-1], counts[0])
+        return (
+            counts[0]
+            if len(set(counts)) == 1
+            else jnp.where(tile == self.count - 1, counts[-1], counts[0])
+        )
 
     def for_each_sub_block(self, tile: Scalar, use: Callable[[pl.Slice], None]) -> None:
-        """Calls `use(where the sub-block lies in the tile)` in a loop of the kernel: its code is there once."""
+        """Calls `use(where the sub-block lies in the tile)` in a loop of the kernel: its code is
+        there once.
+        """
         step = self._sub_block
         pl.loop(0, self.sub_blocks(tile))(lambda i: use(aligned(i * step, step, self.unit)))
 
@@ -167,13 +212,16 @@ class Tiling:
     def _has_size(self, tile: Scalar, size: int) -> Condition:
         partial = [t for t, elements in enumerate(self.sizes) if elements != self.size]
         if size != self.size:
-            return functools.reduce(jnp.logical_or, [tile == t for t in partial if self.sizes[t] == size])
+            return functools.reduce(
+                jnp.logical_or, [tile == t for t in partial if self.sizes[t] == size]
+            )
         return functools.reduce(jnp.logical_and, [tile != t for t in partial])
 
 
 @dataclasses.dataclass(frozen=True)
 class RowTiling:
-    """Tiles of rows that lie in batches, [batches, rows, ...]: several whole batches, or some rows of one batch.
+    """Tiles of rows that lie in batches, [batches, rows, ...]: several whole batches, or some rows
+    of one batch.
 
     The last tile of a batch may have fewer rows, or the last of all tiles fewer batches.
     """
@@ -183,23 +231,36 @@ class RowTiling:
 
     @classmethod
     def of(
-        cls, batches: int, rows: int, most: int, unit: int, multiple: int = 1, *, sub_block: int | None = None
+        cls,
+        batches: int,
+        rows: int,
+        most: int,
+        unit: int,
+        multiple: int = 1,
+        *,
+        sub_block: int | None = None,
     ) -> "RowTiling":
-        """Returns tiles of at most `most` rows in all of their batches, multiplied at most `sub_block` at once.
+        """Returns tiles of at most `most` rows in all of their batches, multiplied at most
+        `sub_block` at once.
 
-        `unit` divides the rows of a tile, and `multiple` the batches of a tile that has more than one batch.
+        `unit` divides the rows of a tile, and `multiple` the batches of a tile that has more than
+        one batch.
         """
         sub_block = sub_block or SUB_BLOCK
         if rows * multiple * 2 <= most or multiple > 1:
             whole = max(multiple, most // rows)
-            several = Tiling.in_sub_blocks(batches, whole, max(1, sub_block // rows), multiple, scale=rows)
+            several = Tiling.in_sub_blocks(
+                batches, whole, max(1, sub_block // rows), multiple, scale=rows
+            )
             if several.size > 1:
                 return cls(several, Tiling((rows,), rows, unit))
         return cls(Tiling((batches,), 1, 1), Tiling.in_sub_blocks(rows, most, sub_block, unit))
 
     @classmethod
     def fewest(cls, batches: int, rows: int, most: int, unit: int) -> "RowTiling":
-        """Returns the fewest tiles of at most `most` rows, though smaller ones may be multiplied faster."""
+        """Returns the fewest tiles of at most `most` rows, though smaller ones may be multiplied
+        faster.
+        """
         each = min(rows, most)
         in_batch = Tiling((rows,), each, unit, largest_divisor(each, SUB_BLOCK, unit))
         return cls(Tiling((batches,), min(batches, most // each), 1, 1), in_batch)
@@ -224,43 +285,62 @@ class RowTiling:
         return tuple(batches * rows for batches in self.batches.sizes for rows in self.rows.sizes)
 
     def on_slice(self, tile: Scalar, use: Callable[[pl.Slice, pl.Slice], None]) -> None:
-        """Calls `use(slice of the batches, slice of the rows)` for a tile; the slices have static sizes."""
+        """Calls `use(slice of the batches, slice of the rows)` for a tile; the slices have static
+        sizes.
+        """
         group, within = split(tile, self.rows.count)
-        self.batches.on_slice(group, lambda _, batches: self.rows.on_slice(within, lambda _, rows: use(batches, rows)))
+        self.batches.on_slice(
+            group, lambda _, batches: self.rows.on_slice(within, lambda _, rows: use(batches, rows))
+        )
 
     def for_each_sub_block(self, tile: Scalar, use: Callable[..., None]) -> None:
         """Calls `use(index, number of rows)` in a loop of the kernel: its code is there once.
 
-        The index is that of a sub-block in a tile [batches, rows, ...]. The last sub-block of a partial tile may have
+        The index is that of a sub-block in a tile [batches, rows, ...]. The last sub-block of a
+        partial tile may have
         more rows than the tile: then they are whatever the memory held.
         """
         group, within = split(tile, self.rows.count)
         if self.batches.size > 1:
             rows = self.rows.size
-            self.batches.for_each_sub_block(group, lambda some: use((some, slice(0, rows)), some.size * rows))
+            self.batches.for_each_sub_block(
+                group, lambda some: use((some, slice(0, rows)), some.size * rows)
+            )
         else:
             self.rows.for_each_sub_block(within, lambda some: use((slice(0, 1), some), some.size))
 
     def flattened(self) -> Tiling:
         """Returns the same tiles in the same order, as those of all rows of all batches."""
-        (batches,), (rows,) = self.batches.lengths, self.rows.lengths
+        (batches,) = self.batches.lengths
+        (rows,) = self.rows.lengths
         if self.batches.size > 1:
             return Tiling((batches * rows,), self.size, self.rows.unit)
         return Tiling((rows,) * batches, self.rows.size, self.rows.unit)
 
 
 def cost(tiling: Tiling, scale: int = 1) -> int:
-    """Returns the cost of all tiles; see the head of this file. An element of the dimension is `scale` rows."""
+    """Returns the cost of all tiles; see the head of this file. An element of the dimension is
+    `scale` rows.
+    """
 
     def of_tile(elements: int) -> int:
         one = min(tiling.sub_block or elements, tiling.size)
-        return max(PREFETCH, pl.cdiv(elements, one) * (max(SHORTEST, one * scale) + OVERHEAD)) + OVERHEAD
+        return (
+            max(PREFETCH, pl.cdiv(elements, one) * (max(SHORTEST, one * scale) + OVERHEAD))
+            + OVERHEAD
+        )
 
     return sum(map(of_tile, tiling.sizes))
 
 
 def _cheapest(even: Sequence[Tiling], *others: Sequence[Tiling], scale: int = 1) -> Tiling:
-    """Returns the first that costs little more than the best: of `even`, of the cheapest of each of the others."""
-    cheapest = [min(choices, key=lambda t: (cost(t, scale), t.size, t.sub_block or 0)) for choices in others if choices]
+    """Returns the first that costs little more than the best: of `even`, of the cheapest of each of
+    the others.
+    """
+    cheapest = [
+        min(choices, key=lambda t: (cost(t, scale), t.size, t.sub_block or 0))
+        for choices in others
+        if choices
+    ]
     candidates = [*even, *cheapest]
     return next(c for c in candidates if cost(c, scale) <= NEAR * cost(cheapest[-1], scale))

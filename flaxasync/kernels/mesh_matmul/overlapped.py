@@ -1,4 +1,5 @@
-"""LHS[M_X, K_Y] . RHS[K_X, N] on X x Y devices as one kernel in which every transfer hides behind a product.
+"""LHS[M_X, K_Y] . RHS[K_X, N] on X x Y devices as one kernel in which every transfer hides behind a
+product.
 
 ```
 x  [m, k]   this mesh row's rows, this mesh column's part of the contraction        m = M/X, k = K/Y
@@ -6,16 +7,19 @@ w  [k', n]  the part of the contraction that this mesh *row* holds              
 o  [m, n]   this mesh row's rows of the product, the same in all mesh columns
 ```
 
-Without `reduce` nothing travels around the mesh row: o is then the part of the product that this mesh column has.
+Without `reduce` nothing travels around the mesh row: o is then the part of the product that this
+mesh column has.
 
-A device multiplies its rows with the k rows of RHS of its mesh column, which arrive in blocks (`weights`).
-Each of the Y devices of a mesh row owns one of Y blocks of its rows. `schedule` has the order of all steps. Around the
-mesh row travel partial sums as in a reduce-scatter, and then results as in an all-gather, tile by tile:
+A device multiplies its rows with the k rows of RHS of its mesh column, which arrive in blocks
+(`weights`). Each of the Y devices of a mesh row owns one of Y blocks of its rows. `schedule` has
+the order of all steps. Around the mesh row travel partial sums as in a reduce-scatter, and then
+results as in an all-gather, tile by tile:
 
 ```
 phase s      device c multiplies the rows of device c - s - 1, adds the partial sums of them that its neighbour sent in
              phase s - 1, and sends the sums to the next device, c + 1
-phase Y - 1  these are the own rows: the device adds, stores the result, and sends it to the next device
+phase Y - 1  these are the own rows: the device adds, stores the result, and sends it to the next
+device
 next round   a tile of the result that has come over h hops is sent on in phase h - 1, until every device has it
 
                   round 0                                     round 1
@@ -24,9 +28,11 @@ around the column blocks of w, as long as it takes: those of round 1 while round
 around the row                  sums          sums  ...       results       results, sent on   ...
 ```
 
-With two directions, half of the rows of each tile travel the other way: they belong to device c + s + 1 instead.
+With two directions, half of the rows of each tile travel the other way: they belong to device c + s
+  + 1 instead.
 
-Everything that arrives has its own receive buffer and its own semaphore. So nothing is acknowledged.
+Everything that arrives has its own receive buffer and its own semaphore. So nothing is
+acknowledged.
 """
 
 import dataclasses
@@ -39,7 +45,17 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import call
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles
-from flaxasync.kernels.engine.operands import LANES, Index, Ref, Scalar, Tiles, aligned, beginning, output, sublanes
+from flaxasync.kernels.engine.operands import (
+    LANES,
+    Index,
+    Ref,
+    Scalar,
+    Tiles,
+    aligned,
+    beginning,
+    output,
+    sublanes,
+)
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, start_copy, start_send, wait
 from flaxasync.kernels.engine.tiling import remainder, split
@@ -53,7 +69,8 @@ from flaxasync.kernels.mesh_matmul.weights import WeightBlocks, Weights, WeightS
 class Scratch:
     """Scratch memory of the kernel. A tile of rows is [directions, rows]."""
 
-    matmul: MatmulScratch  # with an accumulator for each tile of rows; what leaves are partial sums and results
+    # with an accumulator for each tile of rows; what leaves are partial sums and results
+    matmul: MatmulScratch
     weights: WeightScratch
     received: IncomingTiles  # [1, directions, rows, n] partial sums of the neighbour
     recv_sem: Ref  # [hops of sums and results * rounds, tiles of rows] DMA semaphores
@@ -70,36 +87,60 @@ def overlapped(
     directions: int | None = None,
     collective_id: int | None = None,
 ) -> jax.Array:
-    """Returns o; see the head of this file, and that of `flaxasync.kernels`. Something has to travel.
+    """Returns o; see the head of this file, and that of `flaxasync.kernels`. Something has to
+    travel.
 
-    `reduce` says whether to sum over the mesh columns. The tiles of rows and of the contraction divide their blocks.
+    `reduce` says whether to sum over the mesh columns. The tiles of rows and of the contraction
+    divide their blocks.
 
     Raises:
       ValueError: the rows or the contraction cannot be divided into blocks.
       NotImplementedError: there are more tiles than semaphores.
     """
     used = plan(x, w, axis_names, reduce, tiles, directions)
-    schedule, ring, tiling, block_rows = used.schedule, used.row, used.tiles, used.tiles.contraction.size
-    blocks = WeightBlocks(used.column, axis_names[1], block_rows, schedule.depth, w.shape[0] // block_rows)
-    (m, k), n, phases, both, size = x.shape, w.shape[1], ring.size, ring.directions, x.dtype.itemsize
-    half_block, unused = m // phases // both, (sublanes(x.dtype), LANES)  # no buffer can be empty
-    travels, hops = blocks.ring.size > 1, 2 * (phases - 1) * schedule.rounds
+    schedule = used.schedule
+    ring = used.row
+    tiling = used.tiles
+    block_rows = used.tiles.contraction.size
+    blocks = WeightBlocks(
+        used.column, axis_names[1], block_rows, schedule.depth, w.shape[0] // block_rows
+    )
+    m, k = x.shape
+    n = w.shape[1]
+    phases = ring.size
+    both = ring.directions
+    size = x.dtype.itemsize
+    # no buffer can be empty
+    half_block = m // phases // both
+    unused = (sublanes(x.dtype), LANES)
+    travels = blocks.ring.size > 1
+    hops = 2 * (phases - 1) * schedule.rounds
     dma = pltpu.SemaphoreType.DMA
     scratch = Scratch(
         matmul=tiling.scratch(x.dtype, w.dtype, outgoing=used.outgoing, accumulators=schedule.rows),
-        weights=WeightScratch(*blocks.tables(), dma, dma((schedule.chunks, blocks.needed) if travels else (1, 1))),
+        weights=WeightScratch(
+            *blocks.tables(), dma, dma((schedule.chunks, blocks.needed) if travels else (1, 1))
+        ),
         received=IncomingTiles.allocate(1, tiling.result if hops else (1, *unused), x.dtype),
         recv_sem=dma((hops, schedule.rows) if hops else (1, 1)),
         onward_sem=dma,
     )
 
-    def body(x_ref: Ref, w_ref: Ref, o_ref: Ref, w_received: Ref, sums_received: Ref, scratch: Scratch) -> None:
-        weights = Weights(schedule, blocks, tiling.columns, w_ref, w_received, scratch.matmul.w, scratch.weights)
+    def body(
+        x_ref: Ref, w_ref: Ref, o_ref: Ref, w_received: Ref, sums_received: Ref, scratch: Scratch
+    ) -> None:
+        weights = Weights(
+            schedule, blocks, tiling.columns, w_ref, w_received, scratch.matmul.w, scratch.weights
+        )
         device = _Device(schedule, ring, tiling, weights, x_ref, o_ref, sums_received, scratch)
         device.run(f"{used.caller} {both}", collective_id)
 
-    received = (k, n) if travels else unused, (phases - 1, both, half_block, n) if phases > 1 else unused
-    shapes, invarying = ((phases, both, half_block, n), *received), axis_names[1:] if reduce else ()
+    received = (
+        (k, n) if travels else unused,
+        (phases - 1, both, half_block, n) if phases > 1 else unused,
+    )
+    shapes = ((phases, both, half_block, n), *received)
+    invarying = axis_names[1:] if reduce else ()
     matmul = cost(Tiles(tiling.rows.size, block_rows, tiling.columns.size), m, k, n, size)
     sent = (k * n * travels + 2 * (m - m // phases) * n) * size
     o, *_ = call(
@@ -125,12 +166,17 @@ class _Device:
     weights: Weights
     x: Ref  # [Y, directions, half-block, k] HBM
     o: Ref  # [Y, directions, half-block, n] HBM
-    sums_received: Ref  # [Y - 1, directions, half-block, n] HBM: partial sums of the neighbour, phase by phase
+    # [Y - 1, directions, half-block, n] HBM: partial sums of the neighbour, phase by phase
+    sums_received: Ref
     scratch: Scratch
 
     def run(self, tag: str, collective_id: int | None) -> None:
         """Does all steps; `tag` is that of the entry barrier."""
-        senders = [self.ring.sender(direction) for direction in self.ring.both] if self.ring.size > 1 else []
+        senders = (
+            [self.ring.sender(direction) for direction in self.ring.both]
+            if self.ring.size > 1
+            else []
+        )
         self.weights.blocks.enter(tag, collective_id, senders)
         self.weights.begin()
         self.prefetch(self.schedule.at(0), 0)
@@ -141,10 +187,14 @@ class _Device:
 
     def step(self, step: Scalar) -> None:
         """Starts the transfers of the next step, multiplies, and sends a tile that is finished."""
-        schedule, scratch = self.schedule, self.scratch.matmul
-        here, slot = schedule.at(step), remainder(step, 2)
+        schedule = self.schedule
+        scratch = self.scratch.matmul
+        here = schedule.at(step)
+        slot = remainder(step, 2)
         last = here.t == schedule.depth - 1
-        pl.when(step + 1 < schedule.grid.steps)(lambda: self.prefetch(schedule.at(step + 1), 1 - slot))
+        pl.when(step + 1 < schedule.grid.steps)(
+            lambda: self.prefetch(schedule.at(step + 1), 1 - slot)
+        )
         self.weights.send(here)
         if self.ring.size > 2:  # what has arrived of the results of the round before is sent on
             i, t = split(here.position, schedule.depth)
@@ -165,7 +215,8 @@ class _Device:
             self.send(here)
 
     def prefetch(self, there: Coordinates, slot: Scalar) -> None:
-        x, columns = self.scratch.matmul.x, self.weights.blocks.needed_rows(self.weights.block(there))
+        x = self.scratch.matmul.x
+        columns = self.weights.blocks.needed_rows(self.weights.block(there))
         with jax.named_scope("prefetch"):
             for direction in self.ring.both:
                 half_block = self.x.at[self.ring.behind(there.phase + 1, direction), direction]
@@ -174,9 +225,11 @@ class _Device:
             self.weights.prefetch(there)
 
     def fetch_received(self, here: Coordinates) -> None:
-        """Waits until the neighbour's partial sums of a tile have arrived, and starts to fetch them.
+        """Waits until the neighbour's partial sums of a tile have arrived, and starts to fetch
+        them.
 
-        Waiting one step earlier, so that the last product could add them, would cost more than `round` does.
+        Waiting one step earlier, so that the last product could add them, would cost more than
+        `round` does.
         """
 
         def fetch(_: int, columns: pl.Slice) -> None:
@@ -188,8 +241,11 @@ class _Device:
             self.tiles.columns.on_slice(here.chunk, fetch)
 
     def multiply(self, here: Coordinates, slot: Scalar) -> None:
-        """Adds the product of two tiles to its sum. With one mesh column, a finished sum is rounded at once."""
-        scratch, accumulator = self.scratch.matmul, self.scratch.matmul.accumulators.at[here.accumulator]
+        """Adds the product of two tiles to its sum. With one mesh column, a finished sum is rounded
+        at once.
+        """
+        scratch = self.scratch.matmul
+        accumulator = self.scratch.matmul.accumulators.at[here.accumulator]
 
         def finish(value: jax.Array, index: tuple[Index, ...]) -> None:
             if self.ring.size > 1:
@@ -197,13 +253,18 @@ class _Device:
             else:
                 scratch.outgoing.put(scratch.outgoing.slot(here.number), value, index)
 
-        x_tile, w_tile = scratch.x.tiles.at[slot], scratch.w.tiles.at[here.w_slot]
+        x_tile = scratch.x.tiles.at[slot]
+        w_tile = scratch.w.tiles.at[here.w_slot]
         self.tiles.multiply(0, here.t, here.chunk, x_tile, w_tile, accumulator, finish)
 
     def round(self, here: Coordinates) -> None:
-        """Rounds a finished sum, with the neighbour's partial sums, into the slot that it leaves from."""
-        received, outgoing = self.scratch.received, self.scratch.matmul.outgoing
-        slot, accumulator = outgoing.slot(here.number), self.scratch.matmul.accumulators.at[here.accumulator]
+        """Rounds a finished sum, with the neighbour's partial sums, into the slot that it leaves
+        from.
+        """
+        received = self.scratch.received
+        outgoing = self.scratch.matmul.outgoing
+        slot = outgoing.slot(here.number)
+        accumulator = self.scratch.matmul.accumulators.at[here.accumulator]
 
         def store(value: jax.Array) -> None:
             outgoing.tiles[slot] = value.astype(outgoing.tiles.dtype)
@@ -212,13 +273,19 @@ class _Device:
 
         @pl.when(here.phase > 0)
         def _() -> None:
-            self.tiles.columns.on_size(here.chunk, lambda n: received.wait(0, *self.tiles.rows.shape, n))
+            self.tiles.columns.on_size(
+                here.chunk, lambda n: received.wait(0, *self.tiles.rows.shape, n)
+            )
             store(accumulator[...] + received.tiles[0].astype(jnp.float32))
 
     def send(self, here: Coordinates) -> None:
-        """Sends a finished tile to the next device. Stores it, too, if its rows are the own ones."""
-        outgoing, ring = self.scratch.matmul.outgoing, self.ring
-        slot, recv_sem = outgoing.slot(here.number), self._recv_sem(here.phase, here.round, here.i)
+        """Sends a finished tile to the next device. Stores it, too, if its rows are the own
+        ones.
+        """
+        outgoing = self.scratch.matmul.outgoing
+        ring = self.ring
+        slot = outgoing.slot(here.number)
+        recv_sem = self._recv_sem(here.phase, here.round, here.i)
 
         def send(own: bool, _: int, columns: pl.Slice) -> None:
             for direction in ring.both:
@@ -228,10 +295,13 @@ class _Device:
                 if own:
                     start_copy(tile, target, outgoing.sems.at[slot])
                 if ring.size > 1:
-                    start_send(tile, target, outgoing.sems.at[slot], recv_sem, ring.receiver(direction))
+                    start_send(
+                        tile, target, outgoing.sems.at[slot], recv_sem, ring.receiver(direction)
+                    )
 
         with jax.named_scope("send"):
-            own, on_columns = here.phase == ring.size - 1, functools.partial(self.tiles.columns.on_slice, here.chunk)
+            own = here.phase == ring.size - 1
+            on_columns = functools.partial(self.tiles.columns.on_slice, here.chunk)
             pl.when(own)(lambda: on_columns(functools.partial(send, True)))
             if ring.size > 1:
                 pl.when(jnp.logical_not(own))(lambda: on_columns(functools.partial(send, False)))
@@ -241,7 +311,9 @@ class _Device:
         outgoing = self.scratch.matmul.outgoing
 
         def wait_for(n: int) -> None:
-            left = functools.partial(outgoing.wait, outgoing.slot(number), *self.tiles.rows.shape, n)
+            left = functools.partial(
+                outgoing.wait, outgoing.slot(number), *self.tiles.rows.shape, n
+            )
             left()
             if self.ring.size > 1:  # results are both stored and sent
                 pl.when(phase == self.ring.size - 1)(left)
@@ -250,38 +322,56 @@ class _Device:
 
     def finish(self) -> None:
         """Sends on the last results, and waits until everything has left and arrived."""
-        schedule, size = self.schedule, self.ring.size
+        schedule = self.schedule
+        size = self.ring.size
         self.scratch.matmul.outgoing.finish(schedule.results.steps, self.wait_until_left)
         for hops in range(1, size - 1):
-            pl.loop(0, schedule.rows)(functools.partial(self._send_result_on, schedule.rounds - 1, hops))
+            pl.loop(0, schedule.rows)(
+                functools.partial(self._send_result_on, schedule.rounds - 1, hops)
+            )
         if size > 1:
             all_results = schedule.rounds * schedule.rows
-            pl.loop(0, all_results)(lambda tile: self._wait_for_arrival(2 * size - 3, *split(tile, schedule.rows)))
+            pl.loop(0, all_results)(
+                lambda tile: self._wait_for_arrival(2 * size - 3, *split(tile, schedule.rows))
+            )
         for _ in range(1, size - 1):
             wait(self.o.at[0], self.scratch.onward_sem)  # one block was sent on after the other
 
     def _send_result_on(self, round_: Scalar, hops: Scalar, i: Scalar) -> None:
-        """Waits for a tile of the result that comes over a number of hops, and sends it to the next device."""
-        (chunk, panel), hop = split(round_, self.schedule.panels), self.ring.size - 2 + hops
+        """Waits for a tile of the result that comes over a number of hops, and sends it to the next
+        device.
+        """
+        chunk, panel = split(round_, self.schedule.panels)
+        hop = self.ring.size - 2 + hops
 
         def send(_: int, columns: pl.Slice) -> None:
             for direction in self.ring.both:
                 half_block = self.o.at[self.ring.behind(hops, direction), direction]
-                tile, recv_sem = half_block.at[self._rows(panel, i), columns], self._recv_sem(hop + 1, round_, i)
-                start_send(tile, tile, self.scratch.onward_sem, recv_sem, self.ring.receiver(direction))
+                tile = half_block.at[self._rows(panel, i), columns]
+                recv_sem = self._recv_sem(hop + 1, round_, i)
+                start_send(
+                    tile, tile, self.scratch.onward_sem, recv_sem, self.ring.receiver(direction)
+                )
 
         with jax.named_scope("send_on"):
             self._wait_for_arrival(hop, round_, i)
             self.tiles.columns.on_slice(chunk, send)
 
     def _wait_for_arrival(self, hop: Scalar, round_: Scalar, i: Scalar) -> None:
-        """Waits for a tile that arrives; see `_recv_sem`. The wait depends on the size of the tile, not on its rows."""
-        recv_sem, rows = self._recv_sem(hop, round_, i), self.tiles.rows.rows.size
+        """Waits for a tile that arrives; see `_recv_sem`. The wait depends on the size of the tile,
+        not on its rows.
+        """
+        recv_sem = self._recv_sem(hop, round_, i)
+        rows = self.tiles.rows.rows.size
         chunk, _ = split(round_, self.schedule.panels)
-        self.tiles.columns.on_size(chunk, lambda n: wait(self.o.at[0, :, *beginning(rows, n)], recv_sem))
+        self.tiles.columns.on_size(
+            chunk, lambda n: wait(self.o.at[0, :, *beginning(rows, n)], recv_sem)
+        )
 
     def _recv_sem(self, hop: Scalar, round_: Scalar, i: Scalar) -> Ref:
-        """Returns the semaphore of a tile that arrives: partial sums in hops 0 .. Y-2, results in hops Y-1 .. 2Y-3."""
+        """Returns the semaphore of a tile that arrives: partial sums in hops 0 .. Y-2, results in
+        hops Y-1 .. 2Y-3.
+        """
         return self.scratch.recv_sem.at[hop * self.schedule.rounds + round_, i]
 
     def _rows(self, panel: Scalar, i: Scalar) -> pl.Slice:

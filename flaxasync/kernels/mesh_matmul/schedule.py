@@ -1,8 +1,9 @@
 """The order of work of the overlapped kernel, and how it divides its operands.
 
-All products of tiles are one flat loop, so that no step starts cold. The columns of the result are divided into chunks,
-a device's rows into one block for each of the Y mesh columns, a block into panels of `rows` tiles, and the contraction
-into `depth` tiles. A round is one chunk of one panel. It has Y phases, one for each block of rows:
+All products of tiles are one flat loop, so that no step starts cold. The columns of the result are
+divided into chunks, a device's rows into one block for each of the Y mesh columns, a block into
+panels of `rows` tiles, and the contraction into `depth` tiles. A round is one chunk of one panel.
+It has Y phases, one for each block of rows:
 
     phases 0 .. Y-2   another mesh column's rows, with the contraction as the outer loop: a block of w is used for all
                       rows as soon as it arrives, and all tiles of rows are finished in the last `rows` steps
@@ -12,8 +13,8 @@ into `depth` tiles. A round is one chunk of one panel. It has Y phases, one for 
     phase < Y-1  t=0     t=1               of all rows
     phase Y-1    i=0     i=1               of all of the contraction
 
-With one mesh column, or if there is no sum over mesh columns, there is one phase, whose rows are the own ones, and the
-contraction is the outer loop there, too.
+With one mesh column, or if there is no sum over mesh columns, there is one phase, whose rows are
+the own ones, and the contraction is the outer loop there, too.
 """
 
 import dataclasses
@@ -26,13 +27,22 @@ from jax import lax
 
 from flaxasync.kernels.engine.call import SEMAPHORES, available, check_vmem, fitting, matmul_bytes
 from flaxasync.kernels.engine.matmul import MatmulTiles
-from flaxasync.kernels.engine.operands import LANES, Condition, Scalar, Tiles, largest_divisor, sublanes
+from flaxasync.kernels.engine.operands import (
+    LANES,
+    Condition,
+    Scalar,
+    Tiles,
+    largest_divisor,
+    sublanes,
+)
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.tiling import IterationGrid, RowTiling, Tiling, remainder, split
 from flaxasync.mesh import UnsupportedError
 
 TILES = Tiles()  # the largest tiles, where none are asked for
-CHUNKS = 8  # of columns, about, where there are few columns: no product hides the arrival of the first chunk of w
+# of columns, about, where there are few columns: no product hides the arrival of the first chunk of
+# w
+CHUNKS = 8
 NARROWEST = 512  # columns of a chunk, unless there are fewer columns in all
 PANEL = 4096  # rows whose sums stay in vector memory, at most
 
@@ -83,18 +93,27 @@ class Schedule:
         rows_outer = jnp.logical_and(phase == self.phases - 1, self.phases > 1)
         t_outer, i_inner = split(position, self.rows)
         i_outer, t_inner = split(position, self.depth)
-        i, t = jnp.where(rows_outer, i_outer, i_inner), jnp.where(rows_outer, t_inner, t_outer)
+        i = jnp.where(rows_outer, i_outer, i_inner)
+        t = jnp.where(rows_outer, t_inner, t_outer)
         number = (round_ * self.phases + phase) * self.rows + i
-        accumulator, new_w = jnp.where(rows_outer, 0, i), jnp.logical_or(rows_outer, i == 0)
-        in_round = self.depth if self.phases == 1 else (self.phases - 1) * self.depth + self.phase_steps  # tiles of w
+        accumulator = jnp.where(rows_outer, 0, i)
+        new_w = jnp.logical_or(rows_outer, i == 0)
+        # tiles of w
+        in_round = (
+            self.depth if self.phases == 1 else (self.phases - 1) * self.depth + self.phase_steps
+        )
         before = round_ * in_round + phase * self.depth + jnp.where(rows_outer, position, t_outer)
         w_slot = remainder(before, 2)
-        return Coordinates(round_, chunk, panel, phase, position, i, t, number, accumulator, w_slot, new_w)
+        return Coordinates(
+            round_, chunk, panel, phase, position, i, t, number, accumulator, w_slot, new_w
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Each direction around the mesh row is a batch of rows: a tile has both half-blocks, multiplied at once."""
+    """Each direction around the mesh row is a batch of rows: a tile has both half-blocks,
+    multiplied at once.
+    """
 
     caller: str  # the name of the kernel
     column: Ring  # the devices of a mesh column
@@ -106,55 +125,88 @@ class Plan:
 
 
 def plan(
-    x: jax.Array, w: jax.Array, axis_names: tuple[str, str], reduce: bool, tiles: Tiles | None, directions: int | None
+    x: jax.Array,
+    w: jax.Array,
+    axis_names: tuple[str, str],
+    reduce: bool,
+    tiles: Tiles | None,
+    directions: int | None,
 ) -> Plan:
     """Divides the operands, or raises as `overlapped` says."""
-    (m, k), (held, n), dtype, caller = x.shape, w.shape, x.dtype, "overlapped" if reduce else "fused"
+    m, k = x.shape
+    held, n = w.shape
+    dtype = x.dtype
+    caller = "overlapped" if reduce else "fused"
     size, columns_of_mesh = (lax.axis_size(name) for name in axis_names)
-    phases, most_k, unit = columns_of_mesh if reduce else 1, math.gcd(k, held), sublanes(dtype)
+    phases = columns_of_mesh if reduce else 1
+    most_k = math.gcd(k, held)
+    unit = sublanes(dtype)
     block = m // phases
     if most_k % LANES:
         raise ValueError(
-            f"{caller} divides the contraction into blocks for a mesh of {size} x {columns_of_mesh}, in whole hardware "
-            f"tiles: got K={k * columns_of_mesh} in blocks of {most_k}, needed a multiple of {LANES}; pad K, or use "
+            f"{caller} divides the contraction into blocks for a mesh of {size} x "
+            f"{columns_of_mesh}, in whole hardware "
+            f"tiles: got K={k * columns_of_mesh} in blocks of {most_k}, needed a multiple of "
+            f"{LANES}; pad K, or use "
             "backend='none'"
         )
     both = 2 if phases > 2 and directions != 1 and block % (2 * unit) == 0 else 1
     if directions == 2 and phases > 2 and both == 1:
         raise ValueError(
-            f"{caller} sends half of the rows each way around {axis_names[1]!r}: got {m} rows of {dtype}, needed a "
+            f"{caller} sends half of the rows each way around {axis_names[1]!r}: got {m} rows of "
+            f"{dtype}, needed a "
             f"multiple of {phases * 2 * unit}; use directions=1"
         )
 
     def fit(most: Tiles) -> Tiles:
-        rows, columns = largest_divisor(block, most.m, unit * both), Tiling.of((n,), most.n)
+        rows = largest_divisor(block, most.m, unit * both)
+        columns = Tiling.of((n,), most.n)
         return Tiles(rows, largest_divisor(most_k, most.k, LANES), columns.size)
 
-    def outgoing(rows: int) -> int:  # the partial sums of a panel are finished one right after the other
+    # the partial sums of a panel are finished one right after the other
+    def outgoing(rows: int) -> int:
         return 2 + rows if phases > 1 else 2
 
     def need(rows: int, t: Tiles) -> int:
         received = 1 if phases > 1 else 0  # slots for partial sums
         return matmul_bytes(t, dtype, outgoing(rows) + received, rows)
 
-    # Narrow chunks of columns have more arrivals. If there are too few semaphores for them, chunks are wide.
+    # Narrow chunks of columns have more arrivals. If there are too few semaphores for them, chunks
+    # are wide.
     for default in (dataclasses.replace(TILES, n=min(TILES.n, max(NARROWEST, n // CHUNKS))), TILES):
         used = fitting(tiles, default, fit, functools.partial(need, 1))
-        panels = [rows for rows in range(max(1, PANEL // used.m), 0, -1) if block % (used.m * rows) == 0]
+        panels = [
+            rows for rows in range(max(1, PANEL // used.m), 0, -1) if block % (used.m * rows) == 0
+        ]
         rows = next((rows for rows in panels if need(rows, used) <= available()), 1)
-        columns, side = Tiling((n,), used.n), used.m // both
+        columns = Tiling((n,), used.n)
+        side = used.m // both
         schedule = Schedule(columns.count, block // (rows * used.m), rows, k // used.k, phases)
-        arrivals = schedule.chunks * schedule.depth * (size > 1) + 2 * (phases - 1) * schedule.rounds * rows
+        arrivals = (
+            schedule.chunks * schedule.depth * (size > 1)
+            + 2 * (phases - 1) * schedule.rounds * rows
+        )
         if arrivals <= SEMAPHORES:
             break
     else:
         raise UnsupportedError(
-            f"{caller} has a semaphore for each block of w and each tile of rows that arrives, and a TPU has "
-            f"{SEMAPHORES} for them: x {list(x.shape)} and w {list(w.shape)} in tiles of m={used.m}, k={used.k}, "
-            f"n={used.n} are {arrivals} arrivals; use larger tiles, a loop over columns of w, or backend='serial'"
+            f"{caller} has a semaphore for each block of w and each tile of rows that arrives, and "
+            "a TPU has "
+            f"{SEMAPHORES} for them: x {list(x.shape)} and w {list(w.shape)} in tiles of "
+            f"m={used.m}, k={used.k}, "
+            f"n={used.n} are {arrivals} arrivals; use larger tiles, a loop over columns of w, or "
+            "backend='serial'"
         )
     column = Ring(axis_names[0], size, 2 if size > 2 and directions != 1 else 1)
     row_tiling = RowTiling(Tiling((both,), both, 1), Tiling((side,), side, unit))
     vmem_bytes = check_vmem(caller, used, functools.partial(need, rows))
     matmul_tiles = MatmulTiles(row_tiling, columns, Tiling((k,), used.k), transposed=False)
-    return Plan(caller, column, Ring(axis_names[1], phases, both), schedule, matmul_tiles, outgoing(rows), vmem_bytes)
+    return Plan(
+        caller,
+        column,
+        Ring(axis_names[1], phases, both),
+        schedule,
+        matmul_tiles,
+        outgoing(rows),
+        vmem_bytes,
+    )

@@ -1,27 +1,31 @@
-"""The blocks of w: which ones a device multiplies with, from whom each comes, and when it goes on to whom.
+"""The blocks of w: which ones a device multiplies with, from whom each comes, and when it goes on
+to whom.
 
-LHS[M_X, K_Y] . RHS[K_X, N] divides the contraction among mesh columns on the left and among mesh rows on the right. In
-blocks whose size divides both shares, mesh row r holds blocks r*held .. (r+1)*held-1 of RHS, and every device of mesh
-column c multiplies with blocks c*needed .. (c+1)*needed-1, which are called t = 0 .. needed-1 there. Each of them has
-one owner in that column, and goes around the column from there, from device to device:
+LHS[M_X, K_Y] . RHS[K_X, N] divides the contraction among mesh columns on the left and among mesh
+rows on the right. In blocks whose size divides both shares, mesh row r holds blocks r*held ..
+(r+1)*held-1 of RHS, and every device of mesh column c multiplies with blocks c*needed ..
+(c+1)*needed-1, which are called t = 0 .. needed-1 there. Each of them has one owner in that column,
+and goes around the column from there, from device to device:
 
     2 x 2   the device on the diagonal owns the only block of its column, and sends it to the other device
     4 x 1   every device owns a quarter of the blocks that all need
     1 x 4   a device holds what all columns need: nothing travels
     2 x 4   mesh row c // 2 owns what column c needs, which is half of its blocks
 
-With two directions, blocks with an even t go onward and the others backward. A device uses blocks in the order of
-their hops, its own first, and may send each one on when it uses it. So a device that waits for a block of h hops waits
-for one that has waited for blocks of fewer hops only, and no device waits for itself.
+With two directions, blocks with an even t go onward and the others backward. A device uses blocks
+in the order of their hops, its own first, and may send each one on when it uses it. So a device
+that waits for a block of h hops waits for one that has waited for blocks of fewer hops only, and no
+device waits for itself.
 
-An owner sends its blocks of a chunk of columns `AHEAD` chunks before they are used. The other devices send a block on
+An owner sends its blocks of a chunk of columns `AHEAD` chunks before they are used. The other
+devices send a block on
 
     in chunk 0, or in every chunk if there is one phase   when they use it, since they did not have it before
     in the later chunks                                   one chunk before they use it, in the phases after 0
 
-because a device that sends on what it is about to use makes the next device late by a hop in every chunk. In those
-phases blocks of fewer hops are sent on first, at steps that are the same on all devices. So what a device waits for
-there was sent on by the device before it at an earlier step.
+because a device that sends on what it is about to use makes the next device late by a hop in every
+chunk. In those phases blocks of fewer hops are sent on first, at steps that are the same on all
+devices. So what a device waits for there was sent on by the device before it at an earlier step.
 """
 
 import dataclasses
@@ -65,7 +69,9 @@ class WeightBlocks:
     def hops_to(self, row: Scalar, column: Scalar, t: Scalar) -> jax.Array:
         """Returns how many hops block t of a mesh column takes to a mesh row."""
         onward = row - split(column * self.needed + t, self.held)[0]
-        return remainder(self.ring.size + jnp.where(self.direction(t) == 0, onward, -onward), self.ring.size)
+        return remainder(
+            self.ring.size + jnp.where(self.direction(t) == 0, onward, -onward), self.ring.size
+        )
 
     def goes_on(self, t: Scalar) -> jax.Array:
         """Returns whether this device sends a block to the next one."""
@@ -73,10 +79,14 @@ class WeightBlocks:
 
     def held_rows(self, t: Scalar) -> pl.Slice:
         """Returns where a block lies in this device's w, if the device owns it."""
-        return self.needed_rows(lax.axis_index(self.axis_name) * self.needed + t - self.ring.index * self.held)
+        return self.needed_rows(
+            lax.axis_index(self.axis_name) * self.needed + t - self.ring.index * self.held
+        )
 
     def needed_rows(self, t: Scalar) -> pl.Slice:
-        """Returns where a block lies among all that this device multiplies with, which are as many columns of x."""
+        """Returns where a block lies among all that this device multiplies with, which are as many
+        columns of x.
+        """
         return aligned(jnp.int32(t * self.rows), self.rows, self.rows)
 
     def tables(self) -> tuple[Ref, Ref]:
@@ -84,7 +94,9 @@ class WeightBlocks:
         return pltpu.SMEM((self.needed + 1,), jnp.int32), pltpu.SMEM((self.ring.size,), jnp.int32)
 
     def sort(self, order: Ref, first: Ref) -> None:
-        """Fills the tables: blocks in the `order` of their use, and where the `first` of each number of hops stands."""
+        """Fills the tables: blocks in the `order` of their use, and where the `first` of each
+        number of hops stands.
+        """
 
         def put(hops: Scalar, count: Scalar) -> jax.Array:
             def one(t: Scalar, count: Scalar) -> jax.Array:
@@ -97,7 +109,8 @@ class WeightBlocks:
         lax.fori_loop(0, self.ring.size, put, jnp.int32(0))
 
     def enter(self, tag: str, collective_id: int | None, senders: Sequence[Device] = ()) -> None:
-        """Waits until the receivers have entered the kernel; `senders` are those outside of the mesh column.
+        """Waits until the receivers have entered the kernel; `senders` are those outside of the
+        mesh column.
 
         In a mesh column only some devices send to the next one. See `engine.ring.enter`.
         """
@@ -113,7 +126,12 @@ class WeightBlocks:
             (ring.sender(d), any_block(d, lambda t: self.hops(t) > 0), any_block(d, self.goes_on))
             for d in (ring.both if ring.size > 1 else ())
         ]
-        enter(f"{tag} {ring.axis_name} {self.axis_name} {ring.directions}", senders, collective_id, conditional=columns)
+        enter(
+            f"{tag} {ring.axis_name} {self.axis_name} {ring.directions}",
+            senders,
+            collective_id,
+            conditional=columns,
+        )
 
     def direction(self, t: Scalar) -> jax.Array:
         return remainder(t, self.ring.directions)
@@ -140,7 +158,9 @@ class Weights:
 
     @property
     def turns(self) -> int:
-        """Turns to send on a block of the next chunk; 0 if blocks are sent on when they are used."""
+        """Turns to send on a block of the next chunk; 0 if blocks are sent on when they are
+        used.
+        """
         early = self.blocks.ring.size > 2 and self.schedule.phases > 1 and self.schedule.chunks > 1
         return self.blocks.most_alike * (self.blocks.ring.size - 2) if early else 0
 
@@ -154,8 +174,12 @@ class Weights:
         return self.scratch.order[there.t]
 
     def prefetch(self, there: Coordinates) -> None:
-        """Starts to fetch the tile of a step, if it is another one. Waits for its block at its first use."""
-        t, blocks, start = self.block(there), self.blocks, functools.partial(self.tiles.start, there.w_slot)
+        """Starts to fetch the tile of a step, if it is another one. Waits for its block at its
+        first use.
+        """
+        t = self.block(there)
+        blocks = self.blocks
+        start = functools.partial(self.tiles.start, there.w_slot)
         own = blocks.hops(t) == 0
 
         def fetch(source: Ref, rows: pl.Slice) -> None:
@@ -167,7 +191,8 @@ class Weights:
             @pl.when(there.new_w & jnp.logical_not(own))
             def _() -> None:
                 first_use = (there.phase == 0) & (there.panel == 0)
-                if self.turns:  # in the later chunks, a block that goes on was waited for when it was sent on
+                # in the later chunks, a block that goes on was waited for when it was sent on
+                if self.turns:
                     first_use &= (there.chunk == 0) | jnp.logical_not(blocks.goes_on(t))
                 pl.when(first_use)(lambda: self._receive(there.chunk, t))
                 fetch(self.received, blocks.needed_rows(t))
@@ -177,9 +202,13 @@ class Weights:
         pl.when(here.new_w)(lambda: self.columns.on_size(here.chunk, wait))
 
     def send(self, here: Coordinates) -> None:
-        """Sends what is due in this step: own blocks of a later chunk, and the next chunk's blocks of other devices."""
+        """Sends what is due in this step: own blocks of a later chunk, and the next chunk's blocks
+        of other devices.
+        """
         begins = (here.phase == 0) & (here.position == 0) & (here.panel == 0)
-        pl.when(begins & (here.chunk + AHEAD < self.schedule.chunks))(lambda: self._send_own(here.chunk + AHEAD))
+        pl.when(begins & (here.chunk + AHEAD < self.schedule.chunks))(
+            lambda: self._send_own(here.chunk + AHEAD)
+        )
         if self.turns:
             self._send_on(here)
 
@@ -204,11 +233,19 @@ class Weights:
 
     def _send_on(self, here: Coordinates) -> None:
         """Sends on those blocks of the next chunk whose turn it is."""
-        blocks, first, steps = self.blocks, self.scratch.first, (self.schedule.phases - 1) * self.schedule.phase_steps
-        gap, together = max(1, steps // self.turns), pl.cdiv(self.turns, steps)
+        blocks = self.blocks
+        first = self.scratch.first
+        steps = (self.schedule.phases - 1) * self.schedule.phase_steps
+        gap = max(1, steps // self.turns)
+        together = pl.cdiv(self.turns, steps)
         interval, rest = split((here.phase - 1) * self.schedule.phase_steps + here.position, gap)
 
-        @pl.when((here.phase > 0) & (here.panel == 0) & (here.chunk + 1 < self.schedule.chunks) & (rest == 0))
+        @pl.when(
+            (here.phase > 0)
+            & (here.panel == 0)
+            & (here.chunk + 1 < self.schedule.chunks)
+            & (rest == 0)
+        )
         def _() -> None:
             for turn in (interval * together + one for one in range(together)):
                 before, rank = split(turn, blocks.most_alike)
@@ -229,7 +266,8 @@ class Weights:
         self.columns.on_slice(chunk, receive)
 
     def _send(self, chunk: Scalar, t: Scalar, columns: pl.Slice, block: Ref) -> None:
-        target, recv_sem = self.received.at[self.blocks.needed_rows(t), columns], self.scratch.recv_sem.at[chunk, t]
+        target = self.received.at[self.blocks.needed_rows(t), columns]
+        recv_sem = self.scratch.recv_sem.at[chunk, t]
         with jax.named_scope("send_weights"):
             receiver = self.blocks.ring.receiver(self.blocks.direction(t))
             start_send(block, target, self.scratch.send_sem, recv_sem, receiver)

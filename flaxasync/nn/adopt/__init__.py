@@ -1,1 +1,3 @@
-"""Turns plain models into parallel ones: replaces layers by their paths, and puts arrays under their shardings."""
+"""Turns plain models into parallel ones: replaces layers by their paths, and puts arrays under
+their shardings.
+"""

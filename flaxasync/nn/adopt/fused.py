@@ -1,7 +1,9 @@
-"""Dense layers that compute several projections side by side, such as a kernel [in, q + k + v] under the name "qkv".
+"""Dense layers that compute several projections side by side, such as a kernel [in, q + k + v]
+under the name "qkv".
 
-Split over an axis as a whole, the first devices would have all of q, and the last ones all of v: whoever takes the
-output apart moves q, k and v between devices. So each part is a layer of its own, and is split by itself:
+Split over an axis as a whole, the first devices would have all of q, and the last ones all of v:
+whoever takes the output apart moves q, k and v between devices. So each part is a layer of its own,
+and is split by itself:
 
 ```
 kernel [in, q + k + v]   ->   query.kernel [in, q],  key.kernel [in, k],  value.kernel [in, v]
@@ -23,13 +25,15 @@ from flaxasync.nn.linear import ColumnParallelProjections
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """A rule of `parallelize` for an `nnx.Linear` whose output is taken apart: it becomes `ColumnParallelProjections`.
+    """A rule of `parallelize` for an `nnx.Linear` whose output is taken apart: it becomes
+    `ColumnParallelProjections`.
 
     ```python
     fa.nn.parallelize(model, {"blocks.*.qkv": fa.nn.Fused({"query": 64, "key": 32, "value": 32})})
     ```
 
-    The new layer returns a tuple, so that the model has to say `q, k, v = self.qkv(x)`, without `jnp.split`.
+    The new layer returns a tuple, so that the model has to say `q, k, v = self.qkv(x)`, without
+    `jnp.split`.
 
     Attributes:
       parts: The features of each part by its name, in the order in which they lie in the output.
@@ -46,17 +50,22 @@ def is_called_fused(path: str) -> bool:
     return bool(re.search(r"qkv|query_key_value|c_attn|gate_up|up_gate", path.rpartition(".")[2]))
 
 
-def parts_of(variables: Mapping[str, nnx.Variable], parts: Mapping[str, int]) -> dict[str, nnx.Variable]:
+def parts_of(
+    variables: Mapping[str, nnx.Variable], parts: Mapping[str, int]
+) -> dict[str, nnx.Variable]:
     """Returns abstract variables of the parts of fused ones, with their metadata."""
     return {
-        f"{part}.{name}": variable.replace(jax.ShapeDtypeStruct((*variable.shape[:-1], features), variable.dtype))
+        f"{part}.{name}": variable.replace(
+            jax.ShapeDtypeStruct((*variable.shape[:-1], features), variable.dtype)
+        )
         for part, features in parts.items()
         for name, variable in variables.items()
     }
 
 
 def split_fused(module: nnx.Module, source: dict[str, Any], known: Set[str]) -> dict[str, Any]:
-    """Returns the arrays of a source, with those of fused layers taken apart for the projections of a module.
+    """Returns the arrays of a source, with those of fused layers taken apart for the projections of
+    a module.
 
     Raises:
       ValueError: A fused array has other features than its parts together.
@@ -82,7 +91,9 @@ def split_fused(module: nnx.Module, source: dict[str, Any], known: Set[str]) -> 
 
 
 def join_fused(params: Any, source: dict[str, Any], known: Set[str]) -> dict[str, Any]:
-    """Returns the arrays of a source, with those of its projections side by side, where a module has a fused layer."""
+    """Returns the arrays of a source, with those of its projections side by side, where a module
+    has a fused layer.
+    """
     joined = dict(source)
     for path, layer in _projections(params):
         for name in ("kernel", "bias"):
@@ -97,8 +108,12 @@ def join_fused(params: Any, source: dict[str, Any], known: Set[str]) -> dict[str
 
 
 def _on_host(value: Any) -> Any:
-    """Returns an array in the memory of this process, where it is there: slices of a sharded one are restricted."""
-    if isinstance(value, jax.core.Tracer) or (isinstance(value, jax.Array) and not value.is_fully_addressable):
+    """Returns an array in the memory of this process, where it is there: slices of a sharded one
+    are restricted.
+    """
+    if isinstance(value, jax.core.Tracer) or (
+        isinstance(value, jax.Array) and not value.is_fully_addressable
+    ):
         return value
     return np.asarray(value)
 
@@ -108,4 +123,8 @@ def _projections(module: Any) -> list[tuple[tuple[str, ...], ColumnParallelProje
     if not isinstance(module, nnx.Module):
         return []
     found = nnx.iter_modules(module)
-    return [(tuple(map(str, path)), part) for path, part in found if isinstance(part, ColumnParallelProjections)]
+    return [
+        (tuple(map(str, path)), part)
+        for path, part in found
+        if isinstance(part, ColumnParallelProjections)
+    ]

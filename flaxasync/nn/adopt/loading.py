@@ -1,4 +1,6 @@
-"""Puts plain arrays into a model of parallel layers, each under the sharding that its layer needs."""
+"""Puts plain arrays into a model of parallel layers, each under the sharding that its layer
+needs.
+"""
 
 import dataclasses
 import itertools
@@ -25,48 +27,65 @@ class Loaded:
     names: tuple[str, ...]  # the parameters that were loaded
     missing: tuple[str, ...]  # those of the model that the source lacks; they keep their values
     unexpected: tuple[str, ...]  # names of the source that the model lacks; they were left out
-    reshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # shapes in the source and in the model, if not one
+    # shapes in the source and in the model, if not one
+    reshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
     def __str__(self) -> str:
         lines = [f"loaded {len(self.names)} parameters"]
         lines += [f"  missing in the source: {name}" for name in self.missing]
         lines += [f"  left over in the source: {name}" for name in self.unexpected]
-        lines += [f"  reshaped: {name} from {list(old)} to {list(new)}" for name, (old, new) in self.reshaped.items()]
+        lines += [
+            f"  reshaped: {name} from {list(old)} to {list(new)}"
+            for name, (old, new) in self.reshaped.items()
+        ]
         return "\n".join(lines)
 
 
-def load(module: nnx.Module, params: nnx.Module | Mapping[Any, Any], *, strict: bool = True) -> Loaded:
+def load(
+    module: nnx.Module, params: nnx.Module | Mapping[Any, Any], *, strict: bool = True
+) -> Loaded:
     """Puts arrays into a model by their names, under the shardings that its layers need.
 
-    `nnx.update` with plain arrays does not: it takes their shardings too, and their metadata. Dimensions may be merged
-    or split: a kernel [in, heads, head_dim] of `nnx.MultiHeadAttention` is one [in, heads * head_dim] here. A fused
-    kernel is taken apart for `ColumnParallelProjections`, and those of a module of parallel layers are put together.
+    `nnx.update` with plain arrays does not: it takes their shardings too, and their metadata.
+    Dimensions may be merged
+    or split: a kernel [in, heads, head_dim] of `nnx.MultiHeadAttention` is one [in, heads *
+    head_dim] here. A fused kernel is taken apart for `ColumnParallelProjections`, and those of a
+    module of parallel layers are put together.
 
     Args:
-      module: The model, on the ambient mesh. Parameters that are abstract, of `nnx.eval_shape`, get values too. It may
-        be traced, as in a function that `nnx.jit` compiles, and then arrays that are not become constants there.
-      params: A model of plain or parallel layers; a state; what orbax restores of a state, without a target; or a dict
-        of arrays, nested or with names such as "mlp.up.kernel", with lists of blocks. Arrays may be on any devices, or
-        of numpy. They are cast to the dtypes of the model.
-      strict: Whether names that are missing or left over are an error. Otherwise the result tells them.
+      module: The model, on the ambient mesh. Parameters that are abstract, of `nnx.eval_shape`, get
+        values too. It may be traced, as in a function that `nnx.jit` compiles, and then arrays that
+        are not become constants there.
+      params: A model of plain or parallel layers; a state; what orbax restores of a state, without
+        a target; or a dict of arrays, nested or with names such as "mlp.up.kernel", with lists of
+        blocks. Arrays may be on any devices, or of numpy. They are cast to the dtypes of the model.
+      strict: Whether names that are missing or left over are an error. Otherwise the result tells
+        them.
 
     Returns:
       Which names were loaded, missing, left over and reshaped; str() makes a list.
 
     Raises:
-      ValueError: A shape does not fit, names do not (`strict`), or something else is in the place of an array. Nothing
-        was loaded then.
+      ValueError: A shape does not fit, names do not (`strict`), or something else is in the place
+        of an array. Nothing was loaded then.
     """
-    targets, specs = variables_of(module), _layer_specs(module)
-    known = {_name(path) for path, _ in nnx.to_flat_state(nnx.state(module))}  # constants and random streams, too
+    targets = variables_of(module)
+    specs = _layer_specs(module)
+    # constants and random streams, too
+    known = {_name(path) for path, _ in nnx.to_flat_state(nnx.state(module))}
     named = {_variable_name(name, known): value for name, value in _flatten(params).items()}
     source = join_fused(params, split_fused(module, named, known), known)
-    found, reshaped, errors = {}, {}, []
+    found = {}
+    reshaped = {}
+    errors = []
     for name in sorted(targets.keys() & source.keys()):
-        value, target = source[name], targets[name].get_value()
+        value = source[name]
+        target = targets[name].get_value()
         if value.shape != target.shape:
             if not _merges(value.shape, target.shape):
-                errors.append(f"{name} is {list(value.shape)} in the source and {list(target.shape)} here")
+                errors.append(
+                    f"{name} is {list(value.shape)} in the source and {list(target.shape)} here"
+                )
                 continue
             reshaped[name] = value.shape, target.shape
         found[name] = value
@@ -83,11 +102,13 @@ def load(module: nnx.Module, params: nnx.Module | Mapping[Any, Any], *, strict: 
         )
     for name, value in found.items():
         variable = targets[name]
-        target, spec = variable.get_value(), specs.get(name)
+        target = variable.get_value()
+        spec = specs.get(name)
         if spec is None:
             spec = _current_spec(variable)
         else:
-            spec = P(*(None,) * (target.ndim - len(spec)), *spec)  # a stack of layers has leading dimensions
+            # a stack of layers has leading dimensions
+            spec = P(*(None,) * (target.ndim - len(spec)), *spec)
             variable.set_metadata(out_sharding=tuple(spec))
         variable.set_value(_put(value, target, spec))
     return Loaded(tuple(found), missing, unexpected, reshaped)
@@ -95,8 +116,14 @@ def load(module: nnx.Module, params: nnx.Module | Mapping[Any, Any], *, strict: 
 
 def variables_of(module: nnx.Module) -> dict[str, nnx.Variable]:
     """Returns the variables of a module that are no random streams, by their names."""
-    found = {_name(path): value for path, value in nnx.iter_graph(module) if isinstance(value, nnx.Variable)}
-    return {name: variable for name, variable in found.items() if not isinstance(variable, nnx.RngState)}
+    found = {
+        _name(path): value
+        for path, value in nnx.iter_graph(module)
+        if isinstance(value, nnx.Variable)
+    }
+    return {
+        name: variable for name, variable in found.items() if not isinstance(variable, nnx.RngState)
+    }
 
 
 def _put(value: Any, target: Any, spec: P) -> jax.Array:
@@ -128,19 +155,25 @@ def _flatten(params: Any, prefix: str = "") -> dict[str, Any]:
         elif hasattr(array, "shape") and hasattr(array, "dtype"):
             flat[name] = array
         else:
-            raise ValueError(f"load: {name} is {array!r}, of type {type(array).__name__}; give an array")
+            raise ValueError(
+                f"load: {name} is {array!r}, of type {type(array).__name__}; give an array"
+            )
     return flat
 
 
 def _is_of_numbers(value: Any) -> bool:
-    """Says whether a list, or the first list in it, holds numbers, as an array that was written out does."""
+    """Says whether a list, or the first list in it, holds numbers, as an array that was written out
+    does.
+    """
     if isinstance(value, list | tuple):
         return bool(value) and _is_of_numbers(value[0])
     return isinstance(value, int | float | complex)
 
 
 def _variable_name(name: str, known: Set[str]) -> str:
-    """Returns the name of a variable. In what orbax restores of a state, its array has the name `value` after that."""
+    """Returns the name of a variable. In what orbax restores of a state, its array has the name
+    `value` after that.
+    """
     return name if name in known else name.removesuffix(".value")
 
 
@@ -173,7 +206,9 @@ def _current_spec(variable: nnx.Variable) -> P:
 
 def _merges(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     """Says whether merging neighbouring dimensions of one shape gives the other."""
-    ends, other_ends = (set(itertools.accumulate(shape, operator.mul, initial=1)) for shape in (one, other))
+    ends, other_ends = (
+        set(itertools.accumulate(shape, operator.mul, initial=1)) for shape in (one, other)
+    )
     return math.prod(one) == math.prod(other) and (ends <= other_ends or other_ends <= ends)
 
 

@@ -20,33 +20,41 @@ from flaxasync.nn.embed import VocabParallelEmbed
 from flaxasync.nn.linear import ColumnParallelLinear, ColumnParallelProjections, RowParallelLinear
 from flaxasync.nn.placement import Layout
 
-type Rule = Literal["column", "logits", "row", "row_replicated", "embed", "embed_replicated", "attention"]
+type Rule = Literal[
+    "column", "logits", "row", "row_replicated", "embed", "embed_replicated", "attention"
+]
 type Options = dict[str, Any]
 
 
 def _check_attention(old: nnx.MultiHeadAttention) -> None:
     """Raises ValueError for attention that does what `ParallelAttention` does not."""
-    parts: dict[str, type[nnx.Module]] = dict.fromkeys(("query", "key", "value", "out"), nnx.LinearGeneral)
+    parts: dict[str, type[nnx.Module]] = dict.fromkeys(
+        ("query", "key", "value", "out"), nnx.LinearGeneral
+    )
     if old.normalize_qk:
         parts |= {"query_ln": nnx.LayerNorm, "key_ln": nnx.LayerNorm}
     for name, kind in parts.items():
         if type(part := getattr(old, name)) is not kind:
             raise ValueError(
-                f"its {name} is a {type(part).__name__} and not a {kind.__name__}, whose parameters ParallelAttention "
+                f"its {name} is a {type(part).__name__} and not a {kind.__name__}, whose "
+                "parameters ParallelAttention "
                 "reads without calling it: adapt separate layers"
             )
     reasons = {
-        "it decodes with a cache of keys and values: build the model with decode=False to train it, and decode with "
+        "it decodes with a cache of keys and values: build the model with decode=False to train "
+        "it, and decode with "
         "the plain one": old.decode or old.cached_key is not None,
         "its dropout is the same for the whole batch: give it broadcast_dropout=False": (
             old.dropout_rate and old.broadcast_dropout
         ),
         "it has an attention_fn of its own, which would see only the heads of one device: build "
-        "ParallelAttention(attention_fn=...) yourself": old.attention_fn is not nnx.dot_product_attention,
+        "ParallelAttention(attention_fn=...) yourself": old.attention_fn
+        is not nnx.dot_product_attention,
         "it has a dot_general_cls: give it qkv_dot_general and out_dot_general": (
             old.qkv_dot_general_cls is not None or old.out_dot_general_cls is not None
         ),
-        "its parts have several functions dot_general or promote_dtype, and ParallelAttention has one of each": (
+        "its parts have several functions dot_general or promote_dtype, and ParallelAttention has "
+        "one of each": (
             old.qkv_dot_general is not old.out_dot_general
             or old.qkv_promote_dtype is not old.out_promote_dtype
             or old.ln_promote_dtype is not promote_dtype
@@ -58,7 +66,9 @@ def _check_attention(old: nnx.MultiHeadAttention) -> None:
 
 
 def parallel_form(old: Any, rule: Rule | Fused, options: Options) -> nnx.Module:
-    """Returns the parallel layer for a plain one: its parameters are abstract, in the dtypes of the plain ones."""
+    """Returns the parallel layer for a plain one: its parameters are abstract, in the dtypes of the
+    plain ones.
+    """
     if isinstance(rule, Fused):
         projections = nnx.eval_shape(lambda: _fused(old, options, rule))
         _take_over(projections, old, parts=rule.parts)
@@ -71,26 +81,35 @@ def parallel_form(old: Any, rule: Rule | Fused, options: Options) -> nnx.Module:
 
 
 def adapted_form(old: nnx.LoRA, base: Any, rule: Rule, options: Options) -> nnx.Module:
-    """Returns the layer for an `nnx.LoRA`, around the parallel layer that is in the place of the adapted one."""
+    """Returns the layer for an `nnx.LoRA`, around the parallel layer that is in the place of the
+    adapted one.
+    """
     adapted: Any = old.base_module
     if type(adapted) not in (nnx.Linear, ColumnParallelLinear, RowParallelLinear):
-        raise ValueError(f"it is around a {type(adapted).__name__}, and the rules are those of nnx.Linear")
+        raise ValueError(
+            f"it is around a {type(adapted).__name__}, and the rules are those of nnx.Linear"
+        )
     dtypes = [(layer.dtype, layer.param_dtype, layer.promote_dtype) for layer in (old, adapted)]
     if dtypes[0] != dtypes[1]:
-        raise ValueError("its dtype, param_dtype or promote_dtype is not that of the layer that it adapts")
+        raise ValueError(
+            "its dtype, param_dtype or promote_dtype is not that of the layer that it adapts"
+        )
     if base is adapted:  # a parallel layer, which stays as it is
         row: Rule = "row" if base.layout == "sequence" else "row_replicated"
         fitting = ("column", "logits") if isinstance(base, ColumnParallelLinear) else (row,)
         axis_name = base.settings.axis_name
         if rule not in fitting or options["axis_name"] != axis_name:
             raise ValueError(
-                f"it is around a {type(base).__name__} over {axis_name!r}, which stays as it is: the rule for it is "
-                f"{fitting[0]!r}, with axis_name={axis_name!r}; got axis_name={options['axis_name']!r}"
+                f"it is around a {type(base).__name__} over {axis_name!r}, which stays as it is: "
+                "the rule for it is "
+                f"{fitting[0]!r}, with axis_name={axis_name!r}; got "
+                f"axis_name={options['axis_name']!r}"
             )
 
     def factors() -> ParallelLoRA:
         layer = ParallelLoRA(base, old.lora_a.shape[-1], rngs=nnx.Rngs(0))
-        layer.base_module = nnx.data(None)  # its parameters may be abstract already, and are none of this program
+        # its parameters may be abstract already, and are none of this program
+        layer.base_module = nnx.data(None)
         return layer
 
     layer: Any = nnx.eval_shape(factors)
@@ -100,14 +119,22 @@ def adapted_form(old: nnx.LoRA, base: Any, rule: Rule, options: Options) -> nnx.
 
 
 def _take_over(
-    layer: nnx.Module, old: nnx.Module, without: str | None = None, parts: Mapping[str, int] | None = None
+    layer: nnx.Module,
+    old: nnx.Module,
+    without: str | None = None,
+    parts: Mapping[str, int] | None = None,
 ) -> None:
-    """Gives the abstract parameters of a layer the leading dimensions, dtypes and metadata of those of a plain one.
+    """Gives the abstract parameters of a layer the leading dimensions, dtypes and metadata of those
+    of a plain one.
 
     How they are sharded is the layer's. The plain one may be of several `parts` side by side.
     """
     before, after = (
-        {name: variable for name, variable in variables_of(one).items() if name.split(".")[0] != without}
+        {
+            name: variable
+            for name, variable in variables_of(one).items()
+            if name.split(".")[0] != without
+        }
         for one in (old, layer)
     )
     if parts is not None:
@@ -118,34 +145,51 @@ def _take_over(
     stack = _stack(old)
     whole = (None,) * len(stack)
     for name, variable in after.items():
-        plain, value = before[name], variable.get_value()
+        plain = before[name]
+        value = variable.get_value()
         if type(plain) is not type(variable):
             raise ValueError(
-                f"its {name} is of type {type(plain).__name__}, and that of a parallel layer is of type "
+                f"its {name} is of type {type(plain).__name__}, and that of a parallel layer is of "
+                "type "
                 f"{type(variable).__name__}"
             )
         if plain.shape[: len(stack)] != stack or plain.size != math.prod((*stack, *value.shape)):
             raise ValueError(
-                f"its {name} is {list(plain.shape)}, and not {list(value.shape)} after dimensions of layers: make a "
+                f"its {name} is {list(plain.shape)}, and not {list(value.shape)} after dimensions "
+                "of layers: make a "
                 "stack of layers with out_axes=0 of nnx.vmap"
             )
         sharding = value.sharding
         if isinstance(sharding, NamedSharding):
             sharding = NamedSharding(sharding.mesh, P(*whole, *sharding.spec))
-        variable.set_value(jax.ShapeDtypeStruct((*stack, *value.shape), plain.dtype, sharding=sharding))
+        variable.set_value(
+            jax.ShapeDtypeStruct((*stack, *value.shape), plain.dtype, sharding=sharding)
+        )
         if out_sharding := variable.get_metadata().get("out_sharding"):
             variable.set_metadata(out_sharding=(*whole, *out_sharding))
         metadata = plain.get_metadata()
         variable.set_metadata(
-            **{key: metadata[key] for key in metadata if key not in ("out_sharding", "sharding_rules", "mesh")}
+            **{
+                key: metadata[key]
+                for key in metadata
+                if key not in ("out_sharding", "sharding_rules", "mesh")
+            }
         )
 
 
 def _stack(old: Any) -> tuple[int, ...]:
-    """Returns the leading dimensions of the parameters of a layer that `nnx.vmap` made; () for a single layer."""
+    """Returns the leading dimensions of the parameters of a layer that `nnx.vmap` made; () for a
+    single layer.
+    """
     if isinstance(old, nnx.MultiHeadAttention):
         return old.query.kernel.shape[:-3]
-    parameter = old.lora_a if isinstance(old, nnx.LoRA) else old.embedding if isinstance(old, nnx.Embed) else old.kernel
+    parameter = (
+        old.lora_a
+        if isinstance(old, nnx.LoRA)
+        else old.embedding
+        if isinstance(old, nnx.Embed)
+        else old.kernel
+    )
     return parameter.shape[:-2]
 
 
@@ -155,32 +199,53 @@ def _shared(old: Any) -> Options:
     return {name: getattr(old, name) for name in names} | {"rngs": nnx.Rngs(0)}
 
 
-def _linear(cls: Callable[..., nnx.Module], old: nnx.Linear, options: Options, **more: Any) -> nnx.Module:
-    kept = {name: getattr(old, name) for name in ("dot_general", "promote_dtype", "preferred_element_type")}
+def _linear(
+    cls: Callable[..., nnx.Module], old: nnx.Linear, options: Options, **more: Any
+) -> nnx.Module:
+    kept = {
+        name: getattr(old, name)
+        for name in ("dot_general", "promote_dtype", "preferred_element_type")
+    }
     return cls(old.in_features, old.out_features, **_shared(old), **kept, **options, **more)
 
 
 def _fused(old: nnx.Linear, options: Options, rule: Fused) -> ColumnParallelProjections:
     if sum(rule.parts.values()) != old.out_features:
-        raise ValueError(f"it has {old.out_features} features, and the parts of its rule are {rule}")
-    kept = {name: getattr(old, name) for name in ("dot_general", "promote_dtype", "preferred_element_type")}
+        raise ValueError(
+            f"it has {old.out_features} features, and the parts of its rule are {rule}"
+        )
+    kept = {
+        name: getattr(old, name)
+        for name in ("dot_general", "promote_dtype", "preferred_element_type")
+    }
     return ColumnParallelProjections(old.in_features, rule.parts, **_shared(old), **kept, **options)
 
 
 def _embed(old: nnx.Embed, options: Options, *, layout: Layout) -> nnx.Module:
     kept: Options = {name: getattr(old, name) for name in ("dtype", "param_dtype", "promote_dtype")}
-    return VocabParallelEmbed(old.num_embeddings, old.features, layout=layout, rngs=nnx.Rngs(0), **options, **kept)
+    return VocabParallelEmbed(
+        old.num_embeddings, old.features, layout=layout, rngs=nnx.Rngs(0), **options, **kept
+    )
 
 
 def _attention(old: nnx.MultiHeadAttention, options: Options) -> nnx.Module:
     _check_attention(old)
-    kept: Options = {name: getattr(old, name) for name in ("normalize_qk", "dropout_rate", "deterministic")}
+    kept: Options = {
+        name: getattr(old, name) for name in ("normalize_qk", "dropout_rate", "deterministic")
+    }
     return ParallelAttention(
-        old.in_features, old.num_heads, kv_heads=old.num_kv_heads, head_dim=old.head_dim,
-        kv_features=old.in_kv_features, out_features=old.out_features, promote_dtype=old.qkv_promote_dtype,
+        old.in_features,
+        old.num_heads,
+        kv_heads=old.num_kv_heads,
+        head_dim=old.head_dim,
+        kv_features=old.in_kv_features,
+        out_features=old.out_features,
+        promote_dtype=old.qkv_promote_dtype,
         dot_general=cast(DotGeneralT, old.qkv_dot_general),  # None stands for the default
-        **kept, **_shared(old), **options,
-    )  # fmt: skip
+        **kept,
+        **_shared(old),
+        **options,
+    )
 
 
 # What each rule replaces, and the function that makes the parallel layer.
@@ -188,7 +253,10 @@ RULES: dict[Rule, tuple[type[nnx.Module], Callable[[Any, Options], nnx.Module]]]
     "column": (nnx.Linear, functools.partial(_linear, ColumnParallelLinear)),
     "logits": (nnx.Linear, functools.partial(_linear, ColumnParallelLinear, pad=True)),
     "row": (nnx.Linear, functools.partial(_linear, RowParallelLinear)),
-    "row_replicated": (nnx.Linear, functools.partial(_linear, RowParallelLinear, layout="replicated")),
+    "row_replicated": (
+        nnx.Linear,
+        functools.partial(_linear, RowParallelLinear, layout="replicated"),
+    ),
     "embed": (nnx.Embed, functools.partial(_embed, layout="sequence")),
     "embed_replicated": (nnx.Embed, functools.partial(_embed, layout="replicated")),
     "attention": (nnx.MultiHeadAttention, _attention),

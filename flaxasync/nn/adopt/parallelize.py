@@ -1,4 +1,6 @@
-"""Turns the layers of an existing model into parallel ones, in place, by the paths of its modules."""
+"""Turns the layers of an existing model into parallel ones, in place, by the paths of its
+modules.
+"""
 
 import dataclasses
 import re
@@ -14,7 +16,9 @@ from flaxasync.nn.adopt.loading import load, variables_of
 from flaxasync.nn.adopt.parallel_form import RULES, Options, Rule, adapted_form, parallel_form
 from flaxasync.nn.placement import is_eager, put
 
-FUSED_NOTE = "if the model takes its output apart, the parts move between devices: use flaxasync.nn.Fused"
+FUSED_NOTE = (
+    "if the model takes its output apart, the parts move between devices: use flaxasync.nn.Fused"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +29,16 @@ class Replaced:
     rule: str
     before: str  # the type of the layer that was there
     after: str  # the type of the layer that is there now
-    shapes: Mapping[str, tuple[int, ...]]  # of its parameters, by name; those of before, but for merged heads
+    # of its parameters, by name; those of before, but for merged heads
+    shapes: Mapping[str, tuple[int, ...]]
     note: str = ""  # what may cost time and could be otherwise
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{name} {list(shape)}" for name, shape in self.shapes.items())
-        return f"{self.path}: {self.before} -> {self.after} ({self.rule}), {shapes}{self.note and f'; {self.note}'}"
+        return (
+            f"{self.path}: {self.before} -> {self.after} ({self.rule}), "
+            f"{shapes}{self.note and f'; {self.note}'}"
+        )
 
 
 def parallelize(
@@ -42,7 +50,8 @@ def parallelize(
     backend: str | None = None,
     verbose: bool = True,
 ) -> list[Replaced]:
-    """Replaces layers of a model by parallel ones with the same parameters, and puts all of the model on the mesh.
+    """Replaces layers of a model by parallel ones with the same parameters, and puts all of the
+    model on the mesh.
 
     ```python
     fa.nn.parallelize(model, {"layers.*.up": "column", "layers.*.down": "row", "layers.*.attention": "attention"})
@@ -61,18 +70,21 @@ def parallelize(
     fa.nn.Fused(...)    nnx.Linear -> ColumnParallelProjections, each part of its output split by itself
     ```
 
-    The rules of `nnx.Linear` turn an `nnx.LoRA` around one into a `ParallelLoRA`; around a parallel layer, that layer
-    stays as it is. A layer that several modules share is replaced in all of them. A layer that `nnx.vmap` made becomes
-    a stack of parallel layers, for `nnx.scan`. A function that makes a model and calls this may be traced: by
-    `nnx.jit`, which makes the parameters sharded, and by `nnx.eval_shape`, for a checkpoint that is restored onto
-    another mesh.
+    The rules of `nnx.Linear` turn an `nnx.LoRA` around one into a `ParallelLoRA`; around a parallel
+    layer, that layer stays as it is. A layer that several modules share is replaced in all of them.
+    A layer that `nnx.vmap` made becomes a stack of parallel layers, for `nnx.scan`. A function that
+    makes a model and calls this may be traced: by `nnx.jit`, which makes the parameters sharded,
+    and by `nnx.eval_shape`, for a checkpoint that is restored onto another mesh.
 
     Args:
-      model: The model; its parameters may be on one device. The ambient mesh is that of the parallel layers. The
-        parameters of an abstract model, of `nnx.eval_shape`, stay abstract, and `load` puts values into them.
-      rules: A rule for each pattern of paths. `*` stands for one name, or for a part of it, and `**` for any number.
+      model: The model; its parameters may be on one device. The ambient mesh is that of the
+        parallel layers. The parameters of an abstract model, of `nnx.eval_shape`, stay abstract,
+        and `load` puts values into them.
+      rules: A rule for each pattern of paths. `*` stands for one name, or for a part of it, and
+        `**` for any number.
       axis_name: The mesh axis that splits the layers.
-      fsdp_axis: A mesh axis over which the parallel layers store their parameters sharded as well; None for none.
+      fsdp_axis: A mesh axis over which the parallel layers store their parameters sharded as well;
+        None for none.
       backend: What executes the layers' collective ops; see `flaxasync.all_gather_matmul`.
       verbose: Whether to print what was replaced.
 
@@ -80,66 +92,90 @@ def parallelize(
       What was replaced, in the order of the model.
 
     Raises:
-      ValueError: A pattern matches no module, two patterns match one, a rule is unknown or does not fit the type of a
-        layer, or a layer does things that the parallel one lacks. Nothing was replaced then.
+      ValueError: A pattern matches no module, two patterns match one, a rule is unknown or does not
+        fit the type of a layer, or a layer does things that the parallel one lacks. Nothing was
+        replaced then.
     """
     mesh_axis_size("parallelize", axis_name)
     for pattern, rule in rules.items():
         if not isinstance(rule, Fused) and rule not in RULES:
             raise ValueError(
-                f"parallelize got {pattern!r}: {rule!r}: a rule is one of {', '.join(RULES)}, or a flaxasync.nn.Fused"
+                f"parallelize got {pattern!r}: {rule!r}: a rule is one of {', '.join(RULES)}, or a "
+                "flaxasync.nn.Fused"
             )
     modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model) if path}
     asked = _match(modules, rules)
     chosen = _with_bases(modules, asked)
     options = {"axis_name": axis_name, "fsdp_axis": fsdp_axis, "backend": backend}
     new: dict[str, nnx.Module] = {}
-    for path in sorted(chosen, key=lambda path: isinstance(modules[path], nnx.LoRA)):  # bases before their adapters
+    # bases before their adapters
+    for path in sorted(chosen, key=lambda path: isinstance(modules[path], nnx.LoRA)):
         new[path] = _new_layer(path, chosen[path], options, modules, new)
     places = _places([model, *modules.values()], {id(modules[path]): path for path in new})
     _check_adapted(modules, chosen, places)
     _check_parameters_not_shared({"": model} | modules, new)
     for path, layer in new.items():
         values = [variable.get_value() for variable in variables_of(modules[path]).values()]
-        if not any(isinstance(value, jax.ShapeDtypeStruct) for value in values):  # as `nnx.eval_shape` makes them
+        # as `nnx.eval_shape` makes them
+        if not any(isinstance(value, jax.ShapeDtypeStruct) for value in values):
             load(layer, modules[path])
     done = []
     for path in (path for path in modules if path in new):
-        old, layer = modules[path], new[path]
+        old = modules[path]
+        layer = new[path]
         for parent, name in places[path]:
             setattr(parent, name, layer)
         if path not in asked and all(isinstance(parent, nnx.LoRA) for parent, _ in places[path]):
             continue  # it is a part of the layers that adapt it
-        shapes = {".".join(map(str, p)): v.shape for p, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
+        shapes = {
+            ".".join(map(str, p)): v.shape
+            for p, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))
+        }
         note = FUSED_NOTE if chosen[path] == "column" and is_called_fused(path) else ""
-        done.append(Replaced(path, str(chosen[path]), type(old).__name__, type(layer).__name__, shapes, note))
+        done.append(
+            Replaced(
+                path, str(chosen[path]), type(old).__name__, type(layer).__name__, shapes, note
+            )
+        )
     _place_rest(model)
     if verbose:
         print("\n".join(map(str, done)))
     return done
 
 
-def _match(modules: Mapping[str, nnx.Module], rules: Mapping[str, Rule | Fused]) -> dict[str, Rule | Fused]:
+def _match(
+    modules: Mapping[str, nnx.Module], rules: Mapping[str, Rule | Fused]
+) -> dict[str, Rule | Fused]:
     """Returns the rule of each path, in the order of the model."""
     chosen: dict[str, tuple[str, Rule | Fused]] = {}
     for pattern, rule in rules.items():
         parts = {"**": ".*", "*": "[^.]*"}
-        regex = re.compile("".join(parts.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*)", pattern)))
+        regex = re.compile(
+            "".join(parts.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*)", pattern))
+        )
         matched = [path for path in modules if regex.fullmatch(path)]
         if not matched:
             raise ValueError(
-                f"parallelize: no module matches {pattern!r}; the model has {', '.join(sorted(modules)) or 'none'}"
+                f"parallelize: no module matches {pattern!r}; the model has "
+                f"{', '.join(sorted(modules)) or 'none'}"
             )
         for path in matched:
             if path in chosen:
-                raise ValueError(f"parallelize: {path} matches both {chosen[path][0]!r} and {pattern!r}")
+                raise ValueError(
+                    f"parallelize: {path} matches both {chosen[path][0]!r} and {pattern!r}"
+                )
             chosen[path] = pattern, rule
     return {path: chosen[path][1] for path in modules if path in chosen}
 
 
-def _with_bases(modules: Mapping[str, nnx.Module], asked: Mapping[str, Rule | Fused]) -> dict[str, Rule | Fused]:
-    """Returns the rules, with those of the plain layers that are adapted, of which each becomes one parallel layer."""
-    paths, chosen = {id(module): path for path, module in modules.items()}, dict(asked)
+def _with_bases(
+    modules: Mapping[str, nnx.Module], asked: Mapping[str, Rule | Fused]
+) -> dict[str, Rule | Fused]:
+    """Returns the rules, with those of the plain layers that are adapted, of which each becomes one
+    parallel layer.
+    """
+    paths = {id(module): path for path, module in modules.items()}
+    chosen = dict(asked)
     for path, rule in asked.items():
         layer = modules[path]
         if not isinstance(layer, nnx.LoRA) or type(layer.base_module) is not nnx.Linear:
@@ -147,16 +183,23 @@ def _with_bases(modules: Mapping[str, nnx.Module], asked: Mapping[str, Rule | Fu
         base = paths[id(layer.base_module)]
         if chosen.setdefault(base, rule) != rule:
             raise ValueError(
-                f"parallelize cannot replace {path} by the rule {rule!r}: it adapts {base}, for which another rule, or "
+                f"parallelize cannot replace {path} by the rule {rule!r}: it adapts {base}, for "
+                "which another rule, or "
                 f"another layer that adapts it, says {chosen[base]!r}; give both the same rule"
             )
     return chosen
 
 
 def _new_layer(
-    path: str, rule: Rule | Fused, options: Options, modules: Mapping[str, nnx.Module], new: Mapping[str, nnx.Module]
+    path: str,
+    rule: Rule | Fused,
+    options: Options,
+    modules: Mapping[str, nnx.Module],
+    new: Mapping[str, nnx.Module],
 ) -> nnx.Module:
-    """Returns the parallel layer for the layer at a path. The layers that it may adapt are in `new` already."""
+    """Returns the parallel layer for the layer at a path. The layers that it may adapt are in `new`
+    already.
+    """
     old = modules[path]
     kinds: tuple[type[nnx.Module], ...] = (nnx.Linear,)
     if not isinstance(rule, Fused):
@@ -164,7 +207,9 @@ def _new_layer(
         kinds = (nnx.Linear, nnx.LoRA) if replaced is nnx.Linear else (replaced,)
     if type(old) not in kinds:
         names = " and ".join(kind.__name__ for kind in kinds)
-        raise ValueError(f"parallelize: {path} is a {type(old).__name__}, and {rule!r} replaces {names}")
+        raise ValueError(
+            f"parallelize: {path} is a {type(old).__name__}, and {rule!r} replaces {names}"
+        )
     try:
         if not isinstance(old, nnx.LoRA):
             return parallel_form(old, rule, options)
@@ -173,7 +218,8 @@ def _new_layer(
         return adapted_form(old, next(bases, old.base_module), rule, options)
     except (ValueError, NotImplementedError) as error:
         raise ValueError(
-            f"parallelize cannot replace {path} by the rule {rule!r}: {error}; or leave it out of the rules"
+            f"parallelize cannot replace {path} by the rule {rule!r}: {error}; or leave it out of "
+            "the rules"
         ) from error
 
 
@@ -188,15 +234,23 @@ def _check_adapted(
         for parent, _ in found:
             if not isinstance(parent, nnx.LoRA) or paths.get(id(parent)) in chosen:
                 continue
-            holder = paths.get(id(parent), "the root of the model, which must be in a module such as an nnx.Dict")
+            holder = paths.get(
+                id(parent), "the root of the model, which must be in a module such as an nnx.Dict"
+            )
             raise ValueError(
-                f"parallelize cannot replace {path}, because nnx.LoRA would add arrays that are sharded in different "
-                f"ways; it is at {holder}: give it the rule {chosen[path]!r}, and it becomes a ParallelLoRA"
+                f"parallelize cannot replace {path}, because nnx.LoRA would add arrays that are "
+                "sharded in different "
+                f"ways; it is at {holder}: give it the rule {chosen[path]!r}, and it becomes a "
+                "ParallelLoRA"
             )
 
 
-def _check_parameters_not_shared(modules: Mapping[str, nnx.Module], new: Mapping[str, nnx.Module]) -> None:
-    """Raises ValueError for a parameter that a layer shares with another module: the parallel layer has its own."""
+def _check_parameters_not_shared(
+    modules: Mapping[str, nnx.Module], new: Mapping[str, nnx.Module]
+) -> None:
+    """Raises ValueError for a parameter that a layer shares with another module: the parallel layer
+    has its own.
+    """
     holders: dict[int, list[str]] = {}
     for path, module in modules.items():
         for name, value in vars(module).items():
@@ -206,13 +260,18 @@ def _check_parameters_not_shared(modules: Mapping[str, nnx.Module], new: Mapping
         for variable in variables_of(modules[path]).values():
             if len(names := holders.get(id(variable), [])) > 1:
                 raise ValueError(
-                    f"parallelize cannot replace {path}: {' and '.join(names)} are one parameter, and would be two; "
+                    f"parallelize cannot replace {path}: {' and '.join(names)} are one parameter, "
+                    "and would be two; "
                     "share the whole layer, or leave it out of the rules"
                 )
 
 
-def _places(parents: list[nnx.Module], paths: Mapping[int, str]) -> dict[str, list[tuple[nnx.Module, str]]]:
-    """Returns the attributes that hold each layer, as modules and names. `paths` has the path of each by id()."""
+def _places(
+    parents: list[nnx.Module], paths: Mapping[int, str]
+) -> dict[str, list[tuple[nnx.Module, str]]]:
+    """Returns the attributes that hold each layer, as modules and names. `paths` has the path of
+    each by id().
+    """
     places: dict[str, list[tuple[nnx.Module, str]]] = {path: [] for path in paths.values()}
     nested = set()
     for parent in {id(parent): parent for parent in parents}.values():
@@ -225,16 +284,22 @@ def _places(parents: list[nnx.Module], paths: Mapping[int, str]) -> dict[str, li
     for path, found in places.items():
         if path in nested or not found:
             raise ValueError(
-                f"parallelize cannot replace {path}: it is in a tuple, list or dict; use nnx.List or nnx.Dict"
+                f"parallelize cannot replace {path}: it is in a tuple, list or dict; use nnx.List "
+                "or nnx.Dict"
             )
     return places
 
 
 def _place_rest(model: nnx.Module) -> None:
-    """Puts what is not on the mesh yet on all of its devices. Explicit axes do not mix with arrays elsewhere."""
+    """Puts what is not on the mesh yet on all of its devices. Explicit axes do not mix with arrays
+    elsewhere.
+    """
 
     def place(value: Any) -> Any:
-        is_elsewhere = isinstance(value, jax.Array) and getattr(value.sharding, "mesh", None) != jax.sharding.get_mesh()
+        is_elsewhere = (
+            isinstance(value, jax.Array)
+            and getattr(value.sharding, "mesh", None) != jax.sharding.get_mesh()
+        )
         return put(value, jax.P()) if is_elsewhere else value
 
     if is_eager():  # all that a traced program computes is on the mesh already

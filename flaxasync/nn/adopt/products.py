@@ -1,4 +1,6 @@
-"""Products of parallel layers beside plain ones: low-rank adaptation, and a `dot_general` for an `nnx.Linear`."""
+"""Products of parallel layers beside plain ones: low-rank adaptation, and a `dot_general` for an
+`nnx.Linear`.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,36 +29,49 @@ class ParallelLoRA(nnx.LoRA):
     y = base(x) + x @ lora_a @ lora_b          rank features a row travel beside those of base
     ```
 
-    The parameters have the type (`nnx.LoRAParam`), names and global shapes of those of `nnx.LoRA`, and `parallelize`
-    turns an `nnx.LoRA` into this layer. `nnx.LoRA` itself adds arrays that are sharded in different ways, which
-    Explicit axes refuse, where the input of a column-parallel layer is sharded by rows. `ParallelMLP`,
-    `ColumnParallelProjections` and the attention layers do not call their projections, so they refuse an adapted one.
+    The parameters have the type (`nnx.LoRAParam`), names and global shapes of those of `nnx.LoRA`,
+    and `parallelize` turns an `nnx.LoRA` into this layer. `nnx.LoRA` itself adds arrays that are
+    sharded in different ways, which Explicit axes refuse, where the input of a column-parallel
+    layer is sharded by rows. `ParallelMLP`, `ColumnParallelProjections` and the attention layers do
+    not call their projections, so they refuse an adapted one.
 
     Args:
-      base: The layer that is adapted. Its output is that of `nnx.Linear`, so `pad` is not supported.
+      base: The layer that is adapted. Its output is that of `nnx.Linear`, so `pad` is not
+        supported.
 
     Raises:
       ValueError: base is no parallel Dense layer, or pads.
     """
 
-    def __init__(self, base: ColumnParallelLinear | RowParallelLinear, rank: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self, base: ColumnParallelLinear | RowParallelLinear, rank: int, *, rngs: nnx.Rngs
+    ):
         if not isinstance(base, ColumnParallelLinear | RowParallelLinear):
             raise ValueError(
-                f"ParallelLoRA adapts ColumnParallelLinear and RowParallelLinear: got {type(base).__name__}; for "
+                "ParallelLoRA adapts ColumnParallelLinear and RowParallelLinear: got "
+                f"{type(base).__name__}; for "
                 "others use nnx.LoRA"
             )
         if not base.shares.whole:
             raise ValueError(
-                f"ParallelLoRA got a {type(base).__name__} that pads its output, which ParallelLoRA lacks; use "
+                f"ParallelLoRA got a {type(base).__name__} that pads its output, which "
+                "ParallelLoRA lacks; use "
                 "features that the axis divides"
             )
-        settings, column = base.settings, isinstance(base, ColumnParallelLinear)
+        settings = base.settings
+        column = isinstance(base, ColumnParallelLinear)
         super().__init__(
-            base.in_features, rank, base.out_features, base_module=base, dtype=settings.dtype,
-            param_dtype=settings.param_dtype, promote_dtype=settings.promote_dtype, rngs=rngs,
+            base.in_features,
+            rank,
+            base.out_features,
+            base_module=base,
+            dtype=settings.dtype,
+            param_dtype=settings.param_dtype,
+            promote_dtype=settings.promote_dtype,
+            rngs=rngs,
             a_metadata={"out_sharding": (None if column else settings.axis_name, None)},
             b_metadata={"out_sharding": (None, settings.axis_name if column else None)},
-        )  # fmt: skip
+        )
         if not nnx.using_eager_sharding():
             for factor in (self.lora_a, self.lora_b):
                 factor.set_value(put(factor[...], P(*factor.get_metadata("out_sharding"))))
@@ -70,16 +85,24 @@ class ParallelLoRA(nnx.LoRA):
         axis_name = base.settings.axis_name
         spec = output_spec("ParallelLoRA", out_sharding, axis_name)
         layout = layout_for(spec, x.ndim, axis_name, base.layout)
-        a, b = self.lora_a[...], self.lora_b[...]
+        a = self.lora_a[...]
+        b = self.lora_b[...]
         plain = dataclasses.replace(
-            base.settings, dtype=self.dtype, promote_dtype=self.promote_dtype, dot_general=lax.dot_general,
-            quantization=None, preferred_element_type=None,
-        )  # fmt: skip
+            base.settings,
+            dtype=self.dtype,
+            promote_dtype=self.promote_dtype,
+            dot_general=lax.dot_general,
+            quantization=None,
+            preferred_element_type=None,
+        )
         settings = with_dtype(plain, x, a, b)
-        x = x.astype(settings.dtype)  # the adapted layer takes what was promoted with the factors, as in nnx.LoRA
+        # the adapted layer takes what was promoted with the factors, as in nnx.LoRA
+        x = x.astype(settings.dtype)
         y = base.bind(x, layout)()
         if base.dim == 1:
-            low_rank = multiply("ParallelLoRA", x @ a.astype(x.dtype), b, settings, base.dim, layout)
+            low_rank = multiply(
+                "ParallelLoRA", x @ a.astype(x.dtype), b, settings, base.dim, layout
+            )
         else:
             hidden = multiply("ParallelLoRA", x, a, settings, base.dim, layout)
             low_rank = hidden @ b.astype(hidden.dtype)
@@ -94,9 +117,11 @@ def parallel_dot_general(
     layout: Layout = "sequence",
     backend: str | None = None,
 ) -> Callable[..., Array]:
-    """Returns a `dot_general` for `nnx.Linear` that does the product of a column- or row-parallel layer.
+    """Returns a `dot_general` for `nnx.Linear` that does the product of a column- or row-parallel
+    layer.
 
-    The kernel has to be sharded as that of the parallel layer: ("model", None) for "row", and for "column"
+    The kernel has to be sharded as that of the parallel layer: ("model", None) for "row", and for
+      "column"
 
     ```python
     nnx.Linear(
@@ -112,8 +137,8 @@ def parallel_dot_general(
       backend: What executes the product; see `flaxasync.all_gather_matmul`.
 
     Raises:
-      ValueError: `split` or `layout` is unknown. A call raises it for operands that are no input and kernel of
-        `nnx.Linear`, or are not sharded as they have to be.
+      ValueError: `split` or `layout` is unknown. A call raises it for operands that are no input
+        and kernel of `nnx.Linear`, or are not sharded as they have to be.
     """
     if split not in ("column", "row"):
         raise ValueError(f"parallel_dot_general got {split!r}: it must be 'column' or 'row'")
@@ -131,16 +156,27 @@ def parallel_dot_general(
         given = tuple(map(tuple, contracting)), tuple(map(tuple, batch))
         if kernel.ndim != 2 or given != (((x.ndim - 1,), (0,)), ((), ())):
             raise ValueError(
-                "parallel_dot_general contracts the last dimension of x with the first of a kernel [in, out]: got "
+                "parallel_dot_general contracts the last dimension of x with the first of a kernel "
+                "[in, out]: got "
                 f"x {list(x.shape)}, kernel {list(kernel.shape)} and {dimension_numbers}"
             )
         if out_sharding is not None:
-            raise ValueError("parallel_dot_general shards its output itself: leave out_sharding out")
+            raise ValueError(
+                "parallel_dot_general shards its output itself: leave out_sharding out"
+            )
         settings = Settings(
-            axis_name=axis_name, backend=backend, precision=precision, preferred_element_type=preferred_element_type
+            axis_name=axis_name,
+            backend=backend,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
         )
         return multiply(
-            "parallel_dot_general", x, kernel, with_dtype(settings, x, kernel), int(split == "column"), layout
+            "parallel_dot_general",
+            x,
+            kernel,
+            with_dtype(settings, x, kernel),
+            int(split == "column"),
+            layout,
         )
 
     dot_general.has_collectives = True  # type: ignore[attr-defined]  # parallel layers refuse it as their own product

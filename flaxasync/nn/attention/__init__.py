@@ -1,1 +1,3 @@
-"""Attention layers: `layer` and `self_attention` are what users build, on `base`, `heads`, `exchange`, `rotary`."""
+"""Attention layers: `layer` and `self_attention` are what users build, on `base`, `heads`,
+`exchange`, `rotary`.
+"""

@@ -1,7 +1,9 @@
-"""What the attention layers share: four projections, norms of heads, and how they run on shards, or with a cache.
+"""What the attention layers share: four projections, norms of heads, and how they run on shards, or
+with a cache.
 
-The cache of keys and values follows `nnx.MultiHeadAttention`, and each device has the key-value heads that it uses.
-With fewer key-value heads than devices, several devices hold the same head, so that no head ever travels.
+The cache of keys and values follows `nnx.MultiHeadAttention`, and each device has the key-value
+heads that it uses. With fewer key-value heads than devices, several devices hold the same head, so
+that no head ever travels.
 
 ```
 cached_key, cached_value  [b, length, R * local heads, head_dim]
@@ -25,7 +27,13 @@ from flaxasync.nn.attention import exchange
 from flaxasync.nn.attention.exchange import Call, Weights, project_inputs, project_output
 from flaxasync.nn.attention.heads import HeadAttention, Inputs, Norms
 from flaxasync.nn.attention.protocol import LikeMultiHeadAttention, check_qkv_sharding
-from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, WholeLinear, check_no_adapter, with_dtype
+from flaxasync.nn.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    WholeLinear,
+    check_no_adapter,
+    with_dtype,
+)
 from flaxasync.nn.options import Settings
 from flaxasync.nn.out_sharding import OutSharding
 from flaxasync.nn.placement import Placement, place
@@ -48,7 +56,9 @@ class AttentionLayer(LikeMultiHeadAttention):
     out: RowParallelLinear | WholeLinear
 
     def _add_norms(self, rngs: nnx.Rngs) -> None:
-        """Sets the norms of queries and keys, if there are any, the numbers of heads, and room for a cache."""
+        """Sets the norms of queries and keys, if there are any, the numbers of heads, and room for
+        a cache.
+        """
         self.deterministic = self.attention.deterministic  # `nnx.Module.eval` and `train` set it
         self.decode = None
         self.query_ln: Any = nnx.data(None)
@@ -57,12 +67,23 @@ class AttentionLayer(LikeMultiHeadAttention):
         self.cached_value: nnx.Cache[Array] | None = nnx.data(None)
         self.cache_index: nnx.Cache[Array] | None = nnx.data(None)
         attention = self.attention
-        self.heads, self.kv_heads, self.head_dim = attention.heads, attention.kv_heads, attention.head_dim
+        self.heads, self.kv_heads, self.head_dim = (
+            attention.heads,
+            attention.kv_heads,
+            attention.head_dim,
+        )
         if attention.normalize_qk:
             rms = attention.normalize_qk == "rms"
             norm: Any = nnx.RMSNorm if rms else functools.partial(nnx.LayerNorm, use_bias=False)
-            form = {"epsilon": attention.qk_epsilon, "param_dtype": self.settings.param_dtype, "rngs": rngs}
-            self.query_ln, self.key_ln = norm(attention.head_dim, **form), norm(attention.head_dim, **form)
+            form = {
+                "epsilon": attention.qk_epsilon,
+                "param_dtype": self.settings.param_dtype,
+                "rngs": rngs,
+            }
+            self.query_ln, self.key_ln = (
+                norm(attention.head_dim, **form),
+                norm(attention.head_dim, **form),
+            )
 
 
 def place_input(
@@ -71,7 +92,8 @@ def place_input(
     """Reads how the input of a layer is sharded, and checks the input and its segments."""
     name = type(layer).__name__
     check_no_adapter(name, layer.query, layer.key, layer.value, layer.out)
-    settings, features = layer.settings, layer.query.in_features
+    settings = layer.settings
+    features = layer.query.in_features
     placement = place(name, x, settings.axis_name, settings.in_spec, "rows", features, context_axis)
     check_segments(name, segment_ids, x.shape)
     if x.ndim != 3:
@@ -80,21 +102,38 @@ def place_input(
 
 
 def make_call(
-    layer: AttentionLayer, x: Array, placement: Placement, kv_placement: Placement, *, is_causal: bool = False
+    layer: AttentionLayer,
+    x: Array,
+    placement: Placement,
+    kv_placement: Placement,
+    *,
+    is_causal: bool = False,
 ) -> tuple[Call, tuple[Linear, ...], Norms]:
-    """Returns what is static in a call, and the parameters. The inputs of queries and of keys are sharded as told."""
+    """Returns what is static in a call, and the parameters. The inputs of queries and of keys are
+    sharded as told.
+    """
     projections = layer.query, layer.key, layer.value, layer.out
-    linears, parts = tuple(p.parameters() for p in projections), tuple(p.part for p in projections)
-    norms = Norms(*(None if norm is None else norm.scale[...] for norm in (layer.query_ln, layer.key_ln)))
-    settings = with_dtype(layer.settings, x, *(parameter for linear in linears for parameter in linear))
+    linears = tuple(p.parameters() for p in projections)
+    parts = tuple(p.part for p in projections)
+    norms = Norms(
+        *(None if norm is None else norm.scale[...] for norm in (layer.query_ln, layer.key_ln))
+    )
+    settings = with_dtype(
+        layer.settings, x, *(parameter for linear in linears for parameter in linear)
+    )
     attention = dataclasses.replace(layer.attention, causal=layer.attention.causal or is_causal)
     splits_heads = attention.context_axis != settings.axis_name
     if not splits_heads:
-        settings = dataclasses.replace(settings, backend=None)  # it is that of ring attention; projections are local
+        # it is that of ring attention; projections are local
+        settings = dataclasses.replace(settings, backend=None)
     call = Call(
-        settings, parts, splits_heads and placement.rows_sharded, attention=attention, splits_heads=splits_heads,
+        settings,
+        parts,
+        splits_heads and placement.rows_sharded,
+        attention=attention,
+        splits_heads=splits_heads,
         kv_rows_sharded=splits_heads and kv_placement.rows_sharded,
-    )  # fmt: skip
+    )
     return call, linears, norms
 
 
@@ -120,9 +159,12 @@ def run(
     return placement.bind(_apply, call, (x, linears, norms, inputs), in_specs, placement.in_spec)()
 
 
-def _apply(call: Call, x: Array, linears: tuple[Linear, ...], norms: Norms, inputs: Inputs[Array]) -> Array:
+def _apply(
+    call: Call, x: Array, linears: tuple[Linear, ...], norms: Norms, inputs: Inputs[Array]
+) -> Array:
     """Applies a layer to the shards of this device, inside shard_map."""
-    weights, inputs = Weights(*call.take(x, linears)), _take_inputs(call, x, inputs)
+    weights = Weights(*call.take(x, linears))
+    inputs = _take_inputs(call, x, inputs)
     form = exchange.choose(call, x, weights, inputs)
     if form is not None:
         return exchange.apply(call, form, x, weights, norms, inputs.segment_ids)
@@ -132,15 +174,20 @@ def _apply(call: Call, x: Array, linears: tuple[Linear, ...], norms: Norms, inpu
 
 
 def _take_inputs(call: Call, x: Array, inputs: Inputs[Array]) -> Inputs[Array]:
-    """Returns the mask and the bias of this device's heads, and a key of its own, for its part of the batch."""
-    axis_name, shares = call.settings.axis_name, call.parts[0].shares
+    """Returns the mask and the bias of this device's heads, and a key of its own, for its part of
+    the batch.
+    """
+    axis_name = call.settings.axis_name
+    shares = call.parts[0].shares
 
     def of_own_heads(scores: Array | None) -> Array | None:
         if scores is None or scores.shape[1] == 1:
             return scores
         return shares.local_entries(scores, axis_name, 1)
 
-    mask, bias, key = of_own_heads(inputs.mask), of_own_heads(inputs.bias), inputs.dropout_key
+    mask = of_own_heads(inputs.mask)
+    bias = of_own_heads(inputs.bias)
+    key = inputs.dropout_key
     if key is not None:
         key = jax.random.wrap_key_data(key)
         for axis in sorted(jax.typeof(x).mat.varying | {axis_name}):
@@ -148,14 +195,19 @@ def _take_inputs(call: Call, x: Array, inputs: Inputs[Array]) -> Inputs[Array]:
     return inputs._replace(mask=mask, bias=bias, dropout_key=key)
 
 
-def scores_array(layer: str, name: str, array: Array | None, shape: tuple[int, ...]) -> Array | None:
-    """Returns a mask or a bias with four dimensions. Raises ValueError unless it broadcasts to [b, heads, s, t]."""
+def scores_array(
+    layer: str, name: str, array: Array | None, shape: tuple[int, ...]
+) -> Array | None:
+    """Returns a mask or a bias with four dimensions. Raises ValueError unless it broadcasts to [b,
+    heads, s, t].
+    """
     if array is None:
         return None
     sizes = zip(array.shape[::-1], shape[::-1], strict=False)
     if array.ndim > 4 or any(given not in (1, size) for given, size in sizes):
         raise ValueError(
-            f"{layer} needs a {name} that broadcasts to [b, heads, s, t] = {list(shape)}: got {list(array.shape)}"
+            f"{layer} needs a {name} that broadcasts to [b, heads, s, t] = {list(shape)}: got "
+            f"{list(array.shape)}"
         )
     if name == "mask" and array.dtype != jnp.bool_:
         array = array.astype(bool)
@@ -163,52 +215,82 @@ def scores_array(layer: str, name: str, array: Array | None, shape: tuple[int, .
 
 
 def scores_spec(array: Array | None, placement: Placement, batch: int) -> P:
-    """Returns how a mask or a bias of four dimensions is sharded: as the batch is, if it has one."""
+    """Returns how a mask or a bias of four dimensions is sharded: as the batch is, if it has
+    one.
+    """
     has_batch = array is not None and array.shape[0] == batch
     return P(placement.token_spec()[0] if has_batch else None, None, None, None)
 
 
-def attend_cached(layer: AttentionLayer, x: Array, inputs: Inputs[Array], qkv_sharding: OutSharding) -> Array:
+def attend_cached(
+    layer: AttentionLayer, x: Array, inputs: Inputs[Array], qkv_sharding: OutSharding
+) -> Array:
     """Adds the rows of x to the cache of a layer, and returns its output for them.
 
-    Inside `jax.jit` and other transformations nobody can check here how many rows the cache has already, and the caller
-    must. Rows beyond its end are written over its last ones, and the outputs are wrong from then on.
+    Inside `jax.jit` and other transformations nobody can check here how many rows the cache has
+    already, and the caller must. Rows beyond its end are written over its last ones, and the
+    outputs are wrong from then on.
     """
-    name, keys, values, index = type(layer).__name__, layer.cached_key, layer.cached_value, layer.cache_index
+    name = type(layer).__name__
+    keys = layer.cached_key
+    values = layer.cached_value
+    index = layer.cache_index
     for argument in ("inputs_k", "bias", "segment_ids"):
         if getattr(inputs, argument) is not None:
             raise NotImplementedError(f"{name} with decode=True lacks {argument}; leave it out")
     placement = place_input(layer, x, None)
     check_qkv_sharding(name, qkv_sharding, placement, splits_heads=True)
     if keys is None or values is None or index is None:
-        raise ValueError(f"{name} decodes with a cache of keys and values, and has none: call init_cache first")
+        raise ValueError(
+            f"{name} decodes with a cache of keys and values, and has none: call init_cache first"
+        )
     if layer.attention.attention_fn is not None or placement.manual:
-        raise NotImplementedError(f"{name} lacks a cache with an attention_fn, and inside shard_map: leave decode out")
+        raise NotImplementedError(
+            f"{name} lacks a cache with an attention_fn, and inside shard_map: leave decode out"
+        )
     batch, length = keys[...].shape[:2]
     taken = None if isinstance(index[...], jax.core.Tracer) else int(index[...])
     if x.shape[0] != batch or (taken or 0) + x.shape[1] > length:
         of_which = "" if taken is None else f", of which {taken} are taken"
         raise ValueError(
-            f"{name} has a cache for {batch} sequences of {length} rows{of_which}: got {x.shape[0]} sequences "
+            f"{name} has a cache for {batch} sequences of {length} rows{of_which}: got "
+            f"{x.shape[0]} sequences "
             f"and {x.shape[1]} new rows; make a larger one with init_cache"
         )
     mask = scores_array(name, "mask", inputs.mask, (batch, 1, x.shape[1], length))
     call, linears, norms = make_call(layer, x, placement, placement)
     heads = P(placement.spec()[0], None, placement.axis_name, None)
     arguments = x, linears, norms, keys[...], values[...], index[...], mask
-    specs = placement.in_spec, call.specs, P(None), heads, heads, P(), scores_spec(mask, placement, batch)
+    specs = (
+        placement.in_spec,
+        call.specs,
+        P(None),
+        heads,
+        heads,
+        P(),
+        scores_spec(mask, placement, batch),
+    )
     out_specs = placement.in_spec, heads, heads
-    y, keys[...], values[...] = placement.bind(_attend_new_rows, call, arguments, specs, out_specs)()
+    y, keys[...], values[...] = placement.bind(
+        _attend_new_rows, call, arguments, specs, out_specs
+    )()
     index[...] += x.shape[1]
     return y
 
 
 def _attend_new_rows(
-    call: Call, x: Array, linears: tuple[Linear, ...], norms: Norms, keys: Array, values: Array, index: Array,
+    call: Call,
+    x: Array,
+    linears: tuple[Linear, ...],
+    norms: Norms,
+    keys: Array,
+    values: Array,
+    index: Array,
     mask: Array | None,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+) -> tuple[Array, Array, Array]:
     """Returns the output for new rows, and the keys and values with theirs, inside shard_map."""
-    weights, attention = Weights(*call.take(x, linears)), call.attention
+    weights = Weights(*call.take(x, linears))
+    attention = call.attention
     query, key, value = project_inputs(call, x, weights, Inputs())
     rows = index + jnp.arange(query.shape[1], dtype=index.dtype)
     q, k, v = attention.split(query, key, value, norms, rows)
@@ -219,7 +301,15 @@ def _attend_new_rows(
     allowed = positions.allows(rows[:, None], cached[None])[None, None]
     allowed = allowed if mask is None else allowed & mask
     y = dense_attention(
-        q, keys.astype(q.dtype), values.astype(q.dtype), scale=attention.scale, softcap=attention.logit_softcap,
-        mask=allowed, bias=None, dropout_key=None, dropout_rate=0.0, precision=attention.precision,
-    )  # fmt: skip
+        q,
+        keys.astype(q.dtype),
+        values.astype(q.dtype),
+        scale=attention.scale,
+        softcap=attention.logit_softcap,
+        mask=allowed,
+        bias=None,
+        dropout_key=None,
+        dropout_rate=0.0,
+        precision=attention.precision,
+    )
     return project_output(call, y.reshape(*y.shape[:2], -1), weights.out), keys, values

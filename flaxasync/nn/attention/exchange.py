@@ -1,4 +1,5 @@
-"""How a call of an attention layer runs inside shard_map: rows of its input travel, or weights and heads do.
+"""How a call of an attention layer runs inside shard_map: rows of its input travel, or weights and
+heads do.
 
 The second form, which only self-attention has, is `flaxasync.ops.attention.exchanged`.
 """
@@ -17,13 +18,20 @@ from flaxasync.nn.attention.heads import HeadAttention, Inputs, Norms
 from flaxasync.nn.attention.rotary import RotaryTables
 from flaxasync.nn.shards import Linear
 from flaxasync.ops import trust
-from flaxasync.ops.attention.exchanged import WORTH, ExchangedAttention, Sizes, exchanged_attention, times_as_fast
+from flaxasync.ops.attention.exchanged import (
+    WORTH,
+    ExchangedAttention,
+    Sizes,
+    exchanged_attention,
+    times_as_fast,
+)
 from flaxasync.ops.matmul.api import executor_for_weights
 from flaxasync.ops.matmul.products import row_major
 from flaxasync.ops.quantization import Quantized
 from flaxasync.transport.direct import LANES, in_whole_tiles
 
-type Form = Literal["xla", "direct"]  # by XLA's all-to-all, or by copies from every device to every other one
+# by XLA's all-to-all, or by copies from every device to every other one
+type Form = Literal["xla", "direct"]
 
 
 class Weights(NamedTuple):
@@ -41,19 +49,29 @@ class Call(shards.Call):
 
     attention: HeadAttention
     splits_heads: bool  # whether each device has a share of the heads, and not all of them
-    kv_rows_sharded: bool  # whether the layer's axis shards the rows that the projections of keys and values need
+    # whether the layer's axis shards the rows that the projections of keys and values need
+    kv_rows_sharded: bool
 
 
 def project_inputs(call: Call, x: Array, w: Weights, inputs: Inputs[Array]) -> tuple[Array, ...]:
     """Returns queries, keys and values. Projections of one input share one gather of it."""
-    key, value = inputs.inputs_k, inputs.inputs_v
+    key = inputs.inputs_k
+    value = inputs.inputs_v
     if key is None:
-        return shards.column(x, (w.query, w.key, w.value), call.settings, rows_sharded=call.rows_sharded)
+        return shards.column(
+            x, (w.query, w.key, w.value), call.settings, rows_sharded=call.rows_sharded
+        )
     query = shards.column(x, (w.query,), call.settings, rows_sharded=call.rows_sharded)
     if value is None:
-        return *query, *shards.column(key, (w.key, w.value), call.settings, rows_sharded=call.kv_rows_sharded)
+        return *query, *shards.column(
+            key, (w.key, w.value), call.settings, rows_sharded=call.kv_rows_sharded
+        )
     keys = shards.column(key, (w.key,), call.settings, rows_sharded=call.kv_rows_sharded)
-    return *query, *keys, *shards.column(value, (w.value,), call.settings, rows_sharded=call.kv_rows_sharded)
+    return (
+        *query,
+        *keys,
+        *shards.column(value, (w.value,), call.settings, rows_sharded=call.kv_rows_sharded),
+    )
 
 
 def project_output(call: Call, heads: Array, out: Linear) -> Array:
@@ -64,37 +82,57 @@ def project_output(call: Call, heads: Array, out: Linear) -> Array:
 
 
 def choose(call: Call, x: Array, weights: Weights, inputs: Inputs[Array]) -> Form | None:
-    """Says what exchanges heads; None where rows travel. Raises NotImplementedError if heads must travel but cannot."""
-    settings, wanted = call.settings, call.attention.exchange_heads
+    """Says what exchanges heads; None where rows travel. Raises NotImplementedError if heads must
+    travel but cannot.
+    """
+    settings = call.settings
+    wanted = call.attention.exchange_heads
     size = lax.axis_size(settings.axis_name)
     if wanted is False or size == 1 or x.size == 0:
         return None
-    given = [name for name, array in inputs._asdict().items() if array is not None and name != "segment_ids"]
+    given = [
+        name
+        for name, array in inputs._asdict().items()
+        if array is not None and name != "segment_ids"
+    ]
     lacks = {
         ", ".join(given): bool(given),
         "an input that every device has whole": not call.rows_sharded,
         "split sequences": call.attention.context_axis is not None,
-        "kernels that were gathered in 8 bits": any(isinstance(kernel, Quantized) for kernel, _ in weights),
+        "kernels that were gathered in 8 bits": any(
+            isinstance(kernel, Quantized) for kernel, _ in weights
+        ),
         "dot_general, and a wider preferred_element_type": shards.multiplies_locally(settings),
     }
     if lacking := [what for what, is_so in lacks.items() if is_so]:
         if wanted:
             raise UnsupportedError(
-                f"an attention layer with exchange_heads=True lacks {lacking[0]}: use exchange_heads=None or False"
+                f"an attention layer with exchange_heads=True lacks {lacking[0]}: use "
+                "exchange_heads=None or False"
             )
         return None
     batch, rows, features = x.shape
-    dtype, (out, _) = jnp.dtype(settings.dtype), weights.out
+    dtype = jnp.dtype(settings.dtype)
+    out, _ = weights.out
     heads = sum(kernel.shape[1] for kernel, _ in weights[:3])
     sizes = Sizes(batch, rows, features, heads, out.shape[0])
-    copied = all(in_whole_tiles(jax.ShapeDtypeStruct((n, rows), dtype), 0) for n in (sizes.inputs, sizes.out))
-    direct = mesh.platform() == "tpu" and copied and rows % LANES == 0 and settings.backend not in trust.PLAIN
+    copied = all(
+        in_whole_tiles(jax.ShapeDtypeStruct((n, rows), dtype), 0) for n in (sizes.inputs, sizes.out)
+    )
+    direct = (
+        mesh.platform() == "tpu"
+        and copied
+        and rows % LANES == 0
+        and settings.backend not in trust.PLAIN
+    )
     if wanted:
         return "direct" if direct else "xla"
     chip = mesh.chip()
     if chip is None or not direct:
         return None
-    faster = times_as_fast(sizes, chip, size, dtype.itemsize, settings.gathered_bytes, settings.quantization)
+    faster = times_as_fast(
+        sizes, chip, size, dtype.itemsize, settings.gathered_bytes, settings.quantization
+    )
     if faster < WORTH:
         return None
     if not trust.is_trusted("all_to_all", "pallas", chip.name, size):
@@ -103,31 +141,52 @@ def choose(call: Call, x: Array, weights: Weights, inputs: Inputs[Array]) -> For
     return "direct"
 
 
-def apply(call: Call, form: Form, x: Array, weights: Weights, norms: Norms, segment_ids: Array | None) -> Array:
-    """Applies a layer to this device's rows [b, s / R, k], inside shard_map; the segment ids are [b, s]."""
-    settings, axis_name, dtype = call.settings, call.settings.axis_name, call.settings.dtype
-    (batch, rows, _), size = x.shape, lax.axis_size(axis_name)
+def apply(
+    call: Call, form: Form, x: Array, weights: Weights, norms: Norms, segment_ids: Array | None
+) -> Array:
+    """Applies a layer to this device's rows [b, s / R, k], inside shard_map; the segment ids are
+    [b, s].
+    """
+    settings = call.settings
+    axis_name = call.settings.axis_name
+    dtype = call.settings.dtype
+    batch, rows, _ = x.shape
+    size = lax.axis_size(axis_name)
     x = x.astype(dtype)
     w = jnp.concatenate([shards.cast(kernel, x, dtype).T for kernel, _ in weights[:3]])
-    out, out_bias = shards.cast(weights.out[0], x, dtype), weights.out[1]
+    out = shards.cast(weights.out[0], x, dtype)
+    out_bias = weights.out[1]
     widths = [kernel.shape[1] for kernel, _ in weights[:3]]
     biases = tuple(None if bias is None else shards.cast(bias, x, dtype) for _, bias in weights[:3])
     scales = vary_like(norms, x)
 
-    def attend(z: Array, sequence: tuple[Inputs[Array], RotaryTables | None], shared: tuple[tuple, Norms]) -> Array:
-        (inputs, tables), (biases, norms) = sequence, shared
-        projected = lax.split(row_major(z.transpose(0, 2, 1)).reshape(1, size * rows, -1), widths, 2)
-        q, k, v = (y if bias is None else y + bias[None, None] for y, bias in zip(projected, biases, strict=True))
+    def attend(
+        z: Array, sequence: tuple[Inputs[Array], RotaryTables | None], shared: tuple[tuple, Norms]
+    ) -> Array:
+        inputs, tables = sequence
+        biases, norms = shared
+        projected = lax.split(
+            row_major(z.transpose(0, 2, 1)).reshape(1, size * rows, -1), widths, 2
+        )
+        q, k, v = (
+            y if bias is None else y + bias[None, None]
+            for y, bias in zip(projected, biases, strict=True)
+        )
         y = call.attention.attend(q, k, v, inputs, norms, tables)
         return row_major(y.reshape(size, rows, -1)).transpose(0, 2, 1)
 
     projections, output = (
         executor_for_weights(
-            "ParallelSelfAttention", kernel, batch * rows, axis_name, backend=settings.backend,
-            precision=settings.precision, quantization=settings.quantization,
+            "ParallelSelfAttention",
+            kernel,
+            batch * rows,
+            axis_name,
+            backend=settings.backend,
+            precision=settings.precision,
+            quantization=settings.quantization,
         )
         for kernel in (w, out)
-    )  # fmt: skip
+    )
     kept = size * w.size * w.dtype.itemsize <= settings.gathered_bytes
     block = ExchangedAttention(projections, output, attend, direct=form == "direct", keep=kept)
     tables = call.attention.rotary_tables(x, size * rows)

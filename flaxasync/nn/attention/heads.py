@@ -1,4 +1,6 @@
-"""Attention of the heads that a device holds, inside shard_map: its options, norms, rotary positions, and its op."""
+"""Attention of the heads that a device holds, inside shard_map: its options, norms, rotary
+positions, and its op.
+"""
 
 import dataclasses
 import math
@@ -11,7 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync.kernels.attention_block import Mask
 from flaxasync.mesh import mesh_axis_size, vary_like
-from flaxasync.nn.attention.rotary import RopeScaling, RotaryTables, rotary_tables, rotate, side_by_side
+from flaxasync.nn.attention.rotary import (
+    RopeScaling,
+    RotaryTables,
+    rotary_tables,
+    rotate,
+    side_by_side,
+)
 from flaxasync.nn.options import LinearOptions
 from flaxasync.ops.attention.api import attention, ring_attention
 from flaxasync.ops.attention.dense import dense_attention, positional_mask
@@ -21,7 +29,9 @@ from flaxasync.ops.saved import OPERANDS
 
 
 class Inputs[T](NamedTuple):
-    """The arrays of a call beside the input of queries, or how they are sharded. Each may be None."""
+    """The arrays of a call beside the input of queries, or how they are sharded. Each may be
+    None.
+    """
 
     inputs_k: T | None = None  # the input of keys, where it is not that of queries
     inputs_v: T | None = None  # the input of values, where it is not that of keys
@@ -41,34 +51,42 @@ class Norms(NamedTuple):
 class AttentionOptions(TypedDict, total=False):
     """Keywords of attention layers beside those of Dense layers.
 
-    Where logit_softcap, dropout_rate or attention_fn is used, or a call has a mask or a bias, a device computes all
-    scores of its heads at once. Otherwise it holds only tiles of them.
+    Where logit_softcap, dropout_rate or attention_fn is used, or a call has a mask or a bias, a
+    device computes all scores of its heads at once. Otherwise it holds only tiles of them.
 
     Attributes:
       kv_heads: The key-value heads, each shared by heads / kv_heads query heads. By default heads.
       head_dim: The features of a head; by default features / heads.
-      window: A row attends only to rows fewer than `window` positions away; None, the default, for any distance.
+      window: A row attends only to rows fewer than `window` positions away; None, the default, for
+        any distance.
       context_axis: The mesh axis that splits the sequence; None, the default, where it is whole.
-      context_layout: The order of the rows on it: "contiguous", the default, or "zigzag", which shares causal work out
-        equally. The input is then in the order of `flaxasync.sequence_order`.
-      context_backend: What moves keys and values; see `flaxasync.ring_attention`. By default `backend`, where ring
-        attention has it.
-      exchange_heads: What travels where the input is sharded by rows. False: the rows. True: the weights, and then the
-        heads. Each device multiplies its own rows with the weights of all devices, and an all-to-all then gives it all
-        rows of its own heads. This sends less where a device has more rows than the weights have features. None, the
-        default: the form that is predicted to be faster on the chips of the mesh; the rows on other devices.
+      context_layout: The order of the rows on it: "contiguous", the default, or "zigzag", which
+        shares causal work out equally. The input is then in the order of
+        `flaxasync.sequence_order`.
+      context_backend: What moves keys and values; see `flaxasync.ring_attention`. By default
+        `backend`, where ring attention has it.
+      exchange_heads: What travels where the input is sharded by rows. False: the rows. True: the
+        weights, and then the heads. Each device multiplies its own rows with the weights of all
+        devices, and an all-to-all then gives it all rows of its own heads. This sends less where a
+        device has more rows than the weights have features. None, the default: the form that is
+        predicted to be faster on the chips of the mesh; the rows on other devices.
       softmax_scale: The factor of the scores; 1 / sqrt(head_dim) by default.
-      logit_softcap: Scores are logit_softcap * tanh(score / logit_softcap); None, the default, for as they are.
-      normalize_qk: Whether queries and keys are normalized, each head, before they are rotated: True for
-        `nnx.LayerNorm` without bias, as in `nnx.MultiHeadAttention`, and "rms" for `nnx.RMSNorm`. The parameters are
-        `query_ln` and `key_ln`.
+      logit_softcap: Scores are logit_softcap * tanh(score / logit_softcap); None, the default, for
+        as they are.
+      normalize_qk: Whether queries and keys are normalized, each head, before they are rotated:
+        True for `nnx.LayerNorm` without bias, as in `nnx.MultiHeadAttention`, and "rms" for
+        `nnx.RMSNorm`. The parameters are `query_ln` and `key_ln`.
       qk_epsilon: What the norm adds to the variance or to the mean square; 1e-6 by default.
-      rope_scaling: How the frequencies of the rotary position embedding are scaled; None, the default, for not.
-      dropout_rate: The share of the weights that is dropped where a call is not deterministic; 0 by default.
-      deterministic: Whether nothing is dropped, if a call does not say it; None, the default, for False.
-      attention_fn: A function (query, key, value, *, bias, mask) of this device's heads, all [b, s, h, d], that
-        replaces the attention, such as `nnx.dot_product_attention`. Its mask has positions and segments too. A layer
-        with such a function takes no `dropout_rate` and no `logit_softcap`.
+      rope_scaling: How the frequencies of the rotary position embedding are scaled; None, the
+        default, for not.
+      dropout_rate: The share of the weights that is dropped where a call is not deterministic; 0 by
+        default.
+      deterministic: Whether nothing is dropped, if a call does not say it; None, the default, for
+        False.
+      attention_fn: A function (query, key, value, *, bias, mask) of this device's heads, all [b, s,
+        h, d], that replaces the attention, such as `nnx.dot_product_attention`. Its mask has
+        positions and segments too. A layer with such a function takes no `dropout_rate` and no
+        `logit_softcap`.
     """
 
     kv_heads: int | None
@@ -89,12 +107,16 @@ class AttentionOptions(TypedDict, total=False):
 
 
 class ParallelAttentionOptions(LinearOptions, AttentionOptions, total=False):
-    """Keywords of `ParallelAttention` and `ParallelSelfAttention`: those of Dense layers, and those of attention."""
+    """Keywords of `ParallelAttention` and `ParallelSelfAttention`: those of Dense layers, and those
+    of attention.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadAttention:
-    """What the heads of a layer have in common: its arguments and the values of `AttentionOptions`. Hashable."""
+    """What the heads of a layer have in common: its arguments and the values of `AttentionOptions`.
+    Hashable.
+    """
 
     heads: int
     kv_heads: int
@@ -126,38 +148,53 @@ class HeadAttention:
         head_dim: int | None = None,
         **more: Any,
     ) -> "HeadAttention":
-        """Returns the attention of a layer's heads, once it is checked. Messages of errors begin with `layer`."""
+        """Returns the attention of a layer's heads, once it is checked. Messages of errors begin
+        with `layer`.
+        """
         kv_heads = heads if kv_heads is None else kv_heads
         for name, count in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim)):
             if count is not None and count < 1:
                 raise ValueError(f"{layer} needs {name} to be 1 or more: got {name}={count}")
         if heads % kv_heads:
-            raise ValueError(f"{layer}: heads must be a multiple of kv_heads: got heads={heads}, kv_heads={kv_heads}")
+            raise ValueError(
+                f"{layer}: heads must be a multiple of kv_heads: got heads={heads}, "
+                f"kv_heads={kv_heads}"
+            )
         if head_dim is None and features % heads:
             raise ValueError(
-                f"{layer}: features must be divisible by heads: got features={features}, heads={heads}; or give "
+                f"{layer}: features must be divisible by heads: got features={features}, "
+                f"heads={heads}; or give "
                 "head_dim"
             )
         head_dim = features // heads if head_dim is None else head_dim
         made = cls(heads=heads, kv_heads=kv_heads, head_dim=head_dim, **more)
         if made.rope_theta is not None and head_dim % 2:
             raise ValueError(
-                f"{layer}: rotary embedding rotates pairs, so head_dim must be even: got {head_dim}; "
+                f"{layer}: rotary embedding rotates pairs, so head_dim must be even: got "
+                f"{head_dim}; "
                 "use an even head_dim, or rope_theta=None"
             )
         if made.window is not None and made.window < 1:
-            raise ValueError(f"{layer} needs window to be 1 or more rows, or None: got {made.window}")
+            raise ValueError(
+                f"{layer} needs window to be 1 or more rows, or None: got {made.window}"
+            )
         if not 0 <= made.dropout_rate < 1:
-            raise ValueError(f"{layer} needs dropout_rate to be 0 or more and less than 1: got {made.dropout_rate}")
+            raise ValueError(
+                f"{layer} needs dropout_rate to be 0 or more and less than 1: got "
+                f"{made.dropout_rate}"
+            )
         lacking = made.needs_all_scores
         if made.attention_fn is not None and lacking != ["attention_fn"]:
-            raise ValueError(f"{layer} with an attention_fn takes no {lacking[0]}: apply it inside attention_fn")
+            raise ValueError(
+                f"{layer} with an attention_fn takes no {lacking[0]}: apply it inside attention_fn"
+            )
         if made.context_axis is not None:
             mesh_axis_size(layer, made.context_axis)
             check_sequence_layout(layer, made.context_layout)
             if lacking:
                 raise NotImplementedError(
-                    f"{layer} over a split sequence lacks {lacking[0]}, because no device has all scores of a row: use "
+                    f"{layer} over a split sequence lacks {lacking[0]}, because no device has all "
+                    "scores of a row: use "
                     "a layer whose sequences are whole (context_axis=None)"
                 )
         return made
@@ -183,13 +220,22 @@ class HeadAttention:
         return 1 / math.sqrt(self.head_dim) if self.softmax_scale is None else self.softmax_scale
 
     def attend(
-        self, q: Array, k: Array, v: Array, inputs: Inputs[Array], norms: Norms, tables: RotaryTables | None = None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        inputs: Inputs[Array],
+        norms: Norms,
+        tables: RotaryTables | None = None,
     ) -> Array:
-        """Returns the attention [b, s, h * d] of this device's heads of projections [b, s, h * d] and [b, t, n * d]."""
+        """Returns the attention [b, s, h * d] of this device's heads of projections [b, s, h * d]
+        and [b, t, n * d].
+        """
         axis = self.context_axis
         at = None if axis is None else positions(self.context_layout, q.shape[1], axis)
         q, k, v = (
-            # Heads side by side, as they are in memory: XLA would give what it keeps of heads apart another layout.
+            # Heads side by side, as they are in memory: XLA would give what it keeps of heads apart
+            # another layout.
             checkpoint_name(side_by_side(x), OPERANDS).reshape(x.shape)
             for x in self.split(q, k, v, norms, at, tables)
         )
@@ -198,33 +244,61 @@ class HeadAttention:
             y = self._attend_dense(q, k, v, inputs)
             return y.reshape(*y.shape[:2], -1)
         options: dict[str, Any] = {
-            "causal": self.causal, "window": self.window, "segment_ids": inputs.segment_ids,
-            "scale": self.softmax_scale, "precision": self.precision, "joined": True,
-        }  # fmt: skip
+            "causal": self.causal,
+            "window": self.window,
+            "segment_ids": inputs.segment_ids,
+            "scale": self.softmax_scale,
+            "precision": self.precision,
+            "joined": True,
+        }
         if axis is None:
             return attention(q, k, v, **options)
-        return ring_attention(q, k, v, axis, layout=self.context_layout, backend=self.context_backend, **options)
+        return ring_attention(
+            q, k, v, axis, layout=self.context_layout, backend=self.context_backend, **options
+        )
 
     def split(
-        self, q: Array, k: Array, v: Array, norms: Norms, positions: Array | None, tables: RotaryTables | None = None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        norms: Norms,
+        positions: Array | None,
+        tables: RotaryTables | None = None,
     ) -> tuple[Array, Array, Array]:
-        """Returns the heads [b, s, h, d] of projections [b, s, h * d], normalized, and rotated by their positions."""
+        """Returns the heads [b, s, h, d] of projections [b, s, h * d], normalized, and rotated by
+        their positions.
+        """
         tables = self.rotary_tables(q, q.shape[1], positions) if tables is None else tables
-        k_tables = tables if k.shape[1] == q.shape[1] else self.rotary_tables(k, k.shape[1], positions)
-        q, k, v = (x.reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim) for x in (q, k, v))
-        q, k = self._normalize(q, norms.query), self._normalize(k, norms.key)
+        k_tables = (
+            tables if k.shape[1] == q.shape[1] else self.rotary_tables(k, k.shape[1], positions)
+        )
+        q, k, v = (
+            x.reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim) for x in (q, k, v)
+        )
+        q = self._normalize(q, norms.query)
+        k = self._normalize(k, norms.key)
         if tables is not None and k_tables is not None:
-            q, k = rotate(q, tables), rotate(k, k_tables)
+            q = rotate(q, tables)
+            k = rotate(k, k_tables)
         return q, k, v
 
-    def rotary_tables(self, x: Array, rows: int, positions: Array | None = None) -> RotaryTables | None:
-        """Returns the cosines and sines of rows at positions, by default 0 .. rows - 1; None where nothing rotates."""
+    def rotary_tables(
+        self, x: Array, rows: int, positions: Array | None = None
+    ) -> RotaryTables | None:
+        """Returns the cosines and sines of rows at positions, by default 0 .. rows - 1; None where
+        nothing rotates.
+        """
         if self.rope_theta is None:
             return None
         tables = rotary_tables(
-            rows, self.head_dim, accumulator_dtype(x), theta=self.rope_theta, positions=positions,
+            rows,
+            self.head_dim,
+            accumulator_dtype(x),
+            theta=self.rope_theta,
+            positions=positions,
             scaling=self.rope_scaling,
-        )  # fmt: skip
+        )
         return lax.optimization_barrier(tables)
 
     def _normalize(self, x: Array, scale: Array | None) -> Array:
@@ -239,14 +313,25 @@ class HeadAttention:
         return (x32 * (lax.rsqrt(variance + self.qk_epsilon) * factor)).astype(x.dtype)
 
     def _attend_dense(self, q: Array, k: Array, v: Array, inputs: Inputs[Array]) -> Array:
-        mask = positional_mask(Mask(self.causal, self.window), q.shape[1], k.shape[1], inputs.segment_ids)
+        mask = positional_mask(
+            Mask(self.causal, self.window), q.shape[1], k.shape[1], inputs.segment_ids
+        )
         if inputs.mask is not None:
             mask = inputs.mask if mask is None else inputs.mask & mask
         if self.attention_fn is not None:
-            q = q * jnp.asarray(self.scale * math.sqrt(self.head_dim), q.dtype)  # the function divides by the root
+            # the function divides by the root
+            q = q * jnp.asarray(self.scale * math.sqrt(self.head_dim), q.dtype)
             k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
             return self.attention_fn(q, k, v, bias=inputs.bias, mask=mask)
         return dense_attention(
-            q, k, v, scale=self.scale, softcap=self.logit_softcap, mask=mask, bias=inputs.bias,
-            dropout_key=inputs.dropout_key, dropout_rate=self.dropout_rate, precision=self.precision,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            scale=self.scale,
+            softcap=self.logit_softcap,
+            mask=mask,
+            bias=inputs.bias,
+            dropout_key=inputs.dropout_key,
+            dropout_rate=self.dropout_rate,
+            precision=self.precision,
+        )

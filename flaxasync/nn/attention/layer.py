@@ -10,8 +10,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flaxasync.mesh import mesh_axis_size
-from flaxasync.nn.attention.base import AttentionLayer, attend_cached, place_input, run, scores_array
-from flaxasync.nn.attention.heads import AttentionOptions, HeadAttention, Inputs, ParallelAttentionOptions
+from flaxasync.nn.attention.base import (
+    AttentionLayer,
+    attend_cached,
+    place_input,
+    run,
+    scores_array,
+)
+from flaxasync.nn.attention.heads import (
+    AttentionOptions,
+    HeadAttention,
+    Inputs,
+    ParallelAttentionOptions,
+)
 from flaxasync.nn.attention.protocol import check_qkv_sharding, refuse
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear
 from flaxasync.nn.options import settings_of
@@ -23,7 +34,8 @@ from flaxasync.ops.attention.layouts import check_sequence_rows
 
 
 class ParallelAttention(AttentionLayer):
-    """Multi-head attention with heads split over a mesh axis: the parallel `nnx.MultiHeadAttention`.
+    """Multi-head attention with heads split over a mesh axis: the parallel
+    `nnx.MultiHeadAttention`.
 
     ```
     inputs_q      [b, s, features]              sharded by rows over axis_name, or the same on all of its devices
@@ -33,12 +45,14 @@ class ParallelAttention(AttentionLayer):
     y             [b, s, out_features]          sharded as inputs_q is
     ```
 
-    Projections of one input share one gather of it. The parameters are those of four `nnx.Linear`: `query`, `key`,
-    `value` and `out`, of which the first three have heads * head_dim output features.
+    Projections of one input share one gather of it. The parameters are those of four `nnx.Linear`:
+    `query`, `key`, `value` and `out`, of which the first three have heads * head_dim output
+    features.
 
-    The axis need not divide the heads. Where it does not, some devices compute with heads of zeros, and where there are
-    fewer key-value heads than devices, several devices compute with the same; an all-to-all fetches these parameters in
-    every call. Their shapes are those of the dense model all the same.
+    The axis need not divide the heads. Where it does not, some devices compute with heads of zeros,
+    and where there are fewer key-value heads than devices, several devices compute with the same;
+    an all-to-all fetches these parameters in every call. Their shapes are those of the dense model
+    all the same.
 
     Args:
       features: The features of the input of queries.
@@ -70,29 +84,51 @@ class ParallelAttention(AttentionLayer):
         rngs: nnx.Rngs,
         **options: Unpack[ParallelAttentionOptions],
     ):
-        layer, linear = type(self).__name__, dict[str, Any](options)
+        layer = type(self).__name__
+        linear = dict[str, Any](options)
         if (heads is None) == (num_heads is None):
-            raise ValueError(f"{layer} needs heads, or num_heads, which means the same: got {heads} and {num_heads}")
+            raise ValueError(
+                f"{layer} needs heads, or num_heads, which means the same: got {heads} and "
+                f"{num_heads}"
+            )
         heads = num_heads if heads is None else heads
         assert heads is not None
-        given = {name: linear.pop(name) for name in AttentionOptions.__annotations__ if name in linear}
+        given = {
+            name: linear.pop(name) for name in AttentionOptions.__annotations__ if name in linear
+        }
         self.settings = settings_of(layer, linear)
         if given.get("context_backend") is None:
-            given["context_backend"] = execution.if_available("ring_attention", self.settings.backend)
+            given["context_backend"] = execution.if_available(
+                "ring_attention", self.settings.backend
+            )
         elif given.get("context_axis") is None:
-            execution.check_backend("ring_attention", given["context_backend"])  # it does nothing, and must exist
+            # it does nothing, and must exist
+            execution.check_backend("ring_attention", given["context_backend"])
         self.attention = attention = HeadAttention.of(
-            layer, features, heads, causal=causal, rope_theta=rope_theta, precision=self.settings.precision, **given
+            layer,
+            features,
+            heads,
+            causal=causal,
+            rope_theta=rope_theta,
+            precision=self.settings.precision,
+            **given,
         )
         self.rngs = rngs.dropout.fork() if attention.dropout_rate else nnx.data(None)
         devices = mesh_axis_size(layer, self.settings.axis_name)
         q_shares, kv_shares = head_shares(heads, attention.kv_heads, attention.head_dim, devices)
         kv_features = features if kv_features is None else kv_features
-        q_width, kv_width = heads * attention.head_dim, attention.kv_heads * attention.head_dim
+        q_width = heads * attention.head_dim
+        kv_width = attention.kv_heads * attention.head_dim
         self.query = ColumnParallelLinear(features, q_width, shares=q_shares, rngs=rngs, **linear)
-        self.key = ColumnParallelLinear(kv_features, kv_width, shares=kv_shares, rngs=rngs, **linear)
-        self.value = ColumnParallelLinear(kv_features, kv_width, shares=kv_shares, rngs=rngs, **linear)
-        self.out = RowParallelLinear(q_width, out_features or features, shares=q_shares, rngs=rngs, **linear)
+        self.key = ColumnParallelLinear(
+            kv_features, kv_width, shares=kv_shares, rngs=rngs, **linear
+        )
+        self.value = ColumnParallelLinear(
+            kv_features, kv_width, shares=kv_shares, rngs=rngs, **linear
+        )
+        self.out = RowParallelLinear(
+            q_width, out_features or features, shares=q_shares, rngs=rngs, **linear
+        )
         self._add_norms(rngs)
 
     def __call__(
@@ -119,25 +155,28 @@ class ParallelAttention(AttentionLayer):
           inputs_v: The input of values; by default inputs_k.
           mask: True where a row attends to another; broadcasts to [b, heads, s, t].
           bias: Added to the scores; broadcasts to [b, heads, s, t].
-          deterministic: Whether nothing is dropped; by default the attribute `deterministic`, which `nnx.view`,
-            `nnx.Module.eval` and the option set.
+          deterministic: Whether nothing is dropped; by default the attribute `deterministic`, which
+            `nnx.view`, `nnx.Module.eval` and the option set.
           rngs: What the dropout is drawn from; by default a stream of the layer's own.
-          decode: Whether the rows are added to the cache that `init_cache` made, and attend to themselves and to the
-            rows before them; by default the attribute `decode`. A mask then broadcasts to [b, 1, s, length]. More rows
-            than the cache has room for overwrite the last ones.
-          is_causal: Whether a row attends only to itself and to earlier rows in this call, though the layer was built
-            without `causal`. A call that decodes makes no use of it.
+          decode: Whether the rows are added to the cache that `init_cache` made, and attend to
+            themselves and to the rows before them; by default the attribute `decode`. A mask then
+            broadcasts to [b, 1, s, length]. More rows than the cache has room for overwrite the
+            last ones.
+          is_causal: Whether a row attends only to itself and to earlier rows in this call, though
+            the layer was built without `causal`. A call that decodes makes no use of it.
           sow_weights: Must be False, because no device has the weights of all heads.
           out_sharding: How the output is to be sharded, if not as inputs_q is.
-          qkv_sharding: How queries, keys and values are sharded: P(batch, None, axis_name, None), or None.
-          input_positions: Must be None. Rows are positions 0 .. s - 1; rotary positions are relative, so that rows of
-            packed sequences need no others.
+          qkv_sharding: How queries, keys and values are sharded: P(batch, None, axis_name, None),
+            or None.
+          input_positions: Must be None. Rows are positions 0 .. s - 1; rotary positions are
+            relative, so that rows of packed sequences need no others.
 
         Raises:
-          ValueError: An input has other features, dimensions or rows, a batch of its own, or rows that are not on the
-            axes where they belong; a mask or a bias does not fit; the layer drops and has nothing to draw from.
-          NotImplementedError: `sow_weights` is True, or input_positions are given; inputs_k, a mask or a bias is given
-            where sequences are split; `qkv_sharding` is another one.
+          ValueError: An input has other features, dimensions or rows, a batch of its own, or rows
+            that are not on the axes where they belong; a mask or a bias does not fit; the layer
+            drops and has nothing to draw from.
+          NotImplementedError: `sow_weights` is True, or input_positions are given; inputs_k, a mask
+            or a bias is given where sequences are split; `qkv_sharding` is another one.
         """
         layer = type(self).__name__
         refuse(layer, "leave it out", sow_weights=sow_weights, input_positions=input_positions)
@@ -148,20 +187,29 @@ class ParallelAttention(AttentionLayer):
         if self.decodes(decode):
             return shard_output(attend_cached(self, inputs_q, inputs, qkv_sharding), spec)
         key = self._dropout_key(deterministic, rngs)
-        y = self._attend(inputs_q, inputs._replace(dropout_key=key), is_causal=is_causal, qkv_sharding=qkv_sharding)
+        y = self._attend(
+            inputs_q,
+            inputs._replace(dropout_key=key),
+            is_causal=is_causal,
+            qkv_sharding=qkv_sharding,
+        )
         return shard_output(y, spec)
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> None:
-        """Makes an empty cache of keys and values in `dtype`, as `nnx.MultiHeadAttention.init_cache`.
+        """Makes an empty cache of keys and values in `dtype`, as
+        `nnx.MultiHeadAttention.init_cache`.
 
-        `input_shape` is that of the longest input that is decoded, [b, length, features]. A stack of layers, as
-        `nnx.vmap` makes it, has its size before b.
+        `input_shape` is that of the longest input that is decoded, [b, length, features]. A stack
+        of layers, as `nnx.vmap` makes it, has its size before b.
         """
         shares = self.key.shares
         *stack, batch, length, _ = input_shape
-        axis_name, mesh = self.settings.axis_name, jax.sharding.get_abstract_mesh()
+        axis_name = self.settings.axis_name
+        mesh = jax.sharding.get_abstract_mesh()
         shape = (*stack, batch, length, shares.devices * shares.local, self.head_dim)
-        others = [name for name in mesh.axis_names if name not in (axis_name, self.attention.context_axis)]
+        others = [
+            name for name in mesh.axis_names if name not in (axis_name, self.attention.context_axis)
+        ]
         if batch % math.prod(mesh.shape[name] for name in others):
             others = []  # they do not divide the batch, which every device then has whole
         spec = (*(None,) * len(stack), tuple(others) or None, None, axis_name, None)
@@ -169,46 +217,68 @@ class ParallelAttention(AttentionLayer):
         self.cached_value = nnx.Cache(jnp.zeros(shape, dtype), out_sharding=spec)
         self.cache_index = nnx.Cache(jnp.zeros(tuple(stack), jnp.int32))
 
-    def _attend(self, x: Array, inputs: Inputs[Array], *, is_causal: bool, qkv_sharding: OutSharding) -> Array:
-        layer, attention = type(self).__name__, self.attention
+    def _attend(
+        self, x: Array, inputs: Inputs[Array], *, is_causal: bool, qkv_sharding: OutSharding
+    ) -> Array:
+        layer = type(self).__name__
+        attention = self.attention
         placement = place_input(self, x, inputs.segment_ids, attention.context_axis)
         check_qkv_sharding(layer, qkv_sharding, placement, splits_heads=True)
         if attention.context_axis is not None:
             _check_split_sequence(layer, x, inputs, placement, attention)
         elif placement.rows:
             raise ValueError(
-                f"{layer} needs all rows of a sequence on {placement.axis_name!r}: its input's rows are "
-                f"sharded over {', '.join(map(repr, placement.rows))}, too; reshard it with jax.reshard, or name that "
+                f"{layer} needs all rows of a sequence on {placement.axis_name!r}: its input's "
+                "rows are "
+                f"sharded over {', '.join(map(repr, placement.rows))}, too; reshard it with "
+                "jax.reshard, or name that "
                 "axis with context_axis"
             )
         kv_placement = self._place_keys(x, inputs, placement)
         keys = x if inputs.inputs_k is None else inputs.inputs_k
         shape = x.shape[0], attention.heads, placement.all_rows(x), kv_placement.all_rows(keys)
-        mask, bias = scores_array(layer, "mask", inputs.mask, shape), scores_array(layer, "bias", inputs.bias, shape)
-        return run(self, x, inputs._replace(mask=mask, bias=bias), placement, kv_placement, is_causal=is_causal)
+        mask = scores_array(layer, "mask", inputs.mask, shape)
+        bias = scores_array(layer, "bias", inputs.bias, shape)
+        return run(
+            self,
+            x,
+            inputs._replace(mask=mask, bias=bias),
+            placement,
+            kv_placement,
+            is_causal=is_causal,
+        )
 
     def _place_keys(self, x: Array, inputs: Inputs[Array], placement: Placement) -> Placement:
         """Reads how the inputs of keys and values are sharded, and checks them."""
-        layer, features = type(self).__name__, self.key.in_features
+        layer = type(self).__name__
+        features = self.key.in_features
         if inputs.inputs_k is None:
             if features != self.query.in_features:
                 raise ValueError(
-                    f"{layer} was built for {features} features of keys and values, and {self.query.in_features} of "
+                    f"{layer} was built for {features} features of keys and values, and "
+                    f"{self.query.in_features} of "
                     "queries: give inputs_k"
                 )
             return placement
-        k, v = inputs.inputs_k, inputs.inputs_k if inputs.inputs_v is None else inputs.inputs_v
-        keys, values = (place(layer, z, self.settings.axis_name, None, "rows", features) for z in (k, v))
+        k = inputs.inputs_k
+        v = inputs.inputs_k if inputs.inputs_v is None else inputs.inputs_v
+        keys, values = (
+            place(layer, z, self.settings.axis_name, None, "rows", features) for z in (k, v)
+        )
         fits = all(z.ndim == 3 and z.shape[:2] == (x.shape[0], k.shape[1]) for z in (k, v))
         if not fits or keys != values or keys.batch != placement.batch or keys.rows:
             raise ValueError(
-                f"{layer} needs inputs_k and inputs_v [{x.shape[0]}, rows, features] of one length that are sharded "
-                f"alike, with the batch sharded as {placement.in_spec[0]}: got {list(k.shape)} sharded {keys.in_spec} "
+                f"{layer} needs inputs_k and inputs_v [{x.shape[0]}, rows, features] of one length "
+                "that are sharded "
+                f"alike, with the batch sharded as {placement.in_spec[0]}: got {list(k.shape)} "
+                f"sharded {keys.in_spec} "
                 f"and {list(v.shape)} sharded {values.in_spec}; reshard them with jax.reshard"
             )
         return keys
 
-    def _dropout_key(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> Array | None:
+    def _dropout_key(
+        self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
+    ) -> Array | None:
         """Returns the raw data of a key, or None where nothing is dropped."""
         deterministic = self.deterministic if deterministic is None else deterministic
         if deterministic or not self.attention.dropout_rate:
@@ -216,7 +286,8 @@ class ParallelAttention(AttentionLayer):
         stream = self.rngs if rngs is None else rngs
         if stream is None:
             raise ValueError(
-                f"{type(self).__name__} drops with dropout_rate={self.dropout_rate} and has no stream to draw from: "
+                f"{type(self).__name__} drops with dropout_rate={self.dropout_rate} and has no "
+                "stream to draw from: "
                 "give the call rngs, or deterministic=True"
             )
         return jax.random.key_data(stream.dropout() if isinstance(stream, nnx.Rngs) else stream())
@@ -225,7 +296,9 @@ class ParallelAttention(AttentionLayer):
 def _check_split_sequence(
     layer: str, x: Array, inputs: Inputs[Array], placement: Placement, attention: HeadAttention
 ) -> None:
-    """Refuses rows that are not on both axes or cannot be shared out equally, and inputs that need all keys."""
+    """Refuses rows that are not on both axes or cannot be shared out equally, and inputs that need
+    all keys.
+    """
     context_axis = attention.context_axis
     assert context_axis is not None
     size = mesh_axis_size(layer, context_axis)
@@ -240,9 +313,14 @@ def _check_split_sequence(
             f"{(context_axis, placement.axis_name)}, or over {context_axis!r} alone: got "
             f"{placement.in_spec}; reshard it with jax.reshard"
         )
-    for name, given in (("inputs_k", inputs.inputs_k), ("a mask", inputs.mask), ("a bias", inputs.bias)):
+    for name, given in (
+        ("inputs_k", inputs.inputs_k),
+        ("a mask", inputs.mask),
+        ("a bias", inputs.bias),
+    ):
         if given is not None:
             raise NotImplementedError(
-                f"{layer} over a split sequence lacks {name}: leave context_axis out; causal, window and segment_ids "
+                f"{layer} over a split sequence lacks {name}: leave context_axis out; causal, "
+                "window and segment_ids "
                 "say without it what attends to what"
             )

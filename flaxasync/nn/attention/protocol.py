@@ -1,7 +1,9 @@
-"""What the attention layers have of `nnx.MultiHeadAttention` beside its call: attributes, `nnx.view`, refusals.
+"""What the attention layers have of `nnx.MultiHeadAttention` beside its call: attributes,
+`nnx.view`, refusals.
 
-`nnx.Module.set_attributes` and `nnx.view` pass over a module that lacks what they set, without a word as soon as
-another module has it. So a layer has every attribute of its counterpart, and one that cannot be set says so.
+`nnx.Module.set_attributes` and `nnx.view` pass over a module that lacks what they set, without a
+word as soon as another module has it. So a layer has every attribute of its counterpart, and one
+that cannot be set says so.
 """
 
 from typing import Any
@@ -19,7 +21,9 @@ from flaxasync.nn.placement import Placement, entries_of, spec_of
 
 
 def _of_attention(name: str) -> property:
-    """Returns a property for an option of the heads. It may be set, and the next call computes with the new value."""
+    """Returns a property for an option of the heads. It may be set, and the next call computes with
+    the new value.
+    """
 
     def get(layer: Any) -> Any:
         return getattr(layer.attention, name)
@@ -38,8 +42,10 @@ class LikeMultiHeadAttention(nnx.Module):
     query: DenseLayer
     key: DenseLayer
     out: DenseLayer
-    deterministic: bool | None  # whether nothing is dropped, if a call does not say it; None for False
-    decode: bool | None  # whether rows are added to the cache, if a call does not say it; None for False
+    # whether nothing is dropped, if a call does not say it; None for False
+    deterministic: bool | None
+    # whether rows are added to the cache, if a call does not say it; None for False
+    decode: bool | None
     cached_key: nnx.Cache | None
 
     num_heads = fixed("num_heads", lambda layer: layer.attention.heads)
@@ -50,15 +56,19 @@ class LikeMultiHeadAttention(nnx.Module):
     out_features = fixed("out_features", lambda layer: layer.out.out_features)
     normalize_qk = fixed("normalize_qk", lambda layer: layer.attention.normalize_qk)
     use_bias = fixed_setting("use_bias")
-    dtype, param_dtype = of_settings("dtype"), of_settings("param_dtype")
-    promote_dtype, dot_general = of_settings("promote_dtype"), of_settings("dot_general")
-    quantization, preferred_element_type = of_settings("quantization"), of_settings("preferred_element_type")
+    dtype = of_settings("dtype")
+    param_dtype = of_settings("param_dtype")
+    promote_dtype = of_settings("promote_dtype")
+    dot_general = of_settings("dot_general")
+    quantization = of_settings("quantization")
+    preferred_element_type = of_settings("preferred_element_type")
     # One function for all four projections, which `promote_dtype` and `dot_general` set.
     qkv_promote_dtype = fixed("qkv_promote_dtype", lambda layer: layer.settings.promote_dtype)
     out_promote_dtype = fixed("out_promote_dtype", lambda layer: layer.settings.promote_dtype)
     qkv_dot_general = fixed("qkv_dot_general", lambda layer: layer.settings.dot_general)
     out_dot_general = fixed("out_dot_general", lambda layer: layer.settings.dot_general)
-    dropout_rate, attention_fn = _of_attention("dropout_rate"), _of_attention("attention_fn")
+    dropout_rate = _of_attention("dropout_rate")
+    attention_fn = _of_attention("attention_fn")
     # What the layers lack, with the value that stands for it in `nnx.MultiHeadAttention`.
     broadcast_dropout = fixed("broadcast_dropout", lambda layer: False)
     ln_promote_dtype = fixed("ln_promote_dtype", lambda layer: nnx.nn.dtypes.promote_dtype)
@@ -77,9 +87,12 @@ class LikeMultiHeadAttention(nnx.Module):
         self.settings = self.settings.changed(name, precision=value)
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> None:
-        """Makes an empty cache of keys and values. Raises NotImplementedError where the layer has none."""
+        """Makes an empty cache of keys and values. Raises NotImplementedError where the layer has
+        none.
+        """
         raise NotImplementedError(
-            f"{type(self).__name__} decodes with no cache of keys and values; decode with ParallelSelfAttention, which "
+            f"{type(self).__name__} decodes with no cache of keys and values; decode with "
+            "ParallelSelfAttention, which "
             "takes the same parameters"
         )
 
@@ -94,13 +107,16 @@ class LikeMultiHeadAttention(nnx.Module):
 
         Args:
           deterministic: Whether nothing is dropped.
-          decode: Whether the rows of a call are added to the cache, and attend to themselves and to the rows before.
-          batch_size: The sequences of a new empty cache; for a stack of layers with its size before.
+          decode: Whether the rows of a call are added to the cache, and attend to themselves and to
+            the rows before.
+          batch_size: The sequences of a new empty cache; for a stack of layers with its size
+            before.
           max_length: The rows of each sequence of that cache.
         """
         if (batch_size is None) != (max_length is None):
             raise ValueError(
-                f"{type(self).__name__} makes a cache of batch_size sequences of max_length rows: got "
+                f"{type(self).__name__} makes a cache of batch_size sequences of max_length rows: "
+                "got "
                 f"batch_size={batch_size} and max_length={max_length}; give both, or neither"
             )
         if deterministic is not None:
@@ -109,7 +125,9 @@ class LikeMultiHeadAttention(nnx.Module):
             self.decode = decode
         if batch_size is not None and max_length is not None:
             batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
-            self.init_cache((*batch, max_length, self.query.in_features), self.settings.dtype or jnp.float32)
+            self.init_cache(
+                (*batch, max_length, self.query.in_features), self.settings.dtype or jnp.float32
+            )
 
     def decodes(self, decode: bool | None) -> bool:
         """Says whether a call decodes, which its argument says, or else the attribute."""
@@ -117,7 +135,8 @@ class LikeMultiHeadAttention(nnx.Module):
 
 
 def refuse(layer: str, instead: str, **given: Any) -> None:
-    """Raises NotImplementedError for keywords of `nnx.MultiHeadAttention` that a layer lacks: those that are not None.
+    """Raises NotImplementedError for keywords of `nnx.MultiHeadAttention` that a layer lacks: those
+    that are not None.
 
     `instead` says what to do.
     """
@@ -126,8 +145,12 @@ def refuse(layer: str, instead: str, **given: Any) -> None:
             raise NotImplementedError(f"{layer} lacks {name} of nnx.MultiHeadAttention; {instead}")
 
 
-def check_qkv_sharding(layer: str, qkv_sharding: OutSharding, placement: Placement, *, splits_heads: bool) -> None:
-    """Raises NotImplementedError for queries, keys and values [b, s, heads, head_dim] sharded as the layer does not."""
+def check_qkv_sharding(
+    layer: str, qkv_sharding: OutSharding, placement: Placement, *, splits_heads: bool
+) -> None:
+    """Raises NotImplementedError for queries, keys and values [b, s, heads, head_dim] sharded as
+    the layer does not.
+    """
     if qkv_sharding is None:
         return
     spec = qkv_sharding.spec if isinstance(qkv_sharding, NamedSharding) else qkv_sharding
@@ -136,6 +159,7 @@ def check_qkv_sharding(layer: str, qkv_sharding: OutSharding, placement: Placeme
     natural = [*placement.batch, rows, axis if splits_heads else (), ()]
     if not isinstance(spec, PartitionSpec) or entries_of(spec, 4) != natural:
         raise NotImplementedError(
-            f"{layer} shards queries, keys and values [b, s, heads, head_dim] as {spec_of(natural)}: got "
+            f"{layer} shards queries, keys and values [b, s, heads, head_dim] as "
+            f"{spec_of(natural)}: got "
             f"qkv_sharding={qkv_sharding}; leave it out"
         )

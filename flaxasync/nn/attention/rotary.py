@@ -1,7 +1,8 @@
-"""Rotary position embedding, and the scaling of its frequencies for sequences that are longer than those of training.
+"""Rotary position embedding, and the scaling of its frequencies for sequences that are longer than
+those of training.
 
-Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), in the half-split layout of
-the public Llama checkpoints.
+Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), in the
+half-split layout of the public Llama checkpoints.
 """
 
 import dataclasses
@@ -24,21 +25,26 @@ from flaxasync.ops.matmul.products import accumulator_dtype
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Divides the low frequencies of a rotary position embedding by a factor, as Llama 3.1 does. Hashable.
+    """Divides the low frequencies of a rotary position embedding by a factor, as Llama 3.1 does.
+    Hashable.
 
-    A frequency that turns fewer than `low_frequency` times within `original_length` positions is divided by `factor`;
-    one that turns more than `high_frequency` times is kept; between the two the result is interpolated linearly.
+    A frequency that turns fewer than `low_frequency` times within `original_length` positions is
+    divided by `factor`; one that turns more than `high_frequency` times is kept; between the two
+    the result is interpolated linearly.
     """
 
     factor: float
     low_frequency: float = 1.0
     high_frequency: float = 4.0
-    original_length: int = 8192  # of the sequences for which the frequencies were meant, in positions
+    # of the sequences for which the frequencies were meant, in positions
+    original_length: int = 8192
 
     def apply(self, frequency: Array) -> Array:
         """Returns the scaled frequencies (radians per position)."""
         turns = frequency * (self.original_length / (2 * math.pi))
-        kept = jnp.clip((turns - self.low_frequency) / (self.high_frequency - self.low_frequency), 0, 1)
+        kept = jnp.clip(
+            (turns - self.low_frequency) / (self.high_frequency - self.low_frequency), 0, 1
+        )
         return frequency * (kept + (1 - kept) / self.factor)
 
 
@@ -56,7 +62,8 @@ def rotary_embedding(
     positions: Int[Array, "*s"] | None = None,
     scaling: RopeScaling | None = None,
 ) -> Float[Array, "*batch s h d"]:
-    """Rotates each pair (x[i], x[i + d/2]) by position * theta ** (-2 i / d), in float32, or float64 for such an x.
+    """Rotates each pair (x[i], x[i + d/2]) by position * theta ** (-2 i / d), in float32, or
+    float64 for such an x.
 
     Args:
       x: Rows of heads.
@@ -68,15 +75,25 @@ def rotary_embedding(
       The rotated rows, in the dtype of x.
     """
     tables = rotary_tables(
-        x.shape[-3], x.shape[-1], accumulator_dtype(x), theta=theta, positions=positions, scaling=scaling
+        x.shape[-3],
+        x.shape[-1],
+        accumulator_dtype(x),
+        theta=theta,
+        positions=positions,
+        scaling=scaling,
     )
     return rotate(x, tables)
 
 
 def rotary_tables(
-    rows: int, dim: int, dtype: DTypeLike, *,
-    theta: float = 10_000.0, positions: Array | None = None, scaling: RopeScaling | None = None,
-) -> RotaryTables:  # fmt: skip
+    rows: int,
+    dim: int,
+    dtype: DTypeLike,
+    *,
+    theta: float = 10_000.0,
+    positions: Array | None = None,
+    scaling: RopeScaling | None = None,
+) -> RotaryTables:
     """Returns the cosines and sines with which `rotate` rotates rows of heads of `dim` features."""
     frequency = theta ** (-jnp.arange(dim // 2, dtype=dtype) / (dim // 2))
     frequency = frequency if scaling is None else scaling.apply(frequency)
@@ -90,8 +107,9 @@ def rotate(
 ) -> Float[Array, "*batch s h d"]:
     """Rotates heads by the angles of `rotary_tables`; see `rotary_embedding`.
 
-    The kernel of `flaxasync.kernels.rotate_heads` does it where that can serve and the attention kernel, which
-    `flaxasync.verify` verifies together with it, is trusted; a bool as `kernel` chooses.
+    The kernel of `flaxasync.kernels.rotate_heads` does it where that can serve and the attention
+    kernel, which `flaxasync.verify` verifies together with it, is trusted; a bool as `kernel`
+    chooses.
     """
     if kernel is None:
         fits = x.ndim == 4 and mesh.platform() == "tpu" and mesh.all_axes_mapped()
@@ -102,22 +120,29 @@ def rotate(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rotate(kernel: bool, x: Array, tables: RotaryTables) -> Array:
-    """The gradient of a rotation is the rotation by the negative angles. As a rule of its own it needs nothing but the
-    tables, and a policy of `jax.checkpoint` that keeps products does not see, and keep, the one below.
+    """The gradient of a rotation is the rotation by the negative angles. As a rule of its own it
+    needs nothing but the tables, and a policy of `jax.checkpoint` that keeps products does not see,
+    and keep, the one below.
     """
     if kernel:
         return rotate_heads.rotate_heads(side_by_side(x), *tables).reshape(x.shape)
     cos = lax.broadcast_to_rank(tables.cos[:, None, :], x.ndim)
     sin = lax.broadcast_to_rank(tables.sin[:, None, :], x.ndim)
     if mesh.platform() == "tpu":
-        # A product with a permutation of 1 and -1 is exact. XLA copies halves of registers to registers of their own.
+        # A product with a permutation of 1 and -1 is exact. XLA copies halves of registers to
+        # registers of their own.
         one = jnp.eye(cos.shape[-1], dtype=x.dtype)
         turn = jnp.block([[jnp.zeros_like(one), one], [-one, jnp.zeros_like(one)]])
-        turned = jnp.einsum("...d,de->...e", x, turn, precision="highest", preferred_element_type=cos.dtype)
-        cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([sin, sin], axis=-1)
+        turned = jnp.einsum(
+            "...d,de->...e", x, turn, precision="highest", preferred_element_type=cos.dtype
+        )
+        cos = jnp.concatenate([cos, cos], axis=-1)
+        sin = jnp.concatenate([sin, sin], axis=-1)
         return (x.astype(cos.dtype) * cos + turned * sin).astype(x.dtype)
     first, second = jnp.split(x.astype(cos.dtype), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)
 
 
 def side_by_side(x: Array) -> Array:

@@ -1,4 +1,6 @@
-"""The public attention ops: their checks, and the choice of backend and kernel. `flaxasync.nn` has the modules."""
+"""The public attention ops: their checks, and the choice of backend and kernel. `flaxasync.nn` has
+the modules.
+"""
 
 import math
 from typing import Literal
@@ -15,7 +17,12 @@ from flaxasync.mesh import UnsupportedError, mapped_axis_size, vary_alike
 from flaxasync.ops import trust
 from flaxasync.ops.attention import vjp
 from flaxasync.ops.attention.blocks import Reference
-from flaxasync.ops.attention.layouts import AttentionLayout, Sequence, check_segments, check_sequence_layout
+from flaxasync.ops.attention.layouts import (
+    AttentionLayout,
+    Sequence,
+    check_segments,
+    check_sequence_layout,
+)
 from flaxasync.ops.attention.ring import Call
 from flaxasync.ops.execution import check_mapped, decide
 
@@ -40,7 +47,8 @@ def ring_attention(
     precision: lax.PrecisionLike = None,
     joined: bool = False,
 ) -> Float[Array, "b s h d"] | Float[Array, "b s h*d"]:
-    """Computes exact attention of this device's queries to the keys of all devices, each block as it arrives.
+    """Computes exact attention of this device's queries to the keys of all devices, each block as
+    it arrives.
 
     ```
     q     [b, s, h, d]     this device's rows of a sequence of R*s        (R devices on axis_name)
@@ -52,38 +60,45 @@ def ring_attention(
               dk, dv                                                               partial sums that travel with k and v
     ```
 
-    The softmax is kept as a running maximum and sum in float32 (float64 where q is float64). Saved for the backward
-    pass are q, k, v, o and the log-sum-exp of this device's rows; nothing gathered and no scores are saved. Blocks that
-    no row attends to cost no compute. The gradient of a ring has no gradient: a second derivative is refused.
+    The softmax is kept as a running maximum and sum in float32 (float64 where q is float64). Saved
+    for the backward pass are q, k, v, o and the log-sum-exp of this device's rows; nothing gathered
+    and no scores are saved. Blocks that no row attends to cost no compute. The gradient of a ring
+    has no gradient: a second derivative is refused.
 
     Args:
-      axis_name: The mesh axis over which the sequence is split. For whole sequences use `flaxasync.attention`.
+      axis_name: The mesh axis over which the sequence is split. For whole sequences use
+        `flaxasync.attention`.
       causal: Whether a row attends only to itself and to earlier rows.
-      layout: Which rows this device holds: "contiguous", or "zigzag", which shares causal work out equally. All arrays
-        are then in the order of `flaxasync.sequence_order`.
+      layout: Which rows this device holds: "contiguous", or "zigzag", which shares causal work out
+        equally. All arrays are then in the order of `flaxasync.sequence_order`.
       scale: The factor of the scores; by default 1 / sqrt(d).
-      segment_ids: Rows attend only to rows of the same id, for documents that are packed into one sequence. The ids
-        travel with k and v.
-      window: A row attends only to rows fewer than `window` positions away, itself included. Blocks further away cost
-        no compute, and in a contiguous causal layout they do not travel.
-      backend: What moves k and v: "none" (one all-gather; "gather" means the same), or "xla", "pallas" or "stateful",
-        which are rings as in `flaxasync.all_gather_matmul`. None chooses as there.
-      kernel: What multiplies two blocks: "flash" (a Pallas kernel; TPU; no second derivative), "reference" (JAX, on
-        every device), or an object of your own (`flaxasync.kernels.attention_block.BlockKernel`). None stands for
-        "flash" where that can serve and was verified (`flaxasync.ops.trust`), on a mesh of TPUs whose axes are all
-        mapped, and for "reference" elsewhere.
+      segment_ids: Rows attend only to rows of the same id, for documents that are packed into one
+        sequence. The ids travel with k and v.
+      window: A row attends only to rows fewer than `window` positions away, itself included. Blocks
+        further away cost no compute, and in a contiguous causal layout they do not travel.
+      backend: What moves k and v: "none" (one all-gather; "gather" means the same), or "xla",
+        "pallas" or "stateful", which are rings as in `flaxasync.all_gather_matmul`. None chooses as
+        there.
+      kernel: What multiplies two blocks: "flash" (a Pallas kernel; TPU; no second derivative),
+        "reference" (JAX, on every device), or an object of your own
+        (`flaxasync.kernels.attention_block.BlockKernel`). None stands for "flash" where that can
+        serve and was verified (`flaxasync.ops.trust`), on a mesh of TPUs whose axes are all mapped,
+        and for "reference" elsewhere.
       directions, unroll, precision: As in `flaxasync.all_gather_matmul`.
-      joined: Whether the heads of o lie side by side, [b, s, h * d], as an output projection reads them.
+      joined: Whether the heads of o lie side by side, [b, s, h * d], as an output projection reads
+        them.
 
     Returns:
       o, in the dtype of q.
 
     Raises:
-      ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; heads or rows do not divide; the
-        layout, backend or kernel is unknown.
-      NotImplementedError: The backend or the kernel cannot serve this call; a second derivative is asked for.
+      ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; heads or rows do
+        not divide; the layout, backend or kernel is unknown.
+      NotImplementedError: The backend or the kernel cannot serve this call; a second derivative is
+        asked for.
 
-    Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023).
+    Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context"
+      (2023).
     """
     op = "ring_attention"
     size = mapped_axis_size(op, axis_name)
@@ -91,17 +106,28 @@ def ring_attention(
     check_sequence_layout(op, layout)
     if layout == "zigzag" and q.shape[1] % 2:
         raise ValueError(
-            f"{op} with layout='zigzag' holds two equal chunks of the sequence on every device: got "
-            f"{q.shape[1]} rows a device, needed an even number; pad the sequence to a multiple of {2 * size} rows"
+            f"{op} with layout='zigzag' holds two equal chunks of the sequence on every device: "
+            "got "
+            f"{q.shape[1]} rows a device, needed an even number; pad the sequence to a multiple of "
+            f"{2 * size} rows"
         )
     sequence = Sequence(layout, Mask(causal, window), q.shape[1], size)
     chunk = sequence.rows // sequence.chunks
     execution = decide(
-        op, backend, shapes=(q.shape, k.shape), ring=size, directions=directions, unroll=unroll,
+        op,
+        backend,
+        shapes=(q.shape, k.shape),
+        ring=size,
+        directions=directions,
+        unroll=unroll,
         halves=chunk % (2 * LANES) == 0,  # the flash kernel takes whole registers only
-        itemsize=q.dtype.itemsize, causal=causal, window=window, layout=layout,
-    )  # fmt: skip
-    ring = execution.ring(axis_name) if sequence.hops else None  # without hops no row needs a row of another device
+        itemsize=q.dtype.itemsize,
+        causal=causal,
+        window=window,
+        layout=layout,
+    )
+    # without hops no row needs a row of another device
+    ring = execution.ring(axis_name) if sequence.hops else None
     block_kernel = _choose_kernel(op, kernel, q, chunk, chunk // ring.directions if ring else chunk)
     call = Call(ring, sequence, _scores(sequence.mask, q, scale, precision), block_kernel)
     return _apply(call, q, k, v, segment_ids, {axis_name}, joined)
@@ -120,7 +146,8 @@ def attention(
     precision: lax.PrecisionLike = None,
     joined: bool = False,
 ) -> Float[Array, "b s h d"] | Float[Array, "b s h*d"]:
-    """Computes exact attention over whole sequences, with the kernels of `ring_attention`; nothing travels.
+    """Computes exact attention over whole sequences, with the kernels of `ring_attention`; nothing
+    travels.
 
     ```
     q     [b, s, h, d]     all rows of a sequence
@@ -128,17 +155,19 @@ def attention(
     o     [b, s, h, d]     softmax(scale * q @ k.T + mask) @ v
     ```
 
-    It works inside `jax.shard_map`, on this device's batch and heads, and outside of it. Saved for the backward pass
-    are q, k, v, o and the log-sum-exp of each row.
+    It works inside `jax.shard_map`, on this device's batch and heads, and outside of it. Saved for
+    the backward pass are q, k, v, o and the log-sum-exp of each row.
 
-    The arguments are those of `ring_attention`. The kernel "reference" has a second derivative, "flash" has none.
+    The arguments are those of `ring_attention`. The kernel "reference" has a second derivative,
+    "flash" has none.
 
     Returns:
       o, in the dtype of q.
 
     Raises:
       ValueError: Shapes or dtypes do not match; heads do not divide; the kernel is unknown.
-      NotImplementedError: The kernel cannot serve this call; a second derivative is asked of a kernel without one.
+      NotImplementedError: The kernel cannot serve this call; a second derivative is asked of a
+        kernel without one.
     """
     op = "attention"
     _check_operands(op, q, k, v, segment_ids, window)
@@ -153,8 +182,18 @@ def _scores(mask: Mask, q: Array, scale: float | None, precision: lax.PrecisionL
     return Scores(mask, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, precision)
 
 
-def _apply(call: Call, q: Array, k: Array, v: Array, segment_ids: Array | None, axes: set[str], joined: bool) -> Array:
-    """Casts the operands to vary over the same mesh axes, `axes` among them, lays them out as blocks, and attends."""
+def _apply(
+    call: Call,
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: Array | None,
+    axes: set[str],
+    joined: bool,
+) -> Array:
+    """Casts the operands to vary over the same mesh axes, `axes` among them, lays them out as
+    blocks, and attends.
+    """
     q, k, v, segment_ids = vary_alike((q, k, v, segment_ids), *axes)
     b, s, h, d = q.shape
     if not q.size:
@@ -168,27 +207,41 @@ def _apply(call: Call, q: Array, k: Array, v: Array, segment_ids: Array | None, 
     return out if joined else out.reshape(b, s, h, d)
 
 
-def _choose_kernel(op: str, kernel: str | BlockKernel | None, q: Array, q_rows: int, k_rows: int) -> BlockKernel:
-    """Returns the block kernel of a name, for products of `q_rows` by `k_rows` rows; None chooses."""
+def _choose_kernel(
+    op: str, kernel: str | BlockKernel | None, q: Array, q_rows: int, k_rows: int
+) -> BlockKernel:
+    """Returns the block kernel of a name, for products of `q_rows` by `k_rows` rows; None
+    chooses.
+    """
     if kernel is not None and not isinstance(kernel, str):
         return kernel
     if kernel not in (None, *KERNELS):
         raise ValueError(
-            f"{op} got kernel={kernel!r}: it must be one of {', '.join(KERNELS)}, a BlockKernel, or None to choose"
+            f"{op} got kernel={kernel!r}: it must be one of {', '.join(KERNELS)}, a BlockKernel, "
+            "or None to choose"
         )
     lacking = unsupported(q.dtype, q.shape[-1], q_rows, k_rows)
     if kernel == "flash":
         mesh.check_tpu(f"{op} with kernel='flash'", "kernel='reference'")
         if lacking is not None:
-            raise UnsupportedError(f"{op} with kernel='flash' takes {lacking}; use kernel='reference'")
+            raise UnsupportedError(
+                f"{op} with kernel='flash' takes {lacking}; use kernel='reference'"
+            )
         if not mesh.all_axes_mapped():
             raise UnsupportedError(
-                f"{op} with kernel='flash' needs every mesh axis of more than one device to be mapped by "
-                "shard_map: XLA cannot partition a Pallas kernel; leave axis_names out of jax.shard_map, or use "
+                f"{op} with kernel='flash' needs every mesh axis of more than one device to be "
+                "mapped by "
+                "shard_map: XLA cannot partition a Pallas kernel; leave axis_names out of "
+                "jax.shard_map, or use "
                 "kernel='reference'"
             )
         return Flash()
-    if kernel == "reference" or lacking is not None or mesh.platform() != "tpu" or not mesh.all_axes_mapped():
+    if (
+        kernel == "reference"
+        or lacking is not None
+        or mesh.platform() != "tpu"
+        or not mesh.all_axes_mapped()
+    ):
         return Reference()
     if trust.is_trusted("attention", "flash", mesh.chip_name(), 1):
         return Flash()
@@ -196,13 +249,19 @@ def _choose_kernel(op: str, kernel: str | BlockKernel | None, q: Array, q_rows: 
     return Reference()
 
 
-def _check_operands(op: str, q: Array, k: Array, v: Array, segment_ids: Array | None, window: int | None) -> None:
+def _check_operands(
+    op: str, q: Array, k: Array, v: Array, segment_ids: Array | None, window: int | None
+) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
-            raise ValueError(f"{op} needs {name} of [batch, rows, heads, head size]: got {list(x.shape)}")
+            raise ValueError(
+                f"{op} needs {name} of [batch, rows, heads, head size]: got {list(x.shape)}"
+            )
         check_mapped(op, x)
     if k.shape != v.shape:
-        raise ValueError(f"{op} sends k and v as one block of one shape: got {list(k.shape)} and {list(v.shape)}")
+        raise ValueError(
+            f"{op} sends k and v as one block of one shape: got {list(k.shape)} and {list(v.shape)}"
+        )
     if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
         raise ValueError(
             f"{op} needs q and k of one batch, one share of rows and one head size: got "

@@ -1,7 +1,9 @@
-"""Attention of one block of queries with one block of keys, written in JAX: it runs on every device.
+"""Attention of one block of queries with one block of keys, written in JAX: it runs on every
+device.
 
-`flaxasync.kernels.attention_block` defines what a block kernel computes, the shapes of its arguments, and the softmax's
-carry. Where q is float64, everything that is float32 there is float64 here.
+`flaxasync.kernels.attention_block` defines what a block kernel computes, the shapes of its
+arguments, and the softmax's carry. Where q is float64, everything that is float32 there is float64
+here.
 """
 
 import dataclasses
@@ -12,7 +14,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from flaxasync.kernels.attention_block import LOG2_E, LOWEST, Carry, Gradients, Product, Scores, Segments
+from flaxasync.kernels.attention_block import (
+    LOG2_E,
+    LOWEST,
+    Carry,
+    Gradients,
+    Product,
+    Scores,
+    Segments,
+)
 from flaxasync.mesh import vary_like
 from flaxasync.ops.matmul.products import accumulator_dtype
 from flaxasync.ring import Index
@@ -22,74 +32,116 @@ def initial_carry(q: Array) -> Carry:
     """Returns the carry before the first product."""
     *heads, s, d = q.shape
     dtype = accumulator_dtype(q)
-    lowest, zeros = jnp.full((*heads, 1, s), LOWEST, dtype), jnp.zeros((*heads, 1, s), dtype)
-    return vary_like((jnp.zeros((*heads, s, d), dtype), lax.concatenate([lowest, zeros], len(heads))), q)
+    lowest = jnp.full((*heads, 1, s), LOWEST, dtype)
+    zeros = jnp.zeros((*heads, 1, s), dtype)
+    return vary_like(
+        (jnp.zeros((*heads, s, d), dtype), lax.concatenate([lowest, zeros], len(heads))), q
+    )
 
 
 def finish(carry: Carry, dtype: DTypeLike) -> tuple[Array, Array]:
-    """Returns the output [b, n, g, s, d], and log2 of the sum of 2**score [b, n, g, s], after the last product."""
+    """Returns the output [b, n, g, s, d], and log2 of the sum of 2**score [b, n, g, s], after the
+    last product.
+    """
     acc, stats = carry
-    highest, weights = stats[..., 0, :], stats[..., 1, :]
+    highest = stats[..., 0, :]
+    weights = stats[..., 1, :]
     return (acc / weights[..., None]).astype(dtype), highest + jnp.log2(weights)
 
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """The product in JAX, one tile of scores at a time, so that memory does not grow with the square of the rows."""
+    """The product in JAX, one tile of scores at a time, so that memory does not grow with the
+    square of the rows.
+    """
 
-    tile: int = 512  # the rows of q and of kv in a tile, at most; fewer where that divides the rows better
+    # the rows of q and of kv in a tile, at most; fewer where that divides the rows better
+    tile: int = 512
 
-    def forward(self, scores: Scores, q: Array, kv: Array, segments: Segments, product: Product, carry: Carry) -> Carry:
-        return _for_each_tile(product, self.tile, scores, functools.partial(_add_tile, scores, q, kv, segments), carry)
+    def forward(
+        self,
+        scores: Scores,
+        q: Array,
+        kv: Array,
+        segments: Segments,
+        product: Product,
+        carry: Carry,
+    ) -> Carry:
+        return _for_each_tile(
+            product, self.tile, scores, functools.partial(_add_tile, scores, q, kv, segments), carry
+        )
 
     def backward(
-        self, scores: Scores, q: Array, kv: Array, segments: Segments, do: Array, rows: Array, product: Product,
+        self,
+        scores: Scores,
+        q: Array,
+        kv: Array,
+        segments: Segments,
+        do: Array,
+        rows: Array,
+        product: Product,
         gradients: Gradients,
-    ) -> Gradients:  # fmt: skip
+    ) -> Gradients:
         add = functools.partial(_add_gradient_tile, scores, q, kv, segments, do, rows)
         return _for_each_tile(product, self.tile, scores, add, gradients)
 
 
 def where_needed[T](product: Product, compute: Callable[[T], T], value: T) -> T:
-    """Returns `compute(value)`, or `value`, without computing, where no row of the product attends to another."""
+    """Returns `compute(value)`, or `value`, without computing, where no row of the product attends
+    to another.
+    """
     if product.needed is None or isinstance(product.needed, bool):
         return value if product.needed is False else compute(value)
     return lax.cond(product.needed, compute, lambda value: value, value)
 
 
 def tile_rows(rows: int, limit: int) -> int:
-    """Returns the largest divisor of `rows` up to `limit`, or `rows` where no divisor is near the limit."""
+    """Returns the largest divisor of `rows` up to `limit`, or `rows` where no divisor is near the
+    limit.
+    """
     divisor = next(tile for tile in range(min(rows, limit), 0, -1) if rows % tile == 0)
     return divisor if divisor * 8 > min(rows, limit) else rows
 
 
-def _for_each_tile[T](product: Product, limit: int, scores: Scores, add: Callable[[Product, T], T], value: T) -> T:
+def _for_each_tile[T](
+    product: Product, limit: int, scores: Scores, add: Callable[[Product, T], T], value: T
+) -> T:
     """Calls `add` with every tile of a product, which is a smaller product."""
-    q_rows, k_rows = tile_rows(product.q_rows, limit), tile_rows(product.k_rows, limit)
-    q_count, k_count = product.q_rows // q_rows, product.k_rows // k_rows
+    q_rows = tile_rows(product.q_rows, limit)
+    k_rows = tile_rows(product.k_rows, limit)
+    q_count = product.q_rows // q_rows
+    k_count = product.k_rows // k_rows
     if q_count == k_count == 1:
         return add(dataclasses.replace(product, needed=None), value)
 
     def turn(index: Index, value: T) -> T:
-        i, j = index // k_count, index % k_count
-        q_start, k_start = product.q_start + i * q_rows, product.k_start + j * k_rows
+        i = index // k_count
+        j = index % k_count
+        q_start = product.q_start + i * q_rows
+        k_start = product.k_start + j * k_rows
         needed = scores.mask.reaches(q_start, q_rows, k_start, k_rows) if product.masked else None
-        q_block, k_block = product.q_block * q_count + i, product.k_block * k_count + j
+        q_block = product.q_block * q_count + i
+        k_block = product.k_block * k_count + j
         tile = Product(q_block, q_rows, q_start, k_block, k_rows, k_start, product.masked, needed)
         return add(tile, value)
 
     return lax.fori_loop(0, q_count * k_count, turn, value)
 
 
-def _add_tile(scores: Scores, q: Array, kv: Array, segments: Segments, tile: Product, carry: Carry) -> Carry:
+def _add_tile(
+    scores: Scores, q: Array, kv: Array, segments: Segments, tile: Product, carry: Carry
+) -> Carry:
     """Adds the scores of a tile to the carry of its queries."""
 
     def add(carry: Carry) -> Carry:
         acc, stats = carry
         k, v = _take(kv, tile.k_block, tile.k_rows)
-        s = _product(scores, _SCORES, k, _take(q, tile.q_block, tile.q_rows)) * (scores.scale * LOG2_E)
+        s = _product(scores, _SCORES, k, _take(q, tile.q_block, tile.q_rows)) * (
+            scores.scale * LOG2_E
+        )
         s = _masked(scores, segments, tile, s)
-        before, weights = stats[..., 0, :], stats[..., 1, :]
+        before = stats[..., 0, :]
+        weights = stats[..., 1, :]
         highest = jnp.maximum(before, jnp.max(s, axis=2))  # LOWEST where a whole row is masked
         p = jnp.exp2(s - highest[:, :, None])
         shrink = jnp.exp2(before - highest)
@@ -98,22 +150,34 @@ def _add_tile(scores: Scores, q: Array, kv: Array, segments: Segments, tile: Pro
         return acc, jnp.stack([highest, weights], axis=-2)
 
     acc, stats = carry
-    carry_tile = _take(acc, tile.q_block, tile.q_rows), _take(stats, tile.q_block, tile.q_rows, axis=-1)
+    carry_tile = (
+        _take(acc, tile.q_block, tile.q_rows),
+        _take(stats, tile.q_block, tile.q_rows, axis=-1),
+    )
     acc_tile, stats_tile = where_needed(tile, add, carry_tile)
     return _put(acc, acc_tile, tile.q_block), _put(stats, stats_tile, tile.q_block, axis=-1)
 
 
 def _add_gradient_tile(
-    scores: Scores, q: Array, kv: Array, segments: Segments, do: Array, rows: Array, tile: Product, gradients: Gradients
+    scores: Scores,
+    q: Array,
+    kv: Array,
+    segments: Segments,
+    do: Array,
+    rows: Array,
+    tile: Product,
+    gradients: Gradients,
 ) -> Gradients:
     """Adds what a tile contributes to dq of its queries, and to dkv of its keys and values."""
 
     def add(gradients: Gradients) -> Gradients:
         dq, dkv = gradients
         k, v = _take(kv, tile.k_block, tile.k_rows)
-        q_tile, do_tile = _take(q, tile.q_block, tile.q_rows), _take(do, tile.q_block, tile.q_rows)
+        q_tile = _take(q, tile.q_block, tile.q_rows)
+        do_tile = _take(do, tile.q_block, tile.q_rows)
         rows_tile = _take(rows, tile.q_block, tile.q_rows, axis=-1)
-        log_sum_exp, overlap = rows_tile[:, :, None, :, 0], rows_tile[:, :, None, :, 1]
+        log_sum_exp = rows_tile[:, :, None, :, 0]
+        overlap = rows_tile[:, :, None, :, 1]
         exponent = _product(scores, _SCORES, k, q_tile) * (scores.scale * LOG2_E) - log_sum_exp
         p = jnp.exp2(_masked(scores, segments, tile, exponent))
         ds = (p * (_product(scores, _SCORES, v, do_tile) - overlap)).astype(q.dtype)
@@ -145,9 +209,11 @@ def _masked(scores: Scores, segments: Segments, tile: Product, exponents: Array)
     return exponents if allowed is None else jnp.where(allowed, exponents, -jnp.inf)
 
 
-# Scores and their weights are [b, n, t, g, s], k and v [b, n, t, d], and q [b, n, g, s, d]. All five products make or
-# read scores in this order, so only smaller arrays are transposed.
-_SCORES, _OF_QUERIES, _OF_KEYS = "bntd,bngsd->bntgs", "bntd,bntgs->bngsd", "bntgs,bngsd->bntd"
+# Scores and their weights are [b, n, t, g, s], k and v [b, n, t, d], and q [b, n, g, s, d]. All
+# five products make or read scores in this order, so only smaller arrays are transposed.
+_SCORES = "bntd,bngsd->bntgs"
+_OF_QUERIES = "bntd,bntgs->bngsd"
+_OF_KEYS = "bntgs,bngsd->bntd"
 
 
 def _product(scores: Scores, formula: str, x: Array, y: Array) -> Array:
@@ -157,10 +223,16 @@ def _product(scores: Scores, formula: str, x: Array, y: Array) -> Array:
 
 def _take(x: Array, block: Index, rows: int, axis: int = -2) -> Array:
     """Returns a block of `rows` rows."""
-    return x if x.shape[axis] == rows else lax.dynamic_slice_in_dim(x, block * rows, rows, axis=axis)
+    return (
+        x if x.shape[axis] == rows else lax.dynamic_slice_in_dim(x, block * rows, rows, axis=axis)
+    )
 
 
 def _put(x: Array, rows: Array, block: Index, axis: int = -2) -> Array:
     """Returns x with other rows in a block."""
     count = rows.shape[axis]
-    return rows if x.shape[axis] == count else lax.dynamic_update_slice_in_dim(x, rows, block * count, axis=axis)
+    return (
+        rows
+        if x.shape[axis] == count
+        else lax.dynamic_update_slice_in_dim(x, rows, block * count, axis=axis)
+    )

@@ -1,8 +1,9 @@
 """A whole attention block in which weights and heads travel, where the usual form sends rows.
 
-Every device projects its own rows, with the weights of all devices, which travel behind the products. An all-to-all
-turns its rows of all heads into all rows of its heads, and a second one turns the result back. Where the rows of all
-devices are more than the features of the weights, less travels in this form. `times_as_fast` predicts what that gains.
+Every device projects its own rows, with the weights of all devices, which travel behind the
+products. An all-to-all turns its rows of all heads into all rows of its heads, and a second one
+turns the result back. Where the rows of all devices are more than the features of the weights, less
+travels in this form. `times_as_fast` predicts what that gains.
 
 ```
 x       [r, k]       for each sequence, this device's rows                          (R devices on the axis)
@@ -20,16 +21,19 @@ backward   dheads = all_gather(out) @ dy.T                   the all-to-alls aga
            dw     = reduce_scatter(dz @ x)
 ```
 
-The sequences of the batch are exchanged one by one. While one of them attends, the next ones arrive and the one before
-leaves. The first arrival has the projection of the last sequence beside it, and backward the product of dout. The last
-departure of the backward pass has the products of dx beside it, if w was kept; that of the forward pass has nothing.
+The sequences of the batch are exchanged one by one. While one of them attends, the next ones arrive
+and the one before leaves. The first arrival has the projection of the last sequence beside it, and
+backward the product of dout. The last departure of the backward pass has the products of dx beside
+it, if w was kept; that of the forward pass has nothing.
 
-With a quantization the weights travel in 8 bits, and heads in the dtype of x. x, w and dy are quantised over k. z and
-dheads have the scales of both. out and heads are quantised over m, so that all devices share the scales of out. `dx`
-sums over rows of w, so the scales of these are multiplied into dz, as `ops.quantization` says for dw. dw and dout sum
-over r and the sequences. Where their products are quantised, these are one sum, and have their scales together.
+With a quantization the weights travel in 8 bits, and heads in the dtype of x. x, w and dy are
+quantised over k. z and dheads have the scales of both. out and heads are quantised over m, so that
+all devices share the scales of out. `dx` sums over rows of w, so the scales of these are multiplied
+into dz, as `ops.quantization` says for dw. dw and dout sum over r and the sequences. Where their
+products are quantised, these are one sum, and have their scales together.
 
-The all-to-all is that of Jacobs et al., "DeepSpeed Ulysses" (2023), where the weights are whole on every device.
+The all-to-all is that of Jacobs et al., "DeepSpeed Ulysses" (2023), where the weights are whole on
+every device.
 """
 
 import dataclasses
@@ -60,10 +64,14 @@ from flaxasync.ops.saved import GATHERED, PRODUCT, first_only
 from flaxasync.transport import direct
 from flaxasync.transport.transfers import Transfer, Transfers, meanwhile
 
-IN_FLIGHT = 2  # sequences that are on their way to this device's heads at a time; the links stay busy with two
-WORTH = 1.05  # how many times as fast this form must be predicted to be; predictions are no better than that
+# sequences that are on their way to this device's heads at a time; the links stay busy with two
+IN_FLIGHT = 2
+# how many times as fast this form must be predicted to be; predictions are no better than that
+WORTH = 1.05
 ATTENTION_SHARE = 0.4
-"""The share of the peak that causal attention reaches forward, played on v6e. On v5e it is more, and hides less."""
+"""The share of the peak that causal attention reaches forward, played on v6e. On v5e it is more,
+and hides less.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +80,11 @@ class ExchangedAttention:
 
     projections: Executor  # what sends and multiplies the weights of the input projections
     output: Executor  # the same for the output projection
-    attend: Callable[[Array, Any, Any], Array]  # (z [R, n, r], constants, shared) -> heads [R, m, r] of one sequence
-    direct: bool  # whether Pallas copies make the exchanges, beside what is computed meanwhile, or XLA's all-to-all
+    # (z [R, n, r], constants, shared) -> heads [R, m, r] of one sequence
+    attend: Callable[[Array, Any, Any], Array]
+    # whether Pallas copies make the exchanges, beside what is computed meanwhile, or XLA's
+    # all-to-all
+    direct: bool
     keep: bool  # whether all_gather(w) is kept for the backward pass
 
     def exchange(self, x: Array) -> Transfers:
@@ -87,7 +98,9 @@ class ExchangedAttention:
         return Transfers([begun], "exchange_heads")
 
     def after(self, before: Transfers, x: Array) -> Transfers:
-        """Begins an exchange when `before` has begun, which is waited for first and so must have the links first."""
+        """Begins an exchange when `before` has begun, which is waited for first and so must have
+        the links first.
+        """
         return self.exchange(meanwhile([before], lambda x: x, x))
 
     def through[T](
@@ -99,18 +112,22 @@ class ExchangedAttention:
     ) -> tuple[Arrays, list[T]]:
         """Sends each sequence [R*n, r] to where it is computed with, and the results [R*m, r] back.
 
-        `while_first_arrives` is called with the transfers that are under way, and returns all sequences but the first.
-        `compute` turns the number of a sequence and [R, n, r] into [R, m, r] and what is returned beside it.
-        `while_last_leaves` is called with the transfers that are under way, and all results but the last.
+        `while_first_arrives` is called with the transfers that are under way, and returns all
+        sequences but the first. `compute` turns the number of a sequence and [R, n, r] into [R, m,
+        r] and what is returned beside it. `while_last_leaves` is called with the transfers that are
+        under way, and all results but the last.
         """
-        arriving, more = [self.exchange(first)], list[T]()
+        arriving = [self.exchange(first)]
+        more = list[T]()
         leaving: list[Transfers] = []
         xs = (first, *while_first_arrives(arriving))
         arriving += [self.after(arriving[-1], x) for x in xs[1:IN_FLIGHT]]
         for i in range(len(xs)):
             (x,) = arriving[i].done()
             arriving += [self.after(arriving[-1], x) for x in xs[i + IN_FLIGHT : i + IN_FLIGHT + 1]]
-            y, beside = meanwhile(leaving[-1:] + arriving[i + 1 :], functools.partial(compute, i), x)
+            y, beside = meanwhile(
+                leaving[-1:] + arriving[i + 1 :], functools.partial(compute, i), x
+            )
             leaving.append(self.exchange(y.reshape(-1, y.shape[-1])))
             more.append(beside)
         back = tuple(_blocks_as_rows(transfers) for transfers in leaving[:-1])
@@ -120,24 +137,39 @@ class ExchangedAttention:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def exchanged_attention(
-    block: ExchangedAttention, xs: Arrays, w: Array, out: Array, constants: tuple[Any, ...], shared: Any
+    block: ExchangedAttention,
+    xs: Arrays,
+    w: Array,
+    out: Array,
+    constants: tuple[Any, ...],
+    shared: Any,
 ) -> Arrays:
-    """Returns y [r, k] of this device's rows [r, k] of each sequence; the head of this file has w and out.
+    """Returns y [r, k] of this device's rows [r, k] of each sequence; the head of this file has w
+    and out.
 
-    `attend` is given `constants`, which have no gradient, beside each sequence, and `shared` beside all of them.
+    `attend` is given `constants`, which have no gradient, beside each sequence, and `shared` beside
+    all of them.
     """
     return _forward(block, xs, w, out, constants, shared)[0]
 
 
 def _forward(
-    block: ExchangedAttention, xs: Arrays, w: Array, out: Array, constants: tuple[Any, ...], shared: Any
+    block: ExchangedAttention,
+    xs: Arrays,
+    w: Array,
+    out: Array,
+    constants: tuple[Any, ...],
+    shared: Any,
 ) -> tuple[Arrays, tuple]:
-    xs, quantization = _first_derivative_only(block, xs), block.projections.quantization
+    xs = _first_derivative_only(block, xs)
+    quantization = block.projections.quantization
     (w_given, *given), _ = forward_operands(quantization, (w, *xs), ())
     xs_given = tuple(given)
     some, last = (xs_given[:-1], xs_given[-1:]) if len(xs) > 1 else (xs_given, ())
     with jax.named_scope("project_inputs"):
-        zs, gathered = block.projections.gather(w_given, some, transposed=True, keep=block.keep or len(xs) > 1)
+        zs, gathered = block.projections.gather(
+            w_given, some, transposed=True, keep=block.keep or len(xs) > 1
+        )
 
     def other_zs(arriving: list[Transfers]) -> Arrays:
         with jax.named_scope("project_inputs"):
@@ -147,7 +179,11 @@ def _forward(
         return dot(gathered, x, block.projections.precision, transposed=True).astype(x.dtype)
 
     def attend(i: int, z: Array) -> tuple[Array, Any]:
-        return jax.vjp(lambda z, shared: block.attend(z, constants[i], shared), checkpoint_name(z, PRODUCT), shared)
+        return jax.vjp(
+            lambda z, shared: block.attend(z, constants[i], shared),
+            checkpoint_name(z, PRODUCT),
+            shared,
+        )
 
     heads, pulls = block.through(zs[0], other_zs, attend, lambda leaving, back: None)
     with jax.named_scope("project_output"):
@@ -158,31 +194,45 @@ def _forward(
     return ys, (xs_given, w_given, kept, out_given, heads_given, pulls)
 
 
-def _backward(block: ExchangedAttention, saved: tuple, dys: Arrays) -> tuple[Arrays, Array, Array, None, Any]:
+def _backward(
+    block: ExchangedAttention, saved: tuple, dys: Arrays
+) -> tuple[Arrays, Array, Array, None, Any]:
     xs, w, gathered, out, heads, pulls = saved
-    dys, quantization = _first_derivative_only(block, dys), block.projections.quantization
+    dys = _first_derivative_only(block, dys)
+    quantization = block.projections.quantization
     found: dict[str, Any] = {}
     with jax.named_scope("project_output_dx"):
         dys_given, (out_given,) = backward_operands(quantization, dys, (out,))
         dheads, _ = block.output.gather(out_given, dys_given, transposed=True)
-    xs, heads = tuple(map(dequantize, xs)), tuple(dequantize(one, 0) for one in heads)
+    xs = tuple(map(dequantize, xs))
+    heads = tuple(dequantize(one, 0) for one in heads)
 
     def reduce_dout(arriving: list[Transfers]) -> Arrays:
         with jax.named_scope("project_output_dw"):
             found["dout"] = meanwhile(
-                arriving, lambda *dys: _sum_over_sequences(block.output, heads, dys, of_x=False), *dys
+                arriving,
+                lambda *dys: _sum_over_sequences(block.output, heads, dys, of_x=False),
+                *dys,
             )
         return dheads[1:]
 
     def of_dx(w: Operand, dzs: Arrays, axis_name: str | None) -> tuple[Operand, Operands]:
         return weight_operands(
-            quantization, w, dzs, products="backward", axis_name=axis_name, others_are_cotangents=True
+            quantization,
+            w,
+            dzs,
+            products="backward",
+            axis_name=axis_name,
+            others_are_cotangents=True,
         )
 
     def local_dx(*dzs: Array) -> Arrays:
         with jax.named_scope("project_inputs_dx"):
             w_given, given = of_dx(gathered, dzs, None)
-            return tuple(weight_gradient(dz, w_given, block.projections.precision).astype(w.dtype) for dz in given)
+            return tuple(
+                weight_gradient(dz, w_given, block.projections.precision).astype(w.dtype)
+                for dz in given
+            )
 
     def first_dxs(leaving: list[Transfers], dzs: Arrays) -> None:
         if gathered is not None and dzs:
@@ -191,34 +241,49 @@ def _backward(block: ExchangedAttention, saved: tuple, dys: Arrays) -> tuple[Arr
     dzs, dshared = block.through(dheads[0], reduce_dout, lambda i, dy: pulls[i](dy), first_dxs)
     if gathered is None:
         with jax.named_scope("project_inputs_dx"):
-            dxs = _transposed_product(block.projections, *of_dx(w, dzs, block.projections.axis_name))
+            dxs = _transposed_product(
+                block.projections, *of_dx(w, dzs, block.projections.axis_name)
+            )
     else:
         dxs = (*found.get("dxs", ()), *local_dx(dzs[-1]))
     with jax.named_scope("project_inputs_dw"):
         dw = _sum_over_sequences(block.projections, dzs, xs, of_x=True)
-    return dxs, dw, found["dout"], None, jax.tree.map(lambda *each: functools.reduce(jnp.add, each), *dshared)
+    return (
+        dxs,
+        dw,
+        found["dout"],
+        None,
+        jax.tree.map(lambda *each: functools.reduce(jnp.add, each), *dshared),
+    )
 
 
 exchanged_attention.defvjp(_forward, _backward)
 
 
 def _first_derivative_only(block: ExchangedAttention, arrays: Arrays) -> Arrays:
-    """Returns the arrays; those of a block with direct copies refuse a second derivative by name."""
+    """Returns the arrays; those of a block with direct copies refuse a second derivative by
+    name.
+    """
     return _one_derivative(*arrays) if block.direct else arrays
 
 
 _one_derivative = first_only(
-    "attention with exchange_heads", "its copies have no gradient of their own", "exchange_heads=False has none of them"
+    "attention with exchange_heads",
+    "its copies have no gradient of their own",
+    "exchange_heads=False has none of them",
 )
 
 
 def _sum_over_sequences(executor: Executor, xs: Arrays, ys: Arrays, *, of_x: bool) -> Array:
-    """Returns reduce_scatter(sum of x @ y), a gradient of weights; `of_x` says that x and not y is a cotangent."""
+    """Returns reduce_scatter(sum of x @ y), a gradient of weights; `of_x` says that x and not y is
+    a cotangent.
+    """
     quantization = executor.quantization
     kind = None if quantization is None else quantization.weights
     if quantization is None or kind is None:
         return executor.reduce(xs, ys)[0]
-    scale, roundings = quantization.scale, (None, quantization.rounding)
+    scale = quantization.scale
+    roundings = (None, quantization.rounding)
     x = quantize(lax.concatenate(xs, 1), kind, 1, scale=scale, rounding=roundings[of_x])
     y = quantize(lax.concatenate(ys, 0), kind, 0, scale=scale, rounding=roundings[not of_x])
     return executor.reduce((x,), (y,))[0]
@@ -246,29 +311,52 @@ class Sizes:
 
 
 def times_as_fast(
-    sizes: Sizes, chip: Chip, ring: int, itemsize: int, gathered_bytes: int = 0,
+    sizes: Sizes,
+    chip: Chip,
+    ring: int,
+    itemsize: int,
+    gathered_bytes: int = 0,
     quantization: Quantization | None = None,
-) -> float:  # fmt: skip
-    """Predicts the time with travelling rows divided by that with travelling heads, gradients included.
+) -> float:
+    """Predicts the time with travelling rows divided by that with travelling heads, gradients
+    included.
 
-    Rows that travel are an all_gather_matmul and a matmul_reduce_scatter, and weights that travel two
-    all_gather_matmuls. Both forms compute the same attention. On top of the weights come the exchanges that nothing
-    hides, and transposes: products have features as rows, and attention has positions as rows. Either form may keep
-    `gathered_bytes` of what it gathers: rows, or the weights of the inputs.
+    Rows that travel are an all_gather_matmul and a matmul_reduce_scatter, and weights that travel
+    two all_gather_matmuls. Both forms compute the same attention. On top of the weights come the
+    exchanges that nothing
+    hides, and transposes: products have features as rows, and attention has positions as rows.
+    Either form may keep `gathered_bytes` of what it gathers: rows, or the weights of the inputs.
     """
-    b, r, k = sizes.batch, sizes.rows, sizes.features
+    b = sizes.batch
+    r = sizes.rows
+    k = sizes.features
     options: Any = {"chip": chip, "ring": ring, "itemsize": itemsize, "quantization": quantization}
     rows = [
-        plan("all_gather_matmul", (b, r, k), (k, sizes.inputs), gathered_bytes=gathered_bytes, **options),
+        plan(
+            "all_gather_matmul",
+            (b, r, k),
+            (k, sizes.inputs),
+            gathered_bytes=gathered_bytes,
+            **options,
+        ),
         plan("matmul_reduce_scatter", (b, ring * r, sizes.out), (sizes.out, k), **options),
     ]
     weights = [
-        plan("all_gather_matmul", (sizes.inputs, k), (k, b * r), gathered_bytes=gathered_bytes, **options),
+        plan(
+            "all_gather_matmul",
+            (sizes.inputs, k),
+            (k, b * r),
+            gathered_bytes=gathered_bytes,
+            **options,
+        ),
         plan("all_gather_matmul", (sizes.out, k), (k, b * r), **options),
     ]
-    travelling_rows, travelling_weights = (sum(p.seconds[p.backend] for p in plans) for plans in (rows, weights))
+    travelling_rows, travelling_weights = (
+        sum(p.seconds[p.backend] for p in plans) for plans in (rows, weights)
+    )
     attended = ring * b * r * (sizes.inputs + sizes.out)
-    transposed = 2 * 2 * (attended + sizes.inputs * k + b * r * k) * itemsize  # bytes, with those of the gradients
+    # bytes, with those of the gradients
+    transposed = 2 * 2 * (attended + sizes.inputs * k + b * r * k) * itemsize
     keep = ring * sizes.inputs * k * itemsize <= gathered_bytes
     exposed = _exposed_seconds(sizes, chip, ring, itemsize, keep)
     return travelling_rows / (travelling_weights + exposed + transposed / hbm(chip))
@@ -277,14 +365,19 @@ def times_as_fast(
 def _exposed_seconds(sizes: Sizes, chip: Chip, ring: int, itemsize: int, keep: bool) -> float:
     """Returns the seconds in which the exchanges have nothing beside them, forward and backward."""
 
-    def one_sequence(features: int) -> float:  # over the middle of a ring go ring**2 / 4 blocks each way, on two links
+    # over the middle of a ring go ring**2 / 4 blocks each way, on two links
+    def one_sequence(features: int) -> float:
         return hop_seconds(chip, ring**2 / 4 * features * sizes.rows * itemsize, 2)
 
-    batch, inputs, out = sizes.batch, sizes.inputs, sizes.out
-    first, last = one_sequence(inputs), one_sequence(out)
+    batch = sizes.batch
+    inputs = sizes.inputs
+    out = sizes.out
+    first = one_sequence(inputs)
+    last = one_sequence(out)
     middle = (batch - 1) * (first + last)
     attention = 2 * 2 * batch * out * (ring * sizes.rows) ** 2 / 2 / (ATTENTION_SHARE * chip.flops)
-    products = 2 * batch * ring * sizes.rows * sizes.features / chip.flops  # for each of the features of a weight
+    # for each of the features of a weight
+    products = 2 * batch * ring * sizes.rows * sizes.features / chip.flops
     hidden = {
         "projection": (first, products * inputs / batch if batch > 1 else 0.0),
         "heads of the output": (last, 0.0),

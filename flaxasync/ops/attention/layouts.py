@@ -1,7 +1,8 @@
-"""Which rows of a sequence each device of a ring holds, and which of their products with other rows attention needs.
+"""Which rows of a sequence each device of a ring holds, and which of their products with other rows
+attention needs.
 
-A sequence of R*s rows lies on R devices, s rows on each. With causal attention a row needs all rows before it, so the
-order in which rows are laid out decides how the work is shared:
+A sequence of R*s rows lies on R devices, s rows on each. With causal attention a row needs all rows
+before it, so the order in which rows are laid out decides how the work is shared:
 
 ```
 contiguous   device i holds rows i*s .. (i+1)*s           the last device has R blocks to multiply, the first has one
@@ -10,8 +11,9 @@ zigzag       device i holds chunks i and 2R-1-i of 2R     every device has two p
 
 Everything here is arithmetic on positions, for Python ints and traced ones alike.
 
-Source of the zigzag layout: Brandon et al., "Striped Attention" (2023), balances with stripes; Llama 3 (Grattafiori et
-al., 2024, section 3.3.2) balances with pairs of chunks, as this module does.
+Source of the zigzag layout: Brandon et al., "Striped Attention" (2023), balances with stripes;
+Llama 3 (Grattafiori et al., 2024, section 3.3.2) balances with pairs of chunks, as this module
+does.
 """
 
 import dataclasses
@@ -39,12 +41,16 @@ class Sequence:
 
     @property
     def chunks(self) -> int:
-        """How many chunks of consecutive positions a device holds; without a mask, positions do not matter."""
+        """How many chunks of consecutive positions a device holds; without a mask, positions do not
+        matter.
+        """
         return 2 if self.layout == "zigzag" and self.mask.by_position else 1
 
     @property
     def hops(self) -> int:
-        """How many hops in one direction bring every device all rows that its own rows attend to."""
+        """How many hops in one direction bring every device all rows that its own rows attend
+        to.
+        """
         window = self.mask.window
         if self.layout == "contiguous" and self.mask.causal and window is not None:
             return min(self.size - 1, -(-(window - 1) // self.rows))
@@ -52,7 +58,9 @@ class Sequence:
 
     @property
     def one_way(self) -> bool:
-        """Whether all rows that a device needs lie only a few devices before it, so that rows travel forward only."""
+        """Whether all rows that a device needs lie only a few devices before it, so that rows
+        travel forward only.
+        """
         return self.hops < self.size - 1
 
     def start(self, device: Index, chunk: Any) -> Any:
@@ -64,15 +72,18 @@ class Sequence:
     def products(
         self, device: Index, owner: Index, *, own: bool, offset: int = 0, count: int | None = None
     ) -> list[Product]:
-        """Returns the products of a device's queries with `count` rows, from `offset` on, of each chunk of `owner`.
+        """Returns the products of a device's queries with `count` rows, from `offset` on, of each
+        chunk of `owner`.
 
-        `own` says whether the two are the same device. By default, all rows of the owner's chunks are used.
+        `own` says whether the two are the same device. By default, all rows of the owner's chunks
+        are used.
         """
         q_rows = self.rows // self.chunks
         k_rows = q_rows if count is None else count
 
         def product(q: Any, k: Any, *, masked: bool, known: bool) -> Product:
-            q_start, k_start = self.start(device, q), self.start(owner, k) + offset
+            q_start = self.start(device, q)
+            k_start = self.start(owner, k) + offset
             needed = None if known else self.mask.reaches(q_start, q_rows, k_start, k_rows)
             return Product(q, q_rows, q_start, k, k_rows, k_start, masked, needed)
 
@@ -83,20 +94,27 @@ class Sequence:
             return [product(0, 0, masked=own or windowed, known=own and not windowed)]
         if not self.mask.causal:
             return [product(q, k, masked=True, known=False) for q in (0, 1) for k in (0, 1)]
-        # A first chunk never attends to a second one, and a second one always attends to a first one.
+        # A first chunk never attends to a second one, and a second one always attends to a first
+        # one.
         late_early = product(1, 0, masked=windowed, known=not windowed)
         if own:
             return [late_early, *(product(c, c, masked=True, known=not windowed) for c in (0, 1))]
-        # Both chunks need the first chunk of an earlier owner, and the second chunk needs both chunks of a later owner:
-        # two products either way, without a branch.
-        which = jnp.where(owner < device, 0, 1) if not isinstance(owner, int | np.integer) else int(owner > device)
+        # Both chunks need the first chunk of an earlier owner, and the second chunk needs both
+        # chunks of a later owner: two products either way, without a branch.
+        which = (
+            jnp.where(owner < device, 0, 1)
+            if not isinstance(owner, int | np.integer)
+            else int(owner > device)
+        )
         return [late_early, product(which, which, masked=windowed, known=not windowed)]
 
 
 def sequence_order(layout: AttentionLayout, rows: int, devices: int) -> np.ndarray:
-    """Returns the order in which a sequence is laid out, so that equal shares of it are the devices' rows.
+    """Returns the order in which a sequence is laid out, so that equal shares of it are the
+    devices' rows.
 
-    `x[:, sequence_order("zigzag", rows, devices)]` is what a model is given; `np.argsort` of the order leads back.
+    `x[:, sequence_order("zigzag", rows, devices)]` is what a model is given; `np.argsort` of the
+    order leads back.
 
     Args:
       layout: "zigzag", or "contiguous", which leaves the sequence as it is.
@@ -118,12 +136,18 @@ def sequence_order(layout: AttentionLayout, rows: int, devices: int) -> np.ndarr
     if layout == "contiguous":
         return order
     chunks = order.reshape(2 * devices, -1)
-    return np.concatenate([chunks[[device, 2 * devices - 1 - device]].reshape(-1) for device in range(devices)])
+    return np.concatenate(
+        [chunks[[device, 2 * devices - 1 - device]].reshape(-1) for device in range(devices)]
+    )
 
 
 def positions(layout: AttentionLayout, rows: int, axis_name: str) -> Array:
-    """Returns the positions of this device's `rows` rows, [rows]. For use inside `jax.shard_map`."""
-    device, size, row = lax.axis_index(axis_name), lax.axis_size(axis_name), jnp.arange(rows)
+    """Returns the positions of this device's `rows` rows, [rows]. For use inside
+    `jax.shard_map`.
+    """
+    device = lax.axis_index(axis_name)
+    size = lax.axis_size(axis_name)
+    row = jnp.arange(rows)
     if layout == "contiguous":
         return device * rows + row
     half = rows // 2
@@ -133,26 +157,37 @@ def positions(layout: AttentionLayout, rows: int, axis_name: str) -> Array:
 def check_sequence_layout(caller: str, layout: str) -> None:
     """Raises ValueError for an unknown layout of a sequence."""
     if layout not in LAYOUTS:
-        raise ValueError(f"{caller} got layout={layout!r}: it must be one of {', '.join(map(repr, LAYOUTS))}")
+        raise ValueError(
+            f"{caller} got layout={layout!r}: it must be one of {', '.join(map(repr, LAYOUTS))}"
+        )
 
 
 def check_segments(caller: str, segment_ids: Array | None, shape: tuple[int, ...]) -> None:
-    """Raises ValueError for segment ids that are not one integer for each row of inputs of this shape."""
+    """Raises ValueError for segment ids that are not one integer for each row of inputs of this
+    shape.
+    """
     if segment_ids is None:
         return
     if segment_ids.shape != shape[:2]:
-        raise ValueError(f"{caller} needs one segment id a row, {list(shape[:2])}: got {list(segment_ids.shape)}")
+        raise ValueError(
+            f"{caller} needs one segment id a row, {list(shape[:2])}: got {list(segment_ids.shape)}"
+        )
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-        raise ValueError(f"{caller} needs segment ids of an integer dtype: got {segment_ids.dtype}; cast them")
+        raise ValueError(
+            f"{caller} needs segment ids of an integer dtype: got {segment_ids.dtype}; cast them"
+        )
 
 
 def check_sequence_rows(caller: str, layout: str, rows: int, devices: int) -> None:
-    """Raises ValueError if the `rows` rows of a sequence cannot be shared out equally over a ring."""
+    """Raises ValueError if the `rows` rows of a sequence cannot be shared out equally over a
+    ring.
+    """
     shares = devices * (2 if layout == "zigzag" else 1)
     if rows % shares:
         raise ValueError(
             f"{caller} with layout={layout!r} gives each of {devices} devices "
-            f"{'two equal chunks' if layout == 'zigzag' else 'an equal share'} of the sequence: got {rows} rows, "
+            f"{'two equal chunks' if layout == 'zigzag' else 'an equal share'} of the sequence: "
+            f"got {rows} rows, "
             f"needed a multiple of {shares}; pad the sequence to {-(-rows // shares) * shares}"
             ", with a segment id of its own for the padding"
         )

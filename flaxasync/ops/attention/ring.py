@@ -1,9 +1,11 @@
-"""The loops of attention over blocks of keys and values: around a ring, after one gather, or over a single block.
+"""The loops of attention over blocks of keys and values: around a ring, after one gather, or over a
+single block.
 
-The forward pass around a ring is one staggered loop: each turn has the products of the kv that this device holds, while
-that kv travels on. The backward pass is `flaxasync.ring.ring_visit`: every kv visits the devices whose queries attend
-to it, and its dkv follows. With two directions, each direction carries the same half of the rows of every chunk, and
-each half-block has the products that the layout gives to its chunks, and a partial sum of its own.
+The forward pass around a ring is one staggered loop: each turn has the products of the kv that this
+device holds, while that kv travels on. The backward pass is `flaxasync.ring.ring_visit`: every kv
+visits the devices whose queries attend to it, and its dkv follows. With two directions, each
+direction carries the same half of the rows of every chunk, and each half-block has the products
+that the layout gives to its chunks, and a partial sum of its own.
 """
 
 import dataclasses
@@ -15,12 +17,27 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from flaxasync.kernels.attention_block import BlockKernel, Carry, Gradients, Product, Scores, Segments
+from flaxasync.kernels.attention_block import (
+    BlockKernel,
+    Carry,
+    Gradients,
+    Product,
+    Scores,
+    Segments,
+)
 from flaxasync.mesh import vary_like
 from flaxasync.ops.attention.blocks import initial_carry, where_needed
 from flaxasync.ops.attention.layouts import Sequence
 from flaxasync.ops.matmul.products import Arrays, accumulator_dtype
-from flaxasync.ring import Index, Ring, gathered_owner, ring_visit, shifts, split_rows, staggered_loop
+from flaxasync.ring import (
+    Index,
+    Ring,
+    gathered_owner,
+    ring_visit,
+    shifts,
+    split_rows,
+    staggered_loop,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +51,9 @@ class Call:
 
 
 class Half(NamedTuple):
-    """A half-block, or the whole block: how far it is sent in a hop, and which rows of every chunk it has."""
+    """A half-block, or the whole block: how far it is sent in a hop, and which rows of every chunk
+    it has.
+    """
 
     shift: int
     first: int
@@ -76,12 +95,16 @@ class Shards:
     @property
     def halves(self) -> list[Half]:
         """The half-blocks; the whole block as one where it goes one way."""
-        ring, sequence = self.call.ring, self.call.sequence
+        ring = self.call.ring
+        sequence = self.call.sequence
         rows = sequence.rows // sequence.chunks
         whole = ring is None or ring.transport is None or sequence.one_way
         block_shifts = (1,) if whole else shifts(self.ring.directions, rows)
         row_ranges = split_rows(rows, len(block_shifts))
-        return [Half(shift, *row_range) for shift, row_range in zip(block_shifts, row_ranges, strict=True)]
+        return [
+            Half(shift, *row_range)
+            for shift, row_range in zip(block_shifts, row_ranges, strict=True)
+        ]
 
     def blocks(self) -> Blocks:
         """Returns this device's half-blocks."""
@@ -96,7 +119,9 @@ class Shards:
             return lax.concatenate(parts, axis % x.ndim)
 
         ids = [None if self.ids is None else rows(self.ids, half, -1) for half in self.halves]
-        return tuple(Block(i, rows(self.kv, half, -2)) for i, half in zip(ids, self.halves, strict=True))
+        return tuple(
+            Block(i, rows(self.kv, half, -2)) for i, half in zip(ids, self.halves, strict=True)
+        )
 
     def join(self, halves: Arrays) -> Array:
         """Joins the arrays [2, b, n, rows, d] of all half-blocks into one of the shape of kv."""
@@ -107,11 +132,21 @@ class Shards:
         return lax.concatenate(chunked, chunked[0].ndim - 2).reshape(self.kv.shape)
 
     def products(self, hop: Index) -> list[Products]:
-        """Returns the products with each half-block that this device holds after `hop` hops: its own if `hop` is 0."""
-        found, sequence, own = [], self.call.sequence, isinstance(hop, int) and hop == 0
+        """Returns the products with each half-block that this device holds after `hop` hops: its
+        own if `hop` is 0.
+        """
+        found = []
+        sequence = self.call.sequence
+        own = isinstance(hop, int) and hop == 0
         for half in self.halves:
-            owner = self.index if own else gathered_owner(self.index, hop, size=sequence.size, shift=half.shift)
-            found.append(sequence.products(self.index, owner, own=own, offset=half.first, count=half.rows))
+            owner = (
+                self.index
+                if own
+                else gathered_owner(self.index, hop, size=sequence.size, shift=half.shift)
+            )
+            found.append(
+                sequence.products(self.index, owner, own=own, offset=half.first, count=half.rows)
+            )
         return found
 
     def attend(self, blocks: Blocks, products: Iterable[Products], carry: Carry) -> Carry:
@@ -120,21 +155,36 @@ class Shards:
         for block, chosen in zip(blocks, products, strict=True):
             segments = self._segments(block)
             for product in chosen:
-                add = functools.partial(kernel.forward, self.call.scores, self.q, block.kv, segments, product)
+                add = functools.partial(
+                    kernel.forward, self.call.scores, self.q, block.kv, segments, product
+                )
                 carry = where_needed(product, add, carry)
         return carry
 
-    def differentiate(self, blocks: Blocks, products: Iterable[Products], dq: Array) -> tuple[Array, Arrays]:
-        """Adds what products with blocks contribute to dq; returns it, and their contributions to dkv."""
+    def differentiate(
+        self, blocks: Blocks, products: Iterable[Products], dq: Array
+    ) -> tuple[Array, Arrays]:
+        """Adds what products with blocks contribute to dq; returns it, and their contributions to
+        dkv.
+        """
         assert self.do is not None
         assert self.rows is not None
-        kernel, dkvs = self.call.kernel, []
+        kernel = self.call.kernel
+        dkvs = []
         for block, chosen in zip(blocks, products, strict=True):
-            zeros, segments = jnp.zeros(block.kv.shape, accumulator_dtype(self.q)), self._segments(block)
+            zeros = jnp.zeros(block.kv.shape, accumulator_dtype(self.q))
+            segments = self._segments(block)
             dkv = vary_like(zeros, block.kv)
             for product in chosen:
                 add = functools.partial(
-                    kernel.backward, self.call.scores, self.q, block.kv, segments, self.do, self.rows, product
+                    kernel.backward,
+                    self.call.scores,
+                    self.q,
+                    block.kv,
+                    segments,
+                    self.do,
+                    self.rows,
+                    product,
                 )
                 dq, dkv = where_needed(product, add, (dq, dkv))
             dkvs.append(dkv)
@@ -145,7 +195,9 @@ class Shards:
 
 
 def attend(shards: Shards) -> Carry:
-    """Returns the softmax carry of this device's queries over all keys and values that they attend to."""
+    """Returns the softmax carry of this device's queries over all keys and values that they attend
+    to.
+    """
 
     def own(_: Index, blocks: Blocks, carry: Carry) -> tuple[Blocks, Carry]:
         return blocks, shards.attend(blocks, shards.products(0), carry)
@@ -153,16 +205,26 @@ def attend(shards: Shards) -> Carry:
     def arrived(hop: Index, blocks: Blocks, carry: Carry) -> tuple[Blocks, Carry]:
         return blocks, shards.attend(blocks, shards.products(1 + hop), carry)
 
-    blocks, carry, hops = shards.blocks(), initial_carry(shards.q), shards.call.sequence.hops
+    blocks = shards.blocks()
+    carry = initial_carry(shards.q)
+    hops = shards.call.sequence.hops
     if shards.call.ring is None:
         return own(0, blocks, carry)[1]
     if shards.ring.transport is None:
-        gathered, (_, carry) = lax.all_gather(blocks, shards.ring.axis_name), own(0, blocks, carry)
-        return _for_each_other(shards, gathered, lambda hop, blocks, _, carry: arrived(hop, blocks, carry)[1], carry)
-    # The turn with the device's own rows is not in the loop: its products differ, and are known while tracing.
+        gathered = lax.all_gather(blocks, shards.ring.axis_name)
+        _, carry = own(0, blocks, carry)
+        return _for_each_other(
+            shards, gathered, lambda hop, blocks, _, carry: arrived(hop, blocks, carry)[1], carry
+        )
+    # The turn with the device's own rows is not in the loop: its products differ, and are known
+    # while tracing.
     half_shifts = tuple(half.shift for half in shards.halves)
     onward = functools.partial(
-        staggered_loop, shards.ring.transport, shards.ring.axis_name, shifts=half_shifts, unroll=shards.ring.unroll
+        staggered_loop,
+        shards.ring.transport,
+        shards.ring.axis_name,
+        shifts=half_shifts,
+        unroll=shards.ring.unroll,
     )
     blocks, carry = onward(blocks, carry, own, hops=1)
     blocks, carry = onward(blocks, carry, arrived, hops=hops - 1)
@@ -171,7 +233,8 @@ def attend(shards: Shards) -> Carry:
 
 def differentiate(shards: Shards) -> Gradients:
     """Returns dq, and dkv summed over all devices."""
-    blocks, dq = shards.blocks(), initial_carry(shards.q)[0]
+    blocks = shards.blocks()
+    dq = initial_carry(shards.q)[0]
     if shards.call.ring is None:
         dq, (dkv,) = shards.differentiate(blocks, shards.products(0), dq)
         return dq, dkv
@@ -181,7 +244,8 @@ def differentiate(shards: Shards) -> Gradients:
 
 
 def _differentiate_gathered(shards: Shards, own: Blocks, dq: Array) -> Gradients:
-    axis_name, put = shards.ring.axis_name, functools.partial(lax.dynamic_update_index_in_dim, axis=0)
+    axis_name = shards.ring.axis_name
+    put = functools.partial(lax.dynamic_update_index_in_dim, axis=0)
 
     def other(hop: Index, blocks: Blocks, owner: Index, carry: Gradients) -> Gradients:
         dq, dkvs = carry
@@ -196,13 +260,19 @@ def _differentiate_gathered(shards: Shards, own: Blocks, dq: Array) -> Gradients
     return dq, lax.psum_scatter(dkvs, axis_name)
 
 
-def _for_each_other[T](shards: Shards, gathered: Blocks, use: Callable[[Index, Blocks, Index, T], T], carry: T) -> T:
-    """Calls `use(hop, blocks, owner, carry)` with the rows of every other device, after a gather."""
+def _for_each_other[T](
+    shards: Shards, gathered: Blocks, use: Callable[[Index, Blocks, Index, T], T], carry: T
+) -> T:
+    """Calls `use(hop, blocks, owner, carry)` with the rows of every other device, after a
+    gather.
+    """
     size = shards.call.sequence.size
 
     def turn(hop: Index, carry: T) -> T:
         owner = gathered_owner(shards.index, 1 + hop, size=size, shift=1)
-        blocks = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, owner, keepdims=False), gathered)
+        blocks = jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, owner, keepdims=False), gathered
+        )
         return use(hop, blocks, owner, carry)
 
     return lax.fori_loop(0, size - 1, turn, carry)
@@ -222,12 +292,16 @@ def _differentiate_ring(shards: Shards, own: Blocks, dq: Array) -> Gradients:
         return dkvs, dq
 
     half_shifts = tuple(half.shift for half in shards.halves)
-    dkvs, dq = ring_visit(shards.ring, own, dq, visit, last, add=jnp.add, shifts=half_shifts, hops=sequence.hops)
+    dkvs, dq = ring_visit(
+        shards.ring, own, dq, visit, last, add=jnp.add, shifts=half_shifts, hops=sequence.hops
+    )
     return dq, shards.join(dkvs)
 
 
 def _split(products: Products) -> tuple[Products, Products]:
-    """Splits the products with this device's own rows between the first and the last turn of the backward pass."""
+    """Splits the products with this device's own rows between the first and the last turn of the
+    backward pass.
+    """
     if len(products) > 1:
         return products[:1], products[1:]
     (product,) = products
@@ -235,7 +309,12 @@ def _split(products: Products) -> tuple[Products, Products]:
         return products, []
     rows = product.q_rows // 2
     first, second = (
-        dataclasses.replace(product, q_block=2 * product.q_block + i, q_rows=rows, q_start=product.q_start + i * rows)
+        dataclasses.replace(
+            product,
+            q_block=2 * product.q_block + i,
+            q_rows=rows,
+            q_start=product.q_start + i * rows,
+        )
         for i in (0, 1)
     )
     return [second], [first]

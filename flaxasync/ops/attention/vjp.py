@@ -1,4 +1,5 @@
-"""The VJP rules of attention. They assume valid input in which all operands vary over the same mesh axes.
+"""The VJP rules of attention. They assume valid input in which all operands vary over the same mesh
+axes.
 
 ```
 q   [b, n, g, s, d]     this device's rows of n groups of g heads            (R devices on the ring)
@@ -10,11 +11,13 @@ forward   o  = softmax(q k.T) v                 kv travels; every product is add
           dk = ds.T q,  dv = p.T do             partial sums travel one hop behind their kv, and back to its owner
 ```
 
-Saved are q, kv, o and the log-sum-exp of this device's rows, as they are; nothing gathered is saved, and p is computed
-again. `ring` has the loops over the blocks.
+Saved are q, kv, o and the log-sum-exp of this device's rows, as they are; nothing gathered is
+saved, and p is computed again. `ring` has the loops over the blocks.
 
-`whole` is the rule of the flash kernel where no block travels. It takes q, k and v as projections return them, with
-their heads side by side, and returns their gradients so: XLA would move other forms from and to these by copies.
+`whole` is the rule of the flash kernel where no block travels. It takes q, k and v as projections
+return them, with
+their heads side by side, and returns their gradients so: XLA would move other forms from and to
+  these by copies.
 """
 
 import functools
@@ -43,19 +46,22 @@ def attention(call: Call, q: Array, kv: Array, ids: Array | None) -> Array:
 def _attention_fwd(call: Call, q: Array, kv: Array, ids: Array | None) -> tuple[Array, tuple]:
     q, kv = _first_derivative_only(call)(q, kv)
     out, log_sum_exp = _forward(call, q, kv, ids)
-    out, log_sum_exp = checkpoint_name(out, ATTENTION), checkpoint_name(log_sum_exp, STATISTICS)
+    out = checkpoint_name(out, ATTENTION)
+    log_sum_exp = checkpoint_name(log_sum_exp, STATISTICS)
     return out, (q, kv, ids, out, log_sum_exp)
 
 
 def _attention_bwd(call: Call, saved: tuple, do: Array) -> tuple[Array, Array, None]:
     q, kv, ids, out, log_sum_exp = saved
     do, out = _first_derivative_only(call)(do, out)
-    # Without the tie, XLA sees that kv takes the same path as in the forward pass, and keeps what arrived then instead
-    # of sending it again.
+    # Without the tie, XLA sees that kv takes the same path as in the forward pass, and keeps what
+    # arrived then instead of sending it again.
     kv, do = transport.tie(kv, do)
     with jax.named_scope("ring_attention_backward"):
         out, do = (x.reshape(*x.shape[:2], -1, q.shape[-1]) for x in (out, do))
-        overlap = jnp.sum(out.astype(log_sum_exp.dtype) * do.astype(log_sum_exp.dtype), axis=-1, keepdims=True)
+        overlap = jnp.sum(
+            out.astype(log_sum_exp.dtype) * do.astype(log_sum_exp.dtype), axis=-1, keepdims=True
+        )
         rows = jnp.stack([log_sum_exp, group_heads(overlap, kv.shape[2])[..., 0]], axis=-2)
         do = group_heads(do.astype(q.dtype), kv.shape[2])
         dq, dkv = ring.differentiate(Shards(call, q, kv, ids, do, rows))
@@ -68,7 +74,9 @@ attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def group_heads(x: Array, groups: int) -> Array:
-    """Turns [b, s, n * g, d] into [b, n, g, s, d]: heads grouped by the keys and values that they share."""
+    """Turns [b, s, n * g, d] into [b, n, g, s, d]: heads grouped by the keys and values that they
+    share.
+    """
     b, s, _, d = x.shape
     return x.reshape(b, s, groups, -1, d).transpose(0, 2, 3, 1, 4)
 
@@ -82,7 +90,9 @@ def _forward(call: Call, q: Array, kv: Array, ids: Array | None) -> tuple[Array,
 
 
 def takes_whole(call: Call, head_size: int) -> bool:
-    """Says whether `whole` can serve: with the flash kernel over whole sequences of heads that are whole registers."""
+    """Says whether `whole` can serve: with the flash kernel over whole sequences of heads that are
+    whole registers.
+    """
     fits = head_size % LANES == 0 and call.sequence.rows <= WHOLE_ROWS
     return call.ring is None and isinstance(call.kernel, Flash) and fits
 
@@ -100,27 +110,43 @@ def _of_whole(call: Call, q: Array, k: Array, ids: Array | None) -> tuple[Flash,
     return call.kernel, product, None if ids is None else (ids, ids)
 
 
-def _whole_forward(call: Call, head_size: int, q: Array, k: Array, v: Array, ids: Array | None) -> tuple[Array, Array]:
+def _whole_forward(
+    call: Call, head_size: int, q: Array, k: Array, v: Array, ids: Array | None
+) -> tuple[Array, Array]:
     kernel, product, segments = _of_whole(call, q, k, ids)
     with jax.named_scope("attention"):
         out, log_sum_exp = kernel.attend_whole(call.scores, q, k, v, segments, product, head_size)
     return out, log_sum_exp[..., 0, :]
 
 
-def _whole_fwd(call: Call, head_size: int, q: Array, k: Array, v: Array, ids: Array | None) -> tuple[Array, tuple]:
+def _whole_fwd(
+    call: Call, head_size: int, q: Array, k: Array, v: Array, ids: Array | None
+) -> tuple[Array, tuple]:
     q, k, v = _first_derivative_only(call)(q, k, v)
     out, log_sum_exp = _whole_forward(call, head_size, q, k, v, ids)
-    out, log_sum_exp = checkpoint_name(out, ATTENTION), checkpoint_name(log_sum_exp, STATISTICS)
+    out = checkpoint_name(out, ATTENTION)
+    log_sum_exp = checkpoint_name(log_sum_exp, STATISTICS)
     return out, (q, k, v, ids, out, log_sum_exp)
 
 
-def _whole_bwd(call: Call, head_size: int, saved: tuple, do: Array) -> tuple[Array, Array, Array, None]:
+def _whole_bwd(
+    call: Call, head_size: int, saved: tuple, do: Array
+) -> tuple[Array, Array, Array, None]:
     q, k, v, ids, out, log_sum_exp = saved
     do, out = _first_derivative_only(call)(do, out)
     kernel, product, segments = _of_whole(call, q, k, ids)
     with jax.named_scope("attention_backward"):
         dqkv = kernel.differentiate_whole(
-            call.scores, q, k, v, segments, do.astype(q.dtype), out, log_sum_exp[..., None, :], product, head_size
+            call.scores,
+            q,
+            k,
+            v,
+            segments,
+            do.astype(q.dtype),
+            out,
+            log_sum_exp[..., None, :],
+            product,
+            head_size,
         )
     return *dqkv, None
 
@@ -129,10 +155,16 @@ whole.defvjp(_whole_fwd, _whole_bwd)
 
 
 def _first_derivative_only(call: Call) -> Callable[..., tuple[Array, ...]]:
-    """Returns the identity for the operands of both rules; it refuses a derivative of the rules that does not exist."""
+    """Returns the identity for the operands of both rules; it refuses a derivative of the rules
+    that does not exist.
+    """
     if call.ring is not None:
         return _one_derivative_of_a_ring
-    return (lambda *arrays: arrays) if isinstance(call.kernel, Reference) else _one_derivative_of_a_kernel
+    return (
+        (lambda *arrays: arrays)
+        if isinstance(call.kernel, Reference)
+        else _one_derivative_of_a_kernel
+    )
 
 
 _INSTEAD = "for a Hessian or a gradient penalty use jax.nn.dot_product_attention"
@@ -140,5 +172,7 @@ _one_derivative_of_a_ring = first_only(
     "ring_attention", "its gradient is a ring of its own, which has no gradient", _INSTEAD
 )
 _one_derivative_of_a_kernel = first_only(
-    "attention", "its gradient is a kernel, which has no gradient; kernel='reference' has one", _INSTEAD
+    "attention",
+    "its gradient is a kernel, which has no gradient; kernel='reference' has one",
+    _INSTEAD,
 )

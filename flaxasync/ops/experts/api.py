@@ -1,4 +1,6 @@
-"""The public op of a mixture of experts: its checks, and what executes it. `flaxasync.nn.ParallelMoE` is the layer."""
+"""The public op of a mixture of experts: its checks, and what executes it.
+`flaxasync.nn.ParallelMoE` is the layer.
+"""
 
 import functools
 from typing import Literal
@@ -54,36 +56,41 @@ def expert_mlp(
     y        [..., n, D]    sum over k of weights * (act(x @ gate) * (x @ up)) @ down
     ```
 
-    No row is dropped, unless `capacity` says so, and no buffer is larger for it: a device multiplies the rows that
-    chose its experts some at a time, as many as there are. A routing that is not balanced takes as long as the device
-    needs that has most to do. Saved for the backward pass are the operands; rows travel again.
+    No row is dropped, unless `capacity` says so, and no buffer is larger for it: a device
+    multiplies the rows that chose its experts some at a time, as many as there are. A routing that
+    is not balanced takes as long as the device needs that has most to do. Saved for the backward
+    pass are the operands; rows travel again.
 
     Args:
-      ids: The experts that each row chose, all different. A row with a number out of range becomes NaN.
-      weights: Those of the experts in the sum. The computation is in the dtype of x, and sums are in float32.
+      ids: The experts that each row chose, all different. A row with a number out of range becomes
+        NaN.
+      weights: Those of the experts in the sum. The computation is in the dtype of x, and sums are
+        in float32.
       gate: None for act(x @ up) @ down.
       axis_name: The mesh axis over which rows and experts are split.
       activation: An elementwise function.
-      split: What the devices share out: "experts", e = E / R on each, in order; or "hidden", F / R features of every
-        expert on each, for fewer experts than devices.
-      capacity: The most of this device's rows that an expert takes: half of it, rounded up, of each half of the rows,
-        of which it leaves out the last ones that chose it. None for all rows.
-      backend: What moves the rows: "none" (one all-gather, and one reduce-scatter); "xla", "pallas" or "stateful",
-        rings as in `flaxasync.all_gather_matmul`; or "exchange", by which a row travels only to devices that have an
-        expert it chose, and one sum back from each, in buffers for all rows unless there is a capacity. None stands for
-        the trusted backend that `flaxasync.plan` predicts to be fastest on the TPUs of the mesh, and for "none" on
-        other devices.
-      kernel: What multiplies the rows: "grouped" (Pallas kernels; TPU; needs a gate, float32 or bfloat16, and features
-        in multiples of 128), or "reference" (JAX's products, one tile of rows of one expert at a time). None stands for
-        "grouped" where that can serve and was verified (`flaxasync.ops.trust`), and for "reference" elsewhere.
+      split: What the devices share out: "experts", e = E / R on each, in order; or "hidden", F / R
+        features of every expert on each, for fewer experts than devices.
+      capacity: The most of this device's rows that an expert takes: half of it, rounded up, of each
+        half of the rows, of which it leaves out the last ones that chose it. None for all rows.
+      backend: What moves the rows: "none" (one all-gather, and one reduce-scatter); "xla", "pallas"
+        or "stateful", rings as in `flaxasync.all_gather_matmul`; or "exchange", by which a row
+        travels only to devices that have an expert it chose, and one sum back from each, in buffers
+        for all rows unless there is a capacity. None stands for the trusted backend that
+        `flaxasync.plan` predicts to be fastest on the TPUs of the mesh, and for "none" on other
+        devices.
+      kernel: What multiplies the rows: "grouped" (Pallas kernels; TPU; needs a gate, float32 or
+        bfloat16, and features in multiples of 128), or "reference" (JAX's products, one tile of
+        rows of one expert at a time). None stands for "grouped" where that can serve and was
+        verified (`flaxasync.ops.trust`), and for "reference" elsewhere.
       directions, unroll, precision: As in `flaxasync.all_gather_matmul`.
 
     Returns:
       y, in the dtype of x.
 
     Raises:
-      ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; a row has more choices than there are
-        experts; the capacity is less than 1; the backend is unknown.
+      ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; a row has more
+        choices than there are experts; the capacity is less than 1; the backend is unknown.
       NotImplementedError: The backend cannot serve this call; a second derivative is asked for.
     """
     op = "expert_mlp"
@@ -93,9 +100,17 @@ def expert_mlp(
     _check(op, x, ids, weights, columns, down, split, capacity, count)
     shapes = [x.shape, ids.shape, weights.shape, *(w.shape for w in (*columns, down))]
     execution = decide(
-        op, backend, ring=size, shapes=shapes, itemsize=x.dtype.itemsize, directions=directions, unroll=unroll,
-        split=split, capacity=capacity, check=functools.partial(_check_backend, op, split),
-    )  # fmt: skip
+        op,
+        backend,
+        ring=size,
+        shapes=shapes,
+        itemsize=x.dtype.itemsize,
+        directions=directions,
+        unroll=unroll,
+        split=split,
+        capacity=capacity,
+        check=functools.partial(_check_backend, op, split),
+    )
     x, ids, weights, kernels = vary_alike((x, ids, weights, Weights(columns, down)), axis_name)
     if not x.size or not ids.size:
         return x * 0
@@ -114,7 +129,8 @@ def expert_mlp(
     together = 2 if isinstance(ring, Exchange) else size if ring.transport is None else 1
     held = {together * rows.shape[0], *(count for _, count in split_rows(rows.shape[0], blocks))}
     if _takes_kernels(op, kernel, rows, kernels, precision, held):
-        products, tile_rows = Grouped(activation), max(tile_rows, LANES)
+        products = Grouped(activation)
+        tile_rows = max(tile_rows, LANES)
     of_half = None if capacity is None else capacity_of_half(capacity)
     mean = -(-ids.size // (count * blocks))
     experts = Experts(axis_name, split, count, mean, tile_rows, 2 // blocks, of_half, products)
@@ -123,28 +139,41 @@ def expert_mlp(
 
 def _check_backend(op: str, split: str, backend: str) -> None:
     if backend == "exchange" and split == "hidden":
-        limit = "sends rows to the devices that have their experts: got split='hidden', where all devices have a part"
+        limit = (
+            "sends rows to the devices that have their experts: got split='hidden', where all "
+            "devices have a part"
+        )
         raise cannot_serve(op, backend, f"{limit} of every expert", "use backend='xla'")
 
 
 def _takes_kernels(
-    op: str, kernel: str | None, x: Array, weights: Weights, precision: lax.PrecisionLike, held: set[int]
+    op: str,
+    kernel: str | None,
+    x: Array,
+    weights: Weights,
+    precision: lax.PrecisionLike,
+    held: set[int],
 ) -> bool:
     """Says whether Pallas kernels multiply, which are given as many rows as any of `held`."""
     if kernel not in (None, "reference", "grouped"):
-        raise ValueError(f"{op} got kernel={kernel!r}: it must be 'reference', 'grouped' or None to choose")
+        raise ValueError(
+            f"{op} got kernel={kernel!r}: it must be 'reference', 'grouped' or None to choose"
+        )
     if kernel == "reference" or (kernel is None and mesh.platform() != "tpu"):
         return False
     try:
         mesh.check_tpu(f"{op} with kernel='grouped'", "kernel='reference'")
         if not mesh.all_axes_mapped():
             raise UnsupportedError(
-                f"{op} with kernel='grouped' needs every mesh axis of more than one device to be mapped by shard_map: "
+                f"{op} with kernel='grouped' needs every mesh axis of more than one device to be "
+                "mapped by shard_map: "
                 "XLA cannot partition a Pallas kernel; use kernel='reference'"
             )
         if len(weights.columns) == 1 or precision is not None:
             lacks = "a gate" if len(weights.columns) == 1 else "the default precision alone"
-            raise UnsupportedError(f"{op} with kernel='grouped' takes {lacks}; use kernel='reference'")
+            raise UnsupportedError(
+                f"{op} with kernel='grouped' takes {lacks}; use kernel='reference'"
+            )
         check_grouped(op, x.dtype, LANES, x.shape[1], weights.down.shape[1])
         for count in held:
             check_add_rows(op, x.dtype, count, LANES, x.shape[1])
@@ -164,22 +193,38 @@ def _tile_rows(mean: int) -> int:
 
 
 def _check(
-    op: str, x: Array, ids: Array, weights: Array, columns: tuple[Array, ...], down: Array, split: str,
-    capacity: int | None, count: int,
-) -> None:  # fmt: skip
+    op: str,
+    x: Array,
+    ids: Array,
+    weights: Array,
+    columns: tuple[Array, ...],
+    down: Array,
+    split: str,
+    capacity: int | None,
+    count: int,
+) -> None:
     for operand in (x, ids, weights, *columns, down):
         check_mapped(op, operand)
     if split not in ("experts", "hidden"):
         raise ValueError(f"{op} got split={split!r}: it must be 'experts' or 'hidden'")
     if x.ndim < 2 or ids.shape != weights.shape or ids.shape[:-1] != x.shape[:-1]:
         raise ValueError(
-            f"{op} needs x [..., n, D], and ids and weights [..., n, k] of the same rows: got {list(x.shape)}, "
+            f"{op} needs x [..., n, D], and ids and weights [..., n, k] of the same rows: got "
+            f"{list(x.shape)}, "
             f"{list(ids.shape)} and {list(weights.shape)}"
         )
     e, _, f = up = columns[0].shape if columns[0].ndim == 3 else (0, 0, 0)
-    if columns[0].ndim != 3 or up[1] != x.shape[-1] or any(w.shape != up for w in columns) or down.shape != (
-        e, f, x.shape[-1],
-    ):  # fmt: skip
+    if (
+        columns[0].ndim != 3
+        or up[1] != x.shape[-1]
+        or any(w.shape != up for w in columns)
+        or down.shape
+        != (
+            e,
+            f,
+            x.shape[-1],
+        )
+    ):
         raise ValueError(
             f"{op} needs gate and up [e, D, F] and down [e, F, D] for x {list(x.shape)}: got "
             f"{', '.join(str(list(w.shape)) for w in (*columns[1:], columns[0], down))}"
@@ -188,7 +233,10 @@ def _check(
         raise ValueError(f"{op} needs integer ids: got {ids.dtype}")
     if ids.shape[-1] > count:
         raise ValueError(
-            f"{op} lets a row choose each expert once: got {ids.shape[-1]} choices among {count} experts; use fewer"
+            f"{op} lets a row choose each expert once: got {ids.shape[-1]} choices among {count} "
+            "experts; use fewer"
         )
     if capacity is not None and capacity < 1:
-        raise ValueError(f"{op} needs a capacity of 1 row or more: got {capacity}; use None to drop nothing")
+        raise ValueError(
+            f"{op} needs a capacity of 1 row or more: got {capacity}; use None to drop nothing"
+        )

@@ -1,13 +1,16 @@
-"""Which rows of a block go to which expert: the assignments of a block in tiles, each of one expert.
+"""Which rows of a block go to which expert: the assignments of a block in tiles, each of one
+expert.
 
 ```
 ids [n, k]   ->   tiles of t assignments, sorted by expert:   [e0 e0] [e0 --] [e1 --] [e3 e3] ...
 ```
 
-A block is sorted once, by its owner, and travels with its tiles. A tile that the rows of an expert do not fill ends in
-padding, which sorts behind them: it is made as further assignments of that expert. A device that has several blocks
-multiplies them together: the tiles of an expert follow each other, whatever block they are of. The number of tiles is
-known on the device alone, so a loop visits as many as there are.
+A block is sorted once, by its owner, and travels with its tiles. A tile that the rows of an expert
+do not fill ends in
+padding, which sorts behind them: it is made as further assignments of that expert. A device that
+  has several blocks
+multiplies them together: the tiles of an expert follow each other, whatever block they are of. The
+number of tiles is known on the device alone, so a loop visits as many as there are.
 """
 
 from typing import NamedTuple
@@ -19,7 +22,9 @@ from flaxasync.ring import Index, split_rows
 
 
 class Assignments(NamedTuple):
-    """The tiles of a block of n rows, sorted by expert, with T = n * k // t + E of them or fewer in use."""
+    """The tiles of a block of n rows, sorted by expert, with T = n * k // t + E of them or fewer in
+    use.
+    """
 
     rows: Array  # [T, t]: the row of each assignment; n for padding
     weights: Array  # [T, t]: the weight of each; 0 for padding
@@ -35,23 +40,33 @@ def sort(
       ids, weights: [n, k].
       experts: E, the number of all experts.
       parts: How many parts the rows have, as `split_rows` splits them.
-      capacity: The most assignments of an expert in each part that count; those of its last rows do not. None for all.
+      capacity: The most assignments of an expert in each part that count; those of its last rows do
+        not. None for all.
       tile_rows: t.
 
     Returns:
-      The tiles, and the place of each of their assignments [T, t] in `ids`, counted along its rows; n * k for padding.
+      The tiles, and the place of each of their assignments [T, t] in `ids`, counted along its rows;
+      n * k for padding.
     """
     n, k = ids.shape
-    number, t, one = n * k, tile_rows, n * k + 1
+    number = n * k
+    t = tile_rows
+    one = n * k + 1
     last = experts * one + number  # sorts behind all tiles
     if last >= 2**31:
-        raise ValueError(f"expert_mlp counts {number} choices of {experts} experts in 32 bits: give it fewer rows")
-    keys = ids.reshape(-1) * one + lax.iota(jnp.int32, number)  # by expert, and by place within each
+        raise ValueError(
+            f"expert_mlp counts {number} choices of {experts} experts in 32 bits: give it fewer "
+            "rows"
+        )
+    # by expert, and by place within each
+    keys = ids.reshape(-1) * one + lax.iota(jnp.int32, number)
     of_parts = counts_of_parts(ids, experts, parts)
-    counts, weights = jnp.sum(of_parts, axis=1, dtype=jnp.int32), weights.reshape(-1)
+    counts = jnp.sum(of_parts, axis=1, dtype=jnp.int32)
+    weights = weights.reshape(-1)
     if capacity is not None:
         keys, weights = lax.sort((keys, weights), num_keys=1)
-        expert, place = keys // one, keys % one
+        expert = keys // one
+        place = keys % one
         part = sum((place >= first * k).astype(jnp.int32) for first, _ in split_rows(n, parts)[1:])
         before = jnp.cumsum(of_parts, dtype=jnp.int32).reshape(experts, parts) - of_parts
         rank = lax.iota(jnp.int32, number) - before[expert, part]
@@ -61,17 +76,25 @@ def sort(
     padding = jnp.where(missing, jnp.arange(experts, dtype=jnp.int32)[:, None] * one + number, last)
     keys = lax.concatenate([keys, padding.reshape(-1)], 0)
     weights = jnp.pad(weights, (0, padding.size))
-    keys, weights = (x[: (number // t + experts) * t].reshape(-1, t) for x in lax.sort((keys, weights), num_keys=1))
+    keys, weights = (
+        x[: (number // t + experts) * t].reshape(-1, t)
+        for x in lax.sort((keys, weights), num_keys=1)
+    )
     places = keys % one
     rows = jnp.where(places == number, n, places // k)
     return Assignments(rows, weights, -(-counts // t)), places
 
 
 def counts_of_parts(ids: Array, experts: int, parts: int) -> Array:
-    """Returns how many of the choices [n, k] in each part of the rows are for each expert, [E, parts]."""
+    """Returns how many of the choices [n, k] in each part of the rows are for each expert, [E,
+    parts].
+    """
     numbers = jnp.arange(experts, dtype=ids.dtype)
     ranges = split_rows(ids.shape[0], parts)
-    counts = [jnp.sum(ids[i : i + rows].reshape(-1, 1) == numbers[None], axis=0, dtype=jnp.int32) for i, rows in ranges]
+    counts = [
+        jnp.sum(ids[i : i + rows].reshape(-1, 1) == numbers[None], axis=0, dtype=jnp.int32)
+        for i, rows in ranges
+    ]
     return jnp.stack(counts, axis=1)
 
 
@@ -86,10 +109,14 @@ def capacity_of_half(capacity: int) -> int:
 
 
 def unsort(values: Array, places: Array, shape: tuple[int, int], *, dropless: bool) -> Array:
-    """Returns values of the assignments of a block, [T, t], in the order of its ids, [n, k]; 0 for what was dropped."""
+    """Returns values of the assignments of a block, [T, t], in the order of its ids, [n, k]; 0 for
+    what was dropped.
+    """
     number = shape[0] * shape[1]
-    places, values = places.reshape(-1), values.reshape(-1)
-    if dropless:  # every place is there once, so a sort does it, in a seventh of a scatter's time on a TPU
+    places = places.reshape(-1)
+    values = values.reshape(-1)
+    # every place is there once, so a sort does it, in a seventh of a scatter's time on a TPU
+    if dropless:
         return lax.sort((places, values), num_keys=1)[1][:number].reshape(shape)
     return jnp.zeros(number, values.dtype).at[places].set(values, mode="drop").reshape(shape)
 
@@ -98,25 +125,41 @@ class Tiles(NamedTuple):
     """Some tiles of the blocks that a device has, with its own experts."""
 
     experts: Array  # [c]: the number on this device of the expert of each tile
-    places: Array  # [c]: where each tile is among the tiles of all blocks, one block after the other
-    rows: Array  # [c * t]: the row of each assignment, counted on from block to block; that after the last for padding
+    # [c]: where each tile is among the tiles of all blocks, one block after the other
+    places: Array
+    # [c * t]: the row of each assignment, counted on from block to block; that after the last for
+    # padding
+    rows: Array
     weights: Array  # [c * t]: the weight of each; 0 for padding
 
 
 class TilesOf:
-    """The tiles of the experts `first` .. `first` + `local` in all of `blocks`, which have n rows each."""
+    """The tiles of the experts `first` .. `first` + `local` in all of `blocks`, which have n rows
+    each.
+    """
 
-    def __init__(self, blocks: tuple[Assignments, ...], first: Index, local: int, n: tuple[int, ...]):
-        counts, starts, rows, offset, before = [], [], [], 0, 0
+    def __init__(
+        self, blocks: tuple[Assignments, ...], first: Index, local: int, n: tuple[int, ...]
+    ):
+        counts = []
+        starts = []
+        rows = []
+        offset = 0
+        before = 0
         for block, size in zip(blocks, n, strict=True):
             start = jnp.cumsum(block.tiles, dtype=jnp.int32) - block.tiles + before
             counts.append(lax.dynamic_slice_in_dim(block.tiles, first, local))
             starts.append(lax.dynamic_slice_in_dim(start, first, local))
             rows.append(jnp.where(block.rows == size, sum(n), block.rows + offset))
-            offset, before = offset + size, before + block.rows.shape[0]
+            offset = offset + size
+            before = before + block.rows.shape[0]
         self.blocks, self.none = len(blocks), sum(n)
-        self.rows, self.weights = lax.concatenate(rows, 0), lax.concatenate([b.weights for b in blocks], 0)
-        # The tiles of each expert and block, expert after expert: how many there are, and where they are.
+        self.rows, self.weights = (
+            lax.concatenate(rows, 0),
+            lax.concatenate([b.weights for b in blocks], 0),
+        )
+        # The tiles of each expert and block, expert after expert: how many there are, and where
+        # they are.
         each, at = (jnp.stack(x, axis=1).reshape(-1) for x in (counts, starts))
         self.ends = jnp.cumsum(each, dtype=jnp.int32)
         self.shifts = at - (self.ends - each)
@@ -127,13 +170,21 @@ class TilesOf:
         return jnp.maximum(self.ends[-1], 1)
 
     def take(self, start: Index, count: int) -> Tiles:
-        """Returns the tiles `start` .. `start` + `count`; those beyond the last one are padding of the last expert."""
+        """Returns the tiles `start` .. `start` + `count`; those beyond the last one are padding of
+        the last expert.
+        """
         tile = start + lax.iota(jnp.int32, count)
-        group = jnp.minimum(jnp.sum(tile[:, None] >= self.ends[None], axis=1, dtype=jnp.int32), self.ends.size - 1)
+        group = jnp.minimum(
+            jnp.sum(tile[:, None] >= self.ends[None], axis=1, dtype=jnp.int32), self.ends.size - 1
+        )
         live = tile < self.ends[-1]
         places = jnp.where(live, tile + self.shifts[group], 0)
-        rows, weights = (x.at[places].get(mode="promise_in_bounds") for x in (self.rows, self.weights))
+        rows, weights = (
+            x.at[places].get(mode="promise_in_bounds") for x in (self.rows, self.weights)
+        )
         return Tiles(
-            group // self.blocks, jnp.where(live, places, self.rows.shape[0]),
-            jnp.where(live[:, None], rows, self.none).reshape(-1), jnp.where(live[:, None], weights, 0).reshape(-1),
-        )  # fmt: skip
+            group // self.blocks,
+            jnp.where(live, places, self.rows.shape[0]),
+            jnp.where(live[:, None], rows, self.none).reshape(-1),
+            jnp.where(live[:, None], weights, 0).reshape(-1),
+        )

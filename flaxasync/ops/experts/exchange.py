@@ -1,9 +1,11 @@
-"""How tokens and experts come together without a ring: a row travels only to devices that have an expert it chose.
+"""How tokens and experts come together without a ring: a row travels only to devices that have an
+expert it chose.
 
-Each device sends to the one that is s positions onward, for every shift s, the rows that chose an expert there, in
-order, and the tiles of their assignments. A row that chose several experts of a device travels there once, and one sum
-of what they return comes back. Blocks of opposite shifts arrive together and are multiplied together, while the next
-ones, and the sums of those before, travel.
+Each device sends to the one that is s positions onward, for every shift s, the rows that chose an
+expert there, in order, and the tiles of their assignments. A row that chose several experts of a
+device travels there once, and one sum of what they return comes back. Blocks of opposite shifts
+arrive together and are multiplied together, while the next ones, and the sums of those before,
+travel.
 
 ```
 block        x [n, D], tiles [T, t]               of this device, sorted as for a ring
@@ -11,9 +13,10 @@ sent         x [m, D], tiles [T', t]              for each shift; m and T' are b
 returned     y [m, D], or dx [m, D], dweights     added to the rows and tiles that were sent
 ```
 
-Shapes are static, and without a capacity all rows may choose one device: m is then n. On TPUs direct copies
-(`flaxasync.transport.counted_rows`) then move as many of them as there are. With a capacity, m is the rows that the
-experts of a device take, if those are fewer, and XLA's permutes move all of them.
+Shapes are static, and without a capacity all rows may choose one device: m is then n. On TPUs
+direct copies (`flaxasync.transport.counted_rows`) then move as many of them as there are. With a
+capacity, m is the rows that the experts of a device take, if those are fewer, and XLA's permutes
+move all of them.
 """
 
 import dataclasses
@@ -54,18 +57,24 @@ class Routes(NamedTuple):
     rows: Array  # [T * t + m]: the rows for device 0, in order, then those for device 1, and so on
     first_rows: Array  # [R]: where those of each device begin
     row_counts: Array  # [R]
-    places: Array  # [T + T', t]: where the row of an assignment is among those that travel with it; m for padding
+    # [T + T', t]: where the row of an assignment is among those that travel with it; m for padding
+    places: Array
     weights: Array  # [T + T', t]
     first_tiles: Array  # [R]: where the tiles of each device begin
 
 
-def exchange(experts: Experts, way: Exchange, block: Block, carry: Any, work: Callable[..., Any]) -> tuple[Any, Any]:
-    """Returns the sum of what all devices make of the block of this device, and the carry of this device's work.
+def exchange(
+    experts: Experts, way: Exchange, block: Block, carry: Any, work: Callable[..., Any]
+) -> tuple[Any, Any]:
+    """Returns the sum of what all devices make of the block of this device, and the carry of this
+    device's work.
 
     Args:
       work: `(blocks, carry) -> (result of each block, carry)`, as for a ring.
     """
-    devices, (n, _), me = lax.axis_size(way.axis_name), block.x.shape, lax.axis_index(way.axis_name)
+    devices = lax.axis_size(way.axis_name)
+    n, _ = block.x.shape
+    me = lax.axis_index(way.axis_name)
     limits = bounds(experts, block, devices, way.direct)
     routes = find_routes(block.assignments, n, devices, limits)
     counts = lax.all_gather(routes.row_counts, way.axis_name) if way.direct else None
@@ -76,7 +85,9 @@ def exchange(experts: Experts, way: Exchange, block: Block, carry: Any, work: Ca
     held: dict[int, Block] = {0: block}
     for shifts in (*_arrive_together(devices), ()):
         with jax.named_scope("send_rows"):
-            sent = {s: _block_for(block, routes, limits, targets[s], rows[s], devices) for s in shifts}
+            sent = {
+                s: _block_for(block, routes, limits, targets[s], rows[s], devices) for s in shifts
+            }
             coming = {s: _start(way, block, one, s, counts) for s, one in sent.items()}
         moving = [one.transfers for one in (*coming.values(), *returning.values())]
         found, carry = meanwhile(moving, work, tuple(held.values()), carry)
@@ -89,7 +100,9 @@ def exchange(experts: Experts, way: Exchange, block: Block, carry: Any, work: Ca
         held = {s: one.done() for s, one in coming.items()}
     results |= {s: one.done() for s, one in returning.items()}
     with jax.named_scope("add_sums"):
-        return _added(experts, results, rows, {s: routes.first_tiles[target] for s, target in targets.items()}), carry
+        return _added(
+            experts, results, rows, {s: routes.first_tiles[target] for s, target in targets.items()}
+        ), carry
 
 
 @dataclasses.dataclass
@@ -107,21 +120,32 @@ class Moving:
 def _start(way: Exchange, block: Block, sent: Any, shift: int, counts: Array | None) -> Moving:
     """Begins to send a block, or what was made of one, to the device `shift` positions onward.
 
-    Rows of another device that were multiplied return by the shift that is opposite: as many as had come.
+    Rows of another device that were multiplied return by the shift that is opposite: as many as had
+      come.
     """
-    devices, me = lax.axis_size(way.axis_name), lax.axis_index(way.axis_name)
+    devices = lax.axis_size(way.axis_name)
+    me = lax.axis_index(way.axis_name)
     if counts is None:
         packed = pack(sent, block.x.shape[1], block.x.dtype)
         arrived = unpack(lax.ppermute(packed, way.axis_name, permutation(devices, shift)), sent)
         return Moving(Transfers([Transfer(arrived)], "arrive"), sent)
-    there, behind = (me + shift) % devices, (me - shift) % devices
-    going, coming = (counts[me, there], counts[behind, me]) if shift > 0 else (counts[there, me], counts[me, behind])
+    there = (me + shift) % devices
+    behind = (me - shift) % devices
+    going, coming = (
+        (counts[me, there], counts[behind, me])
+        if shift > 0
+        else (counts[there, me], counts[me, behind])
+    )
     rows, rest = _split(sent)
-    leaving, arriving = [going] * len(rows), [coming] * len(rows)
-    if rest is not None:  # as rows of words that all travel; by no permute, whose order beside kernels is not certain
+    leaving = [going] * len(rows)
+    arriving = [coming] * len(rows)
+    # as rows of words that all travel; by no permute, whose order beside kernels is not certain
+    if rest is not None:
         words = pack(rest, LANES, rows[0].dtype)
         rows.append(jnp.pad(words, ((0, -words.shape[0] % LANES), (0, 0))))
-        leaving, arriving = ([*numbers, jnp.int32(rows[-1].shape[0])] for numbers in (leaving, arriving))
+        leaving, arriving = (
+            [*numbers, jnp.int32(rows[-1].shape[0])] for numbers in (leaving, arriving)
+        )
     x, future = counted_rows.start(way.axis_name, shift, rows, leaving, arriving)
     return Moving(Transfers([Transfer(x, future)], "arrive"), sent)
 
@@ -140,13 +164,18 @@ def _joined(like: Any, arrived: Sequence[Array]) -> Any:
         return arrived[0]
     unpacked = unpack(arrived[-1], rest)
     return (
-        Block(arrived[0], unpacked, *arrived[1:-1]) if isinstance(like, Block) else BlockGradients(arrived[0], unpacked)
+        Block(arrived[0], unpacked, *arrived[1:-1])
+        if isinstance(like, Block)
+        else BlockGradients(arrived[0], unpacked)
     )
 
 
-def _added(experts: Experts, results: dict[int, Any], rows: dict[int, Array], first_tiles: dict[int, Array]) -> Any:
+def _added(
+    experts: Experts, results: dict[int, Any], rows: dict[int, Array], first_tiles: dict[int, Array]
+) -> Any:
     """Returns what this device made of its own block, with what came back added."""
-    own, (of_rows, *of_tiles) = results.pop(0), zip(*map(jax.tree.leaves, results.values()), strict=True)
+    own = results.pop(0)
+    of_rows, *of_tiles = zip(*map(jax.tree.leaves, results.values()), strict=True)
     own_rows, *own_tiles = jax.tree.leaves(own)
     named = lax.concatenate([rows[shift] for shift in results], 0)
     sums = experts.products.add_rows(own_rows, lax.concatenate(of_rows, 0), named)
@@ -159,8 +188,11 @@ def _added(experts: Experts, results: dict[int, Any], rows: dict[int, Array], fi
 
 def bounds(experts: Experts, block: Block, devices: int, direct: bool = False) -> Bounds:
     """Returns the most rows and tiles that a device sends to another one."""
-    (n, _), (tiles, t), local = block.x.shape, block.assignments.rows.shape, experts.count // devices
-    taken = n if experts.capacity is None else min(n, experts.parts * experts.capacity)  # by one expert
+    n, _ = block.x.shape
+    tiles, t = block.assignments.rows.shape
+    local = experts.count // devices
+    # by one expert
+    taken = n if experts.capacity is None else min(n, experts.parts * experts.capacity)
     rows = min(n, local * taken)
     if direct or t % LANES == 0:  # kernels copy and add rows in whole tiles
         rows = -(-rows // LANES) * LANES
@@ -168,26 +200,40 @@ def bounds(experts: Experts, block: Block, devices: int, direct: bool = False) -
 
 
 def find_routes(assignments: Assignments, n: int, devices: int, limits: Bounds) -> Routes:
-    """Finds which rows of a block go to which device: by sorts, which take a TPU less time than scatters."""
+    """Finds which rows of a block go to which device: by sorts, which take a TPU less time than
+    scatters.
+    """
     tiles, t = assignments.rows.shape
     of_device = jnp.sum(assignments.tiles.reshape(devices, -1), axis=1, dtype=jnp.int32)
-    last_tiles, each = jnp.cumsum(of_device, dtype=jnp.int32), lax.iota(jnp.int32, devices)[:, None]
-    device = jnp.sum(lax.iota(jnp.int32, tiles)[:, None] >= last_tiles[None], axis=1, dtype=jnp.int32)
-    keys = (device[:, None] * (n + 1) + assignments.rows).reshape(-1)  # by device, then by row, and padding behind them
+    last_tiles = jnp.cumsum(of_device, dtype=jnp.int32)
+    each = lax.iota(jnp.int32, devices)[:, None]
+    device = jnp.sum(
+        lax.iota(jnp.int32, tiles)[:, None] >= last_tiles[None], axis=1, dtype=jnp.int32
+    )
+    # by device, then by row, and padding behind them
+    keys = (device[:, None] * (n + 1) + assignments.rows).reshape(-1)
     keys, slots = lax.sort((keys, lax.iota(jnp.int32, tiles * t)), num_keys=1)
-    device, row = keys // (n + 1), keys % (n + 1)
-    is_first = (row < n) & (keys != jnp.pad(keys, (1, 0), constant_values=-1)[:-1])  # of the choices of a row
+    device = keys // (n + 1)
+    row = keys % (n + 1)
+    # of the choices of a row
+    is_first = (row < n) & (keys != jnp.pad(keys, (1, 0), constant_values=-1)[:-1])
     counts = jnp.sum(is_first[None] & (device[None] == each), axis=1, dtype=jnp.int32)
     first_rows = jnp.cumsum(counts, dtype=jnp.int32) - counts
-    before = jnp.sum(jnp.where(device[None] == each, first_rows[:, None], 0), axis=0, dtype=jnp.int32)
+    before = jnp.sum(
+        jnp.where(device[None] == each, first_rows[:, None], 0), axis=0, dtype=jnp.int32
+    )
     places = jnp.where(row < n, jnp.cumsum(is_first, dtype=jnp.int32) - 1 - before, limits.rows)
     _, places = lax.sort((slots, places), num_keys=1)
     rows = lax.sort(jnp.where(is_first, keys, devices * (n + 1))) % (n + 1)
     more = ((0, limits.tiles), (0, 0))
     return Routes(
-        jnp.pad(rows, (0, limits.rows)), first_rows, counts, jnp.pad(places.reshape(tiles, t), more),
-        jnp.pad(assignments.weights, more), last_tiles - of_device,
-    )  # fmt: skip
+        jnp.pad(rows, (0, limits.rows)),
+        first_rows,
+        counts,
+        jnp.pad(places.reshape(tiles, t), more),
+        jnp.pad(assignments.weights, more),
+        last_tiles - of_device,
+    )
 
 
 def rows_for(routes: Routes, limits: Bounds, target: Index, n: int) -> Array:
@@ -196,10 +242,15 @@ def rows_for(routes: Routes, limits: Bounds, target: Index, n: int) -> Array:
     return jnp.where(lax.iota(jnp.int32, limits.rows) < routes.row_counts[target], rows, n)
 
 
-def _block_for(block: Block, routes: Routes, limits: Bounds, target: Index, rows: Array, devices: int) -> Block:
-    """Returns what goes to a device. The tiles behind its own are of other devices; it does not count them."""
+def _block_for(
+    block: Block, routes: Routes, limits: Bounds, target: Index, rows: Array, devices: int
+) -> Block:
+    """Returns what goes to a device. The tiles behind its own are of other devices; it does not
+    count them.
+    """
     places, weights = (
-        lax.dynamic_slice_in_dim(x, routes.first_tiles[target], limits.tiles) for x in (routes.places, routes.weights)
+        lax.dynamic_slice_in_dim(x, routes.first_tiles[target], limits.tiles)
+        for x in (routes.places, routes.weights)
     )
     tiles = block.assignments.tiles
     of_target = lax.iota(jnp.int32, tiles.size) // (tiles.size // devices) == target
@@ -212,7 +263,9 @@ def _block_for(block: Block, routes: Routes, limits: Bounds, target: Index, rows
 
 
 def _add_tiles(own: Array, parts: tuple[Array, ...], firsts: list[Array]) -> Array:
-    """Adds to values in the tiles of a block those that came back, which are zeros behind the tiles of a device."""
+    """Adds to values in the tiles of a block those that came back, which are zeros behind the tiles
+    of a device.
+    """
     whole = jnp.pad(own, ((0, parts[0].shape[0]), (0, 0)))
     for part, first in zip(parts, firsts, strict=True):
         old = lax.dynamic_slice_in_dim(whole, first, part.shape[0])

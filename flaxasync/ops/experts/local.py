@@ -1,7 +1,8 @@
 """What one device computes with its experts for the rows of some blocks: forward, and the gradient.
 
-Rows are taken, multiplied and added some tiles at a time, in a loop of as many turns as there are rows: no rows cost no
-time, and no buffer is larger for a routing that is not balanced. Backward, h is computed again.
+Rows are taken, multiplied and added some tiles at a time, in a loop of as many turns as there are
+rows: no rows cost no time, and no buffer is larger for a routing that is not balanced. Backward, h
+is computed again.
 """
 
 import dataclasses
@@ -30,13 +31,17 @@ class Experts:
     count: int  # of all experts
     mean: int  # the rows of a device's block that choose an expert if all experts are chosen alike
     tile_rows: int
-    parts: int  # of the rows of a block, each with a capacity: 2, or 1 where a block has half of the rows of a device
+    # of the rows of a block, each with a capacity: 2, or 1 where a block has half of the rows of a
+    # device
+    parts: int
     capacity: int | None  # of each expert for one of these parts
     products: Products
 
 
 class Block(NamedTuple):
-    """What travels: rows [n, D], their assignments and, backward, the cotangents of their outputs [n, D]."""
+    """What travels: rows [n, D], their assignments and, backward, the cotangents of their outputs
+    [n, D].
+    """
 
     x: Array
     assignments: Assignments
@@ -51,14 +56,18 @@ class BlockGradients(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The gradients of the weights: what was added up, and what is kept until it can be added with more."""
+    """The gradients of the weights: what was added up, and what is kept until it can be added with
+    more.
+    """
 
     gradients: Weights | None = None  # None for zeros
     kept: ToAdd | None = None
 
 
 def forward(experts: Experts, weights: Weights, blocks: tuple[Block, ...]) -> Arrays:
-    """Returns what the experts of this device make of each block, [n, D], in its dtype or that which accumulates."""
+    """Returns what the experts of this device make of each block, [n, D], in its dtype or that
+    which accumulates.
+    """
     sizes = tuple(block.x.shape[0] for block in blocks)
     x = lax.concatenate([b.x for b in blocks], 0)
 
@@ -74,11 +83,13 @@ def backward(
 ) -> tuple[tuple[BlockGradients, ...], Sums]:
     """Returns the gradients of each block, and adds those of the weights to `sums`.
 
-    Where many tiles are multiplied at once, every other call keeps what it found for the next one, so that gradients
-    are read and written half as often. `added_up` adds what is kept at the end.
+    Where many tiles are multiplied at once, every other call keeps what it found for the next one,
+    so that gradients are read and written half as often. `added_up` adds what is kept at the end.
     """
-    sizes, places = tuple(b.x.shape[0] for b in blocks), tuple(b.assignments.rows.shape[0] for b in blocks)
-    x, dy = lax.concatenate([b.x for b in blocks], 0), lax.concatenate([b.dy for b in blocks if b.dy is not None], 0)
+    sizes = tuple(b.x.shape[0] for b in blocks)
+    places = tuple(b.assignments.rows.shape[0] for b in blocks)
+    x = lax.concatenate([b.x for b in blocks], 0)
+    dy = lax.concatenate([b.dy for b in blocks if b.dy is not None], 0)
 
     def add(tiles: Tiles, count: Array, carry: Any) -> tuple[Array, Array, Sums]:
         dx, dweights, sums = carry
@@ -95,7 +106,11 @@ def backward(
 
     wide = accumulator_dtype(x)
     dweights = jnp.zeros((sum(places), experts.tile_rows), wide)
-    zeros = jnp.zeros(x.shape, wide), dweights, sums if sums.gradients else Sums(_no_gradients(weights))
+    zeros = (
+        jnp.zeros(x.shape, wide),
+        dweights,
+        sums if sums.gradients else Sums(_no_gradients(weights)),
+    )
     dx, dweights, sums = _for_each(experts, weights, blocks, add, (None, dweights, sums), zeros)
     parts = zip(lax.split(dx, sizes, axis=0), lax.split(dweights, places, axis=0), strict=True)
     return tuple(BlockGradients(*part) for part in parts), sums
@@ -117,22 +132,31 @@ def _no_gradients(weights: Weights) -> Weights:
 
 
 def _for_each(
-    experts: Experts, weights: Weights, blocks: tuple[Block, ...], add: Callable[[Tiles, Array, Any], Any],
-    begin: Any, zeros: Any,
-) -> Any:  # fmt: skip
-    """Calls add(tiles, count of those with rows, carry) with some tiles after the other, and returns the carry.
+    experts: Experts,
+    weights: Weights,
+    blocks: tuple[Block, ...],
+    add: Callable[[Tiles, Array, Any], Any],
+    begin: Any,
+    zeros: Any,
+) -> Any:
+    """Calls add(tiles, count of those with rows, carry) with some tiles after the other, and
+    returns the carry.
 
-    Where many tiles are multiplied at once, the first call is before the loop, which is then rarely entered, and has
-    the carry `begin`, in which None stands for zeros that are never stored.
+    Where many tiles are multiplied at once, the first call is before the loop, which is then rarely
+    entered, and has the carry `begin`, in which None stands for zeros that are never stored.
     """
-    local, sizes = weights.down.shape[0], tuple(block.x.shape[0] for block in blocks)
+    local = weights.down.shape[0]
+    sizes = tuple(block.x.shape[0] for block in blocks)
     first: Index = lax.axis_index(experts.axis_name) * local if experts.split == "experts" else 0
     tiles_of = TilesOf(tuple(block.assignments for block in blocks), first, local, sizes)
     some = experts.products.tiles([experts.mean] * len(sizes), local, experts.tile_rows)
     several = some > 1  # whether the products take several tiles in a call, or one alone
     if experts.capacity is not None:
-        most = local * sum(-(-min(experts.parts * experts.capacity, size) // experts.tile_rows) for size in sizes)
-        some = most if several and most <= 2 * some else some  # few more tiles than are expected spare a loop
+        most = local * sum(
+            -(-min(experts.parts * experts.capacity, size) // experts.tile_rows) for size in sizes
+        )
+        # few more tiles than are expected spare a loop
+        some = most if several and most <= 2 * some else some
 
     def turn(number: Array, carry: Any) -> Any:
         start = number * some
@@ -141,7 +165,9 @@ def _for_each(
     if experts.capacity is not None and several and some == most:
         return add(tiles_of.take(0, some), tiles_of.count, begin)  # there cannot be more
     if several:
-        carry, done = turn(jnp.int32(0), begin), 1
+        carry = turn(jnp.int32(0), begin)
+        done = 1
     else:
-        carry, done = vary_like(zeros, weights, blocks), 0
+        carry = vary_like(zeros, weights, blocks)
+        done = 0
     return lax.fori_loop(done, -(-tiles_of.count // some), turn, carry)

@@ -1,4 +1,5 @@
-"""What multiplies rows with the weights of their experts: JAX's products one tile at a time, or Pallas kernels.
+"""What multiplies rows with the weights of their experts: JAX's products one tile at a time, or
+Pallas kernels.
 
 ```
 forward    h    = act(rows @ gate) * (rows @ up)                       rows [c * t, D] of c tiles
@@ -23,7 +24,13 @@ from flaxasync.kernels.grouped_matmul import grouped_matmul, grouped_sum
 from flaxasync.kernels.grouped_weight_gradient import Factors, grouped_weight_gradient
 from flaxasync.ops.experts.assignments import Tiles
 from flaxasync.ops.matmul.mlp import Activate, ActivateGradient, Activation, activate
-from flaxasync.ops.matmul.products import Arrays, accumulator_dtype, dot, sum_of_products, weight_gradient
+from flaxasync.ops.matmul.products import (
+    Arrays,
+    accumulator_dtype,
+    dot,
+    sum_of_products,
+    weight_gradient,
+)
 
 
 class Weights(NamedTuple):
@@ -41,24 +48,34 @@ class ToAdd(NamedTuple):
 
 
 class Products(Protocol):
-    """What multiplies some tiles at a time. Hashable. The first `count` of the tiles have rows; others get anything."""
+    """What multiplies some tiles at a time. Hashable. The first `count` of the tiles have rows;
+    others get anything.
+    """
 
     def tiles(self, rows: list[int], experts: int, tile_rows: int) -> int:
-        """Returns how many tiles to multiply at once, where each expert has so many rows of each block on average."""
+        """Returns how many tiles to multiply at once, where each expert has so many rows of each
+        block on average.
+        """
 
-    def forward(self, y: Array | None, x: Array, weights: Weights, tiles: Tiles, count: Array) -> Array:
+    def forward(
+        self, y: Array | None, x: Array, weights: Weights, tiles: Tiles, count: Array
+    ) -> Array:
         """Adds to y [n, D], from zeros if it is None, what the experts make of x [n, D]."""
 
     def backward(
         self, dx: Array | None, x: Array, dy: Array, weights: Weights, tiles: Tiles, count: Array
     ) -> tuple[Array, Array, ToAdd]:
-        """Adds to dx as `forward` does to y; returns it, dweight of every row of the tiles, and what gradients take."""
+        """Adds to dx as `forward` does to y; returns it, dweight of every row of the tiles, and
+        what gradients take.
+        """
 
     def add(self, gradients: Weights | None, found: Sequence[ToAdd], experts: int) -> Weights:
         """Adds to the gradients of a device's experts, from zeros if they are None."""
 
     def add_rows(self, y: Array, values: Array, rows: Array) -> Array:
-        """Returns y [n, D] with each of the values [m, D] added to the row that it names; none where that is n."""
+        """Returns y [n, D] with each of the values [m, D] added to the row that it names; none
+        where that is n.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +88,11 @@ class OneTile:
     def tiles(self, rows: list[int], experts: int, tile_rows: int) -> int:
         return 1
 
-    def forward(self, y: Array | None, x: Array, weights: Weights, tiles: Tiles, count: Array) -> Array:
-        rows, weights = _take(x, tiles), _of_expert(weights, tiles)
+    def forward(
+        self, y: Array | None, x: Array, weights: Weights, tiles: Tiles, count: Array
+    ) -> Array:
+        rows = _take(x, tiles)
+        weights = _of_expert(weights, tiles)
         h = activate(self.activation, tuple(dot(rows, w, self.precision) for w in weights.columns))
         out = dot(h.astype(rows.dtype), weights.down, self.precision)
         return _add(y, x, tiles, out)
@@ -80,7 +100,9 @@ class OneTile:
     def backward(
         self, dx: Array | None, x: Array, dy: Array, weights: Weights, tiles: Tiles, count: Array
     ) -> tuple[Array, Array, ToAdd]:
-        rows, dys, weights = _take(x, tiles), _take(dy, tiles), _of_expert(weights, tiles)
+        rows = _take(x, tiles)
+        dys = _take(dy, tiles)
+        weights = _of_expert(weights, tiles)
         wholes = tuple(dot(rows, w, self.precision) for w in weights.columns)
         h, pull = jax.vjp(lambda wholes: activate(self.activation, wholes), wholes)
         dh = dot(dys, weights.down, self.precision, transposed=True)
@@ -96,8 +118,11 @@ class OneTile:
                 tuple(weight_gradient(side.x, dy, self.precision) for dy in side.dys)
                 for side in (one.columns, one.down)
             )
-            expert, new = one.down.experts[0], Weights(columns, *down)
-            gradients = jax.tree.map(lambda sums, new, expert=expert: sums.at[expert].add(new), gradients, new)
+            expert = one.down.experts[0]
+            new = Weights(columns, *down)
+            gradients = jax.tree.map(
+                lambda sums, new, expert=expert: sums.at[expert].add(new), gradients, new
+            )
         return gradients
 
     def add_rows(self, y: Array, values: Array, rows: Array) -> Array:
@@ -107,33 +132,58 @@ class OneTile:
 
 @dataclasses.dataclass(frozen=True)
 class Grouped:
-    """Pallas TPU kernels, which multiply many tiles at once, and add rows in vector memory. They need a gate."""
+    """Pallas TPU kernels, which multiply many tiles at once, and add rows in vector memory. They
+    need a gate.
+    """
 
     activation: Activation
 
     def tiles(self, rows: list[int], experts: int, tile_rows: int) -> int:
-        """Returns as many as rows have that are spread evenly, and half a tile more for each expert and block."""
-        return sum(-(-mean // tile_rows) for mean in rows) * experts + max(1, len(rows) * experts // 2)
+        """Returns as many as rows have that are spread evenly, and half a tile more for each expert
+        and block.
+        """
+        return sum(-(-mean // tile_rows) for mean in rows) * experts + max(
+            1, len(rows) * experts // 2
+        )
 
-    def forward(self, y: Array | None, x: Array, weights: Weights, tiles: Tiles, count: Array) -> Array:
+    def forward(
+        self, y: Array | None, x: Array, weights: Weights, tiles: Tiles, count: Array
+    ) -> Array:
         t = tiles.rows.size // tiles.experts.size
         epilogue = Activate(self.activation, 0)
-        (h,) = grouped_matmul(_take(x, tiles), weights.columns, tiles.experts, count, tile_rows=t, epilogue=epilogue)
+        (h,) = grouped_matmul(
+            _take(x, tiles), weights.columns, tiles.experts, count, tile_rows=t, epilogue=epilogue
+        )
         (out,) = grouped_matmul(h, (weights.down,), tiles.experts, count, tile_rows=t)
         return self._add(y, x, tiles, count, out)
 
     def backward(
         self, dx: Array | None, x: Array, dy: Array, weights: Weights, tiles: Tiles, count: Array
     ) -> tuple[Array, Array, ToAdd]:
-        rows, dys, t = _take(x, tiles), _take(dy, tiles), tiles.rows.size // tiles.experts.size
+        rows = _take(x, tiles)
+        dys = _take(dy, tiles)
+        t = tiles.rows.size // tiles.experts.size
         up, gate = grouped_matmul(rows, weights.columns, tiles.experts, count, tile_rows=t)
         dup, dgate, h = grouped_matmul(
-            dys, (weights.down,), tiles.experts, count, tile_rows=t, transposed=True,
-            epilogue=ActivateGradient(self.activation, 2), operands=(up, gate),
-        )  # fmt: skip
-        drows = grouped_sum((dup, dgate), weights.columns, tiles.experts, count, tile_rows=t, transposed=True)
-        dweight = jnp.sum(up.astype(jnp.float32) * dup.astype(jnp.float32), axis=-1)  # as h * dh, because h is act * up
-        return self._add(dx, x, tiles, count, drows), dweight, _to_add(rows, (dup, dgate), h, dys, tiles, count)
+            dys,
+            (weights.down,),
+            tiles.experts,
+            count,
+            tile_rows=t,
+            transposed=True,
+            epilogue=ActivateGradient(self.activation, 2),
+            operands=(up, gate),
+        )
+        drows = grouped_sum(
+            (dup, dgate), weights.columns, tiles.experts, count, tile_rows=t, transposed=True
+        )
+        # as h * dh, because h is act * up
+        dweight = jnp.sum(up.astype(jnp.float32) * dup.astype(jnp.float32), axis=-1)
+        return (
+            self._add(dx, x, tiles, count, drows),
+            dweight,
+            _to_add(rows, (dup, dgate), h, dys, tiles, count),
+        )
 
     def add(self, gradients: Weights | None, found: Sequence[ToAdd], experts: int) -> Weights:
         initial = ((), ()) if gradients is None else (gradients.columns, (gradients.down,))
@@ -146,16 +196,23 @@ class Grouped:
 
     def add_rows(self, y: Array, values: Array, rows: Array) -> Array:
         rows = rows.reshape(-1, LANES)
-        return _sum(y, add_rows(values, rows, jnp.ones(rows.shape, jnp.float32), rows.shape[0], n=y.shape[0]))
+        return _sum(
+            y,
+            add_rows(values, rows, jnp.ones(rows.shape, jnp.float32), rows.shape[0], n=y.shape[0]),
+        )
 
     def _add(self, y: Array | None, x: Array, tiles: Tiles, count: Array, out: Array) -> Array:
         shape = tiles.experts.size, -1
-        new = add_rows(out, tiles.rows.reshape(shape), tiles.weights.reshape(shape), count, n=x.shape[0])
+        new = add_rows(
+            out, tiles.rows.reshape(shape), tiles.weights.reshape(shape), count, n=x.shape[0]
+        )
         return new if y is None else _sum(y, new)
 
 
 def _of_expert(weights: Weights, tiles: Tiles) -> Weights:
-    return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, tiles.experts[0], keepdims=False), weights)
+    return jax.tree.map(
+        lambda w: lax.dynamic_index_in_dim(w, tiles.experts[0], keepdims=False), weights
+    )
 
 
 def _take(x: Array, tiles: Tiles) -> Array:
@@ -163,7 +220,9 @@ def _take(x: Array, tiles: Tiles) -> Array:
     return x.at[tiles.rows].get(mode="fill", fill_value=0)
 
 
-def _to_add(rows: Array, dwholes: Arrays, h: Array, dys: Array, tiles: Tiles, count: Array) -> ToAdd:
+def _to_add(
+    rows: Array, dwholes: Arrays, h: Array, dys: Array, tiles: Tiles, count: Array
+) -> ToAdd:
     return ToAdd(
         Factors(_weighted(rows, tiles), dwholes, tiles.experts, count),
         Factors(h, (_weighted(dys, tiles),), tiles.experts, count),

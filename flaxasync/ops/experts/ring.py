@@ -1,11 +1,14 @@
-"""How tokens and experts come together: a ring of blocks ("xla", "pallas", "stateful"), or one gather ("none").
+"""How tokens and experts come together: a ring of blocks ("xla", "pallas", "stateful"), or one
+gather ("none").
 
-The third way, in which rows travel only to where they are needed, is in `exchange`; the VJP rule here is that of all.
+The third way, in which rows travel only to where they are needed, is in `exchange`; the VJP rule
+here is that of all.
 
-A block is the rows of a device with their assignments. It visits every device, whose experts multiply the rows that
-chose them while the block travels on, and the sum of what they return follows one turn behind (`ring_visit`). The
-gradient is the same ring with the cotangents of the outputs in the block. With two directions there are two
-half-blocks, which are multiplied together where they arrive.
+A block is the rows of a device with their assignments. It visits every device, whose experts
+multiply the rows that chose them while the block travels on, and the sum of what they return
+follows one turn behind (`ring_visit`). The gradient is the same ring with the cotangents of the
+outputs in the block. With two directions there are two half-blocks, which are multiplied together
+where they arrive.
 
 ```
 operands   x [n, D], ids [n, k], weights [n, k], kernels         of this device
@@ -35,13 +38,18 @@ from flaxasync.ops.saved import PRODUCT, first_only
 from flaxasync.ring import Index, Ring, ring_visit, shifts, split_rows
 
 type Blocks = tuple[Block, ...]
-type Work = Callable[[Blocks, Any], tuple[tuple[Any, ...], Any]]  # (blocks, carry) -> (result of each, carry)
+# (blocks, carry) -> (result of each, carry)
+type Work = Callable[[Blocks, Any], tuple[tuple[Any, ...], Any]]
 
-_first_derivative_only = first_only("expert_mlp", "its gradient is a ring of its own", "differentiate it once")
+_first_derivative_only = first_only(
+    "expert_mlp", "its gradient is a ring of its own", "differentiate it once"
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def multiply(experts: Experts, ring: Ring | Exchange, x: Array, ids: Array, weights: Array, kernels: Weights) -> Array:
+def multiply(
+    experts: Experts, ring: Ring | Exchange, x: Array, ids: Array, weights: Array, kernels: Weights
+) -> Array:
     blocks, _ = _blocks(experts, ring, x, ids, weights)
 
     def work(held: Blocks, carry: None) -> tuple[tuple[Array, ...], None]:
@@ -59,7 +67,9 @@ def _multiply_fwd(
     return checkpoint_name(multiply(experts, ring, *operands), PRODUCT), operands
 
 
-def _multiply_bwd(experts: Experts, ring: Ring | Exchange, saved: Any, dy: Array) -> tuple[Array, None, Array, Weights]:
+def _multiply_bwd(
+    experts: Experts, ring: Ring | Exchange, saved: Any, dy: Array
+) -> tuple[Array, None, Array, Weights]:
     x, ids, weights, kernels, dy = _first_derivative_only(*saved, dy)
     blocks, places = _blocks(experts, ring, x, ids, weights, dy)
 
@@ -74,10 +84,14 @@ def _multiply_bwd(experts: Experts, ring: Ring | Exchange, saved: Any, dy: Array
         found, sums = _for_all_devices(experts, ring, blocks, Sums(), work)
         gradients = local.added_up(experts, kernels, sums).gradients
     dweights = [
-        unsort(one.dweights, place, (one.dx.shape[0], ids.shape[1]), dropless=experts.capacity is None)
+        unsort(
+            one.dweights, place, (one.dx.shape[0], ids.shape[1]), dropless=experts.capacity is None
+        )
         for one, place in zip(found, places, strict=True)
     ]
-    dkernels = jax.tree.map(lambda gradient, kernel: gradient.astype(kernel.dtype), gradients, kernels)
+    dkernels = jax.tree.map(
+        lambda gradient, kernel: gradient.astype(kernel.dtype), gradients, kernels
+    )
     dweight = lax.concatenate(dweights, 0).astype(weights.dtype)
     return lax.concatenate([one.dx for one in found], 0), None, dweight, dkernels
 
@@ -86,10 +100,18 @@ multiply.defvjp(_multiply_fwd, _multiply_bwd)
 
 
 def _blocks(
-    experts: Experts, ring: Ring | Exchange, x: Array, ids: Array, weights: Array, dy: Array | None = None
+    experts: Experts,
+    ring: Ring | Exchange,
+    x: Array,
+    ids: Array,
+    weights: Array,
+    dy: Array | None = None,
 ) -> tuple[Blocks, list[Array]]:
-    """Returns this device's half-blocks, or its whole block, and the places of their assignments in `ids`."""
-    blocks, places = [], []
+    """Returns this device's half-blocks, or its whole block, and the places of their assignments in
+    `ids`.
+    """
+    blocks = []
+    places = []
     for start, rows in split_rows(x.shape[0], len(block_shifts(ring, x.shape[0]))):
         mine = slice(start, start + rows)
         found, place = sort(
@@ -109,13 +131,19 @@ def block_shifts(ring: Ring | Exchange, rows: int) -> tuple[int, ...]:
     """Returns the shift of each half-block of a device with so many rows, or of its whole block."""
     if isinstance(ring, Exchange):
         return (1,)
-    return (1,) if ring.transport is None or lax.axis_size(ring.axis_name) == 1 else shifts(ring.directions, rows)
+    return (
+        (1,)
+        if ring.transport is None or lax.axis_size(ring.axis_name) == 1
+        else shifts(ring.directions, rows)
+    )
 
 
 def _for_all_devices(
     experts: Experts, ring: Ring | Exchange, blocks: Blocks, carry: Any, work: Work
 ) -> tuple[tuple[Any, ...], Any]:
-    """Returns the sum of what all devices make of each of this device's blocks, and the carry of this device's work."""
+    """Returns the sum of what all devices make of each of this device's blocks, and the carry of
+    this device's work.
+    """
     size = lax.axis_size(ring.axis_name)
     if size == 1:
         return work(blocks, carry)
@@ -126,16 +154,20 @@ def _for_all_devices(
     if ring.transport is None:
         (block,) = blocks
         gathered = lax.all_gather(block, ring.axis_name)
-        found, carry = work(tuple(jax.tree.map(lambda leaf: leaf[i], gathered) for i in range(size)), carry)
+        found, carry = work(
+            tuple(jax.tree.map(lambda leaf: leaf[i], gathered) for i in range(size)), carry
+        )
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
         return (jax.tree.map(lambda leaf: lax.psum_scatter(leaf, ring.axis_name), stacked),), carry
-    (_, features), dtype = blocks[0].x.shape, blocks[0].x.dtype
+    _, features = blocks[0].x.shape
+    dtype = blocks[0].x.dtype
 
     def packed(tree: Any) -> Array:
         return pack(tree, features, dtype)
 
     results = jax.eval_shape(lambda blocks: work(blocks, carry)[0], blocks)
-    result_of = {jax.eval_shape(packed, like).shape: like for like in results}  # halves can differ by a row
+    # halves can differ by a row
+    result_of = {jax.eval_shape(packed, like).shape: like for like in results}
 
     def visit(hop: Index, held: tuple[Array, ...], carry: Any) -> tuple[tuple[Array, ...], Any]:
         unpacked = tuple(map(unpack, held, blocks))
@@ -157,14 +189,22 @@ def _for_all_devices(
         return packed(_add(unpack(arrived, like), unpack(addend, like)))
 
     sums, carry = ring_visit(
-        ring, tuple(map(packed, blocks)), carry, visit, last, add=add,
-        shifts=block_shifts(ring, sum(b.x.shape[0] for b in blocks)), hops=size - 1,
-    )  # fmt: skip
+        ring,
+        tuple(map(packed, blocks)),
+        carry,
+        visit,
+        last,
+        add=add,
+        shifts=block_shifts(ring, sum(b.x.shape[0] for b in blocks)),
+        hops=size - 1,
+    )
     return tuple(map(unpack, sums, results)), carry
 
 
 def _add(arrived: Any, addend: Any) -> Any:
-    """Adds what a device made of a block to the sum that arrived, each pair in the dtype that accumulates."""
+    """Adds what a device made of a block to the sum that arrived, each pair in the dtype that
+    accumulates.
+    """
 
     def add(a: Array, b: Array) -> Array:
         wide = accumulator_dtype(a)

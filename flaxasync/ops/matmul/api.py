@@ -1,6 +1,7 @@
 """The public collective matmuls: their checks, and what executes them.
 
-They are for use inside `jax.shard_map`, on local shards; `flaxasync.nn` has the modules. `vjp` has the algebra.
+They are for use inside `jax.shard_map`, on local shards; `flaxasync.nn` has the modules. `vjp` has
+the algebra.
 """
 
 import dataclasses
@@ -67,42 +68,51 @@ def all_gather_matmul(
     ```
 
     Args:
-      w: This device's columns; or a tuple of such arrays, which share one trip of x: gate and up, for example.
+      w: This device's columns; or a tuple of such arrays, which share one trip of x: gate and up,
+        for example.
       axis_name: The mesh axis along which x is sharded by rows and w by columns.
-      backend: What executes the op: "none" (gather, then multiply), "xla" (a ring of `lax.ppermute`), "pallas" or
-        "stateful" (the same ring on Pallas DMAs, as values or on Refs; TPU), or "fused" (one Pallas kernel forward and
-        one for each transfer backward; TPU, float32 and bfloat16). None stands for the trusted backend that
-        `flaxasync.plan` predicts to be fastest on the TPUs of the mesh, and for "xla" on other devices.
-      directions: 1, or 2 to send one half-block in each direction around the ring. By default 2 on rings of three or
-        more TPUs.
+      backend: What executes the op: "none" (gather, then multiply), "xla" (a ring of
+        `lax.ppermute`), "pallas" or "stateful" (the same ring on Pallas DMAs, as values or on Refs;
+        TPU), or "fused" (one Pallas kernel forward and one for each transfer backward; TPU, float32
+        and bfloat16). None stands for the trusted backend that `flaxasync.plan` predicts to be
+        fastest on the TPUs of the mesh, and for "xla" on other devices.
+      directions: 1, or 2 to send one half-block in each direction around the ring. By default 2 on
+        rings of three or more TPUs.
       unroll: Ring steps in one loop body. "fused" has no such loop, and only takes 2.
-      precision: The precision of the matmuls, as in `lax.dot_general`; they accumulate in float32. "fused" only takes
-        the default.
-      reduce_dtype: The dtype of partial sums while they travel, which in this op are those of dx. By default it is the
-        dtype of x, the only one that "fused" takes.
-      gathered_bytes: The most bytes that all_gather(x), which takes R times those of x, may take until the backward
-        pass. If they suffice, the op keeps all_gather(x) where `flaxasync.plan` predicts a gain, and always on devices
-        that `plan` does not know. With 0, the default, the op keeps x, which travels again for dw; docs/plan.md tells
-        when XLA keeps more, and what happens under `jax.checkpoint`.
-      quantization: "int8", "fp8" or a `flaxasync.Quantization`: x travels, is multiplied and is kept in 8 bits, with a
-        scale for each row, and w has one for each column. None, the default, for the dtype of the operands. Partial
-        sums always travel in `reduce_dtype`.
+      precision: The precision of the matmuls, as in `lax.dot_general`; they accumulate in float32.
+        "fused" only takes the default.
+      reduce_dtype: The dtype of partial sums while they travel, which in this op are those of dx.
+        By default it is the dtype of x, the only one that "fused" takes.
+      gathered_bytes: The most bytes that all_gather(x), which takes R times those of x, may take
+        until the backward pass. If they suffice, the op keeps all_gather(x) where `flaxasync.plan`
+        predicts a gain, and always on devices that `plan` does not know. With 0, the default, the
+        op keeps x, which travels again for dw; docs/plan.md tells when XLA keeps more, and what
+        happens under `jax.checkpoint`.
+      quantization: "int8", "fp8" or a `flaxasync.Quantization`: x travels, is multiplied and is
+        kept in 8 bits, with a scale for each row, and w has one for each column. None, the default,
+        for the dtype of the operands. Partial sums always travel in `reduce_dtype`.
 
     Returns:
       y, in the dtype of x; a tuple if w is one.
 
     Raises:
-      ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; the backend is unknown;
-        `gathered_bytes` is no integer of 0 or more.
-      NotImplementedError: The backend cannot serve this call, or the chip has no rate for the type of `quantization`.
+      ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; the backend is
+        unknown; `gathered_bytes` is no integer of 0 or more.
+      NotImplementedError: The backend cannot serve this call, or the chip has no rate for the type
+        of `quantization`.
     """
-    op, ws = "all_gather_matmul", _as_tuple(w)
-    options = Options(backend, directions, unroll, precision, reduce_dtype, gathered_bytes, quantization)
+    op = "all_gather_matmul"
+    ws = _as_tuple(w)
+    options = Options(
+        backend, directions, unroll, precision, reduce_dtype, gathered_bytes, quantization
+    )
     size = check_operands(op, (x,), ws, axis_name)
     for position, w_shard in enumerate(ws):
         _check_contraction(op, x, w_shard, position)
     check_gathered_bytes(op, gathered_bytes)
-    executor, keep = choose_executor(op, [x.shape, *(w.shape for w in ws)], x.dtype, axis_name, size, options)
+    executor, keep = choose_executor(
+        op, [x.shape, *(w.shape for w in ws)], x.dtype, axis_name, size, options
+    )
     x, ws = vary_alike((x, ws), axis_name)
     ys = vjp.gather_and_multiply(executor, keep, x, ws)
     return ys if isinstance(w, tuple | list) else ys[0]
@@ -120,7 +130,8 @@ def matmul_reduce_scatter(
     reduce_dtype: DTypeLike | None = None,
     quantization: Quantizing = None,
 ) -> Float[Array, "*batch m n"]:
-    """Multiplies this device's columns, and sums each block of rows over all devices on its way to its owner.
+    """Multiplies this device's columns, and sums each block of rows over all devices on its way to
+    its owner.
 
     ```
     x  [..., R*m, k]    all rows, this device's columns        (R devices on axis_name)
@@ -133,23 +144,30 @@ def matmul_reduce_scatter(
     ```
 
     Args:
-      x: This device's columns; or a tuple of such arrays, whose products with the arrays of w are summed.
+      x: This device's columns; or a tuple of such arrays, whose products with the arrays of w are
+        summed.
       w: This device's rows; a tuple if x is one.
       axis_name: The mesh axis along which k is split and y will be sharded by rows.
-      backend: What executes the op, as in `all_gather_matmul`; "none" multiplies, then reduce-scatters.
-      directions, unroll, precision, quantization: As in `all_gather_matmul`; rows and columns are those of this device.
+      backend: What executes the op, as in `all_gather_matmul`; "none" multiplies, then
+        reduce-scatters.
+      directions, unroll, precision, quantization: As in `all_gather_matmul`; rows and columns are
+        those of this device.
       reduce_dtype: The dtype of the partial sums while they travel; by default that of x.
 
     Returns:
       y, in the dtype of x.
 
     Raises:
-      ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; R does not divide the rows of x; the
-        backend is unknown.
+      ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; R does not divide
+        the rows of x; the backend is unknown.
       NotImplementedError: The backend cannot serve this call.
     """
-    options = Options(backend, directions, unroll, precision, reduce_dtype, quantization=quantization)
-    return _sum_of_products("matmul_reduce_scatter", vjp.multiply_and_scatter, x, w, axis_name, options)
+    options = Options(
+        backend, directions, unroll, precision, reduce_dtype, quantization=quantization
+    )
+    return _sum_of_products(
+        "matmul_reduce_scatter", vjp.multiply_and_scatter, x, w, axis_name, options
+    )
 
 
 def matmul_all_reduce(
@@ -176,38 +194,52 @@ def matmul_all_reduce(
     dw          = x.T @ dy                             no communication
     ```
 
-    A ring reduce-scatters the sum while it multiplies, and gathers it afterwards, when no product is left to hide the
-    gather. Where the next operation can take its rows sharded, `matmul_reduce_scatter` does the better half of this.
+    A ring reduce-scatters the sum while it multiplies, and gathers it afterwards, when no product
+    is left to hide the gather. Where the next operation can take its rows sharded,
+    `matmul_reduce_scatter` does the better half of this.
 
     Args:
-      x: This device's columns; or a tuple of such arrays, whose products with the arrays of w are summed.
+      x: This device's columns; or a tuple of such arrays, whose products with the arrays of w are
+        summed.
       w: This device's rows; a tuple if x is one.
       axis_name: The mesh axis along which k is split.
-      backend: What executes the op, as in `all_gather_matmul`; "none" multiplies, then all-reduces. "exchange" does the
-        same with a Pallas kernel in which all devices send to all others, for few rows (TPU, float32 and bfloat16). The
-        others reduce-scatter, and then gather with one collective operation.
-      directions, unroll: As in `all_gather_matmul`; "none" and "exchange" have no ring and ignore them.
+      backend: What executes the op, as in `all_gather_matmul`; "none" multiplies, then all-reduces.
+        "exchange" does the same with a Pallas kernel in which all devices send to all others, for
+        few rows (TPU, float32 and bfloat16). The others reduce-scatter, and then gather with one
+        collective operation.
+      directions, unroll: As in `all_gather_matmul`; "none" and "exchange" have no ring and ignore
+        them.
       precision, reduce_dtype, quantization: As in `matmul_reduce_scatter`.
 
     Returns:
       y, in the dtype of x. Its type says that it does not vary over `axis_name`.
 
     Raises:
-      ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; the backend is unknown.
+      ValueError: No `shard_map` maps `axis_name`; shapes or dtypes do not match; the backend is
+        unknown.
       NotImplementedError: The backend cannot serve this call.
     """
-    options = Options(backend, directions, unroll, precision, reduce_dtype, quantization=quantization)
+    options = Options(
+        backend, directions, unroll, precision, reduce_dtype, quantization=quantization
+    )
     return _sum_of_products("matmul_all_reduce", vjp.multiply_and_reduce, x, w, axis_name, options)
 
 
 def executor_for_weights(
-    op: str, w: Array, rows: int, axis_name: str, *, backend: str | None, precision: lax.PrecisionLike,
+    op: str,
+    w: Array,
+    rows: int,
+    axis_name: str,
+    *,
+    backend: str | None,
+    precision: lax.PrecisionLike,
     quantization: Quantization | None = None,
-) -> Executor:  # fmt: skip
-    """Returns what executes products of all_gather(w), where w is [m, k], with `rows` rows of this device.
+) -> Executor:
+    """Returns what executes products of all_gather(w), where w is [m, k], with `rows` rows of this
+    device.
 
-    A backend of None stands for what is predicted to be fastest in `all_gather_matmul` of the same shapes. `op` is the
-    name in messages.
+    A backend of None stands for what is predicted to be fastest in `all_gather_matmul` of the same
+    shapes. `op` is the name in messages.
     """
     options = Options(backend, precision=precision, quantization=quantization)
     size = check_operands(op, (w,), (w,), axis_name)
@@ -218,7 +250,8 @@ def executor_for_weights(
 def choose_executor(
     op: str, shapes: Sequence[Shape], dtype: jnp.dtype, axis_name: str, size: int, options: Options
 ) -> tuple[Executor, bool]:
-    """Returns what executes a call on `size` devices, and whether it keeps what it gathers for the gradient.
+    """Returns what executes a call on `size` devices, and whether it keeps what it gathers for the
+    gradient.
 
     `shapes` are what `flaxasync.plan` takes.
     """
@@ -227,18 +260,39 @@ def choose_executor(
 
     def check(backend: str) -> None:
         if backend == "fused":
-            check_kernels(op, axis_name, size, shapes, dtype, options.unroll, options.precision, options.reduce_dtype)
+            check_kernels(
+                op,
+                axis_name,
+                size,
+                shapes,
+                dtype,
+                options.unroll,
+                options.precision,
+                options.reduce_dtype,
+            )
         if backend == "exchange":
             check_exchange(op, axis_name, size, shapes, dtype, options.reduce_dtype)
 
     execution = decide(
-        op, options.backend, ring=size, shapes=shapes, directions=options.directions, unroll=options.unroll,
-        check=check, itemsize=dtype.itemsize, gathered_bytes=options.gathered_bytes, quantization=quantization,
-    )  # fmt: skip
+        op,
+        options.backend,
+        ring=size,
+        shapes=shapes,
+        directions=options.directions,
+        unroll=options.unroll,
+        check=check,
+        itemsize=dtype.itemsize,
+        gathered_bytes=options.gathered_bytes,
+        quantization=quantization,
+    )
     if execution.backend == "fused":
-        return FusedExecutor(axis_name, execution.directions, quantization=quantization), execution.keep
+        return FusedExecutor(
+            axis_name, execution.directions, quantization=quantization
+        ), execution.keep
     kind = ExchangeExecutor if execution.backend == "exchange" else RingExecutor
-    return kind(execution.ring(axis_name), options.precision, options.reduce_dtype, quantization), execution.keep
+    return kind(
+        execution.ring(axis_name), options.precision, options.reduce_dtype, quantization
+    ), execution.keep
 
 
 def check_operands(op: str, xs: Arrays, ws: Operands, axis_name: str) -> int:
@@ -248,14 +302,18 @@ def check_operands(op: str, xs: Arrays, ws: Operands, axis_name: str) -> int:
         raise ValueError(f"{op} needs at least one x and one w: got {len(xs)} and {len(ws)}")
     for x in xs:
         if x.ndim < 2:
-            raise ValueError(f"{op} needs x of two dimensions or more, [..., rows, features]: got {list(x.shape)}")
+            raise ValueError(
+                f"{op} needs x of two dimensions or more, [..., rows, features]: got "
+                f"{list(x.shape)}"
+            )
     for w in ws:
         if w.ndim != 2:
             raise ValueError(f"{op} needs w of two dimensions, [k, n]: got {list(w.shape)}")
     dtypes = {operand.dtype for operand in (*xs, *ws)}
     if len(dtypes) > 1 or not jnp.issubdtype(xs[0].dtype, jnp.floating):
         raise ValueError(
-            f"{op} needs all operands of one floating dtype: got {', '.join(sorted(map(str, dtypes)))}; "
+            f"{op} needs all operands of one floating dtype: got "
+            f"{', '.join(sorted(map(str, dtypes)))}; "
             "cast them before the call (the modules of flaxasync.nn do)"
         )
     for array in jax.tree.leaves((xs, ws)):
@@ -268,11 +326,18 @@ def _as_tuple(value: OneOrMore) -> Arrays:
 
 
 def _sum_of_products(
-    op: str, rule: Callable[[Executor, Arrays, Arrays], Array], x: OneOrMore, w: OneOrMore, axis_name: str,
+    op: str,
+    rule: Callable[[Executor, Arrays, Arrays], Array],
+    x: OneOrMore,
+    w: OneOrMore,
+    axis_name: str,
     options: Options,
-) -> Array:  # fmt: skip
-    """Checks and executes an op that sums products over pairs of x and w, which is one longer product."""
-    xs, ws = _as_tuple(x), _as_tuple(w)
+) -> Array:
+    """Checks and executes an op that sums products over pairs of x and w, which is one longer
+    product.
+    """
+    xs = _as_tuple(x)
+    ws = _as_tuple(w)
     size = check_operands(op, xs, ws, axis_name)
     if len(xs) != len(ws):
         raise ValueError(f"{op} sums x @ w over pairs: got {len(xs)} x and {len(ws)} w")
@@ -280,7 +345,8 @@ def _sum_of_products(
         _check_contraction(op, x_shard, w_shard, i)
         if x_shard.shape[:-1] != xs[0].shape[:-1] or w_shard.shape[1] != ws[0].shape[1]:
             raise ValueError(
-                f"{op} sums x @ w over pairs of one shape: got {list(xs[0].shape)} @ {list(ws[0].shape)} "
+                f"{op} sums x @ w over pairs of one shape: got {list(xs[0].shape)} @ "
+                f"{list(ws[0].shape)} "
                 f"and {list(x_shard.shape)} @ {list(w_shard.shape)}"
             )
     *batch, rows, _ = xs[0].shape
@@ -298,6 +364,6 @@ def _sum_of_products(
 def _check_contraction(op: str, x: Array, w: Array, position: int) -> None:
     if x.shape[-1] != w.shape[0]:
         raise ValueError(
-            f"{op} contracts x's last dimension with w's first: got x {list(x.shape)} and w {list(w.shape)}"
-            + (f" (w number {position})" if position else "")
+            f"{op} contracts x's last dimension with w's first: got x {list(x.shape)} and w "
+            f"{list(w.shape)}" + (f" (w number {position})" if position else "")
         )

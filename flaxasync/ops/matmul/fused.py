@@ -1,7 +1,7 @@
 """The collective matmuls as single Pallas TPU kernels: backend "fused".
 
-The kernels take [batches, rows, features] in whole hardware tiles. So leading dimensions are merged, and what is not
-whole is padded with zeros, which costs a copy.
+The kernels take [batches, rows, features] in whole hardware tiles. So leading dimensions are
+merged, and what is not whole is padded with zeros, which costs a copy.
 """
 
 import dataclasses
@@ -35,23 +35,35 @@ class FusedExecutor:
     quantization: Quantization | None = None
 
     def gather(
-        self, x: Operand, ws: Operands, *, transposed: bool = False, keep: bool = False,
-        epilogue: Epilogue | None = None, operands: Arrays = (), measured: slice | None = None,
-    ) -> tuple[Arrays, Operand | None]:  # fmt: skip
+        self,
+        x: Operand,
+        ws: Operands,
+        *,
+        transposed: bool = False,
+        keep: bool = False,
+        epilogue: Epilogue | None = None,
+        operands: Arrays = (),
+        measured: slice | None = None,
+    ) -> tuple[Arrays, Operand | None]:
         """Returns what any executor does; with an epilogue, its results in place of the products.
 
-        Its operands are [..., R*m, n], as are the products. Where these are padded, the epilogue sees zeros, and what
-        it makes of them is dropped. The largest magnitudes [..., R*m] of the rows of results that are `measured` come
-        last, and include what was dropped; the epilogues of an MLP make zeros of zeros.
+        Its operands are [..., R*m, n], as are the products. Where these are padded, the epilogue
+        sees zeros, and what it makes of them is dropped. The largest magnitudes [..., R*m] of the
+        rows of results that are `measured` come last, and include what was dropped; the epilogues
+        of an MLP make zeros of zeros.
         """
-        size, (*batch, m, k) = lax.axis_size(self.axis_name), x.shape
-        values, scales, of_rows = values_of(x), None, None
+        size = lax.axis_size(self.axis_name)
+        *batch, m, k = x.shape
+        values = values_of(x)
+        scales = None
+        of_rows = None
         if isinstance(x, Quantized):  # scales are few, and travel ahead
             of_rows = lax.all_gather(x.scales, self.axis_name, axis=x.ndim - 2, tiled=True)
             scales = _row_scales(of_rows, size, values.dtype), [_column_scales(w) for w in ws]
         unit = sublanes(values.dtype)
         block = _pad(values.reshape(-1, m, k), {1: unit, 2: LANES})
-        halves = block.shape[0] % 2 == 0 or block.shape[1] % (2 * unit) == 0  # otherwise it travels in one direction
+        # otherwise it travels in one direction
+        halves = block.shape[0] % 2 == 0 or block.shape[1] % (2 * unit) == 0
         ys, gathered = all_gather_matmul(
             block,
             tuple(_pad(values_of(w), {0: LANES, 1: LANES}) for w in ws),
@@ -67,24 +79,43 @@ class FusedExecutor:
         )
         widths = [w.shape[0 if transposed else 1] for w in ws]
         widths = widths[:1] * epilogue.results if epilogue else widths
-        more = tuple(_unpad(rows[..., None], size, m, 1).reshape(*batch, size * m) for rows in ys[len(widths) :])
-        ys = tuple(_unpad(y, size, m, n).reshape(*batch, size * m, n) for y, n in zip(ys, widths, strict=False)) + more
-        # All rows in one dimension: for a product over batches and rows XLA changes the layout of x, and of all that is
-        # computed beside it, with copies.
+        more = tuple(
+            _unpad(rows[..., None], size, m, 1).reshape(*batch, size * m)
+            for rows in ys[len(widths) :]
+        )
+        ys = (
+            tuple(
+                _unpad(y, size, m, n).reshape(*batch, size * m, n)
+                for y, n in zip(ys, widths, strict=False)
+            )
+            + more
+        )
+        # All rows in one dimension: for a product over batches and rows XLA changes the layout of
+        # x, and of all that is computed beside it, with copies.
         if gathered is None:
             return ys, None
         rows = _unpad(gathered, size, m, k).reshape(-1, k)
         return ys, rows if of_rows is None else Quantized(rows, of_rows.reshape(-1), x.dtype)
 
     def reduce(
-        self, xs: Operands, ws: Operands, local: Sequence[tuple[Operand, Operands]] = (), *, transposed: bool = False
+        self,
+        xs: Operands,
+        ws: Operands,
+        local: Sequence[tuple[Operand, Operands]] = (),
+        *,
+        transposed: bool = False,
     ) -> tuple[Array, Arrays]:
         (x, *more), size, (*batch, rows, _) = xs, lax.axis_size(self.axis_name), xs[0].shape
-        m, n, scales = rows // size, ws[0].shape[0 if transposed else 1], None
+        m = rows // size
+        n = ws[0].shape[0 if transposed else 1]
+        scales = None
         if isinstance(x, Quantized):
             if more:  # their sums have scales of their own, and cannot be added before
                 y, dws = self.reduce((x,), ws[:1], local, transposed=transposed)
-                others = (self.reduce((x,), (w,), transposed=transposed)[0] for x, w in zip(more, ws[1:], strict=True))
+                others = (
+                    self.reduce((x,), (w,), transposed=transposed)[0]
+                    for x, w in zip(more, ws[1:], strict=True)
+                )
                 return functools.reduce(jnp.add, others, y), dws
             scales = _row_scales(x.scales, size, x.values.dtype), _column_scales(ws[0])
         y, *found = matmul_reduce_scatter(
@@ -103,14 +134,15 @@ class FusedExecutor:
         return products.scatter_then_gather(lambda xs: self.reduce(xs, ws)[0], xs, self.axis_name)
 
     def weight_gradient(self, x: Operand, dys: Operands) -> Arrays:
-        size, (*_, m, k) = lax.axis_size(self.axis_name), x.shape
+        size = lax.axis_size(self.axis_name)
+        *_, m, k = x.shape
         both = isinstance(dys[0], Quantized)
         values = (values_of(x) if both else dequantize(x)).reshape(-1, m, k)
         unit = sublanes(values.dtype)
         if -(-m // unit) * unit * values.shape[0] % LANES:
             unit = math.lcm(unit, LANES // math.gcd(LANES, values.shape[0]))
-        # A tile has whole lanes of rows. Where lanes do not divide a batch, it has all rows of several batches, which
-        # can be too many for vector memory.
+        # A tile has whole lanes of rows. Where lanes do not divide a batch, it has all rows of
+        # several batches, which can be too many for vector memory.
         if math.lcm(-(-m // unit) * unit, LANES) > TILES.k:
             unit = LANES
         scales = (_column_scales(x), [_column_scales(dy) for dy in dys]) if both else None
@@ -126,16 +158,30 @@ class FusedExecutor:
 
 
 def check_kernels(
-    op: str, axis_name: str, size: int, shapes: Sequence[Sequence[int]], dtype: jnp.dtype, unroll: int,
-    precision: lax.PrecisionLike, reduce_dtype: DTypeLike | None,
-) -> None:  # fmt: skip
-    """Raises NotImplementedError if the kernels cannot serve a call of `op` on a ring of `size` TPUs."""
-    name, reduce_name, limit = jnp.dtype(dtype).name, jnp.dtype(reduce_dtype or dtype).name, None
+    op: str,
+    axis_name: str,
+    size: int,
+    shapes: Sequence[Sequence[int]],
+    dtype: jnp.dtype,
+    unroll: int,
+    precision: lax.PrecisionLike,
+    reduce_dtype: DTypeLike | None,
+) -> None:
+    """Raises NotImplementedError if the kernels cannot serve a call of `op` on a ring of `size`
+    TPUs.
+    """
+    name = jnp.dtype(dtype).name
+    reduce_name = jnp.dtype(reduce_dtype or dtype).name
+    limit = None
     instead = "leave it out, or use backend='xla'"
     if size == 1:
-        limit, instead = f"exchanges blocks between devices: got an axis {axis_name!r} of size 1", "use backend='none'"
+        limit = f"exchanges blocks between devices: got an axis {axis_name!r} of size 1"
+        instead = "use backend='none'"
     elif any(0 in shape for shape in shapes):
-        limit = f"multiplies operands that are not empty: got x {list(shapes[0])} and w {list(shapes[1])}"
+        limit = (
+            f"multiplies operands that are not empty: got x {list(shapes[0])} and w "
+            f"{list(shapes[1])}"
+        )
         instead = "use backend='none'"
     elif name not in DTYPES:
         limit = f"has kernels for {' and '.join(DTYPES)}: got {name}"
@@ -145,13 +191,17 @@ def check_kernels(
     elif reduce_name != name:
         limit = f"sends partial sums in the operands' dtype, {name}: got reduce_dtype={reduce_name}"
     elif unroll != 2:
-        limit = f"is a kernel with loops of its own, which unroll does not reach: got unroll={unroll}"
+        limit = (
+            f"is a kernel with loops of its own, which unroll does not reach: got unroll={unroll}"
+        )
     if limit is not None:
         raise cannot_serve(op, "fused", limit, instead)
 
 
 def _weight_gradient(x: Operand, dy: Operand) -> WeightGradient:
-    """Returns x.T @ dy over all rows as a kernel takes it. Where both are quantised, their scales are of columns."""
+    """Returns x.T @ dy over all rows as a kernel takes it. Where both are quantised, their scales
+    are of columns.
+    """
     scaled = isinstance(x, Quantized) and isinstance(dy, Quantized)
     rows_of_x, rows_of_dy = (values_of(one).reshape(-1, one.shape[-1]) for one in (x, dy))
     scales = (x.scales.astype(jnp.float32), dy.scales.astype(jnp.float32)) if scaled else None
@@ -159,7 +209,9 @@ def _weight_gradient(x: Operand, dy: Operand) -> WeightGradient:
 
 
 def _row_scales(scales: Array, size: int, dtype: jnp.dtype) -> Array:
-    """Returns the float32 scales [..., size * m] of rows of 8-bit values as [batches, size * m']."""
+    """Returns the float32 scales [..., size * m] of rows of 8-bit values as [batches, size *
+    m'].
+    """
     blocks = scales.astype(jnp.float32).reshape(-1, size, scales.shape[-1] // size)
     return _pad(blocks, {2: sublanes(dtype)}).reshape(blocks.shape[0], -1)
 
@@ -177,7 +229,9 @@ def _pad(x: Array, units: dict[int, int]) -> Array:
 
 
 def _pad_blocks(x: Array, size: int, unit: int) -> Array:
-    """Reshapes [..., size * m, k] to [batches, size * m', k'], each device's rows padded to a multiple of `unit`."""
+    """Reshapes [..., size * m, k] to [batches, size * m', k'], each device's rows padded to a
+    multiple of `unit`.
+    """
     *_, rows, k = x.shape
     blocks = _pad(x.reshape(-1, size, rows // size, k), {2: unit, 3: LANES})
     return blocks.reshape(blocks.shape[0], -1, blocks.shape[3])

@@ -13,7 +13,8 @@ backward  dup, dgate, h   = gradients of h for all_gather(dy) @ down.T, which is
           dx, dws         as in `vjp`
 ```
 
-Saved for the backward pass are x, or all_gather(x), and the products up and gate: h is computed again.
+Saved for the backward pass are x, or all_gather(x), and the products up and gate: h is computed
+again.
 """
 
 import dataclasses
@@ -45,7 +46,9 @@ from flaxasync.transport.schedule import tie
 type Activation = Callable[[Array], Array]
 
 FUSED: tuple[Activation, ...] = (jax.nn.silu, jax.nn.gelu, jax.nn.relu)
-"""The activations that the kernels compute. Another function may not lower for a TPU, or may close over arrays."""
+"""The activations that the kernels compute. Another function may not lower for a TPU, or may close
+over arrays.
+"""
 
 
 def activate(activation: Activation, products: Values) -> Array:
@@ -55,10 +58,19 @@ def activate(activation: Activation, products: Values) -> Array:
 
 
 def parallel_mlp(
-    x: Array, ws: Operands, down: Operand, axis_name: str, activation: Activation, *,
-    backend: str | None, precision: lax.PrecisionLike, gathered_bytes: int, quantization: Quantization | None = None,
-) -> Array:  # fmt: skip
-    """Returns y = reduce_scatter(activate(all_gather(x) @ ws) @ down); the ops have the operands and options.
+    x: Array,
+    ws: Operands,
+    down: Operand,
+    axis_name: str,
+    activation: Activation,
+    *,
+    backend: str | None,
+    precision: lax.PrecisionLike,
+    gathered_bytes: int,
+    quantization: Quantization | None = None,
+) -> Array:
+    """Returns y = reduce_scatter(activate(all_gather(x) @ ws) @ down); the ops have the operands
+    and options.
 
     Where both ops are executed by "fused", h is computed of products that are not rounded.
     """
@@ -67,22 +79,35 @@ def parallel_mlp(
     options_up = dataclasses.replace(options, gathered_bytes=gathered_bytes)
     h = (*x.shape[:-2], size * x.shape[-2], down.shape[0])
     shapes = [x.shape, *(w.shape for w in ws)]
-    gather, keep = api.choose_executor("all_gather_matmul", shapes, x.dtype, axis_name, size, options_up)
-    scatter, _ = api.choose_executor("matmul_reduce_scatter", [h, down.shape], x.dtype, axis_name, size, options)
+    gather, keep = api.choose_executor(
+        "all_gather_matmul", shapes, x.dtype, axis_name, size, options_up
+    )
+    scatter, _ = api.choose_executor(
+        "matmul_reduce_scatter", [h, down.shape], x.dtype, axis_name, size, options
+    )
     x, ws, down = vary_alike((x, tuple(ws), down), axis_name)
-    if activation in FUSED and isinstance(gather, FusedExecutor) and isinstance(scatter, FusedExecutor):
+    if (
+        activation in FUSED
+        and isinstance(gather, FusedExecutor)
+        and isinstance(scatter, FusedExecutor)
+    ):
         return _mlp(gather, keep, activation, x, ws, down)
 
-    @jax.checkpoint  # otherwise all that lies between products and h would be saved: six arrays instead of two
+    # otherwise all that lies between products and h would be saved: six arrays instead of two
+    @jax.checkpoint
     def finish(products: Arrays, down: Operand) -> Array:
-        return vjp.multiply_and_scatter(scatter, (activate(activation, products).astype(x.dtype),), (down,))
+        return vjp.multiply_and_scatter(
+            scatter, (activate(activation, products).astype(x.dtype),), (down,)
+        )
 
     return finish(vjp.gather_and_multiply(gather, keep, x, ws), down)
 
 
 @dataclasses.dataclass(frozen=True)
 class Activate:
-    """The epilogue of the products of up and gate: returns h, and them before it if they are kept."""
+    """The epilogue of the products of up and gate: returns h, and them before it if they are
+    kept.
+    """
 
     activation: Activation
     kept: int  # products that are kept: none, or all
@@ -97,7 +122,9 @@ class Activate:
 
 @dataclasses.dataclass(frozen=True)
 class ActivateGradient:
-    """The epilogue of dh, with the products of up and gate as operands: returns their gradients, and h."""
+    """The epilogue of dh, with the products of up and gate as operands: returns their gradients,
+    and h.
+    """
 
     activation: Activation
     columns: int  # 2 with a gate, or 1
@@ -112,17 +139,31 @@ class ActivateGradient:
 
 
 _first_derivative_only = first_only(
-    "ParallelMLP with backend='fused'", "its gradient is a kernel, which has no gradient", "use backend='xla'"
+    "ParallelMLP with backend='fused'",
+    "its gradient is a kernel, which has no gradient",
+    "use backend='xla'",
 )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _mlp(executor: FusedExecutor, keep: bool, activation: Activation, x: Array, ws: Operands, down: Operand) -> Array:
+def _mlp(
+    executor: FusedExecutor,
+    keep: bool,
+    activation: Activation,
+    x: Array,
+    ws: Operands,
+    down: Operand,
+) -> Array:
     return _forward(executor, False, activation, 0, x, ws, down)[0]
 
 
 def _mlp_fwd(
-    executor: FusedExecutor, keep: bool, activation: Activation, x: Array, ws: Operands, down: Operand
+    executor: FusedExecutor,
+    keep: bool,
+    activation: Activation,
+    x: Array,
+    ws: Operands,
+    down: Operand,
 ) -> tuple[Array, tuple[Operand, Operands, Operand, Arrays]]:
     operands = _first_derivative_only(x, ws, down)
     y, (x, ws, down, products) = _forward(executor, keep, activation, len(ws), *operands)
@@ -131,16 +172,28 @@ def _mlp_fwd(
 
 
 def _forward(
-    executor: FusedExecutor, keep: bool, activation: Activation, kept: int, x: Array, ws: Operands, down: Operand
+    executor: FusedExecutor,
+    keep: bool,
+    activation: Activation,
+    kept: int,
+    x: Array,
+    ws: Operands,
+    down: Operand,
 ) -> tuple[Array, tuple[Operand, Operands, Operand, Arrays]]:
-    """Returns y, and what is saved: x, or all_gather(x) if `keep`; ws and down as multiplied; and `kept` products."""
+    """Returns y, and what is saved: x, or all_gather(x) if `keep`; ws and down as multiplied; and
+    `kept` products.
+    """
     with jax.named_scope("all_gather_matmul"):
         (x_given,), ws = forward_operands(executor.quantization, (x,), ws)
         ys, gathered = executor.gather(
-            x_given, ws, keep=keep, epilogue=Activate(activation, kept),
+            x_given,
+            ws,
+            keep=keep,
+            epilogue=Activate(activation, kept),
             measured=_measured(executor.quantization, slice(kept, None)),
-        )  # fmt: skip
-        products, (h, *most) = ys[:kept], ys[kept:]
+        )
+        products = ys[:kept]
+        h, *most = ys[kept:]
     with jax.named_scope("matmul_reduce_scatter"):
         h_given, (down,) = forward_operands(executor.quantization, (h,), (down,), most=_only(most))
         y, _ = executor.reduce(h_given, (down,))
@@ -157,22 +210,33 @@ def _only(arrays: Sequence[Array]) -> Array | None:
 
 
 def _mlp_bwd(
-    executor: FusedExecutor, keep: bool, activation: Activation,
-    saved: tuple[Operand, Operands, Operand, Arrays], dy: Array,
-) -> tuple[Array, tuple[Any, ...], Any]:  # fmt: skip
+    executor: FusedExecutor,
+    keep: bool,
+    activation: Activation,
+    saved: tuple[Operand, Operands, Operand, Arrays],
+    dy: Array,
+) -> tuple[Array, tuple[Any, ...], Any]:
     x, ws, down, products, dy = _first_derivative_only(*saved, dy)
     with jax.named_scope("matmul_reduce_scatter_dx"):
         (dy_given,), down_given = backward_operands(executor.quantization, (dy,), (down,))
         found, dys = executor.gather(
-            dy_given, down_given, transposed=True, keep=True, epilogue=ActivateGradient(activation, len(ws)),
+            dy_given,
+            down_given,
+            transposed=True,
+            keep=True,
+            epilogue=ActivateGradient(activation, len(ws)),
             operands=products,
-            measured=_measured(executor.quantization and executor.quantization.backward, slice(0, len(ws))),
-        )  # fmt: skip
-        dproducts, (h, *most) = found[: len(ws)], found[len(ws) :]
+            measured=_measured(
+                executor.quantization and executor.quantization.backward, slice(0, len(ws))
+            ),
+        )
+        dproducts = found[: len(ws)]
+        h, *most = found[len(ws) :]
     assert dys is not None
     with jax.named_scope("matmul_reduce_scatter_dw"):
         h = h.reshape(-1, h.shape[-1])
-        if executor.quantization is not None and executor.quantization.weights is None:  # else it is rounded below
+        # else it is rounded below
+        if executor.quantization is not None and executor.quantization.weights is None:
             (h,), _ = forward_operands(executor.quantization, (h,), ())
         dys, (h_given,) = weight_operands(executor.quantization, dys, (h,))
         local: list[tuple[Operand, Operands]] = [(h_given, (dys,))]
@@ -181,8 +245,11 @@ def _mlp_bwd(
             d_down = weight_gradient(h_given, dys).astype(dy.dtype)
             # d_down can travel beside what follows, and h and dys end here
             d_down, dproducts = tie(d_down, dproducts)
-            local, d_downs = [], (d_down,)
-    dx, dws, beside = vjp.gradients_of_gather(executor, keep, (x, ws), dproducts, local, _only(most))
+            local = []
+            d_downs = (d_down,)
+    dx, dws, beside = vjp.gradients_of_gather(
+        executor, keep, (x, ws), dproducts, local, _only(most)
+    )
     return dx, dws, cotangents((down,), beside or d_downs)[0]
 
 

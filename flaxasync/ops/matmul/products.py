@@ -1,4 +1,6 @@
-"""The local products of a collective matmul, and the all-reduce that both executors build from a reduce-scatter."""
+"""The local products of a collective matmul, and the all-reduce that both executors build from a
+reduce-scatter.
+"""
 
 import functools
 from collections.abc import Callable
@@ -15,23 +17,36 @@ type Operands = tuple[Operand, ...]
 
 
 def accumulator_dtype(x: Operand) -> jnp.dtype:
-    """Returns the dtype for sums of many products of `x`: int32 of integers, float64 of float64, else float32."""
+    """Returns the dtype for sums of many products of `x`: int32 of integers, float64 of float64,
+    else float32.
+    """
     if jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.dtype(jnp.int32)
     return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
 
-def dot(x: Operand, w: Operand, precision: lax.PrecisionLike = None, *, transposed: bool = False) -> Array:
-    """Returns x @ w, or x @ w.T, in the dtype in which it is accumulated; of quantised operands, in that of scales."""
+def dot(
+    x: Operand, w: Operand, precision: lax.PrecisionLike = None, *, transposed: bool = False
+) -> Array:
+    """Returns x @ w, or x @ w.T, in the dtype in which it is accumulated; of quantised operands, in
+    that of scales.
+    """
     contracting = ((x.ndim - 1,), (1 if transposed else 0,))
     if isinstance(x, Quantized) and isinstance(w, Quantized):
         sums = lax.dot_general(
-            x.values, w.values, (contracting, ((), ())), preferred_element_type=accumulator_dtype(x.values)
+            x.values,
+            w.values,
+            (contracting, ((), ())),
+            preferred_element_type=accumulator_dtype(x.values),
         )
         of_columns = lax.broadcast_to_rank(w.scales, sums.ndim)
         return sums.astype(x.scales.dtype) * x.scales[..., None] * of_columns
     return lax.dot_general(
-        x, w, (contracting, ((), ())), precision=precision, preferred_element_type=accumulator_dtype(x)
+        x,
+        w,
+        (contracting, ((), ())),
+        precision=precision,
+        preferred_element_type=accumulator_dtype(x),
     )
 
 
@@ -44,7 +59,8 @@ def sum_of_products(
 
 
 def weight_gradient(x: Operand, dy: Operand, precision: lax.PrecisionLike = None) -> Array:
-    """Returns x.T @ dy over all rows of all batches, in the dtype in which it is accumulated, or that of scales.
+    """Returns x.T @ dy over all rows of all batches, in the dtype in which it is accumulated, or
+    that of scales.
 
     Operands that are quantised are those of `weight_operands`.
     """
@@ -55,14 +71,22 @@ def sums_over_rows(x: Array, dy: Array, precision: lax.PrecisionLike = None) -> 
     """Returns x.T @ dy over all rows of all batches, in the dtype in which it is accumulated."""
     rows_of_x = rows_of_dy = tuple(range(x.ndim - 1))
     if x.dtype.itemsize == 1:
-        # On v5e XLA multiplies 8-bit values at twice the rate only if the left operand's rows lie along lanes.
-        x, dy, rows_of_x, rows_of_dy = row_major(row_major(merge_batches(x)).T), merge_batches(dy), (1,), (0,)
+        # On v5e XLA multiplies 8-bit values at twice the rate only if the left operand's rows lie
+        # along lanes.
+        x = row_major(row_major(merge_batches(x)).T)
+        dy = merge_batches(dy)
+        rows_of_x = (1,)
+        rows_of_dy = (0,)
     dimensions = ((rows_of_x, rows_of_dy), ((), ()))
-    return lax.dot_general(x, dy, dimensions, precision=precision, preferred_element_type=accumulator_dtype(x))
+    return lax.dot_general(
+        x, dy, dimensions, precision=precision, preferred_element_type=accumulator_dtype(x)
+    )
 
 
 def scaled_columns(sums: Array, x: Operand, dy: Operand) -> Array:
-    """Returns x.T @ dy, of whose values these are the sums [k, n]. Without scales they are the result."""
+    """Returns x.T @ dy, of whose values these are the sums [k, n]. Without scales they are the
+    result.
+    """
     if not isinstance(x, Quantized) or not isinstance(dy, Quantized):
         return sums
     return sums.astype(x.scales.dtype) * x.scales[:, None] * dy.scales[None]
@@ -71,7 +95,8 @@ def scaled_columns(sums: Array, x: Operand, dy: Operand) -> Array:
 def weight_gradients(x: Operand, dys: Operands, precision: lax.PrecisionLike = None) -> Arrays:
     """Returns x.T @ dy for each dy, in x's dtype, over all rows of all batches.
 
-    Narrow dys are joined, so that one product reads x once. Joining them moves them twice, so wide ones are not.
+    Narrow dys are joined, so that one product reads x once. Joining them moves them twice, so wide
+    ones are not.
     """
     widths = [dy.shape[-1] for dy in dys]
     if (len(dys) - 1) * x.shape[-1] <= 2 * sum(widths):
@@ -88,11 +113,14 @@ def merge_batches(x: Operand) -> Operand:
 
 
 def scatter_then_gather(reduce: Callable[[Operands], Array], xs: Operands, axis_name: str) -> Array:
-    """Returns the all-reduce of what `reduce` reduce-scatters; rows are padded to a multiple of the ring.
+    """Returns the all-reduce of what `reduce` reduce-scatters; rows are padded to a multiple of the
+    ring.
 
-    Where the ring does not divide the rows of a batch, the batches are merged first, so that one of them is padded.
+    Where the ring does not divide the rows of a batch, the batches are merged first, so that one of
+    them is padded.
     """
-    size, (*batch, rows, _) = lax.axis_size(axis_name), xs[0].shape
+    size = lax.axis_size(axis_name)
+    *batch, rows, _ = xs[0].shape
     if batch and rows % size and xs[0].size:
         merged = scatter_then_gather(reduce, tuple(map(merge_batches, xs)), axis_name)
         return merged.reshape(*batch, rows, merged.shape[-1])
@@ -107,5 +135,7 @@ def scatter_then_gather(reduce: Callable[[Operands], Array], xs: Operands, axis_
 
 
 def row_major(x: Array) -> Array:
-    """Returns x with its last dimension along lanes. XLA would put a transposition off, and compute in its layout."""
+    """Returns x with its last dimension along lanes. XLA would put a transposition off, and compute
+    in its layout.
+    """
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

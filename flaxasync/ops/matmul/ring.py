@@ -1,7 +1,9 @@
-"""The collective matmuls as a ring of blocks ("xla", "pallas", "stateful") or one collective ("none", "exchange").
+"""The collective matmuls as a ring of blocks ("xla", "pallas", "stateful") or one collective
+("none", "exchange").
 
-A ring multiplies each block in place and writes each block of the output once. The output begins as uninitialised
-memory and not as zeros, so the TPU compiler writes each product straight into its rows.
+A ring multiplies each block in place and writes each block of the output once. The output begins as
+uninitialised memory and not as zeros, so the TPU compiler writes each product straight into its
+rows.
 """
 
 import dataclasses
@@ -30,11 +32,14 @@ from flaxasync.ring import Index, Ring, ring_gather, ring_reduce
 
 @dataclasses.dataclass(frozen=True)
 class RingExecutor:
-    """Sends blocks around a ring and multiplies one while the next travels; see `flaxasync.ops.matmul.vjp.Executor`."""
+    """Sends blocks around a ring and multiplies one while the next travels; see
+    `flaxasync.ops.matmul.vjp.Executor`.
+    """
 
     ring: Ring
     precision: lax.PrecisionLike = None
-    reduce_dtype: DTypeLike | None = None  # of partial sums while they travel; None for that of the operands
+    # of partial sums while they travel; None for that of the operands
+    reduce_dtype: DTypeLike | None = None
     quantization: Quantization | None = None
 
     @property
@@ -44,7 +49,9 @@ class RingExecutor:
     def gather(
         self, x: Operand, ws: Operands, *, transposed: bool = False, keep: bool = False
     ) -> tuple[Arrays, Operand | None]:
-        rows, axis, (like, *_) = x.shape[-2] * lax.axis_size(self.axis_name), x.ndim - 2, jax.tree.leaves(x)
+        rows = x.shape[-2] * lax.axis_size(self.axis_name)
+        axis = x.ndim - 2
+        like, *_ = jax.tree.leaves(x)
 
         def output(columns: int) -> Array:
             return uninitialised((*x.shape[:-2], rows, columns), like, x.dtype)
@@ -57,7 +64,10 @@ class RingExecutor:
                 return lax.dynamic_update_slice_in_dim(x, block, row, axis=axis)
 
             ys, gathered = carry
-            blocks = tuple(products.dot(block, w, self.precision, transposed=transposed).astype(x.dtype) for w in ws)
+            blocks = tuple(
+                products.dot(block, w, self.precision, transposed=transposed).astype(x.dtype)
+                for w in ws
+            )
             ys = jax.tree.map(write_rows, ys, blocks)
             return ys, jax.tree.map(write_rows, gathered, block) if keep else None
 
@@ -65,21 +75,35 @@ class RingExecutor:
         return ring_gather(self.ring, x, (ys, jax.tree.map(all_rows, x) if keep else None), write)
 
     def reduce(
-        self, xs: Operands, ws: Operands, local: Sequence[tuple[Operand, Operands]] = (), *, transposed: bool = False
+        self,
+        xs: Operands,
+        ws: Operands,
+        local: Sequence[tuple[Operand, Operands]] = (),
+        *,
+        transposed: bool = False,
     ) -> tuple[Array, Arrays]:
-        rows, axis = xs[0].shape[-2] // lax.axis_size(self.axis_name), xs[0].ndim - 2
+        rows = xs[0].shape[-2] // lax.axis_size(self.axis_name)
+        axis = xs[0].ndim - 2
 
         def produce(row: Index, count: int) -> Array:
-            blocks = jax.tree.map(lambda array: lax.dynamic_slice_in_dim(array, row, count, axis=axis), xs)
+            blocks = jax.tree.map(
+                lambda array: lax.dynamic_slice_in_dim(array, row, count, axis=axis), xs
+            )
             return products.sum_of_products(blocks, ws, self.precision, transposed=transposed)
 
-        found = tuple(dw for x, dys in local for dw in products.weight_gradients(x, dys, self.precision))
-        return ring_reduce(self.ring, rows, produce, self._travel_dtype(xs[0])).astype(xs[0].dtype), found
+        found = tuple(
+            dw for x, dys in local for dw in products.weight_gradients(x, dys, self.precision)
+        )
+        return ring_reduce(self.ring, rows, produce, self._travel_dtype(xs[0])).astype(
+            xs[0].dtype
+        ), found
 
     def all_reduce(self, xs: Operands, ws: Operands) -> Array:
         if self.ring.transport is None:
             partial_sum = products.sum_of_products(xs, ws, self.precision)
-            return lax.psum(partial_sum.astype(self._travel_dtype(xs[0])), self.axis_name).astype(xs[0].dtype)
+            return lax.psum(partial_sum.astype(self._travel_dtype(xs[0])), self.axis_name).astype(
+                xs[0].dtype
+            )
         return products.scatter_then_gather(lambda xs: self.reduce(xs, ws)[0], xs, self.axis_name)
 
     def weight_gradient(self, x: Operand, dys: Operands) -> Arrays:
@@ -94,9 +118,16 @@ class RingExecutor:
 
             return tuple(sum_ + product(dy) for sum_, dy in zip(sums, dys, strict=True))
 
-        zeros = tuple(jnp.zeros((x.shape[-1], dy.shape[-1]), accumulator_dtype(travelling)) for dy in dys)
-        sums = ring_gather(self.ring, travelling, tuple(vary_like(zero, x, *dys) for zero in zeros), add)
-        return tuple(products.scaled_columns(sum_, x, dy).astype(x.dtype) for sum_, dy in zip(sums, dys, strict=True))
+        zeros = tuple(
+            jnp.zeros((x.shape[-1], dy.shape[-1]), accumulator_dtype(travelling)) for dy in dys
+        )
+        sums = ring_gather(
+            self.ring, travelling, tuple(vary_like(zero, x, *dys) for zero in zeros), add
+        )
+        return tuple(
+            products.scaled_columns(sum_, x, dy).astype(x.dtype)
+            for sum_, dy in zip(sums, dys, strict=True)
+        )
 
     def _travel_dtype(self, x: Operand) -> jnp.dtype:
         return jnp.dtype(self.reduce_dtype or x.dtype)
@@ -104,39 +135,60 @@ class RingExecutor:
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeExecutor(RingExecutor):
-    """Sums few rows with a kernel in which all devices send to all others; their gradients need no communication."""
+    """Sums few rows with a kernel in which all devices send to all others; their gradients need no
+    communication.
+    """
 
     def all_reduce(self, xs: Operands, ws: Operands) -> Array:
-        partial_sum = products.sum_of_products(xs, ws, self.precision).astype(self._travel_dtype(xs[0]))
-        return _exchange_all(partial_sum, self.axis_name, lax.axis_size(self.axis_name)).astype(xs[0].dtype)
+        partial_sum = products.sum_of_products(xs, ws, self.precision).astype(
+            self._travel_dtype(xs[0])
+        )
+        return _exchange_all(partial_sum, self.axis_name, lax.axis_size(self.axis_name)).astype(
+            xs[0].dtype
+        )
 
 
 def check_exchange(
-    op: str, axis_name: str, size: int, shapes: Sequence[Shape], dtype: DTypeLike, reduce_dtype: DTypeLike | None
+    op: str,
+    axis_name: str,
+    size: int,
+    shapes: Sequence[Shape],
+    dtype: DTypeLike,
+    reduce_dtype: DTypeLike | None,
 ) -> None:
     """Raises NotImplementedError if the kernel cannot serve a call of `op` on `size` TPUs."""
-    instead, travels = "use backend='none'", jnp.dtype(reduce_dtype or dtype)
+    instead = "use backend='none'"
+    travels = jnp.dtype(reduce_dtype or dtype)
     x, w = shapes
     if size == 1:
-        raise cannot_serve(op, "exchange", f"sends to other devices: got an axis {axis_name!r} of size 1", instead)
+        raise cannot_serve(
+            op, "exchange", f"sends to other devices: got an axis {axis_name!r} of size 1", instead
+        )
     if travels.name not in DTYPES:
-        raise cannot_serve(op, "exchange", f"has kernels for {' and '.join(DTYPES)}: got {travels.name}", instead)
+        raise cannot_serve(
+            op, "exchange", f"has kernels for {' and '.join(DTYPES)}: got {travels.name}", instead
+        )
     nbytes = math.prod(x[:-1]) * w[1] * travels.itemsize
     need = vmem_bytes(size, nbytes, exchange_steps(size, nbytes))
     if need > available():
-        limit = f"has all sums in vector memory, {available() / 2**20:.0f} MiB: got {need / 2**20:.0f} MiB"
+        limit = (
+            f"has all sums in vector memory, {available() / 2**20:.0f} MiB: got "
+            f"{need / 2**20:.0f} MiB"
+        )
         raise cannot_serve(op, "exchange", limit, f"give it fewer rows, or {instead}")
 
 
 def _exchange_all(x: Array, axis_name: str, size: int) -> Array:
     """Returns the sum of an array [..., m, n] over the devices on an axis.
 
-    The kernel takes whole hardware tiles. So fewer rows than a tile has are laid out as one tile's rows, and zeros are
-    appended to what is not whole.
+    The kernel takes whole hardware tiles. So fewer rows than a tile has are laid out as one tile's
+    rows, and zeros are appended to what is not whole.
     """
     if not x.size:
-        return lax.psum(x, axis_name)  # nothing is sent; the result's type does not vary over the axis
-    count, (height, width) = exchange_steps(size, x.size * x.dtype.itemsize), _layout(x.shape, x.dtype)
+        # nothing is sent; the result's type does not vary over the axis
+        return lax.psum(x, axis_name)
+    count = exchange_steps(size, x.size * x.dtype.itemsize)
+    height, width = _layout(x.shape, x.dtype)
     unit = LANES * (size if count == 2 else 1)
     padded = -(-width // unit) * unit
     if height * width == x.size:
@@ -148,15 +200,17 @@ def _exchange_all(x: Array, axis_name: str, size: int) -> Array:
 
 def _layout(shape: Shape, dtype: DTypeLike) -> tuple[int, int]:
     """Returns the rows and columns of an array [..., m, n] in whole rows of hardware tiles."""
-    unit, rows = sublanes(dtype), math.prod(shape[:-1])
+    unit = sublanes(dtype)
+    rows = math.prod(shape[:-1])
     return (rows, shape[-1]) if rows % unit == 0 else (unit, -(-math.prod(shape) // unit))
 
 
 def uninitialised(shape: tuple[int, ...], x: Array, dtype: DTypeLike | None = None) -> Array:
     """Returns an array, by default of x's dtype, that will be written before it is read.
 
-    For a TPU `lax.empty` allocates and writes nothing. Elsewhere `lax.empty` is zeros: a constant, which XLA hoists out
-    of a scan over layers and then copies in every turn. So elsewhere one element of x is broadcast where it is needed.
+    For a TPU `lax.empty` allocates and writes nothing. Elsewhere `lax.empty` is zeros: a constant,
+    which XLA hoists out of a scan over layers and then copies in every turn. So elsewhere one
+    element of x is broadcast where it is needed.
     """
     dtype = dtype or x.dtype
     if mesh.platform() in ("tpu", None):

@@ -19,7 +19,9 @@ DOT = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
 
 def program(*lines, wrapped=""):
     """Returns a program of four devices with the operands bf16[2048,4096] and bf16[4096,4096]."""
-    return module(*lines, wrapped=ADD.replace("f32", "bf16") + wrapped, inputs=(ROWS, WEIGHT), partitions=4)
+    return module(
+        *lines, wrapped=ADD.replace("f32", "bf16") + wrapped, inputs=(ROWS, WEIGHT), partitions=4
+    )
 
 
 def cycles(count):
@@ -32,7 +34,9 @@ def finding_of(text, name="v5e", code="synchronous-collective"):
 
 
 def on_links(size, of=V5E):
-    """Returns the seconds in which a ring of four gathers or reduce-scatters arrays of a size, in both directions."""
+    """Returns the seconds in which a ring of four gathers or reduce-scatters arrays of a size, in
+    both directions.
+    """
     return 3 / 4 * size / (2 * of.link_bandwidth) + 2 * of.hop_latency
 
 
@@ -56,19 +60,27 @@ SUMMED = program(
 
 
 def test_a_gather_before_a_matmul_becomes_a_ring():
-    """The matmul takes 2 ms and the gather 0.56 ms, so that the ring takes as long as the matmul alone."""
+    """The matmul takes 2 ms and the gather 0.56 ms, so that the ring takes as long as the matmul
+    alone.
+    """
     found = finding_of(GATHERED)
     assert found.gain == pytest.approx(on_links(8192 * 4096 * 2), rel=1e-3)
     for named in ("while y multiplies", "flaxasync.all_gather_matmul"):
         assert named in str(found)
     assert "gain 0.561 ms in a run, predicted" in str(found)
     # If the matmul takes 0.2 ms, a quarter of it is all that the ring adds to the gather.
-    assert finding_of(GATHERED.replace("3000000", "300000")).gain == pytest.approx(0.75 * 3e5 / V5E.clock, rel=1e-3)
+    assert finding_of(GATHERED.replace("3000000", "300000")).gain == pytest.approx(
+        0.75 * 3e5 / V5E.clock, rel=1e-3
+    )
 
 
 def test_a_ring_of_the_dimension_that_is_summed_over_adds_up_partial_sums():
-    """A ring of four writes and reads three partial sums of 64 MiB more. On v5e this takes longer than the gather."""
-    summed_over = changed(GATHERED, (ROWS, "bf16[8192,1024]{1,0}"), ("dimensions={0}", "dimensions={1}"))
+    """A ring of four writes and reads three partial sums of 64 MiB more. On v5e this takes longer
+    than the gather.
+    """
+    summed_over = changed(
+        GATHERED, (ROWS, "bf16[8192,1024]{1,0}"), ("dimensions={0}", "dimensions={1}")
+    )
     found, v5p = finding_of(summed_over, "v5p"), chip("v5p")
     sums = in_memory(3 * 2 * 8192 * 4096 * 2, v5p)
     assert found.gain == pytest.approx(on_links(8192 * 4096 * 2, v5p) - sums, rel=1e-3)
@@ -76,11 +88,19 @@ def test_a_ring_of_the_dimension_that_is_summed_over_adds_up_partial_sums():
     assert finding_of(summed_over).gain == 0
 
 
-@pytest.mark.parametrize(("labels", "window", "summed"), [
-    ("0bf_io0->0bf", "1", True), ("0fb_io0->0bf", "1", False), ("bf0_io0->bf0", "4096", True), ("", "1", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("labels", "window", "summed"),
+    [
+        ("0bf_io0->0bf", "1", True),
+        ("0fb_io0->0bf", "1", False),
+        ("bf0_io0->bf0", "4096", True),
+        ("", "1", False),
+    ],
+)
 def test_partial_sums_of_a_convolution_in_a_fusion(labels, window, summed):
-    """XLA for TPU prints a matmul as a convolution in a fusion. The array reaches it through a fusion of a bitcast."""
+    """XLA for TPU prints a matmul as a convolution in a fusion. The array reaches it through a
+    fusion of a bitcast.
+    """
     fused = f"""%bitcasted (p: bf16[8,1024,4096]) -> bf16[8,1024,4096] {{
   %p = bf16[8,1024,4096] parameter(0)
   ROOT %b = bf16[8,1024,4096] bitcast(%p)
@@ -103,16 +123,24 @@ def test_partial_sums_of_a_convolution_in_a_fusion(labels, window, summed):
 
 
 def test_a_matmul_hides_half_of_the_all_reduce_after_it():
-    """The matmul takes longer than the reduce-scatter; the gather that follows has nothing to hide behind."""
+    """The matmul takes longer than the reduce-scatter; the gather that follows has nothing to hide
+    behind.
+    """
     found = finding_of(
-        changed(SUMMED, ("bf16[512,4096]", "bf16[2048,4096]"), ("reduce-scatter(%p), dimensions={0}", "all-reduce(%p)"))
+        changed(
+            SUMMED,
+            ("bf16[512,4096]", "bf16[2048,4096]"),
+            ("reduce-scatter(%p), dimensions={0}", "all-reduce(%p)"),
+        )
     )
     assert found.gain == pytest.approx(on_links(2048 * 4096 * 2), rel=0.05)
     assert "flaxasync.matmul_all_reduce does it" in found.remedy
 
 
 def test_sums_of_gradients_are_told_from_sums_of_products():
-    """The all-reduce of a backward pass hides behind other work of it, and names the axis along which it sums."""
+    """The all-reduce of a backward pass hides behind other work of it, and names the axis along
+    which it sums.
+    """
     backward = '=%add, metadata={op_name="jit(f)/transpose(jvp(bsd,df->bsf))/dot_general"}'
     groups = "replica_groups=mesh['data'=4] {'data'}"
     text = changed(
@@ -125,7 +153,8 @@ def test_sums_of_gradients_are_told_from_sums_of_products():
     assert "r (all-reduce over data, 16 MiB)" in found.message
     assert "scan_with_prefetch" in found.remedy
     assert "matmul_all_reduce" not in found.remedy
-    assert found.gain == pytest.approx(in_memory(2 * 2048 * 4096 * 2), rel=0.05)  # %z can run beside it
+    # %z can run beside it
+    assert found.gain == pytest.approx(in_memory(2 * 2048 * 4096 * 2), rel=0.05)
 
 
 def test_a_program_that_uses_this_package_is_not_told_to_use_it():
@@ -136,7 +165,9 @@ def test_a_program_that_uses_this_package_is_not_told_to_use_it():
 
 
 def test_what_a_backward_pass_computes_again_can_be_saved():
-    """The gain is the matmul and the reduce-scatter, and not %n, which %z needs, less the traffic of the result."""
+    """The gain is the matmul and the reduce-scatter, and not %n, which %z needs, less the traffic
+    of the result.
+    """
     scope = '=%add, metadata={op_name="jit(f)/checkpoint/rematted_computation/dot_general"}'
     found = finding_of(changed(SUMMED, ("=%add", scope)))
     seconds = 9e5 / V5E.clock + on_links(2048 * 4096 * 2) - in_memory(4 * 512 * 4096 * 2)
@@ -173,7 +204,8 @@ PERMUTE = (
 def test_an_empty_window_names_the_longest_work_that_could_move_in():
     text = program(
         f"%short = {ROWS} negate(%operand0)",
-        f'%long = {WEIGHT} exponential(%operand1), metadata={{source_file="model.py" source_line=12}}',
+        f'%long = {WEIGHT} exponential(%operand1), metadata={{source_file="model.py" '
+        f"source_line=12}}",
         *PERMUTE,
         f"ROOT %t = ({ROWS}, {WEIGHT}, {ROWS}) tuple(%short, %long, %done)",
     )
@@ -217,22 +249,33 @@ def test_a_call_is_independent_work_unless_it_contains_a_collective(operation, e
 
 
 def test_the_gain_counts_every_iteration_and_orders_the_findings():
-    reduced = "%once = f32[8388608]{0} all-reduce(%OPERAND), replica_groups=[1,4]<=[4], to_apply=%add"
+    reduced = (
+        "%once = f32[8388608]{0} all-reduce(%OPERAND), replica_groups=[1,4]<=[4], to_apply=%add"
+    )
     inside, outside = (reduced.replace("OPERAND", name) for name in ("g", "x"))
     text = changed(
         LOOP,
         ("is_scheduled=true\n", f"is_scheduled=true, num_partitions=4\n\n{ADD}"),
         ("65536", "8388608"),
-        ("  %c = f32[8388608]{0} negate(%g)",
-         f"  {inside.replace('once', 'looped')}\n  %own = f32[8388608]{{0}} exponential(%g)\n"
-         "  %c = f32[8388608]{0} add(%own, %looped)"),
-        ("  %t = (s32[], f32[8388608]{0}) tuple(%zero, %x)",
-         f"  {outside}\n  %own = f32[8388608]{{0}} exponential(%x)\n"
-         "  %t = (s32[], f32[8388608]{0}) tuple(%zero, %own)"),
-        ("ROOT %r = f32[8388608]{0} get-tuple-element(%w), index=1",
-         "%out = f32[8388608]{0} get-tuple-element(%w), index=1\n  ROOT %r = f32[8388608]{0} add(%out, %once)"),
-    )  # fmt: skip
-    looped, once = (f for f in audit(text, chip="v6e").findings if f.code == "synchronous-collective")
+        (
+            "  %c = f32[8388608]{0} negate(%g)",
+            f"  {inside.replace('once', 'looped')}\n  %own = f32[8388608]{{0}} exponential(%g)\n"
+            "  %c = f32[8388608]{0} add(%own, %looped)",
+        ),
+        (
+            "  %t = (s32[], f32[8388608]{0}) tuple(%zero, %x)",
+            f"  {outside}\n  %own = f32[8388608]{{0}} exponential(%x)\n"
+            "  %t = (s32[], f32[8388608]{0}) tuple(%zero, %own)",
+        ),
+        (
+            "ROOT %r = f32[8388608]{0} get-tuple-element(%w), index=1",
+            "%out = f32[8388608]{0} get-tuple-element(%w), index=1\n  ROOT %r = f32[8388608]{0} "
+            "add(%out, %once)",
+        ),
+    )
+    looped, once = (
+        f for f in audit(text, chip="v6e").findings if f.code == "synchronous-collective"
+    )
     assert (looped.instruction, looped.count) == ("looped", 4)
     assert (once.instruction, once.count) == ("once", 1)
     assert looped.gain == pytest.approx(4 * in_memory(2 * 4 * 8388608, chip("v6e")), rel=1e-3)

@@ -1,16 +1,22 @@
-"""The rules of XLA's "Async HLO Instructions": its examples keep them, and what breaks one is found by its code.
+"""The rules of XLA's "Async HLO Instructions": its examples keep them, and what breaks one is found
+by its code.
 
 docs/check.md has a table of examples and wrong texts, which is held against the reader here.
 """
-
-# ruff: noqa: E501, because an instruction of HLO text is one line
 
 import pathlib
 import re
 
 import pytest
 
-from flaxasync.check import Severity, async_operations, audit, check_async_rules, format_module, parse
+from flaxasync.check import (
+    Severity,
+    async_operations,
+    audit,
+    check_async_rules,
+    format_module,
+    parse,
+)
 from tests.check.hlo_texts import ADD, ASYNC_OP, DONE, EXAMPLES, FUTURE, START, WRONG, module
 
 PAGE = (pathlib.Path(__file__).parents[3] / "docs" / "check.md").read_text()
@@ -62,31 +68,70 @@ OTHER_ROOT = "ROOT %r = f32[64] negate(%operand0)"
 SHORT = f'%s = {FUTURE} custom-call-start(%operand0), custom_call_target="foo"'
 
 
-@pytest.mark.parametrize(("code", "lines"), [
-    ("async-one-user", [START, "%async-done.1 = f32[32] async-done(%async-start)", DONE]),
-    ("async-one-user", [START, f"%t = ({FUTURE}) tuple(%async-start)", DONE]),
-    ("async-one-user", [START, UPDATE, UPDATE.replace("%u", "%v"), DONE.replace("%async-start", "%v")]),
-    ("async-one-user", [SHORT, "ROOT %other-done = f32[32] negate-done(%s)"]),
-    ("async-one-user", [COPY, "%a = f32[64] copy-done(%s)", "ROOT %b = f32[64] copy-done(%s)"]),
-    ("async-unfinished", [START, OTHER_ROOT]),
-    ("async-unfinished", [START, UPDATE, OTHER_ROOT]),
-    ("async-unfinished", [COPY, OTHER_ROOT]),
-    ("async-unfinished", [f"ROOT {START}"]),
-    ("async-unfinished", [START, f"ROOT {UPDATE}"]),
-    ("async-unfinished", [f"ROOT {COPY}"]),
-    ("async-unfinished", [COPY, "ROOT %t = ((f32[64], f32[64], u32[])) tuple(%s)"]),
-    ("async-unfinished", [SHORT, f"%t = ({FUTURE}, f32[64]) tuple(%s, %operand0)", f"ROOT %o = (({FUTURE}, f32[64])) tuple(%t)"]),
-    ("async-no-start", ["ROOT %async-done = f32[32] async-done(%operand0)"]),
-    ("async-no-start", ["ROOT %d = f32[64] copy-done(%operand0)"]),
-    ("async-operand-alias", [SHORT.replace("((f32[64])", "((f32[63])"), "ROOT %d = f32[32] custom-call-done(%s)"]),
-    ("async-operand-alias", [SHORT.replace("((f32[64])", "((f32[64], f32[64])"), "ROOT %d = f32[32] custom-call-done(%s)"]),
-    ("async-operand-alias", [START, UPDATE.replace("((f32[64])", "(()"), DONE.replace("%async-start", "%u")]),
-    ("async-operand-alias", [SHORT.replace(FUTURE, "f32[32]"), "ROOT %d = f32[32] custom-call-done(%s)"]),
-    ("async-result-alias", [SHORT.replace("f32[32]", "f32[31]"), "ROOT %d = f32[32] custom-call-done(%s)"]),
-    ("async-result-alias", [START.replace(", f32[32], s32[])", ")"), DONE]),
-    ("async-shape", [START.replace("f32[32]", "f32[16]"), DONE.replace("f32[32]", "f32[16]")]),
-    ("async-shape", [START.replace("%operand0", "%operand0, %operand0").replace("((f32[64])", "((f32[64], f32[64])"), DONE]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        ("async-one-user", [START, "%async-done.1 = f32[32] async-done(%async-start)", DONE]),
+        ("async-one-user", [START, f"%t = ({FUTURE}) tuple(%async-start)", DONE]),
+        (
+            "async-one-user",
+            [START, UPDATE, UPDATE.replace("%u", "%v"), DONE.replace("%async-start", "%v")],
+        ),
+        ("async-one-user", [SHORT, "ROOT %other-done = f32[32] negate-done(%s)"]),
+        ("async-one-user", [COPY, "%a = f32[64] copy-done(%s)", "ROOT %b = f32[64] copy-done(%s)"]),
+        ("async-unfinished", [START, OTHER_ROOT]),
+        ("async-unfinished", [START, UPDATE, OTHER_ROOT]),
+        ("async-unfinished", [COPY, OTHER_ROOT]),
+        ("async-unfinished", [f"ROOT {START}"]),
+        ("async-unfinished", [START, f"ROOT {UPDATE}"]),
+        ("async-unfinished", [f"ROOT {COPY}"]),
+        ("async-unfinished", [COPY, "ROOT %t = ((f32[64], f32[64], u32[])) tuple(%s)"]),
+        (
+            "async-unfinished",
+            [
+                SHORT,
+                f"%t = ({FUTURE}, f32[64]) tuple(%s, %operand0)",
+                f"ROOT %o = (({FUTURE}, f32[64])) tuple(%t)",
+            ],
+        ),
+        ("async-no-start", ["ROOT %async-done = f32[32] async-done(%operand0)"]),
+        ("async-no-start", ["ROOT %d = f32[64] copy-done(%operand0)"]),
+        (
+            "async-operand-alias",
+            [SHORT.replace("((f32[64])", "((f32[63])"), "ROOT %d = f32[32] custom-call-done(%s)"],
+        ),
+        (
+            "async-operand-alias",
+            [
+                SHORT.replace("((f32[64])", "((f32[64], f32[64])"),
+                "ROOT %d = f32[32] custom-call-done(%s)",
+            ],
+        ),
+        (
+            "async-operand-alias",
+            [START, UPDATE.replace("((f32[64])", "(()"), DONE.replace("%async-start", "%u")],
+        ),
+        (
+            "async-operand-alias",
+            [SHORT.replace(FUTURE, "f32[32]"), "ROOT %d = f32[32] custom-call-done(%s)"],
+        ),
+        (
+            "async-result-alias",
+            [SHORT.replace("f32[32]", "f32[31]"), "ROOT %d = f32[32] custom-call-done(%s)"],
+        ),
+        ("async-result-alias", [START.replace(", f32[32], s32[])", ")"), DONE]),
+        ("async-shape", [START.replace("f32[32]", "f32[16]"), DONE.replace("f32[32]", "f32[16]")]),
+        (
+            "async-shape",
+            [
+                START.replace("%operand0", "%operand0, %operand0").replace(
+                    "((f32[64])", "((f32[64], f32[64])"
+                ),
+                DONE,
+            ],
+        ),
+    ],
+)
 def test_a_broken_rule_is_reported_by_its_code(code, lines):
     text = module(*lines, wrapped=ASYNC_OP)
     assert code in codes(text)
@@ -113,7 +158,9 @@ def test_a_future_may_travel_through_a_loop():
     )
     wrapped = f"{ASYNC_OP}\n{loop}"
     assert codes(module(*lines, DONE.replace("%async-start", "%g"), wrapped=wrapped)) == set()
-    assert codes(module(*lines, f"ROOT %t2 = ({FUTURE}) tuple(%g)", wrapped=wrapped)) == {"async-unfinished"}
+    assert codes(module(*lines, f"ROOT %t2 = ({FUTURE}) tuple(%g)", wrapped=wrapped)) == {
+        "async-unfinished"
+    }
     body = module(*lines[:3], f"ROOT %x = {FUTURE} get-tuple-element(%w), index=0", wrapped=wrapped)
     assert codes(body) == {"async-unfinished"}
 
@@ -130,12 +177,16 @@ EXCHANGE = f"""%exchange (p: (f32[64], {BARRIER})) -> f32[64] {{
 BEHIND_A_BARRIER = (
     f'%b = {BARRIER} custom-call(), custom_call_target="BarrierStart"',
     f"%t = (f32[64]{{0}}, {BARRIER}) tuple(%operand0, %b)",
-    f"%s = (((f32[64]{{0}}, {BARRIER})), f32[64]{{0}}, u32[]{{:S(2)}}, u32[]{{:S(2)}}) async-start(%t), "
-    "output_to_operand_aliasing={{0,0,1,0}: (0, {1,0}), {1}: (0, {1,0}), {2}: (0, {1,1})}, calls=%exchange",
+    f"%s = (((f32[64]{{0}}, {BARRIER})), f32[64]{{0}}, u32[]{{:S(2)}}, u32[]{{:S(2)}}) "
+    "async-start(%t), "
+    "output_to_operand_aliasing={{0,0,1,0}: (0, {1,0}), {1}: (0, {1,0}), {2}: (0, {1,1})}, "
+    "calls=%exchange",
     "ROOT %d = f32[64]{0} async-done(%s)",
 )
 RIGHT = {
-    "a barrier that returns semaphores": module(*BEHIND_A_BARRIER, wrapped=EXCHANGE, inputs=("f32[64]{0}",), partitions=2),
+    "a barrier that returns semaphores": module(
+        *BEHIND_A_BARRIER, wrapped=EXCHANGE, inputs=("f32[64]{0}",), partitions=2
+    ),
     "users that only order instructions": module(
         START,
         "%w = f32[64] exponential(%operand0)",
@@ -145,7 +196,9 @@ RIGHT = {
         "ROOT %r = (f32[64], f32[32]) tuple(%w, %async-done)",
         wrapped=ASYNC_OP,
     ),
-    "the done in the short form": module(START, "ROOT %d = f32[32] custom-call-done(%async-start)", wrapped=ASYNC_OP),
+    "the done in the short form": module(
+        START, "ROOT %d = f32[32] custom-call-done(%async-start)", wrapped=ASYNC_OP
+    ),
     "the start in the short form": module(SHORT, "ROOT %d = f32[32] async-done(%s)"),
     "a done of the syntax of 2022": module(
         START.replace("calls", 'async_group_id=0, async_execution_thread="host", calls'),
@@ -153,13 +206,16 @@ RIGHT = {
         wrapped=ASYNC_OP.replace("}\n", '}, execution_thread="host"\n'),
     ),
     "a call of several instructions": module(
-        f"%s = {FUTURE} call-start(%operand0), to_apply=%several", "ROOT %d = f32[32] call-done(%s)",
+        f"%s = {FUTURE} call-start(%operand0), to_apply=%several",
+        "ROOT %d = f32[32] call-done(%s)",
         wrapped=ASYNC_OP.replace("%async_op", "%several").replace(
-            "ROOT %op = f32[32] custom-call(%param0)", "%n = f32[64] negate(%param0)\n  ROOT %op = f32[32] custom-call(%n)"
+            "ROOT %op = f32[32] custom-call(%param0)",
+            "%n = f32[64] negate(%param0)\n  ROOT %op = f32[32] custom-call(%n)",
         ),
     ),
     "a sum for another thread": module(
-        '%s = ((f32[64]), f32[64], s32[]) async-start(%operand0), async_execution_thread="sparsecore", calls=%sum',
+        "%s = ((f32[64]), f32[64], s32[]) async-start(%operand0), "
+        'async_execution_thread="sparsecore", calls=%sum',
         "ROOT %d = f32[64] async-done(%s)",
         wrapped=f"""{ADD}
 %sum (p: f32[64]) -> f32[64] {{
@@ -169,7 +225,10 @@ RIGHT = {
 """,
     ),
     "another layout in the future": module(
-        START.replace("((f32[64])", "((f32[64]{0:T(128)})"), DONE, wrapped=ASYNC_OP, inputs=("f32[64]{0}",)
+        START.replace("((f32[64])", "((f32[64]{0:T(128)})"),
+        DONE,
+        wrapped=ASYNC_OP,
+        inputs=("f32[64]{0}",),
     ),
     "an update that binds the operand": module(
         '%s = ((), (), (s32[4], s32[2]{:S(2)})) custom-call-start(), custom_call_target="foo"',
@@ -178,10 +237,11 @@ RIGHT = {
     ),
     "a host transfer": module(
         "%t = token[] after-all()",
-        '%s = (f32[64], u32[], token[]) send(%operand0, %t), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="h"}',
+        "%s = (f32[64], u32[], token[]) send(%operand0, %t), channel_id=1, is_host_transfer=true, "
+        'frontend_attributes={_xla_host_transfer_handler_name="h"}',
         "ROOT %d = token[] send-done(%s), channel_id=1, is_host_transfer=true",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -1,4 +1,6 @@
-"""The audit of programs that the TPU compiler made: what it is given and told, and what it says of their windows."""
+"""The audit of programs that the TPU compiler made: what it is given and told, and what it says of
+their windows.
+"""
 
 import functools
 import json
@@ -68,7 +70,9 @@ def test_a_finding_names_the_python_line_and_json_has_all_of_it():
 
 
 def test_work_in_the_window_is_counted():
-    """The matmul of one step stays in its window. Nothing ties that of the other step, so the compiler moved it out."""
+    """The matmul of one step stays in its window. Nothing ties that of the other step, so the
+    compiler moved it out.
+    """
     report = audit(programs.async_form("value_with_compute"))
     first, second = (p for p in report.pairs if p.runs == 4)  # eight hops, two in each iteration
     assert [w.instruction for w in second.work if "convolution" in w.instruction]
@@ -83,9 +87,18 @@ def test_work_in_the_window_is_counted():
 def test_windowed_einsum_overlaps_two_permutes_in_each_step():
     """XLA gathers one operand of this matmul in a loop of its own."""
     mesh = topology_mesh("v5e:2x4", (8,), ("model",))
-    x, w = array((16384, 8192), mesh, P("model", None)), array((8192, 28672), mesh, P(None, "model"))
+    x, w = (
+        array((16384, 8192), mesh, P("model", None)),
+        array((8192, 28672), mesh, P(None, "model")),
+    )
     report = audit(
-        compile_for("v5e:2x4", jax.jit(jnp.matmul, out_shardings=w.sharding), x, w, compiler_options=HLO_ONLY)
+        compile_for(
+            "v5e:2x4",
+            jax.jit(jnp.matmul, out_shardings=w.sharding),
+            x,
+            w,
+            compiler_options=HLO_ONLY,
+        )
     )
     body = [p for p in report.pairs if "body" in p.computation and p.kind == "collective-permute"]
     assert len(body) == 4  # the loop is unrolled by two
@@ -95,38 +108,57 @@ def test_windowed_einsum_overlaps_two_permutes_in_each_step():
 def test_the_2x2_matmul_exposes_its_permute_and_its_all_reduce():
     report = audit(programs.mesh_matmul())
     (permute,) = report.pairs
-    assert (permute.kind, permute.bytes, permute.overlapped) == ("collective-permute", 128 << 20, False)
+    assert (permute.kind, permute.bytes, permute.overlapped) == (
+        "collective-permute",
+        128 << 20,
+        False,
+    )
     assert permute.exposed == pytest.approx(2.98e-3, rel=0.01)
     found = {(f.code, f.instruction) for f in report.findings}
     assert found == {("serialised", permute.name), ("synchronous-collective", "all-reduce")}
     assert report.ok  # the program is slow, and not wrong
     for finding in report.findings:
-        assert "flaxasync.mesh_matmul in a shard_map, or the layer flaxasync.nn.MeshLinear" in finding.remedy
-        assert finding.gain == pytest.approx(2.98e-3, rel=0.01)  # the matmul, of 5.6 ms at the peak, can hide it
+        assert (
+            "flaxasync.mesh_matmul in a shard_map, or the layer flaxasync.nn.MeshLinear"
+            in finding.remedy
+        )
+        # the matmul, of 5.6 ms at the peak, can hide it
+        assert finding.gain == pytest.approx(2.98e-3, rel=0.01)
 
 
 def test_a_loop_that_copies_what_it_carries():
     """A copy of a buffer in flight is one, too, and is reported as the graver fault alone."""
     assert "loop-copies" not in audit(LOOP).codes()
-    (copies,) = [f for f in audit(changed(LOOP, ("negate(%g)", "copy(%g)"))).findings if f.code == "loop-copies"]
+    (copies,) = [
+        f
+        for f in audit(changed(LOOP, ("negate(%g)", "copy(%g)"))).findings
+        if f.code == "loop-copies"
+    ]
     assert copies.count == 4  # the counter is 0, 3, 6, 9
     codes = audit(programs.async_form("staggered_unroll_1")).codes()
     assert "in-flight-copied" in codes
     assert "loop-copies" not in codes
 
 
-# The package's own rings are safe and overlap. tests/transport/test_compiled.py audits every transport.
+# The package's own rings are safe and overlap. tests/transport/test_compiled.py audits every
+# transport.
 
-OPS = pytest.mark.parametrize("op", [fa.all_gather_matmul, fa.matmul_reduce_scatter], ids=lambda op: op.__name__)
+OPS = pytest.mark.parametrize(
+    "op", [fa.all_gather_matmul, fa.matmul_reduce_scatter], ids=lambda op: op.__name__
+)
 
 
 @functools.cache
 def ring(op, backend):
     """Compiles x[4096, 2048] . w[2048, 4096] over eight chips, with rows or products sharded."""
     rows, columns = P("x", None), P(None, "x")
-    specs, out = ((rows, columns), columns) if op is fa.all_gather_matmul else ((columns, rows), rows)
+    specs, out = (
+        ((rows, columns), columns) if op is fa.all_gather_matmul else ((columns, rows), rows)
+    )
     local = functools.partial(op, axis_name="x", backend=backend)
-    program = programs.on_all_devices("v5e:2x4", local, specs, out, (4096, 2048), (2048, 4096), typed=True)
+    program = programs.on_all_devices(
+        "v5e:2x4", local, specs, out, (4096, 2048), (2048, 4096), typed=True
+    )
     return compile_for("v5e:2x4", *program, compiler_options=HLO_ONLY)
 
 

@@ -1,8 +1,8 @@
 """The audit of a decoder in plain JAX, tensor-parallel and fully sharded, compiled for v5e:4x4.
 
-The decoder asks for the products of two projections in float32 and rounds them after their sum over the devices, as
-many do. That is the worst finding, and a test mends it. The expected figures are computed by hand. A program takes one
-to two minutes to compile on two idle cores.
+The decoder asks for the products of two projections in float32 and rounds them after their sum over
+the devices, as many do. That is the worst finding, and a test mends it. The expected figures are
+computed by hand. A program takes one to two minutes to compile on two idle cores.
 """
 
 import dataclasses
@@ -11,7 +11,16 @@ import functools
 import jax
 import pytest
 
-from flaxasync.check import HLO_ONLY, CompiledProgram, Finding, audit, compile_for, parse, timeline, topology_mesh
+from flaxasync.check import (
+    HLO_ONLY,
+    CompiledProgram,
+    Finding,
+    audit,
+    compile_for,
+    parse,
+    timeline,
+    topology_mesh,
+)
 from flaxasync.check.hlo.participants import replica_groups
 from flaxasync.hardware import chip
 from tests.check.auditing.test_advice import in_memory, on_links
@@ -26,7 +35,9 @@ NARROWER = Decoder(width=2048, hidden=8192, heads=16, kv_heads=4, float32_sums=T
 
 @functools.cache
 def compiled(decoder: Decoder) -> CompiledProgram:
-    """Compiles the training step with JAX's own promotion of dtypes, on which jax.nn.dot_product_attention relies."""
+    """Compiles the training step with JAX's own promotion of dtypes, on which
+    jax.nn.dot_product_attention relies.
+    """
     mesh = topology_mesh("v5e:4x4", (4, RING), ("fsdp", "tensor"))
     with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
         step = training_step(decoder, mesh)
@@ -52,36 +63,47 @@ def findings(program: CompiledProgram) -> list[Finding]:
 def test_the_estimate_and_the_three_worst_findings(written):
     """All are about the projections whose sums travel in float32, in loops of four layers.
 
-    The first is that type. The second is the sum of 128 MiB over "tensor" that the backward pass computes again. The
-    third is a permute of 32 MiB, a quarter of the sum of the down projection, with nearly nothing to hide it.
+    The first is that type. The second is the sum of 128 MiB over "tensor" that the backward pass
+    computes again. The third is a permute of 32 MiB, a quarter of the sum of the down projection,
+    with nearly nothing to hide it.
     """
     t = timeline(written)
     assert audit(written).ok
-    # The FLOPs of the matmuls at the peak of the chip, with the forward pass of the layers computed twice.
+    # The FLOPs of the matmuls at the peak of the chip, with the forward pass of the layers computed
+    # twice.
     d = WRITTEN
     per_token = d.width * (2 * d.heads * d.head_size + 2 * d.kv_heads * d.head_size + 3 * d.hidden)
     flops = 2 * d.batch * d.length * (4 * d.layers * per_token + 3 * d.width * d.vocabulary) / 16
     assert t.compute > flops / CHIP.flops
-    assert t.seconds < 2.5 * flops / CHIP.flops  # the scores of attention, vector work and transfers are the rest
+    # the scores of attention, vector work and transfers are the rest
+    assert t.seconds < 2.5 * flops / CHIP.flops
 
     wide, recomputed, permute = findings(written)[:3]
     assert all("plain_decoder.py" in found.source for found in (wide, recomputed, permute))
     assert wide.source == recomputed.source == permute.source
 
-    # In each layer, these take half as long: the sums of the output projection, forward and again (128 MiB each), those
-    # of both weight gradients (56 and 16 MiB), and the exposed permute. Traffic and hidden permutes gain the rest.
+    # In each layer, these take half as long: the sums of the output projection, forward and again
+    # (128 MiB each), those of both weight gradients (56 and 16 MiB), and the exposed permute.
+    # Traffic and hidden permutes gain the rest.
     assert wide.code == "wide-transfer"
     links = LAYERS * (on_links((2 * 128 + 56 + 16) * MIB) + 32 * MIB / CHIP.link_bandwidth) / 2
     assert links < wide.gain < 1.3 * links
 
-    # The gain of saving it is the time of the sum, less writing and reading a block of 32 MiB twice.
+    # The gain of saving it is the time of the sum, less writing and reading a block of 32 MiB
+    # twice.
     assert recomputed.code == "synchronous-collective"
     assert "128 MiB" in recomputed.message
     assert "save_only_these_names" in recomputed.remedy
-    assert recomputed.gain == pytest.approx(LAYERS * (on_links(128 * MIB) - in_memory(4 * 32 * MIB)), rel=0.02)
+    assert recomputed.gain == pytest.approx(
+        LAYERS * (on_links(128 * MIB) - in_memory(4 * 32 * MIB)), rel=0.02
+    )
     module = parse(written.as_text())
     instruction = module.computations[recomputed.computation].by_name[recomputed.instruction]
-    (groups,) = (replica_groups(i, 16) for i in module.instructions_in(instruction) if i.opcode == "all-reduce")
+    (groups,) = (
+        replica_groups(i, 16)
+        for i in module.instructions_in(instruction)
+        if i.opcode == "all-reduce"
+    )
     assert groups == tuple(tuple(range(n, n + RING)) for n in range(0, 16, RING))
 
     assert permute.code == "exposed"
@@ -91,7 +113,9 @@ def test_the_estimate_and_the_three_worst_findings(written):
 
 
 def test_mending_the_worst_finding_gains_what_was_predicted(before_and_after):
-    """This decoder was not looked at while the prediction was written. XLA sends its sums in another way."""
+    """This decoder was not looked at while the prediction was written. XLA sends its sums in
+    another way.
+    """
     before, after = before_and_after
     wide = findings(before)[0]
     assert wide.code == "wide-transfer"

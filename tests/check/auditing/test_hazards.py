@@ -1,6 +1,7 @@
 """Hazards of kernel pairs: correct forms are safe, and each wrong form is found.
 
-Today's compiler guards some reads and writes with a copy. docs/check.md has those as texts (test_audit.py).
+Today's compiler guards some reads and writes with a copy. docs/check.md has those as texts
+(test_audit.py).
 """
 
 import pytest
@@ -9,7 +10,8 @@ from flaxasync.check import Severity, audit
 from tests.check import programs
 from tests.check.hlo_texts import KERNELS, TWO_SENDS, changed
 
-TOO_LARGE_FOR_VMEM = 131072  # rows of 2 KiB; only their size keeps Refs out of vector memory, because a kernel that
+# rows of 2 KiB; only their size keeps Refs out of vector memory, because a kernel that
+TOO_LARGE_FOR_VMEM = 131072
 # closes over Refs cannot hold them to HBM
 
 
@@ -52,13 +54,20 @@ def test_two_transfers_of_one_source():
     assert errors(audit(written)) == {"in-flight-written"}
     # Here the destination of the second transfer is the buffer that the first one sends.
     before, after = TWO_SENDS.split("custom-call(%x1), ")
-    into = f"{before}custom-call(%y1, %x1), {after.replace('{{1}: (0, {})}', '{{1}: (0, {}), {2}: (1, {})}', 1)}"
+    into = (
+        f"{before}custom-call(%y1, %x1), "
+        f"{after.replace('{{1}: (0, {})}', '{{1}: (0, {}), {2}: (1, {})}', 1)}"
+    )
     assert "in-flight-written" in audit(into).codes()
 
 
-@pytest.mark.parametrize(("form", "spaces"), [("stateful", "vmem-to-vmem"), ("value", "hbm-to-hbm")])
+@pytest.mark.parametrize(
+    ("form", "spaces"), [("stateful", "vmem-to-vmem"), ("value", "hbm-to-hbm")]
+)
 def test_the_memory_space_in_the_text_is_that_of_the_chips_instructions(form, spaces, tmp_path):
-    """`S(1)` in the text of a start means that its DMA moves vector memory, as it does for small Refs."""
+    """`S(1)` in the text of a start means that its DMA moves vector memory, as it does for small
+    Refs.
+    """
     program = programs.async_form.__wrapped__(form, keep_dumps=tmp_path)
     assert ("in-flight-vmem" in audit(program).codes()) == (spaces == "vmem-to-vmem")
     moves = [

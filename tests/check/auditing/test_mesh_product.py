@@ -1,4 +1,6 @@
-"""The audit recognises a matmul that splits the contraction over two mesh axes, on any mesh, and nothing else."""
+"""The audit recognises a matmul that splits the contraction over two mesh axes, on any mesh, and
+nothing else.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,9 @@ MESH_MATMUL = "flaxasync.nn.MeshLinear"
 
 
 def product(arrival, sum_="replica_groups=[2,2]<=[4]"):
-    """Returns a program of four devices: the second operand arrives, is multiplied, and the product is summed."""
+    """Returns a program of four devices: the second operand arrives, is multiplied, and the product
+    is summed.
+    """
     return module(
         f"%w = {BLOCK} {arrival}",
         f"%y = {BLOCK} dot(%operand0, %w), {DOT}, {CYCLES}",
@@ -28,7 +32,11 @@ def product(arrival, sum_="replica_groups=[2,2]<=[4]"):
 
 def advised(text):
     """Returns the instructions for which the audit advises `mesh_matmul`."""
-    return {finding.instruction for finding in audit(text, chip="v5e").findings if MESH_MATMUL in finding.remedy}
+    return {
+        finding.instruction
+        for finding in audit(text, chip="v5e").findings
+        if MESH_MATMUL in finding.remedy
+    }
 
 
 TRANSPOSED = "collective-permute(%operand1), source_target_pairs={{0,0},{1,2},{2,1},{3,3}}"
@@ -38,18 +46,30 @@ RING = "collective-permute(%operand1), source_target_pairs={{0,2},{1,3},{2,0},{3
 def test_a_permute_by_which_some_devices_keep_their_block():
     text = product(TRANSPOSED)
     assert advised(text) == {"w", "sum"}
-    assert advised(changed(text, ("bf16", "f16"))) == set()  # the kernels multiply bfloat16 and float32
+    # the kernels multiply bfloat16 and float32
+    assert advised(changed(text, ("bf16", "f16"))) == set()
 
 
-@pytest.mark.parametrize(("arrival", "sum_"), [
-    (RING, "replica_groups=[2,2]<=[4]"),  # a hop of a ring, such as those of flaxasync.all_gather_matmul
-    (TRANSPOSED, "replica_groups=[1,4]<=[4]"),  # between devices that add up: no two axes
-    ("all-gather(%half), replica_groups={{0,2},{1,3}}, dimensions={0}", "replica_groups=[2,2]<=[4]"),  # as FSDP does
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arrival", "sum_"),
+    [
+        # a hop of a ring, such as those of flaxasync.all_gather_matmul
+        (RING, "replica_groups=[2,2]<=[4]"),
+        (TRANSPOSED, "replica_groups=[1,4]<=[4]"),  # between devices that add up: no two axes
+        # as FSDP does
+        (
+            "all-gather(%half), replica_groups={{0,2},{1,3}}, dimensions={0}",
+            "replica_groups=[2,2]<=[4]",
+        ),
+    ],
+)
 def test_other_products_are_not_taken_for_one(arrival, sum_):
     text = product(arrival, sum_)
     if "%half" in text:
-        halved = (f"  %w = {BLOCK}", f"  %half = bf16[2048,4096]{{1,0}} slice(%operand1)\n  %w = {BLOCK}")
+        halved = (
+            f"  %w = {BLOCK}",
+            f"  %half = bf16[2048,4096]{{1,0}} slice(%operand1)\n  %w = {BLOCK}",
+        )
         text = changed(text, halved)
     assert advised(text) == set()
 
@@ -61,7 +81,9 @@ def test_other_products_are_not_taken_for_one(arrival, sum_):
     pytest.param("v5e:4x4", (4, 4), {"collective-permute", "all-reduce"}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_what_xla_makes_of_it_on_other_meshes(topology, shape, found):
-    """test_audit.py has the study's 2x2. XLA gathers the rows where there are more mesh rows than mesh columns."""
+    """test_audit.py has the study's 2x2. XLA gathers the rows where there are more mesh rows than
+    mesh columns.
+    """
     mesh = topology_mesh(topology, shape, ("x", "y"))
     lhs, rhs = array((16384, 16384), mesh, P("x", "y")), array((16384, 8192), mesh, P("x", None))
     fn = jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, P("x", None)))

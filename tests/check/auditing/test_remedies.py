@@ -1,7 +1,9 @@
-"""Every remedy of the audit is tried: a program in which it is given, and the same with it, which is estimated shorter.
+"""Every remedy of the audit is tried: a program in which it is given, and the same with it, which
+is estimated shorter.
 
-The programs are compiled for eight chips of a v5e or a v6e. Errors are not here: their remedies make results right,
-and tests/check/auditing/test_hazards.py and tests/transport/test_compiled.py have programs with and without them.
+The programs are compiled for eight chips of a v5e or a v6e. Errors are not here: their remedies
+make results right, and tests/check/auditing/test_hazards.py and tests/transport/test_compiled.py
+have programs with and without them.
 """
 
 import functools
@@ -23,7 +25,8 @@ from flaxasync.check.auditing.findings import CODES, Severity
 pytestmark = pytest.mark.slow
 BATCH, ROWS, WIDTH, HIDDEN, LAYERS = 4, 2048, 4096, 14336, 2
 X = P("data", "model", None)
-WITHOUT_XLAS_RINGS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}  # as MaxText's recipes have it
+# as MaxText's recipes have it
+WITHOUT_XLAS_RINGS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 
 
 @functools.cache
@@ -33,7 +36,9 @@ def mesh_of(topology):
 
 
 def array(topology, shape, spec):
-    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh_of(topology), spec))
+    return jax.ShapeDtypeStruct(
+        shape, jnp.bfloat16, sharding=NamedSharding(mesh_of(topology), spec)
+    )
 
 
 def constrain(topology, x, *spec):
@@ -41,7 +46,9 @@ def constrain(topology, x, *spec):
 
 
 def found(topology, fn, args, **options):
-    """Returns the audit of a function, and the seconds that it is estimated to take, with simulated kernels."""
+    """Returns the audit of a function, and the seconds that it is estimated to take, with simulated
+    kernels.
+    """
     program = check.compile_for(topology, fn, *args, compiler_options=options)
     return check.audit(program), check.timeline(program, kernels="play").seconds
 
@@ -50,11 +57,14 @@ def remedies(audit, code):
     return [f.remedy for f in audit.findings if f.code == code]
 
 
-# A gather of rows before a matmul, and a sum after one: automatic sharding against the ops of this package.
+# A gather of rows before a matmul, and a sum after one: automatic sharding against the ops of this
+# package.
 
 
 def automatic(topology, reduces):
-    """Returns a product of x with a kernel that is split, whose rows are gathered before, or summed after it."""
+    """Returns a product of x with a kernel that is split, whose rows are gathered before, or summed
+    after it.
+    """
 
     def gather(x, w):
         y = jnp.einsum("bsd,df->bsf", x, w)
@@ -72,19 +82,26 @@ def mapped(topology, op, in_specs, out_specs):
 
     def fn(x, w):
         ring = functools.partial(op, axis_name="model")
-        return jax.shard_map(ring, mesh=mesh_of(topology), in_specs=in_specs, out_specs=out_specs)(x, w)
+        return jax.shard_map(ring, mesh=mesh_of(topology), in_specs=in_specs, out_specs=out_specs)(
+            x, w
+        )
 
     return fn
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4"])
 def test_gathered_rows_are_sent_around_a_ring(topology):
-    args = array(topology, (BATCH, ROWS, WIDTH), X), array(topology, (WIDTH, HIDDEN), P(None, "model"))
+    args = (
+        array(topology, (BATCH, ROWS, WIDTH), X),
+        array(topology, (WIDTH, HIDDEN), P(None, "model")),
+    )
     audit, before = found(topology, automatic(topology, reduces=False), args, **WITHOUT_XLAS_RINGS)
     (remedy,) = remedies(audit, "synchronous-collective")
     assert "flaxasync.all_gather_matmul does it" in remedy
     assert "all-gather over model" in str(audit)
-    with_ring = mapped(topology, fa.all_gather_matmul, (X, P(None, "model")), P("data", None, "model"))
+    with_ring = mapped(
+        topology, fa.all_gather_matmul, (X, P(None, "model")), P("data", None, "model")
+    )
     after, seconds = found(topology, with_ring, args)
     assert not remedies(after, "synchronous-collective")
     assert seconds < before
@@ -106,7 +123,9 @@ def test_a_product_that_is_summed_is_sent_around_a_ring(topology):
     audit, before = found(topology, automatic(topology, reduces=True), args, **WITHOUT_XLAS_RINGS)
     (remedy,) = remedies(audit, "synchronous-collective")
     assert "flaxasync.matmul_reduce_scatter does it" in remedy
-    after, seconds = found(topology, mapped(topology, fa.matmul_reduce_scatter, SPLIT_FEATURES, X), args)
+    after, seconds = found(
+        topology, mapped(topology, fa.matmul_reduce_scatter, SPLIT_FEATURES, X), args
+    )
     assert not remedies(after, "synchronous-collective")
     assert seconds < before
 
@@ -121,7 +140,9 @@ def test_a_product_that_is_summed_everywhere_is_sent_around_a_ring(topology):
     audit, before = found(topology, plain, args)
     (remedy,) = remedies(audit, "synchronous-collective")
     assert "flaxasync.matmul_all_reduce does it" in remedy
-    _, seconds = found(topology, mapped(topology, fa.matmul_all_reduce, SPLIT_FEATURES, P("data")), args)
+    _, seconds = found(
+        topology, mapped(topology, fa.matmul_all_reduce, SPLIT_FEATURES, P("data")), args
+    )
     assert seconds < before
 
 
@@ -129,7 +150,10 @@ def test_a_product_whose_contraction_is_split_over_two_axes_becomes_mesh_matmul(
     """The program of the published 2x2 study, at a quarter of its size in each dimension."""
     mesh = check.topology_mesh("v5e:2x2", (2, 2), ("x", "y"))
     operands = [((4096, 4096), P("x", "y")), ((4096, 2048), P("x", None))]
-    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for shape, spec in operands]
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in operands
+    ]
 
     def plain(lhs, rhs):
         return lax.with_sharding_constraint(lhs @ rhs, NamedSharding(mesh, P("x", None)))
@@ -146,14 +170,22 @@ def test_a_product_whose_contraction_is_split_over_two_axes_becomes_mesh_matmul(
     assert seconds < before
 
 
-# The sums of gradients over "data": a scan of layers against one that sums beside the backward pass.
+# The sums of gradients over "data": a scan of layers against one that sums beside the backward
+# pass.
 
 
 def stack(prefetch):
-    """Returns the gradients of MLPs, one after the other, as a function of their parameters and x."""
+    """Returns the gradients of MLPs, one after the other, as a function of their parameters and
+    x.
+    """
 
     def make(rngs):
-        options = {"use_bias": False, "gated": False, "param_dtype": jnp.bfloat16, "dtype": jnp.bfloat16}
+        options = {
+            "use_bias": False,
+            "gated": False,
+            "param_dtype": jnp.bfloat16,
+            "dtype": jnp.bfloat16,
+        }
         return fa.nn.ParallelMLP(WIDTH, HIDDEN, rngs=rngs, backend="xla", **options)
 
     unnamed = {nnx.PARTITION_NAME: None}
@@ -176,11 +208,15 @@ def stack(prefetch):
 
 def test_sums_of_gradients_run_beside_the_backward_pass():
     topology, seconds = "v5e:2x4", {}
-    mesh = check.topology_mesh(topology, (2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = check.topology_mesh(
+        topology, (2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2
+    )
     for prefetch in (False, True):
         with jax.set_mesh(mesh):
             step, state = stack(prefetch)
-            x = jax.ShapeDtypeStruct((BATCH, ROWS, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, X))
+            x = jax.ShapeDtypeStruct(
+                (BATCH, ROWS, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, X)
+            )
             audit, seconds[prefetch] = found(topology, step, (state, x))
         given = [r for r in remedies(audit, "synchronous-collective") if "scan_with_prefetch" in r]
         assert bool(given) is not prefetch
@@ -191,8 +227,14 @@ def test_sums_of_gradients_run_beside_the_backward_pass():
 def test_a_sparse_core_takes_a_collective_that_holds_the_chip(kind):
     """A collective beside a product that does not need it, on v6e."""
     topology = "v6e:2x4"
-    shared = array(topology, (4096, 4096), P(None, None) if kind == "all-reduce" else P("model", None))
-    args = shared, array(topology, (BATCH, ROWS, WIDTH), P("data")), array(topology, (WIDTH, HIDDEN), P(None, None))
+    shared = array(
+        topology, (4096, 4096), P(None, None) if kind == "all-reduce" else P("model", None)
+    )
+    args = (
+        shared,
+        array(topology, (BATCH, ROWS, WIDTH), P("data")),
+        array(topology, (WIDTH, HIDDEN), P(None, None)),
+    )
 
     def fn(shared, x, w):
         def local(shared, x, w):
@@ -204,7 +246,9 @@ def test_a_sparse_core_takes_a_collective_that_holds_the_chip(kind):
 
         specs = args[0].sharding.spec, P("data"), P(None, None)
         out = P(None, None) if kind == "all-reduce" else P(("model",), None)
-        return jax.shard_map(local, mesh=mesh_of(topology), in_specs=specs, out_specs=(out, P("data")))(shared, x, w)
+        return jax.shard_map(
+            local, mesh=mesh_of(topology), in_specs=specs, out_specs=(out, P("data"))
+        )(shared, x, w)
 
     audit, before = found(topology, fn, args)
     flag = OFFLOAD_FLAGS[kind]
@@ -234,13 +278,17 @@ def test_a_result_that_is_saved_is_not_computed_again():
             y = checkpoint_name(constrain(topology, y, "data", "model", None), "saved")
             return x + jnp.sin(y), None
 
-        return jax.grad(lambda weights, x: jnp.sum(lax.scan(layer, x, weights)[0].astype(jnp.float32)))
+        return jax.grad(
+            lambda weights, x: jnp.sum(lax.scan(layer, x, weights)[0].astype(jnp.float32))
+        )
 
     audit, before = found(topology, step(None), args, **WITHOUT_XLAS_RINGS)
     assert [r for r in remedies(audit, "synchronous-collective") if "save_only_these_names" in r]
     saves = jax.checkpoint_policies.save_only_these_names("saved")
     after, seconds = found(topology, step(saves), args, **WITHOUT_XLAS_RINGS)
-    assert not [r for r in remedies(after, "synchronous-collective") if "save_only_these_names" in r]
+    assert not [
+        r for r in remedies(after, "synchronous-collective") if "save_only_these_names" in r
+    ]
     assert seconds < before
 
 
@@ -248,12 +296,16 @@ def test_a_result_that_is_saved_is_not_computed_again():
 
 
 def ring(topology, body, blocks, width=2048):
-    """Returns a function that `body(x, w)` makes of local shards, of x [blocks, width], and its arguments."""
+    """Returns a function that `body(x, w)` makes of local shards, of x [blocks, width], and its
+    arguments.
+    """
     specs = P("model", None), P(None, None)
     args = array(topology, (4 * blocks, width), specs[0]), array(topology, (width, width), specs[1])
 
     def fn(x, w):
-        return jax.shard_map(body, mesh=mesh_of(topology), in_specs=specs, out_specs=P("model"))(x, w)
+        return jax.shard_map(body, mesh=mesh_of(topology), in_specs=specs, out_specs=P("model"))(
+            x, w
+        )
 
     return fn, args
 

@@ -1,4 +1,6 @@
-"""Transfers of float32 that is rounded on arrival: which are found, and what is predicted for a narrower type."""
+"""Transfers of float32 that is rounded on arrival: which are found, and what is predicted for a
+narrower type.
+"""
 
 import pytest
 
@@ -8,7 +10,8 @@ from tests.check.auditing.test_advice import in_memory, on_links
 from tests.check.hlo_texts import WIDE_SUM, changed
 
 PRODUCT, SCATTER, ROOT = (
-    next(line.strip() for line in WIDE_SUM.splitlines() if f"%{name} = " in line) for name in ("y", "r", "f")
+    next(line.strip() for line in WIDE_SUM.splitlines() if f"%{name} = " in line)
+    for name in ("y", "r", "f")
 )
 ROUNDED = "%c = bf16[512,4096]{1,0} convert(%p)"
 
@@ -18,11 +21,24 @@ def found(*changes):
     return [f for f in report.findings if f.code == "wide-transfer"]
 
 
-@pytest.mark.parametrize(("changes", "written"), [
-    ([], 32 * 2**20),
-    ([(PRODUCT, '%y = f32[2048,4096]{1,0} custom-call(%operand0), custom_call_target="tpu_custom_call"')], 2**25),
-    ([(PRODUCT, "%y = f32[2048,4096]{1,0} parameter(2)")], 0),
-], ids=["dot", "kernel", "argument"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "written"),
+    [
+        ([], 32 * 2**20),
+        (
+            [
+                (
+                    PRODUCT,
+                    "%y = f32[2048,4096]{1,0} custom-call(%operand0), "
+                    'custom_call_target="tpu_custom_call"',
+                )
+            ],
+            2**25,
+        ),
+        ([(PRODUCT, "%y = f32[2048,4096]{1,0} parameter(2)")], 0),
+    ],
+    ids=["dot", "kernel", "argument"],
+)
 def test_the_gain_is_half_of_the_transfer_and_of_the_traffic(changes, written):
     (finding,) = found(*changes)
     traffic = in_memory(written + 8 * 2**20)  # the fusion that rounds reads 8 MiB
@@ -34,17 +50,35 @@ def test_the_gain_is_half_of_the_transfer_and_of_the_traffic(changes, written):
 
 # What an edit of the program does that needs the float32 values, or has none of them.
 NOT_WIDE = {
-    "rounded before": [("%y = f32", "%y = bf16"), ("%r = f32", "%r = bf16"), ("%p = f32", "%p = bf16"),
-                       ("(p: f32", "(p: bf16"), ("convert(%p)", "copy(%p)")],
-    "returned beside": [("(bf16[512,4096]{1,0}, bf16[512,4096]{1,0}) tuple(%c, %n)",
-                         "(bf16[512,4096], f32[512,4096]) tuple(%c, %p)"),
-                        (ROOT, "ROOT %f = (bf16[512,4096], f32[512,4096]) fusion(%r), kind=kLoop, calls=%rounded")],
-    "multiplied": [(ROUNDED, "%q = f32[512,4096]{1,0} multiply(%p, %p)\n  " + ROUNDED.replace("%p", "%q"))],
+    "rounded before": [
+        ("%y = f32", "%y = bf16"),
+        ("%r = f32", "%r = bf16"),
+        ("%p = f32", "%p = bf16"),
+        ("(p: f32", "(p: bf16"),
+        ("convert(%p)", "copy(%p)"),
+    ],
+    "returned beside": [
+        (
+            "(bf16[512,4096]{1,0}, bf16[512,4096]{1,0}) tuple(%c, %n)",
+            "(bf16[512,4096], f32[512,4096]) tuple(%c, %p)",
+        ),
+        (ROOT, "ROOT %f = (bf16[512,4096], f32[512,4096]) fusion(%r), kind=kLoop, calls=%rounded"),
+    ],
+    "multiplied": [
+        (ROUNDED, "%q = f32[512,4096]{1,0} multiply(%p, %p)\n  " + ROUNDED.replace("%p", "%q"))
+    ],
     "widened": [(ROUNDED, "%q = f64[512,4096]{1,0} convert(%p)\n  " + ROUNDED.replace("%p", "%q"))],
-    "made integers": [(ROUNDED, "%q = s8[512,4096]{1,0} convert(%p)\n  " + ROUNDED.replace("%p", "%q"))],
-    "taken by a caller": [(ROOT, ROOT.replace("ROOT ", "") + "\n  ROOT %t = (f32[512,4096]) tuple(%r)")],
-    "widened by the compiler": [("to_apply=%add", "to_apply=%add_promoted"), ("%add (", "%add_promoted (")],
-}  # fmt: skip
+    "made integers": [
+        (ROUNDED, "%q = s8[512,4096]{1,0} convert(%p)\n  " + ROUNDED.replace("%p", "%q"))
+    ],
+    "taken by a caller": [
+        (ROOT, ROOT.replace("ROOT ", "") + "\n  ROOT %t = (f32[512,4096]) tuple(%r)")
+    ],
+    "widened by the compiler": [
+        ("to_apply=%add", "to_apply=%add_promoted"),
+        ("%add (", "%add_promoted ("),
+    ],
+}
 
 
 @pytest.mark.parametrize("name", NOT_WIDE)
@@ -53,7 +87,9 @@ def test_what_is_not_reported(name):
 
 
 def test_the_values_are_followed_through_sums_slices_and_a_permute():
-    """The partial sums of a ring: what arrives is added, sent on and sliced before it is rounded."""
+    """The partial sums of a ring: what arrives is added, sent on and sliced before it is
+    rounded.
+    """
     pairs = "source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
     ring = f"""%s0 = f32[512,4096]{{1,0}} slice(%y), slice={{[0:512], [0:4096]}}
   %s1 = f32[512,4096]{{1,0}} slice(%y), slice={{[512:1024], [0:4096]}}
@@ -64,11 +100,14 @@ def test_the_values_are_followed_through_sums_slices_and_a_permute():
     (finding,) = found((SCATTER, ring))  # the text names a source line for neither of the permutes
     assert "and 1 more without a line of Python carry" in finding.message
     assert (finding.instruction, finding.count, finding.source) == ("start", 2, "")
-    assert finding.gain > 8 * 2**20 / chip("v5e").link_bandwidth  # of each permute a half, which nothing hides
+    # of each permute a half, which nothing hides
+    assert finding.gain > 8 * 2**20 / chip("v5e").link_bandwidth
 
 
 def test_a_start_with_an_opcode_of_its_own_is_followed():
-    """A reduce-scatter-start is short for an async-start, which wraps a reduce-scatter in a computation."""
+    """A reduce-scatter-start is short for an async-start, which wraps a reduce-scatter in a
+    computation.
+    """
     start = SCATTER.replace("scatter(", "scatter-start(").replace(
         "%r = f32[512,4096]{1,0}", "%s = ((f32[2048,4096]{1,0}), f32[512,4096]{1,0}, u32[])"
     )
@@ -80,8 +119,12 @@ def test_a_start_with_an_opcode_of_its_own_is_followed():
 
 def test_transfers_of_one_line_are_one_finding():
     line = ', metadata={source_file="model.py" source_line=7}'
-    gather = "%g = f32[2048,4096]{1,0} all-gather(%r), dimensions={0}, replica_groups=[1,4]<=[4]" + line
-    root = f"{ROOT.replace('ROOT ', '')}\n  {gather}\n  ROOT %h = bf16[2048,4096]{{1,0}} convert(%g)"
+    gather = (
+        "%g = f32[2048,4096]{1,0} all-gather(%r), dimensions={0}, replica_groups=[1,4]<=[4]" + line
+    )
+    root = (
+        f"{ROOT.replace('ROOT ', '')}\n  {gather}\n  ROOT %h = bf16[2048,4096]{{1,0}} convert(%g)"
+    )
     (finding,) = found((SCATTER, SCATTER + line), (ROOT, root))
     assert (finding.count, finding.source) == (2, "model.py:7")
     assert "and 1 more of its line carry" in finding.message

@@ -1,6 +1,6 @@
-"""Collectives within fusions and in groups that async-start wraps, and what is said of the chip of a text."""
-
-# ruff: noqa: E501, because an instruction of HLO text is one line
+"""Collectives within fusions and in groups that async-start wraps, and what is said of the chip of
+a text.
+"""
 
 import pytest
 
@@ -47,7 +47,8 @@ ONE = (
     f"ROOT %d = {ARRAY} async-done(%s)",
 )
 TWO = (
-    f"%s = (({QUARTER}, {ARRAY}), ({ARRAY}, {ARRAY}), s32[]) async-start(%operand0, %operand1), calls=%wrapped",
+    f"%s = (({QUARTER}, {ARRAY}), ({ARRAY}, {ARRAY}), s32[]) async-start(%operand0, %operand1), "
+    "calls=%wrapped",
     f"ROOT %d = ({ARRAY}, {ARRAY}) async-done(%s)",
 )
 GATHER = collective_seconds("all-gather", MIB, 4 * MIB, 4, V5E)
@@ -81,17 +82,25 @@ def test_the_collectives_of_an_operation_are_listed():
 
 KERNEL = module(
     "%t = f32[2048]{0:T(1024)} bitcast(%operand0)",
-    'ROOT %k = f32[2048]{0:T(1024)} custom-call(%t), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"cost_estimate":{"flops":"1000"}}}',
+    'ROOT %k = f32[2048]{0:T(1024)} custom-call(%t), custom_call_target="tpu_custom_call", '
+    'backend_config={"custom_call_config":{"cost_estimate":{"flops":"1000"}}}',
     inputs=("f32[2048]{0:T(1024)}",),
 )
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    (KERNEL, None),
-    (KERNEL.replace("bitcast", "negate"), "the text has no cycle estimates: work beside kernels is timed"),
-    (module("ROOT %r = f32[64] negate(%operand0)"), "it is no TPU program"),
-    (module("ROOT %r = f32[64]{0:S(1)} copy(%operand0)"), "work beside kernels"),
-], ids=["kernel", "kernel and work", "no layouts", "vector memory"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (KERNEL, None),
+        (
+            KERNEL.replace("bitcast", "negate"),
+            "the text has no cycle estimates: work beside kernels is timed",
+        ),
+        (module("ROOT %r = f32[64] negate(%operand0)"), "it is no TPU program"),
+        (module("ROOT %r = f32[64]{0:S(1)} copy(%operand0)"), "work beside kernels"),
+    ],
+    ids=["kernel", "kernel and work", "no layouts", "vector memory"],
+)
 def test_what_is_said_of_a_program_without_estimates(text, said):
     notes = [note for note in audit(text, chip="v6e").notes if "cycle estimates" in note]
     assert len(notes) == (said is not None)

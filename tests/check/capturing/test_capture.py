@@ -1,4 +1,6 @@
-"""Capturing the programs of a training script that was not written for it, in the process and from outside."""
+"""Capturing the programs of a training script that was not written for it, in the process and from
+outside.
+"""
 
 import concurrent.futures
 import os
@@ -14,7 +16,16 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.check import HLO_ONLY, audit, capture, compile_for, overview, parse, read_folder, topology_mesh
+from flaxasync.check import (
+    HLO_ONLY,
+    audit,
+    capture,
+    compile_for,
+    overview,
+    parse,
+    read_folder,
+    topology_mesh,
+)
 from flaxasync.check.__main__ import main
 from flaxasync.check.capturing import recorder
 from flaxasync.check.capturing.recorder import EVENT
@@ -33,8 +44,12 @@ def sizes(programs):
 
 
 @pytest.mark.slow
-def test_every_module_of_a_training_script_for_two_percent_of_the_compile_time(monkeypatch, tmp_path):
-    """The time is that of this thread, and the least of three, because other work on the machine lengthens it."""
+def test_every_module_of_a_training_script_for_two_percent_of_the_compile_time(
+    monkeypatch, tmp_path
+):
+    """The time is that of this thread, and the least of three, because other work on the machine
+    lengthens it.
+    """
     record, shares = recorder._compiled, []
 
     def watched(event, seconds, **facts):
@@ -43,7 +58,11 @@ def test_every_module_of_a_training_script_for_two_percent_of_the_compile_time(m
         capturing.append(time.thread_time() - began)
         if event == EVENT:  # of a function that JAX has compiled
             compiling.append(seconds)
-            names.append("".join(c if c.isalnum() or c in "_.-" else "_" for c in facts["fun_name"]).rstrip("_"))
+            names.append(
+                "".join(c if c.isalnum() or c in "_.-" else "_" for c in facts["fun_name"]).rstrip(
+                    "_"
+                )
+            )
 
     monkeypatch.setattr(recorder, "_compiled", watched)
     for n in range(3):
@@ -81,14 +100,18 @@ def test_nothing_is_recorded_outside_of_the_block():
 
 
 def test_programs_of_several_threads():
-    """Each comes once, although several are new when JAX says that the first of them is compiled."""
+    """Each comes once, although several are new when JAX says that the first of them is
+    compiled.
+    """
     with capture() as programs, concurrent.futures.ThreadPoolExecutor(4) as pool:
         list(pool.map(compile_one, range(3, 11)))
     assert sorted(sizes(programs)) == list(range(3, 11))
 
 
 def test_captures_that_share_a_folder(tmp_path, monkeypatch):
-    """Each keeps its texts: one after the other, one in the other, and with the PID and the host of another process."""
+    """Each keeps its texts: one after the other, one in the other, and with the PID and the host of
+    another process.
+    """
     captured = []
     for size in (3, 5):
         with capture(tmp_path) as outer:
@@ -101,7 +124,9 @@ def test_captures_that_share_a_folder(tmp_path, monkeypatch):
     captured.append(recorder.write_program(tmp_path, captured[0]))
     assert sizes(captured) == [3, 13, 13, 5, 15, 15, 3]
     assert len({p.file for p in captured}) == len(captured)
-    assert sorted(map(str, (p.file for p in read_folder(tmp_path)))) == sorted(str(p.file) for p in captured)
+    assert sorted(map(str, (p.file for p in read_folder(tmp_path)))) == sorted(
+        str(p.file) for p in captured
+    )
 
 
 def test_a_sharded_program(tmp_path, capsys):
@@ -112,12 +137,16 @@ def test_a_sharded_program(tmp_path, capsys):
         compiled = gather.lower(x).compile()
     (program,) = programs
     assert (program.axes, program.devices) == ({"data": 2, "model": 4}, 8)
-    assert program.as_text() == compiled.as_text(), "the final text, and not that of an earlier stage"
+    assert program.as_text() == compiled.as_text(), (
+        "the final text, and not that of an earlier stage"
+    )
     assert main([str(tmp_path), "--chip", "v5e"]) == 0
     printed = capsys.readouterr().out
     for words in (
-        "the 1 worst of 1 exposed transfers", "all-gather of 512 KiB over model", "test_capture.py:",
-        "one run of each program on v5e, for which 1 of them was not compiled; nothing was measured",
+        "the 1 worst of 1 exposed transfers", "all-gather of 512 KiB over "
+                                              "model", "test_capture.py:",
+        "one run of each program on v5e, for which 1 of them was not compiled; nothing was "
+        "measured",
     ):  # fmt: skip
         assert words in printed
 
@@ -134,7 +163,10 @@ def test_a_program_of_compile_for():
 
 def test_programs_from_the_cache_of_compiled_programs(tmp_path):
     """A program that is loaded and not compiled comes, too."""
-    options = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
     before = {name: getattr(jax.config, name) for name in options}
 
     def use(options):
@@ -158,13 +190,17 @@ def test_programs_from_the_cache_of_compiled_programs(tmp_path):
 
 def run(*command, cwd=ROOT, **environment):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | environment
-    done = subprocess.run([sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True
+    )
     return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.slow
 def test_the_command_captures_a_script(tmp_path):
-    status, out, err = run("-m", "flaxasync.check", "capture", str(tmp_path), "--", training.__file__, "--mine", "1")
+    status, out, err = run(
+        "-m", "flaxasync.check", "capture", str(tmp_path), "--", training.__file__, "--mine", "1"
+    )
     assert (status, out) == (0, "['--mine', '1']\n"), err
     names = [p.name for p in read_folder(tmp_path)]
     assert {*names} >= BOTH_STEPS
@@ -176,7 +212,9 @@ def test_the_environment_captures_a_program_that_imports_flaxasync(tmp_path):
     code = f"import flaxasync, runpy; runpy.run_path({training.__file__!r}, run_name='__main__')"
     assert run("-c", code, FLAXASYNC_CAPTURE=str(tmp_path))[0] == 0
     assert {p.name for p in read_folder(tmp_path)} >= BOTH_STEPS
-    status, _, err = run("-m", "flaxasync.check", "capture", "x", "--", "y.py", FLAXASYNC_CAPTURE=str(tmp_path))
+    status, _, err = run(
+        "-m", "flaxasync.check", "capture", "x", "--", "y.py", FLAXASYNC_CAPTURE=str(tmp_path)
+    )
     assert status == 2
     assert "FLAXASYNC_CAPTURE is set, so everything is captured already" in err
 
@@ -184,7 +222,9 @@ def test_the_environment_captures_a_program_that_imports_flaxasync(tmp_path):
 @pytest.mark.slow
 def test_the_command_captures_a_module_that_fails(tmp_path):
     """What was compiled before the failure is there, and the failure is the program's own."""
-    (tmp_path / "mine.py").write_text("import jax\njax.jit(lambda x: x + 1)(1.0)\nraise SystemExit(7)\n")
+    (tmp_path / "mine.py").write_text(
+        "import jax\njax.jit(lambda x: x + 1)(1.0)\nraise SystemExit(7)\n"
+    )
     assert run("-m", "flaxasync.check", "capture", "out", "--", "-m", "mine", cwd=tmp_path)[0] == 7
     assert read_folder(tmp_path / "out")
 

@@ -34,7 +34,10 @@ def train(steps: int = 2) -> None:
                            nnx.Linear(4, 10, rngs=rngs))  # fmt: skip
     optimizer = nnx.Optimizer(model, optax.adamw(0.005), wrt=nnx.Param)
     metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
-    batch = {"image": jax.random.normal(jax.random.key(0), (8, 8, 8, 1)), "label": jnp.arange(8) % 10}
+    batch = {
+        "image": jax.random.normal(jax.random.key(0), (8, 8, 8, 1)),
+        "label": jnp.arange(8) % 10,
+    }
     for _ in range(steps):
         model.train()
         train_step(model, optimizer, metrics, batch)

@@ -1,6 +1,8 @@
-"""Compiling for a topology that is not there: the program is the one that JAX makes, or the refusal says why not.
+"""Compiling for a topology that is not there: the program is the one that JAX makes, or the refusal
+says why not.
 
-The mesh of a topology has neighbours that are one link apart, and arguments on other meshes move to it.
+The mesh of a topology has neighbours that are one link apart, and arguments on other meshes move to
+it.
 """
 
 import contextlib
@@ -45,7 +47,9 @@ def test_it_is_the_program_that_jax_compiles(matmul):
 
 
 def test_a_program_of_several_slices():
-    """The sum over "data" leaves its slice as a send of the partial sum of one device; the other stays within it."""
+    """The sum over "data" leaves its slice as a send of the partial sum of one device; the other
+    stays within it.
+    """
     mesh = topology_mesh("v5e:2x2*2", (2, 4), ("data", "model"))
     x = array((8192, 512), mesh, P("data", "model"), jnp.float32)
     total = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(mesh, P("model")))
@@ -75,24 +79,33 @@ def test_options_reach_the_compiler(matmul):
 
 
 @pytest.mark.parametrize(
-    "chip", [name if name == "v5e" else pytest.param(name, marks=pytest.mark.slow) for name in CHIPS]
+    "chip",
+    [name if name == "v5e" else pytest.param(name, marks=pytest.mark.slow) for name in CHIPS],
 )
 def test_a_program_that_does_not_fit_is_refused_with_the_compilers_numbers(chip):
     topology = f"{chip}:1x1" if chip in ("v5e", "v6e") else f"{chip}:1x1x1"
     with pytest.raises(HbmError, match=r"refused.*HBM") as refused:
-        compile_for(topology, lambda x: (x @ x).sum(), jax.ShapeDtypeStruct((2**19, 2**19), jnp.bfloat16))
+        compile_for(
+            topology, lambda x: (x @ x).sum(), jax.ShapeDtypeStruct((2**19, 2**19), jnp.bfloat16)
+        )
     assert refused.value.needed == 2 * 2**38
-    assert refused.value.available == pytest.approx(CHIPS[chip].hbm_bytes, rel=1e-4)  # the chip table has this number
+    # the chip table has this number
+    assert refused.value.available == pytest.approx(CHIPS[chip].hbm_bytes, rel=1e-4)
 
 
 def test_both_messages_of_the_compiler_are_read():
-    late = hbm_error("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.32G of 15.75G hbm. Exceeded")
+    late = hbm_error(
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.32G of 15.75G hbm. "
+        "Exceeded"
+    )
     assert (late.needed, late.available) == (round(18.32 * 2**30), round(15.75 * 2**30))
     assert hbm_error("INVALID_ARGUMENT: No such compile option") is None
 
 
 def test_dumps(matmul, tmp_path):
-    """One process compiles all three. Each folder has the dumps of its own program, even of one seen before."""
+    """One process compiles all three. Each folder has the dumps of its own program, even of one
+    seen before.
+    """
     fn, *arguments = matmul
     names = []
     for number, now in enumerate((fn, jax.jit(lambda *a: fn(*a) + 1), fn)):
@@ -108,10 +121,17 @@ def test_host_callbacks_compile(mesh):
 
     def fn(x):
         jax.debug.print("{}", x.sum())
-        return io_callback(lambda y: y, jax.ShapeDtypeStruct((), jnp.float32), x.sum(), ordered=True)
+        return io_callback(
+            lambda y: y, jax.ShapeDtypeStruct((), jnp.float32), x.sum(), ordered=True
+        )
 
-    entry = parse(compile_for("v5e:2x2", fn, array((8, 128), mesh, P("x", "y"), jnp.float32)).text).entry
-    assert {callback_name(i) for i in entry.instructions if is_host_callback(i)} == {"jax.debug.print", "io_callback"}
+    entry = parse(
+        compile_for("v5e:2x2", fn, array((8, 128), mesh, P("x", "y"), jnp.float32)).text
+    ).entry
+    assert {callback_name(i) for i in entry.instructions if is_host_callback(i)} == {
+        "jax.debug.print",
+        "io_callback",
+    }
 
 
 def test_after_a_compiler_died_the_next_call_works(matmul):
@@ -122,7 +142,9 @@ def test_after_a_compiler_died_the_next_call_works(matmul):
 
 
 def test_a_process_with_other_flags_takes_the_place_of_the_shared_one(monkeypatch):
-    """libtpu reads its flags once, so a program must not be compiled by a process that has those of before."""
+    """libtpu reads its flags once, so a program must not be compiled by a process that has those of
+    before.
+    """
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
     before = shared_process()
     assert shared_process() is before
@@ -146,14 +168,25 @@ def test_a_hang_or_a_death_while_compiling_is_named(sent, seconds, message):
 
 
 def hops(coords):
-    """Returns the numbers of links between neighbours on a ring. Two cores of one chip are no link apart."""
+    """Returns the numbers of links between neighbours on a ring. Two cores of one chip are no link
+    apart.
+    """
     following = [*coords[1:], coords[0]]
-    return {sum(abs(a - b) for a, b in zip(p, q, strict=True)) for p, q in zip(coords, following, strict=True)}
+    return {
+        sum(abs(a - b) for a, b in zip(p, q, strict=True))
+        for p, q in zip(coords, following, strict=True)
+    }
 
 
-@pytest.mark.parametrize(("topology", "shape", "axis"), [
-    ("v5e:2x4", (8,), 0), ("v5p:2x2x4", (4, 4), 1), ("tpu7x:2x2x1", (8,), 0), ("v6e:2x4", (2, 4, 1), 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("topology", "shape", "axis"),
+    [
+        ("v5e:2x4", (8,), 0),
+        ("v5p:2x2x4", (4, 4), 1),
+        ("tpu7x:2x2x1", (8,), 0),
+        ("v6e:2x4", (2, 4, 1), 1),
+    ],
+)
 def test_neighbours_on_a_ring_are_neighbours_on_the_network(topology, shape, axis):
     mesh = topology_mesh(topology, shape, tuple("xyz"[: len(shape)]))
     rows = np.moveaxis(mesh.devices, axis, -1).reshape(-1, shape[axis])
@@ -163,7 +196,9 @@ def test_neighbours_on_a_ring_are_neighbours_on_the_network(topology, shape, axi
 
 
 def test_a_mesh_of_several_slices():
-    """The first axis that can be divided among the slices goes across them, and the rings of the last one do not."""
+    """The first axis that can be divided among the slices goes across them, and the rings of the
+    last one do not.
+    """
     assert topology_size("v5e:2x2*2") == 8
     mesh = topology_mesh("v5e:2x2*2", (1, 2, 4), ("stage", "data", "model"))
     assert [{d.slice_index for d in row} for row in mesh.devices.reshape(2, 4)] == [{0}, {1}]
@@ -171,18 +206,28 @@ def test_a_mesh_of_several_slices():
         assert hops([device.coords for device in row]) == {1}
 
 
-@pytest.mark.parametrize("name", ["v5e:2x2*0", "v5e:16x16*99", "v9:2x2", "v5e:0x2", "v5e:3x3", "v5e:9999x9999", 5])
+@pytest.mark.parametrize(
+    "name", ["v5e:2x2*0", "v5e:16x16*99", "v9:2x2", "v5e:0x2", "v5e:3x3", "v5e:9999x9999", 5]
+)
 def test_an_unknown_topology_lists_those_that_exist(name):
     with pytest.raises(ValueError, match=r"v5e: 1x1, 2x2, 2x4.*tpu7x: 1x1x1"):
         topology_mesh(name, (2, 2), ("x", "y"))
 
 
-@pytest.mark.parametrize(("topology", "shape", "axes", "message"), [
-    ("v5e:2x4", (2, 2), ("x", "y"), r"must multiply to the 8 devices of v5e:2x4: got \(2, 2\), which is 4"),
-    ("tpu7x:2x2x1", (2, 2), ("x", "y"), "the 8 devices of tpu7x:2x2x1"),
-    ("v5e:2x2", (2, 2), ("x",), "one name per axis"),
-    ("v5e:2x2*2", (8,), ("model",), r"must be divisible by the 2 slices: got \{'model': 8\}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("topology", "shape", "axes", "message"),
+    [
+        (
+            "v5e:2x4",
+            (2, 2),
+            ("x", "y"),
+            r"must multiply to the 8 devices of v5e:2x4: got \(2, 2\), which is 4",
+        ),
+        ("tpu7x:2x2x1", (2, 2), ("x", "y"), "the 8 devices of tpu7x:2x2x1"),
+        ("v5e:2x2", (2, 2), ("x",), "one name per axis"),
+        ("v5e:2x2*2", (8,), ("model",), r"must be divisible by the 2 slices: got \{'model': 8\}"),
+    ],
+)
 def test_axes_that_do_not_fit(topology, shape, axes, message):
     with pytest.raises(ValueError, match=message):
         topology_mesh(topology, shape, axes)
@@ -204,12 +249,16 @@ def test_a_busy_libtpu_says_what_to_do(monkeypatch):
 
 
 def test_shardings_of_another_mesh_move_to_the_topology_and_without_any_it_is_one_chip():
-    cpu = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2)
+    cpu = jax.make_mesh(
+        (2, 2), ("x", "y"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2
+    )
     x = jax.device_put(jnp.ones((8, 128)), NamedSharding(cpu, P("x", "y")))
     program = compile_for("v5e:2x2", lambda x: jnp.sin(x) * 2, x)
     assert parse(program.text).num_partitions == 4
     assert ":T(" in program.text  # a TPU layout
-    unsharded = compile_for("v5e:2x2", lambda x: x @ x, jax.ShapeDtypeStruct((256, 256), jnp.bfloat16))
+    unsharded = compile_for(
+        "v5e:2x2", lambda x: x @ x, jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    )
     assert parse(unsharded.text).num_partitions == 1
 
 
@@ -219,7 +268,10 @@ def test_the_ambient_mesh_of_the_topology_is_used():
 
     mesh = topology_mesh("v5e:2x2", (4,), ("x",))
     with jax.set_mesh(mesh):
-        assert "all-reduce" in compile_for("v5e:2x2", fn, array((4096, 128), mesh, P("x"), jnp.float32)).text
+        assert (
+            "all-reduce"
+            in compile_for("v5e:2x2", fn, array((4096, 128), mesh, P("x"), jnp.float32)).text
+        )
 
 
 def abstract_and_concrete(mesh, axes):
@@ -239,7 +291,9 @@ def test_an_abstract_mesh_goes_where_a_mesh_with_its_axes_goes(place):
 
 
 def test_meshes_with_other_axes_do_not_mix(mesh):
-    with pytest.raises(ValueError, match=r"must lie on one mesh: got .*'x': 2.*same topology_mesh\('v5e:2x2'"):
+    with pytest.raises(
+        ValueError, match=r"must lie on one mesh: got .*'x': 2.*same topology_mesh\('v5e:2x2'"
+    ):
         compile_for("v5e:2x2", lambda x, y: x + y, *abstract_and_concrete(mesh, ("a", "b")))
 
 
@@ -250,7 +304,9 @@ def test_a_mesh_of_another_size(matmul):
 
 @pytest.mark.slow
 def test_temporaries_are_what_the_compiler_allocates():
-    """The carry of a loop and six results, of 1 GiB each; libtpu 0.0.50 reports 8 GiB of temporaries."""
+    """The carry of a loop and six results, of 1 GiB each; libtpu 0.0.50 reports 8 GiB of
+    temporaries.
+    """
 
     def loop(x, y):
         def step(carry, _):

@@ -1,4 +1,6 @@
-"""Whatever `jax.jit`, `nnx.jit` and `functools.partial` give is compiled with its arguments, none as a constant."""
+"""Whatever `jax.jit`, `nnx.jit` and `functools.partial` give is compiled with its arguments, none
+as a constant.
+"""
 
 import functools
 
@@ -43,14 +45,26 @@ def scaled(x, times, *, mode):
 
 
 def forms(model, x):
-    """Returns calls of one function, in all the forms in which a user may hold it: functions and their arguments."""
+    """Returns calls of one function, in all the forms in which a user may hold it: functions and
+    their arguments.
+    """
     return {
         "nnx.jit": (nnx.jit(apply), model, x),
-        "nnx.jit of a variable": (nnx.jit(lambda kernel, x: jax.nn.relu(x @ kernel) @ kernel), model.up.kernel, x),
-        "jax.jit": (jax.jit(lambda kernel, x: jax.nn.relu(x @ kernel) @ kernel), model.up.kernel.get_value(), x),
+        "nnx.jit of a variable": (
+            nnx.jit(lambda kernel, x: jax.nn.relu(x @ kernel) @ kernel),
+            model.up.kernel,
+            x,
+        ),
+        "jax.jit": (
+            jax.jit(lambda kernel, x: jax.nn.relu(x @ kernel) @ kernel),
+            model.up.kernel.get_value(),
+            x,
+        ),
         "a plain function": (apply, model, x),
         "a partial of nnx.jit": (functools.partial(nnx.jit(apply), model), x),
-        "a partial of a partial": (functools.partial(functools.partial(nnx.jit(apply)), model, x=x),),
+        "a partial of a partial": (
+            functools.partial(functools.partial(nnx.jit(apply)), model, x=x),
+        ),
         "a method of nnx.jit": (model.with_nnx, x),
         "a method": (model.__call__, x),
         "a module": (model, x),
@@ -61,10 +75,13 @@ def forms(model, x):
 def test_every_form_has_the_module_as_its_argument(form):
     model, x = Tied(), np.ones((8, 16), np.float32)
     fn, *args = forms(model, x)[form]
-    call = FunctionCall.of(fn, tuple(args), {}).map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    call = FunctionCall.of(fn, tuple(args), {}).map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    )
     lowered = call.lower()
     inputs = jax.tree.leaves(lowered.in_avals)
-    assert sorted(aval.shape for aval in inputs) == [(8, 16), (16, 16)]  # the tied kernel is one argument
+    # the tied kernel is one argument
+    assert sorted(aval.shape for aval in inputs) == [(8, 16), (16, 16)]
     assert lowered.as_text().count("stablehlo.dot_general") == 2
     assert isinstance(model.up.kernel[...], jax.Array)  # the caller's module is as it was
 
@@ -83,7 +100,12 @@ def test_static_arguments_and_keywords_stay_as_they_are():
         assert program.as_text().count(" multiply(") == products
     bound = functools.partial(nnx.jit(scaled, static_argnames=("times", "mode")), mode="times")
     assert compile_for("v5e:1x1", bound, x, times=3).as_text().count(" multiply(") == 1
-    assert "f32[8]" in compile_for("v5e:1x1", jax.jit(scaled, static_argnames="mode"), x, 3.0, mode="times").as_text()
+    assert (
+        "f32[8]"
+        in compile_for(
+            "v5e:1x1", jax.jit(scaled, static_argnames="mode"), x, 3.0, mode="times"
+        ).as_text()
+    )
 
 
 @pytest.mark.slow
@@ -112,7 +134,10 @@ def test_play_takes_what_compile_for_takes():
     assert play(static, x, 3, mode="times", topology="v5e:1x1").seconds > 0
     model = nnx.Linear(512, 256, rngs=nnx.Rngs(0))
     by_nnx = play(nnx.jit(apply), model, x, topology="v5e:1x1")
-    assert play(functools.partial(nnx.jit(apply), model), x, topology="v5e:1x1").seconds == by_nnx.seconds
+    assert (
+        play(functools.partial(nnx.jit(apply), model), x, topology="v5e:1x1").seconds
+        == by_nnx.seconds
+    )
     assert by_nnx.seconds > play(jax.jit(jnp.sum), model.bias[...], topology="v5e:1x1").seconds
 
 
@@ -120,5 +145,8 @@ def test_what_is_no_function_is_refused():
     with pytest.raises(TypeError, match="compile_for compiles a function: got int"):
         compile_for("v5e:1x1", 3)
     bound = nnx.jit_partial(apply, nnx.Linear(16, 16, rngs=nnx.Rngs(0)), graph=False)
-    with pytest.raises(TypeError, match=r"nnx.jit_partial has bound .* give it nnx.jit\(fun\), or functools.partial"):
+    with pytest.raises(
+        TypeError,
+        match=r"nnx.jit_partial has bound .* give it nnx.jit\(fun\), or functools.partial",
+    ):
         compile_for("v5e:1x1", bound, np.ones((8, 16), np.float32))

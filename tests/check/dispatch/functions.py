@@ -50,7 +50,9 @@ def callback_that_jax_removes(x):
 
 def callback_that_xla_removes(x):
     y = work(x)
-    n = jax.pure_callback(lambda value: value, jax.ShapeDtypeStruct((), jnp.int32), y[0, 0].astype(jnp.int32))
+    n = jax.pure_callback(
+        lambda value: value, jax.ShapeDtypeStruct((), jnp.int32), y[0, 0].astype(jnp.int32)
+    )
     return y + (n * 0).astype(jnp.float32)
 
 
@@ -68,11 +70,15 @@ def static_loop(x):
 
 
 def dynamic_while(x):
-    return lax.while_loop(lambda s: (s[0] < TRIPS) & (s[1][0, 0] < 1e9), lambda s: (s[0] + 1, step(s[1])), (0, x))[1]
+    return lax.while_loop(
+        lambda s: (s[0] < TRIPS) & (s[1][0, 0] < 1e9), lambda s: (s[0] + 1, step(s[1])), (0, x)
+    )[1]
 
 
 def lbfgs(x):
-    """Six steps of L-BFGS on a quadratic function; its line search is a loop without a trip count in another loop."""
+    """Six steps of L-BFGS on a quadratic function; its line search is a loop without a trip count
+    in another loop.
+    """
     solver = optax.lbfgs(memory_size=4)
 
     def value(w):
@@ -81,7 +87,9 @@ def lbfgs(x):
     def turn(_, carry):
         w, state = carry
         loss, gradient = optax.value_and_grad_from_state(value)(w, state=state)
-        updates, state = solver.update(gradient, state, w, value=loss, grad=gradient, value_fn=value)
+        updates, state = solver.update(
+            gradient, state, w, value=loss, grad=gradient, value_fn=value
+        )
         return optax.apply_updates(w, updates), state
 
     w = jnp.zeros_like(x)

@@ -1,4 +1,6 @@
-"""What is read from a compiled function agrees with what is measured, and does not need private attributes of JAX."""
+"""What is read from a compiled function agrees with what is measured, and does not need private
+attributes of JAX.
+"""
 
 import dataclasses
 import inspect
@@ -17,9 +19,17 @@ from benchmarks import dispatch
 from flaxasync import check
 from flaxasync.check.dispatch import command_buffers, compatibility
 from tests.check.dispatch import functions
-from tests.check.dispatch.functions import SIZE, TABLE, callback_that_xla_removes, dynamic_while, printing, work
+from tests.check.dispatch.functions import (
+    SIZE,
+    TABLE,
+    callback_that_xla_removes,
+    dynamic_while,
+    printing,
+    work,
+)
 
-FLOOR = 0.02  # seconds; far more than the host needs for a call, even while other tests use the cores
+# seconds; far more than the host needs for a call, even while other tests use the cores
+FLOOR = 0.02
 SMALL, ONES = jax.ShapeDtypeStruct((8, 8), jnp.float32), jnp.ones(4)
 
 
@@ -33,7 +43,8 @@ def compiled(fn, *args):
 
 
 def hide_private(monkeypatch):
-    monkeypatch.setattr(compatibility, "read_flags", lambda compiled: None)  # as if JAX had renamed its attributes
+    # as if JAX had renamed its attributes
+    monkeypatch.setattr(compatibility, "read_flags", lambda compiled: None)
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.fn.__name__)
@@ -43,8 +54,12 @@ def test_the_table_of_functions_also_without_private_attributes(row, x, monkeypa
     assert info.compatible is not row.waits, str(info)
     assert info.has_unordered_effects is row.unordered
     assert len(info.ordered_effects) == row.ordered
-    assert info.has_host_callbacks is row.waits, "on one CPU device nothing else makes the host wait"
-    assert [callback.name for callback in info.callbacks] == ([row.callbacks] if row.callbacks else [])
+    assert info.has_host_callbacks is row.waits, (
+        "on one CPU device nothing else makes the host wait"
+    )
+    assert [callback.name for callback in info.callbacks] == (
+        [row.callbacks] if row.callbacks else []
+    )
     assert (len(info.dynamic_loops), len(info.branches)) == (row.loops, row.branches)
     assert info.path == ("Python" if row.unordered or row.callbacks or row.waits else "C++")
     assert (info.platform, info.devices) == ("cpu", 1)
@@ -59,7 +74,10 @@ def test_the_table_of_functions_also_without_private_attributes(row, x, monkeypa
     traced = check.check_async_compatible(aot, traced=jax.jit(row.fn).trace(x))
     assert traced.signals == ("the program's text", "the jaxpr's effects and the lowered program")
     assert traced.compatible is not row.waits
-    assert (traced.has_unordered_effects, len(traced.ordered_effects)) == (row.unordered, row.ordered)
+    assert (traced.has_unordered_effects, len(traced.ordered_effects)) == (
+        row.unordered,
+        row.ordered,
+    )
     assert info.compatible is (traced.compatible or row.fn is callback_that_xla_removes)
 
 
@@ -81,7 +99,10 @@ def test_the_reason_has_the_line_of_the_callback():
     lines, first = inspect.getsourcelines(printing)
     line = first + next(n for n, text in enumerate(lines) if "jax.debug.print" in text)
     info = check.check_async_compatible(compiled(printing))
-    assert f"jax.debug.print at {inspect.getsourcefile(printing)}:{line} calls Python" in info.reasons[0]
+    assert (
+        f"jax.debug.print at {inspect.getsourcefile(printing)}:{line} calls Python"
+        in info.reasons[0]
+    )
     assert "take it out of the function" in info.remedies[0]
     assert "THE HOST WAITS" in str(info)
 
@@ -145,17 +166,28 @@ def on_gpu(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize(("fn", "compatible", "reason"), [
-    (work, True, "nothing in it"),
-    (dynamic_while, False, "reads its condition back every time (99 % of a call on an H100)"),
-    (functions.lbfgs, False, "reads its condition back every time"),
-    (functions.static_loop, True, "nothing in it"),
-    (functions.cond, True, "its index is there at once (2.7 % of a call on an H100)"),
-    (functions.cond_after_work, False, "reads back which one to take, once that is computed (by XLA's source)"),
-    (printing, False, "which a GPU program waits for (84 to 99 % of a call on an H100)"),
-    (functions.callback_that_jax_removes, True, "nothing in it"),
-    (callback_that_xla_removes, True, "a GPU does not wait for it (3 to 4 % of a call on an H100)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fn", "compatible", "reason"),
+    [
+        (work, True, "nothing in it"),
+        (dynamic_while, False, "reads its condition back every time (99 % of a call on an H100)"),
+        (functions.lbfgs, False, "reads its condition back every time"),
+        (functions.static_loop, True, "nothing in it"),
+        (functions.cond, True, "its index is there at once (2.7 % of a call on an H100)"),
+        (
+            functions.cond_after_work,
+            False,
+            "reads back which one to take, once that is computed (by XLA's source)",
+        ),
+        (printing, False, "which a GPU program waits for (84 to 99 % of a call on an H100)"),
+        (functions.callback_that_jax_removes, True, "nothing in it"),
+        (
+            callback_that_xla_removes,
+            True,
+            "a GPU does not wait for it (3 to 4 % of a call on an H100)",
+        ),
+    ],
+)
 def test_what_holds_a_gpu_as_the_table_of_the_page_has_it(fn, compatible, reason):
     """docs/dispatch.md has what was measured on an H100."""
     info = check.check_async_compatible(compiled(fn))
@@ -177,7 +209,10 @@ def test_on_a_gpu_the_remedy_names_flags_for_the_kind_of_loop(on_gpu, monkeypatc
     info = check.check_async_compatible(compiled(dynamic_while))
     assert "functions.py:" in info.reasons[0]
     assert f"add {command_buffers.flags_for('WHILE')} to XLA_FLAGS" in info.remedies[0]
-    assert "command_buffer_flags('dynamic') tries (JAX does not know its version of CUDA here" in info.remedies[0]
+    assert (
+        "command_buffer_flags('dynamic') tries (JAX does not know its version of CUDA here"
+        in info.remedies[0]
+    )
     assert "use 12.8 or later" in info.remedies[0]
     (remedy,) = check.check_async_compatible(compiled(functions.lbfgs)).remedies
     assert "command_buffer_flags('nested')" in remedy
@@ -204,17 +239,43 @@ def test_another_device_is_not_judged(monkeypatch):
     assert "not measured how programs run on abacus" in info.reasons[0]
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: check.check_async_compatible(jax.jit(work)), r"must be a compiled function: got \w+; get one with jax"),
-    (lambda: check.check_async_compatible(jax.jit(work).lower(SMALL)), "must be a compiled function: got Lowered"),
-    (lambda: check.check_async_compatible(compiled(work), traced=work),
-     "traced must be a jax.stages.Traced: got function; pass jitted.trace"),
-    (lambda: check.make_async_aot_caller(check.compile_for("v5e:1x1", work, SMALL)), "for a TPU that is not here"),
-    (lambda: check.measure_dispatch(lambda x: np.ones(3), ONES), "jax arrays.*: got ndarray; pass a jitted function"),
-    (lambda: check.measure_dispatch(lambda x: None, ONES), "must return jax arrays.*: got nothing"),
-    (lambda: check.measure_dispatch(jax.jit(lambda x: x + 1, donate_argnums=0), jnp.ones(4)), "fn donates its argum"),
-    (lambda: check.measure_dispatch(jax.jit(lambda x: x), ONES, repeats=0), "repeats must be at least 1: got 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: check.check_async_compatible(jax.jit(work)),
+            r"must be a compiled function: got \w+; get one with jax",
+        ),
+        (
+            lambda: check.check_async_compatible(jax.jit(work).lower(SMALL)),
+            "must be a compiled function: got Lowered",
+        ),
+        (
+            lambda: check.check_async_compatible(compiled(work), traced=work),
+            "traced must be a jax.stages.Traced: got function; pass jitted.trace",
+        ),
+        (
+            lambda: check.make_async_aot_caller(check.compile_for("v5e:1x1", work, SMALL)),
+            "for a TPU that is not here",
+        ),
+        (
+            lambda: check.measure_dispatch(lambda x: np.ones(3), ONES),
+            "jax arrays.*: got ndarray; pass a jitted function",
+        ),
+        (
+            lambda: check.measure_dispatch(lambda x: None, ONES),
+            "must return jax arrays.*: got nothing",
+        ),
+        (
+            lambda: check.measure_dispatch(jax.jit(lambda x: x + 1, donate_argnums=0), jnp.ones(4)),
+            "fn donates its argum",
+        ),
+        (
+            lambda: check.measure_dispatch(jax.jit(lambda x: x), ONES, repeats=0),
+            "repeats must be at least 1: got 0",
+        ),
+    ],
+)
 def test_what_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
@@ -223,7 +284,9 @@ def test_what_is_refused(call, message):
 def test_the_caller_is_the_function_unless_it_holds_the_host():
     aot = compiled(work)
     assert check.make_async_aot_caller(aot) is aot
-    with pytest.raises(NotImplementedError, match=r"jax.debug.print at .*functions.py:\d+ calls Python"):
+    with pytest.raises(
+        NotImplementedError, match=r"jax.debug.print at .*functions.py:\d+ calls Python"
+    ):
         check.make_async_aot_caller(compiled(printing))
 
 
@@ -242,18 +305,35 @@ print(check.check_async_compatible(fn.lower(x).compile()).reasons, check.measure
     assert "the host waits: dispatch" in done.stdout
 
 
-@pytest.mark.parametrize(("version", "loops", "suits", "note"), [
-    (12060, "dynamic", False, "CUDA 12.6 is older than 12.8, .*: install 12.8 or later"),
-    (12080, "dynamic", True, "CUDA 12.8 runs dynamic loops"),
-    (12080, "static", False, "CUDA 12.8 is older than 12.9, and 12.8 crashes .*: install 12.9 or later"),
-    (12080, "nested", False, "CUDA 12.8 is older than 12.9, and 12.8 crashes .*: install 12.9 or later"),
-    (12090, "static", True, "CUDA 12.9 runs static loops"),
-    (13010, "nested", True, "CUDA 13.1 runs nested loops"),
-    (None, "nested", None, "JAX does not know its version of CUDA here; .* use 12.9 or later"),
-    (None, "dynamic", None, "JAX does not know its version of CUDA here; .* use 12.8 or later"),
-])  # fmt: skip
-def test_cuda_that_crashes_with_a_kind_of_loop_gets_no_flags(version, loops, suits, note, monkeypatch, caplog):
-    query = None if version is None else types.SimpleNamespace(cuda_runtime_get_version=lambda: version)
+@pytest.mark.parametrize(
+    ("version", "loops", "suits", "note"),
+    [
+        (12060, "dynamic", False, "CUDA 12.6 is older than 12.8, .*: install 12.8 or later"),
+        (12080, "dynamic", True, "CUDA 12.8 runs dynamic loops"),
+        (
+            12080,
+            "static",
+            False,
+            "CUDA 12.8 is older than 12.9, and 12.8 crashes .*: install 12.9 or later",
+        ),
+        (
+            12080,
+            "nested",
+            False,
+            "CUDA 12.8 is older than 12.9, and 12.8 crashes .*: install 12.9 or later",
+        ),
+        (12090, "static", True, "CUDA 12.9 runs static loops"),
+        (13010, "nested", True, "CUDA 13.1 runs nested loops"),
+        (None, "nested", None, "JAX does not know its version of CUDA here; .* use 12.9 or later"),
+        (None, "dynamic", None, "JAX does not know its version of CUDA here; .* use 12.8 or later"),
+    ],
+)
+def test_cuda_that_crashes_with_a_kind_of_loop_gets_no_flags(
+    version, loops, suits, note, monkeypatch, caplog
+):
+    query = (
+        None if version is None else types.SimpleNamespace(cuda_runtime_get_version=lambda: version)
+    )
     monkeypatch.setattr("jax._src.lib.cuda_versions", query)
     monkeypatch.setattr(command_buffers, "_is_accepted", lambda flag: True)
     found, why = command_buffers.cuda_note(loops)
@@ -274,12 +354,16 @@ def test_another_kind_of_loop():
 
 
 def test_a_pipeline_of_calls_and_the_modes_of_the_benchmark(monkeypatch):
-    """The table of docs/dispatch.md is made with them; what the modes do can be measured on a GPU alone."""
+    """The table of docs/dispatch.md is made with them; what the modes do can be measured on a GPU
+    alone.
+    """
     monkeypatch.setattr(command_buffers, "_is_accepted", lambda flag: True)
     check.command_buffer_flags.cache_clear()
     assert [dispatch.flags_of(mode) for mode in dispatch.MODES] == [
-        "", "--xla_gpu_enable_command_buffer=", f"{command_buffers.LOOPS} {command_buffers.SMALL_GRAPHS}",
-    ]  # fmt: skip
+        "",
+        "--xla_gpu_enable_command_buffer=",
+        f"{command_buffers.LOOPS} {command_buffers.SMALL_GRAPHS}",
+    ]
     check.command_buffer_flags.cache_clear()
     chosen = dispatch.parser().parse_args(["--command-buffers", "loops"])
     assert (chosen.command_buffers, chosen.calls) == ("loops", 8)
@@ -304,7 +388,9 @@ def test_the_flags_add_loops_and_a_wrong_name_ends_another_process_only(monkeypa
     assert "+WHILE" in commands
     assert all(command.startswith("+") for command in commands), "they replace nothing"
     assert command_buffers.may_capture_loops(" ".join(flags))
-    assert not command_buffers.may_capture_loops("--xla_gpu_enable_command_buffer=+FUSION --xla_dump_to=WHILE")
+    assert not command_buffers.may_capture_loops(
+        "--xla_gpu_enable_command_buffer=+FUSION --xla_dump_to=WHILE"
+    )
     monkeypatch.setattr(command_buffers, "LOOPS", "--xla_gpu_enable_command_buffer=+WHLE")
     with pytest.raises(NotImplementedError, match=r"jaxlib .* does not take .*WHLE"):
         command_buffers.command_buffer_flags.__wrapped__()  # without the cache

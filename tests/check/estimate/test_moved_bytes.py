@@ -12,7 +12,8 @@ CYCLES = 'backend_config={"window_config":{"estimated_cycles":"1000000"}}'
 
 
 def text(layers=4, space="", also=(), load=()):
-    """A fusion that stores the result of one layer in an array of all layers, and one that reads a layer from it.
+    """A fusion that stores the result of one layer in an array of all layers, and one that reads a
+    layer from it.
 
     `also` are more lines of the entry, and `load` of the second fusion.
     """
@@ -34,32 +35,41 @@ def text(layers=4, space="", also=(), load=()):
 }}
 """
     return module(
-        f"%stored = {stacked} fusion(%operand0, %operand1, %operand2), kind=kLoop, calls=%store, {CYCLES}",
+        f"%stored = {stacked} fusion(%operand0, %operand1, %operand2), kind=kLoop, calls=%store, "
+        f"{CYCLES}",
         f"%loaded = {one} fusion(%stored, %operand1), kind=kLoop, calls=%load, {CYCLES}",
         *also,
         f"ROOT %t = ({stacked}, {one}) tuple(%stored, %loaded)",
-        wrapped=fusions, inputs=(stacked, "s32[]", one),
-    )  # fmt: skip
+        wrapped=fusions,
+        inputs=(stacked, "s32[]", one),
+    )
 
 
 NEGATED = "%old = bf16[4,64,128]{2,1,0} negate(%NAME)"
 
 
-@pytest.mark.parametrize(("options", "name", "in_hbm", "in_vmem"), [
-    ({}, "stored", 2, 0),
-    ({}, "loaded", 2, 0),
-    ({"space": ":S(1)"}, "stored", 1, 1),
-    ({"space": ":S(1)"}, "loaded", 1, 1),
-    # An array that is read later is not updated in place: XLA copies it, so that all of it is read and written.
-    ({"also": [NEGATED.replace("NAME", "operand0")]}, "stored", 2 * 4 + 1, 0),
-    # An array that is also read whole counts as a whole.
-    ({"load": [NEGATED.replace("NAME", "a")]}, "loaded", 4 + 1, 0),
-])  # fmt: skip
-def test_one_layer_counts_and_not_the_array_of_all_layers_each_in_its_own_memory(options, name, in_hbm, in_vmem):
+@pytest.mark.parametrize(
+    ("options", "name", "in_hbm", "in_vmem"),
+    [
+        ({}, "stored", 2, 0),
+        ({}, "loaded", 2, 0),
+        ({"space": ":S(1)"}, "stored", 1, 1),
+        ({"space": ":S(1)"}, "loaded", 1, 1),
+        # An array that is read later is not updated in place: XLA copies it, so that all of it is
+        # read and written.
+        ({"also": [NEGATED.replace("NAME", "operand0")]}, "stored", 2 * 4 + 1, 0),
+        # An array that is also read whole counts as a whole.
+        ({"load": [NEGATED.replace("NAME", "a")]}, "loaded", 4 + 1, 0),
+    ],
+)
+def test_one_layer_counts_and_not_the_array_of_all_layers_each_in_its_own_memory(
+    options, name, in_hbm, in_vmem
+):
     program = parse(text(**options))
     found = moved_bytes(program, program.entry, program.entry.by_name[name])
     for space, layers in ((HBM, in_hbm), (VMEM, in_vmem)):
-        assert sum(size for at, size in found if at == space and size > 4) == layers * LAYER  # an index has 4 bytes
+        # an index has 4 bytes
+        assert sum(size for at, size in found if at == space and size > 4) == layers * LAYER
 
 
 def test_the_estimate_does_not_grow_with_the_number_of_layers():

@@ -39,7 +39,9 @@ def permute(name, pairs=PERMUTE):
 
 
 def test_the_published_time():
-    """12.05 ms were measured on v5e. An estimate that is off by more than 15 % would be of no use."""
+    """12.05 ms were measured on v5e. An estimate that is off by more than 15 % would be of no
+    use.
+    """
     t = timeline(programs.mesh_matmul())
     assert t.seconds == pytest.approx(12.05e-3, rel=0.15)
     assert t.seconds == pytest.approx(12.34e-3, rel=0.01)  # what docs/check.md says
@@ -49,7 +51,9 @@ def test_the_published_time():
 
 
 def test_devices_that_keep_their_block_wait_later():
-    """Two devices of the 2x2 matmul have the rows that they need. At the all-reduce they wait for the other two."""
+    """Two devices of the 2x2 matmul have the rows that they need. At the all-reduce they wait for
+    the other two.
+    """
     t = timeline(programs.mesh_matmul())
     kept, fetched = t.devices[0], t.devices[1]
     assert fetched.causes["collective-permute-start"] > 5 * kept.causes["collective-permute-start"]
@@ -59,13 +63,21 @@ def test_devices_that_keep_their_block_wait_later():
 
 def test_hidden_and_exposed_transfers():
     for cycles, seconds, exposed in ((1_500_000, 1e-3, 0), (15_000, HOP, HOP - 1e-5)):
-        t = timeline(program(permute("s"), work("c", cycles), f"ROOT %d = {SHAPE} collective-permute-done(%s)"), "v5e")
+        t = timeline(
+            program(
+                permute("s"), work("c", cycles), f"ROOT %d = {SHAPE} collective-permute-done(%s)"
+            ),
+            "v5e",
+        )
         assert (t.seconds, t.exposed) == (pytest.approx(seconds), pytest.approx(exposed))
         assert t.compute == pytest.approx(cycles / 1.5e9)
 
 
 def test_two_directions_are_used_at_once_and_one_direction_by_one_transfer_at_a_time():
-    dones = (f"%d = {SHAPE} collective-permute-done(%s)", f"ROOT %e = {SHAPE} collective-permute-done(%t)")
+    dones = (
+        f"%d = {SHAPE} collective-permute-done(%s)",
+        f"ROOT %e = {SHAPE} collective-permute-done(%t)",
+    )
     for second, hops in ((BACK, 1), (PERMUTE, 2)):
         text = program(permute("s"), permute("t", second), *dones)
         assert timeline(text, "v5e").seconds == pytest.approx(hops * HOP)
@@ -74,7 +86,8 @@ def test_two_directions_are_used_at_once_and_one_direction_by_one_transfer_at_a_
 def test_synchronous_collectives_hold_everyone():
     text = program(f"ROOT %a = {SHAPE} all-reduce(%operand0), replica_groups=[1,4]<=[4]")
     t = timeline(text, "v5e")
-    assert t.exposed == pytest.approx(2 * 0.75 * 4 * MIB / 90e9, rel=0.1)  # in both directions of a ring of four
+    # in both directions of a ring of four
+    assert t.exposed == pytest.approx(2 * 0.75 * 4 * MIB / 90e9, rel=0.1)
     assert t.compute == 0
 
 
@@ -97,10 +110,15 @@ def test_a_loop_is_its_body_times_its_trips():
 
 def test_copies_take_the_compilers_estimate_or_the_time_of_their_bytes():
     config = 'backend_config={"window_config":{"estimated_cycles":"184512"}}'
-    text = program(f"%c = f32[2048,2048]{{1,0:S(1)}} copy(%operand0), {config}", f"ROOT %n = {SHAPE} negate(%operand0)")
+    text = program(
+        f"%c = f32[2048,2048]{{1,0:S(1)}} copy(%operand0), {config}",
+        f"ROOT %n = {SHAPE} negate(%operand0)",
+    )
     text = text.replace("f32[1048576] parameter(0)", "f32[2048,2048]{1,0:S(1)} parameter(0)")
     by_cycles, by_bytes = timeline(text, "v5e"), timeline(text, "v5e", copies="bytes")
-    assert by_cycles.seconds - by_bytes.seconds == pytest.approx((184512 - 2**24 / 2500) / 1.5e9, rel=1e-3)
+    assert by_cycles.seconds - by_bytes.seconds == pytest.approx(
+        (184512 - 2**24 / 2500) / 1.5e9, rel=1e-3
+    )
     simulated = timeline(text, "v5e", copies="simulated").seconds
     assert simulated == by_bytes.seconds, "within vector memory"
     in_hbm = text.replace(":S(1)}", "}")
@@ -116,23 +134,39 @@ def test_copies_take_the_compilers_estimate_or_the_time_of_their_bytes():
 
 
 def test_a_link_is_named_by_where_most_of_a_permute_goes():
-    """In two rings of four that send backwards, device 0 sends to 3, and most others to the device before them."""
+    """In two rings of four that send backwards, device 0 sends to 3, and most others to the device
+    before them.
+    """
     pairs = "source_target_pairs={{0,3},{1,0},{2,1},{3,2},{4,7},{5,4},{6,5},{7,6}}"
-    t = timeline(program(permute("s", pairs), f"ROOT %d = {SHAPE} collective-permute-done(%s)", partitions=8), "v5e")
+    t = timeline(
+        program(
+            permute("s", pairs), f"ROOT %d = {SHAPE} collective-permute-done(%s)", partitions=8
+        ),
+        "v5e",
+    )
     assert [s.lane for s in t.slices if s.kind == "transfer"] == ["link -1"]
 
 
 def test_transfers_that_a_loop_carries():
-    """Each iteration of the staggered loop waits for the transfer that the iteration before started."""
+    """Each iteration of the staggered loop waits for the transfer that the iteration before
+    started.
+    """
     t = timeline(programs.async_form("value"))
-    assert t.exposed == pytest.approx(9 * (2 * MIB / 45e9 + 1e-6), rel=0.05)  # the first hop and eight more
+    # the first hop and eight more
+    assert t.exposed == pytest.approx(9 * (2 * MIB / 45e9 + 1e-6), rel=0.05)
 
 
 def test_kernels_take_the_time_that_is_given():
-    text = program('ROOT %gemm.1 = f32[1048576] custom-call(%operand0), custom_call_target="tpu_custom_call"')
+    text = program(
+        'ROOT %gemm.1 = f32[1048576] custom-call(%operand0), custom_call_target="tpu_custom_call"'
+    )
     assert any("gemm.1" in note for note in timeline(text, "v5e").notes)
-    estimate = '{"custom_call_config":{"cost_estimate":{"flops":"394000000000","bytes_accessed":"1"}}}'
-    estimated = timeline(text.replace('"tpu_custom_call"', f'"tpu_custom_call", backend_config={estimate}'), "v5e")
+    estimate = (
+        '{"custom_call_config":{"cost_estimate":{"flops":"394000000000","bytes_accessed":"1"}}}'
+    )
+    estimated = timeline(
+        text.replace('"tpu_custom_call"', f'"tpu_custom_call", backend_config={estimate}'), "v5e"
+    )
     assert estimated.seconds == pytest.approx(2e-3)  # at 197 TFLOP/s
     assert not estimated.notes[1:]
     given = timeline(text, "v5e", kernels={"gemm": 5e-3})
@@ -140,14 +174,29 @@ def test_kernels_take_the_time_that_is_given():
     assert not given.notes[1:]
 
 
-@pytest.mark.parametrize(("text", "options", "message"), [
-    (LOOP, {}, "chip must be given"),
-    (LOOP, {"chip": "v4"}, "chip must be one of"),
-    (LOOP.replace(", is_scheduled=true", ""), {"chip": "v5e"}, "not scheduled.*compile it first"),
-    (LOOP, {"chip": "v5e", "copies": "guess"}, "copies must be"),
-    (LOOP, {"chip": "v5e", "kernels": "play"}, r"needs a program of flaxasync\.check\.compile_for: got str"),
-    (LOOP, {"chip": "v5e", "kernels": "played"}, "kernels must be 'play', or seconds by name: got 'played'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (LOOP, {}, "chip must be given"),
+        (LOOP, {"chip": "v4"}, "chip must be one of"),
+        (
+            LOOP.replace(", is_scheduled=true", ""),
+            {"chip": "v5e"},
+            "not scheduled.*compile it first",
+        ),
+        (LOOP, {"chip": "v5e", "copies": "guess"}, "copies must be"),
+        (
+            LOOP,
+            {"chip": "v5e", "kernels": "play"},
+            r"needs a program of flaxasync\.check\.compile_for: got str",
+        ),
+        (
+            LOOP,
+            {"chip": "v5e", "kernels": "played"},
+            "kernels must be 'play', or seconds by name: got 'played'",
+        ),
+    ],
+)
 def test_bad_input(text, options, message):
     with pytest.raises(ValueError, match=message):
         timeline(text, **options)
@@ -171,16 +220,25 @@ def test_a_collective_within_a_fusion_is_seen():
 
 def test_the_seconds_of_a_collective():
     v5e = CHIPS["v5e"]
-    assert collective_seconds("all-gather", MIB, 2 * MIB, 2, v5e) == pytest.approx(MIB / 45e9 + 1e-6)
-    assert collective_seconds("all-gather", MIB, 8 * MIB, 8, v5e) == pytest.approx(7 * MIB / 90e9 + 4e-6)
+    assert collective_seconds("all-gather", MIB, 2 * MIB, 2, v5e) == pytest.approx(
+        MIB / 45e9 + 1e-6
+    )
+    assert collective_seconds("all-gather", MIB, 8 * MIB, 8, v5e) == pytest.approx(
+        7 * MIB / 90e9 + 4e-6
+    )
     gather = collective_seconds("all-gather", MIB, 8 * MIB, 8, v5e)
     scatter = collective_seconds("reduce-scatter", 8 * MIB, MIB, 8, v5e)
-    assert collective_seconds("all-reduce", 8 * MIB, 8 * MIB, 8, v5e) == pytest.approx(gather + scatter)
+    assert collective_seconds("all-reduce", 8 * MIB, 8 * MIB, 8, v5e) == pytest.approx(
+        gather + scatter
+    )
     assert collective_seconds("all-reduce", MIB, MIB, 1, v5e) == 0
-    assert collective_seconds("collective-permute", MIB, MIB, 8, v5e) == pytest.approx(MIB / 45e9 + 1e-6)
+    assert collective_seconds("collective-permute", MIB, MIB, 8, v5e) == pytest.approx(
+        MIB / 45e9 + 1e-6
+    )
 
 
-# As XLA prints programs for GPUs: a matmul of cuBLAS in a command buffer, beside an all-gather on a stream of its own.
+# As XLA prints programs for GPUs: a matmul of cuBLAS in a command buffer, beside an all-gather on a
+# stream of its own.
 BUFFER = """%command_buffer (a: bf16[4096,4096], b: bf16[4096,4096]) -> bf16[4096,4096] {
   %a = bf16[4096,4096]{1,0} parameter(0)
   %b = bf16[4096,4096]{1,0} parameter(1)
@@ -190,17 +248,23 @@ backend_config={"operation_queue_id":"0","force_earliest_schedule":false,"gemm_b
 }
 """
 GPU = module(
-    "%start = (bf16[1024,4096]{1,0}, bf16[4096,4096]{1,0}) all-gather-start(%operand0), replica_groups=[1,4]<=[4], "
-    'dimensions={0}, backend_config={"operation_queue_id":"0","collective_backend_config":{"is_sync":false}}',
+    "%start = (bf16[1024,4096]{1,0}, bf16[4096,4096]{1,0}) all-gather-start(%operand0), "
+    "replica_groups=[1,4]<=[4], "
+    "dimensions={0}, "
+    'backend_config={"operation_queue_id":"0","collective_backend_config":{"is_sync":false}}',
     "%call = bf16[4096,4096]{1,0} call(%operand1, %operand1), to_apply=%command_buffer",
     "%done = bf16[4096,4096]{1,0} all-gather-done(%start)",
     "ROOT %t = (bf16[4096,4096]{1,0}, bf16[4096,4096]{1,0}) tuple(%done, %call)",
-    wrapped=BUFFER, inputs=("bf16[1024,4096]{1,0}", "bf16[4096,4096]{1,0}"), partitions=4,
-)  # fmt: skip
+    wrapped=BUFFER,
+    inputs=("bf16[1024,4096]{1,0}", "bf16[4096,4096]{1,0}"),
+    partitions=4,
+)
 
 
 def test_a_program_for_gpus():
-    """The window is a fact of the text: the command buffer runs while rows are gathered. The times are no GPU's."""
+    """The window is a fact of the text: the command buffer runs while rows are gathered. The times
+    are no GPU's.
+    """
     report = audit(GPU)
     assert report.ok
     assert "empty-window" not in report.codes()
@@ -208,7 +272,10 @@ def test_a_program_for_gpus():
     assert (pair.kind, [w.instruction for w in pair.work]) == ("all-gather", ["call"])
     for notes in (report.notes, timeline(GPU, "v5e").notes):
         assert "this is a program for GPUs, whose times are not known" in notes[-1]
-    call, done = (next(line for line in GPU.splitlines() if f" %{name} =" in line) for name in ("call", "done"))
+    call, done = (
+        next(line for line in GPU.splitlines() if f" %{name} =" in line)
+        for name in ("call", "done")
+    )
     swapped = changed(GPU, (f"{call}\n{done}\n", f"{done}\n{call}\n"))
     (found,) = (f for f in audit(swapped).findings if f.code == "empty-window")
     assert "call" in found.message
@@ -216,7 +283,9 @@ def test_a_program_for_gpus():
 
 NOTHING = GPU.replace("__cublas$gemm", "x").replace("operation_queue_id", "y")
 # XLA also prints a matmul as a fusion for Triton, of which only the backend_config says so.
-TRITON = NOTHING.replace('"gemm_backend_config":{"alpha_real":1}', '"fusion_backend_config":{"kind":"__triton_gemm"}')
+TRITON = NOTHING.replace(
+    '"gemm_backend_config":{"alpha_real":1}', '"fusion_backend_config":{"kind":"__triton_gemm"}'
+)
 
 
 @pytest.mark.parametrize(("text", "noted"), [
@@ -232,7 +301,9 @@ def test_each_sign_of_a_gpu_is_enough(text, noted):
 
 def test_memory_of_the_host():
     mesh = topology_mesh("v5e:2x2", (4,), ("data",))
-    on_device, on_host = (NamedSharding(mesh, P("data"), memory_kind=kind) for kind in ("device", "pinned_host"))
+    on_device, on_host = (
+        NamedSharding(mesh, P("data"), memory_kind=kind) for kind in ("device", "pinned_host")
+    )
     x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=on_host)
     fn = jax.jit(lambda x: jnp.sin(jax.device_put(x, on_device)), out_shardings=on_device)
     program = compile_for("v5e:2x2", fn, x, compiler_options=HLO_ONLY)
@@ -247,40 +318,67 @@ def test_memory_of_the_host():
 
 @pytest.mark.slow
 def test_what_is_offloaded_travels_beside_the_layers():
-    """Each layer sends 64 MiB to the host, and takes them back, on a lane of its own for each direction."""
+    """Each layer sends 64 MiB to the host, and takes them back, on a lane of its own for each
+    direction.
+    """
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=["x"], offload_src="device", offload_dst="pinned_host"
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["x"],
+        offload_src="device",
+        offload_dst="pinned_host",
     )
 
     def loss(kernels, x):
         def body(x, kernel):
-            layer = jax.checkpoint(lambda x: x + jnp.tanh(checkpoint_name(x, "x") @ kernel), policy=policy)
+            layer = jax.checkpoint(
+                lambda x: x + jnp.tanh(checkpoint_name(x, "x") @ kernel), policy=policy
+            )
             return layer(x), None
 
         return jnp.sum(jax.lax.scan(body, x, kernels)[0].astype(jnp.float32) ** 2)
 
     kernels = jax.ShapeDtypeStruct((4, 4096, 4096), jnp.bfloat16)
-    program = compile_for("v6e:1x1", jax.jit(jax.grad(loss)), kernels, jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16))
+    program = compile_for(
+        "v6e:1x1",
+        jax.jit(jax.grad(loss)),
+        kernels,
+        jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16),
+    )
     copies = [s for s in timeline(program).slices if s.lane in ("to host", "from host")]
     assert collections.Counter(s.lane for s in copies) == {"to host": 4, "from host": 4}
     assert {round(s.seconds * CHIPS["v6e"].host_bandwidth) for s in copies} == {2**26}
 
 
 def test_a_text_without_cycles():
-    assert any("no cycle estimates" in note for note in audit(module("ROOT %a = f32[64] negate(%operand0)")).notes)
+    assert any(
+        "no cycle estimates" in note
+        for note in audit(module("ROOT %a = f32[64] negate(%operand0)")).notes
+    )
 
 
 PATHS = {
-    "transpose(jvp())/while/body/shard_map/all_gather_matmul_dx/window/dot": ("backward", "all_gather_matmul_dx"),
-    "transpose(jvp())/checkpoint/rematted_computation/shard_map/gemm/dot": ("forward again", "gemm"),
-    "jvp()/while/body/eval_jaxpr/shard_map/ring_attention/dot_general": ("forward", "ring_attention"),
+    "transpose(jvp())/while/body/shard_map/all_gather_matmul_dx/window/dot": (
+        "backward",
+        "all_gather_matmul_dx",
+    ),
+    "transpose(jvp())/checkpoint/rematted_computation/shard_map/gemm/dot": (
+        "forward again",
+        "gemm",
+    ),
+    "jvp()/while/body/eval_jaxpr/shard_map/ring_attention/dot_general": (
+        "forward",
+        "ring_attention",
+    ),
     "jvp()/shard_map/mul": ("forward", ""),
     "optimizer/mul": ("optimizer", ""),
 }
 
 
 def test_operations_and_layers_are_named_by_their_paths():
-    found = {path: (phase_of(f"jit(_train_step)/{path}"), part_of(f"jit(_train_step)/{path}")) for path in PATHS}
+    found = {
+        path: (phase_of(f"jit(_train_step)/{path}"), part_of(f"jit(_train_step)/{path}"))
+        for path in PATHS
+    }
     assert found == PATHS
     assert phase_of("") == ""
     path = "jit(step)/transpose(jvp(decoder))/while/body/attention/shard_map/all_gather_matmul_dx/ppermute"

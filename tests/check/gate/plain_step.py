@@ -1,8 +1,10 @@
-"""A training step in plain JAX, which uses nothing of flaxasync, and one planted regression of each kind.
+"""A training step in plain JAX, which uses nothing of flaxasync, and one planted regression of each
+kind.
 
-The layers are scanned. Their kernels are sharded over both axes of a 2 x 4 mesh, so each layer gathers them over "data"
-(fully sharded) and sums its result over "model" (tensor parallel). Each regression is one line of `block`, which ends
-with a comment that has its name; `line_of` finds the line.
+The layers are scanned. Their kernels are sharded over both axes of a 2 x 4 mesh, so each layer
+gathers them over "data" (fully sharded) and sums its result over "model" (tensor parallel). Each
+regression is one line of `block`, which ends with a comment that has its name; `line_of` finds the
+line.
 """
 
 import functools
@@ -26,7 +28,8 @@ def block(plant, carry, kernels):
     up, gate, down = kernels["up"], kernels["gate"], kernels["down"]
     if plant == "gather":
         rows = P("data", None)
-        hidden = lax.with_sharding_constraint(jax.nn.gelu(x @ gate) * (x @ up), rows)  # planted: gather
+        # planted: gather
+        hidden = lax.with_sharding_constraint(jax.nn.gelu(x @ gate) * (x @ up), rows)
     else:
         hidden = jax.nn.gelu(x @ gate) * (x @ up)
     if plant == "callback":
@@ -34,7 +37,8 @@ def block(plant, carry, kernels):
     if plant == "overlap":
         hidden, down = lax.optimization_barrier((hidden, down))  # planted: overlap
     if plant == "dtype":
-        out = jnp.dot(hidden, down, preferred_element_type=jnp.float32).astype(x.dtype)  # planted: dtype
+        # planted: dtype
+        out = jnp.dot(hidden, down, preferred_element_type=jnp.float32).astype(x.dtype)
     else:
         out = jnp.dot(hidden, down)
     if plant == "copy":
@@ -43,7 +47,9 @@ def block(plant, carry, kernels):
 
 
 def renamed(state, weights):
-    """The same with other names of variables and parameters, and with independent operations in another order."""
+    """The same with other names of variables and parameters, and with independent operations in
+    another order.
+    """
     rows, unused = state
     narrow, product = weights["narrow"], rows @ weights["wide"]
     activation = jax.nn.gelu(rows @ weights["side"])
@@ -72,11 +78,17 @@ def compiled(plant: str = "") -> CompiledProgram:
     fn = functools.partial(step, layer)
     fn.__name__ = "step"
     with jax.set_mesh(mesh):
-        return compile_for(TOPOLOGY, jax.jit(fn, donate_argnums=0), kernels, x, x, compiler_options=HLO_ONLY)
+        return compile_for(
+            TOPOLOGY, jax.jit(fn, donate_argnums=0), kernels, x, x, compiler_options=HLO_ONLY
+        )
 
 
 def line_of(plant: str) -> str:
     """Returns the "file:line" of a planted regression."""
     file = pathlib.Path(__file__)
-    (number,) = [n for n, line in enumerate(file.read_text().splitlines(), 1) if line.endswith(f"# planted: {plant}")]
+    (number,) = [
+        n
+        for n, line in enumerate(file.read_text().splitlines(), 1)
+        if line.endswith(f"# planted: {plant}")
+    ]
     return f"{file.relative_to(pathlib.Path.cwd())}:{number}"

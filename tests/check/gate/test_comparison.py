@@ -1,4 +1,6 @@
-"""The gate on texts: each kind of difference is named with its line, and what does not matter is no difference."""
+"""The gate on texts: each kind of difference is named with its line, and what does not matter is no
+difference.
+"""
 
 # ruff: noqa: E501, because an instruction of HLO text is one line
 
@@ -30,9 +32,16 @@ def changes_of(text, **tolerances):
 
 
 def test_the_rows_of_the_step():
-    transfers = {row: (count.count, count.runs, dict(count.sources)) for row, count in BASELINE.transfers.items()}
+    transfers = {
+        row: (count.count, count.runs, dict(count.sources))
+        for row, count in BASELINE.transfers.items()
+    }
     assert transfers == {
-        Row("collective-permute", "forward loop", "model", "bf16", 1 << 21): (1, 4, {"/home/me/model.py:20": 1}),
+        Row("collective-permute", "forward loop", "model", "bf16", 1 << 21): (
+            1,
+            4,
+            {"/home/me/model.py:20": 1},
+        ),
         Row("all-reduce", "backward", "data", "bf16", 1 << 21): (1, 1, {"/home/me/model.py:30": 1}),
     }
     assert list(BASELINE.copies) == [Row("copy", "forward loop", "", "bf16", 1 << 21)]
@@ -40,27 +49,77 @@ def test_the_rows_of_the_step():
     assert 0 < BASELINE.exposed < 1
 
 
-@pytest.mark.parametrize(("text", "kind", "words", "line"), [
-    (changed(STEP, (REDUCED, GATHER + REDUCED)), "extra transfer", "1 more all-gather of 8 MiB over model in the forward", 42),
-    (changed(STEP, (WORK, ""), (START, WORK + START)), "lost overlap", "collective-permute of 2 MiB over model in the f", 20),
-    (
-        changed(STEP, (REDUCED, "  %wide = f32[1024,1024]{1,0} convert(%y)\n" + REDUCED.replace("bf16", "f32").replace("%y", "%wide"))),
-        "wider dtype", "1 all-reduce of 4 MiB over data in the backward pass is f32 on the wire, bf16 in the base", 30,
-    ),
-    (
-        changed(STEP, ("  ROOT %t = (s32[], bf16[1024,1024]{1,0}) tuple(%next, %copy)",
-                 "  %copy.2 = bf16[1024,1024]{1,0} copy(%copy), metadata={source_file=\"/home/me/model.py\" source_line=43}\n"
-                 "  ROOT %t = (s32[], bf16[1024,1024]{1,0}) tuple(%next, %copy.2)")),
-        "extra copy in a loop", "1 more copy of 2 MiB in the forward loop", 43,
-    ),
-    (changed(STEP, (REDUCED, CALLBACK + REDUCED)), "extra host callback", "1 more jax.debug.callback", 41),
-    (changed(STEP, ("constant(4)", "constant(8)")), "runs", "permute of 2 MiB over model in the forward loop: 8 runs in a step, 4 in the baseline", 20),
-    (
-        changed(STEP, (REDUCED, "  %two = bf16[2048,1024]{1,0} concatenate(%y, %y), dimensions={0}\n"
-                 + REDUCED.replace("[1024", "[2048").replace("%y", "%two"))),
-        "larger transfer", "1 all-reduce of 4 MiB over data in the backward pass, 2 MiB in the baseline", 30,
-    ),
-], ids=["gather", "overlap", "dtype", "copy", "callback", "runs", "larger"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "kind", "words", "line"),
+    [
+        (
+            changed(STEP, (REDUCED, GATHER + REDUCED)),
+            "extra transfer",
+            "1 more all-gather of 8 MiB over model in the forward",
+            42,
+        ),
+        (
+            changed(STEP, (WORK, ""), (START, WORK + START)),
+            "lost overlap",
+            "collective-permute of 2 MiB over model in the f",
+            20,
+        ),
+        (
+            changed(
+                STEP,
+                (
+                    REDUCED,
+                    "  %wide = f32[1024,1024]{1,0} convert(%y)\n"
+                    + REDUCED.replace("bf16", "f32").replace("%y", "%wide"),
+                ),
+            ),
+            "wider dtype",
+            "1 all-reduce of 4 MiB over data in the backward pass is f32 on the wire, bf16 in the "
+            "base",
+            30,
+        ),
+        (
+            changed(
+                STEP,
+                (
+                    "  ROOT %t = (s32[], bf16[1024,1024]{1,0}) tuple(%next, %copy)",
+                    "  %copy.2 = bf16[1024,1024]{1,0} copy(%copy), "
+                    'metadata={source_file="/home/me/model.py" source_line=43}\n'
+                    "  ROOT %t = (s32[], bf16[1024,1024]{1,0}) tuple(%next, %copy.2)",
+                ),
+            ),
+            "extra copy in a loop",
+            "1 more copy of 2 MiB in the forward loop",
+            43,
+        ),
+        (
+            changed(STEP, (REDUCED, CALLBACK + REDUCED)),
+            "extra host callback",
+            "1 more jax.debug.callback",
+            41,
+        ),
+        (
+            changed(STEP, ("constant(4)", "constant(8)")),
+            "runs",
+            "permute of 2 MiB over model in the forward loop: 8 runs in a step, 4 in the baseline",
+            20,
+        ),
+        (
+            changed(
+                STEP,
+                (
+                    REDUCED,
+                    "  %two = bf16[2048,1024]{1,0} concatenate(%y, %y), dimensions={0}\n"
+                    + REDUCED.replace("[1024", "[2048").replace("%y", "%two"),
+                ),
+            ),
+            "larger transfer",
+            "1 all-reduce of 4 MiB over data in the backward pass, 2 MiB in the baseline",
+            30,
+        ),
+    ],
+    ids=["gather", "overlap", "dtype", "copy", "callback", "runs", "larger"],
+)
 def test_a_regression_is_named_with_its_line(text, kind, words, line):
     found = [c for c in changes_of(text) if c.kind == kind and words in c.text]
     assert len(found) == 1, changes_of(text)
@@ -81,7 +140,9 @@ def test_names_order_and_lines_do_not_matter():
 
 
 def test_a_hazard_is_named():
-    """A kernel's buffer is copied while a transfer writes it: the error of the audit, with its line."""
+    """A kernel's buffer is copied while a transfer writes it: the error of the audit, with its
+    line.
+    """
     kernel = """  %z = f32[4096]{0} constant(0)
   %k = (s32[]{:S(2)}, f32[4096]{0}, f32[4096]{0}) custom-call(%z), custom_call_target="tpu_custom_call", output_to_operand_aliasing={{1}: (0, {})}
   %sem = s32[]{:S(2)} get-tuple-element(%k), index=0
@@ -102,20 +163,26 @@ def test_tolerances():
                       + REDUCED.replace("[1024,", "[1032,").replace("%y", "%c")))  # fmt: skip
     assert changes_of(larger) == ()  # 0.8 %
     assert [c.kind for c in changes_of(larger, bytes=0.001)] == ["larger transfer"]
-    with pytest.raises(ValueError, match="the tolerance exposed must be a share that is not negative"):
+    with pytest.raises(
+        ValueError, match="the tolerance exposed must be a share that is not negative"
+    ):
         Tolerances(exposed=-1)
 
 
 GATHERS = Row("all-gather", "forward", "model", "bf16", 1 << 26)
 
 
-def with_gathers(*, seconds: float = 10e-3, rows: int = 1, copies: Count | None = None, **count) -> Summary:
+def with_gathers(
+    *, seconds: float = 10e-3, rows: int = 1, copies: Count | None = None, **count
+) -> Summary:
     """Returns a summary with rows of gathers that differ in their sizes."""
     one = Count(**{"count": 1, "runs": 1} | count)
     transfers = {dataclasses.replace(GATHERS, bytes=(64 + n) << 20): one for n in range(rows)}
     copied = {Row("copy", "forward loop", "", "bf16", 1 << 20): copies} if copies else {}
     share = rows * one.exposed / seconds
-    return Summary("jit_step", "v5e", 4, {"model": 4}, seconds, share, None, transfers, copied, {}, {})
+    return Summary(
+        "jit_step", "v5e", 4, {"model": 4}, seconds, share, None, transfers, copied, {}, {}
+    )
 
 
 def test_the_time_of_all_waits_and_not_their_share():
@@ -124,7 +191,9 @@ def test_the_time_of_all_waits_and_not_their_share():
     many, longer = (with_gathers(rows=30, exposed=n, seconds=100 * n) for n in (0.1e-3, 0.25e-3))
     (change,) = compare(many, longer).changes
     assert (change.kind, change.worse) == ("exposed time", True)
-    assert "the device waits 7.5 ms of a step for all transfers, 3 ms in the baseline" in change.text
+    assert (
+        "the device waits 7.5 ms of a step for all transfers, 3 ms in the baseline" in change.text
+    )
 
 
 def test_a_row_whose_number_fell_is_compared():
@@ -133,25 +202,46 @@ def test_a_row_whose_number_fell_is_compared():
     assert [(c.kind, c.worse) for c in fewer] == [("runs", True), ("removed transfer", False)]
     assert "32 runs in a step, 16 in the baseline" in fewer[0].text
     waits = compare(before, with_gathers(count=1, runs=8, exposed=3e-3)).changes
-    assert [(c.kind, c.worse) for c in waits] == [("lost overlap", True), ("removed transfer", False)]
+    assert [(c.kind, c.worse) for c in waits] == [
+        ("lost overlap", True),
+        ("removed transfer", False),
+    ]
     more = compare(before, with_gathers(count=3, runs=24, exposed=3e-3)).changes
     assert [c.kind for c in more] == ["extra transfer", "exposed time"]
     copies = compare(with_gathers(copies=Count(2, 8)), with_gathers(copies=Count(1, 16))).changes
-    assert [(c.kind, c.worse) for c in copies] == [("runs", True), ("removed copy in a loop", False)]
-    assert "1 copy of 1 MiB in the forward loop: 16 runs in a step, 8 in the baseline" in copies[0].text
+    assert [(c.kind, c.worse) for c in copies] == [
+        ("runs", True),
+        ("removed copy in a loop", False),
+    ]
+    assert (
+        "1 copy of 1 MiB in the forward loop: 16 runs in a step, 8 in the baseline"
+        in copies[0].text
+    )
 
 
-@pytest.mark.parametrize(("before", "after", "named"), [
-    ({"a.py:10": 1, "a.py:20": 1, "a.py:30": 1}, {"a.py:11": 1, "a.py:21": 1, "a.py:31": 1, "a.py:40": 1}, "40"),
-    ({"a.py:10": 1, "a.py:20": 1, "a.py:30": 1}, {"a.py:10": 1, "a.py:15": 1, "a.py:24": 1, "a.py:34": 1}, "15"),
-    ({"a.py:20": 1}, {"a.py:20": 1, "a.py:42": 1}, "42"),
-    ({"a.py:20": 2}, {"a.py:22": 3}, "22"),
-    ({"b.py:20": 1}, {"b.py:21": 1, "a.py:20": 1}, "20"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        (
+            {"a.py:10": 1, "a.py:20": 1, "a.py:30": 1},
+            {"a.py:11": 1, "a.py:21": 1, "a.py:31": 1, "a.py:40": 1},
+            "40",
+        ),
+        (
+            {"a.py:10": 1, "a.py:20": 1, "a.py:30": 1},
+            {"a.py:10": 1, "a.py:15": 1, "a.py:24": 1, "a.py:34": 1},
+            "15",
+        ),
+        ({"a.py:20": 1}, {"a.py:20": 1, "a.py:42": 1}, "42"),
+        ({"a.py:20": 2}, {"a.py:22": 3}, "22"),
+        ({"b.py:20": 1}, {"b.py:21": 1, "a.py:20": 1}, "20"),
+    ],
+)
 def test_the_new_line_is_named_though_an_edit_moved_the_others(before, after, named):
     old, new = sum(before.values()), sum(after.values())
     (change,) = compare(
-        with_gathers(count=old, runs=old, sources=before), with_gathers(count=new, runs=new, sources=after)
+        with_gathers(count=old, runs=old, sources=before),
+        with_gathers(count=new, runs=new, sources=after),
     ).changes
     assert (change.kind, change.sources) == ("extra transfer", (f"a.py:{named}",))
 
@@ -165,24 +255,45 @@ def test_temporary_memory():
     assert compare(after, before).ok
 
 
-@pytest.mark.parametrize(("text", "options", "words"), [
-    (STEP.replace("jit_step", "jit_other"), {"axes": AXES}, "its module is jit_step.* is jit_other"),
-    (STEP, {"axes": AXES, "chip": "v6e"}, "another program: its chip is v5e"),
-    (STEP, {"axes": {"data": 4, "model": 2}}, "another program: its mesh is {'data': 2, 'model': 4}"),
-    (STEP.replace("num_partitions=8", "num_partitions=16"), {}, "its number of devices is 8.*--update"),
-    (STEP, {"axes": {"x": 3}}, "axes must multiply to the 8 devices of jit_step: got x=3"),
-    (STEP.replace("is_scheduled=true, ", ""), {}, "is not scheduled"),
-    ("", {}, "the text is empty"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        (
+            STEP.replace("jit_step", "jit_other"),
+            {"axes": AXES},
+            "its module is jit_step.* is jit_other",
+        ),
+        (STEP, {"axes": AXES, "chip": "v6e"}, "another program: its chip is v5e"),
+        (
+            STEP,
+            {"axes": {"data": 4, "model": 2}},
+            "another program: its mesh is {'data': 2, 'model': 4}",
+        ),
+        (
+            STEP.replace("num_partitions=8", "num_partitions=16"),
+            {},
+            "its number of devices is 8.*--update",
+        ),
+        (STEP, {"axes": {"x": 3}}, "axes must multiply to the 8 devices of jit_step: got x=3"),
+        (STEP.replace("is_scheduled=true, ", ""), {}, "is not scheduled"),
+        ("", {}, "the text is empty"),
+    ],
+)
 def test_programs_that_cannot_be_compared(text, options, words):
     with pytest.raises(ValueError, match=words):
         compare(BASELINE, summarize(text, **options))
 
 
 def test_a_step_that_became_faster_is_not_called_worse():
-    """A ring in place of a gather has more transfers, copies and waits, and the step takes less time."""
+    """A ring in place of a gather has more transfers, copies and waits, and the step takes less
+    time.
+    """
     before = with_gathers(seconds=10e-3, exposed=1e-3)
-    ring = {Row("collective-permute", "forward", "model", "bf16", 1 << 24): Count(3, 3, 1.5e-3, {"ring.py:7": 3})}
+    ring = {
+        Row("collective-permute", "forward", "model", "bf16", 1 << 24): Count(
+            3, 3, 1.5e-3, {"ring.py:7": 3}
+        )
+    }
     copies = {Row("copy", "forward loop", "", "bf16", 1 << 20): Count(1, 3, 0.0, {"ring.py:8": 1})}
     hazards = {Row("in-flight-copied", "forward loop"): Count(1, 3, 0.0, {"ring.py:9": 1})}
     after = dataclasses.replace(before, seconds=9e-3, exposed=0.17, transfers=ring, copies=copies)
@@ -201,4 +312,7 @@ def test_a_faster_step_that_needs_more_memory_or_a_callback_is_still_worse():
     before = dataclasses.replace(with_gathers(seconds=10e-3), temporaries=1 << 28)
     callbacks = {Row("jax.debug.callback"): Count(1, 1, 0.0, {"model.py:3": 1})}
     after = dataclasses.replace(before, seconds=9e-3, temporaries=1 << 29, callbacks=callbacks)
-    assert {c.kind for c in compare(before, after).changes if c.worse} == {"temporary memory", "extra host callback"}
+    assert {c.kind for c in compare(before, after).changes if c.worse} == {
+        "temporary memory",
+        "extra host callback",
+    }

@@ -1,4 +1,6 @@
-"""The fixture `check_overlap`, in a run of pytest of its own, as a project uses it and as docs/gate.md shows it."""
+"""The fixture `check_overlap`, in a run of pytest of its own, as a project uses it and as
+docs/gate.md shows it.
+"""
 
 import pathlib
 import re
@@ -19,15 +21,31 @@ def test_step(check_overlap):
 
 @pytest.fixture
 def run(tmp_path, capsys, monkeypatch):
-    """Runs pytest in this process and in a folder, because a process of its own takes seconds to start."""
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # looking for other plugins takes longer than the test
+    """Runs pytest in this process and in a folder, because a process of its own takes seconds to
+    start.
+    """
+    # looking for other plugins takes longer than the test
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
 
     def run(file, content, *options):
         (tmp_path / file).write_text(content)
-        status = pytest.main([file, "-q", "-W", "ignore", "-p", pytest_plugin.__name__,
-                              "-p", "no:cacheprovider", "-p", "no:faulthandler", *options])  # fmt: skip
+        status = pytest.main(
+            [
+                file,
+                "-q",
+                "-W",
+                "ignore",
+                "-p",
+                pytest_plugin.__name__,
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "no:faulthandler",
+                *options,
+            ]
+        )
         sys.modules.pop(file.removesuffix(".py"), None)
         return status, capsys.readouterr().out
 
@@ -51,7 +69,11 @@ def test_the_fixture(tmp_path, run):
     assert baseline.exists()
     assert on(STEP)[0] == 0
     longer = changed(STEP, ("constant(4)", "constant(8)"))
-    fails(longer, "worse: runs: 1 collective-permute of 2 MiB over model in the forward loop: 8 runs in a step")
+    fails(
+        longer,
+        "worse: runs: 1 collective-permute of 2 MiB over model in the forward loop: 8 runs in a "
+        "step",
+    )
     fails(changed(STEP, ("jit_step", "jit_other")), "the baseline is of another program")
 
 
@@ -93,7 +115,10 @@ def test_each_program_has_a_baseline_of_its_own(tmp_path, run):
     assert "better: removed copy in a loop: 1 fewer copy of 2 MiB in the forward loop" in output
     status, output = run("test_mine.py", CLASSES + TWICE, "--update-overlap")
     assert status == 1
-    assert "test_twice.json is the baseline of another program already, which test_mine.py::test_twice checks" in output
+    assert (
+        "test_twice.json is the baseline of another program already, which "
+        "test_mine.py::test_twice checks" in output
+    )
     assert "test_names_-a_b.json is the baseline of another program already" in output
     assert "2 failed, 3 passed" in output
 
@@ -123,6 +148,10 @@ def test_the_example_of_capture_runs(capsys):
 
 
 def test_pytest_finds_the_plugin_where_flaxasync_is_installed():
-    """The name is that of the module, so that `-p` with it and the installed entry point are one plugin."""
-    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["pytest11"]
+    """The name is that of the module, so that `-p` with it and the installed entry point are one
+    plugin.
+    """
+    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
+        "pytest11"
+    ]
     assert entries == {pytest_plugin.__name__: pytest_plugin.__name__}

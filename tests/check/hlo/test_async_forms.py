@@ -1,6 +1,6 @@
-"""The short and the generic form of an asynchronous operation: one representation, which is written in either form."""
-
-# ruff: noqa: E501, because an instruction of HLO text is one line
+"""The short and the generic form of an asynchronous operation: one representation, which is written
+in either form.
+"""
 
 import pytest
 
@@ -47,7 +47,9 @@ def test_either_form_is_read_back_to_the_same_module(name):
         again = parse(text)
         assert again == read, text
         assert format_module(again, form=form) == text
-        assert {f.code for f in check_async_rules(again)} == {f.code for f in check_async_rules(read)}
+        assert {f.code for f in check_async_rules(again)} == {
+            f.code for f in check_async_rules(read)
+        }
     if name in EXAMPLES:
         assert "async-" not in format_module(read, form="short").replace("%async-", "")
         assert "custom-call-" not in format_module(read, form="generic")
@@ -56,15 +58,31 @@ def test_either_form_is_read_back_to_the_same_module(name):
 OTHER = 'backend_config={"a":1}'
 
 
-@pytest.mark.parametrize(("text", "start"), [
-    (WITH_NOTES, f"custom-call-start(%operand0), custom_call_target=\"foo\", {NOTES}"),
-    (module(START, DONE, wrapped=ASYNC_OP.replace('="foo"', f'="foo", {NOTES}')), f'foo", {NOTES}'),
-    (module(START, DONE, wrapped=ASYNC_OP.replace('="foo"', f'="foo", {OTHER}')), "async-start(%operand0), calls="),
-    (WRONG["a computation that copies"], "async-start(%operand0), calls="),
-    (WRONG["a computation of two instructions"], "async-start(%operand0), calls="),
-    (changed(EXAMPLES["single"], ("calls=", 'async_execution_thread="h", calls='), ("}\n\nE", '}, execution_thread="h"\n\nE')),
-     'custom-call-start(%operand0), custom_call_target="foo", async_execution_thread="h"'),
-], ids=["notes", "notes within", "another config within", "copy", "two", "thread"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [
+        (WITH_NOTES, f'custom-call-start(%operand0), custom_call_target="foo", {NOTES}'),
+        (
+            module(START, DONE, wrapped=ASYNC_OP.replace('="foo"', f'="foo", {NOTES}')),
+            f'foo", {NOTES}',
+        ),
+        (
+            module(START, DONE, wrapped=ASYNC_OP.replace('="foo"', f'="foo", {OTHER}')),
+            "async-start(%operand0), calls=",
+        ),
+        (WRONG["a computation that copies"], "async-start(%operand0), calls="),
+        (WRONG["a computation of two instructions"], "async-start(%operand0), calls="),
+        (
+            changed(
+                EXAMPLES["single"],
+                ("calls=", 'async_execution_thread="h", calls='),
+                ("}\n\nE", '}, execution_thread="h"\n\nE'),
+            ),
+            'custom-call-start(%operand0), custom_call_target="foo", async_execution_thread="h"',
+        ),
+    ],
+    ids=["notes", "notes within", "another config within", "copy", "two", "thread"],
+)
 def test_what_has_no_short_form_stays_generic(text, start):
     read = parse(text)
     short = format_module(read, form="short")
@@ -110,5 +128,7 @@ def test_jaxlib_reads_both_forms_as_the_same_program():
     modules += [parse(programs.compiled(programs.psum, "tpu7x:2x2x1").text)]
     for form in ("generic", "short"):
         theirs = counts_of_jaxlib([format_module(module, form=form) for module in modules])
-        assert [c for c in theirs if c] == [counts(m) for m, c in zip(modules, theirs, strict=True) if c]
+        assert [c for c in theirs if c] == [
+            counts(m) for m, c in zip(modules, theirs, strict=True) if c
+        ]
         assert sum(c is not None for c in theirs) >= len(EXAMPLES) - 2

@@ -1,4 +1,6 @@
-"""The groups of a collective in each notation, and the names of the mesh axes along which they differ."""
+"""The groups of a collective in each notation, and the names of the mesh axes along which they
+differ.
+"""
 
 import math
 import re
@@ -17,7 +19,11 @@ from tests.check.hlo_texts import ADD, module
 def collective(attribute, devices=8):
     """Returns the text of a module whose root is a collective with an attribute."""
     more = "channel_id=1, use_global_device_ids=true, to_apply=%add"
-    return module(f"ROOT %c = f32[64] all-reduce(%operand0), {attribute}, {more}", wrapped=ADD, partitions=devices)
+    return module(
+        f"ROOT %c = f32[64] all-reduce(%operand0), {attribute}, {more}",
+        wrapped=ADD,
+        partitions=devices,
+    )
 
 
 def groups(text):
@@ -25,7 +31,9 @@ def groups(text):
 
 
 def in_xla(text):
-    """Returns the groups as XLA's own parser reads them, from its text for fingerprints, which lists all devices."""
+    """Returns the groups as XLA's own parser reads them, from its text for fingerprints, which
+    lists all devices.
+    """
     read = hlo.hlo_module_from_text(collective(f"replica_groups={text}"))
     printed = read.to_string(hlo.HloPrintOptions.fingerprint())
     lists = re.search(r"all-reduce.*replica_groups=\{(.*?)\}, use", printed)[1]
@@ -39,17 +47,27 @@ def meshes(draw):
     sizes = draw(some.filter(lambda s: math.prod(s) <= 64))
     names = draw(st.permutations(["x", "y", "an axis"]))[: len(sizes)]
     ids = draw(st.permutations(range(math.prod(sizes))))
-    devices = f", device_ids=({','.join(map(str, ids))})" if draw(st.booleans()) and sorted(ids) != list(ids) else ""
+    devices = (
+        f", device_ids=({','.join(map(str, ids))})"
+        if draw(st.booleans()) and sorted(ids) != list(ids)
+        else ""
+    )
     if not devices and draw(st.booleans()):
         dims, order = draw(st.permutations(sizes)), draw(st.permutations(range(len(sizes))))
         transpose = f"T({','.join(map(str, order))})" if len(sizes) > 1 else ""
         devices = f", device_ids=([{','.join(map(str, dims))}]{transpose})"
     chosen = []
-    for name, size in draw(st.permutations(list(zip(names, sizes, strict=True))))[: draw(st.integers(0, len(sizes)))]:
+    for name, size in draw(st.permutations(list(zip(names, sizes, strict=True))))[
+        : draw(st.integers(0, len(sizes)))
+    ]:
         parts = [(a, b) for a in range(1, size) for b in range(2, size) if size % (a * b) == 0]
         one = draw(st.sampled_from([None, *parts]))
         chosen.append(f"'{name}'" if one is None else f"'{name}':({one[0]}){one[1]}")
-        beyond = [] if one is None else [(a, b) for a, b in parts if a > one[0] * one[1] and a % (one[0] * one[1]) == 0]
+        beyond = (
+            []
+            if one is None
+            else [(a, b) for a, b in parts if a > one[0] * one[1] and a % (one[0] * one[1]) == 0]
+        )
         chosen += [f"'{name}':({a}){b}" for a, b in beyond[:1]]
     axes = ",".join(f"'{name}'={size}" for name, size in zip(names, sizes, strict=True))
     return f"mesh[{axes}]{devices} {{{','.join(chosen)}}}"
@@ -73,18 +91,29 @@ def test_groups_of_a_mesh_are_those_of_xla(text):
     assert groups(text) == in_xla(text)
 
 
-@pytest.mark.parametrize(("header", "attributes", "expected"), [
-    ("replica_count=4", "replica_groups={}", 4),
-    ("replica_count=4", "replica_groups={}, channel_id=1", 4),
-    ("replica_count=4", "dimensions={0}", 4),
-    ("num_partitions=2", "replica_groups={}", 2),
-    ("replica_count=4, num_partitions=2", "replica_groups={}", 4),
-    ("replica_count=4, num_partitions=2", "replica_groups={}, channel_id=1, use_global_device_ids=true", 8),
-    ("replica_count=4", "replica_groups={{0,1},{2,3}}", 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("header", "attributes", "expected"),
+    [
+        ("replica_count=4", "replica_groups={}", 4),
+        ("replica_count=4", "replica_groups={}, channel_id=1", 4),
+        ("replica_count=4", "dimensions={0}", 4),
+        ("num_partitions=2", "replica_groups={}", 2),
+        ("replica_count=4, num_partitions=2", "replica_groups={}", 4),
+        (
+            "replica_count=4, num_partitions=2",
+            "replica_groups={}, channel_id=1, use_global_device_ids=true",
+            8,
+        ),
+        ("replica_count=4", "replica_groups={{0,1},{2,3}}", 2),
+    ],
+)
 def test_a_collective_that_names_no_groups_is_one_of_all_devices(header, attributes, expected):
-    """They may be replicas or partitions of the program. A collective of one device would take no time."""
-    text = module(f"ROOT %c = f32[4096,4096] all-reduce(%operand0), {attributes}, to_apply=%add", wrapped=ADD)
+    """They may be replicas or partitions of the program. A collective of one device would take no
+    time.
+    """
+    text = module(
+        f"ROOT %c = f32[4096,4096] all-reduce(%operand0), {attributes}, to_apply=%add", wrapped=ADD
+    )
     text = text.replace("num_partitions=1", header).replace("f32[64]", "f32[4096,4096]")
     program = parse(text)
     (group, *_) = groups_in(program, program.entry.root)
@@ -94,25 +123,45 @@ def test_a_collective_that_names_no_groups_is_one_of_all_devices(header, attribu
 
 
 UNREADABLE = (
-    "[3,4]<=[8]", "[8]<=[8]", "[2,4]<=[8]T(1)", "[0,0]<=[0]", "[2,70000]<=[140000]", "{0,1}", "{{},{}}",
-    "{{0,1},{1,2}}", "{{0,1}", "mesh[] {}", "mesh['x'=2,'y'=4]", "mesh['x'=2,'y'=4] {'z'}",
-    "mesh['x'=2,'y'=4] {'y','y'}", "mesh['x'=2,'y'=4] {'y':(1)2,'y'}", "mesh['x'=2,'y'=4] {'y':(3)2}",
-    "mesh['x'=2,'x'=4] {'x'}", "mesh['x'=2,'y'=4], device_ids=(0,1) {'y'}",
-    "mesh['x'=2,'y'=4], device_ids=(0,0,1,5,2,6,3,7) {'y'}", "@mesh<x=2,y=4> {y}", "maximal_mesh[device_id=3] {}",
+    "[3,4]<=[8]",
+    "[8]<=[8]",
+    "[2,4]<=[8]T(1)",
+    "[0,0]<=[0]",
+    "[2,70000]<=[140000]",
+    "{0,1}",
+    "{{},{}}",
+    "{{0,1},{1,2}}",
+    "{{0,1}",
+    "mesh[] {}",
+    "mesh['x'=2,'y'=4]",
+    "mesh['x'=2,'y'=4] {'z'}",
+    "mesh['x'=2,'y'=4] {'y','y'}",
+    "mesh['x'=2,'y'=4] {'y':(1)2,'y'}",
+    "mesh['x'=2,'y'=4] {'y':(3)2}",
+    "mesh['x'=2,'x'=4] {'x'}",
+    "mesh['x'=2,'y'=4], device_ids=(0,1) {'y'}",
+    "mesh['x'=2,'y'=4], device_ids=(0,0,1,5,2,6,3,7) {'y'}",
+    "@mesh<x=2,y=4> {y}",
+    "maximal_mesh[device_id=3] {}",
     "a notation of the future",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("text", UNREADABLE)
 def test_groups_that_cannot_be_read_are_refused(text):
     with pytest.raises(HloError, match=r"replica_groups of 'a' cannot be read: got"):
-        replica_groups(Instruction("a", Shape("f32"), "all-reduce", attributes={"replica_groups": text}), 8)
+        replica_groups(
+            Instruction("a", Shape("f32"), "all-reduce", attributes={"replica_groups": text}), 8
+        )
 
 
 def test_pairs_and_the_line_of_an_error():
     with pytest.raises(HloError, match=r"line 11, column 1: replica_groups of 'c'"):
         groups("[3,4]<=[8]")
-    assert permute_pairs(parse(collective("source_target_pairs={{0,1},{1,0}}")).entry.root) == ((0, 1), (1, 0))
+    assert permute_pairs(parse(collective("source_target_pairs={{0,1},{1,0}}")).entry.root) == (
+        (0, 1),
+        (1, 0),
+    )
     with pytest.raises(HloError, match="source_target_pairs of 'c' cannot be read"):
         parse(collective("source_target_pairs={{0,1},{1}}"))
 

@@ -1,6 +1,6 @@
-"""The reader: what it makes of each construct of HLO text, what it says of other texts and files, and large files."""
-
-# ruff: noqa: E501, because one file with its message is one line
+"""The reader: what it makes of each construct of HLO text, what it says of other texts and files,
+and large files.
+"""
 
 import contextlib
 import cProfile
@@ -98,32 +98,54 @@ def test_unusual_lines_survive_a_round_trip(line):
 def test_operands_with_shapes_and_comments_and_the_source_line_of_older_dumps():
     add = "ROOT b = f32[2] add(f32[2]{0:T(8,128)} %a, /*index=1*/f32[2] a)"
     line = 'metadata={source_file="a.py" source_line=3}'
-    module = parse(f"HloModule m\n\nENTRY e {{\n  a = f32[2]{{0}} parameter(0) // the input\n  {add}, {line}\n}}")
+    module = parse(
+        f"HloModule m\n\nENTRY e {{\n  a = f32[2]{{0}} parameter(0) // the input\n  {add}, "
+        f"{line}\n}}"
+    )
     assert module.entry.root.operands == ("a", "a")
     assert module.source(module.entry.root) == "a.py:3"
 
 
 def test_a_buffer_is_the_array_that_it_holds():
     buffer = "b(f32[32]{0:S(1)})"
-    text = f"HloModule m\n\nENTRY %e (p: b(f32[32])) -> b(f32[32]) {{\n  %p = {buffer} parameter(0)\n"
-    module = parse(f'{text}  ROOT %r = {buffer} custom-call({buffer} %p), custom_call_target="Pin"\n}}\n')
+    text = (
+        f"HloModule m\n\nENTRY %e (p: b(f32[32])) -> b(f32[32]) {{\n  %p = {buffer} parameter(0)\n"
+    )
+    module = parse(
+        f'{text}  ROOT %r = {buffer} custom-call({buffer} %p), custom_call_target="Pin"\n}}\n'
+    )
     shape = module.entry.root.shape
-    assert (str(shape), shape.bytes, shape.memory_space, shape.dimensions) == (buffer, 128, 1, (32,))
+    assert (str(shape), shape.bytes, shape.memory_space, shape.dimensions) == (
+        buffer,
+        128,
+        1,
+        (32,),
+    )
     assert module.entry.root.operands == ("p",)
     assert shape.is_like(module.entry.parameters[0].shape)
 
 
 def test_a_list_of_attributes_goes_on_over_comments_and_line_breaks():
-    """Between an attribute and the next one are a comma, and blanks or comments before or after it."""
+    """Between an attribute and the next one are a comma, and blanks or comments before or after
+    it.
+    """
     header = (
-        'HloModule m, origin_recovery_table={\n  {"a"} : {"b"},\n  "ENTRY %r { ROOT %p = f32[] parameter(0) }"\n}\n'
+        'HloModule m, origin_recovery_table={\n  {"a"} : {"b"},\n  "ENTRY %r { ROOT %p = '
+        'f32[] parameter(0) }"\n}\n'
     )
-    line = 'ROOT %p = f32[] parameter(0), sharding={replicated} // not "closed"\n  // nor (this\n  , metadata={op_name="//x"}'
+    line = (
+        'ROOT %p = f32[] parameter(0), sharding={replicated} // not "closed"\n  // nor (this\n '
+        ' , metadata={op_name="//x"}'
+    )
     module = parse(f"{header}, is_scheduled=true, num_partitions=2\n\nENTRY %e {{\n  {line}\n}}\n")
     assert (module.is_scheduled, module.num_partitions) == (True, 2)
-    assert module.entry.root.attributes == {"sharding": "{replicated}", "metadata": '{op_name="//x"}'}
+    assert module.entry.root.attributes == {
+        "sharding": "{replicated}",
+        "metadata": '{op_name="//x"}',
+    }
     twice = parse(
-        "HloModule m\n\nENTRY %e {\n  %p = f32[] parameter(0), a=1\n  ROOT %q = f32[] negate(%p), a=1\n, b=2\n}\n"
+        "HloModule m\n\nENTRY %e {\n  %p = f32[] parameter(0), a=1\n  ROOT %q = f32[] negate(%p), "
+        "a=1\n, b=2\n}\n"
     )
     assert twice.entry.root.attributes == {"a": "1", "b": "2"}
 
@@ -133,27 +155,85 @@ def test_bits():
     assert {name: element_bits(name) for name in types} == types
 
 
-@pytest.mark.parametrize(("text", "what", "line", "column"), [
-    ("", "empty", 1, 1),
-    ("hello world", "expected HLO text", 1, 1),
-    ("HloModule m", "no computation", 1, 1),
-    ("HloModule m\n\nwhat is this", "expected a computation", 3, 1),
-    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(0)\n", "not closed: the text is cut short", 3, 1),
-    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] add(b, b)\n}", "operand 'b' of 'a' is not defined", 4, 3),
-    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[ parameter(0)\n}", "expected a shape", 4, 12),
-    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[2]{0:S(1)S(2)} parameter(0)\n}", "one memory space", 4, 12),
-    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[x] parameter(0)\n}", "size of a dimension", 4, 12),
-    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(no)\n}", "needs a number", 4, 28),
-    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] tuple(\n", "not closed", 4, 23),
-    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(0), b={\n}", "'e' is not closed: the text is cut", 3, 1),
-    ("HloModule m\n\nENTRY e {\n  a = f32[] parameter(0)\n  a = f32[] parameter(1)\n}", "twice", 5, 3),
-    ('HloModule m\n\ne {\n  a = f32[] parameter(0)\n}, execution_thread="a"b"c"', "must be a string", 5, 28),
-    ('HloModule m\n\ne {\n  a = f32[] parameter(0), b={"c', "a string is not closed: the text is cut", 4, 30),
-    ("HloModule m\n\nENTRY e {\n}", "empty", 3, 1),
-    ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] call(), to_apply=%none\n}", "does not define", 4, 1),
-    ("HloModule m\n\ne {\n  a = f32[] parameter(0)\n}\n\nHloModule n", "second HloModule", 7, 1),
-    ("HloModule m\n\ne {\n  a = f32[] parameter(0)\n}\n\ne {\n  a = f32[] parameter(0)\n}", "defined twice", 9, 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "what", "line", "column"),
+    [
+        ("", "empty", 1, 1),
+        ("hello world", "expected HLO text", 1, 1),
+        ("HloModule m", "no computation", 1, 1),
+        ("HloModule m\n\nwhat is this", "expected a computation", 3, 1),
+        (
+            "HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(0)\n",
+            "not closed: the text is cut short",
+            3,
+            1,
+        ),
+        (
+            "HloModule m\n\nENTRY e {\n  ROOT a = f32[] add(b, b)\n}",
+            "operand 'b' of 'a' is not defined",
+            4,
+            3,
+        ),
+        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[ parameter(0)\n}", "expected a shape", 4, 12),
+        (
+            "HloModule m\n\nENTRY e {\n  ROOT a = f32[2]{0:S(1)S(2)} parameter(0)\n}",
+            "one memory space",
+            4,
+            12,
+        ),
+        (
+            "HloModule m\n\nENTRY e {\n  ROOT a = f32[x] parameter(0)\n}",
+            "size of a dimension",
+            4,
+            12,
+        ),
+        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(no)\n}", "needs a number", 4, 28),
+        ("HloModule m\n\nENTRY e {\n  ROOT a = f32[] tuple(\n", "not closed", 4, 23),
+        (
+            "HloModule m\n\nENTRY e {\n  ROOT a = f32[] parameter(0), b={\n}",
+            "'e' is not closed: the text is cut",
+            3,
+            1,
+        ),
+        (
+            "HloModule m\n\nENTRY e {\n  a = f32[] parameter(0)\n  a = f32[] parameter(1)\n}",
+            "twice",
+            5,
+            3,
+        ),
+        (
+            'HloModule m\n\ne {\n  a = f32[] parameter(0)\n}, execution_thread="a"b"c"',
+            "must be a string",
+            5,
+            28,
+        ),
+        (
+            'HloModule m\n\ne {\n  a = f32[] parameter(0), b={"c',
+            "a string is not closed: the text is cut",
+            4,
+            30,
+        ),
+        ("HloModule m\n\nENTRY e {\n}", "empty", 3, 1),
+        (
+            "HloModule m\n\nENTRY e {\n  ROOT a = f32[] call(), to_apply=%none\n}",
+            "does not define",
+            4,
+            1,
+        ),
+        (
+            "HloModule m\n\ne {\n  a = f32[] parameter(0)\n}\n\nHloModule n",
+            "second HloModule",
+            7,
+            1,
+        ),
+        (
+            "HloModule m\n\ne {\n  a = f32[] parameter(0)\n}\n\ne {\n  a = f32[] parameter(0)\n}",
+            "defined twice",
+            9,
+            2,
+        ),
+    ],
+)
 def test_bad_text_is_an_error_with_its_position(text, what, line, column):
     with pytest.raises(HloError, match=what) as error:
         parse(text)
@@ -181,7 +261,10 @@ def test_not_text_and_tuples_that_would_overflow_the_stack(text, message):
 
 def calls(count):
     """Returns how many functions are called while a text with `count` similar lines is read."""
-    shape, config = "bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)}", '{"window_config":{"estimated_cycles":"10856"}}'
+    shape, config = (
+        "bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)}",
+        '{"window_config":{"estimated_cycles":"10856"}}',
+    )
     lines = [f"  %copy.{n} = {shape} copy(%p), backend_config={config}\n" for n in range(count)]
     text = f"HloModule m\n\nENTRY e {{\n  %p = bf16[1024,1024] parameter(0)\n{''.join(lines)}}}\n"
     profile = cProfile.Profile()
@@ -190,7 +273,9 @@ def calls(count):
 
 
 def test_calls_grow_with_the_number_of_lines():
-    """Reading takes time in proportion to the length of a text. This counts work and does not measure time."""
+    """Reading takes time in proportion to the length of a text. This counts work and does not
+    measure time.
+    """
     assert calls(2000) < 2.1 * calls(1000)
 
 
@@ -201,24 +286,55 @@ def lowered() -> jax.stages.Lowered:
     return jax.jit(lambda x: x + 1).lower(1.0)
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (lambda: STEP[: len(STEP) // 2], "line 23, column 45: expected an attribute .* got 'lhs', where the text ends"),
-    (lambda: STEP[: STEP.index("  %copy")], "computation 'forward' is not closed: the text is cut short"),
-    (lambda: lowered().as_text(), r"this is a lowered program \(StableHLO\), not a compiled one: call .compile\(\)"),
-    (lambda: lowered().as_text(debug_info=True), r"this is a lowered program \(StableHLO\)"),
-    (lambda: lowered().compiler_ir().operation.get_asm(print_generic_op_form=True), r"lowered program \(StableHLO\)"),
-    (lambda: export(jax.jit(lambda x: x + 1))(1.0).mlir_module_serialized, "StableHLO bytecode.*xla_dump_hlo_as_text"),
-    (
-        lambda: lowered().compiler_ir("hlo").as_serialized_hlo_module_proto(),
-        "this is no text, perhaps a protobuf: write it as text",
-    ),
-    (lambda: gzip.compress(STEP.encode()), "this is a gzip file"),
-    (lambda: b"\x00\x01plain bytes", "this is no text, perhaps a protobuf"),
-    (
-        lambda: STEP + "\n" + STEP.replace("jit_step", "jit_eval"),
-        r"a second HloModule: the text has 2 of them \(jit_step, jit_eval\); split it before each line HloModule",
-    ),
-], ids=["truncated", "between lines", "stablehlo", "locations", "generic", "bytecode", "proto", "gzip", "zero", "two"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            lambda: STEP[: len(STEP) // 2],
+            "line 23, column 45: expected an attribute .* got 'lhs', where the text ends",
+        ),
+        (
+            lambda: STEP[: STEP.index("  %copy")],
+            "computation 'forward' is not closed: the text is cut short",
+        ),
+        (
+            lambda: lowered().as_text(),
+            r"this is a lowered program \(StableHLO\), not a compiled one: call .compile\(\)",
+        ),
+        (lambda: lowered().as_text(debug_info=True), r"this is a lowered program \(StableHLO\)"),
+        (
+            lambda: lowered().compiler_ir().operation.get_asm(print_generic_op_form=True),
+            r"lowered program \(StableHLO\)",
+        ),
+        (
+            lambda: export(jax.jit(lambda x: x + 1))(1.0).mlir_module_serialized,
+            "StableHLO bytecode.*xla_dump_hlo_as_text",
+        ),
+        (
+            lambda: lowered().compiler_ir("hlo").as_serialized_hlo_module_proto(),
+            "this is no text, perhaps a protobuf: write it as text",
+        ),
+        (lambda: gzip.compress(STEP.encode()), "this is a gzip file"),
+        (lambda: b"\x00\x01plain bytes", "this is no text, perhaps a protobuf"),
+        (
+            lambda: STEP + "\n" + STEP.replace("jit_step", "jit_eval"),
+            r"a second HloModule: the text has 2 of them \(jit_step, jit_eval\); split it before "
+            r"each line HloModule",
+        ),
+    ],
+    ids=[
+        "truncated",
+        "between lines",
+        "stablehlo",
+        "locations",
+        "generic",
+        "bytecode",
+        "proto",
+        "gzip",
+        "zero",
+        "two",
+    ],
+)
 def test_what_is_no_program(tmp_path, capsys, content, message):
     file, content = tmp_path / "program", content()
     file.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -228,7 +344,8 @@ def test_what_is_no_program(tmp_path, capsys, content, message):
     assert capsys.readouterr().err.startswith(f"{file}: ")
 
 
-# VmHWM is the most memory that this program had resident; `ru_maxrss` would begin with that of the test process.
+# VmHWM is the most memory that this program had resident; `ru_maxrss` would begin with that of the
+# test process.
 MEASURE = """
 import sys
 from flaxasync.check import audit
@@ -244,10 +361,14 @@ print(peak() - before)
 
 @pytest.mark.slow
 def test_a_large_file_takes_a_small_multiple_of_its_size(tmp_path):
-    """In a process of its own, whose memory is measured: the text, its instructions, and what the audit adds."""
+    """In a process of its own, whose memory is measured: the text, its instructions, and what the
+    audit adds.
+    """
     file = tmp_path / "large.txt"
     file.write_text(repeated(STEP, 30 << 20))
-    done = subprocess.run([sys.executable, "-c", MEASURE, str(file)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(file)], capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) < 8 * file.stat().st_size
 
 
@@ -255,8 +376,12 @@ WORDS = "import re, sys; print(len(re.findall(r'[\\w.\\-]+', open(sys.argv[1]).r
 
 
 @pytest.mark.slow
-def test_the_table_of_ten_megabytes_takes_less_than_six_times_as_long_as_to_find_its_words(tmp_path):
-    """Of processor time, in turns, because machines differ: two seconds where a third of one finds the words."""
+def test_the_table_of_ten_megabytes_takes_less_than_six_times_as_long_as_to_find_its_words(
+    tmp_path,
+):
+    """Of processor time, in turns, because machines differ: two seconds where a third of one finds
+    the words.
+    """
     fn, arguments = study()
     program = compile_for("v5e:2x2", fn, *arguments, compiler_options=HLO_ONLY)
     file = tmp_path / "ten.txt"
@@ -269,20 +394,33 @@ def test_the_table_of_ten_megabytes_takes_less_than_six_times_as_long_as_to_find
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    table, words = zip(*(
-        (seconds("-m", "flaxasync.check", str(file), "--chip", "v5e"), seconds("-c", WORDS, str(file)))
-        for _ in range(3)
-    ), strict=True)  # fmt: skip
+    table, words = zip(
+        *(
+            (
+                seconds("-m", "flaxasync.check", str(file), "--chip", "v5e"),
+                seconds("-c", WORDS, str(file)),
+            )
+            for _ in range(3)
+        ),
+        strict=True,
+    )
     assert min(table) < 6 * min(words)
 
 
 def repeated(text: str, size: int) -> str:
-    """Returns a module of about `size` bytes that calls copies of a program one after the other, with its arguments."""
+    """Returns a module of about `size` bytes that calls copies of a program one after the other,
+    with its arguments.
+    """
     entry = parse(text).entry
     head, body = re.split(r"\n\n(?=%)", text.replace("ENTRY ", ""), maxsplit=1)
     copies = range(size // len(body))
     parts = [re.sub(r"%([\w.\-]+)", rf"%\1__{n}", body) for n in copies]
-    lines = [f"  %p{number} = {i.shape} parameter({number})" for number, i in entry.parameters.items()]
+    lines = [
+        f"  %p{number} = {i.shape} parameter({number})" for number, i in entry.parameters.items()
+    ]
     operands = ", ".join(f"%p{number}" for number in entry.parameters)
-    lines += [f"  %call{n} = {entry.root.shape} call({operands}), to_apply=%{entry.name}__{n}" for n in copies]
+    lines += [
+        f"  %call{n} = {entry.root.shape} call({operands}), to_apply=%{entry.name}__{n}"
+        for n in copies
+    ]
     return "\n\n".join([head, *parts, "\n".join(["ENTRY %all {", *lines, "}\n"])])

@@ -1,4 +1,6 @@
-"""XLA's own loops, collectives and fusions: which run from their bundles, which are modelled, and which are refused."""
+"""XLA's own loops, collectives and fusions: which run from their bundles, which are modelled, and
+which are refused.
+"""
 
 import ast
 import functools
@@ -27,11 +29,15 @@ def test_a_while_loop_of_permutes(topology):
 
     def local(x, w):
         def step(x, _):
-            return lax.ppermute(jnp.tanh(x @ w), "x", [(i, (i + 1) % size) for i in range(size)]), None
+            return lax.ppermute(
+                jnp.tanh(x @ w), "x", [(i, (i + 1) % size) for i in range(size)]
+            ), None
 
         return lax.scan(step, x, None, length=iterations)[0]
 
-    result = play_shards(topology, local, (P("x", None), P()), P("x", None), (256 * size, 256), (256, 256))
+    result = play_shards(
+        topology, local, (P("x", None), P()), P("x", None), (256 * size, 256), (256, 256)
+    )
     assert_times_add_up(result)
     starts, dones = (result.slowest.phase(f"collective-permute-{end}") for end in ("start", "done"))
     assert (starts.runs, dones.runs, dones.depth) == (iterations, iterations, 1)
@@ -52,18 +58,27 @@ def test_collectives_without_tables_run_from_their_bundles_and_others_are_marked
     assert ring < result.slowest.phase("all-gather").waits["collective"] < 3 * ring  # it adds hops
 
 
-@pytest.mark.parametrize(("topology", "rows"), [("v5e:2x2", 1), pytest.param("v6e:2x4", 64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("topology", "rows"), [("v5e:2x2", 1), pytest.param("v6e:2x4", 64, marks=pytest.mark.slow)]
+)
 def test_an_all_reduce_of_few_rows_runs_from_its_bundles(topology, rows):
-    """Its table of ring neighbours is reconstructed. The bundles themselves halt if the ring does not close."""
+    """Its table of ring neighbours is reconstructed. The bundles themselves halt if the ring does
+    not close.
+    """
     size = topology_size(topology)
-    result = play_shards(topology, lambda x: lax.psum(x, "x"), (P("x", None),), P(), (rows * size, 4096))
+    result = play_shards(
+        topology, lambda x: lax.psum(x, "x"), (P("x", None),), P(), (rows * size, 4096)
+    )
     assert_times_add_up(result)
     phase = result.slowest.phase("psum")
     assert not phase.analytic
     assert not result.notes
-    hops = size // 2 if rows == 1 else 2 * (size // 2)  # one row is gathered by all, more are reduced, then gathered
+    # one row is gathered by all, more are reduced, then gathered
+    hops = size // 2 if rows == 1 else 2 * (size // 2)
     latencies = (hops + 1) * 1e-6  # with that of the barrier
-    assert latencies < phase.seconds < 2 * latencies + 2 * rows * 4096 * 2 / played_chip(topology).link
+    assert (
+        latencies < phase.seconds < 2 * latencies + 2 * rows * 4096 * 2 / played_chip(topology).link
+    )
 
 
 def test_the_table_of_another_order_of_the_ring_is_noticed(monkeypatch):
@@ -86,7 +101,9 @@ def gather_beside_a_matmul(options):
 
     rows, columns = P("x"), P(None, "x")
     shapes = ((1024, 512), (512, 4096), (1024, 512))
-    return play_shards("v5e:2x2", local, (rows, columns, rows), (rows, columns), *shapes, compiler_options=options)
+    return play_shards(
+        "v5e:2x2", local, (rows, columns, rows), (rows, columns), *shapes, compiler_options=options
+    )
 
 
 def test_of_an_asynchronous_collective_there_is_an_estimate_and_the_option_that_makes_it_synchronous():
@@ -112,7 +129,9 @@ def test_the_option_makes_it_synchronous():
 def test_the_refusal_of_a_sparse_core_names_the_options_with_which_it_can_be_simulated():
     def gather(options):
         local = functools.partial(lax.all_gather, axis_name="x", tiled=True)
-        return play_shards("tpu7x:2x2x1", local, (P("x"),), P(), (8192, 1024), compiler_options=options)
+        return play_shards(
+            "tpu7x:2x2x1", local, (P("x"),), P(), (8192, 1024), compiler_options=options
+        )
 
     refusal = gather(None).not_simulated
     assert "drives a SparseCore, which the player does not model" in refusal
@@ -124,13 +143,19 @@ def test_the_refusal_of_a_sparse_core_names_the_options_with_which_it_can_be_sim
 def test_xlas_windowed_einsum_on_v6e():
     mesh, rows = topology_mesh("v6e:2x4", (8,), ("x",)), P("x", None)
     arguments = (
-        array((16384, 256), mesh, rows), array((256, 512), mesh, P(None, "x")), array((512, 256), mesh, rows),
-    )  # fmt: skip
+        array((16384, 256), mesh, rows),
+        array((256, 512), mesh, P(None, "x")),
+        array((512, 256), mesh, rows),
+    )
     fn = jax.jit(lambda x, a, b: jax.nn.relu(x @ a) @ b, out_shardings=NamedSharding(mesh, rows))
     result = play(fn, *arguments, topology="v6e:2x4")
     assert_times_add_up(result)
     loops = [p for p in result.slowest.phases if p.name.startswith("while")]
-    permutes = [p for p in result.slowest.phases if p.name.startswith("collective-permute-start") and p.depth == 1]
+    permutes = [
+        p
+        for p in result.slowest.phases
+        if p.name.startswith("collective-permute-start") and p.depth == 1
+    ]
     assert len(loops) == 2
     assert all(p.runs > 1 for p in permutes)
     assert min(sent_bytes(result)) == max(sent_bytes(result)) > 0
@@ -144,18 +169,32 @@ def play_mlp(topology, backend, shape):
         return play_program(topology, fn, *arguments)
 
 
-@pytest.mark.parametrize(("topology", "backend"), [
-    ("v5e:2x4", "xla"), ("v5e:2x4", "pallas"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        ("v5e:2x2", "pallas"), ("v5e:2x4", "none"),
-    ]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("topology", "backend"),
+    [
+        ("v5e:2x4", "xla"),
+        ("v5e:2x4", "pallas"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("v5e:2x2", "pallas"),
+                ("v5e:2x4", "none"),
+            ]
+        ),
+    ],
+)
 def test_an_mlp_runs_to_the_end(topology, backend):
     shape = tp_mlp.Shape(batch=2, sequence=1024, model=512, hidden=1024)
     result, _ = play_mlp(topology, backend, shape)
     assert_times_add_up(result)
-    moved = sum(size for kind, size in result.bytes.items() if "remote" in kind or "ring model" in kind)
-    # Each shard of the activations visits every other device, once on the way in and once on the way out.
-    assert moved == 2 * (topology_size(topology) - 1) * shape.batch * shape.sequence * shape.model * 2
+    moved = sum(
+        size for kind, size in result.bytes.items() if "remote" in kind or "ring model" in kind
+    )
+    # Each shard of the activations visits every other device, once on the way in and once on the
+    # way out.
+    assert (
+        moved == 2 * (topology_size(topology) - 1) * shape.batch * shape.sequence * shape.model * 2
+    )
     analytic = [p.name for p in result.slowest.phases if p.analytic]
     assert len(analytic) == (2 if backend == "none" else 0)
     assert all(any(name in note for note in result.notes) for name in analytic)
@@ -174,7 +213,11 @@ def test_large_matmuls_of_a_layer_agree_with_the_compilers_estimate():
 def test_a_transposing_copy_within_hbm_takes_the_time_of_its_bytes(topology):
     x = array((64, 1024, 4096), topology_mesh(topology, (1,), ("x",)), P())
     result, program = play_program(topology, jax.jit(lambda x: x.swapaxes(1, 2)), x)
-    assert [i.opcode for i in parse(program.text).entry.instructions] == ["parameter", "copy", "bitcast"]
+    assert [i.opcode for i in parse(program.text).entry.instructions] == [
+        "parameter",
+        "copy",
+        "bitcast",
+    ]
     assert result.seconds == pytest.approx(timeline(program, copies="simulated").seconds, rel=0.03)
     assert result.seconds < timeline(program).seconds / 2
 

@@ -1,4 +1,6 @@
-"""Dumps that cannot be simulated: incomplete, of another version, of another mesh, or with an unknown operation."""
+"""Dumps that cannot be simulated: incomplete, of another version, of another mesh, or with an
+unknown operation.
+"""
 
 import json
 import pathlib
@@ -87,7 +89,9 @@ def test_an_unknown_operation_is_named_and_can_be_accepted(copy, capsys):
     wait = next(n for n, line in enumerate(lines) if "vwait.ge" in line)
     lines[wait] = lines[wait].replace("{ ", "{ %1 = vquux.f32 %v1_v0  ;;  ", 1)
     path.write_text("".join(lines))
-    with pytest.raises(UnknownOperationError, match=rf"exchange.1: vector operation 'vquux.f32' .*txt:{wait + 1} "):
+    with pytest.raises(
+        UnknownOperationError, match=rf"exchange.1: vector operation 'vquux.f32' .*txt:{wait + 1} "
+    ):
         play_dump(copy)
     assert play_dump(copy, accept=["vquux.f32"]).seconds > 0
     path.write_text("".join(lines).replace("%1 = vquux.f32 %v1_v0", "%s9_s9 = squux.u32 4"))
@@ -95,7 +99,10 @@ def test_an_unknown_operation_is_named_and_can_be_accepted(copy, capsys):
         play_dump(copy)
     note = copy / "player.json"
     note.write_text(json.dumps(json.loads(note.read_text()) | {"libtpu": "0.0.99"}))
-    with pytest.raises(UnknownOperationError, match=r"'squux.u32'.*compiled by libtpu 0\.0\.99, which was not tested"):
+    with pytest.raises(
+        UnknownOperationError,
+        match=r"'squux.u32'.*compiled by libtpu 0\.0\.99, which was not tested",
+    ):
         play_dump(copy)
     assert main([str(copy)]) == 2
     printed = capsys.readouterr().err
@@ -108,13 +115,22 @@ def test_files_of_a_later_pass_with_three_digits_are_found(copy):
     for path in sorted(copy.iterdir()):
         path.rename(path.with_name(path.name.replace("-02-final_bundles", "-124-final_bundles")))
     assert play_dump(copy).seconds == play_dump(copy).seconds > 0
-    (file(copy, "exchange.1-124-final_bundles.txt")).with_name("9-schedule-analysis_final_bundles.txt").touch()
+    (file(copy, "exchange.1-124-final_bundles.txt")).with_name(
+        "9-schedule-analysis_final_bundles.txt"
+    ).touch()
     assert play_dump(copy).seconds > 0
 
 
 def test_the_command(dumps, tmp_path, capsys):
     files = {name: tmp_path / name for name in ("r.json", "t.json", "p.png")}
-    arguments = ["--json", str(files["r.json"]), "--trace", str(files["t.json"]), "--picture", str(files["p.png"])]
+    arguments = [
+        "--json",
+        str(files["r.json"]),
+        "--trace",
+        str(files["t.json"]),
+        "--picture",
+        str(files["p.png"]),
+    ]
     assert main([str(dumps), *arguments, "--topology", "v5e:2x2", "--measured-ms", "0.02"]) == 0
     printed = capsys.readouterr().out
     assert "exchange.1" in printed
@@ -123,4 +139,6 @@ def test_the_command(dumps, tmp_path, capsys):
     assert main([str(dumps), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["topology"] == "v5e:2x2"
     assert main([str(dumps), "--topology", "v5e:2x4"]) == 2
-    assert re.search("MeshMismatchError: .* was compiled for v5e:2x2, not for v5e:2x4", capsys.readouterr().err)
+    assert re.search(
+        "MeshMismatchError: .* was compiled for v5e:2x2, not for v5e:2x4", capsys.readouterr().err
+    )

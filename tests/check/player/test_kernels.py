@@ -1,4 +1,6 @@
-"""Kernels of a compiled program, each simulated once: `fa.check.timeline(program, kernels="play")`."""
+"""Kernels of a compiled program, each simulated once: `fa.check.timeline(program,
+kernels="play")`.
+"""
 
 import dataclasses
 import json
@@ -29,7 +31,13 @@ def folder_of_times(tmp_path, monkeypatch):
 
 
 def test_operands_of_every_type():
-    types = {"bf16": "bfloat16", "f8e4m3fn": "float8_e4m3fn", "s4": "int4", "u16": "uint16", "pred": "bool"}
+    types = {
+        "bf16": "bfloat16",
+        "f8e4m3fn": "float8_e4m3fn",
+        "s4": "int4",
+        "u16": "uint16",
+        "pred": "bool",
+    }
     for short, dtype in types.items():
         assert kernels._type(f"{short}[8,128]") == jax.ShapeDtypeStruct((8, 128), jnp.dtype(dtype))
 
@@ -80,12 +88,18 @@ def twice(x, w):
     ("v5e:1x1", corner, (2048, 1024, 2048), jnp.float32, {VMEM}),
     ("v6e:1x1", twice, (1024, 1024, 1024), jnp.bfloat16, {VMEM, HBM}),
 ])  # fmt: skip
-def test_a_kernel_takes_by_itself_what_it_takes_in_its_program(topology, fn, shape, dtype, spaces, tmp_path):
+def test_a_kernel_takes_by_itself_what_it_takes_in_its_program(
+    topology, fn, shape, dtype, spaces, tmp_path
+):
     m, k, n = shape
     mesh = fa.check.topology_mesh(topology, (1,), ("x",))
     arguments = array((m, k), mesh, P(), dtype), array((k, n), mesh, P(), dtype)
     program = fa.check.compile_for(topology, jax.jit(fn), *arguments, keep_dumps=tmp_path)
-    calls = [i for i in parse(program.text).entry.instructions if i.custom_call_target == "tpu_custom_call"]
+    calls = [
+        i
+        for i in parse(program.text).entry.instructions
+        if i.custom_call_target == "tpu_custom_call"
+    ]
     assert {call.shape.memory_space for call in calls} == spaces
     played = play_dump(tmp_path, topology=topology)
     timeline = fa.check.timeline(program, kernels="play")
@@ -101,7 +115,9 @@ MLP = tp_mlp.Shape(batch=2, sequence=2048, model=2048, hidden=8192)
 
 @pytest.fixture(scope="module")
 def layer(tmp_path_factory):
-    """An MLP, forward and backward, on four chips: the compiled program, and the folder of its dumps."""
+    """An MLP, forward and backward, on four chips: the compiled program, and the folder of its
+    dumps.
+    """
     folder = tmp_path_factory.mktemp("dumps")
     mesh = tp_mlp.ring(fa.check.topology_devices("v5e:2x2"), "fused")
     with jax.set_mesh(mesh):
@@ -110,7 +126,9 @@ def layer(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_estimate_with_simulated_kernels_is_close_to_the_simulation_of_the_whole(layer, monkeypatch):
+def test_the_estimate_with_simulated_kernels_is_close_to_the_simulation_of_the_whole(
+    layer, monkeypatch
+):
     program, folder = layer
     said = []
     estimated = fa.check.timeline(program, kernels="play", say=said.append)
@@ -128,7 +146,9 @@ def test_the_estimate_with_simulated_kernels_is_close_to_the_simulation_of_the_w
 
     said.clear()
     again = fa.check.timeline(program, kernels="play", say=said.append)
-    assert (again.seconds, said) == (estimated.seconds, []), "the second time they come from the cache"
+    assert (again.seconds, said) == (estimated.seconds, []), (
+        "the second time they come from the cache"
+    )
     other = dataclasses.replace(program, coords=program.coords[::-1])
     monkeypatch.setattr(kernels, "_simulate", lambda program, kernel: kernels.KernelTime(1.0, 0.5))
     assert fa.check.timeline(other, kernels="play").seconds > 1, "other chips are simulated anew"
@@ -155,7 +175,9 @@ def compile_shards(topology, local, out_specs, *shapes):
 
 @pytest.mark.slow
 def test_a_start_and_its_done_are_simulated_together():
-    """The blocks of an all-to-all on a square of four chips: two of them cross each link, and not all on one."""
+    """The blocks of an all-to-all on a square of four chips: two of them cross each link, and not
+    all on one.
+    """
 
     def exchange(x):
         sent, future = direct.all_to_all("x", 4, 0).start(x)
@@ -167,11 +189,15 @@ def test_a_start_and_its_done_are_simulated_together():
     timeline = fa.check.timeline(program, kernels="play")
     assert not [note for note in timeline.notes if "was not simulated" in note]
     assert timeline.exposed == pytest.approx(2 * block / link, rel=0.1)
-    assert fa.check.timeline(program).exposed == pytest.approx(4 * block / link, rel=0.1), "by its bytes on one link"
+    assert fa.check.timeline(program).exposed == pytest.approx(4 * block / link, rel=0.1), (
+        "by its bytes on one link"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("topology", "note"), [("v5p:2x2x1", "on core 0"), ("tpu7x:2x2x1", "were not simulated")])
+@pytest.mark.parametrize(
+    ("topology", "note"), [("v5p:2x2x1", "on core 0"), ("tpu7x:2x2x1", "were not simulated")]
+)
 def test_of_two_cores_one_is_simulated_and_of_two_devices_none(topology, note):
     program = compile_shards(topology, gemm, P(), (1024, 1024), (1024, 1024))
     timeline = fa.check.timeline(program, kernels="play")
@@ -180,7 +206,9 @@ def test_of_two_cores_one_is_simulated_and_of_two_devices_none(topology, note):
 
 
 def compiled(steps, folder=False, dtype=jnp.int32, *, argument=False):
-    """Compiles a kernel whose steps look up in a table whether they multiply; the first two of a constant table do."""
+    """Compiles a kernel whose steps look up in a table whether they multiply; the first two of a
+    constant table do.
+    """
 
     def body(table, x, y, o):
         @pl.when(table[pl.program_id(0)].astype(jnp.int32) > 0)
@@ -188,7 +216,9 @@ def compiled(steps, folder=False, dtype=jnp.int32, *, argument=False):
             o[...] = jnp.dot(x[...], y[...], preferred_element_type=jnp.float32)
 
     spec = pl.BlockSpec((512, 512), lambda i, table: (0, 0))
-    grid = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(steps,), in_specs=[spec, spec], out_specs=spec)
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1, grid=(steps,), in_specs=[spec, spec], out_specs=spec
+    )
     cost = pl.CostEstimate(flops=2 * 512**3 * steps, transcendentals=0, bytes_accessed=0)
     result = jax.ShapeDtypeStruct((512, 512), jnp.float32)
     call = pl.pallas_call(body, result, grid_spec=grid, cost_estimate=cost)
@@ -220,9 +250,14 @@ def test_a_kernel_reads_its_table(dtype, tmp_path):
     (16, False, False),  # the text leaves a longer table out
     (8, True, False),
 ])  # fmt: skip
-def test_a_kernel_whose_table_is_not_known_is_named_and_counts_with_all_it_can_have_to_do(steps, argument, known):
+def test_a_kernel_whose_table_is_not_known_is_named_and_counts_with_all_it_can_have_to_do(
+    steps, argument, known
+):
     timeline = fa.check.timeline(compiled(steps, argument=argument), kernels="play")
     guessed = "with 0 for scalars that the text of the program does not determine"
     assert known != any(guessed in note for note in timeline.notes)
     assert ("played" if known else "estimate") in timeline.slowest.sources
-    assert known or timeline.slowest.sources["estimate"] >= 2 * 512**3 * steps / fa.check.CHIPS["v5e"].flops
+    assert (
+        known
+        or timeline.slowest.sources["estimate"] >= 2 * 512**3 * steps / fa.check.CHIPS["v5e"].flops
+    )

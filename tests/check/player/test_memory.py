@@ -1,4 +1,6 @@
-"""Addresses of buffers, the memory spaces that transfers are recognized by, and the words of integer constants."""
+"""Addresses of buffers, the memory spaces that transfers are recognized by, and the words of
+integer constants.
+"""
 
 import dataclasses
 
@@ -33,16 +35,23 @@ def test_buffers_do_not_share_addresses():
     assert addresses.at_granule("hbm", second.address * 16 + 15) is second
 
 
-@pytest.mark.parametrize("before", [0, 600 << 20])  # bytes of other values in vmem, of which no two share memory
+# bytes of other values in vmem, of which no two share memory
+@pytest.mark.parametrize("before", [0, 600 << 20])
 def test_a_memory_space_is_recognized_by_its_addresses(before):
     addresses = Addresses(512)
     addresses.new("vmem", before, "other values")
     window, array = addresses.new("vmem", 4096, "window"), addresses.new("hbm", 4096, "array")
-    operation = parse_operation("%1 = dma.general %s1_s0, 4, %s2_s1, [#allocation3], [#allocation4], [#allocation5], 0")
-    values = (array.address * 16, 4, window.address * 16, 1, 0, 0, 0)  # the text does not name the memory spaces
+    operation = parse_operation(
+        "%1 = dma.general %s1_s0, 4, %s2_s1, [#allocation3], [#allocation4], [#allocation5], 0"
+    )
+    # the text does not name the memory spaces
+    values = (array.address * 16, 4, window.address * 16, 1, 0, 0, 0)
     transfer = read_transfer(operation, values, "here", "kernel")
     assert (transfer.source, transfer.target) == ("hbm", "vmem")
-    assert [claim.space for claim in MemoryClaims(addresses).claim(transfer, 0, 0)] == ["hbm", "vmem"]
+    assert [claim.space for claim in MemoryClaims(addresses).claim(transfer, 0, 0)] == [
+        "hbm",
+        "vmem",
+    ]
     past = dataclasses.replace(transfer, target_address=transfer.target_address + 4096 // 32)
     with pytest.raises(OutOfBoundsError, match="writes outside every buffer"):
         MemoryClaims(addresses).claim(past, 0, 0)
@@ -71,25 +80,39 @@ ENTRY main {
 
 
 def test_the_text_determines_constants_and_what_is_copied_from_them():
-    elements = {"same": [4, 1, -3, 0], "moved": [0], "long": None, "a": None, "n": None, "absent": None}
+    elements = {
+        "same": [4, 1, -3, 0],
+        "moved": [0],
+        "long": None,
+        "a": None,
+        "n": None,
+        "absent": None,
+    }
     instructions = parse(TEXT).entry.by_name
     assert {name: integer_elements(instructions, name) for name in elements} == elements
 
 
-@pytest.mark.parametrize(("text", "elements", "expected"), [
-    ("s32[3]{0:T(128)}", [7, -1, 2], {0: 7, 1: 2**32 - 1, 2: 2}),
-    ("s32[]{:T(128)}", [5], {0: 5}),
-    ("s32[3]{0:T(128)}", [5], {0: 5, 1: 5, 2: 5}),  # repeated
-    ("s32[2,129]{1,0:T(2,128)}", [*[0] * 128, 1, 2, *[0] * 127, 3], {256: 1, 128: 2, 384: 3}),  # two tiles
-    ("s32[2,3]{0,1:T(4,128)}", [1, 2, 3, 4, 0, 0], {0: 1, 1: 4, 128: 2, 256: 3}),  # turned
-    ("s8[10]{0:T(512)(128)(4,1)}", [1, -1, *[0] * 8], {0: 1, 1: 255}),
-    ("s8[4,2]{1,0:T(4,128)(4,1)}", [*range(8)], {0: 0x06040200, 1: 0x07050301}),  # four rows in a word
-    ("u16[2,1]{1,0:T(2,128)(2,1)}", [3, 4], {0: 0x00040003}),  # two rows in a word
-    ("bf16[4]{0:T(512)(128)(2,1)}", [1, 2], None),  # no integers
-    ("s32[4]", [1, 2], None),  # from here on, what lies in another way
-    ("s8[4]{0:T(128)}", [1, 2], None),
-    ("s64[4]{0:T(128)}", [1, 2], None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "elements", "expected"),
+    [
+        ("s32[3]{0:T(128)}", [7, -1, 2], {0: 7, 1: 2**32 - 1, 2: 2}),
+        ("s32[]{:T(128)}", [5], {0: 5}),
+        ("s32[3]{0:T(128)}", [5], {0: 5, 1: 5, 2: 5}),  # repeated
+        # two tiles
+        ("s32[2,129]{1,0:T(2,128)}", [*[0] * 128, 1, 2, *[0] * 127, 3], {256: 1, 128: 2, 384: 3}),
+        ("s32[2,3]{0,1:T(4,128)}", [1, 2, 3, 4, 0, 0], {0: 1, 1: 4, 128: 2, 256: 3}),  # turned
+        ("s8[10]{0:T(512)(128)(4,1)}", [1, -1, *[0] * 8], {0: 1, 1: 255}),
+        # four rows in a word
+        ("s8[4,2]{1,0:T(4,128)(4,1)}", [*range(8)], {0: 0x06040200, 1: 0x07050301}),
+        ("u16[2,1]{1,0:T(2,128)(2,1)}", [3, 4], {0: 0x00040003}),  # two rows in a word
+        ("bf16[4]{0:T(512)(128)(2,1)}", [1, 2], None),  # no integers
+        ("s32[4]", [1, 2], None),  # from here on, what lies in another way
+        ("s8[4]{0:T(128)}", [1, 2], None),
+        ("s64[4]{0:T(128)}", [1, 2], None),
+    ],
+)
 def test_words_lie_tile_by_tile(text, elements, expected):
     found = words(read_shape(text), elements)
-    assert (found and {n: word for n, word in enumerate(found) if word or n in expected}) == expected
+    assert (
+        found and {n: word for n, word in enumerate(found) if word or n in expected}
+    ) == expected

@@ -1,4 +1,6 @@
-"""The parts of the simulator, each alone: the text of bundles, scalar and matrix units, links, clocks, chips."""
+"""The parts of the simulator, each alone: the text of bundles, scalar and matrix units, links,
+clocks, chips.
+"""
 
 import itertools
 import math
@@ -9,7 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flaxasync.check.player import MeshMismatchError, PlayerError, UnknownOperationError, matrix_unit
+from flaxasync.check.player import (
+    MeshMismatchError,
+    PlayerError,
+    UnknownOperationError,
+    matrix_unit,
+)
 from flaxasync.check.player import scalar_operations as scalar
 from flaxasync.check.player.basic_blocks import Code
 from flaxasync.check.player.bundle_text import HEADER, parse_operation, read_program
@@ -29,15 +36,36 @@ def write(folder, bundles, declared=""):
     return read_program("k", bundle_file, original)
 
 
-@pytest.mark.parametrize(("text", "predicate", "operands", "target"), [
-    ("%s4_s2 = sadd.s32 (!%p1_p0), %s1_s0, [#allocation3 + $0x4]", "!%p1_p0",
-     ("%s1_s0", "[#allocation3 + $0x4]"), -1),
-    ("%7 = sst [smem:[#allocation1_spill]] %s2_s0", "", ("[smem:[#allocation1_spill]]", "%s2_s0"), -1),
-    ("%7 = sst [smem:[#allocation1]] (%p6_p1), %s2_s0", "%p6_p1", ("[smem:[#allocation1]]", "%s2_s0"), -1),
-    ("%38 = sbr.rel (!%p36_p3) target = $region259", "!%p36_p3", (), 259),
-    ("%9 = dma.hbm_to_vmem [thread:$1] (%p1_p0), %s1_s0, 16, %s2_s1, [#allocation4]", "%p1_p0",
-     ("%s1_s0", "16", "%s2_s1", "[#allocation4]"), -1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "predicate", "operands", "target"),
+    [
+        (
+            "%s4_s2 = sadd.s32 (!%p1_p0), %s1_s0, [#allocation3 + $0x4]",
+            "!%p1_p0",
+            ("%s1_s0", "[#allocation3 + $0x4]"),
+            -1,
+        ),
+        (
+            "%7 = sst [smem:[#allocation1_spill]] %s2_s0",
+            "",
+            ("[smem:[#allocation1_spill]]", "%s2_s0"),
+            -1,
+        ),
+        (
+            "%7 = sst [smem:[#allocation1]] (%p6_p1), %s2_s0",
+            "%p6_p1",
+            ("[smem:[#allocation1]]", "%s2_s0"),
+            -1,
+        ),
+        ("%38 = sbr.rel (!%p36_p3) target = $region259", "!%p36_p3", (), 259),
+        (
+            "%9 = dma.hbm_to_vmem [thread:$1] (%p1_p0), %s1_s0, 16, %s2_s1, [#allocation4]",
+            "%p1_p0",
+            ("%s1_s0", "16", "%s2_s1", "[#allocation4]"),
+            -1,
+        ),
+    ],
+)
 def test_forms_of_operations(text, predicate, operands, target):
     o = parse_operation(text, "why")
     assert (o.predicate, o.operands, o.target, o.comment) == (predicate, operands, target, "why")
@@ -47,9 +75,11 @@ def test_forms_of_operations(text, predicate, operands, target):
 def test_a_program_with_regions_and_comments_over_several_lines(tmp_path):
     program = write(
         tmp_path,
-        "     0   :  { %1 = shalt.err (!%p1_p0) /* stops }\n here */  ;;  %s2_s1 = smov.u32 3 } /* Start region 4 */\n"
+        "     0   :  { %1 = shalt.err (!%p1_p0) /* stops }\n here */  ;;  %s2_s1 = smov.u32 3 } /* "
+        "Start region 4 */\n"
         "   0x1 LB: > { } /* Start/End empty region 5 :: Start region 6 */\n   0x2   :  {}\n",
-        "  #allocation0 [shape = 's32[2]{0}', space=sflag, size = 0x8, scoped, tag = 'scratch operand']\n",
+        "  #allocation0 [shape = 's32[2]{0}', space=sflag, size = 0x8, scoped, tag = 'scratch "
+        "operand']\n",
     )
     assert [len(bundle) for bundle in program.bundles] == [2, 0, 0]
     assert program.regions == {4: 0, 5: 1, 6: 1}
@@ -59,13 +89,22 @@ def test_a_program_with_regions_and_comments_over_several_lines(tmp_path):
 
 def test_operations_are_counted_by_what_they_do(tmp_path):
     operations = (
-        "vmatmul.bf16.gmra.mxu0 %v1", "vmatmul.bf16.gmra.mxu1 %v1", "vmatpush1.bf16.msra.mxu0 %v1",
-        "vpop.f32.mrf.mxu0", "vpop.permute.xlu0 0", "vld [vmem:[#allocation0]]", "vst [vmem:[#allocation0]] 255, %v1",
-        "vmatprep.subr.mxu0 %v1", "vadd.f32 %v1, %v2", "vadd.f32 %v2, %v2", "sadd.s32 %s1_s0, 4",
+        "vmatmul.bf16.gmra.mxu0 %v1",
+        "vmatmul.bf16.gmra.mxu1 %v1",
+        "vmatpush1.bf16.msra.mxu0 %v1",
+        "vpop.f32.mrf.mxu0",
+        "vpop.permute.xlu0 0",
+        "vld [vmem:[#allocation0]]",
+        "vst [vmem:[#allocation0]] 255, %v1",
+        "vmatprep.subr.mxu0 %v1",
+        "vadd.f32 %v1, %v2",
+        "vadd.f32 %v2, %v2",
+        "sadd.s32 %s1_s0, 4",
         "vsyncadd [#allocation1], 1",
-    )  # fmt: skip
+    )
     program = write(
-        tmp_path, "     0   :  { " + "  ;;  ".join(f"%{n} = {o}" for n, o in enumerate(operations)) + " }\n"
+        tmp_path,
+        "     0   :  { " + "  ;;  ".join(f"%{n} = {o}" for n, o in enumerate(operations)) + " }\n",
     )
     counts = matrix_unit.operations(program)._asdict()
     expected = {
@@ -114,7 +153,9 @@ def test_integers_wrap_at_32_bits(a, b):
     assert evaluate(f"%s1_s0 = ssub.s32 {a}, {b}") == (a - b) % 2**32
     assert evaluate(f"%s1_s0 = smul.u32 {a}, {b}") == a * b % 2**32
     assert evaluate(f"%s1_s0 = smin.u32 {a}, {b}") == min(a, b)
-    assert evaluate(f"%p1_p0 = scmp.lt.s32.totalorder {a}, {b}") == (scalar.signed(a) < scalar.signed(b))
+    assert evaluate(f"%p1_p0 = scmp.lt.s32.totalorder {a}, {b}") == (
+        scalar.signed(a) < scalar.signed(b)
+    )
     assert evaluate(f"%p1_p0 = scmp.lt.u32.totalorder {a}, {b}") == (a < b)
 
 
@@ -133,13 +174,17 @@ def test_floats_are_kept_as_bits_and_addresses_are_added():
 
 
 def code_of(folder, *bundles):
-    text = "".join(f"   {index:#x}   :  {{ {operations} }}\n" for index, operations in enumerate(bundles))
+    text = "".join(
+        f"   {index:#x}   :  {{ {operations} }}\n" for index, operations in enumerate(bundles)
+    )
     return Code(write(folder, text), Addresses(512), PLAYED_CHIPS["v5e"], frozenset())
 
 
 @pytest.mark.parametrize("name", ["vpop.sfrf", "spop.sfrf"])
 def test_the_value_of_a_semaphore_is_popped_by_either_name(tmp_path, name):
-    """libtpu 0.0.50 begins the name with the letter of vector operations, and later versions with that of scalars."""
+    """libtpu 0.0.50 begins the name with the letter of vector operations, and later versions with
+    that of scalars.
+    """
     registers, predicates = [7] * 4, [False] * 4
     machine = SimpleNamespace(semaphore_values=deque([0, 5]))
     block = code_of(tmp_path, f"%s9_s3 = {name} %8", f"%s11_s2 = {name} %10").block(0)
@@ -147,10 +192,16 @@ def test_the_value_of_a_semaphore_is_popped_by_either_name(tmp_path, name):
     assert registers == [7, 7, 5, 0]
 
 
-@pytest.mark.parametrize("operation", ["vpop.trf %v1_v0", "vadd.f32 %v1_v0, %v2_v1", "snew.u32 1, 2"])
+@pytest.mark.parametrize(
+    "operation", ["vpop.trf %v1_v0", "vadd.f32 %v1_v0, %v2_v1", "snew.u32 1, 2"]
+)
 def test_an_operation_that_writes_a_scalar_register_is_computed_or_refused(tmp_path, operation):
-    """Whatever its name: a register that keeps an old value would let a program halt, or wait, that does neither."""
-    with pytest.raises(UnknownOperationError, match=f"{operation.split()[0]}' is unknown to the player"):
+    """Whatever its name: a register that keeps an old value would let a program halt, or wait, that
+    does neither.
+    """
+    with pytest.raises(
+        UnknownOperationError, match=f"{operation.split()[0]}' is unknown to the player"
+    ):
         code_of(tmp_path, f"%s3_s0 = {operation}").block(0)
 
 
@@ -172,11 +223,15 @@ def test_a_sparse_core_is_refused_before_anything_that_depends_on_it(tmp_path):
 def test_what_a_program_reads_of_a_division(tmp_path, comment, pops, read):
     popped = "".join(f"%s{n}_s{n} = spop.drf %7  ;;  " for n in range(3, 3 + pops))
     program = write(
-        tmp_path, f"     0   :  {{ %7 = sdivrem.u32 %s1_s1, %s2_s2{comment} }}\n   0x1   :  {{ {popped}}}\n"
+        tmp_path,
+        f"     0   :  {{ %7 = sdivrem.u32 %s1_s1, %s2_s2{comment} }}\n   0x1   :  {{ {popped}}}\n",
     )
     code = Code(program, Addresses(512), played_chip("v5e"), frozenset())
     if read is None:
-        with pytest.raises(UnknownOperationError, match="does not say whether the quotient or the remainder is meant"):
+        with pytest.raises(
+            UnknownOperationError,
+            match="does not say whether the quotient or the remainder is meant",
+        ):
             code.block(0)
         return
     registers = [0, 7, 3, *[99] * 61]
@@ -194,24 +249,39 @@ def test_a_multiply_holds_its_unit():
     cost = matrix_unit.cost(2, [(0, (multiply,)), (1, (multiply,))], matrix_unit.IDLE, latency=100)
     assert (multiply.unit, cost.cycles, cost.stall, cost.busy) == (2, 17, 15, 32)
     other = matrix("%1 = vmatmul.bf16.gmra.mxu1 %v1_v0")
-    assert matrix_unit.cost(2, [(0, (multiply,)), (1, (other,))], matrix_unit.IDLE, latency=100).stall == 0
+    assert (
+        matrix_unit.cost(2, [(0, (multiply,)), (1, (other,))], matrix_unit.IDLE, latency=100).stall
+        == 0
+    )
 
 
 def test_a_pop_waits_for_its_result_and_less_after_other_waits():
-    multiply, pop = matrix("%1 = vmatmul.f32.gmra.mxu0 %v1_v0"), matrix("%v2_v1 = vpop.f32.mrf.mxu0")
+    multiply, pop = (
+        matrix("%1 = vmatmul.f32.gmra.mxu0 %v1_v0"),
+        matrix("%v2_v1 = vpop.f32.mrf.mxu0"),
+    )
     cost = matrix_unit.cost(1, [(0, (multiply,))], matrix_unit.IDLE, latency=100)
     assert matrix_unit.cost(1, [(0, (pop,))], cost.state, latency=100).stall == 99
-    assert matrix_unit.cost(1, [(0, (pop,))], matrix_unit.aged(cost.state, 60), latency=100).stall == 39
+    assert (
+        matrix_unit.cost(1, [(0, (pop,))], matrix_unit.aged(cost.state, 60), latency=100).stall
+        == 39
+    )
     nothing_to_wait_for = ((0, 0, 0, (0,)),)  # but one result to pop
     assert matrix_unit.aged(cost.state, 1000) == nothing_to_wait_for
 
 
 def test_a_multiply_of_bytes_takes_as_long_as_one_of_bfloat16_and_has_twice_the_rows():
-    """So libtpu counts too: in its programs for int8, each multiply has this many pops, and none of them stalls."""
+    """So libtpu counts too: in its programs for int8, each multiply has this many pops, and none of
+    them stalls.
+    """
     for chip, name in (("v5e", "s8"), ("v6e", "s8"), ("v5p", "s8"), ("tpu7x", "f8e4m3fn")):
-        eight, wide = (matrix(f"%1 = vmatmul.{kind}.gmra.mxu0 %v1_v0", chip) for kind in (name, "bf16"))
+        eight, wide = (
+            matrix(f"%1 = vmatmul.{kind}.gmra.mxu0 %v1_v0", chip) for kind in (name, "bf16")
+        )
         assert (eight.cycles, eight.results) == (wide.cycles, 2 * wide.results)
-    pops = matrix_unit.matrix_operations(parse_operation("%v2_v1 = vpop.add.s32.mrf.mxu0.mxu1"), PLAYED_CHIPS["v6e"])
+    pops = matrix_unit.matrix_operations(
+        parse_operation("%v2_v1 = vpop.add.s32.mrf.mxu0.mxu1"), PLAYED_CHIPS["v6e"]
+    )
     assert [(pop.kind, pop.unit) for pop in pops] == [(matrix_unit.POP, 0), (matrix_unit.POP, 1)]
 
 
@@ -220,11 +290,17 @@ def test_a_multiply_of_bytes_takes_as_long_as_one_of_bfloat16_and_has_twice_the_
 
 def run_network(flows):
     """Returns when flows (start, size, uses) end. An HBM moves 10 bytes per cycle, a link 1."""
-    network, ends, pending = Network({"hbm": 10.0, "link": 1.0}), {}, sorted(enumerate(flows), key=lambda f: f[1][0])
+    network, ends, pending = (
+        Network({"hbm": 10.0, "link": 1.0}),
+        {},
+        sorted(enumerate(flows), key=lambda f: f[1][0]),
+    )
     while pending or network.next < math.inf:
         if pending and pending[0][1][0] <= network.next:
             number, (start, size, uses) = pending.pop(0)
-            network.start(start, size, uses, lambda now, flow, number=number: ends.update({number: now}))
+            network.start(
+                start, size, uses, lambda now, flow, number=number: ends.update({number: now})
+            )
         else:
             network.finish()
     return [ends[n] for n in range(len(flows))]
@@ -233,12 +309,21 @@ def run_network(flows):
 HBM, LINK, OTHER = ("hbm", 0), ("link", 0, 1), ("link", 1, 2)
 
 
-@pytest.mark.parametrize(("flows", "ends"), [
-    ([(0, 100, ((HBM, 1.0),)), (0, 100, ((HBM, 2.0),))], [10, 30]),  # within a chip: one at a time
-    ([(0, 100, ((HBM, 1.0),)), (0, 10, ((LINK, 1.0), (HBM, 1.0)))], [11, 10]),  # between chips: as fast as the link
-    ([(0, 10, ((LINK, 1.0),)), (0, 10, ((LINK, 1.0),))], [10, 20]),  # a chip sends one at a time over a link
-    ([(0, 10, ((LINK, 1.0), (OTHER, 1.0))), (0, 10, ((OTHER, 1.0),))], [20, 20]),  # two chips share a link
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flows", "ends"),
+    [
+        (
+            [(0, 100, ((HBM, 1.0),)), (0, 100, ((HBM, 2.0),))],
+            [10, 30],
+        ),  # within a chip: one at a time
+        # between chips: as fast as the link
+        ([(0, 100, ((HBM, 1.0),)), (0, 10, ((LINK, 1.0), (HBM, 1.0)))], [11, 10]),
+        # a chip sends one at a time over a link
+        ([(0, 10, ((LINK, 1.0),)), (0, 10, ((LINK, 1.0),))], [10, 20]),
+        # two chips share a link
+        ([(0, 10, ((LINK, 1.0), (OTHER, 1.0))), (0, 10, ((OTHER, 1.0),))], [20, 20]),
+    ],
+)
 def test_what_shares_hbm_and_links(flows, ends):
     assert run_network(flows) == pytest.approx(ends)
 
@@ -283,7 +368,9 @@ def test_devices_that_meet_know_the_same_though_one_skipped_a_branch():
 
 
 def test_the_kind_of_a_wait_is_that_of_what_raised_the_semaphore():
-    """The second of two tiles is there already when the first wait is over and the core has lowered the semaphore."""
+    """The second of two tiles is there already when the first wait is over and the core has lowered
+    the semaphore.
+    """
     kinds = []
     recorder = SimpleNamespace(wait=lambda start, end, name, cause, kind: kinds.append(kind))
     machine = SimpleNamespace(device=0, semaphores=Counter(), now=0.0, recorder=recorder)
@@ -301,7 +388,8 @@ def test_the_kind_of_a_wait_is_that_of_what_raised_the_semaphore():
 
 @pytest.mark.parametrize("chip", PLAYED_CHIPS.values(), ids=lambda chip: chip.name)
 def test_occupancy_agrees_with_the_data_sheet(chip):
-    """A multiply takes 16 packed rows, or 8 of another type at the same rate, on units of 128 x 128 or 256 x 256.
+    """A multiply takes 16 packed rows, or 8 of another type at the same rate, on units of 128 x 128
+    or 256 x 256.
 
     The clock on the data sheet of tpu7x is above that of libtpu, so its tolerance is larger.
     """
@@ -317,7 +405,9 @@ def test_routes():
     grid = chip_grid("v5e:2x4")
     assert (grid.devices, grid.coords(grid.chip_id((1, 3, 0)))) == (8, (1, 3, 0))
     path = [(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 2, 0)]
-    assert grid.route(path[0], path[-1]) == tuple(("link", *ends) for ends in itertools.pairwise(path))
+    assert grid.route(path[0], path[-1]) == tuple(
+        ("link", *ends) for ends in itertools.pairwise(path)
+    )
     assert chip_grid("v5e:16x16").route((0, 0, 0), (15, 0, 0)) == (("link", (0, 0, 0), (15, 0, 0)),)
 
 
@@ -336,7 +426,12 @@ def test_the_devices_of_a_chip_have_the_cores_that_the_mesh_gives_them():
     """On tpu7x `make_mesh` goes through some chips from the second core to the first."""
     grid, pair = chip_grid("tpu7x:1x2x1"), ((0, 0, 0), (0, 1, 0))
     given = (*pair[0], 0), (*pair[0], 1), (*pair[1], 1), (*pair[1], 0)
-    assert places_of_partitions(grid, 4, given) == ((pair[0], 0), (pair[0], 1), (pair[1], 1), (pair[1], 0))
+    assert places_of_partitions(grid, 4, given) == (
+        (pair[0], 0),
+        (pair[0], 1),
+        (pair[1], 1),
+        (pair[1], 0),
+    )
     in_order = (pair[0], 0), (pair[0], 1), (pair[1], 0), (pair[1], 1)
     assert places_of_partitions(grid, 4, (pair[0], pair[0], pair[1], pair[1])) == in_order
     assert places_of_partitions(grid, 4, ()) == in_order

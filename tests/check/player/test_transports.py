@@ -1,4 +1,6 @@
-"""Every transport of the package, simulated on two meshes; then pairs and kernels that break a rule of the machine."""
+"""Every transport of the package, simulated on two meshes; then pairs and kernels that break a rule
+of the machine.
+"""
 
 import re
 
@@ -9,7 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 from flaxasync import transport
 from flaxasync.check import topology_size
-from flaxasync.check.player import DeadlockError, LeftoverSemaphoreError, OutOfBoundsError, RaceError
+from flaxasync.check.player import (
+    DeadlockError,
+    LeftoverSemaphoreError,
+    OutOfBoundsError,
+    RaceError,
+)
 from tests.check import async_forms
 from tests.check.programs import assert_times_add_up, play_exchange, play_shards, sent_bytes
 from tests.transport.forms import FORMS
@@ -32,16 +39,25 @@ LOCAL = {  # copies and slices within a device, and how many blocks each moves
 def test_a_result_says_first_that_a_buffer_in_flight_is_touched(form, unsafe):
     """The transfer may be over by then in the simulation; on a chip the results would be wrong."""
     result = play_shards("v5e:2x2", getattr(async_forms, form), (P("x"),), P("x"), (4 * 256, 1024))
-    assert any(found.startswith("in-flight-copied: the destination buffer of ") for found in result.unsafe) == unsafe
+    assert (
+        any(
+            found.startswith("in-flight-copied: the destination buffer of ")
+            for found in result.unsafe
+        )
+        == unsafe
+    )
     assert ("results are wrong on a chip" in str(result).splitlines()[0]) == unsafe
 
 
 def play_block(topology, local):
     """Compiles and simulates a function of one device's block, on a ring of all devices."""
-    return play_shards(topology, local, (P("x"),), P("x"), (topology_size(topology) * ROWS, COLUMNS), typed=True)
+    return play_shards(
+        topology, local, (P("x"),), P("x"), (topology_size(topology) * ROWS, COLUMNS), typed=True
+    )
 
 
-# Each group is one program. In a program with more Refs, XLA prefetches both slots of a Ref while one is in flight.
+# Each group is one program. In a program with more Refs, XLA prefetches both slots of a Ref while
+# one is in flight.
 GROUPS = {
     "value futures": [n for n in FORMS if "stateful" not in n and n != "swap"],
     "Refs": [n for n in FORMS if "stateful" in n or n == "swap"],
@@ -49,7 +65,8 @@ GROUPS = {
 
 
 @pytest.mark.parametrize(
-    ("topology", "group"), [("v5e:2x4", "value futures"), pytest.param("v5e:2x2", "Refs", marks=pytest.mark.slow)]
+    ("topology", "group"),
+    [("v5e:2x4", "value futures"), pytest.param("v5e:2x2", "Refs", marks=pytest.mark.slow)],
 )
 def test_every_form_of_a_transport(topology, group):
     """Blocks are passed on, accumulated, gathered and reduced, in one direction and in both.
@@ -57,7 +74,9 @@ def test_every_form_of_a_transport(topology, group):
     test_collectives.py simulates the rings of lax.ppermute.
     """
     forms = {name: FORMS[name] for name in GROUPS[group]}
-    result = play_block(topology, lambda x: jax.tree.leaves([form.run(x, HOPS) for form in forms.values()]))
+    result = play_block(
+        topology, lambda x: jax.tree.leaves([form.run(x, HOPS) for form in forms.values()])
+    )
     around = topology_size(topology) - 1
     blocks = sum(around if name.startswith(("gather", "reduce")) else HOPS for name in forms)
     assert sent_bytes(result) == [blocks * BLOCK] * topology_size(topology)
@@ -67,7 +86,9 @@ def test_every_form_of_a_transport(topology, group):
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5e:2x4"])
 def test_copies_and_slices_within_a_device(topology):
-    result = play_block(topology, lambda x: jax.tree.leaves([SCENARIOS[name].run(x) for name in LOCAL]))
+    result = play_block(
+        topology, lambda x: jax.tree.leaves([SCENARIOS[name].run(x) for name in LOCAL])
+    )
     for device in result.devices:
         assert device.bytes["hbm to hbm"] == sum(LOCAL.values()) * BLOCK
         assert device.exposed == 0
@@ -106,13 +127,17 @@ def test_a_missing_wait_leaves_its_semaphore_on_every_device(local, left):
 
 
 def test_a_second_done_is_a_deadlock():
-    with pytest.raises(DeadlockError, match=r"waits in ppermute_stateful_done.*which is 0") as caught:
+    with pytest.raises(
+        DeadlockError, match=r"waits in ppermute_stateful_done.*which is 0"
+    ) as caught:
         play_block("v5e:2x2", waited_for_twice)
     assert len(str(caught.value).splitlines()) == 1 + 4
 
 
 def test_a_slice_past_the_end_of_its_array():
-    """The scenario has four planes and picks one by the number of the device, so on eight devices half of them miss."""
+    """The scenario has four planes and picks one by the number of the device, so on eight devices
+    half of them miss.
+    """
     with pytest.raises(OutOfBoundsError, match="on device 4 reads outside every buffer"):
         play_block("v5e:2x4", SCENARIOS["two_dynamic_slices"].run)
 
@@ -124,15 +149,26 @@ TWO_WRITES = (
 )
 
 
-@pytest.mark.parametrize(("fault", "kind", "message"), [
-    ("no barrier", RaceError, NO_BARRIER),
-    ("wrong barrier", RaceError, NO_BARRIER),
-    ("no wait for the send", LeftoverSemaphoreError, r"scratch argument 0\) has a nonzero value"),
-    ("no wait for the receipt", LeftoverSemaphoreError, r"scratch argument 1\) has a nonzero value"),
-    ("wrong neighbour", RaceError, TWO_WRITES),
-    ("reads early", RaceError, "reads output of exchange.1.* still writes it"),
-    ("too far", OutOfBoundsError, "bounds check stops a transfer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fault", "kind", "message"),
+    [
+        ("no barrier", RaceError, NO_BARRIER),
+        ("wrong barrier", RaceError, NO_BARRIER),
+        (
+            "no wait for the send",
+            LeftoverSemaphoreError,
+            r"scratch argument 0\) has a nonzero value",
+        ),
+        (
+            "no wait for the receipt",
+            LeftoverSemaphoreError,
+            r"scratch argument 1\) has a nonzero value",
+        ),
+        ("wrong neighbour", RaceError, TWO_WRITES),
+        ("reads early", RaceError, "reads output of exchange.1.* still writes it"),
+        ("too far", OutOfBoundsError, "bounds check stops a transfer"),
+    ],
+)
 def test_planted_faults(fault, kind, message):
     """test_dumps.py simulates the kernel without a fault."""
     with pytest.raises(kind, match=message):
@@ -144,4 +180,8 @@ def test_a_second_wait_is_a_deadlock_that_names_every_device_and_the_line_that_m
     with pytest.raises(DeadlockError, match=stuck) as caught:
         play_exchange("waits twice")
     for device, line in enumerate(str(caught.value).splitlines()[1:]):
-        assert re.search(rf"device {device} waits .*exchange.1-02-final_bundles.txt:.* made at .*programs.py:\d+", line)
+        assert re.search(
+            rf"device {device} waits .*exchange.1-02-final_bundles.txt:.* made at "
+            rf".*programs.py:\d+",
+            line,
+        )

@@ -1,4 +1,6 @@
-"""Exposed communication of profiles that the test builds, whose answer is known; and what cannot be read."""
+"""Exposed communication of profiles that the test builds, whose answer is known; and what cannot be
+read.
+"""
 
 import itertools
 import json
@@ -13,8 +15,9 @@ from flaxasync.check.__main__ import main
 from flaxasync.check.trace.exposed import measure_exposed, subtract
 from flaxasync.check.trace.profile import clip, median_seconds, read_profile, seconds, union
 
-# One run of 1000 us. The loop lasts as long as what runs in it. Two gathers are under way at the same time, and a
-# product hides 300 us of them; of the rest, 100..400 and 700..900, the waits of the core are a part.
+# One run of 1000 us. The loop lasts as long as what runs in it. Two gathers are under way at the
+# same time, and a product hides 300 us of them; of the rest, 100..400 and 700..900, the waits of
+# the core are a part.
 EVENTS = {
     "XLA Modules": [("jit_step(17)", 0, 1000), ("jit_other(18)", 2000, 100)],
     "XLA Ops": [
@@ -41,7 +44,9 @@ metadata={op_name="jit(step)/while/body/attention/all_gather"}
 
 
 def xplane(events, plane="/device:TPU:0"):
-    """Returns a profile of one plane as bytes, from {line: [(name, begin, length)]} in microseconds."""
+    """Returns a profile of one plane as bytes, from {line: [(name, begin, length)]} in
+    microseconds.
+    """
     names = sorted({name for line in events.values() for name, _, _ in line})
     text = f'planes {{ name: "{plane}"\n'
     for number, name in enumerate(names, 1):
@@ -70,16 +75,28 @@ def test_a_moment_counts_once_however_many_transfers_share_it(profile):
     assert times.compute == pytest.approx(500e-6)
     assert times.communication == pytest.approx(850e-6)  # 50..900
     assert times.exposed == pytest.approx(500e-6)  # 100..400 and 700..900
-    summed = sum(length for line in EVENTS.values() for name, _, length in line if name.startswith("all-gather"))
-    assert summed == 1690, "negative test: the sum of the times of the instructions is longer than the run"
-    # The shares of the instructions add up to the whole, and so do those of their layers, which the program says.
+    summed = sum(
+        length
+        for line in EVENTS.values()
+        for name, _, length in line
+        if name.startswith("all-gather")
+    )
+    assert summed == 1690, (
+        "negative test: the sum of the times of the instructions is longer than the run"
+    )
+    # The shares of the instructions add up to the whole, and so do those of their layers, which the
+    # program says.
     shares = {op.name: round(op.seconds * 1e6) for op in times.ops}
     assert shares == {"all-gather-start.1": 300, "all-gather-start.2": 200, "all-gather-done.1": 0,
                       "all-gather-done.2": 0}  # fmt: skip
-    assert {layer.name: round(layer.seconds * 1e6) for layer in times.layers} == {"attention": 300, "": 200}
+    assert {layer.name: round(layer.seconds * 1e6) for layer in times.layers} == {
+        "attention": 300,
+        "": 200,
+    }
 
 
-# Fusions of libtpu that start a gather, end it, and perform another one, under names that do not say so.
+# Fusions of libtpu that start a gather, end it, and perform another one, under names that do not
+# say so.
 FUSED = """HloModule jit_step, is_scheduled=true, num_partitions=2
 
 %started (p: f32[8]) -> f32[16] {
@@ -113,7 +130,13 @@ ENTRY %main (x: f32[8]) -> (f32[16], f32[16]) {
 ], ids=["by name", "by program"])  # fmt: skip
 def test_fusions_that_start_and_end_a_collective_do_not_compute(names, module, tmp_path):
     start, done, whole = names
-    ops = [("fusion.1", 0, 190), (start, 190, 10), (done, 200, 600), (whole, 800, 100), ("fusion.3", 900, 100)]
+    ops = [
+        ("fusion.1", 0, 190),
+        (start, 190, 10),
+        (done, 200, 600),
+        (whole, 800, 100),
+        ("fusion.3", 900, 100),
+    ]
     file = tmp_path / "host.xplane.pb"
     file.write_bytes(xplane({"XLA Modules": [("jit_step(17)", 0, 1000)], "XLA Ops": ops}))
     (times,) = measure_exposed(read_profile(file), module=None if module is None else parse(module))
@@ -127,14 +150,18 @@ def test_a_wait_for_a_copy_within_the_device_hides_nothing(done, tmp_path):
     ops = [("fusion.1", 0, 400), (done, 400, 600)]
     file = tmp_path / "host.xplane.pb"
     under_way = {"Async XLA Ops": [("all-gather-start.1", 0, 1000)]}
-    file.write_bytes(xplane({"XLA Modules": [("jit_step(17)", 0, 1000)], "XLA Ops": ops} | under_way))
+    file.write_bytes(
+        xplane({"XLA Modules": [("jit_step(17)", 0, 1000)], "XLA Ops": ops} | under_way)
+    )
     (times,) = measure_exposed(read_profile(file))
     assert times.exposed == pytest.approx(600e-6)
 
 
 @pytest.mark.parametrize("loops", [0, 3])
 def test_runs_that_a_profile_does_not_number_are_told_apart(loops, tmp_path):
-    """Five runs of 300 us, 1000 us from one to the next; a loop before the first instruction is a part of its run."""
+    """Five runs of 300 us, 1000 us from one to the next; a loop before the first instruction is a
+    part of its run.
+    """
     runs = range(0, 5000, 1000)
     looped = [("step", at + 10 * n, 10) for at in runs for n in range(loops)]
     streams = {
@@ -154,14 +181,18 @@ def test_the_exact_name_of_a_program_goes_before_a_longer_one(profile):
     longer = {"XLA Modules": [("jit_step_long(16)", 3000, 50), *EVENTS["XLA Modules"]]}
     next(profile.rglob("*.xplane.pb")).write_bytes(xplane(EVENTS | longer))
     assert [t.program for t in measure_exposed(read_profile(profile), "jit_step")] == ["jit_step"]
-    assert [t.program for t in measure_exposed(read_profile(profile), "jit_step_")] == ["jit_step_long"]
+    assert [t.program for t in measure_exposed(read_profile(profile), "jit_step_")] == [
+        "jit_step_long"
+    ]
 
 
 def test_device_time_of_a_program_leaves_out_the_wait_for_other_cores(tmp_path):
     runs = [("jit_step(1)", 1000 * n, 100 + n) for n in range(5)]
     waits = [("barrier-cores.1", 1000 * n, 40) for n in range(5)]
     file = tmp_path / "host.xplane.pb"
-    file.write_bytes(xplane({"XLA Modules": [*runs, ("jit_step_two(2)", 9000, 7)], "XLA Ops": waits}))
+    file.write_bytes(
+        xplane({"XLA Modules": [*runs, ("jit_step_two(2)", 9000, 7)], "XLA Ops": waits})
+    )
     (device,) = devices = read_profile(file)
     assert device.run_seconds("jit_step(") == pytest.approx([60e-6 + n * 1e-6 for n in range(5)])
     assert median_seconds(devices, "jit_step(", 5) == pytest.approx(62e-6)
@@ -169,7 +200,10 @@ def test_device_time_of_a_program_leaves_out_the_wait_for_other_cores(tmp_path):
 
 def test_a_profile_without_runs_gives_the_time_in_which_the_device_did_anything(tmp_path):
     file = tmp_path / "host.xplane.pb"
-    streams = {"Stream #1(Compute)": [("gemm", 0, 100)], "Stream #2(NCCL)": [("ncclDevKernel_AllGather", 50, 100)]}
+    streams = {
+        "Stream #1(Compute)": [("gemm", 0, 100)],
+        "Stream #2(NCCL)": [("ncclDevKernel_AllGather", 50, 100)],
+    }
     file.write_bytes(xplane(streams, "/device:GPU:0"))
     devices = read_profile(file)
     assert median_seconds(devices, "jit_step", 1) == pytest.approx(150e-6)
@@ -190,15 +224,19 @@ def test_the_command_prints_the_measured_and_the_estimated_times(profile, tmp_pa
     assert json.loads(capsys.readouterr().out)[0]["exposed"] == pytest.approx(500e-6)
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (None, "must be an xplane file, or a folder that jax.profiler.trace wrote: it has none"),
-    (b"no profile", "is not an xplane file"),
-    (
-        xplane({"python": [("main", 0, 1)]}, "/host:CPU"),
-        "has no planes of devices and no instructions of XLA programs: it has the planes /host:CPU; run the",
-    ),
-    (xplane(EVENTS), "the profile has no program 'jit_nothing': it has jit_other, jit_step"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "must be an xplane file, or a folder that jax.profiler.trace wrote: it has none"),
+        (b"no profile", "is not an xplane file"),
+        (
+            xplane({"python": [("main", 0, 1)]}, "/host:CPU"),
+            "has no planes of devices and no instructions of XLA programs: it has the planes "
+            "/host:CPU; run the",
+        ),
+        (xplane(EVENTS), "the profile has no program 'jit_nothing': it has jit_other, jit_step"),
+    ],
+)
 def test_what_cannot_be_read_is_an_error_that_says_why(content, message, tmp_path, capsys):
     if content is not None:
         (tmp_path / "a.xplane.pb").write_bytes(content)
@@ -207,7 +245,8 @@ def test_what_cannot_be_read_is_an_error_that_says_why(content, message, tmp_pat
 
 
 INTERVALS = st.lists(
-    st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda pair: tuple(sorted(pair))), max_size=8
+    st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda pair: tuple(sorted(pair))),
+    max_size=8,
 )
 
 

@@ -1,4 +1,6 @@
-"""The order of tiles; ragged tiling: tiles cover everything, and dimensions of odd length have no small tiles."""
+"""The order of tiles; ragged tiling: tiles cover everything, and dimensions of odd length have no
+small tiles.
+"""
 
 import itertools
 
@@ -29,7 +31,8 @@ def test_tiles_cover_their_dimensions(lengths, most):
     assert len(tiling.sizes) == tiling.count
     assert sum(tiling.sizes) == sum(lengths)
     if min(most, max(lengths)) >= 2 * LANES:
-        assert tiling.size > LANES  # which a prime number of units would have, were tiles to divide it
+        # which a prime number of units would have, were tiles to divide it
+        assert tiling.size > LANES
 
 
 @given(st.lists(LENGTH, min_size=1, max_size=3), st.integers(1024, 4096))
@@ -39,7 +42,9 @@ def test_every_tile_is_on_one_slice_and_has_one_size(lengths, most):
     slices, sizes = [], []
     with jax.disable_jit():  # or else both sides of every condition would be traced
         for tile in range(tiling.count):
-            tiling.on_slice(tile, lambda number, where: slices.append((number, int(where.start), where.size)))
+            tiling.on_slice(
+                tile, lambda number, where: slices.append((number, int(where.start), where.size))
+            )
             tiling.on_size(tile, sizes.append)
     assert sizes == list(tiling.sizes) == [size for _, _, size in slices]
     ends = dict.fromkeys(range(len(lengths)), 0)
@@ -52,7 +57,9 @@ def test_every_tile_is_on_one_slice_and_has_one_size(lengths, most):
 @given(st.integers(1, 12), st.integers(1, 300), st.sampled_from((8, 16)), st.integers(512, 2048))
 def test_tiles_of_rows_cover_their_batches(batches, units, unit, most):
     rows = RowTiling.of(batches, units * unit, most, unit)
-    assert rows.size < max(most, units * unit) + 512, "a tile hangs over the end by less than a sub-block"
+    assert rows.size < max(most, units * unit) + 512, (
+        "a tile hangs over the end by less than a sub-block"
+    )
     assert len(rows.sizes) == rows.count
     assert sum(rows.sizes) == batches * units * unit == sum(rows.flattened().lengths)
     in_sub_blocks = rows.batches if rows.batches.size > 1 else rows.rows

@@ -1,4 +1,6 @@
-"""Which products each device computes, on plain ints: together they cover the mask once, and zigzag balances them."""
+"""Which products each device computes, on plain ints: together they cover the mask once, and zigzag
+balances them.
+"""
 
 import jax
 import numpy as np
@@ -20,14 +22,24 @@ def rows_of(sequence, device):
 
 
 def products_of(sequence, device, directions):
-    """Yields (hop, product, positions of the keys that are on the device) in the order of the forward pass."""
+    """Yields (hop, product, positions of the keys that are on the device) in the order of the
+    forward pass.
+    """
     chunk = sequence.rows // sequence.chunks
     block_shifts = (1,) if sequence.one_way or sequence.size == 1 else shifts(directions, chunk)
     for hop in range(sequence.hops + 1):
-        for shift, (start, count) in zip(block_shifts, split_rows(chunk, len(block_shifts)), strict=True):
+        for shift, (start, count) in zip(
+            block_shifts, split_rows(chunk, len(block_shifts)), strict=True
+        ):
             owner = int(gathered_owner(device, hop, size=sequence.size, shift=shift))
-            k_rows = rows_of(sequence, owner).reshape(sequence.chunks, -1)[:, start : start + count].reshape(-1)
-            for product in sequence.products(device, owner, own=hop == 0, offset=start, count=count):
+            k_rows = (
+                rows_of(sequence, owner)
+                .reshape(sequence.chunks, -1)[:, start : start + count]
+                .reshape(-1)
+            )
+            for product in sequence.products(
+                device, owner, own=hop == 0, offset=start, count=count
+            ):
                 if product.needed is None or product.needed:
                     yield hop, product, k_rows
 
@@ -58,7 +70,9 @@ def pairs_of(sequence, device, directions):
 def test_the_products_cover_the_mask_once(layout, causal, window, half, size, directions):
     sequence = Sequence(layout, Mask(causal, window), 2 * half, size)
     position = np.arange(sequence.rows * size)
-    wanted = np.broadcast_to(sequence.mask.allows(position[:, None], position[None]), (len(position),) * 2)
+    wanted = np.broadcast_to(
+        sequence.mask.allows(position[:, None], position[None]), (len(position),) * 2
+    )
     got = sum(pairs_of(sequence, device, directions) for device in range(size))
     np.testing.assert_array_equal(got, wanted)
 
@@ -69,7 +83,8 @@ def test_a_product_left_out_is_seen():
     missing = sum(p.q_rows * p.k_rows for hop, p, _ in products_of(sequence, 0, 1) if hop == 3)
     covered = sum(p.q_rows * p.k_rows for hop, p, _ in products_of(sequence, 0, 1) if hop < 3)
     assert missing > 0
-    assert covered < pairs_of(sequence, 0, 1).sum() + 2 * 4  # the halves of two diagonal products are masked
+    # the halves of two diagonal products are masked
+    assert covered < pairs_of(sequence, 0, 1).sum() + 2 * 4
 
 
 @pytest.mark.parametrize("directions", [1, 2])
@@ -100,14 +115,23 @@ def test_a_window_ends_the_ring_early(window, hops):
 def test_positions_on_devices_are_the_order(layout):
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
-        got = jax.jit(jax.shard_map(lambda: positions(layout, 6, "x"), in_specs=(), out_specs=P("x")))()
+        got = jax.jit(
+            jax.shard_map(lambda: positions(layout, 6, "x"), in_specs=(), out_specs=P("x"))
+        )()
     np.testing.assert_array_equal(got, sequence_order(layout, 24, 4))
 
 
 def test_rows_that_cannot_be_shared_out():
-    with pytest.raises(ValueError, match="two equal chunks of the sequence: got 20 rows, needed a multiple of 8; pad"):
+    with pytest.raises(
+        ValueError,
+        match="two equal chunks of the sequence: got 20 rows, needed a multiple of 8; pad",
+    ):
         fa.sequence_order("zigzag", 20, 4)
-    with pytest.raises(ValueError, match="an equal share of the sequence: got 5 rows, needed a multiple of 4"):
+    with pytest.raises(
+        ValueError, match="an equal share of the sequence: got 5 rows, needed a multiple of 4"
+    ):
         fa.sequence_order("contiguous", 5, 4)
-    with pytest.raises(ValueError, match="layout='striped': it must be one of 'contiguous', 'zigzag'"):
+    with pytest.raises(
+        ValueError, match="layout='striped': it must be one of 'contiguous', 'zigzag'"
+    ):
         fa.sequence_order("striped", 8, 4)

@@ -1,4 +1,6 @@
-"""`flaxasync.expert_mlp` against all experts applied to all rows: values, gradients, what is refused."""
+"""`flaxasync.expert_mlp` against all experts applied to all rows: values, gradients, what is
+refused.
+"""
 
 import functools
 
@@ -20,9 +22,15 @@ ROWS, FEATURES, HIDDEN = 12, 16, 24  # rows of a device
 
 
 def routed(rows, experts, k, route, seed=0):
-    """Returns ids of different experts for each row, and their weights, by a distribution over the experts."""
+    """Returns ids of different experts for each row, and their weights, by a distribution over the
+    experts.
+    """
     rng = np.random.default_rng(seed)
-    odds = {"even": np.ones(experts), "zipf": 1 / np.arange(1, experts + 1) ** 1.5, "one": np.eye(experts)[0] + 1e-9}
+    odds = {
+        "even": np.ones(experts),
+        "zipf": 1 / np.arange(1, experts + 1) ** 1.5,
+        "one": np.eye(experts)[0] + 1e-9,
+    }
     odds = odds[route] / odds[route].sum()
     ids = np.stack([rng.choice(experts, k, replace=False, p=odds) for _ in range(rows)])
     return ids.astype(np.int32), rng.random((rows, k), np.float32)
@@ -34,24 +42,36 @@ def drawn(rows, experts, k, route, features=FEATURES, hidden=HIDDEN, seed=0):
     kernels = [rng.standard_normal((experts, features, hidden)) * features**-0.5 for _ in range(2)]
     kernels.append(rng.standard_normal((experts, hidden, features)) * hidden**-0.5)
     x = rng.standard_normal((rows, features))
-    return [np.asarray(x, np.float32), *routed(rows, experts, k, route, seed), *(k.astype(np.float32) for k in kernels)]
+    return [
+        np.asarray(x, np.float32),
+        *routed(rows, experts, k, route, seed),
+        *(k.astype(np.float32) for k in kernels),
+    ]
 
 
 def dense(x, ids, weights, gate, up, down, capacity=None, activation=jax.nn.silu):
-    """Applies every expert to every row, and adds what the rows chose. `capacity` is that of all rows."""
+    """Applies every expert to every row, and adds what the rows chose. `capacity` is that of all
+    rows.
+    """
     y = jnp.zeros_like(x)
     for expert in range(up.shape[0]):
         chosen = ids == expert
         if capacity is not None:
             flat = chosen.reshape(-1)
             chosen = (flat & (jnp.cumsum(flat) <= capacity)).reshape(chosen.shape)
-        h = activation(x @ up[expert]) if gate is None else activation(x @ gate[expert]) * (x @ up[expert])
+        h = (
+            activation(x @ up[expert])
+            if gate is None
+            else activation(x @ gate[expert]) * (x @ up[expert])
+        )
         y += jnp.sum(jnp.where(chosen, weights, 0), axis=-1, keepdims=True) * (h @ down[expert])
     return y
 
 
 def specs(split):
-    columns, down = (P("ring"), P("ring")) if split == "experts" else (P(None, None, "ring"), P(None, "ring"))
+    columns, down = (
+        (P("ring"), P("ring")) if split == "experts" else (P(None, None, "ring"), P(None, "ring"))
+    )
     return (P("ring"), P("ring"), P("ring"), columns, columns, down)
 
 
@@ -60,7 +80,14 @@ def both(devices, operands, split="experts", **options):
     cotangent = np.random.default_rng(9).standard_normal(operands[0].shape).astype(np.float32)
 
     def fn(x, ids, weights, gate, up, down, cotangent):
-        y, pull = jax.vjp(lambda x, w, *k: fa.expert_mlp(x, ids, w, *k, "ring", **options), x, weights, gate, up, down)
+        y, pull = jax.vjp(
+            lambda x, w, *k: fa.expert_mlp(x, ids, w, *k, "ring", **options),
+            x,
+            weights,
+            gate,
+            up,
+            down,
+        )
         return y, pull(cotangent)
 
     options["split"] = split
@@ -69,9 +96,12 @@ def both(devices, operands, split="experts", **options):
     mesh = fa.make_mesh((devices,), ("ring",))
     with jax.set_mesh(mesh):
         placed = [
-            jax.device_put(a, jax.NamedSharding(mesh, s)) for a, s in zip((*operands, cotangent), in_specs, strict=True)
+            jax.device_put(a, jax.NamedSharding(mesh, s))
+            for a, s in zip((*operands, cotangent), in_specs, strict=True)
         ]
-        return jax.jit(jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs))(*placed), cotangent
+        return jax.jit(jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs))(
+            *placed
+        ), cotangent
 
 
 def expected(operands, cotangent, **options):
@@ -82,7 +112,9 @@ def expected(operands, cotangent, **options):
 
 def check(found, wanted, tolerance=1e-5):
     for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(np.abs(want).max(), 1e-3))
+        np.testing.assert_allclose(
+            got, want, rtol=0, atol=tolerance * max(np.abs(want).max(), 1e-3)
+        )
 
 
 CASES = [  # devices, experts, k, backend, directions, route
@@ -104,11 +136,22 @@ def test_agrees_with_all_experts_on_all_rows(devices, experts, k, backend, direc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("devices", "experts", "k", "backend", "route"), [
-    (1, 8, 8, "none", "zipf"), (2, 60, 8, "xla", "even"), (3, 60, 1, "none", "zipf"), (4, 128, 2, "none", "one"),
-    (4, 128, 8, "xla", "zipf"), (8, 8, 8, "none", "even"), (8, 128, 1, "xla", "zipf"), (1, 4, 2, "exchange", "even"),
-    (3, 60, 8, "exchange", "even"), (8, 8, 8, "exchange", "one"), (8, 128, 2, "exchange", "zipf"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("devices", "experts", "k", "backend", "route"),
+    [
+        (1, 8, 8, "none", "zipf"),
+        (2, 60, 8, "xla", "even"),
+        (3, 60, 1, "none", "zipf"),
+        (4, 128, 2, "none", "one"),
+        (4, 128, 8, "xla", "zipf"),
+        (8, 8, 8, "none", "even"),
+        (8, 128, 1, "xla", "zipf"),
+        (1, 4, 2, "exchange", "even"),
+        (3, 60, 8, "exchange", "even"),
+        (8, 8, 8, "exchange", "one"),
+        (8, 128, 2, "exchange", "zipf"),
+    ],
+)
 def test_agrees_for_more_sizes(devices, experts, k, backend, route):
     operands = drawn(devices * ROWS, experts, k, route)
     found, cotangent = both(devices, operands, backend=backend, directions=2)
@@ -126,22 +169,32 @@ def test_splits_hidden_features_of_few_experts():
         (2, 4, 2, "xla"), (4, 3, 1, "exchange"),
     ]),
 ])  # fmt: skip
-def test_drops_the_last_rows_of_each_half_beyond_the_capacity_in_every_form(devices, capacity, directions, backend):
+def test_drops_the_last_rows_of_each_half_beyond_the_capacity_in_every_form(
+    devices, capacity, directions, backend
+):
     operands = drawn(devices * ROWS, 4, 2, "zipf")
-    found, cotangent = both(devices, operands, capacity=capacity, directions=directions, backend=backend)
+    found, cotangent = both(
+        devices, operands, capacity=capacity, directions=directions, backend=backend
+    )
 
     def loss(x, weights, *kernels):
         half = ROWS // 2
         parts = [
             dense(
-                x[i : i + half], operands[1][i : i + half], weights[i : i + half], *kernels, capacity=-(-capacity // 2)
+                x[i : i + half],
+                operands[1][i : i + half],
+                weights[i : i + half],
+                *kernels,
+                capacity=-(-capacity // 2),
             )
             for i in range(0, devices * ROWS, half)
         ]
         y = jnp.concatenate(parts)
         return jnp.sum(y * cotangent), y
 
-    gradients, y = jax.grad(loss, range(5), has_aux=True)(operands[0], *map(jnp.asarray, operands[2:]))
+    gradients, y = jax.grad(loss, range(5), has_aux=True)(
+        operands[0], *map(jnp.asarray, operands[2:])
+    )
     check(found, (y, gradients))
     assert np.abs(expected(operands, cotangent)[0] - y).max() > 0.1, "some rows were dropped"
 
@@ -161,7 +214,10 @@ def apply(*operands, devices=2, **options):
     mesh = fa.make_mesh((devices,), ("ring",))
     fn = functools.partial(fa.expert_mlp, axis_name="ring", **options)
     with jax.set_mesh(mesh):
-        placed = [a if a is None else jax.device_put(a, jax.NamedSharding(mesh, P("ring"))) for a in operands]
+        placed = [
+            a if a is None else jax.device_put(a, jax.NamedSharding(mesh, P("ring")))
+            for a in operands
+        ]
         return jax.jit(jax.shard_map(fn, in_specs=(P("ring"),) * 6, out_specs=P("ring")))(*placed)
 
 
@@ -195,7 +251,11 @@ def test_no_rows_and_batches_of_rows():
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ({1: np.zeros((24, 5), np.int32), 2: np.zeros((24, 5), np.float32)}, {}, "5 choices among 4 experts"),
+        (
+            {1: np.zeros((24, 5), np.int32), 2: np.zeros((24, 5), np.float32)},
+            {},
+            "5 choices among 4 experts",
+        ),
         ({}, {"capacity": 0}, "capacity of 1 row or more"),
         ({}, {"split": "rows"}, "split='rows'"),
         ({}, {"kernel": "fast"}, "kernel='fast'"),
@@ -214,8 +274,11 @@ def test_refuses_what_does_not_fit(change, options, message):
 
 
 def test_an_exchange_sends_a_row_once_to_each_device_that_needs_it():
-    """With a capacity the buffers have room for what the experts of a device take, and with none for all rows."""
-    ids = np.asarray([[0, 1], [2, 5], [3, 2], [7, 0], [1, 0], [6, 7]], np.int32)  # experts 0, 1 are on device 0, ...
+    """With a capacity the buffers have room for what the experts of a device take, and with none
+    for all rows.
+    """
+    # experts 0, 1 are on device 0, ...
+    ids = np.asarray([[0, 1], [2, 5], [3, 2], [7, 0], [1, 0], [6, 7]], np.int32)
     for capacity, room in ((None, 6), (1, 4)):
         options = {"parts": 2, "capacity": capacity, "tile_rows": 8}
         assignments, _ = assignments_of(ids, np.ones(ids.shape, np.float32), 8, **options)
@@ -224,17 +287,25 @@ def test_an_exchange_sends_a_row_once_to_each_device_that_needs_it():
         assert limits.rows == room
         routes = exchange.find_routes(assignments, 6, 4, limits)
         sent = [exchange.rows_for(routes, limits, device, 6).tolist() for device in range(4)]
-        of_device = [[row for row in range(6) if (ids[row] // 2 == device).any()] for device in range(4)]
+        of_device = [
+            [row for row in range(6) if (ids[row] // 2 == device).any()] for device in range(4)
+        ]
         if capacity:  # of each three rows an expert takes the first one
             of_device = [[0, 3, 4], [1, 2], [1], [3, 5]]
         assert sent == [rows + [6] * (room - len(rows)) for rows in of_device]
 
 
-@pytest.mark.parametrize(("held", "capacity", "loops"), [(1, 8, False), (2, 8, False), (1, None, True)])
+@pytest.mark.parametrize(
+    ("held", "capacity", "loops"), [(1, 8, False), (2, 8, False), (1, None, True)]
+)
 def test_the_kernels_multiply_all_tiles_at_once_where_a_capacity_bounds_them(held, capacity, loops):
-    """Also where a device holds one expert, whose rows are one tile: a loop would have a kernel for each turn."""
+    """Also where a device holds one expert, whose rows are one tile: a loop would have a kernel for
+    each turn.
+    """
     ids = np.arange(16, dtype=np.int32).reshape(8, 2) % held
-    assignments, _ = assignments_of(ids, np.ones(ids.shape, np.float32), held, parts=1, capacity=capacity, tile_rows=8)
+    assignments, _ = assignments_of(
+        ids, np.ones(ids.shape, np.float32), held, parts=1, capacity=capacity, tile_rows=8
+    )
     weights = Weights((jnp.zeros((held, 128, 128)),) * 2, jnp.zeros((held, 128, 128)))
     experts = Experts("ring", "hidden", held, 8, 8, 1, capacity, Grouped(jax.nn.silu))
     found = []
@@ -243,14 +314,20 @@ def test_the_kernels_multiply_all_tiles_at_once_where_a_capacity_bounds_them(hel
         found.append(isinstance(count, jax.core.Tracer))
         return jnp.zeros(())
 
-    _for_each(experts, weights, (Block(jnp.zeros((8, 128)), assignments),), add, None, jnp.zeros(()))
+    _for_each(
+        experts, weights, (Block(jnp.zeros((8, 128)), assignments),), add, None, jnp.zeros(())
+    )
     assert found == [False, *[True] * loops]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("experts", "k", "route", "mode"), [(8, 2, "zipf", "eager"), (4, 1, "one", "on_wait")])
+@pytest.mark.parametrize(
+    ("experts", "k", "route", "mode"), [(8, 2, "zipf", "eager"), (4, 1, "one", "on_wait")]
+)
 def test_an_exchange_by_direct_copies(experts, k, route, mode):
-    """Without a capacity, TPUs send as many rows as there are. With one choice of all rows, devices send none."""
+    """Without a capacity, TPUs send as many rows as there are. With one choice of all rows, devices
+    send none.
+    """
     operands = drawn(4 * 128, experts, k, route)
     with split_pairs.session(mode=mode) as report:
         found, cotangent = both(4, operands, backend="exchange", kernel="reference")
@@ -260,7 +337,10 @@ def test_an_exchange_by_direct_copies(experts, k, route, mode):
 
 
 def test_an_exchange_of_a_part_of_every_expert_is_refused():
-    message = "backend='exchange' sends rows .*: got split='hidden', where .* every expert; use backend='xla'"
+    message = (
+        "backend='exchange' sends rows .*: got split='hidden', where .* every expert; use "
+        "backend='xla'"
+    )
     with pytest.raises(NotImplementedError, match=message):
         apply(*drawn(2 * ROWS, 4, 2, "even"), backend="exchange", split="hidden")
 
@@ -276,7 +356,9 @@ def test_a_second_derivative_is_refused():
     apply = functools.partial(fa.expert_mlp, axis_name="ring")
     mesh = fa.make_mesh((1,), ("ring",), devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
-        fn = jax.shard_map(lambda x: jax.lax.psum(jnp.sum(apply(x, *others)), "ring"), in_specs=P(), out_specs=P())
+        fn = jax.shard_map(
+            lambda x: jax.lax.psum(jnp.sum(apply(x, *others)), "ring"), in_specs=P(), out_specs=P()
+        )
         second = jax.grad(lambda x: jnp.sum(jax.grad(fn)(x)))
         with pytest.raises(NotImplementedError, match="first derivative only"):
             second(x)
@@ -304,9 +386,15 @@ def test_kernels_on_simulated_tpus(backend, route, dtype):
 
     def fn(x, ids, weights, gate, up, down, cotangent):
         x, gate, up, down, cotangent = (a.astype(dtype) for a in (x, gate, up, down, cotangent))
-        options = {"capacity": 64} if backend == "exchange" else {}  # of all rows; without one it is made of pairs
+        # of all rows; without one it is made of pairs
+        options = {"capacity": 64} if backend == "exchange" else {}
         op = functools.partial(
-            fa.expert_mlp, axis_name="ring", backend=backend, kernel="grouped", directions=2, **options
+            fa.expert_mlp,
+            axis_name="ring",
+            backend=backend,
+            kernel="grouped",
+            directions=2,
+            **options,
         )
         y, pull = jax.vjp(lambda x, w, *k: op(x, ids, w, *k), x, weights, gate, up, down)
         return y, pull(cotangent)

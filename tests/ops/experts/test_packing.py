@@ -10,7 +10,9 @@ from flaxasync.ops.experts.packing import pack, unpack
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_what_was_packed_comes_out_bit_for_bit(dtype):
-    """Integers that would be floats without a value, an odd number of small elements, and rows of the right width."""
+    """Integers that would be floats without a value, an odd number of small elements, and rows of
+    the right width.
+    """
     with jax.enable_x64(dtype == "float64"):
         rng = np.random.default_rng(0)
         tree = {
@@ -22,6 +24,8 @@ def test_what_was_packed_comes_out_bit_for_bit(dtype):
         rows = pack(tree, 12, tree["x"].dtype)
         assert rows.dtype == f"uint{8 * tree['x'].dtype.itemsize}"
         found = unpack(rows, tree)
-        for (path, got), want in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(tree), strict=True):
+        for (path, got), want in zip(
+            jax.tree.leaves_with_path(found), jax.tree.leaves(tree), strict=True
+        ):
             assert got.dtype == want.dtype, path
             np.testing.assert_array_equal(got, want, err_msg=str(path))

@@ -1,4 +1,6 @@
-"""Every op on every backend against unsharded products in float32; composition; what is refused; fused kernels."""
+"""Every op on every backend against unsharded products in float32; composition; what is refused;
+fused kernels.
+"""
 
 import functools
 
@@ -25,12 +27,26 @@ MESH_FORMS = [{}, {"axis_type": AxisType.Auto}, {"check_vma": False}]
 
 def parity(op, size, *, rows, **options):
     """Compares an op with `rows` rows on each device, and with few features."""
-    check_parity(op, size, m=rows if op == "matmul_all_reduce" else rows * size, k=6 * size, ns=[4 * size], **options)
+    check_parity(
+        op,
+        size,
+        m=rows if op == "matmul_all_reduce" else rows * size,
+        k=6 * size,
+        ns=[4 * size],
+        **options,
+    )
 
 
-@pytest.mark.parametrize(("op", "size", "directions"), sparse(
-    OPS, SIZES, [1, 2], keep=lambda *numbers: sum(numbers) % 2 == 0, slow=lambda op, size, _: SIZES[size] in (3, 8)
-))  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "size", "directions"),
+    sparse(
+        OPS,
+        SIZES,
+        [1, 2],
+        keep=lambda *numbers: sum(numbers) % 2 == 0,
+        slow=lambda op, size, _: SIZES[size] in (3, 8),
+    ),
+)
 def test_ring_matches_the_reference(op, size, directions):
     parity(op, size, rows=3, batch=3, backend="xla", directions=directions)
 
@@ -51,11 +67,15 @@ def test_on_a_sub_axis_the_weight_gradient_is_summed_over_the_rest_once(op, back
 
 
 def on_ring(fn, in_specs, out_specs, size=4):
-    """Returns the function that maps `fn` over a ring of devices and applies a jitted transformation to it."""
+    """Returns the function that maps `fn` over a ring of devices and applies a jitted
+    transformation to it.
+    """
 
     def run(transform, *arrays):
         with jax.set_mesh(jax.make_mesh((size,), ("model",), devices=jax.devices()[:size])):
-            placed = [jax.device_put(array, spec) for array, spec in zip(arrays, in_specs, strict=True)]
+            placed = [
+                jax.device_put(array, spec) for array, spec in zip(arrays, in_specs, strict=True)
+            ]
             return transform(jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs))(*placed)
 
     return run
@@ -63,9 +83,12 @@ def on_ring(fn, in_specs, out_specs, size=4):
 
 @pytest.mark.parametrize(("batch", "k"), [(0, 8), (2, 0)])
 def test_a_ring_sums_what_has_no_elements(batch, k):
-    """No batch, and nothing to contract; four devices cannot share out the three rows, so the batches are merged."""
+    """No batch, and nothing to contract; four devices cannot share out the three rows, so the
+    batches are merged.
+    """
 
-    def local(x, w):  # cuts the operands: XLA cannot compile a shard_map without elements in any argument
+    # cuts the operands: XLA cannot compile a shard_map without elements in any argument
+    def local(x, w):
         return fa.matmul_all_reduce(x[..., :k], w[:k], "model", backend="xla")
 
     y = on_ring(local, (P(), P()), P())(jax.jit, np.ones((batch, 3, 8)), np.ones((8, 4)))
@@ -84,12 +107,23 @@ def test_a_ring_sums_what_has_no_elements(batch, k):
     unroll=st.integers(1, 4),
 )
 def test_any_ring_any_rows_any_dtype(op, backend, size, rows, batch, dtype, directions, unroll):
-    parity(op, size, rows=rows, batch=batch, dtype=dtype, backend=backend, directions=directions, unroll=unroll)
+    parity(
+        op,
+        size,
+        rows=rows,
+        batch=batch,
+        dtype=dtype,
+        backend=backend,
+        directions=directions,
+        unroll=unroll,
+    )
 
 
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
 def test_partial_sums_travel_in_reduce_dtype(op):
-    """With reduce_dtype=float32 the bfloat16 result is rounded once: within half a unit in the last place, 2**-9."""
+    """With reduce_dtype=float32 the bfloat16 result is rounded once: within half a unit in the last
+    place, 2**-9.
+    """
     size = 8
     x, w = draw((8, 64 * size), "bfloat16"), draw((64 * size, 16), "bfloat16", 1)
     want = as_float32(x) @ as_float32(w)
@@ -104,7 +138,9 @@ def test_partial_sums_travel_in_reduce_dtype(op):
 
 
 def dense_pair():
-    return [draw(shape, seed=i) for i, shape in enumerate([(2, 8, 12), (12, 16), (12, 16), (16, 12)])]
+    return [
+        draw(shape, seed=i) for i, shape in enumerate([(2, 8, 12), (12, 16), (12, 16), (16, 12)])
+    ]
 
 
 MLP_SPECS = (P(None, "model", None), P(None, "model"), P(None, "model"), P("model", None))
@@ -116,7 +152,9 @@ def compare(got, want):
 
 
 def check_gated_mlp(backend, wrap):
-    """Compares a gated MLP and its gradients with the dense one. The first two weights share one trip of x."""
+    """Compares a gated MLP and its gradients with the dense one. The first two weights share one
+    trip of x.
+    """
 
     def loss(x, gate, up, down):
         a, b = fa.all_gather_matmul(x, (gate, up), "model", backend=backend)
@@ -139,17 +177,24 @@ def test_a_gated_mlp_and_its_gradients(backend, wrap):
 
 
 def test_a_shared_trip_sends_x_once():
-    """Two weights in one call need as many permutes as one weight; in two calls they need twice as many."""
+    """Two weights in one call need as many permutes as one weight; in two calls they need twice as
+    many.
+    """
 
     def permutes(fn, *args):
-        lowered = on_ring(fn, MLP_SPECS[: len(args)], P(None, None, "model"))(lambda fn: jax.jit(fn).lower, *args)
+        lowered = on_ring(fn, MLP_SPECS[: len(args)], P(None, None, "model"))(
+            lambda fn: jax.jit(fn).lower, *args
+        )
         return lowered.as_text().count("collective_permute")
 
     x, gate, up, _ = dense_pair()
     one = permutes(lambda x, w: fa.all_gather_matmul(x, w, "model"), x, gate)
     shared = permutes(lambda x, g, u: sum(fa.all_gather_matmul(x, (g, u), "model")), x, gate, up)
     apart = permutes(
-        lambda x, g, u: fa.all_gather_matmul(x, g, "model") + fa.all_gather_matmul(x, u, "model"), x, gate, up
+        lambda x, g, u: fa.all_gather_matmul(x, g, "model") + fa.all_gather_matmul(x, u, "model"),
+        x,
+        gate,
+        up,
     )
     assert one > 0
     assert shared == one
@@ -197,17 +242,29 @@ def refused(error, message, x=X, w=W, op="all_gather_matmul", axis_name="model",
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(("message", "call"), [
-    ("contracts x's last dimension", {"w": jnp.ones((7, 4))}),
-    ("all operands of one floating dtype: got bfloat16, float32", {"w": jnp.ones((8, 4), jnp.bfloat16)}),
-    ("one floating dtype: got int32", {"x": jnp.ones((4, 8), jnp.int32), "w": jnp.ones((8, 4), jnp.int32)}),
-    ("x of two dimensions or more", {"x": jnp.ones(8)}),
-    (r"w of two dimensions, \[k, n\]", {"w": jnp.ones((8, 4, 2))}),
-    ("backend='ring': it must be one of none, xla, pallas, stateful, fused", {"backend": "ring"}),
-    ("directions to be 1, 2 or None: got 3", {"directions": 3}),
-    ("unroll to be 1 or more: got 0", {"unroll": 0}),
-    ("mesh axis 'tensor' inside jax.shard_map", {"axis_name": "tensor"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("message", "call"),
+    [
+        ("contracts x's last dimension", {"w": jnp.ones((7, 4))}),
+        (
+            "all operands of one floating dtype: got bfloat16, float32",
+            {"w": jnp.ones((8, 4), jnp.bfloat16)},
+        ),
+        (
+            "one floating dtype: got int32",
+            {"x": jnp.ones((4, 8), jnp.int32), "w": jnp.ones((8, 4), jnp.int32)},
+        ),
+        ("x of two dimensions or more", {"x": jnp.ones(8)}),
+        (r"w of two dimensions, \[k, n\]", {"w": jnp.ones((8, 4, 2))}),
+        (
+            "backend='ring': it must be one of none, xla, pallas, stateful, fused",
+            {"backend": "ring"},
+        ),
+        ("directions to be 1, 2 or None: got 3", {"directions": 3}),
+        ("unroll to be 1 or more: got 0", {"unroll": 0}),
+        ("mesh axis 'tensor' inside jax.shard_map", {"axis_name": "tensor"}),
+    ],
+)
 def test_bad_input_is_named(op, message, call):
     refused(ValueError, message, op=op, **call)
 
@@ -217,54 +274,108 @@ def test_rows_and_pairs_that_do_not_fit_are_refused_with_the_numbers():
     one, xs = jnp.ones((8, 4)), (jnp.ones((4, 8)),) * 2
     refuse("got 6 rows, needed a multiple of 4", jnp.ones((6, 8)))
     refuse("got 2 x and 1 w", xs, (one,))
-    refuse(r"pairs of one shape: got \[4, 8\] @ \[8, 4\] and \[4, 8\] @ \[8, 2\]", xs, (one, jnp.ones((8, 2))))
+    refuse(
+        r"pairs of one shape: got \[4, 8\] @ \[8, 4\] and \[4, 8\] @ \[8, 2\]",
+        xs,
+        (one, jnp.ones((8, 2))),
+    )
 
 
 @pytest.mark.parametrize("backend", ["fused", "pallas", "stateful"])
 def test_a_backend_that_cannot_serve_is_not_swapped(backend):
     message = "mesh is of cpu devices; use backend='xla', which runs on every device"
-    refused(NotImplementedError, f"all_gather_matmul with backend='{backend}' .*{message}", backend=backend)
+    refused(
+        NotImplementedError,
+        f"all_gather_matmul with backend='{backend}' .*{message}",
+        backend=backend,
+    )
 
 
 def test_an_axis_that_shard_map_leaves_unmapped_is_named():
     fn, spec = functools.partial(fa.all_gather_matmul, axis_name="model"), P(None, "model")
     with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"))):
-        mapped = jax.shard_map(fn, in_specs=(spec, spec), out_specs=P(None, None, "model"), axis_names={"model"})
-        x, w = jax.device_put(jnp.ones((2, 8, 8)), P("data", "model")), jax.device_put(jnp.ones((8, 4)), spec)
+        mapped = jax.shard_map(
+            fn, in_specs=(spec, spec), out_specs=P(None, None, "model"), axis_names={"model"}
+        )
+        x, w = (
+            jax.device_put(jnp.ones((2, 8, 8)), P("data", "model")),
+            jax.device_put(jnp.ones((8, 4)), spec),
+        )
         with pytest.raises(ValueError, match="every axis that shards its operands to be mapped"):
             mapped(x, w)
 
 
-@pytest.mark.parametrize(("op", "size", "options"), [
-    ("matmul_reduce_scatter", 3, {"batch": 3, "m": 3 * 10, "k": 3 * 50, "ns": [100], "mode": "eager"}),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        ("matmul_all_reduce", 3, {"m": 20, "k": 3 * 128, "mode": "eager"}),
-        ("all_gather_matmul", 4, {"dtype": "bfloat16", "ns": [512], "batch": 4}),
-        ("all_gather_matmul", 3, {"batch": 1, "m": 3 * 10, "k": 100, "ns": [3 * 70], "mode": "eager",
-                                  "check_vma": False}),
-        ("matmul_reduce_scatter", 2, {"ns": [256] * 2, "check_vma": False}),
-    ]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "size", "options"),
+    [
+        (
+            "matmul_reduce_scatter",
+            3,
+            {"batch": 3, "m": 3 * 10, "k": 3 * 50, "ns": [100], "mode": "eager"},
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("matmul_all_reduce", 3, {"m": 20, "k": 3 * 128, "mode": "eager"}),
+                ("all_gather_matmul", 4, {"dtype": "bfloat16", "ns": [512], "batch": 4}),
+                (
+                    "all_gather_matmul",
+                    3,
+                    {
+                        "batch": 1,
+                        "m": 3 * 10,
+                        "k": 100,
+                        "ns": [3 * 70],
+                        "mode": "eager",
+                        "check_vma": False,
+                    },
+                ),
+                ("matmul_reduce_scatter", 2, {"ns": [256] * 2, "check_vma": False}),
+            ]
+        ),
+    ],
+)
 def test_fused_kernels_in_the_simulator(op, size, options):
-    check_parity(op, size, backend="fused", **{"m": 16 * size, "k": 256, "ns": [256], "mode": "on_wait"} | options)
+    check_parity(
+        op,
+        size,
+        backend="fused",
+        **{"m": 16 * size, "k": 256, "ns": [256], "mode": "on_wait"} | options,
+    )
 
 
-@pytest.mark.parametrize(("message", "options"), [
-    ("got an axis 'model' of size 1; use backend='none'", {"size": 1}),
-    (r"got x \[1, 0, 128\] and w \[128, 128\]; use backend='none'", {"x": (1, 0, 128)}),
-    (r"got x \[0, 32, 128\] and w \[128, 128\]; use backend='none'", {"x": (0, 32, 128)}),
-    ("float32 and bfloat16: got float16; cast the operands, or use backend='xla'", {"dtype": jnp.float16}),
-    ("default precision: got precision=highest; leave it out, or use backend='xla'", {"precision": "highest"}),
-    ("operands' dtype, float32: got reduce_dtype=bfloat16; leave it out", {"reduce_dtype": jnp.bfloat16}),
-    ("does not reach: got unroll=4; leave it out", {"unroll": 4}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("got an axis 'model' of size 1; use backend='none'", {"size": 1}),
+        (r"got x \[1, 0, 128\] and w \[128, 128\]; use backend='none'", {"x": (1, 0, 128)}),
+        (r"got x \[0, 32, 128\] and w \[128, 128\]; use backend='none'", {"x": (0, 32, 128)}),
+        (
+            "float32 and bfloat16: got float16; cast the operands, or use backend='xla'",
+            {"dtype": jnp.float16},
+        ),
+        (
+            "default precision: got precision=highest; leave it out, or use backend='xla'",
+            {"precision": "highest"},
+        ),
+        (
+            "operands' dtype, float32: got reduce_dtype=bfloat16; leave it out",
+            {"reduce_dtype": jnp.bfloat16},
+        ),
+        ("does not reach: got unroll=4; leave it out", {"unroll": 4}),
+    ],
+)
 @pytest.mark.parametrize("op", OPS)
-def test_a_call_that_fused_kernels_cannot_serve_is_refused_with_an_alternative(op, message, options):
+def test_a_call_that_fused_kernels_cannot_serve_is_refused_with_an_alternative(
+    op, message, options
+):
     def trace(size=2, dtype=jnp.float32, x=(1, 32, 128), **options):
         local = functools.partial(getattr(fa, op), axis_name="model", backend="fused", **options)
         with simulated((size,), ("model",)):
             fn = jax.shard_map(local, in_specs=P(), out_specs=P(), check_vma=False)
-            jax.eval_shape(fn, jax.ShapeDtypeStruct(x, dtype), jax.ShapeDtypeStruct((128, 128), dtype))
+            jax.eval_shape(
+                fn, jax.ShapeDtypeStruct(x, dtype), jax.ShapeDtypeStruct((128, 128), dtype)
+            )
 
     with pytest.raises(NotImplementedError, match=f"^{op} with backend='fused' .*{message}"):
         trace(**options)

@@ -1,4 +1,6 @@
-"""The ring ops in compiled TPU programs, without a TPU: every block of an output is written once."""
+"""The ring ops in compiled TPU programs, without a TPU: every block of an output is written
+once.
+"""
 
 import functools
 
@@ -13,25 +15,41 @@ from flaxasync import check
 from tests.kernels.conftest import arranged
 
 TOPOLOGY, R = "v5e:2x4", 8
-B, S, D, F = 2, 4096, 2048, 8192  # large enough that the compiler neither fuses the ring away nor unrolls it
+# large enough that the compiler neither fuses the ring away nor unrolls it
+B, S, D, F = 2, 4096, 2048, 8192
 OUTPUT = "bf16", (B, S, F // R)
-COPIES = {"copy", "copy-start", "broadcast", "concatenate", "pad", "dynamic-update-slice", "transpose", "reshape"}
+COPIES = {
+    "copy",
+    "copy-start",
+    "broadcast",
+    "concatenate",
+    "pad",
+    "dynamic-update-slice",
+    "transpose",
+    "reshape",
+}
 
 
 def compiled(fn, shapes, in_specs, out_specs):
     mesh = check.topology_mesh(TOPOLOGY, (R,), ("model",))
     mapped = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
-    return check.compile_for(TOPOLOGY, mapped, *arranged(mesh, shapes, in_specs), compiler_options=check.HLO_ONLY)
+    return check.compile_for(
+        TOPOLOGY, mapped, *arranged(mesh, shapes, in_specs), compiler_options=check.HLO_ONLY
+    )
 
 
 def instructions_that_make_outputs(program):
-    """Returns the scheduled instructions, all but those inside a fusion, that have a result like the whole output.
+    """Returns the scheduled instructions, all but those inside a fusion, that have a result like
+    the whole output.
 
-    They are returned as two lists: those that multiply something into it, and those that only move or fill it.
+    They are returned as two lists: those that multiply something into it, and those that only move
+      or fill it.
     """
     module, multiply, move = check.parse(program.text), [], []
     instructions = [(c, i) for c in module.computations.values() for i in c.instructions]
-    fused = {body for _, i in instructions if i.opcode == "fusion" for body in i.called_computations}
+    fused = {
+        body for _, i in instructions if i.opcode == "fusion" for body in i.called_computations
+    }
     for computation, i in instructions:
         if computation.name in fused or (i.shape.element_type, i.shape.dimensions) != OUTPUT:
             continue
@@ -44,17 +62,24 @@ def instructions_that_make_outputs(program):
 
 @pytest.mark.parametrize("directions", [1, 2])
 def test_all_gather_matmul_writes_each_block_once(directions):
-    fn = functools.partial(fa.all_gather_matmul, axis_name="model", backend="xla", directions=directions)
-    program = compiled(fn, [(B, S, D), (D, F)], (P(None, "model"), P(None, "model")), P(None, None, "model"))
+    fn = functools.partial(
+        fa.all_gather_matmul, axis_name="model", backend="xla", directions=directions
+    )
+    program = compiled(
+        fn, [(B, S, D), (D, F)], (P(None, "model"), P(None, "model")), P(None, None, "model")
+    )
     writes, copies = instructions_that_make_outputs(program)
     assert copies == []
     assert len(writes) >= 4  # the turns of one loop body and those outside it
-    # Memory has the blocks that travel and those that are multiplied, but never the gathered x, which is 8 blocks.
+    # Memory has the blocks that travel and those that are multiplied, but never the gathered x,
+    # which is 8 blocks.
     assert program.memory["temp_size_in_bytes"] <= B * S * D * 2 / 2
 
 
 def test_the_check_sees_that_an_output_of_zeros_is_written_first():
-    """Negative test: a ring is usually written so, and then it broadcasts zeros to the whole output first."""
+    """Negative test: a ring is usually written so, and then it broadcasts zeros to the whole output
+    first.
+    """
 
     def from_zeros(x, w):
         index, rows = lax.axis_index("model"), x.shape[-2]
@@ -68,5 +93,10 @@ def test_the_check_sees_that_an_output_of_zeros_is_written_first():
 
         return lax.fori_loop(0, R, turn, (x, y), unroll=2)[1]
 
-    program = compiled(from_zeros, [(B, S, D), (D, F)], (P(None, "model"), P(None, "model")), P(None, None, "model"))
+    program = compiled(
+        from_zeros,
+        [(B, S, D), (D, F)],
+        (P(None, "model"), P(None, "model")),
+        P(None, None, "model"),
+    )
     assert instructions_that_make_outputs(program)[1] != []

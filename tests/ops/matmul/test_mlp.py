@@ -1,4 +1,6 @@
-"""The MLP of fused kernels: its epilogues alone, parity with one device, where it falls back, what is kept."""
+"""The MLP of fused kernels: its epilogues alone, parity with one device, where it falls back, what
+is kept.
+"""
 
 import functools
 import re
@@ -22,7 +24,9 @@ ROWS, COLUMNS, DOWN = P(None, "model", None), P(None, "model"), P("model", None)
 @pytest.mark.parametrize("columns", [1, 2])
 @pytest.mark.parametrize("activation", FUSED)
 def test_the_epilogues_are_the_activation_and_its_gradient(activation, columns):
-    *products, dh = np.random.default_rng(0).standard_normal((columns + 1, 8, 128)).astype(np.float32)
+    *products, dh = (
+        np.random.default_rng(0).standard_normal((columns + 1, 8, 128)).astype(np.float32)
+    )
     products = tuple(products)
     h, pull = jax.vjp(lambda *values: activate(activation, values), *products)
     for got, want in (
@@ -39,7 +43,12 @@ def wanted(activation, x, ws, down):
 
 
 def mapped(activation, gathered_bytes, quantization=None):
-    options = {"backend": "fused", "precision": None, "gathered_bytes": gathered_bytes, "quantization": quantization}
+    options = {
+        "backend": "fused",
+        "precision": None,
+        "gathered_bytes": gathered_bytes,
+        "quantization": quantization,
+    }
     local = functools.partial(parallel_mlp, axis_name="model", activation=activation, **options)
     return jax.shard_map(local, in_specs=(ROWS, COLUMNS, DOWN), out_specs=ROWS)
 
@@ -47,7 +56,9 @@ def mapped(activation, gathered_bytes, quantization=None):
 def parity(size, *, columns=2, activation=jax.nn.silu, m=16, d=128, f=128, dtype="float32", gathered_bytes=0,
            mode="on_wait"):  # fmt: skip
     shapes = (2, size * m, d), (2, size * m, d), (size * f, d), *[(d, size * f)] * columns
-    x, dy, down, *ws = ((draw(shape, seed=i) / 8).astype(jnp.dtype(dtype)) for i, shape in enumerate(shapes))
+    x, dy, down, *ws = (
+        (draw(shape, seed=i) / 8).astype(jnp.dtype(dtype)) for i, shape in enumerate(shapes)
+    )
 
     def run(x, ws, down, dy):
         y, pull = jax.vjp(mapped(activation, gathered_bytes), x, tuple(ws), down)
@@ -55,10 +66,15 @@ def parity(size, *, columns=2, activation=jax.nn.silu, m=16, d=128, f=128, dtype
 
     with simulated((size,), ("model",), mode) as mesh:
         operands = zip((x, ws, down, dy), (ROWS, COLUMNS, DOWN, ROWS), strict=True)
-        got = as_float32(jax.jit(run)(*(jax.device_put(value, NamedSharding(mesh, spec)) for value, spec in operands)))
+        got = as_float32(
+            jax.jit(run)(
+                *(jax.device_put(value, NamedSharding(mesh, spec)) for value, spec in operands)
+            )
+        )
     x, ws, down, dy = as_float32((x, tuple(ws), down, dy))
     y, pull = jax.vjp(functools.partial(wanted, activation), x, ws, down)
-    tolerance = 1e-5 if dtype == "float32" else 3e-2  # order of additions; bfloat16 products, and sums that travel
+    # order of additions; bfloat16 products, and sums that travel
+    tolerance = 1e-5 if dtype == "float32" else 3e-2
     for name, ours, theirs in zip(("y", "dx", "dws", "d_down"), got, (y, *pull(dy)), strict=True):
         for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
             assert np.abs(a - b).max() <= tolerance * np.abs(b).max(), name
@@ -83,12 +99,16 @@ def test_eight_bits_are_scaled_before_the_activation(weights, kept):
     With `weights`, d_down, and dws of rows that are kept, are computed while the sums of dx travel.
     """
     shapes = (2, 32, 128), (128, 256), (128, 256), (256, 128), (2, 32, 128)
-    x, up, gate, down, dy = ((draw(shape, seed=i) / 8).astype(np.float32) for i, shape in enumerate(shapes))
+    x, up, gate, down, dy = (
+        (draw(shape, seed=i) / 8).astype(np.float32) for i, shape in enumerate(shapes)
+    )
 
     def of(backend):
         eight = fa.Quantization("int8", "int8", weights=weights)
         options = {"gathered_bytes": kept, "precision": None, "quantization": eight}
-        local = functools.partial(parallel_mlp, axis_name="model", activation=jax.nn.silu, backend=backend, **options)
+        local = functools.partial(
+            parallel_mlp, axis_name="model", activation=jax.nn.silu, backend=backend, **options
+        )
         mapped = jax.shard_map(local, in_specs=(ROWS, COLUMNS, DOWN), out_specs=ROWS)
 
         def run(x, up, gate, down, dy):
@@ -97,7 +117,11 @@ def test_eight_bits_are_scaled_before_the_activation(weights, kept):
 
         operands = zip((x, up, gate, down, dy), (ROWS, COLUMNS, COLUMNS, DOWN, ROWS), strict=True)
         with simulated((2,), ("model",), "eager") as mesh:
-            return as_float32(jax.jit(run)(*(jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in operands)))
+            return as_float32(
+                jax.jit(run)(
+                    *(jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in operands)
+                )
+            )
 
     for ours, theirs in zip(jax.tree.leaves(of("fused")), jax.tree.leaves(of("none")), strict=True):
         assert np.abs(ours - theirs).max() <= 2e-2 * np.abs(theirs).max()
@@ -108,10 +132,14 @@ def traced_kernels(wrap=lambda fn: fn, gathered_bytes=0, quantization=None):
     with jax.set_mesh(check.topology_mesh("v5e:2x4", (8,), ("model",))):
         fn = mapped(jax.nn.silu, gathered_bytes, quantization)
         loss = wrap(lambda x, ws, down: jnp.sum(jnp.sin(fn(x, ws, down))))
-        x, w, down = (jax.ShapeDtypeStruct(s, jnp.float32) for s in [(2, 128, 128), (128, 1024), (1024, 128)])
+        x, w, down = (
+            jax.ShapeDtypeStruct(s, jnp.float32) for s in [(2, 128, 128), (128, 1024), (1024, 128)]
+        )
         jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, (w, w), down)
     names = re.findall(r"name=(\w+)", str(jaxpr))
-    return tuple(map(names.count, ("all_gather_matmul", "matmul_reduce_scatter", "gather_weight_gradient")))
+    return tuple(
+        map(names.count, ("all_gather_matmul", "matmul_reduce_scatter", "gather_weight_gradient"))
+    )
 
 
 @pytest.mark.parametrize(("wrap", "counts"), [
@@ -131,7 +159,9 @@ def test_the_gathered_rows_are_kept_where_they_may_be(quantization):
 
 
 def test_a_second_derivative_is_refused():
-    with pytest.raises(NotImplementedError, match="ParallelMLP with backend='fused' has a first derivative only"):
+    with pytest.raises(
+        NotImplementedError, match="ParallelMLP with backend='fused' has a first derivative only"
+    ):
         traced_kernels(lambda loss: lambda x, *rest: jnp.sum(jax.grad(loss)(x, *rest)))
 
 
@@ -141,16 +171,28 @@ def shifted(x):
 
 
 def layer(activation=jax.nn.silu, batch=4, rows=4096, d=4096, f=14336, **options):
-    """Returns the function that applies an MLP forward and backward, its abstract arguments, and its graph."""
-    graph, state = nnx.split(nnx.eval_shape(
-        lambda: fa.nn.ParallelMLP(
-            d, f, activation=activation, backend="fused", dtype=jnp.bfloat16, param_dtype=jnp.bfloat16,
-            rngs=nnx.Rngs(0), **options,
+    """Returns the function that applies an MLP forward and backward, its abstract arguments, and
+    its graph.
+    """
+    graph, state = nnx.split(
+        nnx.eval_shape(
+            lambda: fa.nn.ParallelMLP(
+                d,
+                f,
+                activation=activation,
+                backend="fused",
+                dtype=jnp.bfloat16,
+                param_dtype=jnp.bfloat16,
+                rngs=nnx.Rngs(0),
+                **options,
+            )
         )
-    ))  # fmt: skip
+    )
 
     def abstract(value, spec):
-        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=NamedSharding(jax.sharding.get_mesh(), spec))
+        return jax.ShapeDtypeStruct(
+            value.shape, value.dtype, sharding=NamedSharding(jax.sharding.get_mesh(), spec)
+        )
 
     def run(state, x, dy):
         y, pull = jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)
@@ -161,10 +203,14 @@ def layer(activation=jax.nn.silu, batch=4, rows=4096, d=4096, f=14336, **options
 
 
 def has_epilogue(**options):
-    """Says whether an MLP of eight v5e leaves the activation to the kernels: the fallback is under `jax.checkpoint`."""
+    """Says whether an MLP of eight v5e leaves the activation to the kernels: the fallback is under
+    `jax.checkpoint`.
+    """
     with jax.set_mesh(check.topology_mesh("v5e:2x4", (8,), ("model",))):
         _, state, x, _, graph = layer(**options)
-        return "remat" not in str(jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x))(state, x))
+        return "remat" not in str(
+            jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x))(state, x)
+        )
 
 
 def test_an_mlp_that_no_epilogue_serves_falls_back():
@@ -182,9 +228,12 @@ def test_an_mlp_that_no_epilogue_serves_falls_back():
 def test_the_layer_compiles_to_kernels_without_passes_between_them(topology):
     """Forward and backward: no fusion makes an array of the size of a product of gate or up."""
     with jax.set_mesh(check.topology_mesh(topology, (8,), ("model",))):
-        for activation, passes in ((jax.nn.silu, False), (shifted, True)):  # the second is a negative test
+        # the second is a negative test
+        for activation, passes in ((jax.nn.silu, False), (shifted, True)):
             run, *arguments, _ = layer(activation)
-            text = check.compile_for(topology, jax.jit(run), *arguments, compiler_options=check.HLO_ONLY).text
+            text = check.compile_for(
+                topology, jax.jit(run), *arguments, compiler_options=check.HLO_ONLY
+            ).text
             entry = text.partition("\nENTRY ")[2]
             made = re.findall(r"= .*bf16\[(?:4,4096|4,8,512|16384),1792\].* fusion\(", entry)
             assert bool(made) == passes

@@ -27,7 +27,9 @@ def specs(op):
 
 
 def operands(op, size, seed=0):
-    """Returns x, w and dy, global. The rows of all_gather_matmul are sharded, and those of the others' result."""
+    """Returns x, w and dy, global. The rows of all_gather_matmul are sharded, and those of the
+    others' result.
+    """
     rows = ROWS if op == "matmul_all_reduce" else ROWS * size
     x, w, dy = (BATCH, rows, K * size), (K * size, N * size), (BATCH, rows, N * size)
     return [draw(shape, seed=seed + i) for i, shape in enumerate((x, w, dy))]
@@ -39,7 +41,9 @@ def run(op, arrays, size, *, mode=None, wrap=lambda fn: fn, **options):
 
     def gradients(x, w, dy):
         fn = functools.partial(getattr(fa, op), axis_name="model", **options)
-        y, pull = jax.vjp(wrap(jax.shard_map(fn, in_specs=tuple(in_specs), out_specs=out_spec)), x, w)
+        y, pull = jax.vjp(
+            wrap(jax.shard_map(fn, in_specs=tuple(in_specs), out_specs=out_spec)), x, w
+        )
         return y, *pull(dy)
 
     types = (AxisType.Auto if mode else AxisType.Explicit,)
@@ -47,14 +51,18 @@ def run(op, arrays, size, *, mode=None, wrap=lambda fn: fn, **options):
     with simulated((size,), ("model",), mode) if mode else jax.set_mesh(mesh):
         placed = zip(arrays, (*in_specs, out_spec), strict=True)
         return [
-            np.asarray(a) for a in jax.jit(gradients)(*(jax.device_put(a, NamedSharding(mesh, s)) for a, s in placed))
+            np.asarray(a)
+            for a in jax.jit(gradients)(
+                *(jax.device_put(a, NamedSharding(mesh, s)) for a, s in placed)
+            )
         ]
 
 
 def model(op, arrays, size, kind):
     """Returns y, dx and dw of rows and columns that are quantised on each device by itself.
 
-    Only all_gather_matmul has whole rows and columns on a device; the others sum over devices, in float64 here.
+    Only all_gather_matmul has whole rows and columns on a device; the others sum over devices, in
+    float64 here.
     """
     x, w, dy = arrays
     shares = 1 if op == "all_gather_matmul" else size
@@ -71,7 +79,9 @@ def model(op, arrays, size, kind):
 def assert_near(gots, wants, tolerance=1e-6):
     for name, got, want in zip(("y", "dx", "dw"), gots, wants, strict=False):
         error = np.abs(np.asarray(got, np.float64) - want).max()
-        assert error <= tolerance * np.abs(want).max(), f"{name}: an error of {error:.2e} of {np.abs(want).max():.2e}"
+        assert error <= tolerance * np.abs(want).max(), (
+            f"{name}: an error of {error:.2e} of {np.abs(want).max():.2e}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -95,9 +105,11 @@ def test_results_and_gradients_are_those_of_the_model(op, size, kind, backend):
 
 
 def integers(op, size):
-    """Returns operands of integers up to 127, the largest of which is in every row and column of every device.
+    """Returns operands of integers up to 127, the largest of which is in every row and column of
+    every device.
 
-    So all scales are 1, the 8-bit values are the operands, and no sum of the products is rounded in float32.
+    So all scales are 1, the 8-bit values are the operands, and no sum of the products is rounded in
+    float32.
     """
     arrays = [np.round(40 * a).clip(-126, 126) for a in operands(op, size)]
     arrays[0][..., ::K] = arrays[1][::K] = arrays[1][:, ::N] = arrays[2][..., ::N] = 127
@@ -111,10 +123,14 @@ def exact(arrays):
 
 
 def check_integer_sums(op, size, **options):
-    """Compares an op and its gradients, which are quantised too, all of them, to the nearest integer."""
+    """Compares an op and its gradients, which are quantised too, all of them, to the nearest
+    integer.
+    """
     arrays = integers(op, size)
     quantization = fa.Quantization("int8", "int8", "nearest", weights="int8")
-    for got, want in zip(run(op, arrays, size, quantization=quantization, **options), exact(arrays), strict=True):
+    for got, want in zip(
+        run(op, arrays, size, quantization=quantization, **options), exact(arrays), strict=True
+    ):
         np.testing.assert_array_equal(got, want)
 
 
@@ -154,17 +170,32 @@ def test_products_of_several_pairs_are_scaled_before_they_are_added():
         def local(x, w):
             return fn((x, 2 * x), (w, w), backend=backend)
 
-        return run_kernels(local, (x, w), specs, P(None, "model"), shape=(2,), names=("model",), mode="eager")
+        return run_kernels(
+            local, (x, w), specs, P(None, "model"), shape=(2,), names=("model",), mode="eager"
+        )
 
     np.testing.assert_allclose(of("fused"), of("none"), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("limit", [pytest.param(0, marks=pytest.mark.slow), 10**6])
 def test_executors_agree_where_blocks_travel_whatever_is_kept(limit):
-    """The owner of a block quantises it, so that y is equal bit for bit; rows that are kept are kept in 8 bits."""
-    arrays, options = operands("all_gather_matmul", 3), {"quantization": fa.Quantization("int8", "int8")}
+    """The owner of a block quantises it, so that y is equal bit for bit; rows that are kept are
+    kept in 8 bits.
+    """
+    arrays, options = (
+        operands("all_gather_matmul", 3),
+        {"quantization": fa.Quantization("int8", "int8")},
+    )
     none = run("all_gather_matmul", arrays, 3, backend="none", **options)
-    ring = run("all_gather_matmul", arrays, 3, backend="xla", gathered_bytes=limit, wrap=jax.checkpoint, **options)
+    ring = run(
+        "all_gather_matmul",
+        arrays,
+        3,
+        backend="xla",
+        gathered_bytes=limit,
+        wrap=jax.checkpoint,
+        **options,
+    )
     np.testing.assert_array_equal(ring[0], none[0])
     assert_near(ring, none)
 
@@ -189,16 +220,25 @@ def test_gradients_with_quantised_cotangents(op, kind):
     OPS, ["int8", "fp8"], keep=lambda op, kind: (op + kind) % 2 == 1, slow=lambda op, kind: op < 2
 ))  # fmt: skip
 def test_dw_with_quantised_products(op, kind, limit):
-    """They leave y and dx as they were, and dw near that of the model; every executor has the same."""
+    """They leave y and dx as they were, and dw near that of the model; every executor has the
+    same.
+    """
     arrays, eight = operands(op, 3), (kind, kind)
     options = {"gathered_bytes": limit} if op == "all_gather_matmul" else {}
-    y, dx, dw = run(op, arrays, 3, quantization=fa.Quantization(*eight, weights=kind), backend="xla", **options)
-    old_y, old_dx, old_dw = run(op, arrays, 3, quantization=fa.Quantization(*eight), backend="xla", **options)
+    y, dx, dw = run(
+        op, arrays, 3, quantization=fa.Quantization(*eight, weights=kind), backend="xla", **options
+    )
+    old_y, old_dx, old_dw = run(
+        op, arrays, 3, quantization=fa.Quantization(*eight), backend="xla", **options
+    )
     np.testing.assert_array_equal(y, old_y)
     np.testing.assert_array_equal(dx, old_dx)
     assert_near((y, dx, dw), model(op, arrays, 3, kind), {"int8": 2e-2, "fp8": 0.2}[kind])
     assert np.abs(dw - old_dw).max() > 1e-4
-    assert_near((y, dx, dw), run(op, arrays, 3, quantization=fa.Quantization(*eight, weights=kind), backend="none"))
+    assert_near(
+        (y, dx, dw),
+        run(op, arrays, 3, quantization=fa.Quantization(*eight, weights=kind), backend="none"),
+    )
 
 
 @pytest.mark.parametrize(("op", "gradient", "share"), [
@@ -211,15 +251,29 @@ def test_blocks_travel_in_eight_bits_and_sums_in_the_dtype_of_the_operands(op, g
     *in_specs, out_spec = specs(op)
 
     def sent(quantization):
-        fn = functools.partial(getattr(fa, op), axis_name="model", quantization=quantization, backend="xla")
+        fn = functools.partial(
+            getattr(fa, op), axis_name="model", quantization=quantization, backend="xla"
+        )
         mapped = jax.jit(jax.shard_map(fn, in_specs=tuple(in_specs), out_specs=out_spec))
         if gradient:
-            mapped = jax.jit(jax.grad(lambda x, w, forward=mapped: forward(x, w).astype(jnp.float32).sum(), (0, 1)))
+            mapped = jax.jit(
+                jax.grad(
+                    lambda x, w, forward=mapped: forward(x, w).astype(jnp.float32).sum(), (0, 1)
+                )
+            )
         with jax.set_mesh(jax.make_mesh((4,), ("model",), devices=jax.devices()[:4])):
             shapes = (1, 16, 512), (512, 512)
-            args = [jax.device_put(np.ones(s, jnp.bfloat16), spec) for s, spec in zip(shapes, in_specs, strict=True)]
+            args = [
+                jax.device_put(np.ones(s, jnp.bfloat16), spec)
+                for s, spec in zip(shapes, in_specs, strict=True)
+            ]
             module = fa.check.parse(mapped.lower(*args).compile().as_text())
-        return sum(i.shape.bytes for c in module.computations.values() for i in c.instructions if "permute" in i.opcode)
+        return sum(
+            i.shape.bytes
+            for c in module.computations.values()
+            for i in c.instructions
+            if "permute" in i.opcode
+        )
 
     assert 0 < sent("int8") <= share * sent(None)
 
@@ -247,9 +301,21 @@ def test_float64_and_rows_of_one_element():
 @pytest.mark.parametrize("op", OPS)
 def test_what_cannot_be_served_is_refused(op):
     arrays = operands(op, 2)
-    with pytest.raises(ValueError, match=f"{op} needs quantization to be None, 'int8', 'fp8' or a .*: got 'int4'"):
+    with pytest.raises(
+        ValueError, match=f"{op} needs quantization to be None, 'int8', 'fp8' or a .*: got 'int4'"
+    ):
         run(op, arrays, 2, quantization="int4")
-    with pytest.raises(NotImplementedError, match="a quantised product has a first derivative only"):
-        run(op, arrays, 2, quantization="int8", wrap=lambda fn: jax.grad(lambda x, w: fn(x, w).sum()))
-    with pytest.raises(NotImplementedError, match=f"{op} got quantization in fp8, for which a v5e has no rate"):
+    with pytest.raises(
+        NotImplementedError, match="a quantised product has a first derivative only"
+    ):
+        run(
+            op,
+            arrays,
+            2,
+            quantization="int8",
+            wrap=lambda fn: jax.grad(lambda x, w: fn(x, w).sum()),
+        )
+    with pytest.raises(
+        NotImplementedError, match=f"{op} got quantization in fp8, for which a v5e has no rate"
+    ):
         run(op, arrays, 2, quantization="fp8", mode="eager")

@@ -1,4 +1,6 @@
-"""Tests of train/checkpoints/manager.py: a checkpoint is restored bit by bit, on any mesh, or reported as damaged."""
+"""Tests of train/checkpoints/manager.py: a checkpoint is restored bit by bit, on any mesh, or
+reported as damaged.
+"""
 
 import dataclasses
 import errno
@@ -18,9 +20,11 @@ from train.config import MeshConfig
 from train.lifecycle.errors import InputError, StorageError
 from train.step.mesh import make_mesh
 
-# When one of orbax's concurrent reads fails, the others warn when they are garbage-collected, and pytest would turn
-# these warnings into errors.
-ignore_abandoned_reads = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+# When one of orbax's concurrent reads fails, the others warn when they are garbage-collected, and
+# pytest would turn these warnings into errors.
+ignore_abandoned_reads = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 POSITION = {"sequences": 56}
 
 
@@ -48,13 +52,19 @@ def folder(identity, trainer, kept, tmp_path) -> Path:
 
 def assert_equal(state, other):
     assert jax.tree.structure(state) == jax.tree.structure(other)
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, other))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.tree.map(np.asarray, state),
+        jax.tree.map(np.asarray, other),
+    )
 
 
 @pytest.mark.parametrize(
     "sizes", [{"data": 2, "model": 4}, {"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2}]
 )
-def test_a_state_is_restored_bit_by_bit_onto_any_mesh(sizes, config, identity, trainer, trainer_of, folder):
+def test_a_state_is_restored_bit_by_bit_onto_any_mesh(
+    sizes, config, identity, trainer, trainer_of, folder
+):
     expected = jax.tree.map(np.asarray, trainer.init().params)
     other = make_mesh(MeshConfig(**sizes))
     with jax.set_mesh(other), Checkpoints(folder, keep=3) as checkpoints:
@@ -69,7 +79,9 @@ def test_a_state_is_restored_bit_by_bit_onto_any_mesh(sizes, config, identity, t
 
 @pytest.mark.slow
 def test_training_does_not_change_a_state_that_is_being_saved(identity, trainer, tmp_path):
-    """The next step reuses the buffers of the state once `save` has returned, while the copy is still being written."""
+    """The next step reuses the buffers of the state once `save` has returned, while the copy is
+    still being written.
+    """
     step, batch = trainer.train_step, trainer.abstract_batch()[0]
     tokens = jax.device_put(np.ones(batch.shape, np.int32), batch.sharding)
     state = trainer.init()
@@ -100,7 +112,8 @@ def test_a_write_that_fails_while_orbax_still_writes_is_a_write_error(folder, mo
     remove = os.rmdir
 
     def refuse(path, **options):
-        if Path(path).name == half_written.name:  # another thread of orbax has just written a file there
+        # another thread of orbax has just written a file there
+        if Path(path).name == half_written.name:
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
         remove(path, **options)
 
@@ -116,9 +129,13 @@ def test_a_long_word_in_the_message_of_an_error_is_cut():
     assert checkpoint._shorten("no " + 300 * "x") == "no " + 197 * "x" + "..."
 
 
-def test_what_orbax_says_of_files_that_disappeared_is_a_write_error_and_other_errors_are_not(folder):
+def test_what_orbax_says_of_files_that_disappeared_is_a_write_error_and_other_errors_are_not(
+    folder,
+):
     with Checkpoints(folder, keep=3) as checkpoints:
-        failure = checkpoints._failure(ValueError("Save failed: 11/11 params are missing .zarray in checkpoint"))
+        failure = checkpoints._failure(
+            ValueError("Save failed: 11/11 params are missing .zarray in checkpoint")
+        )
         assert isinstance(failure, StorageError)
         with pytest.raises(ValueError, match="a defect"):
             checkpoints._failure(ValueError("a defect"))
@@ -130,7 +147,9 @@ def test_the_newest_complete_checkpoint_or_the_requested_one_is_chosen(folder):
         assert not half_written.exists(), "what a killed process leaves is removed"
         assert checkpoints.choose(None) == 10
         assert checkpoints.choose(5) == 5
-        with pytest.raises(InputError, match=r"--resume must be a step that is in .*: got 7, there are 5, 10"):
+        with pytest.raises(
+            InputError, match=r"--resume must be a step that is in .*: got 7, there are 5, 10"
+        ):
             checkpoints.choose(7)
 
 
@@ -152,7 +171,8 @@ def test_a_checkpoint_in_the_folder_of_another_step_is_refused(how, identity, tr
     with Checkpoints(folder, keep=3) as checkpoints:
         assert checkpoints.choose(None) == int(wrong.name)
         with pytest.raises(
-            InputError, match=rf"checkpoint of step {wrong.name}, {wrong}, holds step {held}: its folder"
+            InputError,
+            match=rf"checkpoint of step {wrong.name}, {wrong}, holds step {held}: its folder",
         ):
             checkpoints.restore(int(wrong.name), trainer.abstract_state(), identity)
     assert wrong.exists()
@@ -166,7 +186,10 @@ def test_a_checkpoint_in_the_folder_of_another_step_is_refused(how, identity, tr
 def test_a_part_of_another_step_is_damage(part, identity, trainer, folder):
     shutil.rmtree(folder / "10" / part)
     shutil.copytree(folder / "5" / part, folder / "10" / part)
-    with Checkpoints(folder, keep=3) as checkpoints, pytest.raises(InputError, match=r"step is not what|holds step 5"):
+    with (
+        Checkpoints(folder, keep=3) as checkpoints,
+        pytest.raises(InputError, match=r"step is not what|holds step 5"),
+    ):
         checkpoints.restore(10, trainer.abstract_state(), identity)
 
 
@@ -178,14 +201,19 @@ def test_a_record_that_is_no_json_or_no_file_is_damage(content, folder):
         os.mkfifo(record)  # without a writer it would block whoever opens it
     else:
         record.write_bytes(content)
-    with Checkpoints(folder, keep=3) as checkpoints, pytest.raises(InputError, match=r"step 10, .* is damaged"):
+    with (
+        Checkpoints(folder, keep=3) as checkpoints,
+        pytest.raises(InputError, match=r"step 10, .* is damaged"),
+    ):
         checkpoints.record(10)
 
 
 def test_a_folder_that_cannot_take_checkpoints_is_refused_first(tmp_path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below", "/proc/checkpoints"):
-        with pytest.raises(InputError, match=r"checkpoint.folder must be a folder that can be written: "):
+        with pytest.raises(
+            InputError, match=r"checkpoint.folder must be a folder that can be written: "
+        ):
             Checkpoints(folder)
 
 
@@ -210,7 +238,11 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-DAMAGE = {"emptied": lambda path: path.write_bytes(b""), "a bit flipped": flip, "removed": lambda path: path.unlink()}
+DAMAGE = {
+    "emptied": lambda path: path.write_bytes(b""),
+    "a bit flipped": flip,
+    "removed": lambda path: path.unlink(),
+}
 
 
 @pytest.fixture
@@ -224,12 +256,15 @@ def reads_abandoned():
 @pytest.mark.usefixtures("reads_abandoned")
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_damage_to_any_file_is_reported_or_harmless(damage, identity, trainer, folder, tmp_path):
-    """After damage to any one file of the newest checkpoint, restoring reports the damage or gives the same state."""
+    """After damage to any one file of the newest checkpoint, restoring reports the damage or gives
+    the same state.
+    """
     # Restoring onto eight devices takes many more reads.
     one = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     sharding, messages = jax.NamedSharding(one, jax.P()), []
     abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), trainer.abstract_state()
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        trainer.abstract_state(),
     )
     expected = jax.tree.map(np.asarray, dataclasses.replace(trainer.init(), step=np.int32(10)))
     for file in files_of(folder / "10"):
@@ -256,15 +291,25 @@ def test_damage_to_any_file_is_reported_or_harmless(damage, identity, trainer, f
 
 @ignore_abandoned_reads
 @pytest.mark.usefixtures("reads_abandoned")
-def test_a_damaged_checkpoint_without_an_earlier_one_suggests_another_workdir(identity, trainer, folder):
+def test_a_damaged_checkpoint_without_an_earlier_one_suggests_another_workdir(
+    identity, trainer, folder
+):
     shutil.rmtree(folder / "5")
     shutil.rmtree(folder / "10" / "state")
-    with Checkpoints(folder, keep=3) as checkpoints, pytest.raises(InputError, match="none before it: choose another"):
+    with (
+        Checkpoints(folder, keep=3) as checkpoints,
+        pytest.raises(InputError, match="none before it: choose another"),
+    ):
         checkpoints.restore(10, trainer.abstract_state(), identity)
 
 
-def test_readable_values_that_were_not_saved_are_reported_as_damage(identity, trainer, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
+def test_readable_values_that_were_not_saved_are_reported_as_damage(
+    identity, trainer, tmp_path, monkeypatch
+):
+    with (
+        monkeypatch.context() as patch,
+        Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints,
+    ):
         patch.setattr(checkpoint, "fingerprint", lambda state: fingerprint(state) | {"step": 1})
         checkpoints.save(10, trainer.init(), data=POSITION, tokens=0, identity=identity)
     with (

@@ -24,7 +24,9 @@ MESHES = [
 
 @pytest.fixture
 def train(config, replace, trainer_of, tmp_path):
-    """A function that continues the run in a folder on a mesh for some steps, and returns their losses."""
+    """A function that continues the run in a folder on a mesh for some steps, and returns their
+    losses.
+    """
     learning = {"learning_rate": 1e-3, "warmup_steps": 0, "schedule": "constant"}
     config = replace(config, optimizer=learning, data={"batch_size": 16})
     corpora = open_corpora(config.data, vocab_size=128)
@@ -46,7 +48,9 @@ def train(config, replace, trainer_of, tmp_path):
             for _ in range(steps):
                 state, metrics = step(state, *next(batches))
                 losses.append(float(metrics["loss"]))
-            checkpoints.save(start + steps, state, data=batches.get_state(), tokens=0, identity=identity)
+            checkpoints.save(
+                start + steps, state, data=batches.get_state(), tokens=0, identity=identity
+            )
             checkpoints.wait()
         return losses
 

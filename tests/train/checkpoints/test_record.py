@@ -1,4 +1,6 @@
-"""Tests of train/checkpoints/record.py: a changed record or array, other data and another architecture are noticed."""
+"""Tests of train/checkpoints/record.py: a changed record or array, other data and another
+architecture are noticed.
+"""
 
 import dataclasses
 
@@ -32,7 +34,12 @@ def corpus(tokens):
 def record(config):
     known = identify_run(config, {"data": identify(corpus(TOKENS), None)})
     return Record(
-        **vars(known), step=10, data={"sequences": 80}, tokens=1280, parts=["params"], fingerprint={"params.a": 7}
+        **vars(known),
+        step=10,
+        data={"sequences": 80},
+        tokens=1280,
+        parts=["params"],
+        fingerprint={"params.a": 7},
     )
 
 
@@ -44,7 +51,9 @@ def record(config):
 ], ids=["reversed", "one token", "half", "another tokenizer"])  # fmt: skip
 def test_other_data_are_refused_unless_they_are_accepted(tokens, tokenizer, said, config, record):
     other = identify_run(config, {"data": identify(corpus(tokens), tokenizer)})
-    with pytest.raises(InputError, match=r"the data are not those of here: .*--data.accept_change True"):
+    with pytest.raises(
+        InputError, match=r"the data are not those of here: .*--data.accept_change True"
+    ):
         check_identity(record, other, where="here", accept_change=False)
     changes = check_identity(record, other, where="here", accept_change=True)
     assert len(changes) == len(said)
@@ -67,21 +76,30 @@ def test_the_architecture_does_not_depend_on_how_the_model_is_computed(config, r
     assert others == {"optimizer.master_copies", "optimizer.first_moment_dtype"}
 
 
-def test_another_type_of_the_first_moment_is_refused_unless_only_parameters_are_taken(config, replace, record):
+def test_another_type_of_the_first_moment_is_refused_unless_only_parameters_are_taken(
+    config, replace, record
+):
     other = replace(config, optimizer={"first_moment_dtype": "bfloat16"})
     says = "optimizer.first_moment_dtype was None and is bfloat16"
     with pytest.raises(InputError, match=says):
         check_identity(record, identify_run(other, {}), where="here", accept_change=True)
     check_parameters(record, other, where="here")
-    earlier = {name: value for name, value in record.architecture.items() if name != "optimizer.first_moment_dtype"}
-    earlier = dataclasses.replace(record, architecture=earlier)  # of a run that did not have this option
+    earlier = {
+        name: value
+        for name, value in record.architecture.items()
+        if name != "optimizer.first_moment_dtype"
+    }
+    # of a run that did not have this option
+    earlier = dataclasses.replace(record, architecture=earlier)
     check_identity(earlier, identify_run(config, {}), where="here", accept_change=True)
     check_parameters(earlier, other, where="here")
     with pytest.raises(InputError, match=says):
         check_identity(earlier, identify_run(other, {}), where="here", accept_change=True)
 
 
-@pytest.mark.parametrize("change", [{"step": 11}, {"data": {"sequences": 88}}, {"fingerprint": {}}, {"checksum": ""}])
+@pytest.mark.parametrize(
+    "change", [{"step": 11}, {"data": {"sequences": 88}}, {"fingerprint": {}}, {"checksum": ""}]
+)
 def test_a_changed_record_is_damaged(change, record):
     assert Record.from_json(record.to_json()) == record
     with pytest.raises(DamagedError, match="the record is not what was saved"):
@@ -89,12 +107,18 @@ def test_a_changed_record_is_damaged(change, record):
 
 
 def test_a_record_of_another_format_is_refused():
-    with pytest.raises(InputError, match="version 1 of the format, and this code reads 2; continue it with the code"):
+    with pytest.raises(
+        InputError,
+        match="version 1 of the format, and this code reads 2; continue it with the code",
+    ):
         Record.from_json({"data": {}})
 
 
 def test_the_fingerprint_has_the_names_of_the_leaves():
-    assert fingerprint({"a": {"b": jnp.zeros(2)}, "c": [jnp.ones(1, jnp.uint32)]}) == {"a.b": 0, "c.0": 1}
+    assert fingerprint({"a": {"b": jnp.zeros(2)}, "c": [jnp.ones(1, jnp.uint32)]}) == {
+        "a.b": 0,
+        "c.0": 1,
+    }
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8])
@@ -102,8 +126,14 @@ def test_the_fingerprint_does_not_depend_on_the_sharding(dtype):
     values = np.asarray(jax.random.normal(jax.random.key(0), (8, 16)) * 50).astype(dtype)
     prints = []
     for shape in ((1, 8), (2, 4), (8, 1)):
-        mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-        prints.append(fingerprint({"x": jax.device_put(values, jax.NamedSharding(mesh, jax.P("data", "model")))}))
+        mesh = jax.make_mesh(
+            shape, ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
+        )
+        prints.append(
+            fingerprint(
+                {"x": jax.device_put(values, jax.NamedSharding(mesh, jax.P("data", "model")))}
+            )
+        )
     assert prints[0] == prints[1] == prints[2]
 
 

@@ -16,8 +16,14 @@ FAILURES = {
     "quota": (OSError(errno.EDQUOT, "Disk quota exceeded"), True),
     "input/output": (OSError(errno.EIO, "Input/output error"), False),
     "read-only": (OSError(errno.EROFS, "Read-only file system"), False),
-    "no room for a checkpoint": (StorageError("step 5 could not be written: INTERNAL: No space left on device"), True),
-    "checkpoint, input/output": (StorageError("step 5 could not be written: Input/output error"), False),
+    "no room for a checkpoint": (
+        StorageError("step 5 could not be written: INTERNAL: No space left on device"),
+        True,
+    ),
+    "checkpoint, input/output": (
+        StorageError("step 5 could not be written: Input/output error"),
+        False,
+    ),
 }
 
 
@@ -31,7 +37,9 @@ def checkpoints():
 
 @pytest.fixture
 def saver(config, checkpoints, tmp_path):
-    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, retry_seconds=0.1))
+    config = dataclasses.replace(
+        config, checkpoint=dataclasses.replace(config.checkpoint, retry_seconds=0.1)
+    )
     return Saver(
         config, checkpoints, mock.MagicMock(), mock.MagicMock(), Events(None), mock.MagicMock(),
         Watchdog(0, tmp_path / "s"), lambda: None,
@@ -39,7 +47,9 @@ def saver(config, checkpoints, tmp_path):
 
 
 def test_a_step_that_is_saved_instead_of_an_earlier_one_is_saved_once(saver, checkpoints):
-    checkpoints.poll.side_effect = StorageError("step 5 could not be written: INTERNAL: No space left on device")
+    checkpoints.poll.side_effect = StorageError(
+        "step 5 could not be written: INTERNAL: No space left on device"
+    )
     saver.poll(10, mock.MagicMock())
     saver.save(10, mock.MagicMock())  # the step was due, too
     assert [call.args[0] for call in checkpoints.save.call_args_list] == [10]

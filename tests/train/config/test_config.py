@@ -38,7 +38,11 @@ def test_options_replace_single_fields_of_the_preset(preset):
 def test_every_preset_is_valid_and_fits_its_mesh(path):
     config = load_preset(path)
     check(config)
-    shape = {"data": max(1, config.mesh.data), "context": config.mesh.context, "model": config.mesh.model}
+    shape = {
+        "data": max(1, config.mesh.data),
+        "context": config.mesh.context,
+        "model": config.mesh.model,
+    }
     check_fits(config.model, sequence_length=config.data.sequence_length, mesh_shape=shape)
 
 
@@ -51,7 +55,11 @@ def test_help_explains_every_field_with_its_unit(capsys):
         described = re.search(rf"--{re.escape(name)} (.*?)\(default: (.*?)\)", shown)
         assert described, f"--help does not have {name}"
         assert len(described[1].split()) >= 3, f"--help does not explain {name}: {described[1]}"
-        if isinstance(default, (int, float)) and not isinstance(default, bool) and not name.startswith("model."):
+        if (
+            isinstance(default, (int, float))
+            and not isinstance(default, bool)
+            and not name.startswith("model.")
+        ):
             assert re.search(r"\([^)]+\)", described[1]), f"{name} has no unit: {described[1]}"
 
 
@@ -63,17 +71,23 @@ def test_a_bad_command_line_exits_with_2_and_names_the_mistake(option, value, ca
     assert option in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (None, "there is no file"),
-    ("def f(): return (", "line 1: SyntaxError"),
-    ("\n1 / 0", "line 2: ZeroDivisionError"),
-    ("steps: 1", "has none"),
-    ("def one(): ...\ndef two(): ...", "has one, two"),
-    ("def one(): return 1", "has one, which returned int"),
-    ("import sys\ndef one(): sys.exit(0)", "must be a file that runs to its end: .*, line 2: SystemExit: 0"),
-    ("class Odd(BaseException): ...\nraise Odd('a\\nb')", "line 2: Odd: a b$"),
-    ("".join(f"def f{n}(): ...\n" for n in range(12)), "has f0, f1, .*, f9, and 2 more$"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no file"),
+        ("def f(): return (", "line 1: SyntaxError"),
+        ("\n1 / 0", "line 2: ZeroDivisionError"),
+        ("steps: 1", "has none"),
+        ("def one(): ...\ndef two(): ...", "has one, two"),
+        ("def one(): return 1", "has one, which returned int"),
+        (
+            "import sys\ndef one(): sys.exit(0)",
+            "must be a file that runs to its end: .*, line 2: SystemExit: 0",
+        ),
+        ("class Odd(BaseException): ...\nraise Odd('a\\nb')", "line 2: Odd: a b$"),
+        ("".join(f"def f{n}(): ...\n" for n in range(12)), "has f0, f1, .*, f9, and 2 more$"),
+    ],
+)
 def test_a_bad_preset_is_refused(content, message, tmp_path):
     path = tmp_path / "preset.py"
     if content is not None:
@@ -82,57 +96,151 @@ def test_a_bad_preset_is_refused(content, message, tmp_path):
         load_preset(path)
 
 
-@pytest.mark.parametrize(("option", "value", "message"), [
-    ("--steps", 0, "steps must be at least 1: got 0"),
-    ("--seed", -1, "seed must be at least 0: got -1"),
-    ("--seed", 2**31, "seed must be at most 2147483647: got 2147483648"),
-    ("--data.validation_fraction", 0.0, "data.validation_fraction must be above 0 where eval.every is not 0"),
-    ("--optimizer.learning_rate", "nan", "optimizer.learning_rate must be at least 0 and finite: got nan"),
-    ("--optimizer.clip_norm", 0.0, "optimizer.clip_norm must be above 0"),
-    ("--optimizer.decay_floor", 1.5, "optimizer.decay_floor must be 0 to 1"),
-    ("--eval.sample_tokens", 256, "eval.sample_tokens must be below data.sequence_length"),
-    ("--model.logit_softcap", 0.0, "model.logit_softcap must be above 0, or None"),
-    ("--model.rope_low_frequency", 4.0, "model.rope_low_frequency must be below model.rope_high_frequency=4.0"),
-    ("--model.rope_theta", "inf", "model.rope_theta must be above 0 and finite: got inf"),
-    ("--optimizer.ema_decay", 1.0, "optimizer.ema_decay must be at least 0 and below 1: got 1.0"),
-    ("--optimizer.master_copies", True, "must be False where model.param_dtype=float32, which needs no copies"),
-    ("--skip.spike_factor", 0.5, "skip.spike_factor must be 0, or above 1: got 0.5"),
-    ("--data.separator", 256, "data.separator must be a token below model.vocab_size=256: got 256"),
-    ("--resume", "yesterday", "--resume must be latest, none, or the step of a checkpoint: got yesterday"),
-    ("--resume", "\u00b2", "--resume must be latest, none, or the step of a checkpoint: got \u00b2"),
-    ("--resume", "9" * 5000, "--resume must be latest, none, or the step of a checkpoint: got 9{200}[.]{3}$"),
-    ("--mesh.cpu_devices", 10**6, "mesh.cpu_devices must be at most 9216, the chips of the largest TPU slice"),
-    ("--data.batch_size", 10**11, "data.batch_size must be at most 2147483647, as devices count in int32"),
-    ("--data.batch_size", 10**8, "data.batch_size must be at most 16777215 where data.sequence_length=128"),
-    ("--model.layers", 2**31, "model.layers must be at most 2147483647"),
-    ("--workdir", "caf\udce9", r"workdir must be a text in UTF-8 without zero bytes: got 'caf.udce9'"),
-    ("--data.path", "a\0b", "data.path must be a text in UTF-8 without zero bytes"),
-    ("--checkpoint.folder", "~nobody_has_this_name/a", "checkpoint.folder must be in the home folder of a user that"),
-    ("--workdir", "", "workdir must be a folder"),
-    ("--workdir", "gs://a/run", "workdir must be a folder of this machine, .*--checkpoint.folder may be gs"),
-    ("--checkpoint.folder", "s3://a/run", "checkpoint.folder must be .*, or gs://bucket/folder: got 's3://a/run'"),
-    ("--checkpoint.folder", "gs://bucket", "checkpoint.folder must be .*, or gs://bucket/folder: got 'gs://buck"),
-    ("--init_from", "gs://bucket/run", "init_from=gs://bucket/run needs the package gcsfs"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--steps", 0, "steps must be at least 1: got 0"),
+        ("--seed", -1, "seed must be at least 0: got -1"),
+        ("--seed", 2**31, "seed must be at most 2147483647: got 2147483648"),
+        (
+            "--data.validation_fraction",
+            0.0,
+            "data.validation_fraction must be above 0 where eval.every is not 0",
+        ),
+        (
+            "--optimizer.learning_rate",
+            "nan",
+            "optimizer.learning_rate must be at least 0 and finite: got nan",
+        ),
+        ("--optimizer.clip_norm", 0.0, "optimizer.clip_norm must be above 0"),
+        ("--optimizer.decay_floor", 1.5, "optimizer.decay_floor must be 0 to 1"),
+        ("--eval.sample_tokens", 256, "eval.sample_tokens must be below data.sequence_length"),
+        ("--model.logit_softcap", 0.0, "model.logit_softcap must be above 0, or None"),
+        (
+            "--model.rope_low_frequency",
+            4.0,
+            "model.rope_low_frequency must be below model.rope_high_frequency=4.0",
+        ),
+        ("--model.rope_theta", "inf", "model.rope_theta must be above 0 and finite: got inf"),
+        (
+            "--optimizer.ema_decay",
+            1.0,
+            "optimizer.ema_decay must be at least 0 and below 1: got 1.0",
+        ),
+        (
+            "--optimizer.master_copies",
+            True,
+            "must be False where model.param_dtype=float32, which needs no copies",
+        ),
+        ("--skip.spike_factor", 0.5, "skip.spike_factor must be 0, or above 1: got 0.5"),
+        (
+            "--data.separator",
+            256,
+            "data.separator must be a token below model.vocab_size=256: got 256",
+        ),
+        (
+            "--resume",
+            "yesterday",
+            "--resume must be latest, none, or the step of a checkpoint: got yesterday",
+        ),
+        (
+            "--resume",
+            "\u00b2",
+            "--resume must be latest, none, or the step of a checkpoint: got \u00b2",
+        ),
+        (
+            "--resume",
+            "9" * 5000,
+            "--resume must be latest, none, or the step of a checkpoint: got 9{200}[.]{3}$",
+        ),
+        (
+            "--mesh.cpu_devices",
+            10**6,
+            "mesh.cpu_devices must be at most 9216, the chips of the largest TPU slice",
+        ),
+        (
+            "--data.batch_size",
+            10**11,
+            "data.batch_size must be at most 2147483647, as devices count in int32",
+        ),
+        (
+            "--data.batch_size",
+            10**8,
+            "data.batch_size must be at most 16777215 where data.sequence_length=128",
+        ),
+        ("--model.layers", 2**31, "model.layers must be at most 2147483647"),
+        (
+            "--workdir",
+            "caf\udce9",
+            r"workdir must be a text in UTF-8 without zero bytes: got 'caf.udce9'",
+        ),
+        ("--data.path", "a\0b", "data.path must be a text in UTF-8 without zero bytes"),
+        (
+            "--checkpoint.folder",
+            "~nobody_has_this_name/a",
+            "checkpoint.folder must be in the home folder of a user that",
+        ),
+        ("--workdir", "", "workdir must be a folder"),
+        (
+            "--workdir",
+            "gs://a/run",
+            "workdir must be a folder of this machine, .*--checkpoint.folder may be gs",
+        ),
+        (
+            "--checkpoint.folder",
+            "s3://a/run",
+            "checkpoint.folder must be .*, or gs://bucket/folder: got 's3://a/run'",
+        ),
+        (
+            "--checkpoint.folder",
+            "gs://bucket",
+            "checkpoint.folder must be .*, or gs://bucket/folder: got 'gs://buck",
+        ),
+        ("--init_from", "gs://bucket/run", "init_from=gs://bucket/run needs the package gcsfs"),
+    ],
+)
 def test_a_value_out_of_range_is_refused(option, value, message, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # gcsfs may be installed
     with pytest.raises(InputError, match=message):
         parse([str(DEFAULT_PRESET), option, str(value)])
 
 
-@pytest.mark.parametrize(("field", "value", "message"), [
-    ("steps", "'12'", "steps must be an integer: got '12'"),
-    ("steps", "True", "steps must be an integer: got True"),
-    ("steps", "12.5", "steps must be an integer: got 12.5"),
-    ("steps", "10**5000", "steps must be at most 2147483647: got a value of type int, which cannot be printed"),
-    ("seed", "__import__('numpy').int64(1)", "seed must be an integer"),
-    ("mesh", "{'data': 2}", "mesh must be a MeshConfig: got {'data': 2}"),
-    ("data", "DataConfig(batch_size=None)", "data.batch_size must be an integer: got None"),
-    ("data", "DataConfig(sources=(('a', 'b'),))", r"data.sources must be a tuple, each element a tuple \(a string, "),
-    ("optimizer", "OptimizerConfig(schedule='Cosine')", "optimizer.schedule must be one of cosine, linear, wsd, const"),
-    ("optimizer", "OptimizerConfig(clip_norm='1')", "optimizer.clip_norm must be a number: got '1'"),
-    ("report", "ReportConfig(peak_tflops=False)", "report.peak_tflops must be a number or None: got False"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("steps", "'12'", "steps must be an integer: got '12'"),
+        ("steps", "True", "steps must be an integer: got True"),
+        ("steps", "12.5", "steps must be an integer: got 12.5"),
+        (
+            "steps",
+            "10**5000",
+            "steps must be at most 2147483647: got a value of type int, which cannot be printed",
+        ),
+        ("seed", "__import__('numpy').int64(1)", "seed must be an integer"),
+        ("mesh", "{'data': 2}", "mesh must be a MeshConfig: got {'data': 2}"),
+        ("data", "DataConfig(batch_size=None)", "data.batch_size must be an integer: got None"),
+        (
+            "data",
+            "DataConfig(sources=(('a', 'b'),))",
+            r"data.sources must be a tuple, each element a tuple \(a string, ",
+        ),
+        (
+            "optimizer",
+            "OptimizerConfig(schedule='Cosine')",
+            "optimizer.schedule must be one of cosine, linear, wsd, const",
+        ),
+        (
+            "optimizer",
+            "OptimizerConfig(clip_norm='1')",
+            "optimizer.clip_norm must be a number: got '1'",
+        ),
+        (
+            "report",
+            "ReportConfig(peak_tflops=False)",
+            "report.peak_tflops must be a number or None: got False",
+        ),
+    ],
+)
 def test_a_preset_is_checked_by_types_like_the_command_line(field, value, message, tmp_path):
     path, given = tmp_path / "preset.py", {"workdir": "'run'", "steps": "3", field: value}
     fields = ", ".join(f"{name}={text}" for name, text in given.items())
@@ -143,16 +251,25 @@ def test_a_preset_is_checked_by_types_like_the_command_line(field, value, messag
 
 def test_an_integer_stands_for_a_number(tmp_path):
     path = tmp_path / "preset.py"
-    path.write_text("from train.config import *\ndef one(): return Config('run', 3, skip=SkipConfig(spike_factor=4))\n")
+    path.write_text(
+        "from train.config import *\ndef one(): return Config('run', 3, "
+        "skip=SkipConfig(spike_factor=4))\n"
+    )
     assert parse([str(path)]).config.skip.spike_factor == 4
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ("[" * 5000 + "]" * 5000, "is nested too deeply"),
-    ('{"steps": "12", "workdir": "run"}', "config.json: steps must be an integer: got '12'"),
-    ('{"steps": 12, "workdir": "run", "mesh": [1]}', r"cannot be read \(MeshConfig must be an object: got \[1\]\)"),
-    ('{"steps": 12}', "missing 1 required positional argument: 'workdir'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[" * 5000 + "]" * 5000, "is nested too deeply"),
+        ('{"steps": "12", "workdir": "run"}', "config.json: steps must be an integer: got '12'"),
+        (
+            '{"steps": 12, "workdir": "run", "mesh": [1]}',
+            r"cannot be read \(MeshConfig must be an object: got \[1\]\)",
+        ),
+        ('{"steps": 12}', "missing 1 required positional argument: 'workdir'"),
+    ],
+)
 def test_a_configuration_that_is_not_one_is_refused(content, message, tmp_path):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(InputError, match=message):
@@ -163,19 +280,26 @@ def test_a_relative_folder_in_a_folder_whose_name_is_no_utf8_is_refused(tmp_path
     folder = os.fsencode(tmp_path) + b"/caf\xe9"
     os.mkdir(folder)
     monkeypatch.chdir(folder)
-    with pytest.raises(InputError, match=r"workdir must be in a folder whose name is text in UTF-8: got .*udce9/run'"):
+    with pytest.raises(
+        InputError,
+        match=r"workdir must be in a folder whose name is text in UTF-8: got .*udce9/run'",
+    ):
         parse(["--workdir", "run"])
 
 
 def run_script(*options: str) -> tuple[subprocess.CompletedProcess, float]:
-    """Runs the script in a process of its own; returns its result and the processor time that it took, in seconds."""
+    """Runs the script in a process of its own; returns its result and the processor time that it
+    took, in seconds.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-@pytest.mark.parametrize("options", [["--nope"], ["--steps", "0"], ["--workdir", "ftp://host/run"]], ids=str)
+@pytest.mark.parametrize(
+    "options", [["--nope"], ["--steps", "0"], ["--workdir", "ftp://host/run"]], ids=str
+)
 def test_a_mistake_is_reported_within_a_second(options):
     done, seconds = run_script(*options)
     assert (done.returncode, done.stdout) == (2, "")
@@ -197,5 +321,7 @@ def test_the_help_of_one_section_is_shown_alone(capsys):
     assert exit_info.value.code == 0
     assert "--optimizer.ema_decay" in shown
     assert "--model.layers" not in shown
-    with pytest.raises(InputError, match=r"--help takes one of the sections mesh, model, data, .*: got models"):
+    with pytest.raises(
+        InputError, match=r"--help takes one of the sections mesh, model, data, .*: got models"
+    ):
         parse(["--help", "models"])

@@ -13,7 +13,11 @@ PRESETS = sorted(path for path in (ROOT / "configs").glob("*.py") if path.name !
 
 def rows():
     """Returns the table of presets of docs/train.md: (model, devices) by the file of a preset."""
-    found = re.findall(r"^\| `(configs/\w+\.py)` \| (.*?) \| (.*) \|$", (ROOT / "docs" / "train.md").read_text(), re.M)
+    found = re.findall(
+        r"^\| `(configs/\w+\.py)` \| (.*?) \| (.*) \|$",
+        (ROOT / "docs" / "train.md").read_text(),
+        re.M,
+    )
     return {name: (model, devices) for name, model, devices in found}
 
 
@@ -28,7 +32,12 @@ def test_the_table_has_the_sizes_of_the_preset(path):
     assert f"{config.model.layers} layer" in model
     assert f"width {config.model.width}" in model
     assert (f"{config.model.experts} experts" in model) == bool(config.model.experts)
-    vocabulary = "bytes" if config.model.vocab_size == 256 else f"{config.model.vocab_size:,} tokens"
+    vocabulary = (
+        "bytes" if config.model.vocab_size == 256 else f"{config.model.vocab_size:,} tokens"
+    )
     assert vocabulary in model
     if config.mesh.platform == "cpu" and config.mesh.context == 1:
-        assert f"{config.mesh.cpu_devices} simulated CPU devices, {config.mesh.data} x {config.mesh.model}" in devices
+        assert (
+            f"{config.mesh.cpu_devices} simulated CPU devices, {config.mesh.data} x "
+            f"{config.mesh.model}" in devices
+        )

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flaxasync as fa
-from train.data.batches import TrainingBatches, ValidationBatches, Windows, segment_ids, share_of_batch, split
+from train.data.batches import (
+    TrainingBatches,
+    ValidationBatches,
+    Windows,
+    segment_ids,
+    share_of_batch,
+    split,
+)
 from train.data.corpus import Corpus, open_corpora
 from train.lifecycle.errors import InputError
 from train.step.evaluation import Evaluation
@@ -47,13 +54,19 @@ def take(batches, count):
     return [np.asarray(tokens) for tokens, _ in (next(batches) for _ in range(count))]
 
 
-@pytest.mark.parametrize(("context", "spec"), [(1, jax.P("data", None)), (4, jax.P("data", "context"))])
-def test_targets_are_the_next_tokens_sharded_and_in_the_order_of_the_mesh(context, spec, config, windows, replace):
+@pytest.mark.parametrize(
+    ("context", "spec"), [(1, jax.P("data", None)), (4, jax.P("data", "context"))]
+)
+def test_targets_are_the_next_tokens_sharded_and_in_the_order_of_the_mesh(
+    context, spec, config, windows, replace
+):
     config = replace(config, mesh={"data": 2, "context": context, "model": 4 // context})
     mesh = make_mesh(config.mesh)
     tokens, targets = next(training(windows, config, mesh))
     back = np.argsort(fa.sequence_order("zigzag", 16, context))
-    np.testing.assert_array_equal(np.asarray(tokens)[:, back][:, 1:], np.asarray(targets)[:, back][:, :-1])
+    np.testing.assert_array_equal(
+        np.asarray(tokens)[:, back][:, 1:], np.asarray(targets)[:, back][:, :-1]
+    )
     assert np.array_equal(back, np.arange(16)) == (context == 1)
     assert tokens.shape == (4, 16)
     assert tokens.dtype == targets.dtype == np.int32
@@ -62,17 +75,27 @@ def test_targets_are_the_next_tokens_sharded_and_in_the_order_of_the_mesh(contex
 
 def test_the_seed_alone_determines_the_order(config, mesh, windows):
     """It is the same each time and on another mesh."""
-    other_mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-    first, again, elsewhere = (take(training(windows, config, on), 5) for on in (mesh, mesh, other_mesh))
+    other_mesh = jax.make_mesh(
+        (4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
+    )
+    first, again, elsewhere = (
+        take(training(windows, config, on), 5) for on in (mesh, mesh, other_mesh)
+    )
     np.testing.assert_array_equal(first, again)
     np.testing.assert_array_equal(first, elsewhere)
     other = take(training(windows, dataclasses.replace(config, seed=1), mesh), 5)
     assert not np.array_equal(first, other)
 
 
-@given(data=st.sampled_from([1, 2, 4, 8]), model=st.sampled_from([1, 2, 4]), processes=st.sampled_from([1, 2, 4, 8]))
+@given(
+    data=st.sampled_from([1, 2, 4, 8]),
+    model=st.sampled_from([1, 2, 4]),
+    processes=st.sampled_from([1, 2, 4, 8]),
+)
 def test_each_process_loads_the_rows_that_its_devices_hold(data, model, processes):
-    """Devices belong to processes in order, row by row of the mesh, as `jax.make_mesh` arranges them."""
+    """Devices belong to processes in order, row by row of the mesh, as `jax.make_mesh` arranges
+    them.
+    """
     if data * model % processes:
         return
     each, shard_rows = data * model // processes, 3
@@ -84,8 +107,12 @@ def test_each_process_loads_the_rows_that_its_devices_hold(data, model, processe
         sequences = list(range(data * shard_rows))[first::stride]
         assert len(sequences) == len(starts) * shard_rows
         loaded.setdefault(min(starts), sequences)
-        assert loaded[min(starts)] == sequences, "processes with the same rows must load the same sequences"
-    assert sorted(sequence for part in loaded.values() for sequence in part) == list(range(data * shard_rows))
+        assert loaded[min(starts)] == sequences, (
+            "processes with the same rows must load the same sequences"
+        )
+    assert sorted(sequence for part in loaded.values() for sequence in part) == list(
+        range(data * shard_rows)
+    )
 
 
 def test_each_epoch_has_every_window_once_in_its_own_order(config, mesh):
@@ -122,7 +149,9 @@ def test_data_that_is_too_short_is_refused(config, replace):
     def corpus(size):
         return {"data": Corpus("here", np.zeros(size, np.uint8), is_text=True)}
 
-    with pytest.raises(InputError, match=r"one sequence of data.sequence_length \+ 1 = 17 tokens: here has 16"):
+    with pytest.raises(
+        InputError, match=r"one sequence of data.sequence_length \+ 1 = 17 tokens: here has 16"
+    ):
         split(corpus(16), config)
     with pytest.raises(InputError, match="leaves 9 of 17 tokens for training"):
         split(corpus(17), replace(config, data={"validation_fraction": 0.49}))
@@ -134,7 +163,8 @@ def test_data_that_is_too_short_is_refused(config, replace):
 def test_a_batch_of_another_size_continues_the_same_sequences(config, mesh, windows, replace):
     whole = np.concatenate(take(training(windows, config, mesh), 6))
     first, second = (
-        TrainingBatches({"data": windows[0]}, replace(config, data={"batch_size": size}), mesh) for size in (4, 8)
+        TrainingBatches({"data": windows[0]}, replace(config, data={"batch_size": size}), mesh)
+        for size in (4, 8)
     )
     begun = take(first, 2)
     second.set_state(first.get_state())
@@ -144,7 +174,9 @@ def test_a_batch_of_another_size_continues_the_same_sequences(config, mesh, wind
 
 
 def test_several_sources_are_mixed_by_their_weights(config, mesh, replace):
-    sources = {name: Windows(np.full(17 * 64, value, np.uint8), 16) for name, value in (("a", 1), ("b", 2))}
+    sources = {
+        name: Windows(np.full(17 * 64, value, np.uint8), 16) for name, value in (("a", 1), ("b", 2))
+    }
     config = replace(config, data={"sources": (("a", "", 3.0), ("b", "", 1.0))})
     taken = np.concatenate(take(TrainingBatches(sources, config, mesh), 10))[:, 0]
     assert (taken == 1).sum() == 30
@@ -157,7 +189,9 @@ def test_segment_ids_count_the_documents_that_have_ended():
 
 
 @pytest.mark.parametrize("part", ["training", "validation"])
-def test_a_token_that_is_no_longer_in_the_vocabulary_ends_the_run(part, config, tmp_path, replace, mesh):
+def test_a_token_that_is_no_longer_in_the_vocabulary_ends_the_run(
+    part, config, tmp_path, replace, mesh
+):
     """The file is written in place, after its tokens were checked and while it is mapped."""
     path = tmp_path / "a.bin"
     np.full(8000, 7, np.uint16).tofile(path)
@@ -171,7 +205,9 @@ def test_a_token_that_is_no_longer_in_the_vocabulary_ends_the_run(part, config, 
     mapped.flush()
     if part == "validation":
         batches = iter(ValidationBatches(validation["data"], config, mesh))
-    with pytest.raises(InputError, match=r"data.path: .*a.bin must stay as it is while a run reads it"):
+    with pytest.raises(
+        InputError, match=r"data.path: .*a.bin must stay as it is while a run reads it"
+    ):
         take(batches, 12)  # some were read ahead
     with pytest.raises(InputError, match="must stay as it is"):
         corpora["data"].require_unchanged()
@@ -187,6 +223,8 @@ def test_the_file_of_an_evaluation_set_is_compared_as_well(config, tmp_path, rep
         each.corpus.require_unchanged()
     with open(path, "r+b") as file:
         file.write(b"another")
-    with pytest.raises(InputError, match=r"the path of held_out in eval.sets: .*held_out.txt must stay as it is"):
+    with pytest.raises(
+        InputError, match=r"the path of held_out in eval.sets: .*held_out.txt must stay as it is"
+    ):
         windows["held_out"].corpus.require_unchanged()
     windows["validation"].corpus.require_unchanged()

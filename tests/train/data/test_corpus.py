@@ -1,4 +1,6 @@
-"""Tests of train/data/corpus.py: the sources of tokens, the data that is refused, and data at a URL."""
+"""Tests of train/data/corpus.py: the sources of tokens, the data that is refused, and data at a
+URL.
+"""
 
 import os
 import re
@@ -39,7 +41,13 @@ def test_a_text_file_is_mapped_as_bytes(tmp_path):
 
 def test_the_files_of_a_folder_are_joined_in_the_order_of_their_paths(tmp_path):
     (tmp_path / "b").mkdir()
-    for name, content in {"b/x.md": "2", "c.txt": "3", "a.txt": "1", ".hidden": "no", "empty.txt": ""}.items():
+    for name, content in {
+        "b/x.md": "2",
+        "c.txt": "3",
+        "a.txt": "1",
+        ".hidden": "no",
+        "empty.txt": "",
+    }.items():
         (tmp_path / name).write_text(content)
     assert open_path(tmp_path).tokens.tobytes() == b"1\n2\n3"
 
@@ -116,7 +124,9 @@ def test_a_file_is_fetched_once_for_each_version(location, cache):
     assert not list(cache.glob("*.tmp"))
 
 
-def test_files_in_the_cache_that_are_not_what_was_fetched_are_fetched_again(location, cache, capsys):
+def test_files_in_the_cache_that_are_not_what_was_fetched_are_fetched_again(
+    location, cache, capsys
+):
     content = {"a.txt": b"a" * 100, "more/b.txt": b"b", "empty.txt": b""}
     for name, text in content.items():
         write(f"{location}/{name}", text)
@@ -136,10 +146,13 @@ def test_files_in_the_cache_that_are_not_what_was_fetched_are_fetched_again(loca
     ):
         change()
         assert fetch(location, "data.path") == folder
-        found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.txt")}
+        found = {
+            path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.txt")
+        }
         assert found == content
         assert re.fullmatch(
-            r"warning: \S+ was not what was fetched from \S+; it was fetched again\n", capsys.readouterr().err
+            r"warning: \S+ was not what was fetched from \S+; it was fetched again\n",
+            capsys.readouterr().err,
         )
         fetch(location, "data.path")
         assert capsys.readouterr().err == ""
@@ -151,7 +164,10 @@ def test_an_object_of_a_store_that_leads_out_of_the_cache_is_refused(name, locat
     store.pipe(f"{root}/a.txt", b"text")
     store.store[f"{root}/{name}"] = store.store[f"{root}/a.txt"]
     before = sorted(cache.rglob("*"))
-    with pytest.raises(InputError, match=r"data.path=memory://.* cannot be read: ValueError: it has an object with a"):
+    with pytest.raises(
+        InputError,
+        match=r"data.path=memory://.* cannot be read: ValueError: it has an object with a",
+    ):
         fetch(f"{location}/texts", "data.path")
     assert sorted(cache.rglob("*")) == before
 
@@ -159,7 +175,10 @@ def test_an_object_of_a_store_that_leads_out_of_the_cache_is_refused(name, locat
 def test_a_fetch_that_is_cut_off_is_not_taken_for_the_data(location, cache, monkeypatch):
     write(f"{location}/texts/a.txt", b"a")
     write(f"{location}/texts/more/b.txt", b"b")
-    get, errors = type(STORE).get_file, [ConnectionError("the network is down"), PermissionError("no rights")]
+    get, errors = (
+        type(STORE).get_file,
+        [ConnectionError("the network is down"), PermissionError("no rights")],
+    )
 
     def refuse(self, name, path, **options):
         if name.endswith("b.txt") and errors:
@@ -169,16 +188,25 @@ def test_a_fetch_that_is_cut_off_is_not_taken_for_the_data(location, cache, monk
     monkeypatch.setattr(type(STORE), "get_file", refuse)
     with pytest.raises(StorageError, match="did not answer: ConnectionError: the network is down"):
         fetch(f"{location}/texts/", "data.path")
-    with pytest.raises(InputError, match=r"data.path=memory://.* cannot be read: PermissionError: no rights"):
+    with pytest.raises(
+        InputError, match=r"data.path=memory://.* cannot be read: PermissionError: no rights"
+    ):
         fetch(f"{location}/texts/", "data.path")
     assert not list(cache.iterdir())
     folder = fetch(f"{location}/texts/", "data.path")
-    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*.txt")} == {"a.txt", "more/b.txt"}
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*.txt")} == {
+        "a.txt",
+        "more/b.txt",
+    }
 
 
 def test_a_corpus_at_a_url_is_read_as_a_local_one(location):
     write(f"{location}/tokens.bin", np.arange(100, dtype=np.uint16).tobytes())
     opened = open_source(f"{location}/tokens.bin", DataConfig(), vocab_size=100)
-    assert (opened.name, opened.is_text, opened.tokens.tolist()) == (f"{location}/tokens.bin", False, list(range(100)))
+    assert (opened.name, opened.is_text, opened.tokens.tolist()) == (
+        f"{location}/tokens.bin",
+        False,
+        list(range(100)),
+    )
     with pytest.raises(InputError, match=f"there is no {location}/nothing"):
         open_source(f"{location}/nothing", DataConfig(), vocab_size=100)

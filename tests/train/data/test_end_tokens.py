@@ -1,4 +1,6 @@
-"""Which token separates documents, for the settings of well-known models: never one that ends turns of a chat."""
+"""Which token separates documents, for the settings of well-known models: never one that ends turns
+of a chat.
+"""
 
 import json
 
@@ -11,13 +13,27 @@ from train.lifecycle.errors import InputError
 
 QWEN3 = "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{%- endfor %}"
 LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>' + m.content }}"
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>' "
+    "+ m.content }}"
     "{% if m.tool %}<|eom_id|>{% else %}<|eot_id|>{% endif %}{% endfor %}"
 )
-GEMMA = "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m.content }}<end_of_turn>{% endfor %}"
-MIXTRAL = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{{ m.answer + eos_token }}{% endfor %}"
-TEXTS = {1: "<|im_end|>", 2: "<|endoftext|>", 3: "<|end_of_text|>", 4: "<|eom_id|>", 5: "<|eot_id|>", 6: "<eos>",
-         7: "<end_of_turn>", 8: "</s>"}  # fmt: skip
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m.content }}<end_of_turn>{% endfor %}"
+)
+MIXTRAL = (
+    "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{{ m.answer + "
+    "eos_token }}{% endfor %}"
+)
+TEXTS = {
+    1: "<|im_end|>",
+    2: "<|endoftext|>",
+    3: "<|end_of_text|>",
+    4: "<|eom_id|>",
+    5: "<|eot_id|>",
+    6: "<eos>",
+    7: "<end_of_turn>",
+    8: "</s>",
+}
 
 
 @pytest.mark.parametrize(("config", "generation", "eos", "template", "separator", "stops"), [
@@ -36,7 +52,9 @@ def test_the_separator_ends_no_turn(config, generation, eos, template, separator
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos, "chat_template": template}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": eos, "chat_template": template})
+    )
     chosen = choose_separator(read_token_files(tmp_path, vocab_size=10, texts=TEXTS))
     assert (chosen.separator, chosen.stops) == (separator, stops)
     if separator is not None and template:
@@ -46,33 +64,62 @@ def test_the_separator_ends_no_turn(config, generation, eos, template, separator
 
 def test_the_choice_is_said():
     files = TokenFiles((1, 2), TEXTS, {}, (QWEN3,))
-    said = "token 2 (<|endoftext|>) ends documents; token 1 (<|im_end|>) can end a turn of its chat template"
+    said = (
+        "token 2 (<|endoftext|>) ends documents; token 1 (<|im_end|>) can end a turn of its "
+        "chat template"
+    )
     assert choose_separator(files).reason == said
     assert choose_separator(TokenFiles((1,), TEXTS, {}, (QWEN3,))).reason == (
-        "none, as token 1 (<|im_end|>) can end a turn of its chat template; --separator TOKEN names another one"
+        "none, as token 1 (<|im_end|>) can end a turn of its chat template; --separator TOKEN "
+        "names another one"
     )
-    assert choose_separator(TokenFiles((2,), TEXTS, {}, ())).reason == "token 2 (<|endoftext|>) ends documents"
-    assert choose_separator(TokenFiles((), TEXTS, {}, ())).reason == "none, as no file names a token that ends a text"
+    assert (
+        choose_separator(TokenFiles((2,), TEXTS, {}, ())).reason
+        == "token 2 (<|endoftext|>) ends documents"
+    )
+    assert (
+        choose_separator(TokenFiles((), TEXTS, {}, ())).reason
+        == "none, as no file names a token that ends a text"
+    )
 
 
 def test_a_token_that_is_named_is_taken():
     files = TokenFiles((1, 2), TEXTS, {}, (QWEN3,))
     chosen = choose_separator(files, 1)
     assert (chosen.separator, chosen.stops) == (1, (2,))
-    assert chosen.reason.endswith("says, though the chat template uses it: no turn sees the one before it")
-    assert choose_separator(files, 7).reason == "token 7 (<end_of_turn>) ends documents, as --separator says"
+    assert chosen.reason.endswith(
+        "says, though the chat template uses it: no turn sees the one before it"
+    )
+    assert (
+        choose_separator(files, 7).reason
+        == "token 7 (<end_of_turn>) ends documents, as --separator says"
+    )
     assert choose_separator(files, "none").separator is None
     assert choose_separator(files, "none").stops == (1, 2)
 
 
-@pytest.mark.parametrize(("name", "content"), [
-    ("chat_template.jinja", QWEN3),
-    ("additional_chat_templates/tools.jinja", QWEN3),
-    ("chat_template.json", json.dumps({"chat_template": QWEN3})),
-    ("tokenizer_config.json", json.dumps({"chat_template": [{"name": "default", "template": QWEN3}]})),
-    ("tokenizer_config.json", json.dumps({"chat_template": "{{ eos_token }}", "eos_token": {"content": "<|im_end|>"}})),
-    ("tokenizer_config.json", json.dumps({"chat_template": "{{end}}" + QWEN3, "added_tokens_decoder": {"1": {}}})),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("chat_template.jinja", QWEN3),
+        ("additional_chat_templates/tools.jinja", QWEN3),
+        ("chat_template.json", json.dumps({"chat_template": QWEN3})),
+        (
+            "tokenizer_config.json",
+            json.dumps({"chat_template": [{"name": "default", "template": QWEN3}]}),
+        ),
+        (
+            "tokenizer_config.json",
+            json.dumps(
+                {"chat_template": "{{ eos_token }}", "eos_token": {"content": "<|im_end|>"}}
+            ),
+        ),
+        (
+            "tokenizer_config.json",
+            json.dumps({"chat_template": "{{end}}" + QWEN3, "added_tokens_decoder": {"1": {}}}),
+        ),
+    ],
+)
 def test_every_place_of_a_template_is_read(name, content, tmp_path):
     (tmp_path / "config.json").write_text('{"eos_token_id": [1, 2]}')
     (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -80,10 +127,16 @@ def test_every_place_of_a_template_is_read(name, content, tmp_path):
     assert choose_separator(read_token_files(tmp_path, vocab_size=10, texts=TEXTS)).separator == 2
 
 
-@pytest.mark.parametrize(("name", "content"), [
-    ("tokenizer_config.json", {"added_tokens_decoder": {"1": {"content": "<|im_end|>"}, "2": {"content": "<e>"}}}),
-    ("added_tokens.json", {"<|im_end|>": 1, "<e>": 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"1": {"content": "<|im_end|>"}, "2": {"content": "<e>"}}},
+        ),
+        ("added_tokens.json", {"<|im_end|>": 1, "<e>": 2}),
+    ],
+)
 def test_texts_are_known_without_a_tokenizer(name, content, tmp_path):
     (tmp_path / "config.json").write_text('{"eos_token_id": [1, 2]}')
     (tmp_path / "chat_template.jinja").write_text(QWEN3)
@@ -93,17 +146,36 @@ def test_texts_are_known_without_a_tokenizer(name, content, tmp_path):
     assert choose_separator(read_token_files(tmp_path, vocab_size=10, texts={})).separator == 2
 
 
-@pytest.mark.parametrize(("name", "content", "message"), [
-    ("config.json", '{"eos_token_id": "</s>"}', "must be a token or a list of tokens: got '</s>'"),
-    ("config.json", '{"eos_token_id": [true]}', r"must be a token or a list of tokens: got \[True\]"),
-    ("config.json", '{"bos_token_id": 10}', "bos_token_id of .* must be a token below vocab_size=10: got 10"),
-    ("generation_config.json", '{"pad_token_id": 4000000000}', "pad_token_id of .*generation_config.json must be"),
-    ("generation_config.json", "[]", r"generation_config.json must be a JSON object: got \[\]"),
-    ("generation_config.json", "[" * 10**5, "generation_config.json is nested too deeply"),
-    ("tokenizer_config.json", "5" * 5000, "an integer has 5,000 digits"),
-    ("added_tokens.json", b"\xff", "added_tokens.json is not text in UTF-8"),
-    ("chat_template.jinja", b"\xff", "chat_template.jinja must be text in UTF-8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "config.json",
+            '{"eos_token_id": "</s>"}',
+            "must be a token or a list of tokens: got '</s>'",
+        ),
+        (
+            "config.json",
+            '{"eos_token_id": [true]}',
+            r"must be a token or a list of tokens: got \[True\]",
+        ),
+        (
+            "config.json",
+            '{"bos_token_id": 10}',
+            "bos_token_id of .* must be a token below vocab_size=10: got 10",
+        ),
+        (
+            "generation_config.json",
+            '{"pad_token_id": 4000000000}',
+            "pad_token_id of .*generation_config.json must be",
+        ),
+        ("generation_config.json", "[]", r"generation_config.json must be a JSON object: got \[\]"),
+        ("generation_config.json", "[" * 10**5, "generation_config.json is nested too deeply"),
+        ("tokenizer_config.json", "5" * 5000, "an integer has 5,000 digits"),
+        ("added_tokens.json", b"\xff", "added_tokens.json is not text in UTF-8"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja must be text in UTF-8"),
+    ],
+)
 def test_files_that_cannot_be_read_are_refused(name, content, message, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -1,4 +1,6 @@
-"""Tests of train/data/mapped_files.py: a file that changes while a run reads it is noticed before anything is saved."""
+"""Tests of train/data/mapped_files.py: a file that changes while a run reads it is noticed before
+anything is saved.
+"""
 
 import os
 import time
@@ -58,20 +60,31 @@ def write_through_a_map(path):
     shared.flush()
 
 
-CHANGES = (overwrite, grow, overwrite_and_restore, overwrite_and_set_the_time_back, write_through_a_map)
+CHANGES = (
+    overwrite,
+    grow,
+    overwrite_and_restore,
+    overwrite_and_set_the_time_back,
+    write_through_a_map,
+)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_file_that_was_written_is_refused(change, mapped, path):
     mapped.require_unchanged("data.path")
     change(path)
-    says = rf"^data.path: {path} must stay as it is while a run reads it: it had .*200 bytes, written on 2001-09-09 at "
+    says = (
+        rf"^data.path: {path} must stay as it is while a run reads it: it had .*200 bytes, "
+        rf"written on 2001-09-09 at "
+    )
     with pytest.raises(InputError, match=says):
         mapped.require_unchanged("data.path")
 
 
 def test_what_does_not_change_the_content_is_allowed(mapped, path, tmp_path):
-    """Others may rename, link or protect the file, and put another one in its place, which the map is not of."""
+    """Others may rename, link or protect the file, and put another one in its place, which the map
+    is not of.
+    """
     first = mapped.tokens.copy()
     for change in (
         lambda: path.chmod(0o400),

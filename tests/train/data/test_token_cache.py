@@ -1,4 +1,6 @@
-"""Tests of train/data/token_cache.py: whatever happens to a file of tokens, a run gets the right ones or is refused."""
+"""Tests of train/data/token_cache.py: whatever happens to a file of tokens, a run gets the right
+ones or is refused.
+"""
 
 import json
 import os
@@ -55,7 +57,9 @@ def cache(made, tmp_path) -> Cache:
     return Cache(Path(shutil.copytree(made[0], tmp_path / "cache")))
 
 
-@pytest.mark.parametrize("left", [0.25, 0.5, 0, 2], ids=["a quarter", "half a token more", "nothing", "twice"])
+@pytest.mark.parametrize(
+    "left", [0.25, 0.5, 0, 2], ids=["a quarter", "half a token more", "nothing", "twice"]
+)
 def test_a_file_of_another_size_is_made_again(left, cache, expected, capsys):
     content = cache.file(".bin").read_bytes()
     size = int(len(content) * left) + (2 if left == 0.5 else 0)
@@ -119,7 +123,9 @@ def damage(cache: Cache, draw: random.Random) -> str:
         "grown": lambda: path.write_bytes(content + draw.randbytes(draw.randrange(1, 9000))),
         "grown to 2 TiB": lambda: os.truncate(path, 1 << 41),
         "a bit flipped": lambda: path.write_bytes(_flipped(content, position, draw)),
-        "a range zeroed": lambda: path.write_bytes(content[:position] + bytes(len(content) - position)),
+        "a range zeroed": lambda: path.write_bytes(
+            content[:position] + bytes(len(content) - position)
+        ),
         "other bytes": lambda: path.write_bytes(draw.randbytes(len(content))),
         "swapped halves": lambda: path.write_bytes(content[position:] + content[:position]),
         "removed": path.unlink,
@@ -130,11 +136,27 @@ def damage(cache: Cache, draw: random.Random) -> str:
         "a link to zeros": lambda: (path.unlink(), path.symlink_to("/dev/zero")),
         "a link to the text": lambda: (path.unlink(), path.symlink_to(cache.text)),
         "another record": lambda: path.with_suffix(".json").write_text(
-            draw.choice(["[" * 9999, '{"bytes": 4}', '{"bytes": "9", "hash": 1}', "[]", "9" * 5000, '{"bytes": true}'])
+            draw.choice(
+                [
+                    "[" * 9999,
+                    '{"bytes": 4}',
+                    '{"bytes": "9", "hash": 1}',
+                    "[]",
+                    "9" * 5000,
+                    '{"bytes": true}',
+                ]
+            )
         ),
-        "a record of other tokens": lambda: _write_whole(cache.file(".bin"), content[: position // 4 * 4 or 4], draw),
-        "a lock that is a folder": lambda: (path.with_suffix(".lock").unlink(), path.with_suffix(".lock").mkdir()),
-        "what a killed process left": lambda: path.with_suffix(".tmp").write_bytes(content[:position]),
+        "a record of other tokens": lambda: _write_whole(
+            cache.file(".bin"), content[: position // 4 * 4 or 4], draw
+        ),
+        "a lock that is a folder": lambda: (
+            path.with_suffix(".lock").unlink(),
+            path.with_suffix(".lock").mkdir(),
+        ),
+        "what a killed process left": lambda: path.with_suffix(".tmp").write_bytes(
+            content[:position]
+        ),
         "no folder": lambda: shutil.rmtree(path.parent),
         "a file for a folder": lambda: (shutil.rmtree(path.parent), path.parent.write_text("")),
     }
@@ -144,13 +166,19 @@ def damage(cache: Cache, draw: random.Random) -> str:
 
 
 def _flipped(content: bytearray, position: int, draw: random.Random) -> bytearray:
-    return content[:position] + bytes([content[position] ^ 1 << draw.randrange(8)]) + content[position + 1 :]
+    return (
+        content[:position]
+        + bytes([content[position] ^ 1 << draw.randrange(8)])
+        + content[position + 1 :]
+    )
 
 
 def _write_whole(path: Path, content: bytes, draw: random.Random) -> None:
     """Writes tokens of another size and a record of this size, with a hash that is not theirs."""
     path.write_bytes(content)
-    path.with_suffix(".json").write_text(json.dumps({"bytes": len(content), "hash": draw.randbytes(16).hex()}))
+    path.with_suffix(".json").write_text(
+        json.dumps({"bytes": len(content), "hash": draw.randbytes(16).hex()})
+    )
 
 
 @pytest.mark.slow
@@ -164,7 +192,11 @@ def test_after_random_damages_the_tokens_are_right_or_refused(made, tmp_path, ca
         done = damage(cache, draw)
         tokens = list[np.ndarray]()
         began = time.monotonic()
-        code = exit_code(lambda cache=cache, tokens=tokens: tokens.append(cache.open()), outcome="", memory_advice="")
+        code = exit_code(
+            lambda cache=cache, tokens=tokens: tokens.append(cache.open()),
+            outcome="",
+            memory_advice="",
+        )
         assert time.monotonic() - began < 20, done
         said = capsys.readouterr().err
         if code == 0:

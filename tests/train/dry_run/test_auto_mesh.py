@@ -1,4 +1,6 @@
-"""Tests of `--mesh auto`: the mesh that a dry run or a run takes, that a run keeps it, and what is refused."""
+"""Tests of `--mesh auto`: the mesh that a dry run or a run takes, that a run keeps it, and what is
+refused.
+"""
 
 import dataclasses
 import math
@@ -18,7 +20,15 @@ from train.run import main
 from train.step.mesh import axis_sizes
 
 PRESET = str(pathlib.Path(__file__).parents[3] / "configs" / "llama_8b.py")
-LONG = ["--data.sequence_length", "8192", "--data.batch_size", "48", "--dry-run", "--topology", "v6e:4x4"]
+LONG = [
+    "--data.sequence_length",
+    "8192",
+    "--data.batch_size",
+    "48",
+    "--dry-run",
+    "--topology",
+    "v6e:4x4",
+]
 SHARDED = "--mesh.data 1 --mesh.fsdp 16 --mesh.context 1 --mesh.model 1"
 
 
@@ -40,9 +50,13 @@ def printed(monkeypatch, tmp_path, capsys):
 
 
 def test_a_mesh_that_is_far_behind_says_which_one_would_be_faster(printed):
-    """48 sequences of 8192 on 16 chips: four devices for each layer send much more than they save."""
+    """48 sequences of 8192 on 16 chips: four devices for each layer send much more than they
+    save.
+    """
     (line,) = [line for line in printed() if "--mesh" in line]
-    assert line.startswith(f"instead    {SHARDED} --model.remat layer --model.fsdp_overlap prefetch_pallas would take ")
+    assert line.startswith(
+        f"instead    {SHARDED} --model.remat layer --model.fsdp_overlap prefetch_pallas would take "
+    )
     assert line.endswith("; --mesh auto takes the fastest")
 
 
@@ -50,7 +64,9 @@ def test_a_dry_run_takes_the_mesh_that_is_predicted_to_be_the_fastest(printed):
     lines = printed("--mesh", "auto")
     (line,) = [line for line in lines if "--mesh" in line]
     assert line.startswith(f"mesh       {SHARDED} (auto: the fastest of ")
-    assert any(line.startswith("flags      xla_tpu_scoped_vmem_limit_kib") for line in lines), "the flags of model 1"
+    assert any(line.startswith("flags      xla_tpu_scoped_vmem_limit_kib") for line in lines), (
+        "the flags of model 1"
+    )
 
 
 @pytest.fixture
@@ -63,14 +79,18 @@ def machine(monkeypatch):
 
 @pytest.fixture
 def config(tmp_path) -> Config:
-    return dataclasses.replace(llama_8b(), workdir=str(tmp_path), mesh=MeshConfig(data=1, model=4, platform="tpu"))
+    return dataclasses.replace(
+        llama_8b(), workdir=str(tmp_path), mesh=MeshConfig(data=1, model=4, platform="tpu")
+    )
 
 
 def sizes_of(config):
     return tuple(axis_sizes(config.mesh).values())
 
 
-def test_a_run_takes_the_fastest_mesh_and_keeps_it_on_as_many_chips(machine, config, tmp_path, capsys):
+def test_a_run_takes_the_fastest_mesh_and_keeps_it_on_as_many_chips(
+    machine, config, tmp_path, capsys
+):
     with trusting("predicted"):
         best = rank(config, CHIPS["v6e"], 16)[0]
     chosen = mesh_of_run(config, "predicted")
@@ -91,25 +111,43 @@ def test_a_run_takes_the_fastest_mesh_and_keeps_it_on_as_many_chips(machine, con
 def test_several_hosts_have_the_mesh_of_the_workdir_or_none(config, tmp_path):
     several = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, distributed=True))
     with pytest.raises(
-        ValueError, match=r"counts the chips of one host, and mesh.distributed has several: give --mesh"
+        ValueError,
+        match=r"counts the chips of one host, and mesh.distributed has several: give --mesh",
     ):
         mesh_of_run(several, "predicted")
-    (tmp_path / "config.json").write_text(as_json(dataclasses.replace(config, mesh=MeshConfig(fsdp=8, model=2))))
+    (tmp_path / "config.json").write_text(
+        as_json(dataclasses.replace(config, mesh=MeshConfig(fsdp=8, model=2)))
+    )
     assert sizes_of(mesh_of_run(several, "predicted")) == (-1, 8, 1, 2)
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    (["--mesh.platform", "cpu"], "the times of TPUs alone, and this run has mesh.platform=cpu: give --mesh.data"),
-    (["--mesh.model", "4"], "--mesh auto chooses all sizes of the mesh: got --mesh.model as well"),
-    (["--mesh.fsdp=4"], "--mesh auto chooses all sizes of the mesh: got --mesh.fsdp=4 as well"),
-    (["--dry-run", "--topology", "v5e:2x2*2"], "--mesh auto must have a topology of one slice"),
-    (["--dry-run", "--topology", "v5e:2x2", "--data.batch_size", "3", "--model.heads", "6"], "no mesh of 4 devices"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            ["--mesh.platform", "cpu"],
+            "the times of TPUs alone, and this run has mesh.platform=cpu: give --mesh.data",
+        ),
+        (
+            ["--mesh.model", "4"],
+            "--mesh auto chooses all sizes of the mesh: got --mesh.model as well",
+        ),
+        (["--mesh.fsdp=4"], "--mesh auto chooses all sizes of the mesh: got --mesh.fsdp=4 as well"),
+        (["--dry-run", "--topology", "v5e:2x2*2"], "--mesh auto must have a topology of one slice"),
+        (
+            ["--dry-run", "--topology", "v5e:2x2", "--data.batch_size", "3", "--model.heads", "6"],
+            "no mesh of 4 devices",
+        ),
+    ],
+)
 def test_what_auto_cannot_choose_is_refused(options, says, refuses):
     refuses(main, says, PRESET, "--mesh", "auto", *options)
 
 
 def test_unknown_chips_are_refused(machine, config):
     machine["chip"] = "v9"
-    with pytest.raises(ValueError, match=r"the times of known TPUs alone, and here are TPU v6 lite: give --mesh.data"):
+    with pytest.raises(
+        ValueError,
+        match=r"the times of known TPUs alone, and here are TPU v6 lite: give --mesh.data",
+    ):
         mesh_of_run(config, "predicted")

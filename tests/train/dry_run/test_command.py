@@ -1,4 +1,6 @@
-"""Tests of train/run.py --dry-run: its report on a run, on chips that are not there, and on a run that does not fit."""
+"""Tests of train/run.py --dry-run: its report on a run, on chips that are not there, and on a run
+that does not fit.
+"""
 
 import dataclasses
 import functools
@@ -41,7 +43,8 @@ def options(preset):
 
 @pytest.fixture
 def dry_run(options, compiled, monkeypatch, capsys):
-    """A function that makes the dry run, with the one compiled program for every step; `refusals` refuses the first.
+    """A function that makes the dry run, with the one compiled program for every step; `refusals`
+    refuses the first.
 
     It returns what was printed, and the states of all steps that were compiled.
     """
@@ -67,10 +70,16 @@ def dry_run(options, compiled, monkeypatch, capsys):
 def test_a_dry_run_reports_memory_and_estimated_speed(dry_run, tmp_path):
     out, _ = dry_run()
     assert "4 devices of v5e:2x2, as data 2 x model 2" in out
-    assert re.search(r"memory +fits: .* MiB per device for batch 8 x 16 tokens; 15.75 GiB are available", out)
-    predicted = re.search(r" as the compiler counts it; ([\d.]+) MiB were predicted from the sizes", out)
+    assert re.search(
+        r"memory +fits: .* MiB per device for batch 8 x 16 tokens; 15.75 GiB are available", out
+    )
+    predicted = re.search(
+        r" as the compiler counts it; ([\d.]+) MiB were predicted from the sizes", out
+    )
     assert float(predicted[1]) > 0
-    assert re.search(r"step +[\d.]+ ms estimated: work [\d.]+%, waiting for other devices [\d.]+%", out)
+    assert re.search(
+        r"step +[\d.]+ ms estimated: work [\d.]+%, waiting for other devices [\d.]+%", out
+    )
     assert re.search(r"speed +[\d,]+ tokens/s, .* MFU [\d.]+% of 197 TFLOP/s", out)
     assert "model FLOPs:" in out
     assert "nothing was run" in out
@@ -84,7 +93,9 @@ def test_a_dry_run_reports_memory_and_estimated_speed(dry_run, tmp_path):
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
     figures = json.loads((folder / "report.json").read_text())
     assert figures["fits"]
-    assert figures["estimated_tokens_per_second"] == pytest.approx(8 * 16 / figures["estimated_step_seconds"])
+    assert figures["estimated_tokens_per_second"] == pytest.approx(
+        8 * 16 / figures["estimated_step_seconds"]
+    )
     used = figures["bytes_by_use"]
     assert used["optimizer state"] >= 2 * used["parameters"]
     assert sum(used.values()) == figures["bytes_by_kind"]["total"]
@@ -108,17 +119,23 @@ def test_the_kernels_are_those_predicted_or_only_those_verified(mode, preset, mo
     (3, {"data.batch_size": 2, "model.param_dtype": "bfloat16"}),
     (4, {"data.batch_size": 2, "model.param_dtype": "bfloat16", "model.layers": 1}),
 ])  # fmt: skip
-def test_a_smaller_step_is_estimated_if_the_requested_one_does_not_fit(refusals, smaller, dry_run, tmp_path):
+def test_a_smaller_step_is_estimated_if_the_requested_one_does_not_fit(
+    refusals, smaller, dry_run, tmp_path
+):
     out, states = dry_run(refusals)
     assert "memory     does not fit: 40 GiB per device" in out
     assert "           Predicted to fit into 15.75 GiB: --mesh.data" in out
-    assert "fits       with " + " ".join(f"--{name} {value}" for name, value in smaller.items()) in out
+    assert (
+        "fits       with " + " ".join(f"--{name} {value}" for name, value in smaller.items()) in out
+    )
     figures = json.loads((tmp_path / "run" / "dry_run" / "report.json").read_text())
     assert (figures["fits"], figures["estimates_are_of"]) == (False, smaller)
     assert figures["bytes_needed"] == 40 * GIB
     assert figures["notes"]
     assert all(f"note: {note}\n" in out for note in figures["notes"])
-    assert ("bfloat16" in {str(leaf.dtype) for leaf in jax.tree.leaves(states[-1].params)}) == (refusals > 2)
+    assert ("bfloat16" in {str(leaf.dtype) for leaf in jax.tree.leaves(states[-1].params)}) == (
+        refusals > 2
+    )
 
 
 def test_compiling_says_for_how_long_it_has_been_under_way(options, monkeypatch, capsys):
@@ -133,11 +150,15 @@ def test_compiling_says_for_how_long_it_has_been_under_way(options, monkeypatch,
 
 
 def test_the_batch_is_chosen_by_its_predicted_memory(preset, replace):
-    """On a chip with twice the memory that batch 64 needs, the largest one tried is 64, a power of two per shard."""
+    """On a chip with twice the memory that batch 64 needs, the largest one tried is 64, a power of
+    two per shard.
+    """
     config = replace(load_preset(preset("auto")), mesh={"model": 2}, data={"batch_size": 256})
     mesh = mesh_over(topology_devices(TOPOLOGY), config.mesh, TOPOLOGY)
     needed = sum(predicted_memory(replace(config, data={"batch_size": 64}), mesh.shape).values())
-    chip = dataclasses.replace(check.CHIPS["v5e"], hbm_bytes=needed / dry_run_module.MEMORY_TARGET + 1)
+    chip = dataclasses.replace(
+        check.CHIPS["v5e"], hbm_bytes=needed / dry_run_module.MEMORY_TARGET + 1
+    )
     with jax.set_mesh(mesh):
         assert dry_run_module._smaller_batches(config, mesh, chip) == [64, 2]
 
@@ -151,14 +172,26 @@ def test_a_step_that_never_compiles_is_refused(error, message, options, monkeypa
     refuses(main, message, *options)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (["--dry-run"], "--dry-run and --topology go together: got only --dry-run"),
-    (["--topology", TOPOLOGY], "--dry-run and --topology go together: got only --topology"),
-    (["--dry-run", "--topology", "v9:2x2"], "topology must be one that libtpu describes"),
-    (["--dry-run", "--topology", "v5e:2x4"], "must multiply to the number of devices: there are 8 v5e:2x4 devices"),
-    (["--dry-run", "--topology", TOPOLOGY, "--data.batch_size", "3"], "data.batch_size must be divisible by"),
-    (["--dry-run", "--topology", TOPOLOGY, "--model.heads", "3"], "width must be an even multiple of heads"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dry-run"], "--dry-run and --topology go together: got only --dry-run"),
+        (["--topology", TOPOLOGY], "--dry-run and --topology go together: got only --topology"),
+        (["--dry-run", "--topology", "v9:2x2"], "topology must be one that libtpu describes"),
+        (
+            ["--dry-run", "--topology", "v5e:2x4"],
+            "must multiply to the number of devices: there are 8 v5e:2x4 devices",
+        ),
+        (
+            ["--dry-run", "--topology", TOPOLOGY, "--data.batch_size", "3"],
+            "data.batch_size must be divisible by",
+        ),
+        (
+            ["--dry-run", "--topology", TOPOLOGY, "--model.heads", "3"],
+            "width must be an even multiple of heads",
+        ),
+    ],
+)
 def test_bad_input_is_one_paragraph_and_exit_code_2(options, message, preset, refuses):
     refuses(main, message, preset("auto"), "--mesh.model", 2, *options)
 
@@ -169,17 +202,27 @@ def test_without_libtpu_the_error_names_the_extras_to_install(options, monkeypat
 
 
 def test_model_flops_count_every_kernel_once(config, mesh):
-    """A token takes 6 FLOPs for each element of a kernel, and the two products of attention over the sequence."""
+    """A token takes 6 FLOPs for each element of a kernel, and the two products of attention over
+    the sequence.
+    """
     params = Trainer(config, mesh).abstract_state().params
-    kernels = [leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(params) if path[-1].key == "kernel"]
+    kernels = [
+        leaf.size
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if path[-1].key == "kernel"
+    ]
     model = config.model
     assert not model.tie_embeddings
     length = config.data.sequence_length
     expected = 6 * sum(kernels) + 12 * model.layers * model.width * length
     assert model_flops_per_token(model, length) == expected
     tied = dataclasses.replace(model, tie_embeddings=True)
-    assert model_flops_per_token(tied, length) == expected, "a tied output projection is still a matmul"
-    mixture = dataclasses.replace(model, experts=8, experts_per_token=3, expert_width=model.mlp_width // 3 + 1)
+    assert model_flops_per_token(tied, length) == expected, (
+        "a tied output projection is still a matmul"
+    )
+    mixture = dataclasses.replace(
+        model, experts=8, experts_per_token=3, expert_width=model.mlp_width // 3 + 1
+    )
     dense = dataclasses.replace(model, mlp_width=3 * mixture.expert_features)
     routers = 6 * model.layers * model.width * mixture.experts
     assert model_flops_per_token(mixture, length) == model_flops_per_token(dense, length) + routers

@@ -1,4 +1,6 @@
-"""Tests of --dry-run --compare-meshes: which meshes it ranks, and what its table says of those that it compiles."""
+"""Tests of --dry-run --compare-meshes: which meshes it ranks, and what its table says of those that
+it compiles.
+"""
 
 import dataclasses
 import json
@@ -43,7 +45,8 @@ def test_refused_and_crashed_meshes_are_replaced_and_stand_below_those_that_comp
     preset, tmp_path, capsys, monkeypatch
 ):
     crash, unserved = RuntimeError("the compiler crashed"), NotImplementedError("no such kernel")
-    outcomes = [check.HbmError("no room", 40 << 30, 16 << 30), crash, unserved, 3.0, 2.0]  # errors, or seconds
+    # errors, or seconds
+    outcomes = [check.HbmError("no room", 40 << 30, 16 << 30), crash, unserved, 3.0, 2.0]
     real, tried = module.compiled_form, []
 
     def compile_one(config, topology, prediction, trust):
@@ -52,7 +55,9 @@ def test_refused_and_crashed_meshes_are_replaced_and_stand_below_those_that_comp
         if isinstance(outcome, Exception):
             monkeypatch.setattr(check, "compile_for", mock.Mock(side_effect=outcome))
             return real(config, topology, prediction, trust)
-        return dataclasses.replace(prediction, work=outcome, waits={"nothing": 0.0}, source=module.COMPILED)
+        return dataclasses.replace(
+            prediction, work=outcome, waits={"nothing": 0.0}, source=module.COMPILED
+        )
 
     monkeypatch.setattr(module, "compiled_form", compile_one)
     assert main(options(preset, "--compiled-meshes", "2")) == 0
@@ -68,7 +73,9 @@ def test_refused_and_crashed_meshes_are_replaced_and_stand_below_those_that_comp
     assert len(set(by_mesh)) == len(rows) == 10
     assert (by_mesh[0], by_mesh[1], by_mesh[-1]) == (tried[4], tried[3], tried[0])
     assert set(by_mesh[-3:-1]) == set(tried[1:3])
-    assert [row["source"] for row in rows] == ["compiled"] * 2 + ["predicted"] * 5 + [module.FAILED] * 2 + ["compiled"]
+    assert [row["source"] for row in rows] == ["compiled"] * 2 + ["predicted"] * 5 + [
+        module.FAILED
+    ] * 2 + ["compiled"]
     assert (rows[-1]["memory"], rows[-1]["fits"], rows[-1]["seconds"]) == (40 << 30, False, None)
 
 
@@ -87,19 +94,32 @@ def test_meshes_that_are_predicted_not_to_fit_replace_none(config, monkeypatch, 
     assert tried == ranked[:1]
 
 
-def test_a_compiler_that_crashes_on_every_mesh_ends_the_comparison_with_code_2(preset, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(check, "compile_for", mock.Mock(side_effect=RuntimeError("the compiler crashed")))
+def test_a_compiler_that_crashes_on_every_mesh_ends_the_comparison_with_code_2(
+    preset, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(
+        check, "compile_for", mock.Mock(side_effect=RuntimeError("the compiler crashed"))
+    )
     assert main(options(preset, "--compiled-meshes", "1")) == 2
     assert "no step could be compiled for v5e:2x2, on 4 meshes" in capsys.readouterr().err
     rows = json.loads((tmp_path / "run" / "dry_run" / "meshes.json").read_text())
     assert [row["source"] for row in rows] == ["predicted"] * 6 + [module.FAILED] * 4
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    (["--dry-run", "--topology", "v5e:2x2*2", "--compare-meshes"], "got --topology v5e:2x2*2; use v5e:2x2"),
-    (["--compare-meshes"], "--compare_meshes belongs to a dry run"),
-    (["--dry-run", "--topology", TOPOLOGY, "--compiled-meshes", "-1"], "--compiled_meshes must be at least 0: got"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            ["--dry-run", "--topology", "v5e:2x2*2", "--compare-meshes"],
+            "got --topology v5e:2x2*2; use v5e:2x2",
+        ),
+        (["--compare-meshes"], "--compare_meshes belongs to a dry run"),
+        (
+            ["--dry-run", "--topology", TOPOLOGY, "--compiled-meshes", "-1"],
+            "--compiled_meshes must be at least 0: got",
+        ),
+    ],
+)
 def test_bad_options_are_refused(options, says, refuses):
     refuses(main, says, "configs/tiny.py", *options)
 
@@ -109,13 +129,19 @@ def test_bad_options_are_refused(options, says, refuses):
 ])  # fmt: skip
 def test_the_table_of_the_document_is_what_the_command_makes(preset, chip, chips):
     document = (pathlib.Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
-    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in document.splitlines()]
+    rows = [
+        tuple(cell.strip() for cell in line.strip("|").split("|")) for line in document.splitlines()
+    ]
     assert scaling.predicted(preset, chip, chips) in rows
 
 
 @pytest.mark.slow  # two minutes of processor time
-def test_the_8b_preset_fits_16_chips_of_v5e_nearly_as_predicted_and_is_read_as_jaxlib_reads_it(monkeypatch):
-    """It is compiled for v5e, because jaxlib's parser aborts on the SparseCore gathers of programs for v5p."""
+def test_the_8b_preset_fits_16_chips_of_v5e_nearly_as_predicted_and_is_read_as_jaxlib_reads_it(
+    monkeypatch,
+):
+    """It is compiled for v5e, because jaxlib's parser aborts on the SparseCore gathers of programs
+    for v5p.
+    """
     compile_for, programs = check.compile_for, []
 
     def keep(*args, **options):

@@ -1,4 +1,6 @@
-"""Runs in processes of their own, with or without a fault, and the registry of the rows of the fault table."""
+"""Runs in processes of their own, with or without a fault, and the registry of the rows of the
+fault table.
+"""
 
 import os
 import re
@@ -46,15 +48,20 @@ def fault(*names: str) -> Callable:
 
 @pytest.fixture
 def start(preset, compile_little) -> Iterator[Callable[..., subprocess.Popen]]:
-    """A function that starts train/run.py in a process, on the minuscule run unless it gets another preset."""
+    """A function that starts train/run.py in a process, on the minuscule run unless it gets another
+    preset.
+    """
     runs = []
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # XLA says that a collective waits where the machine is busy
+    # XLA says that a collective waits where the machine is busy
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 
     def start(*options: object, on: Path | None = None, **environment: str) -> subprocess.Popen:
         command = list(map(str, [sys.executable, SCRIPT, on or preset(), *options]))
         pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
         runs.append(
-            subprocess.Popen(command, env=os.environ | compile_little | quiet | environment, text=True, **pipes)
+            subprocess.Popen(
+                command, env=os.environ | compile_little | quiet | environment, text=True, **pipes
+            )
         )
         return runs[-1]
 
@@ -65,7 +72,9 @@ def start(preset, compile_little) -> Iterator[Callable[..., subprocess.Popen]]:
 
 
 class Workplace:
-    """Starts the same run again and again in one workdir, with or without a fault in its process."""
+    """Starts the same run again and again in one workdir, with or without a fault in its
+    process.
+    """
 
     def __init__(self, start: Callable[..., subprocess.Popen], preset: Path, work: Path):
         self._start, self.preset, self.work = start, preset, work
@@ -74,7 +83,16 @@ class Workplace:
         """Starts the run; `code` is Python that its process runs first."""
         path = self.preset.with_name("with_fault.py")
         path.write_text(self.preset.read_text() + SLOW_DATA + code)
-        options = ("--steps", STEPS, "--workdir", self.work, "--checkpoint.every", 5, *QUIET, *options)
+        options = (
+            "--steps",
+            STEPS,
+            "--workdir",
+            self.work,
+            "--checkpoint.every",
+            5,
+            *QUIET,
+            *options,
+        )
         return self._start(*options, on=path, **environment)
 
     def run(self, *options: object, code: str = "") -> tuple[int, str, str]:
@@ -85,7 +103,9 @@ class Workplace:
         return process.returncode, out, without_progress(err)
 
     def fails(self, exit_code: int, says: str, *options: object, code: str = "") -> str:
-        """Runs to the end, checks that it fails with one paragraph that says something, and returns that."""
+        """Runs to the end, checks that it fails with one paragraph that says something, and returns
+        that.
+        """
         ended, _, err = self.run(*options, code=code)
         assert ended == exit_code, err
         assert err.startswith("error: ")
@@ -94,13 +114,17 @@ class Workplace:
         return err
 
     def completes(self, *options: object, code: str = "") -> str:
-        """Runs to the end, checks that it completes, and returns what it printed to standard error."""
+        """Runs to the end, checks that it completes, and returns what it printed to standard
+        error.
+        """
         exit_code, out, err = self.run(*options, code=code)
         assert exit_code == 0, out + err
         return err
 
     def goes_on(self, expected: list[float], *options: object, code: str = "") -> None:
-        """Runs to the end, and checks that it says nothing and that its losses are those of the undisturbed run."""
+        """Runs to the end, and checks that it says nothing and that its losses are those of the
+        undisturbed run.
+        """
         assert self.completes(*options, code=code) == ""
         assert self.losses() == expected
 
@@ -114,7 +138,9 @@ class Workplace:
 
 
 def ends(process: subprocess.Popen, code: int, err: str = "") -> str:
-    """Waits for the end of a run, checks its exit code and what it said, and returns what it has printed since."""
+    """Waits for the end of a run, checks its exit code and what it said, and returns what it has
+    printed since.
+    """
     out, said = process.communicate(timeout=60)
     assert (process.returncode, without_progress(said)) == (code, err)
     return out
@@ -138,7 +164,9 @@ def after_step(process: subprocess.Popen, step: int) -> None:
 
 
 def after_checkpoint(place: Workplace, process: subprocess.Popen) -> None:
-    """Waits until a run has reported step 7 and its checkpoint of step 5, written beside the steps, is complete."""
+    """Waits until a run has reported step 7 and its checkpoint of step 5, written beside the steps,
+    is complete.
+    """
     after_step(process, 7)
     latest = time.monotonic() + 30
     while not place.steps_saved():
@@ -173,7 +201,9 @@ def kept(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def stopped(place, kept) -> Workplace:
-    """A workplace whose run was stopped after some checkpoints: a copy of one run, which is stopped once."""
+    """A workplace whose run was stopped after some checkpoints: a copy of one run, which is stopped
+    once.
+    """
     if kept.exists():
         shutil.copytree(kept, place.work)
         return place

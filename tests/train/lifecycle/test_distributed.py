@@ -1,4 +1,6 @@
-"""Tests of a run of several processes: each loads its own rows, they stop together, and none survives another."""
+"""Tests of a run of several processes: each loads its own rows, they stop together, and none
+survives another.
+"""
 
 import contextlib
 import os
@@ -30,7 +32,9 @@ LOST = {75, -signal.SIGABRT}  # how a process ends when another one is gone
 
 @pytest.fixture
 def launch(start):
-    """A function that starts two processes of four devices each; `options_of_second` are given to the second alone."""
+    """A function that starts two processes of four devices each; `options_of_second` are given to
+    the second alone.
+    """
 
     def two(*options: object, options_of_second: tuple[object, ...] = ()):
         return [
@@ -46,16 +50,25 @@ def losses_of(workdir: Path) -> list[float]:
 
 
 def end(processes) -> tuple[list[int], list[tuple[str, str]]]:
-    """Returns the exit codes, and what each process has printed since it was last read, to stdout and to stderr."""
+    """Returns the exit codes, and what each process has printed since it was last read, to stdout
+    and to stderr.
+    """
     printed = [process.communicate(timeout=120) for process in processes]
-    return [process.returncode for process in processes], [(out, without_progress(err)) for out, err in printed]
+    return [process.returncode for process in processes], [
+        (out, without_progress(err)) for out, err in printed
+    ]
 
 
 @fault("several processes: SIGTERM to one of them")
-def test_two_processes_train_as_one_and_stop_together(preset, launch, tmp_path, monkeypatch, trainer_of):
+def test_two_processes_train_as_one_and_stop_together(
+    preset, launch, tmp_path, monkeypatch, trainer_of
+):
     monkeypatch.setattr("train.lifecycle.training.Trainer", trainer_of)
     common = tuple(map(str, LOSSES_ONLY))
-    assert main([str(preset("auto")), *common, "--steps", "10", "--workdir", str(tmp_path / "one")]) == 0
+    assert (
+        main([str(preset("auto")), *common, "--steps", "10", "--workdir", str(tmp_path / "one")])
+        == 0
+    )
 
     both = launch(*FOREVER, "--workdir", tmp_path / "two")
     after_step(both[0], 10)
@@ -63,16 +76,22 @@ def test_two_processes_train_as_one_and_stop_together(preset, launch, tmp_path, 
     codes, printed = end(both)
     assert codes == [75, 75], printed
     assert "stopped by SIGTERM after step" in printed[0][0]
-    assert not any("step" in line for line in printed[1][0].splitlines()), "only the first process prints"
+    assert not any("step" in line for line in printed[1][0].splitlines()), (
+        "only the first process prints"
+    )
     assert len(checkpoints_of(tmp_path / "two")) == 1
-    np.testing.assert_allclose(losses_of(tmp_path / "two")[:10], losses_of(tmp_path / "one"), rtol=1e-5)
+    np.testing.assert_allclose(
+        losses_of(tmp_path / "two")[:10], losses_of(tmp_path / "one"), rtol=1e-5
+    )
 
 
 @fault("several processes: other signals, to one or all of them")
 @pytest.mark.parametrize(("to", "number", "codes", "after"), [
     ((1,), signal.SIGINT, [75, 130], 0), ((0, 1), signal.SIGHUP, [75, 75], 3)
 ], ids=["while they compile", "after a step"])  # fmt: skip
-def test_a_signal_stops_all_after_the_same_step_which_they_save(to, number, codes, after, launch, tmp_path):
+def test_a_signal_stops_all_after_the_same_step_which_they_save(
+    to, number, codes, after, launch, tmp_path
+):
     both = launch(*FOREVER)
     after_step(both[0], after) if after else both[0].stdout.readline()
     for rank in to:
@@ -89,7 +108,8 @@ def test_ctrl_c_ends_a_process_that_waits_for_another(start):
     process = start(*TOGETHER, *FOREVER, **variables)
     host, port = variables["JAX_COORDINATOR_ADDRESS"].split(":")
     with socket.socket() as waits:
-        while waits.connect_ex((host, int(port))):  # the first process listens, and waits for the second one
+        # the first process listens, and waits for the second one
+        while waits.connect_ex((host, int(port))):
             assert process.poll() is None
             time.sleep(0.1)
     time.sleep(1)
@@ -98,7 +118,9 @@ def test_ctrl_c_ends_a_process_that_waits_for_another(start):
     assert (process.returncode, out, err) == (-signal.SIGINT, "", "")
 
 
-@fault("several processes: kill -9 of one of them", "several processes: a machine that falls silent")
+@fault(
+    "several processes: kill -9 of one of them", "several processes: a machine that falls silent"
+)
 @pytest.mark.parametrize(("victim", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_the_end_of_one_process_ends_the_others(victim, number, launch):
     """SIGSTOP stands for a machine that hangs or has lost its network."""
@@ -134,10 +156,26 @@ def test_a_locked_workdir_ends_all(launch, tmp_path):
 
 
 @pytest.mark.slow
-def test_kills_under_the_supervisor_of_the_document_change_no_loss(launch, preset, compile_little, tmp_path):
+def test_kills_under_the_supervisor_of_the_document_change_no_loss(
+    launch, preset, compile_little, tmp_path
+):
     work, script = tmp_path / "run", tmp_path / "supervise.sh"
     script.write_text(re.search(r"```bash\n(#!.*?)```", DOCUMENT.read_text(), re.DOTALL)[1])
-    forever = tuple(map(str, (*TOGETHER, *LOSSES_ONLY, "--steps", 100_000, "--checkpoint.every", 5, "--workdir", work)))
+    forever = tuple(
+        map(
+            str,
+            (
+                *TOGETHER,
+                *LOSSES_ONLY,
+                "--steps",
+                100_000,
+                "--checkpoint.every",
+                5,
+                "--workdir",
+                work,
+            ),
+        )
+    )
     supervisors = [
         subprocess.Popen(
             ["bash", script, sys.executable, SCRIPT, preset(), *forever],
@@ -163,12 +201,15 @@ def test_kills_under_the_supervisor_of_the_document_change_no_loss(launch, prese
     for supervisor in supervisors:
         supervisor.kill()
     os.kill(first, signal.SIGTERM)
-    errors = [supervisor.communicate(timeout=60)[1] for supervisor in supervisors]  # waits for the runs, too
+    # waits for the runs, too
+    errors = [supervisor.communicate(timeout=60)[1] for supervisor in supervisors]
     assert not any("Traceback" in error for error in errors), errors
 
     losses = losses_of(work)
     assert max(map(int, checkpoints_of(work))) == len(losses)
-    codes, printed = end(launch(*LOSSES_ONLY, "--steps", len(losses), "--workdir", tmp_path / "undisturbed"))
+    codes, printed = end(
+        launch(*LOSSES_ONLY, "--steps", len(losses), "--workdir", tmp_path / "undisturbed")
+    )
     assert codes == [0, 0], printed
     assert losses == losses_of(tmp_path / "undisturbed")
 

@@ -1,4 +1,6 @@
-"""Tests of train/lifecycle/errors.py: what a command prints and returns when it fails; and the help of the commands."""
+"""Tests of train/lifecycle/errors.py: what a command prints and returns when it fails; and the help
+of the commands.
+"""
 
 import errno
 import os
@@ -19,13 +21,28 @@ def run(error):
     return exit_code(action, outcome="Nothing was done", memory_advice="Do less")
 
 
-@pytest.mark.parametrize(("error", "code", "message"), [
-    (InputError("a must be b"), 2, "error: a must be b"),
-    (MemoryError("7 bytes"), 4, "the host has too little memory (7 bytes). Nothing was done. Do less"),
-    (RuntimeError("RESOURCE_EXHAUSTED: x\nmore"), 4, "a device has too little memory (RESOURCE_EXHAUSTED: x). No"),
-    (OSError(errno.ENOSPC, "full", "f"), 74, "error: f could not be written or read: full. Nothing was done"),
-    (KeyboardInterrupt(), 130, "error: interrupted. Nothing was done"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (InputError("a must be b"), 2, "error: a must be b"),
+        (
+            MemoryError("7 bytes"),
+            4,
+            "the host has too little memory (7 bytes). Nothing was done. Do less",
+        ),
+        (
+            RuntimeError("RESOURCE_EXHAUSTED: x\nmore"),
+            4,
+            "a device has too little memory (RESOURCE_EXHAUSTED: x). No",
+        ),
+        (
+            OSError(errno.ENOSPC, "full", "f"),
+            74,
+            "error: f could not be written or read: full. Nothing was done",
+        ),
+        (KeyboardInterrupt(), 130, "error: interrupted. Nothing was done"),
+    ],
+)
 def test_an_error_that_a_person_can_act_on_is_one_line(error, code, message, capsys):
     assert run(error) == code
     assert message in capsys.readouterr().err
@@ -33,7 +50,11 @@ def test_an_error_that_a_person_can_act_on_is_one_line(error, code, message, cap
 
 @pytest.mark.parametrize(
     "error",
-    [RuntimeError("a defect"), FileNotFoundError(errno.ENOENT, "no file"), BrokenPipeError(errno.EPIPE, "no reader")],
+    [
+        RuntimeError("a defect"),
+        FileNotFoundError(errno.ENOENT, "no file"),
+        BrokenPipeError(errno.EPIPE, "no reader"),
+    ],
 )
 def test_any_other_error_keeps_its_traceback(error):
     with pytest.raises(type(error)) as raised:
@@ -74,7 +95,9 @@ def test_help_calls_the_arguments_as_the_errors_do(command, arguments, capsys):
 
 @pytest.mark.parametrize("closed", [(1,), (0, 1), (2, 1, 0), (2,)], ids=str)
 def test_closed_streams_are_replaced_before_a_file_gets_their_number(closed, tmp_path):
-    """What a library writes to standard error does not end up in a file, and the exit code is that of the error."""
+    """What a library writes to standard error does not end up in a file, and the exit code is that
+    of the error.
+    """
     program = """if True:
         import os, sys
         from train.lifecycle.errors import InputError, exit_code
@@ -89,8 +112,19 @@ def test_closed_streams_are_replaced_before_a_file_gets_their_number(closed, tmp
 
         sys.exit(exit_code(action, outcome="", memory_advice=""))"""
     redirections = " ".join(f"{number}>&-" for number in closed)
-    command = ["bash", "-c", f'exec "$@" {redirections}', "bash", sys.executable, "-c", program, tmp_path / "file"]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
+    command = [
+        "bash",
+        "-c",
+        f'exec "$@" {redirections}',
+        "bash",
+        sys.executable,
+        "-c",
+        program,
+        tmp_path / "file",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60
+    )
     assert done.returncode == 2
     assert (tmp_path / "file").read_text() == "content"
     assert done.stderr == ("" if 2 in closed else "twoerror: a must be b\n")

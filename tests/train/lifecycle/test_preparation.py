@@ -1,4 +1,6 @@
-"""Tests of train/lifecycle/preparation.py: what in a training step holds the host is reported before the first one."""
+"""Tests of train/lifecycle/preparation.py: what in a training step holds the host is reported
+before the first one.
+"""
 
 import inspect
 import re
@@ -24,12 +26,16 @@ def print_in_the_loss(monkeypatch):
 
     monkeypatch.setattr(Transformer, "losses", printing_losses)
     lines, first = inspect.getsourcelines(printing_losses)
-    return f"{__file__}:{first + next(n for n, line in enumerate(lines) if 'jax.debug.print' in line)}"
+    return (
+        f"{__file__}:{first + next(n for n, line in enumerate(lines) if 'jax.debug.print' in line)}"
+    )
 
 
 @pytest.mark.slow
 def test_a_run_reports_the_line_of_a_print_in_the_model(preset, capsys, print_in_the_loss):
-    code = main([str(preset("auto")), "--steps", "1", "--eval.every", "0", "--eval.sample_tokens", "0"])
+    code = main(
+        [str(preset("auto")), "--steps", "1", "--eval.every", "0", "--eval.sample_tokens", "0"]
+    )
     assert code == 0
     (line,) = re.findall("^dispatch.*", capsys.readouterr().out, re.MULTILINE)
     assert f"jax.debug.print at {print_in_the_loss} calls Python on the host" in line
@@ -46,12 +52,16 @@ def test_on_one_device_a_print_makes_every_step_wait(config, printing, request):
         assert lines == []
         return
     finding, remedy = lines
-    assert finding.startswith(f"the host waits in every training step: jax.debug.print at {location} calls Python")
+    assert finding.startswith(
+        f"the host waits in every training step: jax.debug.print at {location} calls Python"
+    )
     assert remedy.startswith("do: take it out of the function")
 
 
 def test_a_platform_without_program_text_is_reported_as_unknown(monkeypatch):
     monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda self: None)
     finding, remedy = describe_dispatch(jax.jit(lambda x: x + 1).lower(1.0).compile())
-    assert finding.startswith("it cannot be told whether the host waits in every training step: this platform gives no")
+    assert finding.startswith(
+        "it cannot be told whether the host waits in every training step: this platform gives no"
+    )
     assert "measure_dispatch" in remedy

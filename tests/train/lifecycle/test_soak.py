@@ -1,4 +1,6 @@
-"""Tests of benchmarks/soak.py: how it draws faults and measures memory. The soak itself takes many minutes."""
+"""Tests of benchmarks/soak.py: how it draws faults and measures memory. The soak itself takes many
+minutes.
+"""
 
 from collections import Counter
 

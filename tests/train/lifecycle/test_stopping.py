@@ -1,4 +1,6 @@
-"""Tests of train/lifecycle/stopping.py: a signal requests a stop, and a process without progress ends."""
+"""Tests of train/lifecycle/stopping.py: a signal requests a stop, and a process without progress
+ends.
+"""
 
 import os
 import signal
@@ -13,7 +15,8 @@ from train.lifecycle.stopping import StopRequest, Watchdog
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+    ("number", "code"),
+    [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)],
 )
 def test_the_first_signal_is_recorded_and_determines_the_exit_code(number, code):
     before = signal.getsignal(number)
@@ -28,7 +31,8 @@ def test_the_first_signal_is_recorded_and_determines_the_exit_code(number, code)
     assert signal.getsignal(number) == before
 
 
-# A mutex that is locked twice blocks the main thread for ever, as a long compilation does: no handler of Python runs.
+# A mutex that is locked twice blocks the main thread for ever, as a long compilation does: no
+# handler of Python runs.
 BLOCKED = """if True:
     import ctypes, sys
     from train.lifecycle.stopping import StopRequest
@@ -65,7 +69,10 @@ def test_a_signal_ends_a_process_whose_main_thread_is_blocked(numbers, grace, co
         time.sleep(0.05)  # two equal signals that wait are one
     out, err = process.communicate(timeout=60)
     name = numbers[0].name
-    assert (out, err) == (f"stopped by {name} before the first step; there was nothing new to save\n", "")
+    assert (out, err) == (
+        f"stopped by {name} before the first step; there was nothing new to save\n",
+        "",
+    )
     assert process.returncode == code
 
 
@@ -76,12 +83,18 @@ def test_a_signal_during_the_steps_ends_the_process_only_when_there_is_nothing_t
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=1)
     out, err = process.communicate("\n", timeout=60)
-    assert (process.returncode, out, err) == (75, "blocked\nstopped by SIGTERM after step 7, which is saved\n", "")
+    assert (process.returncode, out, err) == (
+        75,
+        "blocked\nstopped by SIGTERM after step 7, which is saved\n",
+        "",
+    )
 
 
 def test_without_progress_the_process_ends_with_the_code_for_start_again(tmp_path, capsys):
     ended, code = threading.Event(), []
-    with Watchdog(0.2, tmp_path / "stacks.txt", end=lambda number: (code.append(number), ended.set())) as watchdog:
+    with Watchdog(
+        0.2, tmp_path / "stacks.txt", end=lambda number: (code.append(number), ended.set())
+    ) as watchdog:
         watchdog.progress("step 7")
         assert ended.wait(10)
     assert code == [75]

@@ -1,4 +1,6 @@
-"""Tests of train/lifecycle/training.py: the host runs ahead of the devices, and only finite states are saved."""
+"""Tests of train/lifecycle/training.py: the host runs ahead of the devices, and only finite states
+are saved.
+"""
 
 import contextlib
 import dataclasses
@@ -42,7 +44,9 @@ def make_loop(mesh, trainer_of, opened, tmp_path):
         trainer, identity = trainer_of(config, mesh), identify_run(config, {})
         batches = TrainingBatches(training, config, mesh)
         checkpoints = opened.enter_context(Checkpoints(tmp_path / "checkpoints", keep=9))
-        recorder = Recorder([sink] if sink else [], Pace(tokens_per_step=64), Events(None), skip_limit=1)
+        recorder = Recorder(
+            [sink] if sink else [], Pace(tokens_per_step=64), Events(None), skip_limit=1
+        )
         events, watchdog = Events(None), Watchdog(0, tmp_path / "stacks.txt")
         return Loop(
             config,
@@ -73,7 +77,9 @@ def steps(opened, tmp_path):
     return steps
 
 
-def test_every_step_has_a_line_and_checkpoints_and_validations_follow_their_intervals(config, make_loop, steps):
+def test_every_step_has_a_line_and_checkpoints_and_validations_follow_their_intervals(
+    config, make_loop, steps
+):
     loop = make_loop(dataclasses.replace(config, steps=12), sink := Lines())
     state, step = loop.run(loop.trainer.init(), start=0)
     assert step == int(state.step) == 12
@@ -82,8 +88,12 @@ def test_every_step_has_a_line_and_checkpoints_and_validations_follow_their_inte
     assert steps() == [5, 10, 12]
 
 
-def test_slow_first_steps_say_how_many_are_done_until_the_first_report(config, make_loop, monkeypatch, capsys):
-    """Of steps 4, 5 and 6, the report at step 6 has the first ones, because a report is an interval late."""
+def test_slow_first_steps_say_how_many_are_done_until_the_first_report(
+    config, make_loop, monkeypatch, capsys
+):
+    """Of steps 4, 5 and 6, the report at step 6 has the first ones, because a report is an interval
+    late.
+    """
     monkeypatch.setattr(training_module, "progress", functools.partial(progress, silent=0.1))
     loop = make_loop(dataclasses.replace(config, steps=12))
 
@@ -100,7 +110,9 @@ def test_slow_first_steps_say_how_many_are_done_until_the_first_report(config, m
 
 
 def test_a_start_prints_what_differs_from_the_defaults():
-    config = Config("runs/here", 3, mesh=MeshConfig(data=1, model=8), data=DataConfig(batch_size=32))
+    config = Config(
+        "runs/here", 3, mesh=MeshConfig(data=1, model=8), data=DataConfig(batch_size=32)
+    )
     assert changed_fields(config) == {
         "run": {"workdir": "runs/here", "steps": 3},
         "mesh": {"data": 1, "model": 8},
@@ -109,10 +121,12 @@ def test_a_start_prints_what_differs_from_the_defaults():
 
 
 def runs_ahead(loop, train_step, *, until: int, seconds: float) -> bool:
-    """Says whether the host dispatches step `until` before the devices have finished the first step.
+    """Says whether the host dispatches step `until` before the devices have finished the first
+    step.
 
-    The first step needs a value that the devices get only when the host has dispatched step `until`. If the host waits
-    for the devices before that, it gets there only because the devices go on without it after `seconds`.
+    The first step needs a value that the devices get only when the host has dispatched step
+    `until`. If the host waits for the devices before that, it gets there only because the devices
+    go on without it after `seconds`.
     """
     calls, dispatched, in_time = [], threading.Event(), []
 
@@ -145,9 +159,13 @@ def runs_ahead(loop, train_step, *, until: int, seconds: float) -> bool:
     pytest.param(False, 9, False, id="negative: the report of step 8 waits"),
     pytest.param(True, 2, False, id="negative: every call of the step waits"),
 ])  # fmt: skip
-def test_the_host_dispatches_two_intervals_before_it_waits(waits, until, ahead, config, make_loop, replace):
+def test_the_host_dispatches_two_intervals_before_it_waits(
+    waits, until, ahead, config, make_loop, replace
+):
     """Neither a call of the compiled step nor the loading of a batch waits for the devices."""
-    loop = make_loop(replace(config, report={"every": 4}, checkpoint={"every": 100}, eval={"every": 0}))
+    loop = make_loop(
+        replace(config, report={"every": 4}, checkpoint={"every": 100}, eval={"every": 0})
+    )
 
     def waiting_step(*arguments):
         return jax.block_until_ready(loop.train_step(*arguments))
@@ -171,7 +189,9 @@ def test_a_loss_that_is_not_finite_is_never_saved(config, make_loop, replace, st
         """Runs the step, with parameters that are not finite from the fourth step on."""
         done.append(state.step)
         if len(done) == 4:
-            state = dataclasses.replace(state, params=jax.tree.map(lambda leaf: leaf * jnp.nan, state.params))
+            state = dataclasses.replace(
+                state, params=jax.tree.map(lambda leaf: leaf * jnp.nan, state.params)
+            )
         return loop.train_step(state, *batch)
 
     with pytest.raises(DivergedError) as error:

@@ -1,4 +1,6 @@
-"""Tests of train/lifecycle/workdir.py: the folder is locked, and says what changed since the last start."""
+"""Tests of train/lifecycle/workdir.py: the folder is locked, and says what changed since the last
+start.
+"""
 
 import dataclasses
 import json
@@ -24,7 +26,9 @@ def test_changes_since_the_last_start_are_listed(work, config, replace):
     assert sorted(path.name for path in work.root.iterdir()) == [".lock", "config.json"]
     assert work.changes(config) == []
     changed = replace(config, model={"remat": "layer"}, checkpoint={"folder": "elsewhere"})
-    changed = dataclasses.replace(changed, steps=40, mesh=MeshConfig(data=1, model=4), workdir="elsewhere")
+    changed = dataclasses.replace(
+        changed, steps=40, mesh=MeshConfig(data=1, model=4), workdir="elsewhere"
+    )
     assert work.changes(changed) == [
         "steps was 20 and is 40",
         "mesh.data was 2 and is 1",
@@ -39,11 +43,16 @@ def test_a_run_from_before_an_option_existed_has_its_default(work, config, repla
     del saved["model"]["qk_norm"]
     work.config.write_text(json.dumps(saved))
     assert work.changes(config) == []
-    assert work.changes(replace(config, model={"qk_norm": True})) == ["model.qk_norm was False and is True"]
+    assert work.changes(replace(config, model={"qk_norm": True})) == [
+        "model.qk_norm was False and is True"
+    ]
 
 
 def test_two_runs_do_not_share_a_folder(work):
-    says = r"is in use by another run \(process \d+ on .*\): wait for it to end, or choose another --workdir"
+    says = (
+        r"is in use by another run \(process \d+ on .*\): wait for it to end, or choose "
+        r"another --workdir"
+    )
     with pytest.raises(InputError, match=says), open_workdir(work.root):
         pass
 
@@ -51,7 +60,9 @@ def test_two_runs_do_not_share_a_folder(work):
 def test_a_lock_that_was_removed_is_noticed(work):
     work.require_lock()
     (work.root / ".lock").unlink()
-    with pytest.raises(StorageError, match=r"its file .lock was removed or replaced while the run was going on"):
+    with pytest.raises(
+        StorageError, match=r"its file .lock was removed or replaced while the run was going on"
+    ):
         work.require_lock()
 
 
@@ -64,7 +75,9 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "loss.png", "tensorboard", "checkpoints"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "events.jsonl", "loss.png", "tensorboard", "checkpoints"]
+)
 def test_what_the_run_writes_later_is_checked_first(name, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
@@ -74,7 +87,10 @@ def test_what_the_run_writes_later_is_checked_first(name, tmp_path):
     else:
         (folder / name).write_text("")
     kind = "file" if is_file else "folder"
-    with pytest.raises(InputError, match=f"must have a {kind}, or nothing, called {name}"), open_workdir(folder):
+    with (
+        pytest.raises(InputError, match=f"must have a {kind}, or nothing, called {name}"),
+        open_workdir(folder),
+    ):
         pass
 
 

@@ -1,4 +1,5 @@
-"""Tests of train/metrics/lines.py and output.py: each step has one line whatever happened, and no line takes others.
+"""Tests of train/metrics/lines.py and output.py: each step has one line whatever happened, and no
+line takes others.
 
 The last test is about what is recorded of the code of a run.
 """
@@ -19,7 +20,9 @@ from train.metrics.output import write_atomically
 
 
 def fill(path, steps):
-    path.write_text("".join(json.dumps({"step": step, "loss": 1.0 / step}) + "\n" for step in steps))
+    path.write_text(
+        "".join(json.dumps({"step": step, "loss": 1.0 / step}) + "\n" for step in steps)
+    )
     return path
 
 
@@ -34,7 +37,9 @@ def path(tmp_path):
 
 @given(done=st.integers(0, 30), restored=st.integers(0, 30), cut=st.integers(0, 25))
 def test_each_step_has_one_line_after_a_restart(done, restored, cut, tmp_path_factory):
-    """One process is killed while it writes the file, then another one continues from a checkpoint."""
+    """One process is killed while it writes the file, then another one continues from a
+    checkpoint.
+    """
     path = fill(tmp_path_factory.mktemp("metrics") / "metrics.jsonl", range(1, done + 1))
     if cut:
         path.write_bytes(path.read_bytes()[:-cut])
@@ -45,7 +50,9 @@ def test_each_step_has_one_line_after_a_restart(done, restored, cut, tmp_path_fa
     assert read_metrics(path) == [{"step": step, "loss": 1.0 / step} for step in range(1, 41)]
 
 
-@pytest.mark.parametrize("broken", [b"garbage\n", b"[1]\n", b'{"loss": 1}\n', b"\0\0\0\n", b'{"step": 3, "loss\n'])
+@pytest.mark.parametrize(
+    "broken", [b"garbage\n", b"[1]\n", b'{"loss": 1}\n', b"\0\0\0\n", b'{"step": 3, "loss\n']
+)
 @pytest.mark.parametrize("where", [0, 2, 4])
 def test_an_invalid_line_is_moved_aside_and_takes_no_other_with_it(broken, where, path, capsys):
     valid = fill(path, [1, 2, 4, 5]).read_bytes().splitlines(keepends=True)
@@ -56,7 +63,10 @@ def test_an_invalid_line_is_moved_aside_and_takes_no_other_with_it(broken, where
     assert aside.exists()
     said = capsys.readouterr().err
     assert f"{path} had 1 invalid lines, which were moved to {aside}" in said
-    assert f"{path} lacks 96 of the 100 steps that were done before; they may still be in tensorboard/" in said
+    assert (
+        f"{path} lacks 96 of the 100 steps that were done before; they may still be in tensorboard/"
+        in said
+    )
 
 
 def test_an_incomplete_last_line_is_dropped_silently_because_its_step_is_repeated(path, capsys):
@@ -104,7 +114,8 @@ def test_what_a_full_disk_does_not_take_is_written_later_and_said_once(path, cap
     for step in (1, 2):
         file.write([{"step": step}])
     assert capsys.readouterr().err == (
-        f"warning: {path} cannot be written: No space left on device; what it lacks waits in memory\n"
+        f"warning: {path} cannot be written: No space left on device; what it lacks waits in "
+        "memory\n"
     )
     with pytest.raises(StorageError, match="could not be written: No space left on device"):
         file.flush()
@@ -118,7 +129,9 @@ def test_what_a_full_disk_does_not_take_is_written_later_and_said_once(path, cap
 
 
 def test_two_processes_replace_one_file_at_once(path, monkeypatch):
-    """The second process writes the whole file between the write and the rename of the first one."""
+    """The second process writes the whole file between the write and the rename of the first
+    one.
+    """
     fsync, own = os.fsync, os.getpid()
 
     def other_writes(file):
@@ -136,7 +149,9 @@ def test_two_processes_replace_one_file_at_once(path, monkeypatch):
 def test_the_version_of_the_code_is_read_without_writing_to_the_repository(tmp_path, monkeypatch):
     def git(*arguments):
         settings = ("-c", "user.name=a", "-c", "user.email=a@b")
-        return subprocess.run(["git", "-C", tmp_path, *settings, *arguments], capture_output=True, check=True).stdout
+        return subprocess.run(
+            ["git", "-C", tmp_path, *settings, *arguments], capture_output=True, check=True
+        ).stdout
 
     git("init")
     file, index = tmp_path / "code.py", tmp_path / ".git" / "index"
@@ -149,6 +164,8 @@ def test_the_version_of_the_code_is_read_without_writing_to_the_repository(tmp_p
     assert lines.code_version() == git("rev-parse", "HEAD").decode().strip()
     assert index.read_bytes() == before
     git("status")
-    assert index.read_bytes() != before, "git did not want to refresh the index, so that the test shows nothing"
+    assert index.read_bytes() != before, (
+        "git did not want to refresh the index, so that the test shows nothing"
+    )
     file.write_text("x = 22\n")
     assert lines.code_version().endswith("+changes")

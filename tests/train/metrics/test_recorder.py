@@ -1,4 +1,6 @@
-"""Tests of train/metrics/recorder.py: what a line has, for which steps a report waits, and that lines are JSON."""
+"""Tests of train/metrics/recorder.py: what a line has, for which steps a report waits, and that
+lines are JSON.
+"""
 
 import json
 import math
@@ -30,7 +32,9 @@ class Lines(Sink):
 def test_a_line_has_all_metrics_of_its_step():
     sink = Lines()
     recorder = Recorder([sink], Pace(tokens_per_step=64), Events(None), skip_limit=1)
-    recorder.add(3, loss=jnp.float32(2.5), grad_norm=jnp.float32(0.1), learning_rate=jnp.float32(1e-3))
+    recorder.add(
+        3, loss=jnp.float32(2.5), grad_norm=jnp.float32(0.1), learning_rate=jnp.float32(1e-3)
+    )
     recorder.add(3, validation_loss=jnp.float32(2.75))
     recorder.report(3)
     (line,) = sink.lines
@@ -48,7 +52,9 @@ def test_a_line_has_all_metrics_of_its_step():
         "validation_perplexity": math.exp(2.75),
         "tokens": 192,
     }
-    assert jnp.float32(json.loads(json.dumps(line))["grad_norm"]) == jnp.float32(0.1), "a float32 must survive JSON"
+    assert jnp.float32(json.loads(json.dumps(line))["grad_norm"]) == jnp.float32(0.1), (
+        "a float32 must survive JSON"
+    )
 
 
 class Clock:

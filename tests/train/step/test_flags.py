@@ -1,4 +1,6 @@
-"""Tests of train/step/flags.py: which flags of libtpu a run has, what is said of them, and what libtpu refuses."""
+"""Tests of train/step/flags.py: which flags of libtpu a run has, what is said of them, and what
+libtpu refuses.
+"""
 
 import os
 import re
@@ -40,12 +42,16 @@ def no_flags(monkeypatch):
 
 @pytest.fixture
 def on(config, replace, monkeypatch):
-    """A function (chip, flags, model axis) -> the configuration of a run on a machine with such chips."""
+    """A function (chip, flags, model axis) -> the configuration of a run on a machine with such
+    chips.
+    """
 
     def on(chip, flags="auto", model=1, refused=""):
         monkeypatch.setattr(module, "chip_of_machine", lambda: chip)
         monkeypatch.setattr(module, "refusal", lambda flags, chip: refused)
-        return replace(config, mesh={"platform": "tpu", "data": 8, "model": model}, xla={"flags": flags})
+        return replace(
+            config, mesh={"platform": "tpu", "data": 8, "model": model}, xla={"flags": flags}
+        )
 
     return on
 
@@ -62,12 +68,25 @@ def test_the_flags_of_the_chip_are_set_and_named(on):
     ("chip", "flags", "model", "line"),
     [
         ("v6e", "none", 1, "flags      none are added, by --xla.flags"),
-        ("v6e", "auto", 4, "flags      none (auto, v6e): none is predicted to help where mesh.model is not 1"),
+        (
+            "v6e",
+            "auto",
+            4,
+            "flags      none (auto, v6e): none is predicted to help where mesh.model is not 1",
+        ),
         ("tpu7x", "auto", 1, "flags      none (auto, tpu7x): none is predicted to help"),
-        (None, "auto", 1, "flags      none: nothing here tells the kind of chip; --xla.flags name=value sets some"),
+        (
+            None,
+            "auto",
+            1,
+            "flags      none: nothing here tells the kind of chip; --xla.flags name=value sets "
+            "some",
+        ),
     ],
 )
-def test_where_nothing_is_known_to_help_no_flag_is_set_and_the_line_says_why(chip, flags, model, line, on):
+def test_where_nothing_is_known_to_help_no_flag_is_set_and_the_line_says_why(
+    chip, flags, model, line, on
+):
     assert set_flags(on(chip, flags, model)) == line
     assert os.environ[VARIABLE] == ""
 
@@ -75,7 +94,9 @@ def test_where_nothing_is_known_to_help_no_flag_is_set_and_the_line_says_why(chi
 def test_flags_by_hand_replace_those_of_the_chip(on):
     line = set_flags(on("v6e", f"{SCOPED}=65536 --xla_b=true"))
     assert os.environ[VARIABLE] == f"--{SCOPED}=65536 --xla_b=true"
-    assert line == f"flags      {SCOPED}=65536 xla_b=true (as given); --xla.flags none turns them off"
+    assert (
+        line == f"flags      {SCOPED}=65536 xla_b=true (as given); --xla.flags none turns them off"
+    )
 
 
 @pytest.mark.parametrize("flags", ["auto", f"{SCOPED}=65536"])
@@ -90,7 +111,9 @@ def test_what_the_variable_has_wins_and_stays(flags, on, monkeypatch):
 
 
 def test_verdicts_of_a_run_count_in_a_dry_run_whenever_jax_adds_its_own_flag(on, monkeypatch):
-    """JAX appends it when it is imported: after a run has set its flags, and before a dry run sets them."""
+    """JAX appends it when it is imported: after a run has set its flags, and before a dry run sets
+    them.
+    """
     own = " --xla_tpu_use_enhanced_launch_barrier=true"
     for there in ("", "--xla_c=1"):
         for model in (1, 4):
@@ -111,7 +134,9 @@ def test_a_run_that_is_not_on_tpus_sets_none_and_says_nothing(on, replace):
 def test_flags_that_libtpu_refuses_end_the_run_if_they_were_given_by_hand(on):
     assert set_flags(on("v6e", refused="libtpu refuses it")) == "flags      none: libtpu refuses it"
     assert os.environ[VARIABLE] == ""
-    with pytest.raises(InputError, match=r"libtpu refuses it; correct --xla.flags, or use --xla.flags auto or none"):
+    with pytest.raises(
+        InputError, match=r"libtpu refuses it; correct --xla.flags, or use --xla.flags auto or none"
+    ):
         set_flags(on("v6e", "xla_b=1", refused="libtpu refuses it"))
     assert os.environ[VARIABLE] == ""
 
@@ -123,7 +148,10 @@ def test_flags_of_another_form_are_refused_before_jax_is_imported(flags, refuses
 
 
 def test_the_command_line_takes_flags_in_quotes():
-    assert parse_command(["--xla.flags", "xla_a=1 --xla_b=true"]).config.xla.flags == "xla_a=1 --xla_b=true"
+    assert (
+        parse_command(["--xla.flags", "xla_a=1 --xla_b=true"]).config.xla.flags
+        == "xla_a=1 --xla_b=true"
+    )
 
 
 def test_a_dry_run_compiles_with_the_flags_that_the_run_would_have(on, monkeypatch, capsys):
@@ -144,10 +172,14 @@ def test_a_dry_run_compiles_with_the_flags_that_the_run_would_have(on, monkeypat
         assert in_effect() == WHOLE_LAYERS["v5p"]
 
 
-def test_the_chip_is_known_by_its_pci_device_and_else_by_the_type_of_the_machine(tmp_path, monkeypatch):
+def test_the_chip_is_known_by_its_pci_device_and_else_by_the_type_of_the_machine(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(module, "_PCI", tmp_path)
     monkeypatch.delenv("TPU_ACCELERATOR_TYPE")
-    for slot, (vendor, device) in enumerate([("0x8086", "0x006f"), ("0x1ae0", "0x0001"), ("0x1ae0", "0x0062")]):
+    for slot, (vendor, device) in enumerate(
+        [("0x8086", "0x006f"), ("0x1ae0", "0x0001"), ("0x1ae0", "0x0062")]
+    ):
         assert chip_of_machine() is None
         (tmp_path / str(slot)).mkdir()
         (tmp_path / str(slot) / "vendor").write_text(f"{vendor}\n")
@@ -159,7 +191,9 @@ def test_the_chip_is_known_by_its_pci_device_and_else_by_the_type_of_the_machine
         assert chip_of_machine() == chip
 
 
-def test_a_checkpoint_records_the_flags_and_a_resume_says_which_are_others(run, monkeypatch, config):
+def test_a_checkpoint_records_the_flags_and_a_resume_says_which_are_others(
+    run, monkeypatch, config
+):
     assert identify_run(config, {}, {"xla_a": "1"}).flags == {"xla_a": "1"}
     quiet = ("--eval.every", 0, "--eval.sample_tokens", 0)
     monkeypatch.setattr("train.step.flags.in_effect", lambda platform: {"xla_a": "1"})
@@ -186,10 +220,16 @@ def test_libtpu_refuses_a_flag_by_name_and_value(chip, flags, says):
 
 @pytest.mark.slow
 def test_libtpu_refuses_a_flag_that_it_takes_on_other_chips():
-    """Of the flags that make all-gathers asynchronous, libtpu refuses all of them together on v6e."""
+    """Of the flags that make all-gathers asynchronous, libtpu refuses all of them together on
+    v6e.
+    """
     names = (FUSION, f"{FUSION}_fuse_all_gather", f"{FUSION}_multiple_steps")
-    flags = dict.fromkeys((*names, "xla_tpu_overlap_compute_collective_tc", "xla_enable_async_all_gather"), "true")
-    assert re.search(f"^libtpu refuses {FUSION}.*=true: .*other than TPU v5e", refusal(flags, "v6e"))
+    flags = dict.fromkeys(
+        (*names, "xla_tpu_overlap_compute_collective_tc", "xla_enable_async_all_gather"), "true"
+    )
+    assert re.search(
+        f"^libtpu refuses {FUSION}.*=true: .*other than TPU v5e", refusal(flags, "v6e")
+    )
     assert refusal(flags, "v5e") == ""
 
 
@@ -201,9 +241,15 @@ def test_libtpu_takes_what_auto_chooses(chip, replace, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("topology", "chip"), [("v5e:2x2", "v5e"), ("v6e:2x2", "v6e"), ("v5p:2x2x1", "v5p")])
-def test_kernels_have_their_own_limit_of_vector_memory_and_compile_beside_that_of_xla(topology, chip):
-    """Both ask for more than the 16 MiB of XLA's default: a fused product, and attention with its gradients."""
+@pytest.mark.parametrize(
+    ("topology", "chip"), [("v5e:2x2", "v5e"), ("v6e:2x2", "v6e"), ("v5p:2x2x1", "v5p")]
+)
+def test_kernels_have_their_own_limit_of_vector_memory_and_compile_beside_that_of_xla(
+    topology, chip
+):
+    """Both ask for more than the 16 MiB of XLA's default: a fused product, and attention with its
+    gradients.
+    """
     mesh = check.topology_mesh(topology, (4,), ("model",))
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 2048, 4096), (4096, 4096)))
     q = jax.ShapeDtypeStruct((1, 4096, 8, 128), jnp.bfloat16)
@@ -214,7 +260,13 @@ def test_kernels_have_their_own_limit_of_vector_memory_and_compile_beside_that_o
 
     heads = jax.P(None, None, "model")
     specs = (jax.P(None, "model"), jax.P(None, "model"), heads)
-    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(jax.P(None, None, "model"), heads)))
+    step = jax.jit(
+        jax.shard_map(
+            step, mesh=mesh, in_specs=specs, out_specs=(jax.P(None, None, "model"), heads)
+        )
+    )
     with jax.set_mesh(mesh):
-        text = check.compile_for(topology, step, x, w, q, compiler_options=WHOLE_LAYERS[chip]).as_text()
+        text = check.compile_for(
+            topology, step, x, w, q, compiler_options=WHOLE_LAYERS[chip]
+        ).as_text()
     assert text.count("tpu_custom_call") >= 3

@@ -1,4 +1,6 @@
-"""Tests of gradient accumulation: a batch in parts has the losses and the gradients of the whole batch."""
+"""Tests of gradient accumulation: a batch in parts has the losses and the gradients of the whole
+batch.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,10 @@ def rows():
     """Sixteen rows of eight features and the weight of each row, sharded over all eight devices."""
     mesh = jax.make_mesh((8,), ("fsdp",))
     rng = np.random.default_rng(0)
-    x, weights = rng.normal(size=(16, 8)).astype(np.float32), (rng.random((16, 1)) < 0.6).astype(np.float32)
+    x, weights = (
+        rng.normal(size=(16, 8)).astype(np.float32),
+        (rng.random((16, 1)) < 0.6).astype(np.float32),
+    )
     with jax.set_mesh(mesh):
         yield tuple(jax.device_put(part, jax.P("fsdp", None)) for part in (x, weights))
 
@@ -33,13 +38,19 @@ def test_rows_of_a_micro_batch_stay_on_their_devices(rows):
     assert parts.sharding.spec == jax.P(None, "fsdp", None)
     np.testing.assert_array_equal(parts[1], np.asarray(rows[0])[1::2])
     for whole, part in zip(rows[0].addressable_shards, parts.addressable_shards, strict=True):
-        np.testing.assert_array_equal(np.moveaxis(np.asarray(part.data), 0, 1).reshape(2, 8), whole.data)
+        np.testing.assert_array_equal(
+            np.moveaxis(np.asarray(part.data), 0, 1).reshape(2, 8), whole.data
+        )
 
 
 def test_sums_are_float32_sharded_as_the_parameters_and_weighted_by_targets(rows):
-    w = jax.device_put(np.linspace(-1, 1, 8, dtype=np.float32).reshape(8, 1).astype(jnp.bfloat16), jax.P("fsdp", None))
+    w = jax.device_put(
+        np.linspace(-1, 1, 8, dtype=np.float32).reshape(8, 1).astype(jnp.bfloat16),
+        jax.P("fsdp", None),
+    )
     whole, parts = (
-        jax.jit(lambda w, count=count: loss_and_gradient(_with_half, number, w, rows, count))(w) for count in (1, 2)
+        jax.jit(lambda w, count=count: loss_and_gradient(_with_half, number, w, rows, count))(w)
+        for count in (1, 2)
     )
     assert whole[2].dtype == jnp.bfloat16
     assert parts[2].dtype == jnp.float32
@@ -48,11 +59,18 @@ def test_sums_are_float32_sharded_as_the_parameters_and_weighted_by_targets(rows
     np.testing.assert_allclose(parts[1]["half"], whole[0] / 2, rtol=1e-5)
     np.testing.assert_allclose(parts[2], whole[2].astype(np.float32), rtol=2e-2, atol=2e-2)
     both = jax.jit(lambda w: sum_of_losses(_in_float32, number, w, rows, 2))(w)
-    np.testing.assert_allclose(both, [float(whole[0]) * float(number(*rows)), number(*rows)], rtol=1e-5)
-    unweighted = np.mean(
-        [weighted_mean(np.asarray(w, np.float32), *(np.asarray(part)[n::2] for part in rows)) for n in (0, 1)]
+    np.testing.assert_allclose(
+        both, [float(whole[0]) * float(number(*rows)), number(*rows)], rtol=1e-5
     )
-    assert abs(unweighted - whole[0]) > 1e-3, "the micro-batches have as many targets: their weights are not tested"
+    unweighted = np.mean(
+        [
+            weighted_mean(np.asarray(w, np.float32), *(np.asarray(part)[n::2] for part in rows))
+            for n in (0, 1)
+        ]
+    )
+    assert abs(unweighted - whole[0]) > 1e-3, (
+        "the micro-batches have as many targets: their weights are not tested"
+    )
 
 
 @pytest.mark.parametrize(("fields", "count", "says"), [
@@ -77,7 +95,9 @@ def test_a_mixture_of_experts_says_what_differs(fields, count, says):
     {"load_balance_weight": 0.0, "capacity_factor": 0.5},
 ])  # fmt: skip
 def test_what_differs_is_all_that_differs(fields, config, mesh, replace):
-    """The gradient of a mixture of experts in two micro-batches is that of the batch exactly if nothing is said."""
+    """The gradient of a mixture of experts in two micro-batches is that of the batch exactly if
+    nothing is said.
+    """
     config = replace(config, model={"experts": 4, "expert_width": 16, **fields})
     trainer = Trainer(config, mesh)
     spec = jax.NamedSharding(mesh, jax.P("data", None))
@@ -86,9 +106,13 @@ def test_what_differs_is_all_that_differs(fields, config, mesh, replace):
     params = trainer.init().params
 
     def gradient(count):
-        compute = jax.jit(lambda params: loss_and_gradient(trainer._loss, trainer._targets, params, batch, count))
+        compute = jax.jit(
+            lambda params: loss_and_gradient(trainer._loss, trainer._targets, params, batch, count)
+        )
         _, parts, tree = compute(params)
-        flat = np.concatenate([np.asarray(leaf, np.float32).ravel() for leaf in jax.tree.leaves(tree)])
+        flat = np.concatenate(
+            [np.asarray(leaf, np.float32).ravel() for leaf in jax.tree.leaves(tree)]
+        )
         return jax.device_get(parts), flat
 
     (whole_parts, whole), (parts, summed) = gradient(1), gradient(2)

@@ -1,4 +1,6 @@
-"""Tests of train/step/optimizer.py: weight decay, the learning rate, clipping, and which updates are skipped."""
+"""Tests of train/step/optimizer.py: weight decay, the learning rate, clipping, and which updates
+are skipped.
+"""
 
 import dataclasses
 
@@ -28,7 +30,9 @@ from train.step.trainer import Trainer
 def test_kernels_decay_and_nothing_else_does(config, mesh):
     params = Trainer(config, mesh).abstract_state().params
     leaves = jax.tree_util.tree_leaves_with_path(decay_mask(params))
-    decays = {jax.tree_util.keystr(path, simple=True, separator="."): value for path, value in leaves}
+    decays = {
+        jax.tree_util.keystr(path, simple=True, separator="."): value for path, value in leaves
+    }
     assert any(decays.values())
     assert not all(decays.values())
     for name, value in decays.items():
@@ -36,12 +40,17 @@ def test_kernels_decay_and_nothing_else_does(config, mesh):
 
 
 def test_a_parameter_with_an_unknown_name_is_refused():
-    with pytest.raises(ValueError, match=r"parameter head.blend must end in one of \['bias', 'down', 'embedding', 'ga"):
+    with pytest.raises(
+        ValueError,
+        match=r"parameter head.blend must end in one of \['bias', 'down', 'embedding', 'ga",
+    ):
         decay_mask({"head": {"blend": jnp.ones(3)}})
 
 
 def test_without_a_gradient_only_kernels_shrink():
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1, warmup_steps=0, weight_decay=0.5), steps=10)
+    optimizer = make_optimizer(
+        OptimizerConfig(learning_rate=0.1, warmup_steps=0, weight_decay=0.5), steps=10
+    )
     params = {"kernel": jnp.ones((2, 2)), "scale": jnp.ones((2, 2)), "embedding": jnp.ones((2, 2))}
     with jax.numpy_dtype_promotion("standard"):
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -58,7 +67,8 @@ def test_the_learning_rate_rises_then_falls_to_the_floor(steps, warmup, percent)
     config = OptimizerConfig(learning_rate=2.0, warmup_steps=warmup, decay_floor=floor)
     with jax.numpy_dtype_promotion("standard"):
         schedule = make_schedule(config, steps=steps)
-        rates = np.asarray(schedule(np.arange(200)))[:steps]  # the same shape each time, because each shape is compiled
+        # the same shape each time, because each shape is compiled
+        rates = np.asarray(schedule(np.arange(200)))[:steps]
     peak = min(max(warmup - 1, 0), steps - 1)
     assert np.all(rates > 0) or floor == 0
     assert np.all(np.diff(rates[: peak + 1]) > 0)
@@ -76,7 +86,9 @@ def test_the_learning_rate_rises_then_falls_to_the_floor(steps, warmup, percent)
     ("constant", [1.0, 1.0, 1.0]),
 ])  # fmt: skip
 def test_the_schedules_at_their_peak_in_the_middle_and_at_the_end(schedule, expected):
-    config = OptimizerConfig(learning_rate=1.0, warmup_steps=20, decay_floor=0.1, decay_fraction=0.2, schedule=schedule)
+    config = OptimizerConfig(
+        learning_rate=1.0, warmup_steps=20, decay_floor=0.1, decay_fraction=0.2, schedule=schedule
+    )
     with jax.numpy_dtype_promotion("standard"):
         rates = np.asarray(make_schedule(config, steps=120)(np.arange(120)))
     np.testing.assert_allclose(rates[[19, 69, 119]], expected, rtol=1e-5)
@@ -85,15 +97,16 @@ def test_the_schedules_at_their_peak_in_the_middle_and_at_the_end(schedule, expe
 
 
 def test_gradients_are_scaled_down_to_the_norm():
-    # Adam's update does not depend on the scale of the gradient, so the test looks at its first moment, which is
-    # (1 - b1) * gradient after one update.
+    # Adam's update does not depend on the scale of the gradient, so the test looks at its first
+    # moment, which is (1 - b1) * gradient after one update.
     optimizer = make_optimizer(OptimizerConfig(clip_norm=1.0, b1=0.9), steps=10)
     params = {"kernel": jnp.zeros(4)}
     with jax.numpy_dtype_promotion("standard"):
         state = jax.jit(optimizer.init)(params)
         _, state = jax.jit(optimizer.update)({"kernel": jnp.full(4, 100.0)}, state, params)
     moments = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (4,)]
-    np.testing.assert_allclose(moments[0], 0.1 * 0.5, rtol=1e-5)  # four equal parts of a vector of norm 1
+    # four equal parts of a vector of norm 1
+    np.testing.assert_allclose(moments[0], 0.1 * 0.5, rtol=1e-5)
 
 
 def judge_all(config, norms, loss=1.0):
@@ -119,12 +132,20 @@ def test_an_update_that_is_not_finite_is_skipped_and_not_remembered(bad):
 
 def test_a_spike_is_skipped_once_the_usual_norm_is_known():
     usual = [1.0] * STEPS_BEFORE
-    assert judge_all(SkipConfig(spike_factor=10.0), [*usual, 9.0, 15.0, 100.0])[0][-3:] == [False, True, True]
-    assert not any(judge_all(SkipConfig(spike_factor=10.0), [*usual[1:], 100.0])[0]), "one step too early"
+    assert judge_all(SkipConfig(spike_factor=10.0), [*usual, 9.0, 15.0, 100.0])[0][-3:] == [
+        False,
+        True,
+        True,
+    ]
+    assert not any(judge_all(SkipConfig(spike_factor=10.0), [*usual[1:], 100.0])[0]), (
+        "one step too early"
+    )
 
 
 @pytest.mark.slow
-def test_a_checkpoint_keeps_what_the_guard_remembers_and_one_without_it_gets_it(config, replace, mesh, tmp_path):
+def test_a_checkpoint_keeps_what_the_guard_remembers_and_one_without_it_gets_it(
+    config, replace, mesh, tmp_path
+):
     guarded = replace(config, skip={"nonfinite": True})
     trainer, identity = Trainer(guarded, mesh), identify_run(config, {})
     state = dataclasses.replace(trainer.init(), step=jnp.int32(3))
@@ -133,7 +154,9 @@ def test_a_checkpoint_keeps_what_the_guard_remembers_and_one_without_it_gets_it(
         for step, one in ((1, state), (2, dataclasses.replace(state, guard=None))):
             checkpoints.save(step, one, data={}, tokens=0, identity=identity)
             checkpoints.wait()
-        kept, bare = (checkpoints.restore(step, trainer.abstract_state(), identity)[0] for step in (1, 2))
+        kept, bare = (
+            checkpoints.restore(step, trainer.abstract_state(), identity)[0] for step in (1, 2)
+        )
     assert [float(value) for value in kept.guard] == [2, 5, 1]
     assert bare.guard is None
     assert [float(value) for value in trainer.complete(bare).guard] == [0, 3, 0]

@@ -1,4 +1,5 @@
-"""Tests that twenty training steps give the same losses on every mesh, with every backend and way to move weights.
+"""Tests that twenty training steps give the same losses on every mesh, with every backend and way
+to move weights.
 
 The batches are easy to learn, and gradients may be those of micro-batches.
 """
@@ -22,7 +23,9 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture
 def on(config, replace, monkeypatch):
-    """A function from the sizes of the four axes to the configuration and the mesh of a run on as many devices."""
+    """A function from the sizes of the four axes to the configuration and the mesh of a run on as
+    many devices.
+    """
 
     def on(sizes, **sections):
         devices = jax.devices()[: int(np.prod(sizes))]
@@ -37,7 +40,9 @@ def on(config, replace, monkeypatch):
 
 @pytest.fixture
 def losses(on, trainer_of):
-    """A function (sizes, state, sections, backend) -> (losses of twenty steps, the state at the beginning)."""
+    """A function (sizes, state, sections, backend) -> (losses of twenty steps, the state at the
+    beginning).
+    """
 
     def run(sizes, began=None, backend="none", **sections):
         config, mesh = on(sizes, **sections)
@@ -61,7 +66,8 @@ def computed():
 
 @pytest.fixture
 def alone(computed, losses):
-    """The losses of one device, and the state at the beginning: computed once for the compiler options of the test.
+    """The losses of one device, and the state at the beginning: computed once for the compiler
+    options of the test.
 
     Optimized programs round differently, which twenty steps of Adam make 0.002 of.
     """
@@ -72,8 +78,12 @@ def alone(computed, losses):
 
 
 def batches(config, mesh, start, steps):
-    """Yields batches in which each token is half of the one before it, which twenty steps can begin to learn."""
-    order = fa.sequence_order(config.mesh.context_layout, config.data.sequence_length, mesh.shape.get(CONTEXT, 1))
+    """Yields batches in which each token is half of the one before it, which twenty steps can begin
+    to learn.
+    """
+    order = fa.sequence_order(
+        config.mesh.context_layout, config.data.sequence_length, mesh.shape.get(CONTEXT, 1)
+    )
     sharding = jax.NamedSharding(mesh, token_spec(mesh))
     for step in range(start, start + steps):
         tokens = np.random.default_rng(step).integers(0, 64, (config.data.batch_size, 1))
@@ -96,11 +106,14 @@ def train(trainer, config, mesh, state, start, steps):
 
 def place(state, trainer):
     """Puts the arrays of a state on the devices of a trainer."""
-    return jax.tree.map(lambda leaf, to: jax.device_put(leaf, to.sharding), state, trainer.abstract_state())
+    return jax.tree.map(
+        lambda leaf, to: jax.device_put(leaf, to.sharding), state, trainer.abstract_state()
+    )
 
 
 def check_shards(state, mesh):
-    """Asserts that each device holds state / (fsdp x model) bytes, of all that is not the scale of a norm or a number.
+    """Asserts that each device holds state / (fsdp x model) bytes, of all that is not the scale of
+    a norm or a number.
 
     The scales are a thousandth of a model of any use, and are the same on all devices.
     """
@@ -115,29 +128,52 @@ def check_shards(state, mesh):
         assert held == whole // shards, f"{held} bytes on a device, {whole} in all, {shards} shards"
 
 
-@pytest.mark.parametrize(("sizes", "backend", "overlap", "remat"), [
-    (ALONE, "xla", "xla", "none"), ((2, 1, 1, 4), "xla", "xla", "none"), ((2, 1, 1, 4), "none", "xla", "none"),
-    ((1, 1, 1, 8), "xla", "xla", "none"),  # the only ring here whose loop has a body
-    pytest.param((2, 1, 1, 4), "xla", "xla", "none", marks=[pytest.mark.optimized, SLOW]),  # the program of a real run
-    *(pytest.param(sizes, "xla", "xla", "none", marks=SLOW) for sizes in [(8, 1, 1, 1), (1, 1, 4, 2)]),
-    *(pytest.param(sizes, "auto", "xla", "none", marks=SLOW) for sizes in [(1, 8, 1, 1), (2, 2, 1, 2)]),
-    pytest.param((1, 4, 1, 2), "auto", "prefetch", "layer", marks=SLOW),
-    pytest.param((1, 2, 2, 2), "auto", "prefetch", "none", marks=SLOW),
-    pytest.param((2, 2, 1, 2), "auto", "prefetch", "cheap", marks=SLOW),
-    pytest.param((2, 1, 1, 4), "auto", "prefetch", "none", marks=SLOW),
-], ids=str)  # fmt: skip
-def test_losses_match_those_of_one_device_and_the_state_stays_sharded(losses, alone, sizes, backend, overlap, remat):
+@pytest.mark.parametrize(
+    ("sizes", "backend", "overlap", "remat"),
+    [
+        (ALONE, "xla", "xla", "none"),
+        ((2, 1, 1, 4), "xla", "xla", "none"),
+        ((2, 1, 1, 4), "none", "xla", "none"),
+        ((1, 1, 1, 8), "xla", "xla", "none"),  # the only ring here whose loop has a body
+        # the program of a real run
+        pytest.param((2, 1, 1, 4), "xla", "xla", "none", marks=[pytest.mark.optimized, SLOW]),
+        *(
+            pytest.param(sizes, "xla", "xla", "none", marks=SLOW)
+            for sizes in [(8, 1, 1, 1), (1, 1, 4, 2)]
+        ),
+        *(
+            pytest.param(sizes, "auto", "xla", "none", marks=SLOW)
+            for sizes in [(1, 8, 1, 1), (2, 2, 1, 2)]
+        ),
+        pytest.param((1, 4, 1, 2), "auto", "prefetch", "layer", marks=SLOW),
+        pytest.param((1, 2, 2, 2), "auto", "prefetch", "none", marks=SLOW),
+        pytest.param((2, 2, 1, 2), "auto", "prefetch", "cheap", marks=SLOW),
+        pytest.param((2, 1, 1, 4), "auto", "prefetch", "none", marks=SLOW),
+    ],
+    ids=str,
+)
+def test_losses_match_those_of_one_device_and_the_state_stays_sharded(
+    losses, alone, sizes, backend, overlap, remat
+):
     expected, began = alone
     history, _ = losses(sizes, began, backend, model={"fsdp_overlap": overlap, "remat": remat})
     np.testing.assert_allclose(history, expected, atol=1e-4)
     assert history[-1] < 0.8 * history[0]
 
 
-@pytest.mark.parametrize(("sizes", "backend", "quantized"), [
-    pytest.param((1, 2, 1, 4), "xla", {"quantization": "int8", "quantization_backward": "int8"}, marks=SLOW),
-    pytest.param((1, 1, 1, 2), "none", {"quantization": "int8"}, marks=SLOW),
-    pytest.param((2, 1, 1, 4), "none", {"quantization": "fp8"}, marks=SLOW),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sizes", "backend", "quantized"),
+    [
+        pytest.param(
+            (1, 2, 1, 4),
+            "xla",
+            {"quantization": "int8", "quantization_backward": "int8"},
+            marks=SLOW,
+        ),
+        pytest.param((1, 1, 1, 2), "none", {"quantization": "int8"}, marks=SLOW),
+        pytest.param((2, 1, 1, 4), "none", {"quantization": "fp8"}, marks=SLOW),
+    ],
+)
 def test_steps_in_8_bits_learn_as_those_of_one_device_do(losses, alone, sizes, backend, quantized):
     expected, began = np.array(alone[0]), alone[1]
     history = np.array(losses(sizes, began, backend, model=quantized)[0])
@@ -147,7 +183,9 @@ def test_steps_in_8_bits_learn_as_those_of_one_device_do(losses, alone, sizes, b
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "separator"), [((2, 1, 1, 4), None), ((1, 2, 2, 2), 2)], ids=str)
-def test_micro_batches_have_the_losses_of_the_whole_batch(on, replace, trainer_of, sizes, separator):
+def test_micro_batches_have_the_losses_of_the_whole_batch(
+    on, replace, trainer_of, sizes, separator
+):
     # A token of these rows is 2 now and then, but not equally often in each micro-batch.
     config, mesh = on(sizes, data={"batch_size": 16, "separator": separator})
     with jax.set_mesh(mesh):
@@ -159,16 +197,22 @@ def test_micro_batches_have_the_losses_of_the_whole_batch(on, replace, trainer_o
                 began = jax.tree.map(np.array, trainer.init())
             expected, state = trainer.abstract_state(), place(began, trainer)
             nothing = jax.device_put(np.zeros(2, np.float32), jax.NamedSharding(mesh, jax.P()))
-            totals.append(trainer.eval_step(state.params, nothing, *next(batches(changed, mesh, 0, 1))))
+            totals.append(
+                trainer.eval_step(state.params, nothing, *next(batches(changed, mesh, 0, 1)))
+            )
             state, history = train(trainer, changed, mesh, state, 0, STEPS)
             histories.append(history)
             for leaf, to in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
                 assert leaf.sharding.is_equivalent_to(to.sharding, leaf.ndim)
     for history, total in zip(histories[1:], totals[1:], strict=True):
-        (losses, norms), (whole_losses, whole_norms) = np.transpose(history), np.transpose(histories[0])
+        (losses, norms), (whole_losses, whole_norms) = (
+            np.transpose(history),
+            np.transpose(histories[0]),
+        )
         np.testing.assert_allclose(losses, whole_losses, rtol=1e-5)
         np.testing.assert_allclose(norms[0], whole_norms[0], rtol=1e-5)
-        np.testing.assert_allclose(norms, whole_norms, rtol=1e-4)  # rounding in twenty updates moves them apart
+        # rounding in twenty updates moves them apart
+        np.testing.assert_allclose(norms, whole_norms, rtol=1e-4)
         np.testing.assert_allclose(total, totals[0], rtol=1e-5)
     assert histories[0][-1][0] < 0.8 * histories[0][0][0]
 
@@ -184,7 +228,8 @@ def test_parameters_drawn_on_several_devices_are_those_of_one(losses):
 @pytest.mark.slow
 def test_twenty_steps_with_direct_copies_have_the_losses_of_one_device(losses):
     """On four devices of the simulator with race detection: the kernels of the form need TPUs."""
-    # Blocks of 128 columns, on four devices, are whole tiles. So wide a model needs smaller steps to learn steadily.
+    # Blocks of 128 columns, on four devices, are whole tiles. So wide a model needs smaller steps
+    # to learn steadily.
     options = {"model": {"width": 512, "head_dim": 2}, "optimizer": {"learning_rate": 30.0}}
     expected, began = losses(ALONE, **options)
     kinds = direct.all_gather, direct.all_to_all
@@ -193,7 +238,9 @@ def test_twenty_steps_with_direct_copies_have_the_losses_of_one_device(losses):
     with session(mode="eager", delayed={2: 0.01}) as report:
         options["model"] |= {"fsdp_overlap": "prefetch_pallas", "remat": "cheap"}
         history, _ = losses((1, 4, 1, 1), began, "auto", **options)
-    assert all(kind.cache_info().currsize for kind in kinds), "no array of this model travels by direct copies"
+    assert all(kind.cache_info().currsize for kind in kinds), (
+        "no array of this model travels by direct copies"
+    )
     assert report.problems() == set()
     np.testing.assert_allclose(history, expected, atol=1e-4)
     assert history[-1] < 0.8 * history[0]
@@ -204,7 +251,11 @@ def test_a_state_that_is_not_sharded_over_fsdp_is_noticed(on):
     _, mesh = on((1, 2, 1, 2))
 
     def state(*spec):
-        kernel = {"kernel": jax.device_put(np.ones((8, 8), np.float32), jax.NamedSharding(mesh, jax.P(*spec)))}
+        kernel = {
+            "kernel": jax.device_put(
+                np.ones((8, 8), np.float32), jax.NamedSharding(mesh, jax.P(*spec))
+            )
+        }
         return types.SimpleNamespace(params=kernel, opt_state=kernel)
 
     check_shards(state("fsdp", "model"), mesh)

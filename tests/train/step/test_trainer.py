@@ -1,4 +1,6 @@
-"""Tests of train/step/trainer.py and evaluation.py: the train state, the steps, their options, and the sample."""
+"""Tests of train/step/trainer.py and evaluation.py: the train state, the steps, their options, and
+the sample.
+"""
 
 import dataclasses
 
@@ -32,7 +34,9 @@ def test_repeated_steps_on_one_batch_lower_its_loss(trainer, batch):
         losses.append(float(metrics["loss"]))
     assert int(state.step) == 20
     assert all(leaf.is_deleted() for leaf in given), "the state was not donated"
-    assert abs(losses[0] - np.log(128)) < 1.0, "a new model should be about as good as a uniform guess"
+    assert abs(losses[0] - np.log(128)) < 1.0, (
+        "a new model should be about as good as a uniform guess"
+    )
     assert losses[-1] < losses[0] - 0.5
 
 
@@ -40,7 +44,9 @@ def test_repeated_steps_on_one_batch_lower_its_loss(trainer, batch):
 def test_the_gradient_norm_is_measured_before_clipping(trainer, batch):
     params = trainer.init().params
     grads = jax.jit(jax.grad(lambda params: trainer.model(params).loss(*batch)))(params)
-    expected = np.sqrt(sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(grads)))
+    expected = np.sqrt(
+        sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(grads))
+    )
     _, metrics = trainer.train_step(trainer.init(), *batch)
     np.testing.assert_allclose(float(metrics["grad_norm"]), expected, rtol=1e-5)
 
@@ -66,9 +72,12 @@ def test_validation_adds_the_losses_and_their_number(trainer, batch):
 
 
 @pytest.mark.slow
-def test_a_mixture_trains_reports_the_losses_of_its_routers_and_is_validated_without_them(config, mesh, replace, batch):
+def test_a_mixture_trains_reports_the_losses_of_its_routers_and_is_validated_without_them(
+    config, mesh, replace, batch
+):
     mixture = replace(config, model={"layers": 1, "experts": 4, "load_balance_weight": 0.1})
-    trainer = Trainer(dataclasses.replace(mixture, backend="none"), mesh)  # which compiles in half of the time
+    # which compiles in half of the time
+    trainer = Trainer(dataclasses.replace(mixture, backend="none"), mesh)
     state = trainer.init()
     total, lines = trainer.eval_step(state.params, jnp.zeros(2), *batch), []
     for _ in range(20):
@@ -88,19 +97,27 @@ def test_the_running_mean_follows_the_parameters(config, mesh, replace, batch):
     expected = jax.tree.map(lambda leaf: np.array(leaf, np.float32), state.params)
     for _ in range(3):
         state, _ = trainer.train_step(state, *batch)
-        expected = jax.tree.map(lambda mean, leaf: 0.75 * mean + 0.25 * np.asarray(leaf), expected, state.params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), state.ema, expected)
+        expected = jax.tree.map(
+            lambda mean, leaf: 0.75 * mean + 0.25 * np.asarray(leaf), expected, state.params
+        )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), state.ema, expected
+    )
     assert trainer.evaluated(state) is state.ema
 
 
 @pytest.mark.slow
 def test_master_copies_keep_updates_that_bfloat16_rounds_away(config, mesh, replace, batch):
-    """At 1 a bfloat16 cannot hold an update of 1e-4, so the scales of the norms move only with float32 copies."""
+    """At 1 a bfloat16 cannot hold an update of 1e-4, so the scales of the norms move only with
+    float32 copies.
+    """
     few = {"learning_rate": 1e-4, "warmup_steps": 0, "schedule": "constant"}
     moved = {}
     for copies in (False, True):
         settings = few | {"master_copies": copies}
-        trainer = Trainer(replace(config, model={"param_dtype": "bfloat16"}, optimizer=settings), mesh)
+        trainer = Trainer(
+            replace(config, model={"param_dtype": "bfloat16"}, optimizer=settings), mesh
+        )
         state = trainer.init()
         for _ in range(4):
             state, _ = trainer.train_step(state, *batch)
@@ -122,11 +139,20 @@ def test_a_first_moment_in_bfloat16_trains_as_one_in_float32_does(config, mesh, 
         for _ in range(20):
             state, metrics = trainer.train_step(state, *batch)
             losses[dtype].append(float(metrics["loss"]))
-        (adam,) = [part for part in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(part)]
-        assert {leaf.dtype for leaf in jax.tree.leaves(adam.mu)} == {jnp.dtype(dtype or jnp.float32)}
-        assert {leaf.dtype for leaf in jax.tree.leaves((adam.nu, state.params))} == {jnp.dtype(jnp.float32)}
+        (adam,) = [
+            part for part in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(part)
+        ]
+        assert {leaf.dtype for leaf in jax.tree.leaves(adam.mu)} == {
+            jnp.dtype(dtype or jnp.float32)
+        }
+        assert {leaf.dtype for leaf in jax.tree.leaves((adam.nu, state.params))} == {
+            jnp.dtype(jnp.float32)
+        }
         for leaf, to in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
-            assert (leaf.dtype, leaf.sharding.is_equivalent_to(to.sharding, leaf.ndim)) == (to.dtype, True)
+            assert (leaf.dtype, leaf.sharding.is_equivalent_to(to.sharding, leaf.ndim)) == (
+                to.dtype,
+                True,
+            )
     assert losses["bfloat16"] != losses[None]
     # An element of bfloat16 has 8 bits, so updates differ by 0.4 % at most.
     np.testing.assert_allclose(losses["bfloat16"], losses[None], rtol=0.01)
@@ -139,20 +165,27 @@ def is_adam(part):
 
 @pytest.mark.slow
 def test_documents_do_not_see_each_other(config, mesh, trainer_of):
-    """The logits of a document do not depend on the one before it, with segment ids; without them they do."""
+    """The logits of a document do not depend on the one before it, with segment ids; without them
+    they do.
+    """
     trainer = trainer_of(config, mesh)
     params = trainer.init().params
     spec = jax.NamedSharding(mesh, jax.P("data", None))
     dice = np.random.default_rng(1)
     tokens = dice.integers(1, 128, (2, 16)).astype(np.int32)
     other = np.concatenate([dice.integers(1, 128, (2, 8)), tokens[:, 8:]], axis=1).astype(np.int32)
-    segments = jax.device_put(np.repeat([[0, 1]], 8, axis=1).repeat(2, axis=0).astype(np.int32), spec)
+    segments = jax.device_put(
+        np.repeat([[0, 1]], 8, axis=1).repeat(2, axis=0).astype(np.int32), spec
+    )
 
     @jax.jit
     def logits(params, *batch):
         return jax.sharding.reshard(trainer.model(params)(*batch), jax.P("data", None, None))
 
-    apart = [np.asarray(logits(params, jax.device_put(x, spec), segments))[:, 8:] for x in (tokens, other)]
+    apart = [
+        np.asarray(logits(params, jax.device_put(x, spec), segments))[:, 8:]
+        for x in (tokens, other)
+    ]
     together = [np.asarray(logits(params, jax.device_put(x, spec)))[:, 8:] for x in (tokens, other)]
     np.testing.assert_allclose(apart[0], apart[1], rtol=1e-4, atol=1e-6)
     assert np.abs(together[0] - together[1]).max() > 1e-3
@@ -160,20 +193,28 @@ def test_documents_do_not_see_each_other(config, mesh, trainer_of):
 
 @pytest.mark.slow
 def test_near_temperature_zero_every_token_is_the_most_likely_one(config, trainer, replace):
-    """The reference has other padding on the right, so this also proves that the padding has no influence."""
+    """The reference has other padding on the right, so this also proves that the padding has no
+    influence.
+    """
     state = trainer.init()
     used, text = drawn = generate(trainer, state, np.arange(17), config)
-    assert used == list(range(12)), "eval.sample_tokens=4 of 16 leave room for 12 tokens of the prompt"
+    assert used == list(range(12)), (
+        "eval.sample_tokens=4 of 16 leave room for 12 tokens of the prompt"
+    )
     assert len(text) == 4
     assert all(0 <= token < config.model.vocab_size for token in text)
-    assert drawn == generate(trainer, state, np.arange(17), config), "the same state gives the same text"
+    assert drawn == generate(trainer, state, np.arange(17), config), (
+        "the same state gives the same text"
+    )
     config = replace(config, eval={"temperature": 1e-6})
     used, text = generate(trainer, state, np.arange(17), config)
     window = np.full((config.data.batch_size, config.data.sequence_length), 99, np.int32)
     window[:, : len(used)] = used
     forward = jax.jit(lambda params, window: trainer.model(params)(window))
     for position, token in enumerate(text, start=len(used)):
-        logits = np.asarray(forward(state.params, jax.device_put(window, trainer.abstract_batch()[0].sharding)))
+        logits = np.asarray(
+            forward(state.params, jax.device_put(window, trainer.abstract_batch()[0].sharding))
+        )
         assert token == logits[0, position - 1].argmax()
         window[:, position] = token
 

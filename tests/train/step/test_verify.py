@@ -1,4 +1,6 @@
-"""Tests of train/step/verify.py: what a run verifies before it opens the chips, when, and what follows."""
+"""Tests of train/step/verify.py: what a run verifies before it opens the chips, when, and what
+follows.
+"""
 
 import dataclasses
 import importlib
@@ -25,7 +27,16 @@ from train.step.flags import may_have_tpus
 from train.step.mesh import CONTEXT, FSDP, infer_sizes
 from train.step.verify import cases_of, verify_first
 
-PRESETS = ("tiny", "gpt2_124m", "llama_8b", "llama_70b", "long_context", "tiny_moe", "qwen3_30b_a3b", "mixtral_8x7b")
+PRESETS = (
+    "tiny",
+    "gpt2_124m",
+    "llama_8b",
+    "llama_70b",
+    "long_context",
+    "tiny_moe",
+    "qwen3_30b_a3b",
+    "mixtral_8x7b",
+)
 MACHINE = {"platform": "tpu", "chip": "v5e", "kind": "TPU v5 lite", "devices": 8}
 
 
@@ -35,7 +46,9 @@ def preset(name):
 
 @pytest.fixture
 def config(config, replace):
-    model = TransformerConfig(vocab_size=256, width=1024, heads=8, kv_heads=4, mlp_width=2048, dtype="bfloat16")
+    model = TransformerConfig(
+        vocab_size=256, width=1024, heads=8, kv_heads=4, mlp_width=2048, dtype="bfloat16"
+    )
     config = replace(config, mesh={"platform": "tpu"}, data={"sequence_length": 1024})
     return dataclasses.replace(config, model=model)
 
@@ -60,14 +73,25 @@ def ran(monkeypatch, tmp_path):
 def test_the_cases_are_the_kernels_and_shapes_of_the_configuration(config):
     cases = cases_of(config, {"data": 2, "model": 4})
     shapes = {(case.op, case.shapes) for case in cases}
-    assert ("all_gather_matmul", ((4, 256, 1024), (1024, 512))) in shapes  # query, key and value: (8 + 2 * 4) * 128 / 4
+    # query, key and value: (8 + 2 * 4) * 128 / 4
+    assert ("all_gather_matmul", ((4, 256, 1024), (1024, 512))) in shapes
     assert ("all_gather_matmul", ((4, 256, 1024), (1024, 1024))) in shapes  # gate and up
     assert ("matmul_reduce_scatter", ((4, 1024, 512), (512, 1024))) in shapes
     assert ("attention", ((4, 1024, 2, 128), (4, 1024, 1, 128))) in shapes
-    assert ("all_to_all", ((4 * 512, 256),)) in shapes  # one sequence of them, all heads of the rows of a device
-    assert {case.backend for case in cases} == {"none", "xla", "pallas", "fused", "reference", "flash"}
+    # one sequence of them, all heads of the rows of a device
+    assert ("all_to_all", ((4 * 512, 256),)) in shapes
+    assert {case.backend for case in cases} == {
+        "none",
+        "xla",
+        "pallas",
+        "fused",
+        "reference",
+        "flash",
+    }
     for case in cases:
-        mesh = programs.make_mesh(case, fa.check.topology_devices("v5e:2x2" if case.devices == 4 else "v5e:1x1"))
+        mesh = programs.make_mesh(
+            case, fa.check.topology_devices("v5e:2x2" if case.devices == 4 else "v5e:1x1")
+        )
         with jax.set_mesh(mesh):
             jax.eval_shape(programs.make_program(case), *programs.abstract_arguments(case, mesh))
 
@@ -79,26 +103,42 @@ def test_products_in_eight_bits_are_verified_in_the_types_of_both_passes(config,
 
     assert eight_bits() == set()
     assert eight_bits(quantization="int8") == {("none", "int8"), ("fused", "int8")}
-    assert {kind for _, kind in eight_bits(quantization="int8", quantization_backward="fp8")} == {"int8", "fp8"}
+    assert {kind for _, kind in eight_bits(quantization="int8", quantization_backward="fp8")} == {
+        "int8",
+        "fp8",
+    }
 
 
 def test_the_cases_have_the_heads_that_a_device_computes(config, replace):
     """Two devices share a key-value head, and six query heads are padded to eight."""
     shapes = {
         (case.op, case.shapes)
-        for case in cases_of(replace(config, model={"width": 768, "heads": 6, "kv_heads": 2}), {"data": 2, "model": 4})
+        for case in cases_of(
+            replace(config, model={"width": 768, "heads": 6, "kv_heads": 2}),
+            {"data": 2, "model": 4},
+        )
     }
     width, head = 768, 128
-    assert ("all_gather_matmul", ((4, 256, width), (width, 4 * head))) in shapes  # 2 + 2 * 1 heads a device
+    # 2 + 2 * 1 heads a device
+    assert ("all_gather_matmul", ((4, 256, width), (width, 4 * head))) in shapes
     assert ("attention", ((4, 1024, 2, head), (4, 1024, 1, head))) in shapes
 
 
-def test_a_run_verifies_each_shape_once_and_full_each_time(config, ran, replace, capsys, monkeypatch):
-    monkeypatch.setattr(jax, "process_index", lambda: pytest.fail("this process opened the chips before its children"))
+def test_a_run_verifies_each_shape_once_and_full_each_time(
+    config, ran, replace, capsys, monkeypatch
+):
+    monkeypatch.setattr(
+        jax,
+        "process_index",
+        lambda: pytest.fail("this process opened the chips before its children"),
+    )
     verify_first(config, "auto")
     verify_first(config, "auto")
     assert len(ran.runs) == 1
-    assert "verify     16 cases on TPU v5 lite, once; --verify off skips this" in capsys.readouterr().out
+    assert (
+        "verify     16 cases on TPU v5 lite, once; --verify off skips this"
+        in capsys.readouterr().out
+    )
     verify_first(replace(config, data={"batch_size": 16}), "auto")
     assert len(ran.runs) == 2
     verify_first(config, "full")
@@ -107,7 +147,8 @@ def test_a_run_verifies_each_shape_once_and_full_each_time(config, ran, replace,
 
 def test_a_kernel_that_cannot_serve_the_shapes_is_not_verified(config, ran, replace):
     """A refusal is no verdict, so that it would be asked for before each run."""
-    config = replace(config, mesh={"data": 8, "model": 1}, model={"heads": 64, "kv_heads": 64})  # head size 16
+    # head size 16
+    config = replace(config, mesh={"data": 8, "model": 1}, model={"heads": 64, "kv_heads": 64})
     assert cases_of(config, {"data": 8, "model": 1}) == []
     verify_first(config, "auto")
     assert ran.runs == []
@@ -138,20 +179,27 @@ def test_a_size_that_is_inferred_is_inferred_from_the_chips(config, ran, replace
     assert ran.runs == [cases_of(config, {"data": 2, "model": 4})], "once"
 
 
-def test_nothing_is_verified_where_that_is_not_wanted_or_there_are_no_tpus(config, ran, replace, monkeypatch):
+def test_nothing_is_verified_where_that_is_not_wanted_or_there_are_no_tpus(
+    config, ran, replace, monkeypatch
+):
     verify_first(config, "off")
     verify_first(replace(config, mesh={"platform": "cpu"}), "auto")
-    verify_first(replace(config, mesh={"platform": "auto"}), "auto")  # JAX_PLATFORMS is cpu in tests
+    # JAX_PLATFORMS is cpu in tests
+    verify_first(replace(config, mesh={"platform": "auto"}), "auto")
     monkeypatch.setenv(trust.VARIABLE, "all")
     verify_first(config, "auto")
     assert ran.runs == []
 
 
 def test_a_run_of_several_processes_says_which_command_verifies_its_kernels(ran, capsys):
-    with jax.set_mesh(fa.check.topology_mesh("v5e:4x4", (16,), ("model",))), trust.trusting("verified"):
+    with (
+        jax.set_mesh(fa.check.topology_mesh("v5e:4x4", (16,), ("model",))),
+        trust.trusting("verified"),
+    ):
         agree_on_kernels()
         assert (
-            "verify     no kernel has passed in every process; `python -m flaxasync.verify --distributed`, started on "
+            "verify     no kernel has passed in every process; `python -m flaxasync.verify "
+            "--distributed`, started on "
             "every host before the run, verifies them"
         ) in capsys.readouterr().out
         trust.record(trust.Machine.here("v5e"), {"attention/flash": {"a case": "PASS"}})
@@ -165,13 +213,19 @@ def test_a_named_form_that_fails_ends_the_run_and_auto_goes_on(config, ran, repl
     verify_first(config, "auto")
     verify_first(config, "auto")
     assert len(ran.runs) == 1, "what failed is not taken, so it need not be verified again"
-    with pytest.raises(InputError, match=r"backend=fused fails on this machine: .* WRONG, .*--backend auto"):
+    with pytest.raises(
+        InputError, match=r"backend=fused fails on this machine: .* WRONG, .*--backend auto"
+    ):
         verify_first(dataclasses.replace(config, backend="fused"), "auto")
     assert len(ran.runs) == 2
     sharded = replace(config, mesh={"data": 1, "fsdp": 8, "model": 1})
-    verify_first(dataclasses.replace(sharded, backend="pallas"), "auto")  # no op of theirs has a ring
+    # no op of theirs has a ring
+    verify_first(dataclasses.replace(sharded, backend="pallas"), "auto")
     sharded = replace(sharded, model={"fsdp_overlap": "prefetch_pallas"})
-    with pytest.raises(InputError, match=r"model.fsdp_overlap=prefetch_pallas fails on this machine: WRONG; leave it"):
+    with pytest.raises(
+        InputError,
+        match=r"model.fsdp_overlap=prefetch_pallas fails on this machine: WRONG; leave it",
+    ):
         verify_first(sharded, "auto")
 
 
@@ -180,22 +234,33 @@ def test_devices_that_cannot_be_opened_end_the_run(config, ran, monkeypatch):
         raise MachineError("it died")
 
     monkeypatch.setattr(verify_module, "describe", fail)
-    with pytest.raises(InputError, match="the TPU could not be verified: it died; --verify off skips this"):
+    with pytest.raises(
+        InputError, match="the TPU could not be verified: it died; --verify off skips this"
+    ):
         verify_first(config, "auto")
 
 
 def test_a_machine_without_a_tpu_is_one_sentence(config, ran, monkeypatch):
-    """The child that looks for the chips ends with a traceback, whose last line is what JAX says."""
-    says = "Unable to initialize backend 'tpu': NOT_FOUND: No device found. (set JAX_PLATFORMS='' to choose another)"
+    """The child that looks for the chips ends with a traceback, whose last line is what JAX
+    says.
+    """
+    says = (
+        "Unable to initialize backend 'tpu': NOT_FOUND: No device found. (set JAX_PLATFORMS='' "
+        "to choose another)"
+    )
 
     def fail(setup):
-        raise MachineError(f"the devices could not be opened: Traceback (most recent call last):\nRuntimeError: {says}")
+        raise MachineError(
+            "the devices could not be opened: Traceback (most recent call last):\nRuntimeError: "
+            f"{says}"
+        )
 
     monkeypatch.setattr(verify_module, "describe", fail)
     with pytest.raises(InputError) as raised:
         verify_first(config, "auto")
     assert str(raised.value) == (
-        "mesh.platform=tpu has no devices here (Unable to initialize backend 'tpu': NOT_FOUND: No device found); use "
+        "mesh.platform=tpu has no devices here (Unable to initialize backend 'tpu': NOT_FOUND: No "
+        "device found); use "
         "--mesh.platform cpu, or plan with --dry-run --topology v5e:2x4"
     )
 
@@ -203,7 +268,9 @@ def test_a_machine_without_a_tpu_is_one_sentence(config, ran, monkeypatch):
 def test_chips_are_looked_for_without_opening_them(config, replace, monkeypatch):
     auto = replace(config, mesh={"platform": "auto"})
     monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
-    monkeypatch.setattr(flags_module.glob, "glob", lambda pattern: ["/dev/accel0"] if "accel" in pattern else [])
+    monkeypatch.setattr(
+        flags_module.glob, "glob", lambda pattern: ["/dev/accel0"] if "accel" in pattern else []
+    )
     assert may_have_tpus(auto)
     monkeypatch.setattr(flags_module.glob, "glob", lambda pattern: [])
     assert not may_have_tpus(auto)
@@ -213,7 +280,9 @@ def test_chips_are_looked_for_without_opening_them(config, replace, monkeypatch)
 
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_cases_of_every_preset_go_through_all_that_follows_a_measurement(name, chip, monkeypatch, tmp_path):
+def test_the_cases_of_every_preset_go_through_all_that_follows_a_measurement(
+    name, chip, monkeypatch, tmp_path
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(trust.VARIABLE, raising=False)
     config = preset(name)
@@ -223,7 +292,9 @@ def test_the_cases_of_every_preset_go_through_all_that_follows_a_measurement(nam
 
 
 def rehearse(config, capsys):
-    """Rehearses the check before a run on eight v5e, and shows that the next run need not verify; returns its lines."""
+    """Rehearses the check before a run on eight v5e, and shows that the next run need not verify;
+    returns its lines.
+    """
     with stored_aside():
         verify_first(config, "auto", setup=Setup(rehearse="v5e:2x4", repeats=1))
         first, *lines, last = capsys.readouterr().out.splitlines()
@@ -235,20 +306,34 @@ def rehearse(config, capsys):
 
 
 @pytest.mark.slow
-def test_the_check_before_a_run_is_rehearsed_and_the_next_run_reads_its_verdicts(config, replace, capsys):
-    config = replace(config, mesh={"data": 8, "model": 1}, data={"sequence_length": 128, "batch_size": 8})
+def test_the_check_before_a_run_is_rehearsed_and_the_next_run_reads_its_verdicts(
+    config, replace, capsys
+):
+    config = replace(
+        config, mesh={"data": 8, "model": 1}, data={"sequence_length": 128, "batch_size": 8}
+    )
     lines = rehearse(replace(config, model={"width": 256, "heads": 2, "kv_heads": 1}), capsys)
-    assert [line.split()[:3] for line in lines] == [["PASS", "attention", "reference"], ["PASS", "attention", "flash"]]
+    assert [line.split()[:3] for line in lines] == [
+        ["PASS", "attention", "reference"],
+        ["PASS", "attention", "flash"],
+    ]
     assert all(" ms simulated" in line for line in lines)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama_8b", "tiny_moe"])
 def test_the_check_before_a_run_of_a_preset(name, replace, capsys):
-    """Mesh, options and head size are those of the preset; sequences are short, and a wide model has fewer heads."""
-    config = replace(preset(name), mesh={"platform": "tpu"}, data={"sequence_length": 512, "batch_size": 8})
+    """Mesh, options and head size are those of the preset; sequences are short, and a wide model
+    has fewer heads.
+    """
+    config = replace(
+        preset(name), mesh={"platform": "tpu"}, data={"sequence_length": 512, "batch_size": 8}
+    )
     model, share = config.model, 4 if name == "llama_8b" else 1
-    sizes = {field: getattr(model, field) // share for field in ("width", "heads", "kv_heads", "mlp_width")}
+    sizes = {
+        field: getattr(model, field) // share
+        for field in ("width", "heads", "kv_heads", "mlp_width")
+    }
     config = replace(config, model=sizes)
     lines = rehearse(config, capsys)
     mesh = config.mesh

@@ -18,7 +18,9 @@ def disk(place, tmp_path) -> Iterator[Path]:
     """A small disk of its own, on which the run has its workdir."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", folder], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", folder], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("this machine does not let the tests mount a file system")
     place.work = folder / "run"
@@ -45,7 +47,9 @@ def test_full_disk_for_a_while(place, disk, expected):
     time.sleep(6)
     filler.unlink()
     err = error_of(process, 0)
-    assert re.search(r"warning: .* could not be written: .*; step (\d+) is saved instead\n", err), err
+    assert re.search(r"warning: .* could not be written: .*; step (\d+) is saved instead\n", err), (
+        err
+    )
     assert re.search(r"warning: step \d+ is saved\n", err), err
     assert place.losses() == expected
 
@@ -56,7 +60,9 @@ def test_full_disk(place, disk, expected):
     after_checkpoint(place, process)
     filler = fill(disk)
     err = error_of(process, 74)
-    assert re.search(r"error: .* in attempts over 3 s, so the run ends; nothing that was complete is lost", err), err
+    assert re.search(
+        r"error: .* in attempts over 3 s, so the run ends; nothing that was complete is lost", err
+    ), err
     assert err.count("\n") < 8
     assert place.steps_saved(), "the newest complete checkpoint was deleted"
     code, _, err = place.run("--checkpoint.retry_seconds", 1)  # the disk is still full
@@ -68,8 +74,8 @@ def test_full_disk(place, disk, expected):
 
 @fault("a disk that becomes read-only")
 def test_read_only_disk(place, disk, expected):
-    # The operating system refuses to remount a disk on which files are open for writing, so the run itself raises what
-    # it would get.
+    # The operating system refuses to remount a disk on which files are open for writing, so the run
+    # itself raises what it would get.
     read_only = f"""
 import errno as _e, os as _os
 _now, _write, _mkdir = [], _os.write, _os.mkdir
@@ -91,7 +97,9 @@ _os.write, _os.mkdir = _refusing_write, _refusing_mkdir
 """
     code, _, err = place.run("--checkpoint.retry_seconds", 2, code=read_only)
     assert code == 74, err
-    assert re.search(r"error: .* could not be written: .*Read-only file system, in attempts over 2 s", err), err
+    assert re.search(
+        r"error: .* could not be written: .*Read-only file system, in attempts over 2 s", err
+    ), err
     assert "deleted" not in err
     assert place.steps_saved() == [5]
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)

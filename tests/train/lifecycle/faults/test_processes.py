@@ -1,4 +1,6 @@
-"""The rows of the fault table about processes, signals, memory and the clock. test_table.py says what a row shows."""
+"""The rows of the fault table about processes, signals, memory and the clock. test_table.py says
+what a row shows.
+"""
 
 import os
 import re
@@ -17,11 +19,20 @@ from tests.train.runs import SCRIPT, lines_of
 def test_signal(place, expected):
     """One run is stopped by each of them in turn."""
     step = 0
-    for number, code in ((signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)):
+    for number, code in (
+        (signal.SIGTERM, 75),
+        (signal.SIGHUP, 75),
+        (signal.SIGUSR1, 75),
+        (signal.SIGINT, 130),
+    ):
         process = place.start()
         after_step(process, step + 4)
         process.send_signal(number)
-        step = int(re.search(rf"stopped by {number.name} after step (\d+), saved in", ends(process, code))[1])
+        step = int(
+            re.search(rf"stopped by {number.name} after step (\d+), saved in", ends(process, code))[
+                1
+            ]
+        )
         assert max(place.steps_saved()) == step
     place.goes_on(expected)
 
@@ -62,15 +73,30 @@ _trainer.Trainer.compile_train_step = _block
     while process.stdout.readline() != "blocked\n":
         pass
     process.send_signal(signal.SIGTERM)
-    assert ends(process, 75) == "stopped by SIGTERM before the first step; there was nothing new to save\n"
+    assert (
+        ends(process, 75)
+        == "stopped by SIGTERM before the first step; there was nothing new to save\n"
+    )
     place.goes_on(expected)
 
 
 @fault("standard input, output and error are closed")
 def test_closed_streams(place, compile_little, expected):
     options = ("--steps", STEPS, "--workdir", place.work, "--checkpoint.every", 5, *QUIET)
-    run = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", sys.executable, SCRIPT, place.preset, *options]
-    assert subprocess.run(list(map(str, run)), env=os.environ | compile_little, timeout=120).returncode == 0
+    run = [
+        "bash",
+        "-c",
+        'exec "$@" <&- >&- 2>&-',
+        "bash",
+        sys.executable,
+        SCRIPT,
+        place.preset,
+        *options,
+    ]
+    assert (
+        subprocess.run(list(map(str, run)), env=os.environ | compile_little, timeout=120).returncode
+        == 0
+    )
     assert place.losses() == expected
     assert place.steps_saved()[-1] == STEPS
 
@@ -96,7 +122,9 @@ def test_sleep(place, expected):
 @fault("a read that never returns")
 def test_hang(place, expected):
     hang = "def _delay(batch): return 0.03 if batch < 12 else 1e6\n"
-    place.fails(75, "the run made no progress for 3 s after step 12", "--report.hang_seconds", 3, code=hang)
+    place.fails(
+        75, "the run made no progress for 3 s after step 12", "--report.hang_seconds", 3, code=hang
+    )
     assert "_slowly" in (place.work / "stacks.txt").read_text()
     place.goes_on(expected)
 

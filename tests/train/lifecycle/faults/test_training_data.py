@@ -1,4 +1,6 @@
-"""The rows of the fault table about training data and losses. test_table.py says what a row shows."""
+"""The rows of the fault table about training data and losses. test_table.py says what a row
+shows.
+"""
 
 import os
 import re
@@ -22,7 +24,9 @@ def other_data(place: Workplace, change: Callable[[bytes], bytes]) -> Path:
 
 @fault("another corpus than that of the checkpoint", "another tokenizer")
 def test_changed_data(stopped, expected, text, tmp_path):
-    """The data reversed, halved, and with one byte that differs; another file of a tokenizer, and only its name."""
+    """The data reversed, halved, and with one byte that differs; another file of a tokenizer, and
+    only its name.
+    """
     tokenizer = tmp_path / "tokenizer.json"
     train_tokenizer(tokenizer, text, vocab_size=128, special_tokens=(), all_bytes=False)
     before = contents(stopped.work)
@@ -31,9 +35,14 @@ def test_changed_data(stopped, expected, text, tmp_path):
         (lambda data: data[: len(data) // 2], "tokens was "),
         (lambda data: data[:9000] + b"X" + data[9001:], "source data: content_hash was "),
     ):
-        assert "--data.accept_change True" in stopped.fails(2, says, "--data.path", other_data(stopped, change))
+        assert "--data.accept_change True" in stopped.fails(
+            2, says, "--data.path", other_data(stopped, change)
+        )
         assert contents(stopped.work) == before
-    for name, says in ((tokenizer, "tokenizer was bytes and is"), ("gpt2", "where data.tokenizer is a name")):
+    for name, says in (
+        (tokenizer, "tokenizer was bytes and is"),
+        ("gpt2", "where data.tokenizer is a name"),
+    ):
         code, _, err = stopped.run("--data.tokenizer", name)
         assert code == 2
         assert says in err
@@ -54,7 +63,11 @@ def test_accepted_data(stopped, expected):
 def test_bad_data(stopped, expected):
     path = stopped.work.with_name("bad.txt")
     stopped.fails(2, "there is no", "--data.path", path)
-    for content, says in ((b"", "is empty"), (b"\0abc" * 100, "holds a zero byte"), (b"\xff" * 9000, "token ids")):
+    for content, says in (
+        (b"", "is empty"),
+        (b"\0abc" * 100, "holds a zero byte"),
+        (b"\xff" * 9000, "token ids"),
+    ):
         path.write_bytes(content)
         stopped.fails(2, says, "--data.path", path)
     stopped.goes_on(expected)
@@ -63,7 +76,10 @@ def test_bad_data(stopped, expected):
 @fault("data or a workdir that may not be read or written")
 def test_permissions(place, expected):
     # The interpreter and its packages may be in a folder that only the first user reads.
-    code = "import os as _os\nimport train.lifecycle.training\n_os.setegid(65534), _os.seteuid(65534)\n"
+    code = (
+        "import os as _os\nimport train.lifecycle.training\n_os.setegid(65534), "
+        "_os.seteuid(65534)\n"
+    )
     place.fails(2, "Permission denied", code=code)
     place.goes_on(expected)
 
@@ -96,13 +112,17 @@ def test_rewritten_data(place, expected):
             file.write(wrong.tobytes())
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
         err = error_of(process, 2)
-        assert re.fullmatch(rf"error: data.path: {path} must stay as it is while a run reads it: .*\n", err), err
+        assert re.fullmatch(
+            rf"error: data.path: {path} must stay as it is while a run reads it: .*\n", err
+        ), err
         assert "saved" not in err.replace("nothing was saved since", "")
         right.tofile(path)
     place.goes_on(expected, "--data.path", path)
 
 
-@fault("a damaged file of tokens that a text became", "a text that is edited, and its time set back")
+@fault(
+    "a damaged file of tokens that a text became", "a text that is edited, and its time set back"
+)
 def test_token_cache(place, text, tmp_path):
     """A quarter of the tokens is left; then a letter of the text is another one."""
     copy, tokenizer = tmp_path / "copy.txt", tmp_path / "tokenizer.json"
@@ -123,7 +143,8 @@ def test_token_cache(place, text, tmp_path):
     copy.write_bytes(text.read_bytes())
     assert (
         place.completes(*options)
-        == f"warning: {tokens} was not the file of tokens that had been written; it was made again\n"
+        == f"warning: {tokens} was not the file of tokens that had been written; it was made "
+        "again\n"
     )
     again = Workplace(place._start, place.preset, tmp_path / "again")
     assert again.completes(*options) == ""

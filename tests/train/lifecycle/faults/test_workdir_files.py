@@ -8,9 +8,14 @@ from tests.train.lifecycle.conftest import after_step, error_of, fault
 from tests.train.runs import contents, events_of, lines_of
 
 
-@fault("a damaged array in the newest checkpoint", "a changed data position in the record of a checkpoint")
+@fault(
+    "a damaged array in the newest checkpoint",
+    "a changed data position in the record of a checkpoint",
+)
 def test_damaged_checkpoint(stopped, expected):
-    """The newest checkpoint is damaged in one way and then, with its arrays repaired, in the other way."""
+    """The newest checkpoint is damaged in one way and then, with its arrays repaired, in the other
+    way.
+    """
     *_, earlier, newest = stopped.steps_saved()
     checkpoint = stopped.work / "checkpoints" / str(newest)
     arrays = {file: file.read_bytes() for file in (checkpoint / "state").rglob("d/*")}
@@ -18,7 +23,10 @@ def test_damaged_checkpoint(stopped, expected):
     fields = json.loads(record.read_text())
     fields["data"]["sequences"] += 8
     for damage, says in (
-        ({file: content[:20] for file, content in arrays.items()}, f"Run again with --resume {earlier}"),
+        (
+            {file: content[:20] for file, content in arrays.items()},
+            f"Run again with --resume {earlier}",
+        ),
         (arrays | {record: json.dumps(fields).encode()}, "the record is not what was saved"),
     ):
         for file, content in damage.items():
@@ -51,7 +59,9 @@ def test_bad_line(stopped, expected):
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:5], b"\xff\0garbage\n", *lines[5:]]))
     err = stopped.completes()
-    assert re.fullmatch(r"warning: .* had 1 invalid lines, which were moved to .*metrics.invalid.jsonl; .*\n", err), err
+    assert re.fullmatch(
+        r"warning: .* had 1 invalid lines, which were moved to .*metrics.invalid.jsonl; .*\n", err
+    ), err
     assert stopped.losses() == expected
 
 
@@ -60,7 +70,10 @@ def test_deleted_metrics(stopped, expected):
     (stopped.work / "metrics.jsonl").unlink()
     newest = max(stopped.steps_saved())
     err = stopped.completes()
-    assert f"lacks {newest} of the {newest} steps that were done before; they may still be in tensorboard/" in err
+    assert (
+        f"lacks {newest} of the {newest} steps that were done before; they may still be in "
+        "tensorboard/" in err
+    )
     assert [line["loss"] for line in lines_of(stopped.work)] == expected[newest:]
 
 
