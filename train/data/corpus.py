@@ -14,17 +14,18 @@ import json
 import platform
 import shutil
 import sysconfig
-import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import filelock
 import numpy as np
 
 from flaxasync.foreign_json import JsonError, read_json
 from models.foreign_folder import shown
 from train.config import DataConfig
 from train.data.mapped_files import MappedFile, hash_all, hash_file
-from train.data.token_cache import open_tokens
+from train.data.token_cache import open_tokens, remove_unfinished
 from train.data.tokenizer import Tokenizer, is_file
 from train.lifecycle.errors import InputError, RunError, StorageError
 from train.metrics.output import user_cache, warn
@@ -200,20 +201,29 @@ def _fetch(location: str) -> Path:
         shutil.rmtree(folder)
         is_again = True
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, suffix=".tmp") as temporary:
-        # some tools mark folders with such objects
-        files = [path for path in found if not path.endswith("/")]
-        store.get(files, [f"{temporary}/data/{name}{path.removeprefix(root)}" for path in files])
-        fetched = Path(temporary, "data")
-        (fetched / _FETCHED).write_text(json.dumps(_describe_fetched(fetched)))
-        try:
-            fetched.rename(folder)
-        except OSError:
-            if not folder.exists():  # otherwise another process was faster
-                raise
+    remove_unfinished(folder.parent)
+    with filelock.FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():  # otherwise another process was faster
+            _copy(store, found, root, folder)
     if is_again:
         warn(f"{folder} was not what was fetched from {location}; it was fetched again")
     return folder / name
+
+
+def _copy(store: Any, found: Iterable[str], root: str, folder: Path) -> None:
+    """Copies the files `found` below `root` of a store into a new folder, which exists only when
+    all of them are there.
+    """
+    files = [path for path in found if not path.endswith("/")]  # some tools mark folders so
+    name = root.rpartition("/")[2]
+    temporary = folder.with_suffix(".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        store.get(files, [f"{temporary}/{name}{path.removeprefix(root)}" for path in files])
+        (temporary / _FETCHED).write_text(json.dumps(_describe_fetched(temporary)))
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _is_as_fetched(folder: Path) -> bool:

@@ -23,6 +23,7 @@ further ones.
 """
 _OLD_TEMPLATE = "chat_template.json"
 _MOST_BYTES = 1 << 25
+_MOST_DIGITS = 20  # of a token; if it has more, the first ones are too large a number already
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,14 +111,17 @@ def read_token_files(folder: Path, *, vocab_size: int, texts: Mapping[int, str])
         ends += [token for token in _end_tokens(content, folder / name) if token not in ends]
     config = _read_object(folder, "tokenizer_config.json")
     known: dict[int, str] = {}
-    for text, token in _read_object(folder, "added_tokens.json").items():
-        if type(token) is int:
-            known[token] = text
+    added_tokens = folder / "added_tokens.json"
+    for text, token in _read_object(folder, added_tokens.name).items():
+        _check_tokens(shown(repr(text)), token, added_tokens, vocab_size)
+        known[token] = text
     decoder = config.get("added_tokens_decoder")
     for token, entry in decoder.items() if isinstance(decoder, dict) else ():
         added = _text(entry)
         if token.isdecimal() and added is not None:
-            known[int(token)] = added
+            number = int(token[:_MOST_DIGITS])
+            _check_tokens(shown(repr(added)), number, folder / "tokenizer_config.json", vocab_size)
+            known[number] = added
     named = {**_read_object(folder, "special_tokens_map.json"), **config}
     names = {key: _text(entry) for key, entry in named.items() if key.endswith("_token")}
     return TokenFiles(

@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def _write(
     path: Path, files: list[Path], tokenizer: Tokenizer, separator: int | None, *, total: int
 ) -> None:
     temporary = path.with_suffix(".tmp")
-    _remove_unfinished(path.parent, keep=temporary)
+    remove_unfinished(path.parent, keep=temporary)
     try:
         with open(temporary, "wb") as out:
             write_tokens(out, files, tokenizer, separator, total=max(total, 1))
@@ -103,9 +104,9 @@ def _write(
         temporary.unlink(missing_ok=True)  # what a bad file or Ctrl-C has left may be large
 
 
-def _remove_unfinished(folder: Path, *, keep: Path) -> None:
-    """Removes what killed processes left of other files of tokens; one that is being written is
-    locked.
+def remove_unfinished(folder: Path, *, keep: Path | None = None) -> None:
+    """Removes the files and folders that killed processes left in a folder of the user's cache; one
+    that is being written is locked, by this process if it is the one to `keep`.
     """
     for left in folder.glob("*.tmp"):
         if left == keep:
@@ -114,7 +115,10 @@ def _remove_unfinished(folder: Path, *, keep: Path) -> None:
             contextlib.suppress(filelock.Timeout),
             filelock.FileLock(left.with_suffix(".lock"), timeout=0),
         ):
-            left.unlink(missing_ok=True)
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
 
 
 def _record_of(path: Path) -> Path:

@@ -7,6 +7,7 @@ import re
 import uuid
 from pathlib import Path
 
+import filelock
 import fsspec
 import numpy as np
 import pytest
@@ -192,12 +193,27 @@ def test_a_fetch_that_is_cut_off_is_not_taken_for_the_data(location, cache, monk
         InputError, match=r"data.path=memory://.* cannot be read: PermissionError: no rights"
     ):
         fetch(f"{location}/texts/", "data.path")
-    assert not list(cache.iterdir())
+    assert all(path.suffix == ".lock" for path in cache.iterdir())
     folder = fetch(f"{location}/texts/", "data.path")
     assert {path.relative_to(folder).as_posix() for path in folder.rglob("*.txt")} == {
         "a.txt",
         "more/b.txt",
     }
+
+
+def test_what_a_killed_fetch_left_is_removed_and_what_another_process_fetches_stays(
+    location, cache
+):
+    write(f"{location}/a.txt", b"a")
+    left = cache / "0123.tmp"
+    fetched_elsewhere = cache / "4567.tmp"
+    for folder in (left, fetched_elsewhere):
+        (folder / "texts").mkdir(parents=True)
+        (folder / "texts" / "half.txt").write_text("ha")
+    with filelock.FileLock(fetched_elsewhere.with_suffix(".lock")):
+        fetch(f"{location}/a.txt", "data.path")
+    assert not left.exists()
+    assert fetched_elsewhere.exists()
 
 
 def test_a_corpus_at_a_url_is_read_as_a_local_one(location):

@@ -172,6 +172,13 @@ def test_texts_are_known_without_a_tokenizer(name, content, tmp_path):
         ("generation_config.json", "[]", r"generation_config.json must be a JSON object: got \[\]"),
         ("generation_config.json", "[" * 10**5, "generation_config.json is nested too deeply"),
         ("tokenizer_config.json", "5" * 5000, "an integer has 5,000 digits"),
+        ("added_tokens.json", '{"<x>": 10}', "'<x>' of .*added_tokens.json must be a token below"),
+        ("added_tokens.json", '{"<x>": "1"}', "'<x>' of .*added_tokens.json must be a token below"),
+        (
+            "tokenizer_config.json",
+            json.dumps({"added_tokens_decoder": {"9" * 5000: {"content": "<x>"}}}),
+            "'<x>' of .*tokenizer_config.json must be a token below vocab_size=10: got 9{20}",
+        ),
         ("added_tokens.json", b"\xff", "added_tokens.json is not text in UTF-8"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja must be text in UTF-8"),
     ],
