@@ -75,7 +75,6 @@ Meshes, choosing and checking:
 """
 
 import importlib
-import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -158,8 +157,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
-
-
-# a folder, to which every program that this process compiles is written
-if os.environ.get("FLAXASYNC_CAPTURE"):
-    importlib.import_module("flaxasync.check.capturing.recorder").capture_from_environment()

@@ -22,8 +22,6 @@ LAYERS = {
     "flaxasync.kernels": 1,
     "flaxasync.ops": 2,
     "flaxasync.nn": 3,
-    "flaxasync.collective_matmul": 3,  # former names of modules
-    "flaxasync.ring_attention": 3,
     "flaxasync.verify": 5,  # the command that verifies ops on a machine
     "flaxasync": 4,  # the public names, which no module of the package imports
     "models": 6,

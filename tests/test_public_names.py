@@ -63,8 +63,7 @@ def test_no_submodule_has_a_public_name():
     """
     submodules = {module.name for module in pkgutil.iter_modules(fa.__path__)}
     assert "ring" in submodules
-    cannot_be_imported = {"ring_attention"}  # a former module, which raises
-    assert submodules & set(fa.__all__) - cannot_be_imported <= {"nn", "check"}
+    assert submodules & set(fa.__all__) <= {"nn", "check"}
 
 
 def test_the_names_for_type_checkers_are_the_public_names():
@@ -96,18 +95,6 @@ def test_help_lists_every_public_name_in_one_line():
 
 def test_the_version_is_that_of_the_package():
     assert fa.__version__ == importlib.metadata.version("flaxasync")
-
-
-def test_former_modules_forward_or_say_where_their_contents_are():
-    from flaxasync.collective_matmul import all_gather_matmul
-
-    assert all_gather_matmul is fa.all_gather_matmul
-    with pytest.raises(
-        ImportError,
-        match=r"use the function flaxasync\.ring_attention, or import from flaxasync\.ops",
-    ):
-        importlib.import_module("flaxasync.ring_attention")
-    assert callable(fa.ring_attention)
 
 
 def public(module, prefix):

@@ -35,13 +35,6 @@ Is it worse than before?
   read_baseline            reads a summary from a file
   write_baseline           writes a summary to a file
 
-What does a run compile?
-  capture                  records every program that JAX compiles in this process
-  CapturedProgram          one of them
-  read_folder              reads the programs that were captured to a folder
-  overview                 the worst transfers over all programs of a run
-  Overview                 the result of `overview`
-
 Where would the time go?
   timeline                 estimates it from the text
   Timeline                 the result of `timeline`
@@ -77,8 +70,6 @@ from typing import TYPE_CHECKING, Any
 from flaxasync.check.auditing.async_rules import check_async_rules
 from flaxasync.check.auditing.audit import audit
 from flaxasync.check.auditing.findings import CODES, Audit, Finding, Severity
-from flaxasync.check.capturing.overview import Overview, overview
-from flaxasync.check.capturing.recorder import CapturedProgram, capture, read_folder
 from flaxasync.check.compile.program import CompiledProgram, HbmError
 from flaxasync.check.estimate.timeline import Loop, Slice, Timeline
 from flaxasync.check.gate.comparison import Change, Comparison, Tolerances, compare
@@ -124,7 +115,6 @@ __all__ = [
     "HLO_ONLY",
     "AsyncOperation",
     "Audit",
-    "CapturedProgram",
     "Change",
     "Chip",
     "Comparison",
@@ -138,7 +128,6 @@ __all__ = [
     "HloModule",
     "Instruction",
     "Loop",
-    "Overview",
     "Row",
     "Severity",
     "Shape",
@@ -148,7 +137,6 @@ __all__ = [
     "Tolerances",
     "async_operations",
     "audit",
-    "capture",
     "check_async_compatible",
     "check_async_rules",
     "command_buffer_flags",
@@ -157,11 +145,9 @@ __all__ = [
     "format_module",
     "make_async_aot_caller",
     "measure_dispatch",
-    "overview",
     "parse",
     "play",
     "read_baseline",
-    "read_folder",
     "save_picture",
     "save_trace",
     "summarize",

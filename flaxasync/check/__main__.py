@@ -1,8 +1,7 @@
 """Audits HLO text from a file or from standard input, for people and for CI.
 
     python -m flaxasync.check FILE|- [--json] [--chip v5e] [--expect permute_start=3] [--fail-on error]
-    python -m flaxasync.check FOLDER [--chip v5e]             summarise a captured run: its worst transfers
-    python -m flaxasync.check capture FOLDER -- script.py     run a program and capture what it compiles
+    python -m flaxasync.check FOLDER [--chip v5e]             all programs that XLA_FLAGS=--xla_dump_to=FOLDER wrote
     python -m flaxasync.check gate BASELINE FILE [--update]   compare with a baseline: is anything worse?
     python -m flaxasync.check trace PATH [--program HLO]      read a profile: measured beside estimated communication
 
@@ -19,12 +18,12 @@ import sys
 from flaxasync import check
 from flaxasync.check.auditing.audit import audit
 from flaxasync.check.auditing.findings import Severity
+from flaxasync.check.dump_folder import read_dump
 from flaxasync.check.hlo.load import read_module
 from flaxasync.hardware import CHIPS
 
 # The modules of the other commands. They are imported when they are used, because some need JAX.
 _COMMANDS = {
-    "capture": "flaxasync.check.capturing.command",
     "gate": "flaxasync.check.gate.command",
     "trace": "flaxasync.check.trace.exposed",
 }
@@ -40,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "file",
         help="HLO text (a dump, or what compiled.as_text() returned); - for standard input; or a "
-        "captured folder",
+        "folder that XLA dumped",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
@@ -71,15 +70,15 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--expect needs NAME=COUNT: got {', '.join(chosen.expect)}")
     try:
         if os.path.isdir(chosen.file):
-            others = ("json", "expect", "fail_on", "timeline", "trace", "picture")
+            others = ("json", "expect", "timeline", "trace", "picture")
             if given := [f"--{name.replace('_', '-')}" for name in others if getattr(chosen, name)]:
                 parser.error(
-                    f"{chosen.file} is a folder, for which --chip is the only option: got "
-                    f"{', '.join(given)}; give one "
-                    "of its files to audit a program"
+                    f"{chosen.file} is a folder, for which --chip and --fail-on are the only "
+                    f"options: got {', '.join(given)}; give one of its files to audit a program"
                 )
-            print(check.overview(check.read_folder(chosen.file), chip=chosen.chip))
-            return 0
+            folder = read_dump(chosen.file, chip=chosen.chip)
+            print(folder)
+            return _status(folder.worst(), chosen.fail_on)
         module = read_module(chosen.file)
         report = audit(module, chip=chosen.chip, expect=expect)
         print(report.to_json() if chosen.json else report)
@@ -94,8 +93,15 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:  # HloError and UnicodeDecodeError are ValueErrors
         print(f"{chosen.file}: {error}", file=sys.stderr)
         return 2
-    worst = report.worst()
-    return 1 if worst is not None and worst >= Severity[(chosen.fail_on or "error").upper()] else 0
+    return _status(report.worst(), chosen.fail_on)
+
+
+def _status(worst: Severity | None, fail_on: str | None) -> int:
+    """Returns the exit status for the worst finding, where `fail_on` is the option, "error" by
+    default.
+    """
+    least = Severity[(fail_on or "error").upper()]
+    return int(worst is not None and worst >= least)
 
 
 if __name__ == "__main__":

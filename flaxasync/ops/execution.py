@@ -44,8 +44,6 @@ class Support:
     # For each option of `plan` that says whether kernels can serve, the backend whose limits say
     # so.
     kernels: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    # names of older callers, and what they mean
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # which backends run on devices other than TPUs, too
     anywhere: tuple[str, ...] = ON_EVERY_DEVICE
 
@@ -64,7 +62,7 @@ OPS: dict[str, Support] = {
     "expert_mlp": Support(
         (*RINGS, "exchange"), default="none", anywhere=(*ON_EVERY_DEVICE, "exchange")
     ),
-    "ring_attention": Support(RINGS, aliases={"gather": "none"}),
+    "ring_attention": Support(RINGS),
     "lookup_reduce_scatter": Support(RINGS),
 }
 
@@ -149,8 +147,9 @@ def if_available(op: str, requested: str | None) -> str | None:
     This is for layers: their `backend` is meant for all of their ops, and not every op has every
       backend.
     """
-    name = OPS[op].aliases.get(requested, requested) if requested is not None else None
-    return None if name in BACKENDS and name not in OPS[op].backends else requested
+    if requested in BACKENDS and requested not in OPS[op].backends:
+        return None
+    return requested
 
 
 def check_backend(op: str, requested: str | None) -> None:
@@ -187,19 +186,18 @@ def cannot_serve(op: str, backend: str, limit: str, instead: str) -> Unsupported
 def _named(op: str, requested: str, check: Callable[[str], None]) -> str:
     """Returns the backend that a caller named, or raises as `decide` says."""
     support = OPS[op]
-    anywhere = f"backend={OPS[op].default!r}, which runs on every device"
-    name = support.aliases.get(requested, requested)
-    if name not in support.backends:
+    anywhere = f"backend={support.default!r}, which runs on every device"
+    if requested not in support.backends:
         has = ", ".join(support.backends)
-        if name not in BACKENDS:
+        if requested not in BACKENDS:
             raise ValueError(
                 f"{op} got backend={requested!r}: it must be one of {has}, or None to choose"
             )
         raise UnsupportedError(f"{op} has no {requested!r} backend: it has {has}; use {anywhere}")
-    if name not in support.anywhere:
-        mesh.check_tpu(f"{op} with backend={name!r}", anywhere)
-    check(name)
-    return name
+    if requested not in support.anywhere:
+        mesh.check_tpu(f"{op} with backend={requested!r}", anywhere)
+    check(requested)
+    return requested
 
 
 def _plan(

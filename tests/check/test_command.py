@@ -64,16 +64,13 @@ def test_what_cannot_be_read(dump, capsys):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ("gate", "usage: python -m flaxasync.check gate"),
-    ("capture", "usage: python -m flaxasync.check capture"),
-    ("capture FOLDER", "which program? put -- script.py, or -- -m module, after the folder"),
-    ("capture FOLDER -- -m", "which program? put -- script.py, or -- -m module, after the folder"),
     ("trace", "usage: python -m flaxasync.check trace"),
     ("gate b p --mesh data", "--mesh needs NAME=SIZE,...: got data"),
     ("gate b p --exposed -1", "the tolerance exposed must be"),
     ("no_file --expect permute_start", "--expect needs NAME=COUNT: got permute_start"),
     (
-        "FOLDER --json --fail-on error --expect permute_start=1",
-        "--chip is the only option: got --json, --expect, --fail-on",
+        "FOLDER --json --expect permute_start=1",
+        "--chip and --fail-on are the only options: got --json, --expect",
     ),
 ])  # fmt: skip
 def test_arguments_that_are_refused(arguments, message, tmp_path, capsys):

@@ -85,7 +85,6 @@ ORDER = (
     "trace",
     "player",
     "gate",
-    "capturing",
     "",
 )
 

@@ -2,14 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from flaxasync.mesh import UnsupportedError
-from tests.nn.conftest import COLUMNS, ROWS, SAME, TOKENS, drawn, make_mesh, ones
+from tests.nn.conftest import COLUMNS, ROWS, SAME, TOKENS, make_mesh
 
 LAYERS = {
     "ColumnParallelLinear": (
@@ -102,10 +100,3 @@ def test_a_backend_of_split_sequences_must_exist_where_they_are_whole():
         pytest.raises(ValueError, match="ring_attention got backend='ppermute'"),
     ):
         fa.nn.ParallelAttention(16, 4, context_backend="ppermute", rngs=nnx.Rngs(0))
-
-
-def test_ring_attention_keeps_the_names_of_its_backends():
-    """`gather` is an older name of one, which the ops of the projections lack."""
-    with jax.set_mesh(make_mesh(2, 4)):
-        layer = drawn(lambda: LAYERS["RingSelfAttention"][0](backend="gather"))
-        assert np.isfinite(layer(ones((2, 8, 16), P("data", "model", None)))).all()

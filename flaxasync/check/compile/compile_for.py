@@ -20,7 +20,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,7 +29,7 @@ import numpy as np
 
 from flaxasync.check.compile import worker
 from flaxasync.check.compile.function_call import FunctionCall
-from flaxasync.check.compile.program import CompiledProgram, hbm_error, listeners
+from flaxasync.check.compile.program import CompiledProgram, hbm_error
 from flaxasync.check.compile.topologies import (
     ENVIRONMENT,
     busy_message,
@@ -116,12 +115,10 @@ def compile_for(
         )
     folder = tempfile.mkdtemp(prefix="flaxasync-") if keep_dumps is True else keep_dumps or None
     dumps = None if folder is None else pathlib.Path(folder).absolute()
-    began = time.perf_counter()
     with progress(f"compiling for {topology}"):
         answer = shared_process(dumps=dumps is not None).compile(request, timeout, dumps)
-    seconds = time.perf_counter() - began
     coords = places_of(devices)
-    program = CompiledProgram(
+    return CompiledProgram(
         text=answer["text"],
         topology=topology,
         memory=answer["memory"],
@@ -131,9 +128,6 @@ def compile_for(
         axes=_mesh_axes(call),
         libtpu=installed_libtpu(),
     )
-    for listen in listeners:
-        listen(program, seconds)
-    return program
 
 
 class CompilerProcess:

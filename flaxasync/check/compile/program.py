@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "P": 1 << 50}
@@ -74,11 +74,6 @@ class CompiledProgram:
 
     def cost_analysis(self) -> dict[str, float]:
         return dict(self.cost)
-
-
-# Is called with every program that `compile_for` makes, and with the seconds that it took.
-# `capture` adds itself.
-listeners: list[Callable[[CompiledProgram, float], None]] = []
 
 
 class HbmError(RuntimeError):

@@ -76,7 +76,7 @@ def ring_attention(
         sequence. The ids travel with k and v.
       window: A row attends only to rows fewer than `window` positions away, itself included. Blocks
         further away cost no compute, and in a contiguous causal layout they do not travel.
-      backend: What moves k and v: "none" (one all-gather; "gather" means the same), or "xla",
+      backend: What moves k and v: "none" (one all-gather), or "xla",
         "pallas" or "stateful", which are rings as in `flaxasync.all_gather_matmul`. None chooses as
         there.
       kernel: What multiplies two blocks: "flash" (a Pallas kernel; TPU; no second derivative),

@@ -142,11 +142,6 @@ def test_the_worked_example_of_the_page(tmp_path, run):
         assert line in printed
 
 
-def test_the_example_of_capture_runs(capsys):
-    exec(compile(PYTHON[2], "docs/gate.md", "exec"), {})
-    assert "jit__lambda" in capsys.readouterr().out
-
-
 def test_pytest_finds_the_plugin_where_flaxasync_is_installed():
     """The name is that of the module, so that `-p` with it and the installed entry point are one
     plugin.

@@ -1,1 +1,0 @@
-"""Captures every program that a process compiles, and summarises a run."""

@@ -1,0 +1,93 @@
+"""The programs of a folder that XLA dumped: `python -m flaxasync.check FOLDER`.
+
+`XLA_FLAGS=--xla_dump_to=FOLDER` makes XLA write several texts of every module that it compiles.
+The program that runs, optimized and scheduled, is the one whose name ends in
+"after_optimizations.txt". The others are earlier stages, and reports about memory.
+"""
+
+import dataclasses
+import os
+import pathlib
+
+from flaxasync.check.auditing.audit import audit
+from flaxasync.check.auditing.findings import Audit, Severity, time_text
+from flaxasync.check.estimate.timeline import Timeline
+from flaxasync.check.hlo.load import read_module
+from flaxasync.check.timeline_of import timeline
+
+FINAL = "after_optimizations.txt"
+COMMAND = "XLA_FLAGS='--xla_dump_to={} --xla_dump_hlo_as_text' python your_program.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class DumpedProgram:
+    """One program of a folder."""
+
+    file: pathlib.Path
+    devices: int
+    report: Audit
+    time: Timeline
+
+    def __str__(self) -> str:
+        share = self.time.exposed / self.time.seconds if self.time.seconds else 0.0
+        errors = sum(found.severity == Severity.ERROR for found in self.report.findings)
+        return (
+            f"{self.devices:7} {time_text(self.time.seconds):>9} {share:8.1%} {errors:7}  "
+            f"{self.file.name}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DumpedFolder:
+    """The programs of a folder, the longest first. `print` shows one row of each, and the audit of
+    the first.
+    """
+
+    programs: tuple[DumpedProgram, ...]
+
+    def worst(self) -> Severity | None:
+        """Returns the highest severity of all findings; None if there are none."""
+        severities = [program.report.worst() for program in self.programs]
+        return max((severity for severity in severities if severity is not None), default=None)
+
+    def __str__(self) -> str:
+        longest = self.programs[0]
+        return "\n".join(
+            [
+                f"read {len(self.programs)} files *{FINAL} (estimated on {longest.report.chip}):",
+                f"{'devices':>7} {'estimate':>9} {'exposed':>8} {'errors':>7}  file",
+                *map(str, self.programs),
+                "",
+                f"{longest.file.name}, the longest:",
+                str(longest.report),
+            ]
+        )
+
+
+def read_dump(path: str | os.PathLike, *, chip: str | None = None) -> DumpedFolder:
+    """Reads and audits the final programs of a folder that XLA dumped.
+
+    Args:
+      path: The folder.
+      chip: The chip whose times are estimated; by default v5e.
+
+    Raises:
+      ValueError: There is no final program, or one cannot be read. The message names its file.
+    """
+    folder = pathlib.Path(path)
+    files = sorted(folder.glob(f"*{FINAL}"))
+    if not files:
+        raise ValueError(
+            f"there is no *{FINAL} in it, the text of a compiled program: "
+            f"{COMMAND.format(folder)} writes one for each program that it compiles"
+        )
+    programs = []
+    for file in files:
+        try:
+            module = read_module(file)
+            report = audit(module, chip=chip)
+            time = timeline(module, report.chip)
+        except ValueError as error:
+            raise ValueError(f"{file.name}: {error}") from error
+        programs.append(DumpedProgram(file, module.num_devices, report, time))
+    return DumpedFolder(tuple(sorted(programs, key=lambda program: -program.time.seconds)))
