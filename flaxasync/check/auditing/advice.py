@@ -17,7 +17,7 @@ estimate of the second one is shorter.
 The ring of R devices takes M/R + (R-1) max(C/(R-1), M/R) for a collective of C seconds and matmuls
 of M seconds. A ring that gathers a dimension over which a matmul sums makes R partial sums instead
 of one product, and writes and reads R-1 of them more. This alone can make it slower than the gather
-that it replaces; docs/history.md has examples.
+that it replaces.
 
 XLA's own flags for collective matmuls are not advised, because the same flag shortens one program
 and lengthens

@@ -11,7 +11,7 @@ The transfers of one line of Python are one finding, because one change of that 
 and those for which the text names no line are one together. The gain is the part of the exposed
 time that fewer bytes save, and of the memory traffic of the instruction that makes what is sent and
 of the one that reads what arrives. What the compiler would then schedule in another way is not
-predicted; docs/history.md has an example.
+predicted.
 """
 
 from collections.abc import Iterable, Mapping
