@@ -27,7 +27,7 @@ Did it overlap, and is it safe?
 Is it worse than before?
   summarize                what matters of a program, in rows that its names and its order do not change
   Summary                  the result of `summarize`
-  Row                      what one row of it counts
+  Total                    what one row of it adds up
   compare                  what is different from a baseline, with source lines
   Comparison               the result of `compare`
   Change                   one difference
@@ -73,7 +73,7 @@ from flaxasync.check.auditing.findings import CODES, Audit, Finding, Severity
 from flaxasync.check.compile.program import CompiledProgram, HbmError
 from flaxasync.check.estimate.timeline import Loop, Slice, Timeline
 from flaxasync.check.gate.comparison import Change, Comparison, Tolerances, compare
-from flaxasync.check.gate.summary import Row, Summary, read_baseline, summarize, write_baseline
+from flaxasync.check.gate.snapshot import Summary, Total, read_baseline, summarize, write_baseline
 from flaxasync.check.hlo.async_operations import AsyncOperation, async_operations
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.reader import parse
@@ -128,13 +128,13 @@ __all__ = [
     "HloModule",
     "Instruction",
     "Loop",
-    "Row",
     "Severity",
     "Shape",
     "Slice",
     "Summary",
     "Timeline",
     "Tolerances",
+    "Total",
     "async_operations",
     "audit",
     "check_async_compatible",

@@ -65,7 +65,7 @@ def test_what_cannot_be_read(dump, capsys):
 @pytest.mark.parametrize(("arguments", "message"), [
     ("gate", "usage: python -m flaxasync.check gate"),
     ("trace", "usage: python -m flaxasync.check trace"),
-    ("gate b p --mesh data", "--mesh needs NAME=SIZE,...: got data"),
+    ("gate b p --mesh data", "argument --mesh: needs NAME=SIZE,...: got data"),
     ("gate b p --exposed -1", "the tolerance exposed must be"),
     ("no_file --expect permute_start", "--expect needs NAME=COUNT: got permute_start"),
     (
@@ -110,18 +110,20 @@ def test_the_gate_updates_then_passes_then_fails(files, capsys):
     assert "there is no such baseline: --update makes it" in capsys.readouterr().err
     assert gate(files, "--update") == 0
     assert gate(files) == 0
-    assert "jit_step on 8 devices of v5e: as in the baseline" in capsys.readouterr().out
+    assert (
+        "jit_step on 8 devices of v5e: 0 differences, nothing is worse" in capsys.readouterr().out
+    )
     files[0].write_text(
         changed(STEP, ("copy(%sum)", "negate(%sum)"), ("constant(4)", "constant(8)"))
     )
     assert gate(files) == 1
     printed = capsys.readouterr()
     assert (
-        "1 difference for the worse\n  worse: runs: 1 collective-permute of 2 MiB over model"
+        "2 differences, 1 for the worse\n  worse: more transfers: collective-permute over model"
         in printed.out
     )
     assert (
-        "  better: removed copy in a loop: 1 fewer copy of 2 MiB in the forward loop" in printed.out
+        "  better: fewer copies in loops: copy (forward loop): 0 B in a step, 8 MiB" in printed.out
     )
     assert "--update" in printed.err
     assert gate(files, "--json") == 1
@@ -134,7 +136,7 @@ def test_a_baseline_survives_its_file(files):
     summary = summarize(STEP, axes=AXES)
     write_baseline(summary, files[1])
     read, written = read_baseline(files[1]), files[1].read_text()
-    assert read.transfers.keys() == summary.transfers.keys()
+    assert read.rows.keys() == summary.rows.keys()
     assert read.exposed == pytest.approx(summary.exposed, rel=1e-3)
     write_baseline(read, files[1])
     assert files[1].read_text() == written
@@ -143,13 +145,13 @@ def test_a_baseline_survives_its_file(files):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is not a baseline of format 1 (JSONDecodeError"),
-        ("{}", "is not a baseline of format 1 (KeyError: 'format')"),
-        ("[]", "is not a baseline of format 1 (TypeError"),
-        ('{"format": 2}', "(ValueError: it is of another format); write it again with --update"),
-        ('{"format": 1, "module": "m"}', "(KeyError: 'transfers')"),
+        ("", "is not a baseline of format 2 (JSONDecodeError"),
+        ("{}", "is not a baseline of format 2 (KeyError: 'format')"),
+        ("[]", "is not a baseline of format 2 (TypeError"),
+        ('{"format": 1}', "(ValueError: it is of another format); write it again with --update"),
+        ('{"format": 2, "module": "m"}', "(KeyError: 'rows')"),
         (
-            '{"format": 1, "transfers": [{"what": "m", "times": 1}]}',
+            '{"format": 2, "rows": {"all-gather": {"kind": "transfers", "times": 1}}}',
             "unexpected keyword argument 'times'",
         ),
     ],

@@ -30,7 +30,7 @@ from flaxasync.check.hlo.value_flow import Span
 
 # bytes; a smaller collective is limited by its latency, so it is reported as information only
 LARGE = 1 << 20
-COPIED = 1 << 16  # bytes; a smaller copy in a loop is not reported, and has no row in the gate
+COPIED = 1 << 16  # bytes; a smaller copy in a loop is not reported
 WORK = 1e-7  # seconds; a shorter instruction does not count as work
 
 

@@ -13,74 +13,59 @@ import pathlib
 import sys
 
 from flaxasync.check.gate.comparison import Tolerances, compare
-from flaxasync.check.gate.summary import read_baseline, summarize, write_baseline
+from flaxasync.check.gate.snapshot import read_baseline, summarize, write_baseline
 from flaxasync.check.hlo.load import read_module
 from flaxasync.hardware import CHIPS
 
 
 def main(arguments: list[str] | None = None) -> int:
-    description, usage = (__doc__ or "").split("\n\n", 1)
     parser = argparse.ArgumentParser(
         prog="python -m flaxasync.check gate",
-        description=description,
-        epilog=usage,
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("baseline", help="the JSON file; --update makes it")
-    parser.add_argument(
-        "program",
-        help="HLO text (a dump, or what compiled.as_text() returned); - reads standard input",
-    )
-    parser.add_argument(
-        "--update", action="store_true", help="write the baseline, and compare nothing"
-    )
-    parser.add_argument(
-        "--mesh",
-        metavar="NAME=SIZE,...",
-        help="the mesh axes in order (default: those in the text)",
-    )
-    parser.add_argument(
-        "--chip", choices=sorted(CHIPS), help="the chip whose times are estimated (default: v5e)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the differences as JSON")
-    for name, meaning in (
-        ("exposed", "share of the time by which waits may grow"),
-        ("bytes", "share by which the size of an array may differ"),
-        ("temporaries", "share by which temporary memory may grow"),
-    ):
-        default = getattr(Tolerances(), name)
-        text = f"{meaning} (default: {default:g})"
-        parser.add_argument(f"--{name}", type=float, default=default, metavar="SHARE", help=text)
+    add = parser.add_argument
+    add("baseline", help="the JSON file; --update makes it")
+    add("program", help="HLO text (a dump, or compiled.as_text()); - reads standard input")
+    add("--update", action="store_true", help="write the baseline, and compare nothing")
+    add("--mesh", metavar="NAME=SIZE,...", type=_axes, help="the mesh axes in order")
+    add("--chip", choices=sorted(CHIPS), help="whose times are estimated (default: v5e)")
+    add("--json", action="store_true", help="print the differences as JSON")
+    for field in dataclasses.fields(Tolerances):
+        meaning = f"share by which they may grow (default: {field.default})"
+        add(f"--{field.name}", type=float, default=field.default, metavar="SHARE", help=meaning)
     chosen = parser.parse_args(arguments)
-    try:
-        axes = {
-            name: int(size)
-            for name, _, size in (a.partition("=") for a in (chosen.mesh or "").split(",") if a)
-        }
-    except ValueError:
-        parser.error(f"--mesh needs NAME=SIZE,...: got {chosen.mesh}")
     try:
         tolerances = Tolerances(chosen.exposed, chosen.bytes, chosen.temporaries)
     except ValueError as error:
         parser.error(str(error))
     file = chosen.program
     try:
-        program = summarize(read_module(chosen.program), chip=chosen.chip, axes=axes)
+        program = summarize(read_module(file), chip=chosen.chip, axes=chosen.mesh)
         file = chosen.baseline
         if chosen.update:
-            write_baseline(program, chosen.baseline)
-            print(f"wrote {chosen.baseline}", file=sys.stderr)
+            write_baseline(program, file)
+            print(f"wrote {file}", file=sys.stderr)
             return 0
-        if not pathlib.Path(chosen.baseline).exists():
+        if not pathlib.Path(file).exists():
             raise ValueError("there is no such baseline: --update makes it")
-        comparison = compare(read_baseline(chosen.baseline), program, tolerances)
+        comparison = compare(read_baseline(file), program, tolerances)
     except (OSError, ValueError) as error:
         print(f"{file}: {error}", file=sys.stderr)
         return 2
     if chosen.json:
-        print(json.dumps([dataclasses.asdict(change) for change in comparison.changes], indent=1))
+        changes = [vars(change) | {"worse": change.worse} for change in comparison.changes]
+        print(json.dumps(changes, indent=1))
     else:
         print(comparison)
-    if not comparison.ok:
-        print("to accept the differences, run this again with --update", file=sys.stderr)
-    return 0 if comparison.ok else 1
+    if comparison.ok:
+        return 0
+    print("to accept the differences, run this again with --update", file=sys.stderr)
+    return 1
+
+
+def _axes(text: str) -> dict[str, int]:
+    try:
+        return {name: int(size) for name, size in (axis.split("=") for axis in text.split(","))}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"needs NAME=SIZE,...: got {text}") from None

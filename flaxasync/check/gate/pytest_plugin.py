@@ -36,9 +36,9 @@ def check_overlap(request: pytest.FixtureRequest) -> Callable:
         def test_step(check_overlap):
             check_overlap(fa.check.compile_for("v5e:2x4", step, *arguments))
 
-    Args of the function that it returns: compiled: A compiled program, or its text. name: A name of
-      this program, for a test that checks several. It is added to the name of the file. chip: As
-      for `summarize`. axes: As for `summarize`. **tolerances: The fields of `Tolerances`.
+    The function that it returns takes a compiled program, or its text; a name of this program, for
+    a test that checks several, which is added to the name of the file; `chip` and `axes` of
+    `summarize`; and the fields of `Tolerances`.
     """
 
     def check(
@@ -50,7 +50,7 @@ def check_overlap(request: pytest.FixtureRequest) -> Callable:
         **tolerances: float,
     ) -> None:
         from flaxasync.check.gate.comparison import Tolerances, compare
-        from flaxasync.check.gate.summary import read_baseline, summarize, write_baseline
+        from flaxasync.check.gate.snapshot import read_baseline, summarize, write_baseline
 
         file = _baseline(request, name)
         program = summarize(compiled, chip=chip, axes=axes)

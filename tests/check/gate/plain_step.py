@@ -84,10 +84,12 @@ def compiled(plant: str = "") -> CompiledProgram:
 
 
 def line_of(plant: str) -> str:
-    """Returns the "file:line" of a planted regression."""
+    """Returns the "file:line" of a planted regression: of its comment, or of the line below one that
+    stands alone.
+    """
     file = pathlib.Path(__file__)
     (number,) = [
-        n
+        n + line.strip().startswith("#")
         for n, line in enumerate(file.read_text().splitlines(), 1)
         if line.endswith(f"# planted: {plant}")
     ]

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from flaxasync.check import Row, compare, summarize
+from flaxasync.check import compare, summarize
 from tests.check.gate import plain_step
 
 pytestmark = pytest.mark.slow  # each program takes 10 s to compile
@@ -18,11 +18,10 @@ def summary(plant: str = ""):
 
 
 def test_the_step_has_overlap_to_lose():
-    gathers = Row(
-        "all-gather", "forward loop", "data", "bf16", plain_step.WIDTH * plain_step.HIDDEN // 4 * 2
+    before, after = (
+        summary(plant).rows["all-gather over data (forward loop)"] for plant in ("", "overlap")
     )
-    before, after = (summary(plant).transfers[gathers] for plant in ("", "overlap"))
-    assert before.count == after.count == 3
+    assert before.amount == after.amount > 0
     assert before.exposed < 0.75 * after.exposed
 
 
@@ -33,15 +32,11 @@ def test_recompiling_renaming_and_reordering_change_nothing():
 @pytest.mark.parametrize(
     ("plant", "kind", "words"),
     [
-        ("overlap", "lost overlap", "3 all-gathers of 2 MiB over data in the forward loop"),
-        ("gather", "extra transfer", "1 more all-gather of 8 MiB over model in the forward loop"),
-        ("copy", "extra copy in a loop", "copies of 2 MiB in the forward loop"),
-        (
-            "dtype",
-            "wider dtype",
-            "over data in the backward loop is f32 on the wire, bf16 in the baseline",
-        ),
-        ("callback", "extra host callback", "1 more jax.debug.print in the forward loop"),
+        ("overlap", "wait", "all-gather over data (forward loop): the device waits"),
+        ("gather", "more transfers", "all-gather over model (forward loop)"),
+        ("copy", "more copies in loops", "copy (forward loop)"),
+        ("dtype", "more transfers", "over data (backward loop)"),
+        ("callback", "more host callbacks", "jax.debug.print (forward loop)"),
     ],
 )
 def test_a_planted_regression_is_named_with_its_line(plant, kind, words):

@@ -71,7 +71,7 @@ def test_the_fixture(tmp_path, run):
     longer = changed(STEP, ("constant(4)", "constant(8)"))
     fails(
         longer,
-        "worse: runs: 1 collective-permute of 2 MiB over model in the forward loop: 8 runs in a "
+        "worse: more transfers: collective-permute over model (forward loop): 16 MiB of bf16 in a "
         "step",
     )
     fails(changed(STEP, ("jit_step", "jit_other")), "the baseline is of another program")
@@ -112,7 +112,7 @@ def test_each_program_has_a_baseline_of_its_own(tmp_path, run):
     (tmp_path / "step.txt").write_text(changed(STEP, ("copy(%sum)", "negate(%sum)")))
     status, output = run("test_mine.py", CLASSES, "-rP")
     assert status == 0
-    assert "better: removed copy in a loop: 1 fewer copy of 2 MiB in the forward loop" in output
+    assert "better: fewer copies in loops: copy (forward loop): 0 B in a step, 8 MiB" in output
     status, output = run("test_mine.py", CLASSES + TWICE, "--update-overlap")
     assert status == 1
     assert (

@@ -1,0 +1,209 @@
+"""`summarize`: what the gate compares of a compiled program, and its JSON file.
+
+docs/gate.md has a table of the rows. The names and the order of a program do not change them, and
+not how XLA combines and splits collectives: a row is a total over all instructions of its kind.
+Seconds are estimates (`timeline`): they say what is hidden, and they are no measurement.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from flaxasync.check.auditing.audit import DEFAULT_CHIP, audit
+from flaxasync.check.auditing.findings import CODES, Severity, size_text
+from flaxasync.check.auditing.overlap import COPIED, collectives_that_hold_the_chip
+from flaxasync.check.estimate.costs import Costs
+from flaxasync.check.estimate.estimator import timeline
+from flaxasync.check.hlo.async_operations import COLLECTIVES, async_operations, largest_array
+from flaxasync.check.hlo.load import axes_of, chip_of, module_of
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction, without_number
+from flaxasync.check.hlo.origins import callback_name, is_host_callback, loops_around, origin
+from flaxasync.check.hlo.participants import AxisNames
+from flaxasync.hardware import chip as chip_named
+
+SMALL = 1 << 10  # bytes; a smaller transfer, such as the sum of a loss, has no row
+FORMAT = 2  # of the file; a file of another format is refused
+TRANSFERS = "transfers"
+CALLBACKS = "host callbacks"
+COPIES = "copies in loops"
+MOVED = (TRANSFERS, COPIES)  # whose time is counted in that of a step
+
+
+@dataclasses.dataclass
+class Total:
+    """What a program has of a row in one step, over all iterations of its loops."""
+
+    kind: str  # TRANSFERS, COPIES, CALLBACKS, or the code of an error of the audit
+    amount: int = 0  # bytes of what moves, runs of others
+    dtypes: list[str] = dataclasses.field(default_factory=list)  # of what is moved, sorted
+    exposed: float = 0.0  # seconds in which the device waits for them, as estimated
+    # the instructions of each source line
+    sources: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def add(self, amount: int, source: str) -> None:
+        """Adds one instruction, and its source line if the text names one."""
+        self.amount += amount
+        if source:
+            self.sources[source] = self.sources.get(source, 0) + 1
+
+    def __str__(self) -> str:
+        """Says "64 MiB of bf16", or "4 runs" of what moves nothing."""
+        if self.kind not in MOVED:
+            return f"{self.amount} runs"
+        of = f" of {' and '.join(self.dtypes)}" if self.dtypes else ""
+        return f"{size_text(self.amount)}{of}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What matters of one program."""
+
+    module: str  # the name of the program
+    chip: str  # the chip whose times were estimated
+    devices: int  # the number of devices of the program
+    axes: dict[str, int]  # the sizes of the mesh axes; empty if they are not known
+    seconds: float  # the estimated time of one run
+    exposed: float  # the seconds of it in which the slowest device waits for others
+    # the bytes of temporary memory; None if only a text was given, which does not say
+    temporaries: int | None
+    # by their texts, such as "all-gather over model (backward loop)"
+    rows: dict[str, Total]
+
+
+def summarize(
+    compiled: Any, *, chip: str | None = None, axes: Mapping[str, int] | None = None
+) -> Summary:
+    """Summarizes a compiled program for a comparison with another one.
+
+    Args:
+      compiled: What `jitted.lower(...).compile()` or `compile_for` returned, or HLO text, or a
+        parsed module.
+      chip: The chip whose times are estimated. By default the program's own chip, or v5e if the
+        program does not say.
+      axes: The sizes of the mesh axes, by name, in the order of the mesh. By default those of the
+        program, or those that its text names.
+
+    Raises:
+      HloError: The text cannot be read.
+      ValueError: The program is not scheduled, or its chip is unknown, or the axes do not multiply
+        to its devices.
+    """
+    module = module_of(compiled)
+    named = chip or chip_of(compiled) or DEFAULT_CHIP
+    names = AxisNames(module, axes or axes_of(compiled))
+    if axes and not names.axes:
+        given = ", ".join(f"{name}={size}" for name, size in axes.items())
+        raise ValueError(
+            f"axes must multiply to the {module.num_devices} devices of {module.name}: got {given}"
+        )
+    time = timeline(module, named)
+    rows = _rows(module, names, Costs(module, chip_named(named)), time.slowest.causes)
+    for found in audit(module, chip=named).findings:
+        if found.severity == Severity.ERROR:
+            total = rows.setdefault(CODES[found.code].meaning, Total(found.code))
+            total.add(found.count, found.source)
+    memory = compiled.memory_analysis() if hasattr(compiled, "memory_analysis") else None
+    return Summary(
+        module=module.name,
+        chip=chip_named(named).name,
+        devices=module.num_devices,
+        axes=dict(names.axes),
+        seconds=time.seconds,
+        exposed=time.exposed,
+        temporaries=getattr(memory, "temp_size_in_bytes", None),
+        rows=rows,
+    )
+
+
+def write_baseline(summary: Summary, path: str | os.PathLike) -> None:
+    """Writes a summary to a JSON file, and makes the folder of the file if there is none."""
+    content = dataclasses.asdict(summary) | {"format": FORMAT}
+    file = pathlib.Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+
+def read_baseline(path: str | os.PathLike) -> Summary:
+    """Reads a summary from a file.
+
+    Raises:
+      ValueError: The file is no baseline, or one of another format. The message says what to do.
+      OSError: The file cannot be read.
+    """
+    try:
+        facts = json.loads(pathlib.Path(path).read_text("utf-8-sig"))
+        if facts.pop("format") != FORMAT:
+            raise ValueError("it is of another format")
+        rows = {row: Total(**total) for row, total in facts.pop("rows").items()}
+        return Summary(**facts, rows=rows)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not a baseline of format {FORMAT} ({type(error).__name__}: {error}); "
+            "write it again with --update"
+        ) from error
+
+
+def _rows(
+    module: HloModule, names: AxisNames, costs: Costs, exposed: Mapping[str, float]
+) -> dict[str, Total]:
+    """Returns the rows of transfers and callbacks. `exposed` has the seconds of a device's waits,
+    by the name of the start.
+    """
+    rows: dict[str, Total] = {}
+    runs = costs.executions()
+
+    def add(
+        kind: str, where: Computation, i: Instruction, collective: Instruction, result: Instruction
+    ) -> None:
+        size = result.shape.bytes
+        if result.opcode == "reduce-scatter":
+            size *= costs.group_size(result)  # its result is one part of the whole array
+        if size >= SMALL:
+            place, source = origin(module, where, i, collective)
+            total = rows.setdefault(_row(kind, place, names.of(collective)), Total(TRANSFERS))
+            total.add(size * runs[where.name], source)
+            total.exposed += exposed.get(i.name, 0.0)
+            total.dtypes = sorted({*total.dtypes, largest_array(result).element_type})
+
+    for op in async_operations(module):
+        if op.computation in runs and op.kind in COLLECTIVES and not is_host_callback(op.start):
+            result = op.inner or (op.windows[0].done if op.windows else op.start)
+            where = module.computations[op.computation]
+            add(op.kind, where, op.start, op.inner or op.start, result)
+    for where, i, collective in collectives_that_hold_the_chip(module, runs):
+        add(costs.collective_kind(where, i, collective), where, i, collective, collective)
+    for name, number in runs.items():
+        where = module.computations[name]
+        for i in where.instructions:
+            if i.is_communicating_kernel:
+                add(f"kernel {without_number(i.name)}", where, i, i, i)
+            if is_host_callback(i):
+                place, source = origin(module, where, i)
+                total = rows.setdefault(_row(callback_name(i), place), Total(CALLBACKS))
+                total.add(number, source)
+            elif _is_loop_copy(module, where, i):
+                place, source = origin(module, where, i)
+                total = rows.setdefault(_row("copy", place), Total(COPIES))
+                total.add(number * largest_array(i).bytes, source)
+    return rows
+
+
+def _row(what: str, place: str, axes: str = "") -> str:
+    """Returns the text of a row: what the text of the program does not say is left out."""
+    over = f" over {axes}" if axes else ""
+    where = f" ({place})" if place else ""
+    return f"{what}{over}{where}"
+
+
+def _is_loop_copy(module: HloModule, where: Computation, i: Instruction) -> bool:
+    """Says whether an instruction is a large copy in a loop that does not fetch an operand into
+    another memory space.
+    """
+    if i.opcode not in ("copy", "copy-start") or not loops_around(module, where):
+        return False
+    copy = i.shape.at((0,)) or i.shape  # the first element of a copy-start is the copy
+    spaces = {made.shape.memory_space for made in where.operands(i)}
+    return copy.bytes >= COPIED and spaces == {copy.memory_space}
