@@ -42,6 +42,9 @@ class Chip:
         matters only to small transfers.
       hbm_efficiency: The share of `hbm_bandwidth` that a copy reaches. On v5e a copy of 128 MiB was
         measured at 0.41 ms, which is 0.81; the other chips are assumed to reach the same share.
+      memory_latency: The seconds from the last byte of a transfer within the device until its
+        semaphore rises, from the 128-row blocks of JAX's matmul tutorial on v5e; assumed for the
+        other chips.
       vmem_bytes_per_cycle: The rate of a copy within vector memory, in bytes per cycle, counted in
         the final bundles of such a copy on v5e.
       vmem_relayout_bytes_per_cycle: The same for a copy that changes the layout, as simulated
@@ -70,6 +73,7 @@ class Chip:
     vmem_bytes: int
     hop_latency: float = 1e-6
     hbm_efficiency: float = 0.81
+    memory_latency: float = 0.45e-6
     vmem_bytes_per_cycle: float = 2500
     vmem_relayout_bytes_per_cycle: float = 240
     host_bandwidth: float | None = None

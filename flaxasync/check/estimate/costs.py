@@ -5,10 +5,10 @@ matmul are too long: for broadcasts and additions in HBM by up to a factor of tw
 slices and updates of stacked layers the more, the more layers there are. Such work is therefore
 never charged more than its bytes (moved_bytes.py). Copies keep the estimate, because the compiler
 itself schedules by it. `copies="bytes"` charges copies by their bytes, too. `copies="simulated"`
-also knows that those from or to vector memory are slower where they change the layout. Within HBM
-that makes no difference: a transposing copy of 192 MiB on v6e takes 0.308 ms in the simulator and
-0.303 by its bytes, of 1.121 estimated. A Pallas kernel without a `cost_estimate` is charged by its
-bytes.
+also knows that those from or to vector memory are slower where they change the layout, and that
+the core sees the last byte of such work a latency later. Within HBM a new layout makes no
+difference: a transposing copy of 192 MiB on v6e takes 0.308 ms in the simulator and 0.303 by its
+bytes, of 1.121 estimated. A Pallas kernel without a `cost_estimate` is charged by its bytes.
 """
 
 import dataclasses
@@ -170,7 +170,24 @@ class Costs:
             )
         if operation.with_host and self.chip.host_bandwidth is not None:
             return operation.bytes / self.chip.host_bandwidth
-        return self.memory_seconds(2 * operation.bytes)
+        return self.memory_seconds(self._ends_in_hbm(computation, operation) * operation.bytes)
+
+    def memory_latency(self) -> float:
+        """Returns the seconds from the last byte of a transfer within the device until the core
+        sees it.
+
+        Only the simulator counts them. They matter to small programs alone.
+        """
+        return self.chip.memory_latency if self.copies == "simulated" else 0.0
+
+    def _ends_in_hbm(self, computation: Computation, copy: AsyncOperation) -> int:
+        """Returns how often a byte of a copy passes HBM: as it is read, as it is written, or
+        both.
+        """
+        read = [made.shape for made in computation.operands(copy.start)[:1]]
+        written = [window.done.shape for window in copy.windows[:1]]
+        beside = sum(shape.memory_space == VMEM for shape in read + written)
+        return 2 - beside
 
     def _wrapped_seconds(self, computation: Computation, collective: Instruction) -> float:
         """Returns the seconds of a collective that an asynchronous operation wraps, alone or within
@@ -273,10 +290,11 @@ class Costs:
         moved = moved_bytes(self.module, computation, i)
         in_hbm = sum(size for space, size in moved if space == HBM)
         in_vmem = max((size for space, size in moved if space == VMEM), default=0)
-        return max(
+        moving = max(
             self.memory_seconds(in_hbm),
             in_vmem / (self.chip.vmem_bytes_per_cycle * self.chip.clock),
         )
+        return moving + self.memory_latency() if in_hbm else moving
 
     def _copy_seconds(
         self, computation: Computation, i: Instruction, estimated: float, moved: float

@@ -7,8 +7,9 @@ group. Of a long loop, the first three iterations and the last one are stepped t
 are added as repetitions of the third one.
 
 The text does not say in which direction a kernel sends, so kernels with the same collective_id are
-assumed to share a link. Three things are not modelled: work and transfers that compete for HBM,
-different collectives that share links, and the time of the host.
+assumed to share a link. A kernel that was simulated by itself waits for the copies within the
+device that began before it. Three things are not modelled: other work and transfers that compete
+for HBM, different collectives that share links, and the time of the host.
 """
 
 import collections
@@ -24,7 +25,7 @@ from flaxasync.check.hlo.async_operations import (
 )
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.participants import groups_in, permute_pairs
-from flaxasync.check.hlo.shapes import HloError
+from flaxasync.check.hlo.shapes import HBM, HloError
 
 # iterations of a longer loop that are stepped through: three at its beginning, one at its end
 STEPPED_ITERATIONS = 4
@@ -61,6 +62,7 @@ class Lockstep:
             for window in op.windows:
                 self._finishes.setdefault(window.done.name, []).append(op)
         self._lane_free: dict[tuple[str, int], float] = {}  # when a lane of a device is next free
+        self._last_copy = ""  # the last start of a copy within the devices
         # by start: when the transfers under way end, for each device
         self._ends: dict[str, list[float]] = {}
         self._started: dict[str, int] = {}  # how many had started before each start
@@ -100,7 +102,15 @@ class Lockstep:
             elif (explained := self.costs.explained(computation, i))[0] > 0:
                 seconds, source = explained
                 waits = self.costs.exposed(i)
+                after_copies = source == "played" and any(
+                    made.shape.memory_space == HBM for made in computation.operands(i)
+                )
                 for n in range(len(self.devices)):
+                    if after_copies:
+                        # One transfer after the other passes HBM, and the first block of the
+                        # kernel is behind the copies that began before it.
+                        copied = self._lane_free.get(("memory", n), 0.0)
+                        self._spend(n, copied, i.name, "memory", self._last_copy)
                     self._spend(n, self.clock[n] + seconds - waits, i.name, "compute", "", source)
                     self._spend(n, self.clock[n] + waits, i.name, "stall", i.name, source)
         self._active.discard(computation.name)
@@ -126,6 +136,9 @@ class Lockstep:
                 begin = max(begin, self._lane_free.get((lane, n), 0.0))
                 end = begin + (to_itself if op.communicates and lane == "memory" else seconds)
                 self._lane_free[lane, n] = end
+                if lane == "memory":
+                    self._last_copy = op.name
+                    end += self.costs.memory_latency()
                 kind = "transfer" if op.communicates else "copy"
                 self.slices.append(Slice(self.devices[n], lane, op.name, kind, begin, end, op.kind))
                 # the sender, too, waits: its source may not be touched before it is sent

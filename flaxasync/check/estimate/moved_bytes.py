@@ -19,10 +19,10 @@ def moved_bytes(
 ) -> list[tuple[int, int]]:
     """Returns (memory space, bytes) of every array that an instruction reads or writes."""
     operands = [made.shape for made in computation.operands(i)]
-    if i.opcode in _SLICES:
-        return _leaves(i.shape) * 2
+    if i.opcode in _SLICES and operands:
+        return [*_leaves(i.shape), (operands[0].memory_space, i.shape.bytes)]
     if i.opcode == "dynamic-update-slice" and len(operands) > 2:
-        return _leaves(operands[1]) * 2
+        return [*_leaves(operands[1]), (i.shape.memory_space, operands[1].bytes)]
     bodies = module.called(i)
     if i.opcode != "fusion" or not bodies:
         return [leaf for shape in (i.shape, *operands) for leaf in _leaves(shape)]

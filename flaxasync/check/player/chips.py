@@ -14,7 +14,6 @@ marked "assumed" were not measured, and results on those chips say so.
 | `occupancy` others | 8: as many rows in a cycle | likewise; libtpu issues a float32 multiply every 4 cycles on v6e |
 | `hbm_efficiency` | 0.801: a 128 MiB copy (read + write) in 0.41 ms, published with the 2x2 study | assumed equal |
 | `link_efficiency` | 1.0367: a 128 MiB permute in 2.877 ms, same study | assumed 1 |
-| `local_latency` | 0.45 us: JAX's matmul tutorial, 128-row blocks | assumed equal |
 | `remote_latency`, `sync_latency` | 1 us, assumed: the sizes of the study do not resolve it | assumed equal |
 | `link_latency` | 0, assumed; `benchmarks/few_rows.py` shows what depends on it | assumed equal |
 
@@ -64,9 +63,9 @@ class PlayedChip:
     # the share of the data sheet's bandwidth that transfers reach on links,
     link_efficiency: float = 1.0
     hbm_efficiency: float = 0.801  # and in HBM
-    # seconds from the last byte of a transfer within a chip until its semaphore rises
-    local_latency: float = 0.45e-6
-    remote_latency: float = 1e-6  # the same of a transfer between chips
+    # seconds from the last byte of a transfer between chips until its semaphore rises; those of one
+    # within a chip are in the data sheet
+    remote_latency: float = 1e-6
     sync_latency: float = 1e-6  # seconds that a semaphore signal takes to another chip
     # seconds that each link of a route after the first adds to either of these two
     link_latency: float = 0.0

@@ -245,7 +245,7 @@ class TransferEngine:
         message = state.clocks.known_to(machine.device)
         route = state.grid.route(machine.coords, target.coords)
         latency = state.chip.cycles(
-            state.chip.route_latency(len(route)) if remote else state.chip.local_latency
+            state.chip.route_latency(len(route)) if remote else state.chip.sheet.memory_latency
         )
 
         def done(now: float, flow: Flow) -> None:

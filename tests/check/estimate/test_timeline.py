@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flaxasync.check import CHIPS, HLO_ONLY, audit, compile_for, timeline, topology_mesh
-from flaxasync.check.estimate.costs import collective_seconds
+from flaxasync.check.estimate import estimator
+from flaxasync.check.estimate.costs import KernelTime, collective_seconds
 from flaxasync.check.estimate.phases import layer_of, part_of, phase_of
 from tests.check import programs
 from tests.check.hlo_texts import LOOP, changed, module
@@ -119,13 +120,17 @@ def test_copies_take_the_compilers_estimate_or_the_time_of_their_bytes():
     assert by_cycles.seconds - by_bytes.seconds == pytest.approx(
         (184512 - 2**24 / 2500) / 1.5e9, rel=1e-3
     )
+    latency = CHIPS["v5e"].memory_latency
     simulated = timeline(text, "v5e", copies="simulated").seconds
-    assert simulated == by_bytes.seconds, "within vector memory"
+    assert simulated == pytest.approx(by_bytes.seconds + latency), (
+        "the copy is within vector memory, and the negation is not"
+    )
     in_hbm = text.replace(":S(1)}", "}")
     by_bytes_in_hbm = timeline(in_hbm, "v5e", copies="bytes").seconds
-    assert timeline(in_hbm, "v5e", copies="simulated").seconds == by_bytes_in_hbm
+    simulated_in_hbm = pytest.approx(by_bytes_in_hbm + 2 * latency)
+    assert timeline(in_hbm, "v5e", copies="simulated").seconds == simulated_in_hbm
     transposed = in_hbm.replace("f32[2048,2048]{1,0} copy", "f32[2048,2048]{0,1} copy")
-    assert timeline(transposed, "v5e", copies="simulated").seconds == by_bytes_in_hbm
+    assert timeline(transposed, "v5e", copies="simulated").seconds == simulated_in_hbm
     relaid = text.replace("f32[2048,2048]{1,0:S(1)} copy", "f32[2048,2048]{0,1:S(1)} copy")
     slower = timeline(relaid, "v5e", copies="simulated").seconds - simulated
     assert slower == pytest.approx(2**24 * (1 / 240 - 1 / 2500) / 1.5e9, rel=1e-3)
@@ -384,3 +389,23 @@ def test_operations_and_layers_are_named_by_their_paths():
     path = "jit(step)/transpose(jvp(decoder))/while/body/attention/shard_map/all_gather_matmul_dx/ppermute"
     assert layer_of(path) == "transpose(jvp(decoder))/attention/all_gather_matmul_dx"
     assert layer_of("") == ""
+
+
+def test_a_simulated_kernel_waits_for_the_copies_that_began_before_it():
+    """One transfer after the other passes HBM: a copy to vector memory once, and the first block
+    of the kernel after it.
+    """
+    kernel = 'custom-call({}), custom_call_target="tpu_custom_call"'
+    in_vmem = f"{SHAPE}{{0:S(1)}}"
+    text = program(
+        f"%copy-start = ({in_vmem}, {SHAPE}, u32[]) copy-start(%operand0)",
+        f"%k = {SHAPE} {kernel.format('%operand0')}",
+        f"%copy-done = {in_vmem} copy-done(%copy-start)",
+        f"ROOT %l = {SHAPE} {kernel.format('%copy-done')}",
+    )
+    played = {"k": KernelTime(2e-5, 0.0), "l": KernelTime(1e-5, 0.0)}
+    found = estimator.timeline(text, "v5e", copies="simulated", played=played)
+    copied = 4 * 2**20 / (CHIPS["v5e"].hbm_bandwidth * CHIPS["v5e"].hbm_efficiency)
+    assert found.seconds == pytest.approx(copied + 3e-5), "the other one reads vector memory"
+    assert found.slowest.causes == {"copy-start": pytest.approx(copied)}
+    assert found.slowest.memory == pytest.approx(copied)
