@@ -1,6 +1,6 @@
 """Verifies every op on the devices of this machine: are its results right, and how fast is it?
 
-    python -m flaxasync.verify [--quick] [--ops OP[/BACKEND],...] [--json FILE] [--distributed | --rehearse TOPOLOGY]
+    python -m flaxasync.verify [--quick] [--ops OP[/BACKEND],...] [--json FILE] [--rehearse TOPOLOGY]
 
 The exit status is 0 if everything that is supported is right, 1 if something is wrong, hangs or
 crashes, and 2 if nothing could be verified, or not everything because the devices could not be
@@ -8,7 +8,6 @@ opened again.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import pathlib
@@ -24,11 +23,12 @@ from flaxasync.hardware import describe_unknown
 from flaxasync.ops import trust
 from flaxasync.verify.cases import Case, list_cases, unsupported
 from flaxasync.verify.child import Serve, Setup, serve
-from flaxasync.verify.rehearsal import read_back, stored_aside
 from flaxasync.verify.supervisor import describe, run_cases
 from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
 
 FORMAT = 2  # of the JSON file
+LIMIT = 300  # seconds after which a case hangs
+QUICK_LIMIT = 90  # and a quick one on devices
 
 
 def main(arguments: list[str] | None = None, *, serve: Serve = serve) -> int:
@@ -36,106 +36,91 @@ def main(arguments: list[str] | None = None, *, serve: Serve = serve) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m flaxasync.verify", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="small shapes; on CPUs also the TPU kernels, simulated"
+    add = parser.add_argument
+    add("--quick", action="store_true", help="small shapes; on CPUs also simulated TPU kernels")
+    add("--ops", default="", help="what to verify, such as all_gather_matmul/fused,attention")
+    add("--json", metavar="FILE", help="write everything that was found to a file")
+    platform = "where JAX must run (default: it chooses)"
+    add("--platform", choices=("cpu", "gpu", "tpu"), help=platform)
+    devices = f"devices that a CPU is divided into (default: {Setup.cpu_devices})"
+    add("--cpu-devices", type=int, default=Setup.cpu_devices, help=devices)
+    limit = f"seconds after which a case hangs (default: {LIMIT}; quick: {QUICK_LIMIT})"
+    add("--limit", type=float, help=limit)
+    rehearse = (
+        "do what a run on such chips does, such as v5e:2x4, without a TPU: times are those of a "
+        "simulator, values are those of small shapes on CPU devices, and no verdict is stored"
     )
-    parser.add_argument(
-        "--ops", default="", help="what to verify, such as all_gather_matmul/fused,attention"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write everything that was found to a file")
-    parser.add_argument(
-        "--platform", choices=("cpu", "gpu", "tpu"), help="where JAX must run (default: it chooses)"
-    )
-    parser.add_argument(
-        "--cpu-devices", type=int, help="devices that a CPU is divided into (default: 4)"
-    )
-    parser.add_argument(
-        "--limit",
-        type=float,
-        help="seconds after which a case hangs (default: 300; quick, on devices: 90)",
-    )
-    parser.add_argument(
-        "--distributed", action="store_true", help="on a pod: the same command runs on every host"
-    )
-    parser.add_argument(
-        "--rehearse",
-        metavar="TOPOLOGY",
-        help="do what a run on such chips does, such as v5e:2x4, without a TPU: times are those of "
-        "a simulator, values "
-        "are those of small shapes on CPU devices, and no run trusts the verdicts",
-    )
+    add("--rehearse", metavar="TOPOLOGY", help=rehearse)
     chosen = parser.parse_args(arguments)
-    for option in ("platform", "distributed", "cpu_devices"):
-        if chosen.rehearse and (value := getattr(chosen, option)):
-            other = f"--{option.replace('_', '-')}" + (
-                f" {value}" if option != "distributed" else ""
-            )
-            parser.error(
-                f"--rehearse and {other} exclude each other: a rehearsal runs on four CPU devices"
-            )
-    with stored_aside() if chosen.rehearse else contextlib.nullcontext():
-        return _run(chosen, serve)
-
-
-def _run(chosen: argparse.Namespace, serve: Serve) -> int:
-    """Runs the command with the options that were chosen, and returns its exit status."""
+    if chosen.rehearse and (chosen.platform or chosen.cpu_devices != Setup.cpu_devices):
+        parser.error(
+            "--rehearse excludes --platform and --cpu-devices: it runs on four CPU devices"
+        )
+    is_short = chosen.quick and not chosen.rehearse
     setup = Setup(
         platform={"gpu": "cuda"}.get(chosen.platform, chosen.platform),
-        cpu_devices=chosen.cpu_devices or Setup.cpu_devices,
+        cpu_devices=chosen.cpu_devices,
         repeats=1 if chosen.quick else 3,
-        limit=chosen.limit or (90 if chosen.quick and not chosen.rehearse else 300),
+        limit=chosen.limit or (QUICK_LIMIT if is_short else LIMIT),
         serve=serve,
-        distributed=chosen.distributed,
         rehearse=chosen.rehearse,
     )
-    began = time.monotonic()
     only = [name for name in chosen.ops.split(",") if name]
     try:
-        if chosen.json:
-            try:
-                pathlib.Path(chosen.json).open("a").close()  # not after an hour of measurements
-            except OSError as error:
-                raise ValueError(f"--json cannot be written: {error}") from error
-        # a wrong name is reported before the devices are opened
-        list_cases("cpu", 1, quick=True, only=only)
-        if chosen.rehearse:
-            # says what is wrong with the name, or that libtpu is missing
-            check.topology_devices(chosen.rehearse)
-        machine = describe(setup)
+        machine = _machine(setup, only, chosen.json)
     except (RuntimeError, ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    return _run(machine, setup, only, quick=chosen.quick, file=chosen.json)
+
+
+def _machine(setup: Setup, only: list[str], file: str | None) -> dict[str, Any]:
+    """Describes the machine, after a look at all that can be wrong with the options."""
+    if file:
+        try:
+            pathlib.Path(file).open("a").close()  # not after an hour of measurements
+        except OSError as error:
+            raise ValueError(f"--json cannot be written: {error}") from error
+    list_cases("cpu", 1, quick=True, only=only)  # a wrong name is reported
+    if setup.rehearse:
+        # says what is wrong with the name, or that libtpu is missing
+        check.topology_devices(setup.rehearse)
+    return describe(setup)
+
+
+def _run(
+    machine: dict[str, Any], setup: Setup, only: list[str], *, quick: bool, file: str | None
+) -> int:
+    """Verifies the cases of a machine, prints and stores what was found, and returns the exit
+    status.
+    """
+    began = time.monotonic()
     cases = list_cases(
         machine["platform"],
         machine["devices"],
         chip=machine["chip"],
-        quick=chosen.quick,
+        quick=quick,
         only=only,
-        rehearse=bool(chosen.rehearse),
+        rehearse=setup.rehearse is not None,
     )
     print(describe_in_words(machine))
-    version = untested(installed_libtpu()) if chosen.rehearse else None
-    if version is not None:
+    version = untested(installed_libtpu())
+    if setup.rehearse and version is not None:
         print(f"note: {version}")
-    results = verify(cases, machine, setup, quick=chosen.quick)
+    results = verify(cases, machine, setup, quick=quick)
     print(f"{summarize(results, machine)}\n{time.monotonic() - began:.0f} s")
     stored = record_verdicts(results, machine)
     if stored is not None:
-        verdicts = verdicts_of(results)
-        print(
-            read_back(verdicts, machine["chip"])
-            if chosen.rehearse
-            else f"the verdicts are in {stored}"
-        )
-    if chosen.json:
-        content = {"format": FORMAT, "machine": machine}
-        if chosen.rehearse:
-            content["rehearsal"] = chosen.rehearse
+        print(f"the verdicts are in {stored}")
+    if file:
+        content: dict[str, Any] = {"format": FORMAT, "machine": machine}
+        if setup.rehearse:
+            content["rehearsal"] = setup.rehearse
         content["results"] = [dataclasses.asdict(result) for result in results]
-        pathlib.Path(chosen.json).write_text(json.dumps(content, indent=1) + "\n")
+        pathlib.Path(file).write_text(json.dumps(content, indent=1) + "\n")
     if any(result.verdict is Verdict.NOT_RUN for result in results):
         return 2
-    return 1 if any(result.verdict.bad for result in results) else 0
+    return int(any(result.verdict.bad for result in results))
 
 
 def verify(
@@ -148,7 +133,8 @@ def verify(
     """
     found: dict[Case, Result] = {}
     for case in cases:
-        if (reason := unsupported(case, machine["platform"], quick=quick)) is not None:
+        reason = unsupported(case, machine["platform"], quick=quick)
+        if reason is not None:
             found[case] = Result(case, Verdict.UNSUPPORTED, reason)
             print(found[case])
     runnable = [case for case in cases if case not in found]
@@ -166,13 +152,13 @@ def verify(
 
 def record_verdicts(results: list[Result], machine: dict[str, Any]) -> pathlib.Path | None:
     """Stores verdicts of TPU kernels, and times, where calls without a backend find them; returns
-    the file, or None.
+    the file. None where there are none, or in a rehearsal, which no run may trust.
     """
-    if machine["platform"] != "tpu":
-        return None
     verdicts = verdicts_of(results)
+    if machine["platform"] != "tpu" or machine.get("rehearsal") or not verdicts:
+        return None
     here = trust.Machine.here(machine["chip"] or machine["kind"])
-    return trust.record(here, verdicts, times_of(results)) if verdicts else None
+    return trust.record(here, verdicts, times_of(results))
 
 
 def verdicts_of(results: list[Result]) -> dict[str, dict[str, str]]:
@@ -215,12 +201,9 @@ def times_of(results: list[Result]) -> dict[str, dict[str, float]]:
 def describe_in_words(machine: dict[str, Any]) -> str:
     """Says what the machine is, in a few lines."""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    lines = (
-        [f"a rehearsal for {machine['rehearsal']}, without a TPU"]
-        if machine.get("rehearsal")
-        else []
-    )
-    lines += [f"{machine['devices']} x {machine['kind']} ({machine['platform']}); {versions}"]
+    lines = [f"{machine['devices']} x {machine['kind']} ({machine['platform']}); {versions}"]
+    if machine.get("rehearsal"):
+        lines.insert(0, f"a rehearsal for {machine['rehearsal']}, without a TPU")
     if machine["platform"] == "tpu":
         lines.append(machine["ring"])
         if machine["chip"] is None:

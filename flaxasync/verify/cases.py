@@ -14,12 +14,10 @@ from flaxasync.ops import execution, trust
 from flaxasync.ops.costs.collective_matmul import exchange_steps
 from flaxasync.ops.costs.cost import Shape
 from flaxasync.ops.quantization import Kind, Quantization
-from flaxasync.verify.platform import DEFECTS
 
 AXIS = "model"
 MESH_AXES = ("x", "y")
 BACKENDS: dict[str, tuple[str, ...]] = {
-    "platform": tuple(DEFECTS),
     **{op: support.backends for op, support in execution.OPS.items()},
     "ppermute": ("xla", "pallas"),
     "all_gather": ("xla", "pallas"),
@@ -28,10 +26,11 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "attention": ("reference", "flash"),
     "expert_products": ("reference", "grouped"),
 }
-"""The backends of everything that is verified, in the order of the cases; the first asks for the
-most vector memory. Those of `attention`, and of `expert_products` for `expert_mlp`, are what the
-argument `kernel` names, those of `prefetch` what moves the weights and gradients of
-`scan_with_prefetch`, and those of `platform` are known defects."""
+"""The backends of everything that is verified, in the order of the cases.
+
+Those of `attention`, and of `expert_products` for `expert_mlp`, are what the argument `kernel`
+names, and those of `prefetch` what moves the weights and gradients of `scan_with_prefetch`.
+"""
 PLAIN = {
     "ppermute": "xla",
     "all_gather": "xla",
@@ -236,7 +235,6 @@ def unsupported(case: Case, platform: str, *, quick: bool) -> str | None:
     if case.devices == 1 and case.op not in (
         "attention",
         "expert_products",
-        "platform",
         "mesh_matmul",
         *MATMULS,
     ):
@@ -247,23 +245,13 @@ def unsupported(case: Case, platform: str, *, quick: bool) -> str | None:
         return f"needs TPUs: {FORGETS}"
     if platform != "cpu" or not quick:
         return "needs TPUs; on CPU devices --quick runs it in a simulator"
-    return "needs several devices" if case.devices == 1 and case.op != "platform" else None
+    return "needs several devices" if case.devices == 1 else None
 
 
 def _case(op: str, backend: str, devices: int, size: str, *, pairs: bool = True) -> Case:
     """Returns a case of a size; a ring that is simulated is a pair, unless `pairs` is False."""
     simulate = size == "simulated"
     dtype = "float32" if size in SMALL else "bfloat16"
-    if op == "platform":
-        return Case(
-            op,
-            backend,
-            (1,),
-            (DEFECTS[backend].shape,),
-            "float32",
-            gradient=False,
-            simulate=simulate,
-        )
     mesh: tuple[int, ...] = (min(devices, 2) if simulate and pairs else devices,)
     if op == "mesh_matmul":  # the sides that differ least, x the smaller one
         devices = min(devices, 4) if simulate else devices
@@ -276,8 +264,6 @@ def _variants(case: Case, quick: bool) -> list[Case]:
     """Returns a case in each direction, with and without gradients, and with few rows in one step
     and in two.
     """
-    if case.op == "platform":
-        return [case]
     is_ring = case.op in (*MATMULS, "ring_attention", "expert_mlp") and case.backend not in (
         "none",
         "exchange",

@@ -27,7 +27,6 @@ from flaxasync.transport import direct
 from flaxasync.transport.pair import Pair
 from flaxasync.transport.transfers import start_gather, start_reduce_scatter
 from flaxasync.verify.cases import AXIS, MESH_AXES, Case
-from flaxasync.verify.platform import DEFECTS
 
 BY_ROWS = P(None, AXIS, None)
 BY_COLUMNS = P(None, None, AXIS)
@@ -103,15 +102,6 @@ FORMS = {
 }
 
 
-def form_of(case: Case) -> Form:
-    """Returns the form of a case; the program of a known defect runs on one device."""
-    return (
-        Form((P(),), P(), ("x",), DEFECTS[case.backend].reference)
-        if case.op == "platform"
-        else FORMS[case.op]
-    )
-
-
 def _devices() -> int:
     return jax.sharding.get_abstract_mesh().shape[AXIS]
 
@@ -135,13 +125,9 @@ def make_program(case: Case, *, reference: bool = False) -> Callable:
     reference.
 
     `dy` is the cotangent of the result. The mesh is that of the context in which the function is
-    called, one of `make_mesh`. The program of a known defect is jitted only as far as the defect
-    needs it.
+    called, one of `make_mesh`.
     """
-    form = form_of(case)
-    if case.op == "platform":
-        run = form.formula if reference else DEFECTS[case.backend].program
-        return lambda operands, dy: {"y": run(*operands)}
+    form = FORMS[case.op]
     whole: Callable = form.formula
     if reference and case.quantization is not None and not case.plain:
         case = dataclasses.replace(case, backend="none")
@@ -164,7 +150,7 @@ def abstract_arguments(
     case: Case, mesh: Mesh
 ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], jax.ShapeDtypeStruct]:
     """Returns the shapes, dtypes and shardings of the operands and of dy."""
-    form = form_of(case)
+    form = FORMS[case.op]
     shapes = list(case.shapes)
     if case.op in ("ring_attention", "attention"):
         shapes.append(shapes[1])  # k and v have one shape
@@ -175,26 +161,6 @@ def abstract_arguments(
     shape = jax.eval_shape(form.formula, *operands).shape
     dy = jax.ShapeDtypeStruct(shape, operands[-1].dtype, sharding=NamedSharding(mesh, form.result))
     return tuple(operands), dy
-
-
-def local_values(results: dict[str, jax.Array], case: Case, mesh: Mesh) -> dict[str, np.ndarray]:
-    """Returns the values of results, or those that this process holds if it has a part of the
-    devices.
-
-    Results of one case, and of its reference, are then laid out alike.
-    """
-    form = form_of(case)
-    parts = {"y": form.result} | {
-        f"d{name}": spec for name, spec in zip(form.names, form.operands, strict=True)
-    }
-
-    def held(name: str, result: jax.Array) -> np.ndarray:
-        if result.is_fully_addressable:
-            return np.asarray(result)
-        laid_out = jax.device_put(result, NamedSharding(mesh, parts[name]))
-        return np.concatenate([np.ravel(shard.data) for shard in laid_out.addressable_shards])
-
-    return {name: held(name, result) for name, result in results.items()}
 
 
 def random_arguments(case: Case, mesh: Mesh, seed: int) -> tuple[tuple[jax.Array, ...], jax.Array]:

@@ -2,23 +2,16 @@
 
 Two things are replaced, both in the child process that runs the cases. Values are those of small
 shapes on CPU devices, where kernels run in JAX's simulator; times are those of the compiled program
-of the case, in the simulator of compiled programs. Its verdicts are stored aside, where no run
-finds them.
+of the case, in the simulator of compiled programs. Its verdicts are not stored.
 """
 
-import contextlib
-import os
-import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from unittest import mock
 
 import jax
 
 from flaxasync import check
 from flaxasync.check.player.errors import PlayerError, ProtocolError, UnsimulatedError
 from flaxasync.mesh import UnsupportedError
-from flaxasync.ops import trust
 from flaxasync.verify import measure, programs
 from flaxasync.verify.cases import FORGETS, Case, stand_in
 from flaxasync.verify.measure import Measurement, Timing
@@ -38,10 +31,7 @@ def rehearse_case(case: Case, *, repeats: int, topology: str) -> Measurement:
     missing = {}
     timing = None
     try:
-        if case.op == "platform":
-            missing["time"] = "a known defect of the platform shows on a chip alone"
-        else:
-            timing = play_case(case, topology)
+        timing = play_case(case, topology)
     except ProtocolError:
         raise
     except PlayerError as error:
@@ -73,31 +63,3 @@ def play_case(case: Case, topology: str) -> Timing:
     for phase in played.slowest.phases:
         phases[phase.name] += phase.seconds  # type: ignore[assignment]
     return Timing(played.seconds, "simulated", dict(phases.most_common(measure.PHASES)))
-
-
-@contextlib.contextmanager
-def stored_aside() -> Iterator[None]:
-    """Makes a block of code store verdicts in a temporary folder, and read none of the user's."""
-    aside = tempfile.TemporaryDirectory(prefix="flaxasync-rehearsal-")
-    with aside as folder, mock.patch.dict(os.environ, XDG_CACHE_HOME=folder):
-        os.environ.pop(trust.VARIABLE, None)
-        yield
-
-
-def read_back(verdicts: Mapping[str, Mapping[str, str]], chip: str) -> str:
-    """Reads stored verdicts, {name of `trust.key`: {case: verdict}}, as runs on such chips do; says
-    what is trusted.
-    """
-    trusted = []
-    with trust.trusting("verified"):
-        for name, found in verdicts.items():
-            passed = set(found.values()) == {trust.PASSED}
-            if (trust.known(chip).verdict(name) == trust.PASSED) is not passed:
-                raise RuntimeError(
-                    f"{name} is stored as {found} and read as {'un' * passed}trusted"
-                )
-            trusted += [name] * passed
-    return (
-        f"read back, a run would trust {len(trusted)} of {len(verdicts)} kernels: "
-        f"{', '.join(sorted(trusted))}"
-    )

@@ -5,14 +5,9 @@ A TPU belongs to one process at a time. This process therefore never opens one, 
 after the other. The case that hangs or crashes ends its child, and the next child goes on with the
 rest. A hang can leave the chips occupied. Opening them is then tried again after pauses, and if it
 keeps failing, the cases that are left are not run.
-
-On a pod every host has such a process, and the children with one number on all hosts run each case
-together. When a child dies, those of the other hosts wait for it until the time limit of the case
-ends them.
 """
 
 import contextlib
-import itertools
 import multiprocessing
 import os
 import signal
@@ -22,16 +17,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flaxasync.verify.cases import Case
-from flaxasync.verify.child import Request, Setup
+from flaxasync.verify.child import START_LIMIT, Request, Setup
 
 # seconds for a child that has sent everything, or was killed, to end and to release the devices
 END_LIMIT = 60
-ON_EVERY_HOST = (
-    "start the same command with --distributed on every host, or set TPU_PROCESS_BOUNDS=1,1,1 and "
-    "TPU_CHIPS_PER_PROCESS_BOUNDS to this host's chips"
+ONE_HOST = (
+    "verify the chips of one host: set TPU_PROCESS_BOUNDS=1,1,1 and TPU_CHIPS_PER_PROCESS_BOUNDS "
+    "to its chips"
 )
 LAST_WORDS = 1500  # characters of what a child printed that a message quotes
-_started = itertools.count()
 
 
 class MachineError(RuntimeError):
@@ -45,13 +39,13 @@ def describe(setup: Setup) -> dict[str, Any]:
     of them, too.
     """
     with _Child(setup, []) as child:
-        machine = child.receive(setup.start_limit)
+        machine = child.receive(START_LIMIT)
         if machine is None:
-            hint = f"; on a pod, {ON_EVERY_HOST}" if child.running else ""
+            hint = f"; on a pod, {ONE_HOST}" if child.running else ""
             raise MachineError(f"the devices could not be opened: {child.end()}{hint}")
         child.finish()
-    if machine.get("processes", 1) > 1 and not setup.distributed:
-        raise MachineError(f"these are the chips of {machine['processes']} hosts: {ON_EVERY_HOST}")
+    if machine.get("processes", 1) > 1:
+        raise MachineError(f"these are the chips of {machine['processes']} hosts: {ONE_HOST}")
     return machine
 
 
@@ -66,7 +60,7 @@ def run_cases(cases: Sequence[Case], setup: Setup) -> Iterator[dict[str, Any]]:
     while done < len(cases):
         try:
             with _Child(setup, cases[done:]) as child:
-                machine = child.receive(setup.start_limit)
+                machine = child.receive(START_LIMIT)
                 why = child.end() if machine is None else None
                 # the last message; None from a child that has ended or hangs
                 outcome: dict[str, Any] | None = machine
@@ -103,8 +97,7 @@ class _Child:
 
     def __init__(self, setup: Setup, cases: Sequence[Case]):
         self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115, it is closed with the process
-        number = next(_started) if setup.distributed else 0
-        request = Request(setup, tuple(cases), self._log.name, number)
+        request = Request(setup, tuple(cases), self._log.name)
         context = multiprocessing.get_context("spawn")
         self._messages, theirs = context.Pipe()
         self._process = context.Process(target=setup.serve, args=(theirs, request))

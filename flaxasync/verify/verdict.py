@@ -1,15 +1,17 @@
 """What came of a case, in one word and one line, and the report of all cases."""
 
+import collections
 import dataclasses
 import enum
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 import flaxasync as fa
 from flaxasync.ops import trust
 from flaxasync.ops.plan import MODELS
 from flaxasync.verify.cases import Case
-from flaxasync.verify.platform import DEFECTS
 
 # how many times the time of the plain backend a case may take before it is called slower
 MARGIN = 1.1
@@ -56,55 +58,52 @@ class Result:
     def name(self) -> str:
         return f"{self.case.op}/{self.case.backend}"
 
+    @property
+    def should_win(self) -> bool:
+        """Whether the backend is predicted to be faster than the plain one."""
+        return self.planned is not None and self.planned[0] < self.planned[1]
+
     def __str__(self) -> str:
         parts = [f"{self.verdict:13} {self.case.label:56}"]
         if self.errors:
             parts.append(f"{' '.join(self.errors)} within {max(self.errors.values()):.0e}")
         if self.seconds is not None:
-            beside = (
-                [f"plain {_ms(self.plain)}"]
-                if self.plain is not None and not self.case.plain
-                else []
-            )
-            beside += [f"planned {_ms(self.planned[0])}"] if self.planned is not None else []
-            where = " simulated" if self.clock == "simulated" else ""
-            parts.append(
-                f"{_ms(self.seconds)}{where}" + (f" ({', '.join(beside)})" if beside else "")
-            )
-        elif self.case.simulate and self.errors:
-            parts.append("in the simulator")
-        parts += [self.reason] if self.reason else []
-        return "  ".join(
-            parts + [f"no {what}: {why}" for what, why in self.missing.items()]
-        ).rstrip()
+            parts.append(_ms(self.seconds))
+        if self.clock == "simulated" or (self.case.simulate and self.errors):
+            parts.append("simulated")
+        if self.seconds is not None and self.plain is not None and not self.case.plain:
+            parts.append(f"plain {_ms(self.plain)}")
+        if self.planned is not None:
+            parts.append(f"planned {_ms(self.planned[0])}")
+        if self.reason:
+            parts.append(self.reason)
+        parts += [f"no {what}: {why}" for what, why in self.missing.items()]
+        return "  ".join(parts).rstrip()
 
 
 def judge(outcome: dict[str, Any], case: Case) -> Result:
     """Returns the result of a case from the outcome that `run_cases` yields, without regard to its
     time.
     """
-    (kind, found), *_ = outcome.items()
+    ((kind, found),) = outcome.items()
     if kind == "error":
         raced = "RACE" in found or found.startswith("RaceError")  # in JAX's simulator, and in ours
         return Result(case, Verdict.WRONG if raced else Verdict.CRASHED, found)
     if kind != "measurement":  # the name of a verdict, in lower case
         return Result(case, Verdict[kind.upper()], found)
-    measured = outcome["measurement"]
-    tolerance = measured["tolerance"]
-    wrong = {name: error for name, error in measured["errors"].items() if not error <= tolerance}
-    reason = ""
-    if wrong:
-        worst = ", ".join(f"{name} by {error:.1e}" for name, error in wrong.items())
-        reason = (
-            f"differs from the reference: {worst} of the largest value, where "
-            f"{tolerance:.0e} is allowed"
-        )
-        if case.op == "platform":
-            reason = f"{DEFECTS[case.backend]}; {reason}"
-    verdict = Verdict.WRONG if wrong else Verdict.PASS
-    timing = measured["timing"] or {}
-    missing = measured.get("missing", {})
-    return Result(case, verdict, reason, measured["errors"], missing=missing, **timing)
+    timing = found["timing"] or {}
+    result = Result(
+        case, Verdict.PASS, errors=found["errors"], missing=found.get("missing", {}), **timing
+    )
+    allowed = found["tolerance"]
+    wrong = [f"{name} by {e:.1e}" for name, e in result.errors.items() if not e <= allowed]
+    if not wrong:
+        return result
+    reason = (
+        f"differs from the reference: {', '.join(wrong)} of the largest value, where "
+        f"{allowed:.0e} is allowed"
+    )
+    return dataclasses.replace(result, verdict=Verdict.WRONG, reason=reason)
 
 
 def compare_times(results: Sequence[Result], machine: dict[str, Any]) -> list[Result]:
@@ -115,35 +114,36 @@ def compare_times(results: Sequence[Result], machine: dict[str, Any]) -> list[Re
     opposite. Simulated CPU devices share their cores, so a ring on them hides nothing, and its time
     says nothing.
     """
-    plain = {
-        _key(r.case): r.seconds
-        for r in results
-        if r.case.plain and r.seconds is not None and r.verdict is Verdict.PASS
-    }
+    plain = {_key(r.case): r.seconds for r in results if r.case.plain and r.verdict is Verdict.PASS}
     found = []
-    for result in results:
-        base = plain.get(_key(result.case))
-        planned = (
-            planned_seconds(result.case, machine["chip"]) if machine["platform"] == "tpu" else None
-        )
-        if isinstance(planned, str):
-            result = dataclasses.replace(
-                result, plain=base, missing=result.missing | {"plan": planned}
-            )
-        else:
-            result = dataclasses.replace(result, plain=base, planned=planned)
-        should_win = result.planned is not None and result.planned[0] < result.planned[1]
-        if (
-            result.verdict is Verdict.PASS
-            and should_win
-            and base is not None
-            and result.seconds is not None
-        ):
-            reason = f"takes {result.seconds / base:.2f} times as long as plain XLA"
-            if result.seconds > MARGIN * base + NOISE:
-                result = dataclasses.replace(result, verdict=Verdict.SLOWER, reason=reason)
+    for measured in results:
+        result = dataclasses.replace(measured, plain=plain.get(_key(measured.case)))
+        if machine["platform"] == "tpu":
+            result = _with_plan(result, machine["chip"])
+        if result.verdict is Verdict.PASS and result.should_win:
+            result = _slower(result)
         found.append(result)
     return found
+
+
+def _slower(result: Result) -> Result:
+    """Returns a result, called slower if it takes longer than the plain backend by more than the
+    margin.
+    """
+    seconds = result.seconds
+    plain = result.plain
+    if seconds is None or plain is None or seconds <= MARGIN * plain + NOISE:
+        return result
+    reason = f"takes {seconds / plain:.2f} times as long as plain XLA"
+    return dataclasses.replace(result, verdict=Verdict.SLOWER, reason=reason)
+
+
+def _with_plan(result: Result, chip: str | None) -> Result:
+    """Returns a result with what `flaxasync.plan` predicts, or with why it cannot."""
+    planned = planned_seconds(result.case, chip)
+    if isinstance(planned, str):
+        return dataclasses.replace(result, missing=result.missing | {"plan": planned})
+    return dataclasses.replace(result, planned=planned)
 
 
 def planned_seconds(case: Case, chip: str | None) -> tuple[float, float] | str:
@@ -154,55 +154,51 @@ def planned_seconds(case: Case, chip: str | None) -> tuple[float, float] | str:
         return "the table of chips lacks this one"
     if case.op not in MODELS:
         return f"fa.plan has no cost model of {case.op}"
-    itemsize = 2 if case.dtype == "bfloat16" else 4
-    options = case.options | ({} if case.op == "mesh_matmul" else {"backward": case.gradient})
-    seconds = fa.plan(
-        case.op, *case.shapes, chip=chip, ring=case.ring, itemsize=itemsize, **options
-    ).seconds
-    if case.backend not in seconds:
+    options = case.options
+    if case.op != "mesh_matmul":
+        options["backward"] = case.gradient
+    itemsize = jnp.dtype(case.dtype).itemsize
+    plan = fa.plan(case.op, *case.shapes, chip=chip, ring=case.ring, itemsize=itemsize, **options)
+    if case.backend not in plan.seconds:
         return f"fa.plan does not weigh {case.backend!r} for this call"
-    return seconds[case.backend], seconds["none"]
+    return plan.seconds[case.backend], plan.seconds["none"]
 
 
 def summarize(results: Sequence[Result], machine: dict[str, Any]) -> str:
     """Says in a few lines what a person can conclude and do."""
-    counts = {verdict: sum(r.verdict is verdict for r in results) for verdict in Verdict}
-    lines = [
-        ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-        or "nothing was verified"
-    ]
-    found = [
-        (r, DEFECTS[r.case.backend]) for r in results if r.case.op == "platform" and r.verdict.bad
-    ]
-    defects = [r for r, defect in found if r.verdict is Verdict.WRONG or defect.fails]
-    lines += [f"Known defect of this platform: {defect}." for r, defect in found if r in defects]
-    bad = [r for r in results if r.verdict.bad and r not in defects]
-    for is_plain, advice in (
-        (False, "A call without a backend does not take them."),
-        (True, "This is plain XLA, which calls still take: name another backend."),
-    ):
-        if names := sorted({r.name for r in bad if (r.case.backend in trust.PLAIN) == is_plain}):
-            lines.append(f"Do not use here: {', '.join(names)}. {advice}")
+    counts = collections.Counter(result.verdict for result in results)
+    words = [f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict]]
+    lines = [", ".join(words) or "nothing was verified"]
+    bad = [r for r in results if r.verdict.bad]
+    kernels = {r.name for r in bad if r.case.backend not in trust.PLAIN}
+    plain = {r.name for r in bad} - kernels
+    if kernels:
+        avoided = "A call without a backend does not take them."
+        lines.append(f"Do not use here: {', '.join(sorted(kernels))}. {avoided}")
+    if plain:
+        taken = "This is plain XLA, which calls still take: name another backend."
+        lines.append(f"Do not use here: {', '.join(sorted(plain))}. {taken}")
     if bad:
         lines.append("Please open an issue and attach the file that --json writes.")
-    if slower := sorted({r.name for r in results if r.verdict is Verdict.SLOWER}):
+    slower = sorted({r.name for r in results if r.verdict is Verdict.SLOWER})
+    if slower:
         lines.append(
             "Right, but slower than plain XLA where the opposite is predicted: "
             f"{', '.join(slower)}. See docs/tpu.md."
         )
-    if not_run := [r.reason for r in results if r.verdict is Verdict.NOT_RUN]:
+    not_run = [r.reason for r in results if r.verdict is Verdict.NOT_RUN]
+    if not_run:
         lines.append(f"{len(not_run)} cases have no verdict: {not_run[0]}")
+    devices = f"{machine['devices']} {machine['platform']} devices"
     if machine.get("rehearsal"):
         unchecked = sum("values" in r.missing for r in results)
         lines.append(
             f"A rehearsal for {machine['rehearsal']}: times are simulated, and values are those of "
-            "small cases on CPU "
-            f"devices; {unchecked} cases have none. No TPU was measured, and no run trusts this."
+            f"small cases on CPU devices; {unchecked} cases have none. No TPU was measured, and no "
+            "verdict is stored."
         )
     elif machine["platform"] != "tpu":
-        lines.append(
-            f"No TPU was measured: these are {machine['devices']} {machine['platform']} devices."
-        )
+        lines.append(f"No TPU was measured: these are {devices}.")
     elif not bad and not slower and not not_run:
         lines.append("Calls without a backend may take every backend that passed.")
     return "\n".join(lines)
@@ -212,5 +208,5 @@ def _key(case: Case) -> tuple:
     return case.op, case.mesh, case.shapes, case.dtype, case.gradient, case.quantization
 
 
-def _ms(seconds: float | None) -> str:
-    return "?" if seconds is None else f"{seconds * 1e3:.3f} ms"
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"

@@ -1,18 +1,16 @@
 """A child of `flaxasync.verify` with faults: one op is wrong, one hangs, one kills the process and
 one raises.
 
-The backend "none" of each has no fault, and the platform has one of the known defects. Of several
-processes, the one that FAULTY_RANK names has the faults.
+The backend "none" of each has no fault.
 """
 
-import dataclasses
 import os
 import sys
 import time
 
 import jax.numpy as jnp
 
-from flaxasync.verify import child, platform, programs
+from flaxasync.verify import child, programs
 
 
 def crash(y):
@@ -36,15 +34,10 @@ def plant(op, fault):
 
 def serve(messages, request):
     """Serves a request with the faults."""
-    if os.environ.get("FAULTY_RANK") == os.environ.get("OMPI_COMM_WORLD_RANK"):
-        plant("all_gather_matmul", lambda y: jnp.roll(y, 1, axis=-2))
-        plant("matmul_reduce_scatter", lambda y: time.sleep(600))
-        plant("matmul_all_reduce", crash)
-        plant("ring_attention", raise_an_error)
-        unused = platform.DEFECTS["unused"]
-        platform.DEFECTS["unused"] = dataclasses.replace(
-            unused, program=lambda x: jnp.zeros_like(x[:1])
-        )
+    plant("all_gather_matmul", lambda y: jnp.roll(y, 1, axis=-2))
+    plant("matmul_reduce_scatter", lambda y: time.sleep(600))
+    plant("matmul_all_reduce", crash)
+    plant("ring_attention", raise_an_error)
     child.serve(messages, request)
 
 
