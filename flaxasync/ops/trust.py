@@ -202,7 +202,9 @@ def announce(
     """
     several = agreement.has_several_processes()
     everywhere = " in every process" if several else ""
-    command = f"`{COMMAND} --distributed`, started on every host," if several else f"`{COMMAND}`"
+    command = (
+        f"`{COMMAND}`, started on every host for its own chips," if several else f"`{COMMAND}`"
+    )
     advice = f"{command} verifies it; naming it, or"
     evidence = known(chip)
     if evidence.rule == "stored":

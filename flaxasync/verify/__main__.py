@@ -13,7 +13,6 @@ import json
 import pathlib
 import sys
 import time
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -21,7 +20,7 @@ from flaxasync import check
 from flaxasync.check.tested_libtpu import installed_libtpu, untested
 from flaxasync.hardware import describe_unknown
 from flaxasync.ops import trust
-from flaxasync.verify.cases import Case, list_cases, unsupported
+from flaxasync.verify.cases import Case, Facts, list_cases, unsupported
 from flaxasync.verify.child import Serve, Setup, serve
 from flaxasync.verify.supervisor import describe, run_cases
 from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
@@ -44,8 +43,8 @@ def main(arguments: list[str] | None = None, *, serve: Serve = serve) -> int:
     add("--platform", choices=("cpu", "gpu", "tpu"), help=platform)
     devices = f"devices that a CPU is divided into (default: {Setup.cpu_devices})"
     add("--cpu-devices", type=int, default=Setup.cpu_devices, help=devices)
-    limit = f"seconds after which a case hangs (default: {LIMIT}; quick: {QUICK_LIMIT})"
-    add("--limit", type=float, help=limit)
+    seconds = f"seconds after which a case hangs (default: {LIMIT}; quick: {QUICK_LIMIT})"
+    add("--limit", type=float, help=seconds)
     rehearse = (
         "do what a run on such chips does, such as v5e:2x4, without a TPU: times are those of a "
         "simulator, values are those of small shapes on CPU devices, and no verdict is stored"
@@ -56,12 +55,19 @@ def main(arguments: list[str] | None = None, *, serve: Serve = serve) -> int:
         parser.error(
             "--rehearse excludes --platform and --cpu-devices: it runs on four CPU devices"
         )
-    is_short = chosen.quick and not chosen.rehearse
+    repeats = 3
+    limit = LIMIT
+    if chosen.quick:
+        repeats = 1
+        if not chosen.rehearse:
+            limit = QUICK_LIMIT
+    if chosen.limit:
+        limit = chosen.limit
     setup = Setup(
         platform={"gpu": "cuda"}.get(chosen.platform, chosen.platform),
         cpu_devices=chosen.cpu_devices,
-        repeats=1 if chosen.quick else 3,
-        limit=chosen.limit or (QUICK_LIMIT if is_short else LIMIT),
+        repeats=repeats,
+        limit=limit,
         serve=serve,
         rehearse=chosen.rehearse,
     )
@@ -74,7 +80,7 @@ def main(arguments: list[str] | None = None, *, serve: Serve = serve) -> int:
     return _run(machine, setup, only, quick=chosen.quick, file=chosen.json)
 
 
-def _machine(setup: Setup, only: list[str], file: str | None) -> dict[str, Any]:
+def _machine(setup: Setup, only: list[str], file: str | None) -> Facts:
     """Describes the machine, after a look at all that can be wrong with the options."""
     if file:
         try:
@@ -88,9 +94,7 @@ def _machine(setup: Setup, only: list[str], file: str | None) -> dict[str, Any]:
     return describe(setup)
 
 
-def _run(
-    machine: dict[str, Any], setup: Setup, only: list[str], *, quick: bool, file: str | None
-) -> int:
+def _run(machine: Facts, setup: Setup, only: list[str], *, quick: bool, file: str | None) -> int:
     """Verifies the cases of a machine, prints and stores what was found, and returns the exit
     status.
     """
@@ -113,7 +117,7 @@ def _run(
     if stored is not None:
         print(f"the verdicts are in {stored}")
     if file:
-        content: dict[str, Any] = {"format": FORMAT, "machine": machine}
+        content: Facts = {"format": FORMAT, "machine": machine}
         if setup.rehearse:
             content["rehearsal"] = setup.rehearse
         content["results"] = [dataclasses.asdict(result) for result in results]
@@ -123,9 +127,7 @@ def _run(
     return int(any(result.verdict.bad for result in results))
 
 
-def verify(
-    cases: list[Case], machine: dict[str, Any], setup: Setup, *, quick: bool
-) -> list[Result]:
+def verify(cases: list[Case], machine: Facts, setup: Setup, *, quick: bool) -> list[Result]:
     """Runs cases, prints a line for each, and returns their results in the same order.
 
     The verdict of each case is stored as soon as it is known, so that a run that is ended leaves
@@ -150,7 +152,7 @@ def verify(
     return compare_times([found[case] for case in cases], machine)
 
 
-def record_verdicts(results: list[Result], machine: dict[str, Any]) -> pathlib.Path | None:
+def record_verdicts(results: list[Result], machine: Facts) -> pathlib.Path | None:
     """Stores verdicts of TPU kernels, and times, where calls without a backend find them; returns
     the file. None where there are none, or in a rehearsal, which no run may trust.
     """
@@ -179,7 +181,9 @@ def verdicts_of(results: list[Result]) -> dict[str, dict[str, str]]:
             name = trust.key(case.op, case.backend, case.mesh, case.quantization)
             verdicts.setdefault(name, {})[case.text] = str(result.verdict)
         if case.takes_flash:
-            right = Verdict.PASS if result.verdict is Verdict.SLOWER else result.verdict
+            right = result.verdict
+            if right is Verdict.SLOWER:
+                right = Verdict.PASS
             verdicts.setdefault(trust.key("attention", "flash", 1), {})[case.text] = str(right)
     return verdicts
 
@@ -198,7 +202,7 @@ def times_of(results: list[Result]) -> dict[str, dict[str, float]]:
     return times
 
 
-def describe_in_words(machine: dict[str, Any]) -> str:
+def describe_in_words(machine: Facts) -> str:
     """Says what the machine is, in a few lines."""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines = [f"{machine['devices']} x {machine['kind']} ({machine['platform']}); {versions}"]

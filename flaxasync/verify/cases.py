@@ -58,6 +58,8 @@ SIZES = {  # rows, features, head size and heads
     "full": (1024, 4096, 128, 16),
 }
 SMALL = ("cpu", "simulated")  # sizes of CPU devices
+FORWARD_ONLY = ("all_gather", "all_to_all", "prefetch")
+type Facts = dict[str, Any]  # of a machine or an outcome, as JSON has them
 KEPT_BYTES = 2**40  # what a case may keep that keeps the gathered x: all of it
 
 
@@ -84,9 +86,11 @@ class Case:
         return math.prod(self.mesh)
 
     @property
-    def ring(self) -> Any:
+    def ring(self) -> trust.Axes:
         """The number of devices, or those on both axes, as `flaxasync.plan` takes them."""
-        return self.mesh if self.op == "mesh_matmul" else self.devices
+        if self.op == "mesh_matmul":
+            return self.mesh
+        return self.devices
 
     @property
     def plain(self) -> bool:
@@ -120,17 +124,17 @@ class Case:
         return self.backend in PAIRS or (self.op == "expert_mlp" and self.backend == "exchange")
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, int | bool | Quantization]:
         """Further options of the op and of `flaxasync.plan`: those of 8 bits, and to keep the
         gathered x.
         """
+        options: dict[str, int | bool | Quantization] = {}
         kind = self.quantization
-        kept = {"gathered_bytes": KEPT_BYTES} if self.keeps else {}
-        return kept | (
-            {}
-            if kind is None
-            else {"quantization": Quantization(kind, backward=kind, weights=kind)}
-        )
+        if self.keeps:
+            options["gathered_bytes"] = KEPT_BYTES
+        if kind is not None:
+            options["quantization"] = Quantization(kind, backward=kind, weights=kind)
+        return options
 
     @property
     def text(self) -> str:
@@ -146,13 +150,14 @@ class Case:
             and self.backend in ("none", "exchange")
         ):
             ways = f"{self.shapes[0][1]} rows"
-        parts = (
-            self.quantization,
-            "may keep" if self.keeps else None,
-            None if self.gradient else "forward",
-        )
-        form = " ".join(filter(None, parts))
-        return f"{self.op:22} {self.backend:10} {ways:13}{form}".rstrip()
+        parts = [f"{self.op:22} {self.backend:10} {ways:12}"]
+        if self.quantization is not None:
+            parts.append(self.quantization)
+        if self.keeps:
+            parts.append("may keep")
+        if not self.gradient:
+            parts.append("forward")
+        return " ".join(parts).rstrip()
 
 
 def list_cases(
@@ -178,18 +183,17 @@ def list_cases(
         if op not in BACKENDS or (backend and backend not in BACKENDS[op]):
             known = "; ".join(f"{op}: {', '.join(names)}" for op, names in BACKENDS.items())
             raise ValueError(f"--ops got {name!r}: it must be OP or OP/BACKEND of {known}")
-        chosen |= {
-            (op, some) for some in ((backend, PLAIN.get(op, "none")) if backend else BACKENDS[op])
-        }
-    on_devices = (
-        "cpu"
-        if platform == "cpu"
-        else "full"
-        if not quick
-        else "rehearsed"
-        if rehearse
-        else "quick"
-    )
+        named: tuple[str, ...] = (backend, PLAIN.get(op, "none"))
+        if not backend:
+            named = BACKENDS[op]
+        chosen |= {(op, some) for some in named}
+    on_devices = "full"
+    if platform == "cpu":
+        on_devices = "cpu"
+    elif quick and rehearse:
+        on_devices = "rehearsed"
+    elif quick:
+        on_devices = "quick"
     rates = CHIPS.get(chip or "")
     types = [kind for kind in get_args(Kind) if rates is None or rates.rate(kind)]
     cases = []
@@ -197,17 +201,14 @@ def list_cases(
         for backend in names:
             if only and (op, backend) not in chosen:
                 continue
-            simulate = platform != "tpu" and backend not in trust.PLAIN
-            case = _case(op, backend, devices, "simulated" if simulate else on_devices)
-            in_8_bits = (
-                backend in IN_8_BITS and op in MATMULS and (not only or (op, "fused") in chosen)
-            )
-            kinds = (None, *types) if in_8_bits else (None,)
-            cases += [
-                one
-                for kind in kinds
-                for one in _variants(dataclasses.replace(case, quantization=kind), quick)
-            ]
+            size = on_devices
+            if platform != "tpu" and backend not in trust.PLAIN:
+                size = "simulated"
+            case = _case(op, backend, devices, size)
+            cases += _variants(case, quick)
+            if backend in IN_8_BITS and op in MATMULS and (not only or (op, "fused") in chosen):
+                for kind in types:
+                    cases += _variants(dataclasses.replace(case, quantization=kind), quick)
     return cases
 
 
@@ -218,9 +219,13 @@ def stand_in(case: Case) -> Case:
     kernels are simulated.
     """
     devices = min(case.devices, 4)
-    size = "cpu" if case.backend in trust.PLAIN else "simulated"
+    size = "simulated"
+    if case.backend in trust.PLAIN:
+        size = "cpu"
     small = _case(case.op, case.backend, devices, size, pairs=False)
-    directions = case.directions if devices > 2 else None
+    directions = None
+    if devices > 2:
+        directions = case.directions
     alike = {name: getattr(case, name) for name in ("gradient", "quantization", "keeps")}
     small = dataclasses.replace(small, directions=directions, **alike)
     if case.sums_few_rows:
@@ -245,19 +250,31 @@ def unsupported(case: Case, platform: str, *, quick: bool) -> str | None:
         return f"needs TPUs: {FORGETS}"
     if platform != "cpu" or not quick:
         return "needs TPUs; on CPU devices --quick runs it in a simulator"
-    return "needs several devices" if case.devices == 1 else None
+    if case.devices == 1:
+        return "needs several devices"
+    return None
 
 
 def _case(op: str, backend: str, devices: int, size: str, *, pairs: bool = True) -> Case:
     """Returns a case of a size; a ring that is simulated is a pair, unless `pairs` is False."""
     simulate = size == "simulated"
-    dtype = "float32" if size in SMALL else "bfloat16"
-    mesh: tuple[int, ...] = (min(devices, 2) if simulate and pairs else devices,)
-    if op == "mesh_matmul":  # the sides that differ least, x the smaller one
-        devices = min(devices, 4) if simulate else devices
-        x = max(n for n in range(1, math.isqrt(devices) + 1) if devices % n == 0)
-        mesh = (x, devices // x)
+    dtype = "bfloat16"
+    if size in SMALL:
+        dtype = "float32"
+    mesh: tuple[int, ...] = (devices,)
+    if op == "mesh_matmul":
+        mesh = _squarest(devices)
+        if simulate:
+            mesh = _squarest(min(devices, 4))
+    elif simulate and pairs:
+        mesh = (min(devices, 2),)
     return Case(op, backend, mesh, _shapes(op, size, mesh), dtype, simulate=simulate)
+
+
+def _squarest(devices: int) -> tuple[int, int]:
+    """Returns the sides of a mesh that differ least, the smaller one first."""
+    x = max(n for n in range(1, math.isqrt(devices) + 1) if devices % n == 0)
+    return x, devices // x
 
 
 def _variants(case: Case, quick: bool) -> list[Case]:
@@ -268,14 +285,14 @@ def _variants(case: Case, quick: bool) -> list[Case]:
         "none",
         "exchange",
     )
-    ways: tuple[int | None, ...] = (1, 2) if is_ring and case.devices > 2 else (None,)
-    gradients = (
-        (False,)
-        if case.op in ("all_gather", "all_to_all", "prefetch")
-        else (True,)
-        if quick
-        else (False, True)
-    )
+    ways: tuple[int | None, ...] = (None,)
+    if is_ring and case.devices > 2:
+        ways = (1, 2)
+    gradients: tuple[bool, ...] = (False, True)
+    if case.op in FORWARD_ONLY:
+        gradients = (False,)
+    elif quick:
+        gradients = (True,)
     cases = [case]
     if case.sums_few_rows:  # each beside XLA's sum of the same rows
         names = ("exchange",) if case.simulate else ("none", "exchange")
@@ -321,11 +338,17 @@ def _shapes(op: str, size: str, mesh: tuple[int, ...]) -> tuple[Shape, ...]:
     rows, wide, head, heads = SIZES[size]
     ring = math.prod(mesh)
     small = size in SMALL
-    batch, sequence = (1, 256) if size == "simulated" else (2, rows)
+    batch = 2
+    sequence = rows
+    if size == "simulated":
+        batch = 1
+        sequence = 256
     if op == "mesh_matmul":
         x, y = mesh
-        k = 128 * x * y if small else wide * x * y // 2
-        return (32 * y if small else rows * y, k // y), (k // x, wide)
+        k = wide * x * y // 2
+        if small:
+            k = 128 * x * y
+        return (max(rows, 32) * y, k // y), (k // x, wide)
     attention = (batch, sequence, heads, head), (batch, sequence, heads // 2, head)
     gathered: tuple[Shape, ...] = (batch, ring * rows, wide), (wide, wide)
     experts: tuple[Shape, ...] = ((rows, wide), *((rows, 2),) * 2, *((2, wide, wide),) * 3)

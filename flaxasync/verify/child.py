@@ -11,7 +11,6 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
 
 import jax
 
@@ -19,7 +18,7 @@ import flaxasync as fa
 from flaxasync.hardware import chip_of_device
 from flaxasync.mesh import UnsupportedError
 from flaxasync.ops import trust
-from flaxasync.verify.cases import Case
+from flaxasync.verify.cases import Case, Facts
 
 START_LIMIT = 300  # seconds for a child to open the devices
 
@@ -54,9 +53,10 @@ def serve(messages: Connection, request: Request) -> None:
     begin(messages, request)
     setup = request.setup
     jax.config.update("jax_num_cpu_devices", setup.cpu_devices)
-    platform = "cpu" if setup.rehearse else setup.platform
-    if platform:
-        jax.config.update("jax_platforms", platform)
+    if setup.rehearse:
+        jax.config.update("jax_platforms", "cpu")
+    elif setup.platform:
+        jax.config.update("jax_platforms", setup.platform)
     machine = describe_machine(setup.rehearse)
     messages.send(machine)
     if machine["processes"] > 1:
@@ -65,7 +65,7 @@ def serve(messages: Connection, request: Request) -> None:
         messages.send(run(case, setup))
 
 
-def run(case: Case, setup: Setup) -> dict[str, Any]:
+def run(case: Case, setup: Setup) -> Facts:
     """Runs or rehearses one case, and returns its outcome."""
     from flaxasync.verify.measure import run_case
     from flaxasync.verify.rehearsal import rehearse_case
@@ -105,13 +105,15 @@ def begin(messages: Connection, request: Request) -> None:
     threading.Thread(target=end_with_the_parent, daemon=True).start()
 
 
-def describe_machine(topology: str | None = None) -> dict[str, Any]:
+def describe_machine(topology: str | None = None) -> Facts:
     """Returns what results depend on: the devices, in a rehearsal those of `topology`, their links,
     and versions.
     """
-    devices = fa.check.topology_devices(topology) if topology else jax.devices()
+    devices = jax.devices()
+    if topology:
+        devices = fa.check.topology_devices(topology)
     device = devices[0]
-    chip = chip_of_device(devices[0].device_kind)
+    chip = chip_of_device(device.device_kind)
     ring = fa.make_mesh((len(devices),), ("ring",), devices=devices)
     versions = {name: trust.version(name) for name in ("flaxasync", "jax", "jaxlib", "libtpu")}
     return {

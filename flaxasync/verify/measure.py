@@ -69,12 +69,13 @@ def run_case(case: Case, *, repeats: int) -> Measurement:
     """
     mesh = programs.make_mesh(case)
     program = programs.make_program(case)
-    errors = check_values(case, program, repeats=repeats, runs=1 if case.simulate else BACK_TO_BACK)
-    timing = None
-    if not case.simulate:
-        with jax.set_mesh(mesh):
-            arguments = programs.random_arguments(case, mesh, seed=0)
-            timing = time_program(lambda: program(*arguments), f"jit_{programs.NAME}")
+    if case.simulate:
+        errors = check_values(case, program, repeats=repeats, runs=1)
+        return Measurement(errors, tolerance(case), timing=None)
+    errors = check_values(case, program, repeats=repeats, runs=BACK_TO_BACK)
+    with jax.set_mesh(mesh):
+        arguments = programs.random_arguments(case, mesh, seed=0)
+        timing = time_program(lambda: program(*arguments), f"jit_{programs.NAME}")
     return Measurement(errors, tolerance(case), timing)
 
 
@@ -90,9 +91,13 @@ def check_values(case: Case, program: Callable, *, repeats: int, runs: int) -> d
         with jax.set_mesh(mesh):
             arguments = programs.random_arguments(case, mesh, seed)
             wanted = reference(*arguments)
-        kind = SIMULATED_FP8 if case.quantization == "fp8" else SIMULATED
-        with simulated(mesh, kind) if case.simulate else jax.set_mesh(mesh):
-            results = [program(*arguments) for _ in range(1 if seed else runs)]
+        context = jax.set_mesh(mesh)
+        if case.simulate:
+            context = simulated(mesh, {"fp8": SIMULATED_FP8}.get(case.quantization, SIMULATED))
+        with context:
+            results = [program(*arguments)]
+            if seed == 0:
+                results += [program(*arguments) for _ in range(runs - 1)]
             for result in results:
                 for name, error in compare_results(result, wanted).items():
                     errors[name] = max(errors.get(name, 0.0), error)
@@ -103,9 +108,9 @@ def tolerance(case: Case) -> float:
     """Returns the deviation that is allowed, relative to the largest value."""
     if case.quantization is not None and case.plain:
         return ROUNDING[case.quantization]
-    return TOLERANCE[
-        "attention" if "attention" in case.op and case.dtype == "float32" else case.dtype
-    ]
+    if "attention" in case.op and case.dtype == "float32":
+        return TOLERANCE["attention"]
+    return TOLERANCE[case.dtype]
 
 
 def compare_results(
@@ -120,11 +125,11 @@ def compare_results(
         b = np.asarray(value, np.float64)
         scale = max(np.abs(b).max(), np.finfo(np.float32).tiny)
         error = float(np.abs(a - b).max() / scale)
-        errors[name] = error if np.isfinite(error) else float("inf")
+        errors[name] = float(np.nan_to_num(error, nan=np.inf))
     return errors
 
 
-def time_program(run: Callable[[], Any], name: str, runs: int = RUNS) -> Timing:
+def time_program(run: Callable[[], object], name: str, runs: int = RUNS) -> Timing:
     """Measures the program that `run` starts by the device's clock, on CPUs by the host's; a
     profile shows its name.
     """

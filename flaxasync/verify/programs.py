@@ -7,9 +7,9 @@ formula, which rounds nothing.
 """
 
 import dataclasses
-import functools
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -106,14 +106,16 @@ def _devices() -> int:
     return jax.sharding.get_abstract_mesh().shape[AXIS]
 
 
-def make_mesh(case: Case, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(case: Case, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Makes the mesh of a case over the first devices of this machine, or over described ones.
 
     Where a topology has more devices than the case, they form several of its meshes, which all
     compute the same.
     """
     sizes = case.mesh
-    names = MESH_AXES if case.op == "mesh_matmul" else (AXIS,)
+    names: tuple[str, ...] = (AXIS,)
+    if case.op == "mesh_matmul":
+        names = MESH_AXES
     if devices is not None and len(devices) > case.devices:
         sizes = (len(devices) // case.devices, *sizes)
         names = ("copy", *names)
@@ -155,7 +157,7 @@ def abstract_arguments(
     if case.op in ("ring_attention", "attention"):
         shapes.append(shapes[1])  # k and v have one shape
     operands = [
-        _global(mesh, shape, spec, "int32" if name == "ids" else case.dtype)
+        _global(mesh, shape, spec, {"ids": "int32"}.get(name, case.dtype))
         for name, shape, spec in zip(form.names, shapes, form.operands, strict=True)
     ]
     shape = jax.eval_shape(form.formula, *operands).shape
@@ -186,29 +188,26 @@ def _op(case: Case) -> Callable:
     backend = case.backend
     pairs = {"all_gather": direct.all_gather, "all_to_all": direct.all_to_all}
     if case.op in pairs and backend == "pallas":
-        return functools.partial(_direct, pairs[case.op])
-    expert_mlp: Callable = functools.partial(
-        fa.expert_mlp, axis_name=AXIS, directions=case.directions
-    )  # type: ignore[arg-type]
+        return partial(_direct, pairs[case.op])
+    experts: Callable = partial(fa.expert_mlp, axis_name=AXIS, directions=case.directions)
     others: dict[str, Callable] = {
-        "expert_mlp": lambda *operands: expert_mlp(*operands, backend=backend, kernel="reference"),
-        "expert_products": lambda *operands: expert_mlp(*operands, backend="none", kernel=backend),
-        "attention": functools.partial(_attention, backend),
-        "mesh_matmul": lambda lhs, rhs: fa.mesh_matmul(lhs, rhs, MESH_AXES, backend=backend),
-        "ppermute": lambda x: fa.ppermute(x, AXIS, 1, backend),
-        "all_gather": lambda x: lax.all_gather(x, AXIS, tiled=True),
-        "all_to_all": lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True),
-        "prefetch": functools.partial(_prefetch, backend),
-        "lookup_reduce_scatter": lambda ids, table: lookup_reduce_scatter(
-            ids, table, AXIS, backend=backend
+        "expert_mlp": partial(experts, backend=backend, kernel="reference"),
+        "expert_products": partial(experts, backend="none", kernel=backend),
+        "attention": partial(_attention, backend),
+        "mesh_matmul": partial(fa.mesh_matmul, axis_names=MESH_AXES, backend=backend),
+        "ppermute": partial(fa.ppermute, axis_name=AXIS, shift=1, backend=backend),
+        "all_gather": partial(lax.all_gather, axis_name=AXIS, tiled=True),
+        "all_to_all": partial(
+            lax.all_to_all, axis_name=AXIS, split_axis=0, concat_axis=0, tiled=True
         ),
+        "prefetch": partial(_prefetch, backend),
+        "lookup_reduce_scatter": partial(lookup_reduce_scatter, axis_name=AXIS, backend=backend),
     }
     if case.op in others:
         return others[case.op]
-    fn = getattr(fa, case.op)
-    return lambda *operands: fn(
-        *operands, AXIS, backend=backend, directions=case.directions, **case.options
-    )
+    op: Callable = getattr(fa, case.op)
+    options = case.options
+    return partial(op, axis_name=AXIS, backend=backend, directions=case.directions, **options)
 
 
 def _attention(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -241,8 +240,6 @@ def _prefetch(backend: str, x: jax.Array) -> jax.Array:
 
 def _global(mesh: Mesh, shape: Shape, spec: P, dtype: str) -> jax.ShapeDtypeStruct:
     """Returns the global array of which every device holds `shape`."""
-    sizes = [
-        mesh.shape[name] if name else 1 for name in (*spec, *(None,) * (len(shape) - len(spec)))
-    ]
-    whole = tuple(n * size for n, size in zip(shape, sizes, strict=True))
+    split = itertools.zip_longest(shape, spec)
+    whole = tuple(n * mesh.shape.get(name, 1) for n, name in split)
     return jax.ShapeDtypeStruct(whole, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))

@@ -14,9 +14,8 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from flaxasync.verify.cases import Case
+from flaxasync.verify.cases import Case, Facts
 from flaxasync.verify.child import START_LIMIT, Request, Setup
 
 # seconds for a child that has sent everything, or was killed, to end and to release the devices
@@ -34,22 +33,24 @@ class MachineError(RuntimeError):
     """
 
 
-def describe(setup: Setup) -> dict[str, Any]:
+def describe(setup: Setup) -> Facts:
     """Returns what the devices of this machine are; raises MachineError if other hosts have a part
     of them, too.
     """
     with _Child(setup, []) as child:
         machine = child.receive(START_LIMIT)
         if machine is None:
-            hint = f"; on a pod, {ONE_HOST}" if child.running else ""
-            raise MachineError(f"the devices could not be opened: {child.end()}{hint}")
+            why = child.end()
+            if child.running:
+                why += f"; on a pod, {ONE_HOST}"
+            raise MachineError(f"the devices could not be opened: {why}")
         child.finish()
     if machine.get("processes", 1) > 1:
         raise MachineError(f"these are the chips of {machine['processes']} hosts: {ONE_HOST}")
     return machine
 
 
-def run_cases(cases: Sequence[Case], setup: Setup) -> Iterator[dict[str, Any]]:
+def run_cases(cases: Sequence[Case], setup: Setup) -> Iterator[Facts]:
     """Runs cases, and yields the outcome of each as soon as it is known: what its child sent, or
     why there is nothing.
 
@@ -61,9 +62,11 @@ def run_cases(cases: Sequence[Case], setup: Setup) -> Iterator[dict[str, Any]]:
         try:
             with _Child(setup, cases[done:]) as child:
                 machine = child.receive(START_LIMIT)
-                why = child.end() if machine is None else None
+                why = None
+                if machine is None:
+                    why = child.end()
                 # the last message; None from a child that has ended or hangs
-                outcome: dict[str, Any] | None = machine
+                outcome: Facts | None = machine
                 while outcome is not None and done < len(cases):
                     outcome = child.receive(setup.limit)
                     if outcome is None and child.running:
@@ -83,7 +86,9 @@ def run_cases(cases: Sequence[Case], setup: Setup) -> Iterator[dict[str, Any]]:
         elif pauses:
             time.sleep(pauses.pop(0))
         else:
-            last = f"after {cases[done - 1].label}" if done else "after they were described"
+            last = "after they were described"
+            if done:
+                last = f"after {cases[done - 1].label}"
             message = (
                 f"the chips could not be opened again {last}; end the process that holds "
                 f"them and run again ({why})"
@@ -134,7 +139,7 @@ class _Child:
     def running(self) -> bool:
         return self._process.is_alive()
 
-    def receive(self, limit: float) -> dict[str, Any] | None:
+    def receive(self, limit: float) -> Facts | None:
         """Returns the next message, or None if the child ends, or does not say anything within the
         limit in seconds.
         """
@@ -152,7 +157,11 @@ class _Child:
         if code is None:
             how = "it did not answer in time"
         else:
-            how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            how = f"ended with code {code}"
+            if code < 0:
+                how = f"died of {signal.Signals(-code).name}"
         self._log.seek(0)
         words = self._log.read().decode(errors="replace").strip()[-LAST_WORDS:]
-        return f"{how}; its last words: {words}" if words else how
+        if not words:
+            return how
+        return f"{how}; its last words: {words}"

@@ -4,14 +4,13 @@ import collections
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
 import flaxasync as fa
 from flaxasync.ops import trust
 from flaxasync.ops.plan import MODELS
-from flaxasync.verify.cases import Case
+from flaxasync.verify.cases import Case, Facts
 
 # how many times the time of the plain backend a case may take before it is called slower
 MARGIN = 1.1
@@ -81,14 +80,16 @@ class Result:
         return "  ".join(parts).rstrip()
 
 
-def judge(outcome: dict[str, Any], case: Case) -> Result:
+def judge(outcome: Facts, case: Case) -> Result:
     """Returns the result of a case from the outcome that `run_cases` yields, without regard to its
     time.
     """
     ((kind, found),) = outcome.items()
     if kind == "error":
-        raced = "RACE" in found or found.startswith("RaceError")  # in JAX's simulator, and in ours
-        return Result(case, Verdict.WRONG if raced else Verdict.CRASHED, found)
+        verdict = Verdict.CRASHED
+        if "RACE" in found or found.startswith("RaceError"):  # in JAX's simulator, and in ours
+            verdict = Verdict.WRONG
+        return Result(case, verdict, found)
     if kind != "measurement":  # the name of a verdict, in lower case
         return Result(case, Verdict[kind.upper()], found)
     timing = found["timing"] or {}
@@ -106,7 +107,7 @@ def judge(outcome: dict[str, Any], case: Case) -> Result:
     return dataclasses.replace(result, verdict=Verdict.WRONG, reason=reason)
 
 
-def compare_times(results: Sequence[Result], machine: dict[str, Any]) -> list[Result]:
+def compare_times(results: Sequence[Result], machine: Facts) -> list[Result]:
     """Returns the results with the plain backend's times beside them, and calls those slower that
     lose to it.
 
@@ -164,7 +165,7 @@ def planned_seconds(case: Case, chip: str | None) -> tuple[float, float] | str:
     return plan.seconds[case.backend], plan.seconds["none"]
 
 
-def summarize(results: Sequence[Result], machine: dict[str, Any]) -> str:
+def summarize(results: Sequence[Result], machine: Facts) -> str:
     """Says in a few lines what a person can conclude and do."""
     counts = collections.Counter(result.verdict for result in results)
     words = [f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict]]

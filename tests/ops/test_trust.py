@@ -279,7 +279,7 @@ def test_several_processes_are_told_to_verify_on_every_host(v5e, agreeing, caplo
     assert taken() == "none"
     assert "'fused', which was not verified in every process on v5e" in caplog.text
     assert (
-        "`python -m flaxasync.verify --distributed`, started on every host, verifies it"
+        "`python -m flaxasync.verify`, started on every host for its own chips, verifies it"
         in caplog.text
     )
 

@@ -50,9 +50,10 @@ class Change:
         return self.effect == "worse"
 
     def __str__(self) -> str:
-        lines = ", ".join(self.sources[:LINES])
-        where = f", from {lines}" if lines else ""
-        return f"{self.effect}: {self.kind}: {self.text}{where}"
+        sentence = f"{self.effect}: {self.kind}: {self.text}"
+        if not self.sources:
+            return sentence
+        return f"{sentence}, from {', '.join(self.sources[:LINES])}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,9 @@ class Comparison:
     def __str__(self) -> str:
         program = self.program
         worse = sum(change.worse for change in self.changes)
-        verdict = f"{worse} for the worse" if worse else "nothing is worse"
+        verdict = "nothing is worse"
+        if worse:
+            verdict = f"{worse} for the worse"
         return "\n".join(
             [
                 f"{program.module} on {program.devices} devices of {program.chip}: "

@@ -53,8 +53,10 @@ class Total:
         """Says "64 MiB of bf16", or "4 runs" of what moves nothing."""
         if self.kind not in MOVED:
             return f"{self.amount} runs"
-        of = f" of {' and '.join(self.dtypes)}" if self.dtypes else ""
-        return f"{size_text(self.amount)}{of}"
+        size = size_text(self.amount)
+        if not self.dtypes:
+            return size
+        return f"{size} of {' and '.join(self.dtypes)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,9 +195,12 @@ def _rows(
 
 def _row(what: str, place: str, axes: str = "") -> str:
     """Returns the text of a row: what the text of the program does not say is left out."""
-    over = f" over {axes}" if axes else ""
-    where = f" ({place})" if place else ""
-    return f"{what}{over}{where}"
+    text = what
+    if axes:
+        text += f" over {axes}"
+    if place:
+        text += f" ({place})"
+    return text
 
 
 def _is_loop_copy(module: HloModule, where: Computation, i: Instruction) -> bool:
