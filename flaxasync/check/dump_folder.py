@@ -29,7 +29,9 @@ class DumpedProgram:
     time: Timeline
 
     def __str__(self) -> str:
-        share = self.time.exposed / self.time.seconds if self.time.seconds else 0.0
+        share = 0.0
+        if self.time.seconds:
+            share = self.time.exposed / self.time.seconds
         errors = sum(found.severity == Severity.ERROR for found in self.report.findings)
         return (
             f"{self.devices:7} {time_text(self.time.seconds):>9} {share:8.1%} {errors:7}  "
@@ -52,16 +54,11 @@ class DumpedFolder:
 
     def __str__(self) -> str:
         longest = self.programs[0]
-        return "\n".join(
-            [
-                f"read {len(self.programs)} files *{FINAL} (estimated on {longest.report.chip}):",
-                f"{'devices':>7} {'estimate':>9} {'exposed':>8} {'errors':>7}  file",
-                *map(str, self.programs),
-                "",
-                f"{longest.file.name}, the longest:",
-                str(longest.report),
-            ]
-        )
+        lines = [f"read {len(self.programs)} files *{FINAL} (estimated on {longest.report.chip}):"]
+        lines.append(f"{'devices':>7} {'estimate':>9} {'exposed':>8} {'errors':>7}  file")
+        lines += [str(program) for program in self.programs]
+        lines += ["", f"{longest.file.name}, the longest:", str(longest.report)]
+        return "\n".join(lines)
 
 
 def read_dump(path: str | os.PathLike, *, chip: str | None = None) -> DumpedFolder:
@@ -90,4 +87,5 @@ def read_dump(path: str | os.PathLike, *, chip: str | None = None) -> DumpedFold
         except ValueError as error:
             raise ValueError(f"{file.name}: {error}") from error
         programs.append(DumpedProgram(file, module.num_devices, report, time))
-    return DumpedFolder(tuple(sorted(programs, key=lambda program: -program.time.seconds)))
+    programs.sort(key=lambda program: -program.time.seconds)
+    return DumpedFolder(tuple(programs))

@@ -23,7 +23,7 @@ from flaxasync.ops import trust
 from flaxasync.verify.cases import Case, Facts, list_cases, unsupported
 from flaxasync.verify.child import Serve, Setup, serve
 from flaxasync.verify.supervisor import describe, run_cases
-from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
+from flaxasync.verify.verdict import CaseResult, Verdict, compare_times, judge, summarize
 
 FORMAT = 2  # of the JSON file
 LIMIT = 300  # seconds after which a case hangs
@@ -127,17 +127,17 @@ def _run(machine: Facts, setup: Setup, only: list[str], *, quick: bool, file: st
     return int(any(result.verdict.bad for result in results))
 
 
-def verify(cases: list[Case], machine: Facts, setup: Setup, *, quick: bool) -> list[Result]:
+def verify(cases: list[Case], machine: Facts, setup: Setup, *, quick: bool) -> list[CaseResult]:
     """Runs cases, prints a line for each, and returns their results in the same order.
 
     The verdict of each case is stored as soon as it is known, so that a run that is ended leaves
     what it found.
     """
-    found: dict[Case, Result] = {}
+    found: dict[Case, CaseResult] = {}
     for case in cases:
         reason = unsupported(case, machine["platform"], quick=quick)
         if reason is not None:
-            found[case] = Result(case, Verdict.UNSUPPORTED, reason)
+            found[case] = CaseResult(case, Verdict.UNSUPPORTED, reason)
             print(found[case])
     runnable = [case for case in cases if case not in found]
     for case, outcome in zip(runnable, run_cases(runnable, setup), strict=True):
@@ -152,7 +152,7 @@ def verify(cases: list[Case], machine: Facts, setup: Setup, *, quick: bool) -> l
     return compare_times([found[case] for case in cases], machine)
 
 
-def record_verdicts(results: list[Result], machine: Facts) -> pathlib.Path | None:
+def record_verdicts(results: list[CaseResult], machine: Facts) -> pathlib.Path | None:
     """Stores verdicts of TPU kernels, and times, where calls without a backend find them; returns
     the file. None where there are none, or in a rehearsal, which no run may trust.
     """
@@ -163,7 +163,7 @@ def record_verdicts(results: list[Result], machine: Facts) -> pathlib.Path | Non
     return trust.record(here, verdicts, times_of(results))
 
 
-def verdicts_of(results: list[Result]) -> dict[str, dict[str, str]]:
+def verdicts_of(results: list[CaseResult]) -> dict[str, dict[str, str]]:
     """Returns what is stored of some results: for each name of `trust.key`, the verdict of each
     case.
 
@@ -188,7 +188,7 @@ def verdicts_of(results: list[Result]) -> dict[str, dict[str, str]]:
     return verdicts
 
 
-def times_of(results: list[Result]) -> dict[str, dict[str, float]]:
+def times_of(results: list[CaseResult]) -> dict[str, dict[str, float]]:
     """Returns the measured seconds of each op with its gradients, as calls without other options
     execute it.
     """

@@ -86,11 +86,12 @@ class Case:
         return math.prod(self.mesh)
 
     @property
-    def ring(self) -> trust.Axes:
+    def ring(self) -> int | tuple[int, int]:
         """The number of devices, or those on both axes, as `flaxasync.plan` takes them."""
-        if self.op == "mesh_matmul":
-            return self.mesh
-        return self.devices
+        if self.op != "mesh_matmul":
+            return self.devices
+        x, y = self.mesh
+        return x, y
 
     @property
     def plain(self) -> bool:

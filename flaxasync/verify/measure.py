@@ -45,7 +45,7 @@ SIMULATED_FP8 = "TPU7x"
 @dataclasses.dataclass(frozen=True)
 class Timing:
     """The time of a program. The fields of this class and of the next one are those of
-    `verdict.Result`.
+    `verdict.CaseResult`.
     """
 
     seconds: float
@@ -91,9 +91,9 @@ def check_values(case: Case, program: Callable, *, repeats: int, runs: int) -> d
         with jax.set_mesh(mesh):
             arguments = programs.random_arguments(case, mesh, seed)
             wanted = reference(*arguments)
-        context = jax.set_mesh(mesh)
+        context: contextlib.AbstractContextManager = jax.set_mesh(mesh)
         if case.simulate:
-            context = simulated(mesh, {"fp8": SIMULATED_FP8}.get(case.quantization, SIMULATED))
+            context = simulated(mesh, fp8=case.quantization == "fp8")
         with context:
             results = [program(*arguments)]
             if seed == 0:
@@ -155,12 +155,17 @@ def time_program(run: Callable[[], object], name: str, runs: int = RUNS) -> Timi
 
 
 @contextlib.contextmanager
-def simulated(mesh: Mesh, kind: str = SIMULATED) -> Iterator[None]:
-    """Makes the devices of a mesh pass for TPUs of a kind. A race between transfers raises."""
+def simulated(mesh: Mesh, *, fp8: bool = False) -> Iterator[None]:
+    """Makes the devices of a mesh pass for TPUs, of a kind that has fp8 if asked. A race between
+    transfers raises.
+    """
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call as stock
 
     params = pltpu.InterpretParams(dma_execution_mode="on_wait", detect_races=True, on_race="raise")
     interpret = functools.partial(_with_barrier, stock.interpret_pallas_call)
+    kind = SIMULATED
+    if fp8:
+        kind = SIMULATED_FP8
     device = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)  # compiling takes longer than running

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -189,7 +190,8 @@ def _op(case: Case) -> Callable:
     pairs = {"all_gather": direct.all_gather, "all_to_all": direct.all_to_all}
     if case.op in pairs and backend == "pallas":
         return partial(_direct, pairs[case.op])
-    experts: Callable = partial(fa.expert_mlp, axis_name=AXIS, directions=case.directions)
+    ways: Any = case.directions  # 1, 2 or None
+    experts: Callable = partial(fa.expert_mlp, axis_name=AXIS, directions=ways)
     others: dict[str, Callable] = {
         "expert_mlp": partial(experts, backend=backend, kernel="reference"),
         "expert_products": partial(experts, backend="none", kernel=backend),
@@ -207,7 +209,7 @@ def _op(case: Case) -> Callable:
         return others[case.op]
     op: Callable = getattr(fa, case.op)
     options = case.options
-    return partial(op, axis_name=AXIS, backend=backend, directions=case.directions, **options)
+    return partial(op, axis_name=AXIS, backend=backend, directions=ways, **options)
 
 
 def _attention(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -34,7 +34,7 @@ class Verdict(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class CaseResult:
     """A case with its verdict. These are the fields of the JSON file."""
 
     case: Case
@@ -80,7 +80,7 @@ class Result:
         return "  ".join(parts).rstrip()
 
 
-def judge(outcome: Facts, case: Case) -> Result:
+def judge(outcome: Facts, case: Case) -> CaseResult:
     """Returns the result of a case from the outcome that `run_cases` yields, without regard to its
     time.
     """
@@ -89,11 +89,11 @@ def judge(outcome: Facts, case: Case) -> Result:
         verdict = Verdict.CRASHED
         if "RACE" in found or found.startswith("RaceError"):  # in JAX's simulator, and in ours
             verdict = Verdict.WRONG
-        return Result(case, verdict, found)
+        return CaseResult(case, verdict, found)
     if kind != "measurement":  # the name of a verdict, in lower case
-        return Result(case, Verdict[kind.upper()], found)
+        return CaseResult(case, Verdict[kind.upper()], found)
     timing = found["timing"] or {}
-    result = Result(
+    result = CaseResult(
         case, Verdict.PASS, errors=found["errors"], missing=found.get("missing", {}), **timing
     )
     allowed = found["tolerance"]
@@ -107,7 +107,7 @@ def judge(outcome: Facts, case: Case) -> Result:
     return dataclasses.replace(result, verdict=Verdict.WRONG, reason=reason)
 
 
-def compare_times(results: Sequence[Result], machine: Facts) -> list[Result]:
+def compare_times(results: Sequence[CaseResult], machine: Facts) -> list[CaseResult]:
     """Returns the results with the plain backend's times beside them, and calls those slower that
     lose to it.
 
@@ -127,7 +127,7 @@ def compare_times(results: Sequence[Result], machine: Facts) -> list[Result]:
     return found
 
 
-def _slower(result: Result) -> Result:
+def _slower(result: CaseResult) -> CaseResult:
     """Returns a result, called slower if it takes longer than the plain backend by more than the
     margin.
     """
@@ -139,7 +139,7 @@ def _slower(result: Result) -> Result:
     return dataclasses.replace(result, verdict=Verdict.SLOWER, reason=reason)
 
 
-def _with_plan(result: Result, chip: str | None) -> Result:
+def _with_plan(result: CaseResult, chip: str | None) -> CaseResult:
     """Returns a result with what `flaxasync.plan` predicts, or with why it cannot."""
     planned = planned_seconds(result.case, chip)
     if isinstance(planned, str):
@@ -165,7 +165,7 @@ def planned_seconds(case: Case, chip: str | None) -> tuple[float, float] | str:
     return plan.seconds[case.backend], plan.seconds["none"]
 
 
-def summarize(results: Sequence[Result], machine: Facts) -> str:
+def summarize(results: Sequence[CaseResult], machine: Facts) -> str:
     """Says in a few lines what a person can conclude and do."""
     counts = collections.Counter(result.verdict for result in results)
     words = [f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict]]

@@ -22,7 +22,7 @@ from flaxasync.ops.attention.api import _choose_kernel
 from flaxasync.ops.attention.blocks import Reference
 from flaxasync.verify.__main__ import record_verdicts
 from flaxasync.verify.cases import Case
-from flaxasync.verify.verdict import Result, Verdict
+from flaxasync.verify.verdict import CaseResult, Verdict
 
 SHAPES = [(256, 4096), (4096, 4096)]  # at which plan prefers "fused" on eight v5e
 OP = "all_gather_matmul"
@@ -336,7 +336,7 @@ def test_a_plan_says_what_it_would_take_and_what_is_trusted():
 
 def test_verify_stores_times_of_calls_with_gradients_by_the_clock_of_the_device(v5e):
     def timed(seconds, clock="device", backend="fused", **options):
-        return Result(
+        return CaseResult(
             Case(OP, backend, (8,), tuple(SHAPES), **options),
             Verdict.PASS,
             seconds=seconds,
@@ -361,7 +361,7 @@ def test_verify_stores_times_of_calls_with_gradients_by_the_clock_of_the_device(
     ("attention", (1,), {1: True}),
 ])  # fmt: skip
 def test_a_verdict_counts_for_rings_that_are_like_the_one_it_was_found_on(v5e, op, mesh, trusted):
-    result = Result(Case(op, "fused", mesh, tuple(SHAPES)), Verdict.PASS)
+    result = CaseResult(Case(op, "fused", mesh, tuple(SHAPES)), Verdict.PASS)
     assert record_verdicts([result], MACHINE | {"platform": "cpu"}) is None
     assert (
         record_verdicts([dataclasses.replace(result, verdict=Verdict.UNSUPPORTED)], MACHINE) is None
@@ -379,7 +379,9 @@ def test_ring_attention_is_a_verdict_about_the_flash_kernel_where_it_used_that(
     v5e, verdict, rows, stored
 ):
     shape = (2, rows, 8, 128)
-    record_verdicts([Result(Case("ring_attention", "xla", (8,), (shape, shape)), verdict)], MACHINE)
+    record_verdicts(
+        [CaseResult(Case("ring_attention", "xla", (8,), (shape, shape)), verdict)], MACHINE
+    )
     assert trust.known("v5e").verdict("attention/flash") == stored
 
 

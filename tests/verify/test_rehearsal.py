@@ -16,7 +16,7 @@ from flaxasync.verify import cases, rehearsal
 from flaxasync.verify.__main__ import main, record_verdicts
 from flaxasync.verify.cases import BACKENDS, FORGETS, Case, stand_in
 from flaxasync.verify.rehearsal import rehearse_case
-from flaxasync.verify.verdict import Result, Verdict, judge
+from flaxasync.verify.verdict import CaseResult, Verdict, judge
 
 LARGE = (
     "all_gather_matmul",
@@ -84,7 +84,7 @@ def test_quick_cases_of_every_op_and_chip(topology, ops, tmp_path, capsys):
 
 
 def test_verdicts_of_a_rehearsal_are_not_stored():
-    result = Result(Case("ppermute", "pallas", (8,), ((128, 512),)), Verdict.PASS)
+    result = CaseResult(Case("ppermute", "pallas", (8,), ((128, 512),)), Verdict.PASS)
     machine = {"platform": "tpu", "chip": "v5e", "rehearsal": "v5e:2x4"}
     assert record_verdicts([result], machine) is None
     assert not trust.Machine.here("v5e").file.exists()

@@ -21,7 +21,7 @@ from flaxasync.ops.costs.collective_matmul import exchange_steps
 from flaxasync.verify import __main__ as verify_command
 from flaxasync.verify import cases, child, measure, programs, supervisor
 from flaxasync.verify.__main__ import describe_in_words, main, record_verdicts
-from flaxasync.verify.verdict import Result, Verdict, compare_times, judge, summarize
+from flaxasync.verify.verdict import CaseResult, Verdict, compare_times, judge, summarize
 from tests.verify import faulty_child
 
 MACHINE = {"platform": "tpu", "chip": "v5e", "devices": 8}
@@ -266,11 +266,11 @@ def test_verdicts_are_stored_while_other_cases_still_run(monkeypatch, empty_cach
 
 def test_cases_that_were_not_run_are_not_stored_and_end_with_status_2(monkeypatch):
     case = timed("fused", None).case
-    assert record_verdicts([Result(case, Verdict.NOT_RUN)], MACHINE) is None
+    assert record_verdicts([CaseResult(case, Verdict.NOT_RUN)], MACHINE) is None
     machine = MACHINE | {"platform": "cpu", "kind": "", "versions": {}}
     monkeypatch.setattr(verify_command, "describe", lambda setup: machine)
     monkeypatch.setattr(
-        verify_command, "verify", lambda *args, **options: [Result(case, Verdict.NOT_RUN)]
+        verify_command, "verify", lambda *args, **options: [CaseResult(case, Verdict.NOT_RUN)]
     )
     assert main([]) == 2
 
@@ -363,7 +363,9 @@ def test_what_cannot_be_verified_is_said_before_anything_runs(options, message, 
 
 def timed(backend, seconds, op="all_gather_matmul", **options):
     shapes = ((2, 1024, 4096), (4096, 4096))
-    return Result(cases.Case(op, backend, (8,), shapes, **options), Verdict.PASS, seconds=seconds)
+    return CaseResult(
+        cases.Case(op, backend, (8,), shapes, **options), Verdict.PASS, seconds=seconds
+    )
 
 
 def test_a_backend_that_loses_to_the_plain_one_is_slower_on_tpus_alone():

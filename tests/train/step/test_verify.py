@@ -15,7 +15,7 @@ from flaxasync.ops import trust
 from flaxasync.verify import programs
 from flaxasync.verify.child import Setup
 from flaxasync.verify.supervisor import MachineError
-from flaxasync.verify.verdict import Result, Verdict
+from flaxasync.verify.verdict import CaseResult, Verdict
 from models.config import TransformerConfig
 from tests.verify.test_what_follows import follow, machine_of
 from train.lifecycle.errors import InputError
@@ -59,7 +59,7 @@ def ran(monkeypatch, tmp_path):
 
     def verify(cases, machine, setup, *, quick):
         ran.runs.append(cases)
-        return [Result(case, ran.verdict) for case in cases]
+        return [CaseResult(case, ran.verdict) for case in cases]
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(trust.VARIABLE, raising=False)
