@@ -190,7 +190,7 @@ def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_p
     file = tmp_path / "verdicts.json"
     faulty = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "ring_attention"
     ops = ",".join([*(f"{op}/xla" for op in faulty), "ppermute/xla"])
-    options = ["--quick", "--cpu-devices", "2", "--ops", ops, "--limit", "10", "--json", str(file)]
+    options = ["--quick", "--cpu-devices", "2", "--ops", ops, "--limit", "30", "--json", str(file)]
     assert main(options, serve=faulty_child.serve) == 1
     found = {
         (r["case"]["op"], r["case"]["backend"]): r for r in json.loads(file.read_text())["results"]
@@ -207,7 +207,7 @@ def test_planted_faults_are_reported_and_the_other_cases_still_run(capsys, tmp_p
         name[0]: result["reason"] for name, result in found.items() if result["verdict"] != "PASS"
     }
     assert reasons["all_gather_matmul"].startswith("differs from the reference: ")
-    assert reasons["matmul_reduce_scatter"] == "did not end within 10 s and was ended"
+    assert reasons["matmul_reduce_scatter"] == "did not end within 30 s and was ended"
     assert (
         "died of SIGABRT; its last words: the last words of a process"
         in reasons["matmul_all_reduce"]
