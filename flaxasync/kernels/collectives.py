@@ -35,7 +35,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.call import call, check_vmem, fitting, vmem_limit
 from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
-from flaxasync.kernels.engine.operands import LANES, Ref, Tiles, aligned, output, sublanes
+from flaxasync.kernels.engine.operands import LANES, Ref, Tiles, aligned, output, sublanes, when
 from flaxasync.kernels.engine.ring import Ring, choose_directions, half_blocks
 from flaxasync.kernels.engine.slots import start_send, wait
 from flaxasync.kernels.engine.tiling import Tiling, remainder
@@ -167,7 +167,7 @@ def all_reduce(
         x_tile: Ref, o_tile: Ref, scratch: Scratch, finished: Ref, send_sem: Ref, recv_sem: Ref
     ) -> None:
         first_tile = (pl.program_id(0) == 0) & (pl.program_id(1) == 0)
-        pl.when(first_tile)(lambda: ring.enter(caller, collective_id))
+        when(first_tile, ring.enter, caller, collective_id)
         reduce(x_tile, scratch, finished.at[ring.index])
         for hop in range(hops):
             with jax.named_scope("gather"):

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from flaxasync.kernels.attention_block import Product, Scores
-from flaxasync.kernels.engine.operands import LANES
+from flaxasync.kernels.engine.operands import LANES, when
 from flaxasync.kernels.flash_attention_grid import Grid
 
 
@@ -34,12 +34,12 @@ def where_reached(
     tile = (q, grid.q_tile, k, grid.k_tile)
     mask = scores.mask
     if grid.has_triangles(mask, product):
-        pl.when(k < q)(lambda: add(Part.WHOLE))
-        pl.when(k == q)(lambda: add(Part.LOWER))
+        when(k < q, add, Part.WHOLE)
+        when(k == q, add, Part.LOWER)
         return
     covers = mask.covers(*tile)
-    pl.when(covers)(lambda: add(Part.WHOLE))
-    pl.when(mask.reaches(*tile) & jnp.logical_not(covers))(lambda: add(Part.SOME))
+    when(covers, add, Part.WHOLE)
+    when(mask.reaches(*tile) & jnp.logical_not(covers), add, Part.SOME)
 
 
 def queries_of(grid: Grid, part: Part, rows: Any) -> Any:

@@ -45,6 +45,7 @@ from flaxasync.kernels.engine.operands import (
     aligned,
     largest_divisor,
     output,
+    when,
 )
 from flaxasync.kernels.engine.slots import OutgoingTiles, start_copy, wait
 from flaxasync.kernels.engine.tiling import split
@@ -176,9 +177,9 @@ def grouped_weight_gradient(
         # its slot is the next one to be written
         pl.when(first & (number >= 2))(lambda: wait_for(number - 2))
         if initial:
-            pl.when((number == 0) & first)(lambda: fetch(number, expert))
+            when((number == 0) & first, fetch, number, expert)
             pl.when(first & (number + 1 < numbers))(lambda: fetch(number + 1, order[NEXT, step]))
-            pl.when(first)(lambda: wait_for(number))
+            when(first, wait_for, number)
         else:
             previous = jnp.where(step == 0, -1, order[EXPERT, jnp.maximum(step - 1, 0)])
             pl.when(first)(lambda: store_zeros(previous + 1, expert))
@@ -188,7 +189,7 @@ def grouped_weight_gradient(
             cases = ((True, True),) if initial else ((True, jnp.logical_not(first)), (False, first))
             for begun, condition in cases:
                 add = functools.partial(_add, x_tile, dy_tiles, sums, begun, last, store)
-                pl.when(condition & (order[FACTOR, step] == which))(add)
+                when(condition & (order[FACTOR, step] == which), add)
 
         @pl.when((number + 1 == numbers) & (step == end))
         def finish() -> None:
@@ -322,7 +323,7 @@ def _add(
                 sums[number][rows, columns] = (
                     sums[number][rows, columns] + value if begun else value
                 )
-            pl.when(last)(lambda: store(rows, columns))
+            when(last, store, rows, columns)
 
 
 def _choose(

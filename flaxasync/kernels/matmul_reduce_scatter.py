@@ -48,6 +48,7 @@ from flaxasync.kernels.engine.operands import (
     Tiles,
     output,
     sublanes,
+    when,
 )
 from flaxasync.kernels.engine.ring import Acknowledgements, Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, wait
@@ -367,18 +368,18 @@ class _Device:
                 self.prefetch_received(following)
 
         with jax.named_scope("wait"):
-            pl.when(here.new_x)(lambda: tiles.wait_x(scratch.x, here.x_slot, here.i, here.t))
-            pl.when(here.new_w)(lambda: tiles.wait_w(scratch.w, here.w_slot, here.t, here.j))
-            pl.when(last)(lambda: scratch.outgoing.free(here.number, self.wait_until_left))
-            pl.when(last & (here.hop > 0))(lambda: self.wait_for_received(here))
+            when(here.new_x, tiles.wait_x, scratch.x, here.x_slot, here.i, here.t)
+            when(here.new_w, tiles.wait_w, scratch.w, here.w_slot, here.t, here.j)
+            when(last, scratch.outgoing.free, here.number, self.wait_until_left)
+            when(last & (here.hop > 0), self.wait_for_received, here)
             if self.scratch.scales is not None:
-                pl.when(last)(functools.partial(self.wait_for_scales, self.scratch.scales, here))
+                when(last, self.wait_for_scales, self.scratch.scales, here)
         self.multiply(here)
-        pl.when(last)(lambda: self.send(here))
+        when(last, self.send, here)
         if self.beside is not None:
             self.beside.between(step, schedule.grid.steps)
         if not ahead:
-            pl.when(more)(lambda: self.prefetch_received(following))
+            when(more, self.prefetch_received, following)
 
     def prefetch(self, there: Coordinates) -> None:
         scratch = self.scratch.matmul
@@ -388,16 +389,14 @@ class _Device:
             return self.xs[pair].at[batches, owner, rows, depth]
 
         with jax.named_scope("prefetch"):
-            pl.when(there.new_x)(
-                lambda: self.tiles.start_x(scratch.x, there.x_slot, there.i, there.t, source)
-            )
+            when(there.new_x, self.tiles.start_x, scratch.x, there.x_slot, there.i, there.t, source)
             new_w = functools.partial(
                 self.tiles.start_w, scratch.w, there.w_slot, there.t, there.j, self.ws
             )
-            pl.when(there.new_w)(new_w)
+            when(there.new_w, new_w)
             if self.scratch.scales is not None:
                 fetch = functools.partial(self.fetch_scales, self.scratch.scales, there, owner)
-                pl.when(there.t == self.schedule.depth - 1)(fetch)
+                when(there.t == self.schedule.depth - 1, fetch)
 
     def fetch_scales(self, scales: Scales, there: Coordinates, owner: Scalar) -> None:
         """Starts to fetch the scales of a tile."""
@@ -466,7 +465,7 @@ class _Device:
 
         with jax.named_scope("prefetch_received"):
             finishes = (there.hop > 0) & (there.t == self.schedule.depth - 1)
-            pl.when(finishes)(lambda: self.tiles.on_result(there.i, there.j, fetch))
+            when(finishes, self.tiles.on_result, there.i, there.j, fetch)
 
     def wait_for_received(self, here: Coordinates) -> None:
         """Waits until the neighbour's sum is in vector memory, and acknowledges that its receive
@@ -478,7 +477,7 @@ class _Device:
         received = self.scratch.received
         self.tiles.wait_result(received, received.slot(here.number), here.i, here.j)
         acknowledge = functools.partial(self.scratch.read.send, self.ring)
-        pl.when(here.hop < self.schedule.size - 2)(lambda: self._in_direction(here, acknowledge))
+        when(here.hop < self.schedule.size - 2, self._in_direction, here, acknowledge)
 
     def send(self, here: Coordinates) -> None:
         """Sends a finished tile to the neighbour; stores it if its rows are this device's own."""
@@ -488,7 +487,7 @@ class _Device:
         recv_sem = self.scratch.recv_sem.at[buffer, here.tile]
 
         def send(direction: int) -> None:
-            pl.when(here.hop >= 2)(lambda: self.scratch.read.wait(direction))
+            when(here.hop >= 2, self.scratch.read.wait, direction)
 
             def of_tile(_: int, *tile: pl.Slice) -> None:
                 outgoing.send(
@@ -502,7 +501,7 @@ class _Device:
 
         with jax.named_scope("send"):
             own = here.hop == self.schedule.size - 1
-            pl.when(jnp.logical_not(own))(lambda: self._in_direction(here, send))
+            when(jnp.logical_not(own), self._in_direction, here, send)
             pl.when(own)(
                 lambda: self.tiles.on_result(
                     here.i, here.j, lambda _, *tile: outgoing.store(slot, self.y.at[*tile])
@@ -517,4 +516,4 @@ class _Device:
     def _in_direction(self, here: Coordinates, use: Callable[[int], None]) -> None:
         """Calls `use(direction)` for the direction, a static number, in which a tile travels."""
         for direction in self.ring.both:
-            pl.when(here.direction == direction)(functools.partial(use, direction))
+            when(here.direction == direction, use, direction)

@@ -61,6 +61,7 @@ from flaxasync.kernels.engine.operands import (
     beginning,
     output,
     sublanes,
+    when,
 )
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_send, wait
@@ -295,7 +296,7 @@ class _Device:
 
         @pl.when(step + 1 < schedule.grid.steps)
         def _() -> None:
-            pl.when((following.i == 0) & (following.j == 0))(lambda: self.begin_hop(following))
+            when((following.i == 0) & (following.j == 0), self.begin_hop, following)
             self.prefetch(following)
 
         with jax.named_scope("multiply"):
@@ -309,12 +310,10 @@ class _Device:
         def begin(_: int, chunk: pl.Slice) -> None:
             for direction in self.ring.both:
                 before = jnp.maximum(there.hop - 1, 0)
-                pl.when(there.hop > 0)(
-                    functools.partial(self._wait_for_hop, there, before, chunk, direction)
-                )
+                when(there.hop > 0, self._wait_for_hop, there, before, chunk, direction)
                 onward = (there.hop > 0) & (there.hop < self.schedule.size - 1)
                 arrived = self._buffer(there, there.hop - 1, chunk, direction)
-                pl.when(onward)(functools.partial(self._send, there, arrived, chunk, direction))
+                when(onward, self._send, there, arrived, chunk, direction)
 
         schedule = self.schedule
         ahead = self.schedule.size > 2
@@ -323,13 +322,11 @@ class _Device:
         )
         with jax.named_scope("hop"):
             schedule.chunks.on_slice(there.chunk, begin)
-            pl.when((there.hop == 0) & ((there.chunk == 0) | (not ahead)))(
-                lambda: self.send_own(there)
-            )
+            when((there.hop == 0) & ((there.chunk == 0) | (not ahead)), self.send_own, there)
             last = (
                 ahead & (there.hop == schedule.size - 1) & (following.chunk < schedule.chunks.count)
             )
-            pl.when(last)(lambda: self.send_own(following))
+            when(last, self.send_own, following)
 
     def send_own(self, there: Coordinates) -> None:
         """Sends the own block in the first hop of a chunk."""
@@ -358,12 +355,12 @@ class _Device:
                 pl.when(there.hop == 0)(
                     lambda: scratch.x.start(there.x_slot, self.x.at[chunk, lanes])
                 )
-                pl.when(there.hop > 0)(lambda: scratch.x.start(there.x_slot, arrived))
+                when(there.hop > 0, scratch.x.start, there.x_slot, arrived)
 
             def fetch_y(number: int, columns: pl.Slice) -> None:
                 scratch.y.start(there.y_slot, self.dys[number].at[batches, owner, rows, columns])
 
-            pl.when(there.j == 0)(lambda: schedule.chunks.on_slice(there.chunk, fetch_x))
+            when(there.j == 0, schedule.chunks.on_slice, there.chunk, fetch_x)
             schedule.columns.on_slice(there.j, fetch_y)
 
         def fetch_scales(scales: Scales) -> None:
@@ -383,7 +380,7 @@ class _Device:
         with jax.named_scope("prefetch"):
             schedule.rows.on_slice(there.i, fetch)
             if scratch.scales is not None:
-                pl.when(schedule.is_last(there))(functools.partial(fetch_scales, scratch.scales))
+                when(schedule.is_last(there), fetch_scales, scratch.scales)
 
     def wait_for_operands(self, here: Coordinates) -> None:
         schedule = self.schedule
@@ -408,7 +405,7 @@ class _Device:
 
         schedule.rows.on_slice(here.i, on_rows)
         if scratch.scales is not None:
-            pl.when(schedule.is_last(here))(functools.partial(wait_for_scales, scratch.scales))
+            when(schedule.is_last(here), wait_for_scales, scratch.scales)
 
     def multiply(self, here: Coordinates, n: int) -> None:
         """Adds the product of two tiles, `n` columns wide, to its sum; a finished sum is rounded
@@ -436,7 +433,7 @@ class _Device:
                 (sums,) = scratch.scales.apply(of_tile, sums[None], (slice(0, 1), *index))
             outgoing.put(slot, sums, index)
 
-        pl.when(last)(lambda: outgoing.free(number, self.wait_until_left))
+        when(last, outgoing.free, number, self.wait_until_left)
         accumulate(
             schedule.rows.flattened(),
             here.i,
@@ -456,7 +453,7 @@ class _Device:
                 here.chunk, lambda _, chunk: outgoing.store(slot, self.dws[dw].at[chunk, columns])
             )
 
-        pl.when(last)(lambda: schedule.columns.on_slice(here.j, store))
+        when(last, schedule.columns.on_slice, here.j, store)
 
     def wait_until_left(self, number: Scalar) -> None:
         chunk, j = split(number, self.schedule.columns.count)

@@ -7,7 +7,6 @@ few times and yet no product should wait for x.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -26,7 +25,7 @@ from flaxasync.kernels.all_gather_matmul.work import Work
 from flaxasync.kernels.engine.call import SEMAPHORES, available, chip_in_use
 from flaxasync.kernels.engine.gather import Gather
 from flaxasync.kernels.engine.matmul import dot
-from flaxasync.kernels.engine.operands import LANES, Condition, Index, Ref, Scalar
+from flaxasync.kernels.engine.operands import LANES, Condition, Index, Ref, Scalar, when
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_copy, wait
 from flaxasync.kernels.engine.tiling import Tiling
 
@@ -232,7 +231,7 @@ class Resident:
         _rarely(task.awaits > 0)(lambda: self.wait_for_tile(task.column, task.w_slot))
         for count in (1, 2, 4, 8):
             if count < most:
-                pl.when(task.count == count)(functools.partial(self.multiply, task, count, 0))
+                when(task.count == count, self.multiply, task, count, 0)
         # Tasks of the largest product, or of two of them, share its code: it is the longest.
         pl.loop(0, task.count // most)(lambda i: self.multiply(task, most, i * most))
 

@@ -40,6 +40,7 @@ from flaxasync.kernels.engine.operands import (
     Tiles,
     aligned,
     largest_divisor,
+    when,
 )
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import IterationGrid, RowTiling, Tiling, remainder, split
@@ -253,17 +254,15 @@ class Stream:
         last = here.t == tiles.contraction.count - 1
         with jax.named_scope("wait"):
             tiles.wait_x(scratch.x, x_slot, i, here.t)
-            pl.when(schedule.new_w(here))(
-                lambda: tiles.wait_w(scratch.w, here.w_slot, here.t, here.column)
-            )
-            pl.when(last)(lambda: scratch.outgoing.free(here.number, self.wait_until_left))
+            when(schedule.new_w(here), tiles.wait_w, scratch.w, here.w_slot, here.t, here.column)
+            when(last, scratch.outgoing.free, here.number, self.wait_until_left)
             for operand in self.scratch.operands:
                 arrived = functools.partial(
                     tiles.wait_result, operand, operand.slot(here.number), i, here.column
                 )
-                pl.when(last)(arrived)
+                when(last, arrived)
             if self.scratch.scales is not None:
-                pl.when(last)(functools.partial(self.wait_for_scales, self.scratch.scales, here))
+                when(last, self.wait_for_scales, self.scratch.scales, here)
 
         x_tile = scratch.x.tiles.at[x_slot]
         w_tile = scratch.w.tiles.at[here.w_slot]
@@ -339,13 +338,11 @@ class Stream:
             new_w = functools.partial(
                 tiles.start_w, scratch.w, there.w_slot, there.t, there.column, self.ws
             )
-            pl.when(self.schedule.new_w(there))(new_w)
+            when(self.schedule.new_w(there), new_w)
             x_slot = remainder(step, 2)
-            pl.when(is_own)(lambda: start_x(True))
-            pl.when(jnp.logical_not(is_own))(lambda: start_x(False))
-            pl.when(there.t == max(0, tiles.contraction.count - 2))(
-                lambda: self.prefetch_operands(there)
-            )
+            when(is_own, start_x, True)
+            when(jnp.logical_not(is_own), start_x, False)
+            when(there.t == max(0, tiles.contraction.count - 2), self.prefetch_operands, there)
 
     def prefetch_operands(self, there: Coordinates) -> None:
         """Starts to fetch the tiles of the epilogue's operands for a sum, and its scales."""
@@ -393,10 +390,10 @@ class Stream:
         batches = self.gather.x.shape[0]
         steps = self.schedule.grid.steps
         if batches > steps:
-            pl.when(step == 0)(self.gather.start_copy_own)
+            when(step == 0, self.gather.start_copy_own)
             return
         batch, rest = split(step, 2 if 2 * batches <= steps else 1)
-        pl.when((rest == 0) & (batch < batches))(lambda: self.gather.start_copy_own(batch))
+        when((rest == 0) & (batch < batches), self.gather.start_copy_own, batch)
 
     def store_last(self, step: Scalar) -> None:
         """Starts the copies of the tiles that the step before has finished to their places.
@@ -416,7 +413,7 @@ class Stream:
 
         with jax.named_scope("store"):
             finished = (step > 0) & (here.t == self.schedule.tiles.contraction.count - 1)
-            pl.when(finished)(lambda: self.on_result(here, store))
+            when(finished, self.on_result, here, store)
 
     def on_result(self, here: Coordinates, use: Callable[..., None]) -> None:
         """Calls `use(number of the w, batches, block, rows, columns)` with where a tile lies in a

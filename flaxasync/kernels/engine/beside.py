@@ -33,6 +33,7 @@ from flaxasync.kernels.engine.operands import (
     Tiles,
     aligned,
     largest_divisor,
+    when,
 )
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import SUB_BLOCK, IterationGrid, Tiling, remainder
@@ -263,12 +264,12 @@ class Beside:
         side = largest_divisor(tiles.m, SUB_BLOCK, LANES)
         scratch.x.wait(slot, tiles.k, tiles.m)
         scratch.y.wait(slot, tiles.k, tiles.n)
-        pl.when(last)(lambda: scratch.outgoing.free(result, self._wait_until_left))
+        when(last, scratch.outgoing.free, result, self._wait_until_left)
         if scratch.scales is not None:
             wait = functools.partial(
                 scratch.scales.wait, scratch.scales.rows.slot(result), 1, tiles.m, tiles.n
             )
-            pl.when(last)(wait)
+            when(last, wait)
 
         def product(depth: int, index: tuple[pl.Slice, slice]) -> jax.Array:
             x = scratch.x.tiles[slot, :depth, index[0]]
@@ -315,7 +316,7 @@ class Beside:
         """Calls `use(number of the sum, sum)` for the sum that a step belongs to."""
         for sum_, one in enumerate(self.plan.sums):
             mine = (number >= one.first) & (number < one.first + one.grid.steps)
-            pl.when(mine)(functools.partial(use, sum_, one))
+            when(mine, use, sum_, one)
 
     def _wait_until_left(self, result: Scalar) -> None:
         for one in self.plan.sums:
@@ -326,4 +327,4 @@ class Beside:
                 one.tiles.m,
                 one.tiles.n,
             )
-            pl.when(mine)(wait)
+            when(mine, wait)

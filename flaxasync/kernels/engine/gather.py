@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.operands import Index, Ref, Scalar, aligned
+from flaxasync.kernels.engine.operands import Index, Ref, Scalar, aligned, when
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import start_copy, start_send, wait
 from flaxasync.kernels.engine.tiling import split
@@ -136,7 +136,7 @@ class Gather:
                 onward = functools.partial(
                     self._send, direction, arrival, self._buffer(direction, arrival)
                 )
-                pl.when(arrival < (self.ring.size - 1) * self.layout.chunks)(onward)
+                when(arrival < (self.ring.size - 1) * self.layout.chunks, onward)
 
     def receive(self, arrival: Scalar) -> None:
         with jax.named_scope("receive"):

@@ -3,6 +3,8 @@ of its outputs.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,6 +57,13 @@ class Tiles:
         """Returns these tiles with half of the longest side."""
         longest = max(("k", "m", "n"), key=lambda side: getattr(self, side))
         return dataclasses.replace(self, **{longest: max(1, getattr(self, longest) // 2)})
+
+
+def when(condition: Condition, use: Callable[..., None], *operands: Any, **named: Any) -> None:
+    """Calls `use(*operands, **named)` in a kernel where a condition holds. The operands are
+    computed in either case.
+    """
+    pl.when(condition)(functools.partial(use, *operands, **named))
 
 
 def aligned(first: Scalar, size: Scalar, unit: int) -> pl.Slice:

@@ -7,7 +7,6 @@ much.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.operands import Condition, Ref, Scalar
+from flaxasync.kernels.engine.operands import Condition, Ref, Scalar, when
 from flaxasync.mesh import device_at
 
 # coordinates on all mesh axes, the form that Pallas takes as `device_id`
@@ -145,9 +144,9 @@ def enter(
         for sender in senders:
             pl.semaphore_signal(barrier, device_id=sender)
         for device, sends, receives in conditional:
-            pl.when(sends)(functools.partial(pl.semaphore_signal, barrier, device_id=device))
+            when(sends, pl.semaphore_signal, barrier, device_id=device)
             awaited += receives.astype(jnp.int32)
         if conditional:
-            pl.when(awaited > 0)(lambda: pl.semaphore_wait(barrier, awaited))
+            when(awaited > 0, pl.semaphore_wait, barrier, awaited)
         else:
             pl.semaphore_wait(barrier, len(senders))

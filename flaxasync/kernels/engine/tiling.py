@@ -25,7 +25,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flaxasync.kernels.engine.operands import LANES, Condition, Scalar, aligned, largest_divisor
+from flaxasync.kernels.engine.operands import (
+    LANES,
+    Condition,
+    Scalar,
+    aligned,
+    largest_divisor,
+    when,
+)
 
 OVERHEAD = 16  # elements in whose time a product, or the work on a tile, starts and ends
 # elements that take as long as fewer ones: meanwhile the matrix unit loads its other operand
@@ -159,11 +166,11 @@ class Tiling:
                 use(number, pl.ds(first, rest))
 
             if whole:
-                pl.when((alone and not rest) or ((tile >= before) & (tile < before + whole)))(
-                    use_whole
+                when(
+                    (alone and not rest) or ((tile >= before) & (tile < before + whole)), use_whole
                 )
             if rest:
-                pl.when((alone and not whole) or tile == before + whole)(use_partial)
+                when((alone and not whole) or tile == before + whole, use_partial)
             before += count
 
     def on_size(
@@ -188,7 +195,7 @@ class Tiling:
                 if len(sizes) == 1
                 else jnp.logical_and(condition, self._has_size(tile, size))
             )
-            pl.when(alike)(functools.partial(use, size))
+            when(alike, use, size)
 
     def sub_blocks(self, tile: Scalar) -> Scalar:
         counts = [pl.cdiv(size, self._sub_block) for size in self.sizes]

@@ -55,6 +55,7 @@ from flaxasync.kernels.engine.operands import (
     beginning,
     output,
     sublanes,
+    when,
 )
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, start_copy, start_send, wait
@@ -201,11 +202,11 @@ class _Device:
             due = (here.round > 0) & (here.phase < self.ring.size - 2) & (t == schedule.depth - 1)
             pl.when(due)(lambda: self._send_result_on(here.round - 1, here.phase + 1, i))
         if self.ring.size > 1:
-            pl.when(last & (here.phase > 0))(lambda: self.fetch_received(here))
+            when(last & (here.phase > 0), self.fetch_received, here)
         with jax.named_scope("wait"):
             scratch.x.wait(slot, *scratch.x.tiles.shape[1:])
             self.weights.wait(here)
-            pl.when(last)(lambda: scratch.outgoing.free(here.number, self.wait_until_left))
+            when(last, scratch.outgoing.free, here.number, self.wait_until_left)
         self.multiply(here, slot)
 
         @pl.when(last)
@@ -316,7 +317,7 @@ class _Device:
             )
             left()
             if self.ring.size > 1:  # results are both stored and sent
-                pl.when(phase == self.ring.size - 1)(left)
+                when(phase == self.ring.size - 1, left)
 
         self.tiles.columns.on_size(chunk, wait_for)
 

@@ -38,7 +38,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.operands import Condition, Ref, Scalar, aligned
+from flaxasync.kernels.engine.operands import Condition, Ref, Scalar, aligned, when
 from flaxasync.kernels.engine.ring import Device, Ring, enter
 from flaxasync.kernels.engine.slots import IncomingTiles, start_send, wait
 from flaxasync.kernels.engine.tiling import Tiling, remainder, split
@@ -194,12 +194,12 @@ class Weights:
                 # in the later chunks, a block that goes on was waited for when it was sent on
                 if self.turns:
                     first_use &= (there.chunk == 0) | jnp.logical_not(blocks.goes_on(t))
-                pl.when(first_use)(lambda: self._receive(there.chunk, t))
+                when(first_use, self._receive, there.chunk, t)
                 fetch(self.received, blocks.needed_rows(t))
 
     def wait(self, here: Coordinates) -> None:
         wait = functools.partial(self.tiles.wait, here.w_slot, self.blocks.rows)
-        pl.when(here.new_w)(lambda: self.columns.on_size(here.chunk, wait))
+        when(here.new_w, self.columns.on_size, here.chunk, wait)
 
     def send(self, here: Coordinates) -> None:
         """Sends what is due in this step: own blocks of a later chunk, and the next chunk's blocks
@@ -219,7 +219,7 @@ class Weights:
             @pl.loop(0, self.blocks.needed)
             def _(t: Scalar) -> None:
                 all_chunks = self.received.at[self.blocks.needed_rows(t), :]
-                pl.when(self.blocks.goes_on(t))(lambda: wait(all_chunks, self.scratch.send_sem))
+                when(self.blocks.goes_on(t), wait, all_chunks, self.scratch.send_sem)
 
     def _send_own(self, chunk: Scalar) -> None:
         if self.blocks.ring.size > 1:
@@ -229,7 +229,7 @@ class Weights:
                 def send(_: int, columns: pl.Slice) -> None:
                     self._send(chunk, t, columns, self.w.at[self.blocks.held_rows(t), columns])
 
-                pl.when(self.blocks.hops(t) == 0)(lambda: self.columns.on_slice(chunk, send))
+                when(self.blocks.hops(t) == 0, self.columns.on_slice, chunk, send)
 
     def _send_on(self, here: Coordinates) -> None:
         """Sends on those blocks of the next chunk whose turn it is."""
@@ -252,7 +252,7 @@ class Weights:
                 hops = jnp.minimum(before + 1, blocks.ring.size - 2)
                 t = self.scratch.order[jnp.minimum(first[hops] + rank, blocks.needed - 1)]
                 exists = (turn < self.turns) & (first[hops] + rank < first[hops + 1])
-                pl.when(exists)(functools.partial(self._receive, here.chunk + 1, t))
+                when(exists, self._receive, here.chunk + 1, t)
 
     def _receive(self, chunk: Scalar, t: Scalar) -> None:
         """Waits for a block, and sends it on if another device still needs it."""
@@ -261,7 +261,7 @@ class Weights:
             block = self.received.at[self.blocks.needed_rows(t), columns]
             wait(block, self.scratch.recv_sem.at[chunk, t])
             if self.blocks.ring.size > 2:
-                pl.when(self.blocks.goes_on(t))(lambda: self._send(chunk, t, columns, block))
+                when(self.blocks.goes_on(t), self._send, chunk, t, columns, block)
 
         self.columns.on_slice(chunk, receive)
 
