@@ -16,6 +16,7 @@ import functools
 import math
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from flaxasync.check.estimate.moved_bytes import moved_bytes
 from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, collective_in_fusion
@@ -40,8 +41,19 @@ _FREE_CALLS = (
     "SPMDShardToFullShape",
 )
 _STEPS = ("-start", "-done", "-update")
-_NO_TIME = (0.0, "nothing")
 _NUMBER = re.compile(r"(?<=.)\.\d+$")  # that of an instruction: "gemm.3"
+
+
+class CoreTime(NamedTuple):
+    """The time that the core spends on an instruction, in seconds."""
+
+    seconds: float
+    # "cycles", "links", "bytes", "played", "given", "estimate", "body" or "nothing"
+    source: str
+    exposed: float = 0.0  # of a kernel: in which it waits for other devices, as far as is known
+
+
+_NO_TIME = CoreTime(0.0, "nothing")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,21 +83,15 @@ class Costs:
     played: Mapping[str, KernelTime] = dataclasses.field(default_factory=dict)
     # What is known already: by the names of a computation and an instruction, and by the name of a
     # computation.
-    _known: dict[str, dict[str, tuple[float, str]]] = dataclasses.field(
-        default_factory=dict, repr=False
-    )
+    _known: dict[str, dict[str, CoreTime]] = dataclasses.field(default_factory=dict, repr=False)
     _totals: dict[str, float] = dataclasses.field(default_factory=dict, repr=False)
 
     def seconds(self, computation: Computation, instruction: Instruction) -> float:
         """Returns the time that the core spends on an instruction. A start and a done take none."""
         return self.explained(computation, instruction)[0]
 
-    def explained(self, computation: Computation, instruction: Instruction) -> tuple[float, str]:
-        """Returns the time of an instruction, and what it was taken from.
-
-        The second value is one of "cycles", "links", "bytes", "played", "given", "estimate", "body"
-        and "nothing".
-        """
+    def explained(self, computation: Computation, instruction: Instruction) -> CoreTime:
+        """Returns the time of an instruction, and what it was taken from."""
         if _takes_no_time(instruction.opcode):
             # which is not kept: a large program has more of these than of all others
             return _NO_TIME
@@ -97,26 +103,20 @@ class Costs:
             found = known[instruction.name] = self._explain(computation, instruction)
         return found
 
-    def exposed(self, instruction: Instruction) -> float:
-        """Returns the seconds of a kernel in which it waits for other devices, as far as that is
-        known.
-        """
-        played = self.played.get(instruction.name)
-        return (
-            0.0 if played is None or self._given(instruction.name) is not None else played.exposed
-        )
-
     def total_seconds(self, computation: Computation) -> float:
         if computation.name not in self._totals:
-            total = 0.0
-            for i in computation.instructions:
-                total += self.explained(computation, i)[0]
-            self._totals[computation.name] = total
+            self._totals[computation.name] = sum(
+                self.seconds(computation, i) for i in computation.instructions
+            )
         return self._totals[computation.name]
 
-    def trips(self, loop: Instruction) -> int:
-        """Returns the trip count of a loop; 1 if the text does not determine it."""
-        count = trip_count(self.module, loop)
+    def trips(self, caller: Instruction) -> int:
+        """Returns how often an instruction runs what it calls: the trip count of a loop, and 1 if
+        the text does not determine it.
+        """
+        if caller.opcode != "while":
+            return 1
+        count = trip_count(self.module, caller)
         return 1 if count is None else count
 
     def executions(self) -> dict[str, int]:
@@ -132,7 +132,7 @@ class Costs:
                     continue
                 for called in i.called_computations:
                     if called not in runs:
-                        runs[called] = runs[name] * (self.trips(i) if i.opcode == "while" else 1)
+                        runs[called] = runs[name] * self.trips(i)
                         pending.append(called)
         return runs
 
@@ -178,7 +178,9 @@ class Costs:
 
         Only the simulator counts them. They matter to small programs alone.
         """
-        return self.chip.memory_latency if self.copies == "simulated" else 0.0
+        if self.copies != "simulated":
+            return 0.0
+        return self.chip.memory_latency
 
     def _ends_in_hbm(self, computation: Computation, copy: AsyncOperation) -> int:
         """Returns how often a byte of a copy passes HBM: as it is read, as it is written, or
@@ -208,15 +210,14 @@ class Costs:
             kind = "reduce-scatter"  # as XLA writes it: an all-reduce, and a slice of the sum
         return collective_seconds(kind, sent, received, self.group_size(collective), self.chip)
 
-    def _explain(self, computation: Computation, i: Instruction) -> tuple[float, str]:
+    def _explain(self, computation: Computation, i: Instruction) -> CoreTime:
         if i.opcode in ("while", "conditional", "call"):
             parts = [self.total_seconds(called) for called in self.module.called(i)]
-            trips = self.trips(i) if i.opcode == "while" else 1
-            return trips * (
-                max(parts, default=0.0) if i.opcode == "conditional" else sum(parts)
-            ), "body"
+            if i.opcode == "conditional":
+                return CoreTime(max(parts, default=0.0), "body")
+            return CoreTime(self.trips(i) * sum(parts), "body")
         if i.opcode in COLLECTIVES:
-            return self._collective_seconds(computation, i, i), "links"
+            return CoreTime(self._collective_seconds(computation, i, i), "links")
         if i.opcode == "custom-call":
             return self._custom_call(computation, i)
         if (
@@ -224,37 +225,40 @@ class Costs:
             and (collective := collective_in_fusion(self.module, i)) is not None
         ):
             if collective.opcode == "custom-call":
-                return 0.0, "nothing"  # the fusion is a start or a done
-            return self._collective_seconds(computation, i, collective), "links"
-        cycles = i.estimated_cycles
+                return _NO_TIME  # the fusion is a start or a done
+            return CoreTime(self._collective_seconds(computation, i, collective), "links")
         moved = self._bytes_seconds(computation, i)
-        if i.opcode == "copy" and cycles is not None and self.copies == "simulated":
-            return self._copy_seconds(computation, i, cycles / self.chip.clock, moved), "bytes"
+        if i.estimated_cycles is None:
+            return CoreTime(moved, "bytes")
+        estimated = i.estimated_cycles / self.chip.clock
+        if i.opcode == "copy" and self.copies == "simulated":
+            return CoreTime(self._copy_seconds(computation, i, estimated, moved), "bytes")
         as_estimated = self.module.contains_matmul(i) or (
             i.opcode == "copy" and self.copies == "cycles"
         )
-        if cycles is not None and (as_estimated or cycles / self.chip.clock < moved):
-            return cycles / self.chip.clock, "cycles"
-        return moved, "bytes"
+        if as_estimated or estimated < moved:
+            return CoreTime(estimated, "cycles")
+        return CoreTime(moved, "bytes")
 
-    def _custom_call(self, computation: Computation, i: Instruction) -> tuple[float, str]:
+    def _custom_call(self, computation: Computation, i: Instruction) -> CoreTime:
         given = self._given(i.name)
         if given is not None:
-            return given, "given"
+            return CoreTime(given, "given")
         if i.custom_call_target in _FREE_CALLS:
-            return 0.0, "nothing"
+            return _NO_TIME
         both = (i, *computation.operands(i))
         if any(leaf.memory_space == SEMAPHORE for one in both for _, leaf in one.shape.leaves()):
-            return 0.0, "nothing"  # one half of an asynchronous pair
-        moved = self._bytes_seconds(computation, i)
-        flops = i.kernel_flops
+            return _NO_TIME  # one half of an asynchronous pair
+        least = CoreTime(self._bytes_seconds(computation, i), "bytes")
+        if i.kernel_flops is not None:
+            multiplying = i.kernel_flops / self.chip.flops
+            least = CoreTime(max(least.seconds, multiplying), "estimate")
         played = self.played.get(i.name)
-        least = moved if flops is None else max(moved, flops / self.chip.flops)
-        if played is not None and not (
-            played.guessed and flops is not None and played.seconds < least
-        ):
-            return played.seconds, "played"
-        return least, "bytes" if flops is None else "estimate"
+        if played is None:
+            return least
+        if played.guessed and least.source == "estimate" and played.seconds < least.seconds:
+            return least
+        return CoreTime(played.seconds, "played", played.exposed)
 
     def _given(self, kernel: str) -> float | None:
         return self.kernels.get(kernel, self.kernels.get(_NUMBER.sub("", kernel)))
@@ -272,10 +276,10 @@ class Costs:
         """Returns the opcode of what a collective does. XLA writes a reduce-scatter as an
         all-reduce and a slice.
         """
-        sliced = collective.opcode == "all-reduce" and i.shape.bytes < self._operand_bytes(
-            computation, i
-        )
-        return "reduce-scatter" if i is not collective and sliced else collective.opcode
+        in_fusion = i is not collective and collective.opcode == "all-reduce"
+        if in_fusion and i.shape.bytes < self._operand_bytes(computation, i):
+            return "reduce-scatter"
+        return collective.opcode
 
     def group_size(self, collective: Instruction) -> int:
         """Returns how many devices take part in one group of a collective."""
@@ -294,7 +298,9 @@ class Costs:
             self.memory_seconds(in_hbm),
             in_vmem / (self.chip.vmem_bytes_per_cycle * self.chip.clock),
         )
-        return moving + self.memory_latency() if in_hbm else moving
+        if in_hbm:
+            moving += self.memory_latency()
+        return moving
 
     def _copy_seconds(
         self, computation: Computation, i: Instruction, estimated: float, moved: float
@@ -303,10 +309,11 @@ class Costs:
         not estimated.
         """
         shapes = [one.shape for one in (*computation.operands(i), i)]
-        orders = [shape.layout.minor_to_major if shape.layout else None for shape in shapes]
-        relays = orders[0] != orders[-1] and any(shape.memory_space == VMEM for shape in shapes)
+        orders = [shape.layout and shape.layout.minor_to_major for shape in shapes]
+        if orders[0] == orders[-1] or all(shape.memory_space != VMEM for shape in shapes):
+            return min(estimated, moved)
         relaid = i.shape.bytes / (self.chip.vmem_relayout_bytes_per_cycle * self.chip.clock)
-        return min(estimated, max(moved, relaid if relays else 0.0))
+        return min(estimated, max(moved, relaid))
 
     def memory_seconds(self, moved: int) -> float:
         """Returns the time in which bytes are read from HBM or written to it."""
@@ -334,10 +341,15 @@ def collective_seconds(opcode: str, bytes_in: int, bytes_out: int, group: int, c
     """
     if group < 2:
         return 0.0
-    directions = 1 if group == 2 else 2
     share = (group - 1) / group
-    # R/4 is the mean distance in a ring
-    exchanged = bytes_in * (1 / 2 if group == 2 else group / 4)
+    if group == 2:
+        directions = 1
+        hops = 1
+        exchanged = bytes_in / 2
+    else:
+        directions = 2
+        hops = group // 2
+        exchanged = bytes_in * group / 4  # R/4 is the mean distance in a ring
     volumes = {  # the bytes that are sent, divided among the directions of the ring
         "all-gather": bytes_out * share,
         "reduce-scatter": bytes_in * share,
@@ -348,7 +360,8 @@ def collective_seconds(opcode: str, bytes_in: int, bytes_out: int, group: int, c
     }
     if opcode not in volumes:  # a collective-permute sends its operand in one direction
         return chip.hop_latency + bytes_in / chip.link_bandwidth
-    hops = (group // 2 if directions == 2 else group - 1) * (2 if opcode == "all-reduce" else 1)
+    if opcode == "all-reduce":  # around the ring twice
+        hops *= 2
     return hops * chip.hop_latency + volumes[opcode] / (directions * chip.link_bandwidth)
 
 

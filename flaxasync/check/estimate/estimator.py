@@ -49,20 +49,27 @@ def timeline(
         )
     if copies not in ("bytes", "cycles", "simulated"):
         raise ValueError(f"copies must be 'cycles', 'bytes' or 'simulated': got {copies!r}")
-    costs = Costs(module, chip_named(named), dict(kernels or {}), copies, dict(played or {}))
+    on = chip_named(named)
+    costs = Costs(module, on, kernels or {}, copies, played or {})
     lockstep = Lockstep(module, costs)
     lockstep.run()
+    devices = tuple(_device_time(lockstep, n) for n in range(len(lockstep.devices)))
+    basis = _basis(on, copies)
+    preference = FROM_TEXT
+    if played:
+        basis = f"kernels as they were simulated one by one, {basis}"
+        preference = KERNELS_PLAYED
     return Timeline(
         name=module.name,
-        chip=costs.chip.name,
-        basis=_basis(costs.chip, copies, bool(played)),
-        known_error=_KNOWN_ERROR.get(costs.chip.name, f"none measured on {costs.chip.name}"),
+        chip=on.name,
+        basis=basis,
+        known_error=_KNOWN_ERROR.get(on.name, f"none measured on {on.name}"),
         slices=tuple(lockstep.slices),
-        devices=tuple(_device_time(lockstep, n) for n in range(len(lockstep.devices))),
+        devices=devices,
         notes=(*_notes(lockstep), *notes),
         loops=tuple(lockstep.loops),
         flops=costs.product_flops(),
-        preference=KERNELS_PLAYED if played else FROM_TEXT,
+        preference=preference,
     )
 
 
@@ -98,17 +105,15 @@ def limits(module: HloModule, chip: str) -> list[str]:
         )
     if with_host:
         rate = chip_named(chip).host_bandwidth
-        timed = (
-            "as within HBM, which is faster"
-            if rate is None
-            else f"at {rate / 1e9:g} GB/s of PCIe in each direction"
-        )
+        timed = "as within HBM, which is faster"
+        if rate is not None:
+            timed = f"at {rate / 1e9:g} GB/s of PCIe in each direction"
         notes.append(f"{_transfers(with_host)} to or from the memory of the host: timed {timed}")
     return notes
 
 
 def _transfers(count: int) -> str:
-    return f"{count} transfer{'s' if count > 1 else ''} go{'es' if count == 1 else ''}"
+    return "1 transfer goes" if count == 1 else f"{count} transfers go"
 
 
 def _device_time(lockstep: Lockstep, n: int) -> DeviceTime:
@@ -148,7 +153,9 @@ def _notes(lockstep: Lockstep) -> tuple[str, ...]:
         and lockstep.costs.explained(module.computations[n], i)[1] == "bytes"
     ]
     if by_bytes:
-        named = ", ".join(by_bytes[:4]) + (" ..." if len(by_bytes) > 4 else "")
+        named = ", ".join(by_bytes[:4])
+        if len(by_bytes) > 4:
+            named += " ..."
         notes.append(
             f"Pallas kernels without a cost estimate count as their bytes: {named}; give "
             f"kernels={{name: seconds}}"
@@ -156,13 +163,10 @@ def _notes(lockstep: Lockstep) -> tuple[str, ...]:
     return (*notes, *limits(module, lockstep.costs.chip.name))
 
 
-def _basis(chip: Chip, copies: str, played: bool) -> str:
-    kernels = "kernels as they were simulated one by one, " if played else ""
-    copied = " and copies" if copies == "cycles" else ""
+def _basis(chip: Chip, copies: str) -> str:
+    estimated = "matmuls and copies" if copies == "cycles" else "matmuls"
     return (
-        f"{kernels}the compiler's cycle estimates of matmuls{copied} at {chip.clock / 1e9:g} GHz, "
-        "other work "
-        f"by its bytes in HBM of {chip.hbm_bandwidth / 1e9:g} GB/s at {chip.hbm_efficiency:.0%}, "
-        "links of "
-        f"{chip.link_bandwidth / 1e9:g} GB/s in each direction; nothing was run"
+        f"the compiler's cycle estimates of {estimated} at {chip.clock / 1e9:g} GHz, other work by "
+        f"its bytes in HBM of {chip.hbm_bandwidth / 1e9:g} GB/s at {chip.hbm_efficiency:.0%}, "
+        f"links of {chip.link_bandwidth / 1e9:g} GB/s in each direction; nothing was run"
     )

@@ -99,21 +99,29 @@ class Lockstep:
                     self._run(called)
             elif (collective := synchronous_collective(self.module, i)) is not None:
                 self._hold(computation, i, collective)
-            elif (explained := self.costs.explained(computation, i))[0] > 0:
-                seconds, source = explained
-                waits = self.costs.exposed(i)
-                after_copies = source == "played" and any(
-                    made.shape.memory_space == HBM for made in computation.operands(i)
-                )
-                for n in range(len(self.devices)):
-                    if after_copies:
-                        # One transfer after the other passes HBM, and the first block of the
-                        # kernel is behind the copies that began before it.
-                        copied = self._lane_free.get(("memory", n), 0.0)
-                        self._spend(n, copied, i.name, "memory", self._last_copy)
-                    self._spend(n, self.clock[n] + seconds - waits, i.name, "compute", "", source)
-                    self._spend(n, self.clock[n] + waits, i.name, "stall", i.name, source)
+            else:
+                self._work(computation, i)
         self._active.discard(computation.name)
+
+    def _work(self, computation: Computation, i: Instruction) -> None:
+        """Lets every device work on an instruction, and wait within it if it is a kernel that
+        does.
+        """
+        taken = self.costs.explained(computation, i)
+        if taken.seconds <= 0:
+            return
+        after_copies = taken.source == "played" and any(
+            made.shape.memory_space == HBM for made in computation.operands(i)
+        )
+        for n in range(len(self.devices)):
+            if after_copies:
+                # One transfer after the other passes HBM, and the first block of the kernel is
+                # behind the copies that began before it.
+                copied = self._lane_free.get(("memory", n), 0.0)
+                self._spend(n, copied, i.name, "memory", self._last_copy)
+            worked = self.clock[n] + taken.seconds - taken.exposed
+            self._spend(n, worked, i.name, "compute", "", taken.source)
+            self._spend(n, self.clock[n] + taken.exposed, i.name, "stall", i.name, taken.source)
 
     def _spend(
         self, n: int, until: float, name: str, kind: str, cause: str, source: str = "links"
@@ -123,23 +131,27 @@ class Lockstep:
         if until <= start:
             return
         self.clock[n] = until
-        key = (kind, cause, "memory" if kind == "memory" else source)
+        if kind == "memory":
+            key = (kind, cause, "memory")
+        else:
+            key = (kind, cause, source)
         self.seconds[n][key] = self.seconds[n].get(key, 0.0) + until - start
         self.slices.append(Slice(self.devices[n], "core", name, kind, start, until, cause))
 
     def _start(self, op: AsyncOperation) -> None:
         seconds = self.costs.transfer_seconds(op)
+        kind = "transfer" if op.communicates else "copy"
         ends = [0.0] * len(self.devices)
-        to_itself = 2 * op.bytes / self.costs.chip.hbm_bandwidth
         for n in range(len(self.devices)):
             for lane, begin, receiver in self._sends(op, n):
                 begin = max(begin, self._lane_free.get((lane, n), 0.0))
-                end = begin + (to_itself if op.communicates and lane == "memory" else seconds)
+                end = begin + seconds
+                if op.communicates and lane == "memory":  # from a device to itself
+                    end = begin + 2 * op.bytes / self.costs.chip.hbm_bandwidth
                 self._lane_free[lane, n] = end
                 if lane == "memory":
                     self._last_copy = op.name
                     end += self.costs.memory_latency()
-                kind = "transfer" if op.communicates else "copy"
                 self.slices.append(Slice(self.devices[n], lane, op.name, kind, begin, end, op.kind))
                 # the sender, too, waits: its source may not be touched before it is sent
                 ends[n] = max(ends[n], end)
@@ -156,14 +168,11 @@ class Lockstep:
             return [(op.with_host or "memory", self.clock[n], n)]
         if not pairs:
             group = next((g for g in self._groups(op.inner or op.start) if n in g), [n])
-            config = (
-                op.start.backend_config.get("custom_call_config", {})
-                if op.spelling == "kernel"
-                else None
-            )
-            number = config.get("collective_id", 0) if isinstance(config, dict) else 0
-            # a kernel's text does not say where it sends
-            lane = "links" if config is None else f"link {number}"
+            lane = "links"
+            if op.spelling == "kernel":  # whose text does not say where it sends
+                config = op.start.backend_config.get("custom_call_config", {})
+                number = config.get("collective_id", 0) if isinstance(config, dict) else 0
+                lane = f"link {number}"
             return [(lane, max(self.clock[m] for m in group), n)]
         if len(self.devices) == 1:
             # The lane is named after the distance that most devices send over.
@@ -171,12 +180,12 @@ class Lockstep:
             shift = collections.Counter(
                 (target - source) % count for source, target in pairs
             ).most_common(1)[0][0]
-            return [
-                (f"link {shift if shift <= count // 2 else shift - count:+d}", self.clock[0], 0)
-            ]
+            if shift > count // 2:
+                shift -= count
+            return [(f"link {shift:+d}", self.clock[0], 0)]
         sends = []
         for target in self._targets_of(op.inner or op.start, pairs).get(n, ()):
-            lane = f"link to {target}" if target != n else "memory"
+            lane = "memory" if target == n else f"link to {target}"
             sends.append((lane, max(self.clock[n], self.clock[target]), target))
         return sends
 
@@ -309,5 +318,5 @@ class Lockstep:
         for body in self.module.called(caller):
             if body.name not in known:
                 known[body.name] = sum(1 + self._steps_in(i, known) for i in body.instructions)
-        times = min(self.costs.trips(caller), STEPPED_ITERATIONS) if caller.opcode == "while" else 1
+        times = min(self.costs.trips(caller), STEPPED_ITERATIONS)
         return times * sum(known[body.name] for body in self.module.called(caller))

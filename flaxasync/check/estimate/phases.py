@@ -61,7 +61,9 @@ def phase_of(path: str) -> str:
         return "forward again"
     if "transpose(" in path:
         return "backward"
-    return "forward" if "jvp(" in path else ""
+    if "jvp(" in path:
+        return "forward"
+    return ""
 
 
 def layer_of(path: str) -> str:
@@ -77,5 +79,7 @@ def layer_of(path: str) -> str:
 def part_of(path: str) -> str:
     """Returns the first named scope within the last shard_map of a path; "" if there is none."""
     _, found, inside = path.rpartition("shard_map/")
-    scope = layer_of(inside).partition("/")[0] if found else ""
-    return scope if scope.isidentifier() else ""
+    scope = layer_of(inside).partition("/")[0]
+    if found and scope.isidentifier():
+        return scope
+    return ""
