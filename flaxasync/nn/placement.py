@@ -9,11 +9,13 @@ input and parameters are local shards, and are used as such.
 import dataclasses
 import functools
 import math
+import traceback
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Literal
 
 import jax
 from jax import lax
+from jax.extend.core import get_opaque_trace_state
 from jax.sharding import AxisType, PartitionSpec
 
 from flaxasync.mesh import mesh_axis_size, vary_like
@@ -102,10 +104,8 @@ class Placement:
             if len(axes) == len(types):
                 # stands for all axes but those of `jax.vmap`, which takes an axis away
                 axes = frozenset()
-            if is_eager():
-                mapped = _compiled(ambient_state(), fn, static, in_specs, out_specs, axes)
-            else:
-                mapped = _mapped(fn, static, in_specs, out_specs, axes)
+            call = _MappedCall(ambient_state(), fn, static, in_specs, out_specs, axes)
+            mapped = _compiled(call) if is_eager() else _traced(call)
         if args[0].size:
             return functools.partial(mapped, *args)
         return functools.partial(_empty, jax.eval_shape(mapped, *args))
@@ -270,12 +270,37 @@ def _entries(
     return typed
 
 
-def _mapped(
-    fn: Callable, static: Hashable, in_specs: tuple, out_specs: Any, axes: frozenset[str]
-) -> Callable:
-    return jax.shard_map(
-        functools.partial(fn, static), in_specs=in_specs, out_specs=out_specs, axis_names=axes
-    )
+@dataclasses.dataclass(frozen=True)
+class _MappedCall:
+    """A function of shards under `jax.shard_map`, and all that tracing it reads beside arrays."""
+
+    ambient: Hashable  # what `ambient_state` says now
+    fn: Callable
+    static: Hashable
+    in_specs: tuple
+    out_specs: Any
+    axes: frozenset[str]
+
+    def jitted(self, inline: bool | jax.Inline) -> Callable:
+        """Returns the function of arrays, which is traced once for each of their types."""
+        mapped = jax.shard_map(
+            functools.partial(self.fn, self.static),
+            in_specs=self.in_specs,
+            out_specs=self.out_specs,
+            axis_names=self.axes,
+        )
+        return jax.jit(mapped, inline=inline)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trace:
+    """The calls of layers in one trace, by what was called from where."""
+
+    state: object  # what tells the trace from others
+    calls: dict[Hashable, Callable]
+
+
+_latest_trace = _Trace(None, {})
 
 
 def ambient_state() -> Hashable:
@@ -289,20 +314,32 @@ def ambient_state() -> Hashable:
 
 
 @functools.lru_cache(1024)
-def _compiled(
-    ambient: Hashable,
-    fn: Callable,
-    static: Hashable,
-    in_specs: tuple,
-    out_specs: Any,
-    axes: frozenset[str],
-) -> Callable:
-    """Returns the program of an eager call, where `ambient` is what `ambient_state` says now.
+def _compiled(call: _MappedCall) -> Callable:
+    """Returns the program of an eager call."""
+    return call.jitted(inline=True)
 
-    Calls that are traced are not cached: they would share the source locations of one trace.
+
+def _traced(call: _MappedCall) -> Callable:
+    """Returns the function of a call that is traced, the same one for a layer that is called again
+    in the same trace from the same lines.
+
+    So blocks that a model calls in a loop are traced, differentiated and transposed once. JAX
+    inlines the result, and the model's program is the one that it would be without. A call from
+    other lines is traced for itself, because a program names the lines of each operation. No trace
+    shares with another one, because which kernels are trusted can change between the two.
     """
-    del ambient
-    return jax.jit(_mapped(fn, static, in_specs, out_specs, axes), inline=True)
+    global _latest_trace
+    latest = _latest_trace
+    state = get_opaque_trace_state(convention="nnx")
+    if latest.state != state:
+        latest = _Trace(state, {})
+        _latest_trace = latest
+    lines = tuple((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
+    found = latest.calls.get((call, lines))
+    if found is None:
+        found = call.jitted(inline=jax.Inline.JAX_EARLY)
+        latest.calls[call, lines] = found
+    return found
 
 
 def _empty(y: jax.ShapeDtypeStruct) -> jax.Array:

@@ -18,9 +18,18 @@ from jax.sharding import AxisType
 
 import flaxasync as fa
 from flaxasync import mesh as ambient_mesh
+from flaxasync.nn import shards
 from flaxasync.nn.placement import ambient_state
 from flaxasync.ops import trust
-from tests.nn.conftest import COLUMNS, ROWS, TOKENS, drawn, make_mesh, ones
+from tests.nn.conftest import (
+    COLUMNS,
+    ROWS,
+    TOKENS,
+    assert_parameters_close,
+    drawn,
+    make_mesh,
+    ones,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -238,3 +247,89 @@ def test_from_a_layer_to_its_operation(monkeypatch, backend, operation, most):
         with pytest.raises(ReachedError) as reached:
             jax.eval_shape(lambda state, x: nnx.merge(graph, state)(x), state, x)
     assert len(str(reached.value).splitlines()) <= most, str(reached.value)
+
+
+class Tower(nnx.Module):
+    """Layers that are called in a loop, or from lines of their own."""
+
+    def __init__(self, loop):
+        self.loop = loop
+        self.layers = nnx.List(
+            [fa.nn.ParallelMLP(16, 32, backend="xla", rngs=nnx.Rngs(i)) for i in range(3)]
+        )
+
+    def __call__(self, x):
+        if self.loop:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+        x = self.layers[0](x)
+        x = self.layers[1](x)
+        return self.layers[2](x)
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Returns a list to which every trace of an MLP on its shards adds an item."""
+    found = []
+    mlp = shards.mlp
+
+    def count(*args, **options):
+        found.append(options)
+        return mlp(*args, **options)
+
+    monkeypatch.setattr(shards, "mlp", count)
+    return found
+
+
+def gradients(tower, x):
+    """Returns the traced gradients of a tower's sum."""
+    graph, state = nnx.split(tower)
+    return jax.make_jaxpr(
+        jax.grad(lambda state, x: jnp.sum(jnp.sin(nnx.merge(graph, state)(x))), argnums=(0, 1))
+    )(state, x)
+
+
+def test_layers_in_a_loop_are_traced_once_and_others_by_their_lines(traced):
+    """The lines of a model stand in what was traced, so two lines do not share a trace."""
+    with jax.set_mesh(make_mesh(2, 4)):
+        x = ones((4, 8, 16), ROWS)
+        gradients(Tower(loop=True), x)
+        assert len(traced) == 1
+        gradients(Tower(loop=False), x)
+        assert len(traced) == 4
+
+
+def test_a_trace_is_shared_with_no_other_trace(traced):
+    """What a kernel may do can change between two traces, as when it was verified."""
+    tower = Tower(loop=True)
+    with jax.set_mesh(make_mesh(2, 4)):
+        x = ones((4, 8, 16), ROWS)
+        for _ in range(2):
+            gradients(tower, x)
+    assert len(traced) == 2
+
+
+def test_a_trace_is_not_shared_where_other_kernels_are_trusted(traced):
+    with jax.set_mesh(make_mesh(2, 4)):
+        layer, x = example("mlp")
+
+        def twice(x):
+            for mode in ("predicted", "verified", "verified"):
+                with trust.trusting(mode):
+                    x = layer(x)
+            return x
+
+        jax.make_jaxpr(twice)(x)
+    assert len(traced) == 2
+
+
+def test_layers_that_share_a_trace_have_gradients_of_their_own():
+    """Of three layers, each with its own parameters: those of plain layers, one after the other."""
+    with jax.set_mesh(make_mesh(2, 4)):
+        x = jax.device_put(np.random.default_rng(0).standard_normal((4, 8, 16), np.float32), ROWS)
+        got, want = (
+            nnx.jit(nnx.grad(lambda tower, x: jnp.sum(jnp.sin(tower(x)))))(Tower(loop), x)
+            for loop in (True, False)
+        )
+    assert_parameters_close(got, want, "float32")

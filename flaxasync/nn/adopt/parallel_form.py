@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -24,6 +24,12 @@ type Rule = Literal[
     "column", "logits", "row", "row_replicated", "embed", "embed_replicated", "attention"
 ]
 type Options = dict[str, Any]
+
+# Options that a plain layer and the parallel one both have, under one name.
+EMBED_OPTIONS = ("dtype", "param_dtype", "promote_dtype")
+SHARED_OPTIONS = ("use_bias", "dtype", "param_dtype", "precision")
+LINEAR_OPTIONS = (*SHARED_OPTIONS, "dot_general", "promote_dtype", "preferred_element_type")
+ATTENTION_OPTIONS = (*SHARED_OPTIONS, "normalize_qk", "dropout_rate", "deterministic")
 
 
 def _check_attention(old: nnx.MultiHeadAttention) -> None:
@@ -177,36 +183,26 @@ def _take_over(
         )
 
 
-def _stack(old: Any) -> tuple[int, ...]:
+def _stack(old: nnx.Module) -> tuple[int, ...]:
     """Returns the leading dimensions of the parameters of a layer that `nnx.vmap` made; () for a
     single layer.
     """
     if isinstance(old, nnx.MultiHeadAttention):
         return old.query.kernel.shape[:-3]
-    parameter = (
-        old.lora_a
-        if isinstance(old, nnx.LoRA)
-        else old.embedding
-        if isinstance(old, nnx.Embed)
-        else old.kernel
-    )
-    return parameter.shape[:-2]
+    name = {nnx.LoRA: "lora_a", nnx.Embed: "embedding", nnx.Linear: "kernel"}[type(old)]
+    return getattr(old, name).shape[:-2]
 
 
-def _shared(old: Any) -> Options:
-    """Returns the options that an `nnx.Linear` and an `nnx.MultiHeadAttention` have."""
-    names = ("use_bias", "dtype", "param_dtype", "precision")
-    return {name: getattr(old, name) for name in names} | {"rngs": nnx.Rngs(0)}
+def _options_of(old: nnx.Module, names: Sequence[str]) -> Options:
+    """Returns the values of options that a plain layer and the parallel one both have."""
+    return {name: getattr(old, name) for name in names}
 
 
 def _linear(
     cls: Callable[..., nnx.Module], old: nnx.Linear, options: Options, **more: Any
 ) -> nnx.Module:
-    kept = {
-        name: getattr(old, name)
-        for name in ("dot_general", "promote_dtype", "preferred_element_type")
-    }
-    return cls(old.in_features, old.out_features, **_shared(old), **kept, **options, **more)
+    kept = _options_of(old, LINEAR_OPTIONS)
+    return cls(old.in_features, old.out_features, rngs=nnx.Rngs(0), **kept, **options, **more)
 
 
 def _fused(old: nnx.Linear, options: Options, rule: Fused) -> ColumnParallelProjections:
@@ -214,25 +210,21 @@ def _fused(old: nnx.Linear, options: Options, rule: Fused) -> ColumnParallelProj
         raise ValueError(
             f"it has {old.out_features} features, and the parts of its rule are {rule}"
         )
-    kept = {
-        name: getattr(old, name)
-        for name in ("dot_general", "promote_dtype", "preferred_element_type")
-    }
-    return ColumnParallelProjections(old.in_features, rule.parts, **_shared(old), **kept, **options)
+    kept = _options_of(old, LINEAR_OPTIONS)
+    return ColumnParallelProjections(
+        old.in_features, rule.parts, rngs=nnx.Rngs(0), **kept, **options
+    )
 
 
 def _embed(old: nnx.Embed, options: Options, *, layout: Layout) -> nnx.Module:
-    kept: Options = {name: getattr(old, name) for name in ("dtype", "param_dtype", "promote_dtype")}
+    kept = _options_of(old, EMBED_OPTIONS)
     return VocabParallelEmbed(
-        old.num_embeddings, old.features, layout=layout, rngs=nnx.Rngs(0), **options, **kept
+        old.num_embeddings, old.features, layout=layout, rngs=nnx.Rngs(0), **kept, **options
     )
 
 
 def _attention(old: nnx.MultiHeadAttention, options: Options) -> nnx.Module:
     _check_attention(old)
-    kept: Options = {
-        name: getattr(old, name) for name in ("normalize_qk", "dropout_rate", "deterministic")
-    }
     return ParallelAttention(
         old.in_features,
         old.num_heads,
@@ -242,8 +234,8 @@ def _attention(old: nnx.MultiHeadAttention, options: Options) -> nnx.Module:
         out_features=old.out_features,
         promote_dtype=old.qkv_promote_dtype,
         dot_general=cast(DotGeneralT, old.qkv_dot_general),  # None stands for the default
-        **kept,
-        **_shared(old),
+        rngs=nnx.Rngs(0),
+        **_options_of(old, ATTENTION_OPTIONS),
         **options,
     )
 
