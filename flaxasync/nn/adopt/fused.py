@@ -12,7 +12,7 @@ kernel [in, q + k + v]   ->   query.kernel [in, q],  key.kernel [in, k],  value.
 
 import dataclasses
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import jax
@@ -71,22 +71,20 @@ def split_fused(module: nnx.Module, source: dict[str, Any], known: Set[str]) -> 
       ValueError: A fused array has other features than its parts together.
     """
     split = dict(source)
-    for path, layer in _projections(module):
-        features = [getattr(layer, part).out_features for part in layer.names]
-        for name in ("kernel", "bias"):
-            fused = ".".join((*path, name))
-            if fused not in source or fused in known:
-                continue
-            value = _on_host(split.pop(fused))
-            if value.shape[-1] != sum(features):
-                raise ValueError(
-                    f"load: {fused} is {list(value.shape)} in the source, and its parts "
-                    f"{', '.join(layer.names)} have {' + '.join(map(str, features))} features here"
-                )
-            first = 0
-            for part, count in zip(layer.names, features, strict=True):
-                split[".".join((*path, part, name))] = value[..., first : first + count]
-                first += count
+    for fused, parts in _fused_arrays(module):
+        if fused not in source or fused in known:
+            continue
+        value = _on_host(split.pop(fused))
+        if value.shape[-1] != sum(parts.values()):
+            names = ", ".join(name.split(".")[-2] for name in parts)
+            raise ValueError(
+                f"load: {fused} is {list(value.shape)} in the source, and its parts {names} have "
+                f"{' + '.join(map(str, parts.values()))} features here"
+            )
+        first = 0
+        for name, features in parts.items():
+            split[name] = value[..., first : first + features]
+            first += features
     return split
 
 
@@ -95,15 +93,13 @@ def join_fused(params: Any, source: dict[str, Any], known: Set[str]) -> dict[str
     has a fused layer.
     """
     joined = dict(source)
-    for path, layer in _projections(params):
-        for name in ("kernel", "bias"):
-            fused = ".".join((*path, name))
-            parts = [".".join((*path, part, name)) for part in layer.names]
-            if fused not in known or not all(part in joined for part in parts):
-                continue
-            values = [_on_host(joined.pop(part)) for part in parts]
-            are_on_host = all(isinstance(value, np.ndarray) for value in values)
-            joined[fused] = (np if are_on_host else jnp).concatenate(values, axis=-1)
+    for fused, parts in _fused_arrays(params):
+        if fused not in known or not parts.keys() <= joined.keys():
+            continue
+        values = [_on_host(joined.pop(name)) for name in parts]
+        are_on_host = all(isinstance(value, np.ndarray) for value in values)
+        numpy = np if are_on_host else jnp
+        joined[fused] = numpy.concatenate(values, axis=-1)
     return joined
 
 
@@ -118,13 +114,21 @@ def _on_host(value: Any) -> Any:
     return np.asarray(value)
 
 
-def _projections(module: Any) -> list[tuple[tuple[str, ...], ColumnParallelProjections]]:
-    """Returns the projections of a module, with their paths; none if it is no module."""
+def _fused_arrays(module: Any) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yields the name that each array of fused projections would have, with the features of its
+    parts by their names; nothing if it is no module.
+    """
     if not isinstance(module, nnx.Module):
-        return []
-    found = nnx.iter_modules(module)
-    return [
-        (tuple(map(str, path)), part)
-        for path, part in found
-        if isinstance(part, ColumnParallelProjections)
-    ]
+        return
+    for path, layer in nnx.iter_modules(module):
+        if not isinstance(layer, ColumnParallelProjections):
+            continue
+        prefix = "".join(f"{name}." for name in path)
+        for array in ("kernel", "bias"):
+            yield (
+                f"{prefix}{array}",
+                {
+                    f"{prefix}{part}.{array}": getattr(layer, part).out_features
+                    for part in layer.names
+                },
+            )

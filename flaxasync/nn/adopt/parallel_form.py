@@ -1,5 +1,6 @@
 """The parallel form of one plain layer: what can be replaced, and by what."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -71,16 +72,29 @@ def _check_attention(old: nnx.MultiHeadAttention) -> None:
             raise ValueError(reason)
 
 
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What a rule replaces, and how the parallel layer is made."""
+
+    replaces: tuple[type[nnx.Module], ...]
+    make: Callable[[Any, Options], nnx.Module]  # of a plain layer that is no adapter
+    parts: Mapping[str, int] | None = None  # the features of each part, where the output has parts
+
+
+def form_of(rule: Rule | Fused) -> Form:
+    """Returns the form of a rule."""
+    if isinstance(rule, Fused):
+        return Form((nnx.Linear,), functools.partial(_fused, rule=rule), rule.parts)
+    return RULES[rule]
+
+
 def parallel_form(old: Any, rule: Rule | Fused, options: Options) -> nnx.Module:
     """Returns the parallel layer for a plain one: its parameters are abstract, in the dtypes of the
     plain ones.
     """
-    if isinstance(rule, Fused):
-        projections = nnx.eval_shape(lambda: _fused(old, options, rule))
-        _take_over(projections, old, parts=rule.parts)
-        return projections
-    layer: Any = nnx.eval_shape(lambda: RULES[rule][1](old, options))
-    _take_over(layer, old)
+    form = form_of(rule)
+    layer: Any = nnx.eval_shape(lambda: form.make(old, options))
+    _take_over(layer, old, parts=form.parts)
     if isinstance(layer, ParallelAttention):
         layer.rngs = old.rngs if old.dropout_rate else nnx.data(None)
     return layer
@@ -240,16 +254,15 @@ def _attention(old: nnx.MultiHeadAttention, options: Options) -> nnx.Module:
     )
 
 
-# What each rule replaces, and the function that makes the parallel layer.
-RULES: dict[Rule, tuple[type[nnx.Module], Callable[[Any, Options], nnx.Module]]] = {
-    "column": (nnx.Linear, functools.partial(_linear, ColumnParallelLinear)),
-    "logits": (nnx.Linear, functools.partial(_linear, ColumnParallelLinear, pad=True)),
-    "row": (nnx.Linear, functools.partial(_linear, RowParallelLinear)),
-    "row_replicated": (
-        nnx.Linear,
-        functools.partial(_linear, RowParallelLinear, layout="replicated"),
+_LINEAR = (nnx.Linear, nnx.LoRA)
+RULES: dict[Rule, Form] = {
+    "column": Form(_LINEAR, functools.partial(_linear, ColumnParallelLinear)),
+    "logits": Form(_LINEAR, functools.partial(_linear, ColumnParallelLinear, pad=True)),
+    "row": Form(_LINEAR, functools.partial(_linear, RowParallelLinear)),
+    "row_replicated": Form(
+        _LINEAR, functools.partial(_linear, RowParallelLinear, layout="replicated")
     ),
-    "embed": (nnx.Embed, functools.partial(_embed, layout="sequence")),
-    "embed_replicated": (nnx.Embed, functools.partial(_embed, layout="replicated")),
-    "attention": (nnx.MultiHeadAttention, _attention),
+    "embed": Form((nnx.Embed,), functools.partial(_embed, layout="sequence")),
+    "embed_replicated": Form((nnx.Embed,), functools.partial(_embed, layout="replicated")),
+    "attention": Form((nnx.MultiHeadAttention,), _attention),
 }

@@ -13,7 +13,14 @@ from flax import nnx
 from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn.adopt.fused import Fused, is_called_fused
 from flaxasync.nn.adopt.loading import load, variables_of
-from flaxasync.nn.adopt.parallel_form import RULES, Options, Rule, adapted_form, parallel_form
+from flaxasync.nn.adopt.parallel_form import (
+    RULES,
+    Options,
+    Rule,
+    adapted_form,
+    form_of,
+    parallel_form,
+)
 from flaxasync.nn.placement import is_eager, put
 
 FUSED_NOTE = (
@@ -201,10 +208,7 @@ def _new_layer(
     already.
     """
     old = modules[path]
-    kinds: tuple[type[nnx.Module], ...] = (nnx.Linear,)
-    if not isinstance(rule, Fused):
-        replaced = RULES[rule][0]
-        kinds = (nnx.Linear, nnx.LoRA) if replaced is nnx.Linear else (replaced,)
+    kinds = form_of(rule).replaces
     if type(old) not in kinds:
         names = " and ".join(kind.__name__ for kind in kinds)
         raise ValueError(
