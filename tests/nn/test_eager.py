@@ -302,8 +302,8 @@ def test_layers_in_a_loop_are_traced_once_and_others_by_their_lines(traced):
 
 def test_a_trace_is_shared_with_no_other_trace(traced):
     """What a kernel may do can change between two traces, as when it was verified."""
-    tower = Tower(loop=True)
     with jax.set_mesh(make_mesh(2, 4)):
+        tower = Tower(loop=True)
         x = ones((4, 8, 16), ROWS)
         for _ in range(2):
             gradients(tower, x)
