@@ -30,7 +30,8 @@ _COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        arguments = sys.argv[1:]
     if arguments[:1] and arguments[0] in _COMMANDS:  # a file of such a name is ./trace
         return importlib.import_module(_COMMANDS[arguments[0]]).main(arguments[1:])
     parser = argparse.ArgumentParser(

@@ -66,7 +66,10 @@ def save_trace(result: Timeline | Result, path: Any) -> None:
             {"ph": "M", "name": "thread_name", "pid": device, "tid": thread, "args": {"name": lane}}
         )
     for s in t.slices:
-        colour = {"cname": _COLOURS[s.kind]} if s.kind in _COLOURS else {}
+        if s.kind in _COLOURS:
+            colour = {"cname": _COLOURS[s.kind]}
+        else:
+            colour = {}
         events.append(
             {
                 "ph": "X",
@@ -90,4 +93,6 @@ def _timeline(result: Any) -> Timeline:
         raise ValueError(
             f"results must be what timeline or play returned: got {type(result).__name__}"
         )
-    return result.timeline() if isinstance(result, Result) else result
+    if isinstance(result, Result):
+        return result.timeline()
+    return result

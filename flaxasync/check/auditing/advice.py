@@ -78,7 +78,10 @@ def advise(
     """Returns the advice on a collective that holds the chip, alone or within the fusion `i`."""
     kind = costs.collective_kind(computation, i, collective)
     ways = []
-    matmuls = _partners(costs.module, computation, i, kind) if kind in _OPS else []
+    if kind in _OPS:
+        matmuls = _partners(costs.module, computation, i, kind)
+    else:
+        matmuls = []
     if matmuls and kind == "all-reduce" and _IN_BACKWARD in i.op_name:
         ways.append(_sum_gradients_beside(costs, work, computation, i))
     elif matmuls:
@@ -96,7 +99,9 @@ def advise(
 
 
 def _offload_flag(costs: Costs, kind: str) -> str | None:
-    return OFFLOAD_FLAGS.get(kind) if costs.chip.name in OFFLOADING_CHIPS else None
+    if costs.chip.name in OFFLOADING_CHIPS:
+        return OFFLOAD_FLAGS.get(kind)
+    return None
 
 
 def _beside(
@@ -148,7 +153,10 @@ def _ring(
     """
     collective = costs.seconds(computation, i)
     product = sum(costs.seconds(computation, m) for m in matmuls)
-    hidden = collective / 2 if kind == "all-reduce" else collective
+    if kind == "all-reduce":
+        hidden = collective / 2
+    else:
+        hidden = collective
     overlapped = (
         product / ring
         + (ring - 1) * max(hidden / (ring - 1), product / ring)
@@ -161,7 +169,10 @@ def _ring(
         )
         overlapped += costs.memory_seconds(2 * (ring - 1) * sums)
     names = ", ".join(m.name for m in matmuls)
-    verb = "multiplies" if len(matmuls) == 1 else "multiply"
+    if len(matmuls) == 1:
+        verb = "multiplies"
+    else:
+        verb = "multiply"
     text = f"send blocks while {names} {verb} others: {_ways(costs, kind)}"
     return Advice(text, max(0.0, collective + product - overlapped))
 
@@ -220,11 +231,10 @@ def _partners(
     seen = set()
     while pending:
         step, *pending = pending
-        near = (
-            computation.users.get(step.name, [])
-            if kind == "all-gather"
-            else computation.operands(step)
-        )
+        if kind == "all-gather":
+            near = computation.users.get(step.name, [])
+        else:
+            near = computation.operands(step)
         for one in near:
             if one.name in seen:
                 continue
@@ -263,7 +273,9 @@ def partial_sum_bytes(
         if not inside:
             return 0
         matmul = inside[0]
-    return matmul.shape.bytes if _sums_over(computation, matmul, names, made.shape, axis) else 0
+    if _sums_over(computation, matmul, names, made.shape, axis):
+        return matmul.shape.bytes
+    return 0
 
 
 def _same_elements(
@@ -305,10 +317,16 @@ def _sums_over(
         )
         return str(at) in re.findall(r"\d+", text)
     sides = product.attributes.get("dim_labels", "").split("->")[0].split("_")
-    label = sides[number][at : at + 1] if len(sides) == 2 else ""
+    if len(sides) == 2:
+        label = sides[number][at : at + 1]
+    else:
+        label = ""
     # a dimension along which a window moves: a sum if it covers all of it
     if label.isascii() and label.isdigit():
         window = _WINDOW.search(product.attributes.get("window", ""))
-        sizes = window[1].split("x") if window else []
+        if window:
+            sizes = window[1].split("x")
+        else:
+            sizes = []
         return int(label) < len(sizes) and sizes[int(label)] == str(made[at])
     return label == ("i" if number else "f")

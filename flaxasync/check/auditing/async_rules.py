@@ -44,7 +44,10 @@ def check_async_rules(
 
     `operations` are all of the module, from a caller that has found them already.
     """
-    known = async_operations(module) if operations is None else operations
+    if operations is None:
+        known = async_operations(module)
+    else:
+        known = operations
     found = [
         finding(code, message, computation.name, i.name, source=module.source(i))
         for computation in module.computations.values()
@@ -133,14 +136,23 @@ def _tuples(computation: Computation, steps: list[Instruction]) -> Iterator[Brok
     """Checks the tuples of a start and its updates against the operands bound by then and the
     done.
     """
-    done = steps[-1] if step_of_opcode(steps[-1].opcode) == "done" else None
-    futures = steps[:-1] if done else steps
+    if step_of_opcode(steps[-1].opcode) == "done":
+        done = steps[-1]
+    else:
+        done = None
+    if done:
+        futures = steps[:-1]
+    else:
+        futures = steps
     binds_output = _late(futures[0]) and not _late(futures[-1])
     for n, step in enumerate(futures):
         first = step.shape.at((0,))
         second = step.shape.at((1,))
         bound = operands_of(computation, futures[: n + 1])
-        found = list(first.elements) if first is not None and first.is_tuple else None
+        if first is not None and first.is_tuple:
+            found = list(first.elements)
+        else:
+            found = None
         alike = found is not None and all(a.is_like(b) for a, b in zip(found, bound, strict=False))
         # An update may bind the buffers of results, as further operands. The first part then ends
         # before them.
@@ -157,7 +169,10 @@ def _tuples(computation: Computation, steps: list[Instruction]) -> Iterator[Brok
                 step,
             )
         if second is None or (done and second != _NOTHING and not second.is_like(done.shape)):
-            returned = f", {done.name} returns {done.shape}" if done else ""
+            if done:
+                returned = f", {done.name} returns {done.shape}"
+            else:
+                returned = ""
             yield (
                 "async-result-alias",
                 _short(f"{step.name} holds {second} as its results{returned}"),
@@ -197,7 +212,10 @@ def _called(
         )
     bound = operands_of(computation, steps)
     declared = [wrapped.parameters[n].shape for n in sorted(wrapped.parameters)]
-    done = steps[-1] if step_of_opcode(steps[-1].opcode) == "done" else None
+    if step_of_opcode(steps[-1].opcode) == "done":
+        done = steps[-1]
+    else:
+        done = None
     more = len(bound) > len(declared) and not (_late(start) and len(steps) > 1)
     fewer = len(bound) < len(declared) and done is not None
     if more or fewer or not all(a.is_like(b) for a, b in zip(declared, bound, strict=False)):
@@ -207,7 +225,10 @@ def _called(
             _short(f"{start.name} binds operands that {wrapped.name}({have}) does not take"),
             start,
         )
-    result = done.shape if done is not None else steps[-1].shape.at((1,))
+    if done is not None:
+        result = done.shape
+    else:
+        result = steps[-1].shape.at((1,))
     if result not in (None, _NOTHING) and not wrapped.root.shape.is_like(result):
         yield (
             "async-shape",
@@ -221,4 +242,6 @@ def _stem(i: Instruction) -> str:
 
 
 def _short(message: str) -> str:
-    return message if len(message) <= _LONG else message[: _LONG - 3] + "..."
+    if len(message) <= _LONG:
+        return message
+    return message[: _LONG - 3] + "..."

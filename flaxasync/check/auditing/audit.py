@@ -121,7 +121,7 @@ def _notes(module: HloModule, costs: Costs, chip_was_assumed: bool) -> tuple[str
                 "the text has no cycle estimates (it is no TPU program): work is timed by its "
                 "bytes only"
             )
-        elif any(costs.explained(c, i)[1] == "bytes" for c, i in _run_by_core(module, costs)):
+        elif any(costs.explained(c, i).source == "bytes" for c, i in _run_by_core(module, costs)):
             notes.append(
                 "the text has no cycle estimates: work beside kernels is timed by its bytes only"
             )

@@ -189,11 +189,18 @@ class Finding:
         return self.advice or CODES[self.code].remedy
 
     def __str__(self) -> str:
-        place = f"{self.computation}/{self.instruction}" if self.instruction else self.computation
-        where = f" ({self.source})" if self.source else ""
-        gain = (
-            f"\n    gain {self.gain * 1e3:.3g} ms in a run, predicted" if self.gain >= 1e-6 else ""
-        )
+        if self.instruction:
+            place = f"{self.computation}/{self.instruction}"
+        else:
+            place = self.computation
+        if self.source:
+            where = f" ({self.source})"
+        else:
+            where = ""
+        if self.gain >= 1e-6:
+            gain = f"\n    gain {self.gain * 1e3:.3g} ms in a run, predicted"
+        else:
+            gain = ""
         return (
             f"{self.severity}: {self.code}: {self.message}\n    at {place}{where}\n    do "
             f"{self.remedy}{gain}"
@@ -217,7 +224,10 @@ def finding(
     count: int = 1,
 ) -> Finding:
     """Makes a finding, whose severity is that of its code unless another one is given."""
-    chosen = CODES[code].severity if severity is None else severity
+    if severity is None:
+        chosen = CODES[code].severity
+    else:
+        chosen = severity
     return Finding(code, message, computation, instruction, source, chosen, count, advice, gain)
 
 
@@ -321,12 +331,16 @@ def size_text(count: float) -> str:
     """Returns a number of bytes with a unit: "512 B", "1.5 KiB", "2 MiB"."""
     if count < 1 << 10:
         return f"{count:.4g} B"
-    return f"{count / 1024:.4g} KiB" if count < 1 << 20 else f"{count / (1 << 20):.4g} MiB"
+    if count < 1 << 20:
+        return f"{count / 1024:.4g} KiB"
+    return f"{count / (1 << 20):.4g} MiB"
 
 
 def time_text(seconds: float) -> str:
     """Returns a time with a unit: "93.2 us", "2.98 ms"."""
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e6:.3g} us"
 
 
 def _table(pairs: Sequence[Pair]) -> list[str]:
@@ -347,8 +361,14 @@ def _table(pairs: Sequence[Pair]) -> list[str]:
     ]
     for p in pairs:
         inside = ", ".join(w.instruction for w in sorted(p.work, key=lambda w: -w.seconds)[:2])
-        more = f" and {len(p.work) - 2} more" if len(p.work) > 2 else ""
-        where = p.computation if not p.crosses else f"{p.computation} ({p.crosses})"
+        if len(p.work) > 2:
+            more = f" and {len(p.work) - 2} more"
+        else:
+            more = ""
+        if not p.crosses:
+            where = p.computation
+        else:
+            where = f"{p.computation} ({p.crosses})"
         rows.append(
             (
                 p.name[:44],

@@ -82,7 +82,10 @@ def kernel_hazards(
         shape = start.shape.at(path)
         what = f"the {role} buffer of {start.name}, {shape}"
         # which was inferred from its position
-        of_read = Severity.ERROR if role == "destination" else Severity.WARNING
+        if role == "destination":
+            of_read = Severity.ERROR
+        else:
+            of_read = Severity.WARNING
         if shape is not None and shape.memory_space == VMEM:
             add("in-flight-vmem", f"{what}, lies in vector memory", here)
         if not ends:

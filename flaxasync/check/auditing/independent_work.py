@@ -94,7 +94,7 @@ class IndependentWork:
         if i.opcode == "call":
             inside = self.costs.module.nested(i)
             return not any(one.opcode.removesuffix("-start") in COLLECTIVES for one in inside)
-        return i.opcode not in COLLECTIVES and self.costs.explained(computation, i)[1] not in (
+        return i.opcode not in COLLECTIVES and self.costs.explained(computation, i).source not in (
             "links",
             "body",
             "nothing",

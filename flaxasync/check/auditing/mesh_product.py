@@ -106,7 +106,10 @@ def _nearest(
     seen = {step.name}
     while pending:
         here = pending.pop()
-        near = computation.users.get(here.name, []) if forward else computation.operands(here)
+        if forward:
+            near = computation.users.get(here.name, [])
+        else:
+            near = computation.operands(here)
         for one in near:
             if one.name in seen:
                 continue

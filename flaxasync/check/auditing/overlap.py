@@ -106,7 +106,10 @@ def pair_of(module: HloModule, windows: Windows, op: AsyncOperation, runs: int) 
     # loop.
     staying = [w for w in op.windows if not any(c.startswith("leaves") for c in w.crosses)]
     window = next(iter(staying or op.windows), None)
-    spans = window.spans if window and module.is_scheduled else ()
+    if window and module.is_scheduled:
+        spans = window.spans
+    else:
+        spans = ()
     work, inside = windows.work_in(spans, hides=op.communicates)
     return Pair(
         name=op.name,
@@ -160,7 +163,10 @@ def overlap_findings(
             seconds, work = free[0]
             code = "empty-window"
             gain = min(pair.transfer, sum(s for s, _ in free))
-            where = f", {source}" if (source := module.source(work)) else ""
+            if source := module.source(work):
+                where = f", {source}"
+            else:
+                where = ""
             message += f": {work.name} ({time_text(seconds)}{where}) could run inside"
             advice = _barrier_to_remove(computation, op, work, hiding)
         elif product := mesh_product.find(module, computation, op.start):
@@ -170,7 +176,10 @@ def overlap_findings(
         message += f", the work inside {time_text(pair.inside)}"
     else:
         return []
-    severity = None if pair.bytes >= LARGE else Severity.INFO
+    if pair.bytes >= LARGE:
+        severity = None
+    else:
+        severity = Severity.INFO
     return [
         finding(
             code,
@@ -215,7 +224,10 @@ def synchronous_collectives(
         moved = max(one.shape.bytes for one in (i, *computation.operands(i)))
         what = f"{collective.opcode}{_over(names, collective)}, {size_text(moved)}"
         message = f"{i.name} ({what}) holds the chip for {time_text(seconds)}"
-        severity = None if moved >= LARGE else Severity.INFO
+        if moved >= LARGE:
+            severity = None
+        else:
+            severity = Severity.INFO
         advice = advise(costs, independent, computation, i, collective)
         found.append(
             finding(
@@ -239,7 +251,9 @@ def _over(names: AxisNames, collective: Instruction) -> str:
     if not names.axes:
         return ""
     found = names.of(collective)
-    return f" over {found}" if found else ""
+    if found:
+        return f" over {found}"
+    return ""
 
 
 def loop_copies(

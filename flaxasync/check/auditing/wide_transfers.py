@@ -84,16 +84,17 @@ def wide_transfers(
         run beside it.
         """
         wide = next((leaf.element_type for _, leaf in i.shape.leaves()), "")
-        narrow = (
-            kept[wide].type_of(computation, i)
-            if wide in _WIDE and not _promoted(module, i)
-            else None
-        )
+        if wide in _WIDE and not _promoted(module, i):
+            narrow = kept[wide].type_of(computation, i)
+        else:
+            narrow = None
         if narrow is None:
             return
         rest = element_bits(narrow) / element_bits(wide)
         made = computation.operands(i)
-        written = sum(m.shape.bytes for m in made if costs.explained(computation, m)[1] == "bytes")
+        written = sum(
+            m.shape.bytes for m in made if costs.explained(computation, m).source == "bytes"
+        )
         gain = max(0.0, seconds - inside) - max(0.0, rest * seconds - inside)
         gain += (1 - rest) * costs.memory_seconds(written + arrived)
         largest = max(
@@ -121,8 +122,14 @@ def _finding(line: str, transfers: list[_Wide], runs: Mapping[str, int]) -> Find
     largest = max(transfers, key=lambda t: t.bytes)
     counts = [runs[t.computation.name] for t in transfers]
     moved = sum(n * t.bytes for n, t in zip(counts, transfers, strict=True))
-    which = "of its line" if line else "without a line of Python"
-    others = f" and {len(transfers) - 1} more {which} carry" if len(transfers) > 1 else " carries"
+    if line:
+        which = "of its line"
+    else:
+        which = "without a line of Python"
+    if len(transfers) > 1:
+        others = f" and {len(transfers) - 1} more {which} carry"
+    else:
+        others = " carries"
     message = (
         f"{largest.instruction.name}{others} {largest.rounding} when it has arrived: "
         f"{size_text(moved)} in "
@@ -178,7 +185,9 @@ class _Kept:
                     self._types[before] |= self._types[place]
                     changed.append(before)
         kept = self._types[_place(first)]
-        return None if "" in kept else max(kept, key=element_bits, default=None)
+        if "" in kept:
+            return None
+        return max(kept, key=element_bits, default=None)
 
     def _look(self, holder: Holder, types: set[str]) -> list[Holder]:
         """Returns what holds the values next, and adds the types to which users convert them."""
@@ -213,11 +222,15 @@ def _through(
     type.
     """
     if user.opcode == "get-tuple-element" and element:
-        return [(at, user, ())] if user.tuple_index == element[0] else []
+        if user.tuple_index == element[0]:
+            return [(at, user, ())]
+        return []
     if element is None:  # a future
         if user.opcode == "async-update":
             return [(at, user, None)]
-        return [(at, user, ())] if _step_of_move(module, at, user, "-done") else None
+        if _step_of_move(module, at, user, "-done"):
+            return [(at, user, ())]
+        return None
     if element:
         return None
     if user.opcode in _MOVES or user.custom_call_target == _JOINS:
@@ -228,7 +241,10 @@ def _through(
     if user.opcode == "tuple" and user.is_root:
         outside = _fusions(module, at)
         return [(caller, fusion, (n,)) for caller, fusion in outside for n in numbers] or None
-    bodies = module.called(user)[:1] if user.opcode == "fusion" else []
+    if user.opcode == "fusion":
+        bodies = module.called(user)[:1]
+    else:
+        bodies = []
     return [
         (body, body.parameters[n], ()) for body in bodies for n in numbers if n in body.parameters
     ] or None
@@ -237,7 +253,9 @@ def _through(
 def _fusions(module: HloModule, body: Computation) -> list[tuple[Computation, Instruction]]:
     """Returns the fusions that run a computation; none if anything else calls it."""
     callers = module.callers.get(body.name, [])
-    return callers if all(call.opcode == "fusion" for _, call in callers) else []
+    if all(call.opcode == "fusion" for _, call in callers):
+        return callers
+    return []
 
 
 def _step_of_move(module: HloModule, at: Computation, i: Instruction, suffix: str) -> bool:
@@ -249,7 +267,10 @@ def _step_of_move(module: HloModule, at: Computation, i: Instruction, suffix: st
     start = i
     while start.opcode in ("async-update", "async-done") and start.operands:
         start = at.by_name[start.operands[0]]
-    wrapped = module.called(start) if start.opcode == "async-start" else []
+    if start.opcode == "async-start":
+        wrapped = module.called(start)
+    else:
+        wrapped = []
     return (wrapped[0].root.opcode if wrapped else i.opcode.removesuffix(suffix)) in _MOVES
 
 
@@ -257,5 +278,8 @@ def _promoted(module: HloModule, i: Instruction) -> bool:
     """Says whether the compiler itself widened a reduction, as it does on CPU. The author cannot
     change that.
     """
-    inside = (i, *module.instructions_in(i)) if i.opcode == "fusion" else (i,)
+    if i.opcode == "fusion":
+        inside = (i, *module.instructions_in(i))
+    else:
+        inside = (i,)
     return any(name.endswith("_promoted") for one in inside for name in one.called_computations)

@@ -113,8 +113,14 @@ def compile_for(
             f"of {topology}: "
             f"make its mesh with topology_mesh({topology!r}, ...), or let it use the ambient mesh"
         )
-    folder = tempfile.mkdtemp(prefix="flaxasync-") if keep_dumps is True else keep_dumps or None
-    dumps = None if folder is None else pathlib.Path(folder).absolute()
+    if keep_dumps is True:
+        folder = tempfile.mkdtemp(prefix="flaxasync-")
+    else:
+        folder = keep_dumps or None
+    if folder is None:
+        dumps = None
+    else:
+        dumps = pathlib.Path(folder).absolute()
     with progress(f"compiling for {topology}"):
         answer = shared_process(dumps=dumps is not None).compile(request, timeout, dumps)
     coords = places_of(devices)
@@ -165,9 +171,10 @@ class CompilerProcess:
             answer = self._answer(request, timeout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             code = self.process.wait()
-            death = (
-                f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-            )
+            if code < 0:
+                death = f"died of {signal.Signals(-code).name}"
+            else:
+                death = f"ended with code {code}"
             self._log.seek(0)
             lines = self._log.read().decode(errors="replace").strip().splitlines()
             last_lines = "\n".join(line for line in lines if not line.startswith("http"))[-2000:]
@@ -180,11 +187,10 @@ class CompilerProcess:
                     # replaces a file of that name, as libtpu would
                     shutil.move(file, folder / file.name)
         if (message := answer.get("error")) is not None:
-            refused = (
-                busy_message(message)
-                if "already in use" in message
-                else f"the TPU compiler refused: {message}"
-            )
+            if "already in use" in message:
+                refused = busy_message(message)
+            else:
+                refused = f"the TPU compiler refused: {message}"
             raise hbm_error(message) or RuntimeError(refused)
         return answer["ok"]
 

@@ -93,13 +93,19 @@ def topology_devices(topology: str) -> list:
       ImportError: libtpu is not installed.
       RuntimeError: Another process holds libtpu.
     """
-    match = _NAME.fullmatch(topology) if isinstance(topology, str) else None
+    if isinstance(topology, str):
+        match = _NAME.fullmatch(topology)
+    else:
+        match = None
     known = "; ".join(f"{family}: {', '.join(sizes)}" for family, sizes in TOPOLOGIES.items())
     wanted = (
         f"topology must be one that libtpu describes, like 'v5e:2x4': got {topology!r}; "
         f"there are {known}"
     )
-    sizes = [int(n.lstrip("*")) for n in match.groups()[1:] if n] if match else []
+    if match:
+        sizes = [int(n.lstrip("*")) for n in match.groups()[1:] if n]
+    else:
+        sizes = []
     if not match or match[1] not in TOPOLOGIES or math.prod(sizes) > MAX_CHIPS:
         raise ValueError(wanted)
     if importlib.util.find_spec("libtpu") is None:
@@ -111,7 +117,10 @@ def topology_devices(topology: str) -> list:
         os.environ.setdefault(name, value)
     try:
         name, _, slices = topology.partition("*")
-        several = {"num_slices": int(slices)} if slices else {}
+        if slices:
+            several = {"num_slices": int(slices)}
+        else:
+            several = {}
         return topologies.get_topology_desc(name, platform="tpu", **several).devices
     except jax.errors.JaxRuntimeError as error:
         if "lock" in str(error) or "in use" in str(error):
@@ -157,25 +166,31 @@ def place_arguments(
         meshes.append(ambient)
     here = {mesh for mesh in meshes if _is_of_topology(mesh, devices)}
     elsewhere = [mesh for mesh in meshes if mesh not in here]
-    target = _one_mesh(topology, here, elsewhere) if elsewhere else None
+    if elsewhere:
+        target = _one_mesh(topology, here, elsewhere)
+    else:
+        target = None
     # Without any sharding, and without an ambient mesh, the program is compiled for a single chip.
-    single = None if meshes or ambient_is_here else SingleDeviceSharding(devices[0])
+    if meshes or ambient_is_here:
+        single = None
+    else:
+        single = SingleDeviceSharding(devices[0])
 
     def placed(leaf: Any) -> Any:
         if not (is_array(leaf) or (is_number(leaf) and not arrays)):
             return leaf
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
-            sharding = (
-                NamedSharding(target, sharding.spec)
-                if target and sharding.mesh in elsewhere
-                else sharding
-            )
+            if target and sharding.mesh in elsewhere:
+                sharding = NamedSharding(target, sharding.spec)
         elif single is None and isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         else:
             sharding = single
-        aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            aval = leaf
+        else:
+            aval = jax.typeof(leaf)
         weak = getattr(aval, "weak_type", False)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
 

@@ -27,7 +27,10 @@ def compile_request(request: dict) -> dict:
     from jaxlib.mlir import ir
 
     name, _, slices = request["topology"].partition("*")
-    several = {"num_slices": int(slices)} if slices else {}
+    if slices:
+        several = {"num_slices": int(slices)}
+    else:
+        several = {}
     described: list[Any] = list(
         topologies.get_topology_desc(name, platform="tpu", **several).devices
     )

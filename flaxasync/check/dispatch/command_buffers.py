@@ -66,7 +66,9 @@ def command_buffer_flags(loops: LoopKind = "nested") -> str:
             "give loops a trip count that is known when they are compiled, or install another "
             "jaxlib"
         )
-    return f"{LOOPS} {SMALL_GRAPHS}" if _is_accepted(SMALL_GRAPHS) else LOOPS
+    if _is_accepted(SMALL_GRAPHS):
+        return f"{LOOPS} {SMALL_GRAPHS}"
+    return LOOPS
 
 
 def flags_for(*commands: str) -> str:
@@ -85,11 +87,10 @@ def cuda_note(loops: LoopKind = "nested") -> tuple[bool | None, str]:
         raise ValueError(f"loops must be one of {kinds}: got {loops!r}")
     needed = _NEEDED_CUDA[loops]
     version = cuda_version()
-    crash = (
-        "12.8 crashes with static and nested loops"
-        if loops != "dynamic"
-        else "dynamic loops were tried with 12.8"
-    )
+    if loops != "dynamic":
+        crash = "12.8 crashes with static and nested loops"
+    else:
+        crash = "dynamic loops were tried with 12.8"
     if version is None:
         return (
             None,
@@ -115,7 +116,9 @@ def cuda_version() -> int | None:
     from jax._src.lib import cuda_versions
 
     try:
-        return None if cuda_versions is None else int(cuda_versions.cuda_runtime_get_version())
+        if cuda_versions is None:
+            return None
+        return int(cuda_versions.cuda_runtime_get_version())
     except (AttributeError, RuntimeError):  # JAX has renamed the query, or cannot load the library
         return None
 

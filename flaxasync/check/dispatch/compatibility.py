@@ -114,7 +114,10 @@ def check_async_compatible(compiled: Any, *, traced: Any = None) -> DispatchInfo
     found = (program.signal, None if traced is None else read_traced(traced), read_flags(compiled))
     signals = [signal for signal in found if signal is not None]
     has_callbacks = any(signal.has_host_callbacks for signal in signals)
-    judged = [_Judgement(None, program.unread, _MEASURE)] if program.unread else []
+    if program.unread:
+        judged = [_Judgement(None, program.unread, _MEASURE)]
+    else:
+        judged = []
     judged += _of_device(platform, devices)
     judged += [_of_callbacks(platform, devices, program)] if has_callbacks else []
     judged += _of_decisions(platform, program)
@@ -287,11 +290,16 @@ def _together(answers: Set[bool | None]) -> bool | None:
     """Returns the answer to several questions: False if one is, else None if one is not known."""
     if False in answers:
         return False
-    return None if None in answers else True
+    if None in answers:
+        return None
+    return True
 
 
 def _listed(things: Sequence[object]) -> str:
-    more = f" and {len(things) - 3} more" if len(things) > 3 else ""
+    if len(things) > 3:
+        more = f" and {len(things) - 3} more"
+    else:
+        more = ""
     return ", ".join(map(str, things[:3])) + more
 
 

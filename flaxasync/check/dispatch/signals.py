@@ -33,7 +33,9 @@ class Callback:
     ordered: bool  # whether its effect is ordered
 
     def __str__(self) -> str:
-        return f"{self.name} at {self.source}" if self.source else self.name
+        if self.source:
+            return f"{self.name} at {self.source}"
+        return self.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +188,9 @@ def read_path(compiled: Any) -> str:
     params: Any = getattr(compiled, "_params", None)
     if params is None or not hasattr(executable, "create_cpp_call"):
         return ""
-    return "Python" if executable.create_cpp_call(params) is None else "C++"
+    if executable.create_cpp_call(params) is None:
+        return "Python"
+    return "C++"
 
 
 def _callback(i: Instruction, source: str) -> Callback:

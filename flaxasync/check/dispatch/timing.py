@@ -36,7 +36,9 @@ class DispatchTiming:
         """True if the call waits for the device, False if it does not, None if it is too short to
         tell.
         """
-        return None if self.total < self.floor else self.ratio > WAITS
+        if self.total < self.floor:
+            return None
+        return self.ratio > WAITS
 
     def __str__(self) -> str:
         answer = {

@@ -88,7 +88,7 @@ class Costs:
 
     def seconds(self, computation: Computation, instruction: Instruction) -> float:
         """Returns the time that the core spends on an instruction. A start and a done take none."""
-        return self.explained(computation, instruction)[0]
+        return self.explained(computation, instruction).seconds
 
     def explained(self, computation: Computation, instruction: Instruction) -> CoreTime:
         """Returns the time of an instruction, and what it was taken from."""

@@ -150,7 +150,7 @@ def _notes(lockstep: Lockstep) -> tuple[str, ...]:
         for n in lockstep.executed
         for i in module.computations[n].instructions
         if i.custom_call_target == "tpu_custom_call"
-        and lockstep.costs.explained(module.computations[n], i)[1] == "bytes"
+        and lockstep.costs.explained(module.computations[n], i).source == "bytes"
     ]
     if by_bytes:
         named = ", ".join(by_bytes[:4])

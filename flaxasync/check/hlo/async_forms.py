@@ -98,7 +98,10 @@ def to_short(module: HloModule) -> HloModule:
         if short is not None:
             changes[op.computation][op.name] = short
             gone.update(op.start.called_computations)
-        stem = "async" if short is None else short.opcode.removesuffix("-start")
+        if short is None:
+            stem = "async"
+        else:
+            stem = short.opcode.removesuffix("-start")
         steps = [(module.computations[op.computation], i) for i in op.updates]
         steps += [(module.computations[window.computation], window.done) for window in op.windows]
         for at, i in steps:
@@ -164,7 +167,9 @@ def only_instruction(wrapped: Computation) -> Instruction | None:
     is_only = (
         len(wrapped.instructions) == len(parameters) + 1 and wrapped.root.operands == parameters
     )
-    return wrapped.root if is_only else None
+    if is_only:
+        return wrapped.root
+    return None
 
 
 def _without_old(step: Instruction, opcode: str) -> Instruction:
@@ -179,7 +184,9 @@ def _called_by_short_call(module: HloModule, start: Instruction) -> str:
     name = start.attributes.get("to_apply", "").lstrip("%")
     if start.opcode != "call-start" or name not in module.computations:
         return ""
-    return name if only_instruction(module.computations[name]) is not None else ""
+    if only_instruction(module.computations[name]) is not None:
+        return name
+    return ""
 
 
 def _generic(start: Instruction, called: str) -> Instruction:
@@ -193,8 +200,14 @@ def _wrapped(computation: Computation, start: Instruction, name: str) -> Computa
     """Returns the computation that a short form stands for: its parameters and one instruction."""
     steps = chain(computation, start)
     is_done = step_of_opcode(steps[-1].opcode) == "done"
-    last = steps[-2] if is_done and len(steps) > 1 else steps[-1]
-    result = steps[-1].shape if is_done else last.shape.at((1,)) or Shape("tuple")
+    if is_done and len(steps) > 1:
+        last = steps[-2]
+    else:
+        last = steps[-1]
+    if is_done:
+        result = steps[-1].shape
+    else:
+        result = last.shape.at((1,)) or Shape("tuple")
     opcode = start.opcode.removesuffix("-start")
     parameters = tuple(
         Instruction(f"p{n}", shape, "parameter", literal=str(n), line=start.line)
@@ -216,11 +229,16 @@ def _parameters(bound: list[Shape], declared: Shape | None) -> list[Shape]:
     An update may bind the buffers of results, too, which are operands that the future does not
     declare.
     """
-    shapes = list(declared.elements) if declared is not None and declared.is_tuple else []
+    if declared is not None and declared.is_tuple:
+        shapes = list(declared.elements)
+    else:
+        shapes = []
     fit = len(shapes) <= len(bound) and all(
         a.is_like(b) for a, b in zip(shapes, bound, strict=False)
     )
-    return shapes if fit and (shapes or not bound) else bound
+    if fit and (shapes or not bound):
+        return shapes
+    return bound
 
 
 def _fits(
@@ -244,7 +262,10 @@ def _shortened(
     computation.
     """
     called = module.called(start)
-    root = only_instruction(called[0]) if len(called) == 1 else None
+    if len(called) == 1:
+        root = only_instruction(called[0])
+    else:
+        root = None
     if root is None or root.opcode in FIRST_CLASS or len(module.callers[called[0].name]) > 1:
         return None
     if _STEP.fullmatch(root.opcode) or called[0].is_entry:
@@ -257,7 +278,9 @@ def _shortened(
         own.setdefault("metadata", root.attributes["metadata"])
     short = dataclasses.replace(start, opcode=f"{root.opcode}-start", attributes=of_root | own)
     again = _wrapped(computation, short, called[0].name)
-    return short if _parts(again) == _parts(called[0]) else None
+    if _parts(again) == _parts(called[0]):
+        return short
+    return None
 
 
 def _parts(wrapped: Computation) -> list[object]:

@@ -97,7 +97,9 @@ class AsyncOperation:
         if all(leaf.memory_space != HOST for _, leaf in self.start.shape.leaves()):
             return ""
         results = [leaf for window in self.windows for _, leaf in window.done.shape.leaves()]
-        return "to host" if any(leaf.memory_space == HOST for leaf in results) else "from host"
+        if any(leaf.memory_space == HOST for leaf in results):
+            return "to host"
+        return "from host"
 
 
 def async_operations(module: HloModule) -> tuple[AsyncOperation, ...]:
@@ -115,10 +117,14 @@ def async_operations(module: HloModule) -> tuple[AsyncOperation, ...]:
 def spelling_of_start(module: HloModule, instruction: Instruction) -> str:
     """Returns the spelling in which an instruction is a start, or "" if it is none."""
     if instruction.opcode == "fusion":
-        return "fusion" if _contains_mark(module, instruction, _FUSED_START) else ""
+        if _contains_mark(module, instruction, _FUSED_START):
+            return "fusion"
+        return ""
     if instruction.opcode == "custom-call":
         is_kernel = instruction.custom_call_target == KERNEL
-        return "kernel" if is_kernel and _new_semaphores(instruction) else ""
+        if is_kernel and _new_semaphores(instruction):
+            return "kernel"
+        return ""
     return spelling_of_opcode(instruction.opcode)
 
 
@@ -134,7 +140,9 @@ def spelling_of_opcode(opcode: str) -> str:
         opcode.endswith("-start") or opcode in ("send", "recv")
     ):
         return "first-class"
-    return "generic" if opcode.endswith("-start") else ""
+    if opcode.endswith("-start"):
+        return "generic"
+    return ""
 
 
 @functools.lru_cache(1024)
@@ -161,14 +169,19 @@ def collective_in_fusion(module: HloModule, fusion: Instruction) -> Instruction 
     is_beside = collective and "async_collective_fusion_config" in collective.attributes.get(
         "backend_config", ""
     )
-    return None if is_beside else collective
+    if is_beside:
+        return None
+    return collective
 
 
 def synchronous_collective(module: HloModule, i: Instruction) -> Instruction | None:
     """Returns the collective that an instruction performs without a start, by itself or within a
     fusion.
     """
-    collective = collective_in_fusion(module, i) if i.opcode == "fusion" else i
+    if i.opcode == "fusion":
+        collective = collective_in_fusion(module, i)
+    else:
+        collective = i
     if (
         collective is None
         or collective.opcode not in COLLECTIVES
@@ -218,8 +231,13 @@ def _operation(
 
 def _wrapped(module: HloModule, start: Instruction) -> Instruction | None:
     """Returns the instruction that a generic start runs, if the text has it."""
-    wrapped = module.called(start) if start.opcode == "async-start" else []
-    return wrapped[0].root if wrapped else None
+    if start.opcode == "async-start":
+        wrapped = module.called(start)
+    else:
+        wrapped = []
+    if wrapped:
+        return wrapped[0].root
+    return None
 
 
 def _wrapped_collectives(module: HloModule, start: Instruction) -> list[Held]:
@@ -246,7 +264,9 @@ def _wrapped_collectives(module: HloModule, start: Instruction) -> list[Held]:
                 "conditional",
             ):
                 pending += reversed(module.called(i))
-    return found if start.opcode == "async-start" else found[:1]
+    if start.opcode == "async-start":
+        return found
+    return found[:1]
 
 
 def _moved_by(collective: Instruction) -> int:
@@ -358,9 +378,9 @@ def _moved_bytes(
         return inner.shape.bytes
     if windows:
         return _data_bytes(windows[0].done.shape)
-    return (
-        inner.shape.bytes if inner is not None else _data_bytes(start.shape.at((1,)) or start.shape)
-    )
+    if inner is not None:
+        return inner.shape.bytes
+    return _data_bytes(start.shape.at((1,)) or start.shape)
 
 
 def _data_bytes(shape: Shape) -> int:

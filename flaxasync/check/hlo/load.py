@@ -56,8 +56,13 @@ def chip_of(compiled: Any) -> str | None:
     kinds = [
         device.device_kind for s in _shardings(compiled) for device in getattr(s, "device_set", ())
     ]
-    found = chip_of_device(kinds[0]) if kinds else None
-    return None if found is None else found.name
+    if kinds:
+        found = chip_of_device(kinds[0])
+    else:
+        found = None
+    if found is None:
+        return None
+    return found.name
 
 
 def axes_of(compiled: Any) -> dict[str, int]:
@@ -69,7 +74,9 @@ def axes_of(compiled: Any) -> dict[str, int]:
     if hasattr(compiled, "axes"):
         return dict(compiled.axes)
     meshes = [mesh for s in _shardings(compiled) if (mesh := getattr(s, "mesh", None)) is not None]
-    return dict(meshes[0].shape) if meshes else {}
+    if meshes:
+        return dict(meshes[0].shape)
+    return {}
 
 
 def read_text(path: str | os.PathLike) -> str:
@@ -77,13 +84,19 @@ def read_text(path: str | os.PathLike) -> str:
     it is no text.
     """
     try:
-        text = sys.stdin.read() if path == "-" else pathlib.Path(path).read_bytes().decode()
+        if path == "-":
+            text = sys.stdin.read()
+        else:
+            text = pathlib.Path(path).read_bytes().decode()
     except UnicodeDecodeError as error:
         begin = error.object[:4]
         if begin == b"ML\xefR":
             what = "a lowered program (StableHLO bytecode), not the text of a compiled one"
         else:
-            what = "a gzip file" if begin[:2] == b"\x1f\x8b" else "no text, perhaps a protobuf"
+            if begin[:2] == b"\x1f\x8b":
+                what = "a gzip file"
+            else:
+                what = "no text, perhaps a protobuf"
         raise HloError(f"this is {what}: {_AS_TEXT}") from None
     if "\0" in text[:4096]:
         raise HloError(f"this is no text, perhaps a protobuf: {_AS_TEXT}")

@@ -76,7 +76,9 @@ class Instruction:
         """
         text = self.attributes.get("backend_config", "")
         try:
-            return json.loads(text) if text.startswith("{") else {}
+            if text.startswith("{"):
+                return json.loads(text)
+            return {}
         except (ValueError, RecursionError):
             return {}
 
@@ -106,7 +108,9 @@ class Instruction:
 
     @property
     def parameter_number(self) -> int | None:
-        return _small_int(self.literal) if self.opcode == "parameter" else None
+        if self.opcode == "parameter":
+            return _small_int(self.literal)
+        return None
 
     @property
     def custom_call_target(self) -> str:
@@ -118,7 +122,9 @@ class Instruction:
         none.
         """
         match = _OP_NAME.search(self.attributes.get("metadata", ""))
-        return match[1] if match else ""
+        if match:
+            return match[1]
+        return ""
 
     @property
     def estimated_cycles(self) -> int | None:
@@ -126,11 +132,9 @@ class Instruction:
         none.
         """
         window = self.backend_config.get("window_config")
-        return (
-            _small_int(str(window.get("estimated_cycles", "")))
-            if isinstance(window, dict)
-            else None
-        )
+        if isinstance(window, dict):
+            return _small_int(str(window.get("estimated_cycles", "")))
+        return None
 
     @property
     def is_communicating_kernel(self) -> bool:
@@ -147,7 +151,9 @@ class Instruction:
         or for no kernel.
         """
         found = _KERNEL_FLOPS.search(self.attributes.get("backend_config", ""))
-        return int(found[1]) if found and self.custom_call_target == "tpu_custom_call" else None
+        if found and self.custom_call_target == "tpu_custom_call":
+            return int(found[1])
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +241,9 @@ class HloModule:
     def entry(self) -> Computation:
         """The entry computation; the last computation of a module without one."""
         entries = [c for c in self.computations.values() if c.is_entry]
-        return entries[0] if entries else list(self.computations.values())[-1]
+        if entries:
+            return entries[0]
+        return list(self.computations.values())[-1]
 
     @functools.cached_property
     def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
@@ -361,7 +369,9 @@ def _read_aliases(text: str) -> tuple[Alias, ...]:
 def without_number(name: str) -> str:
     """Returns "gemm" for "gemm.3", the name that the author of an instruction gave it."""
     head, _, tail = name.rpartition(".")
-    return head if tail.isdigit() and head else name
+    if tail.isdigit() and head:
+        return head
+    return name
 
 
 def _path(text: str) -> tuple[int, ...]:
@@ -370,8 +380,6 @@ def _path(text: str) -> tuple[int, ...]:
 
 def _small_int(text: str) -> int | None:
     text = text.strip()
-    return (
-        int(text)
-        if text.isascii() and text.lstrip("-").isdigit() and len(text) < 19 and text != "-"
-        else None
-    )
+    if text.isascii() and text.lstrip("-").isdigit() and len(text) < 19 and text != "-":
+        return int(text)
+    return None

@@ -42,7 +42,12 @@ def origin(
     loops = loops_around(module, computation)
     named = itertools.chain(own, loops, _near(module, computation, instructions[0]))
     name = next((i.op_name for i in named if i.op_name), "")
-    part = "backward" if "transpose(" in name else "forward" if "jvp(" in name else ""
+    if "transpose(" in name:
+        part = "backward"
+    elif "jvp(" in name:
+        part = "forward"
+    else:
+        part = ""
     sourced = itertools.chain(own, _near(module, computation, instructions[0]), loops)
     line = next((found for i in sourced if (found := module.source(i))), "")
     place = f"{part} {' in a '.join('loop' for _ in loops)}".strip()

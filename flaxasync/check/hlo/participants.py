@@ -93,7 +93,10 @@ class AxisNames:
 
     def __init__(self, module: HloModule, axes: Mapping[str, int] | None = None):
         self.module, self.devices = module, module.num_devices
-        named = dict(axes) if axes else _axes_in_text(module)
+        if axes:
+            named = dict(axes)
+        else:
+            named = _axes_in_text(module)
         self.axes = named if math.prod(named.values()) == self.devices else {}
 
     def of(self, collective: Instruction) -> str:
@@ -147,19 +150,24 @@ def _groups(text: str, devices: int) -> Groups | None:
         shape = _numbers(match[1])
         ids = _iota(match[2], match[3])
         fits = len(shape) == 2 and len(ids) == math.prod(shape) > 0
-        return tuple(itertools.batched(ids, shape[1])) if fits else None
+        if fits:
+            return tuple(itertools.batched(ids, shape[1]))
+        return None
     if match := _MESH.fullmatch(text):
         return _mesh_groups(*match.groups())
-    return (tuple(range(devices)),) if text == "{}" else _lists(text)
+    if text == "{}":
+        return (tuple(range(devices)),)
+    return _lists(text)
 
 
 @functools.lru_cache(maxsize=64)
 def _lists(text: str) -> Groups | None:
     """Reads {{0,1},{2,3}}; None if the text is something else."""
     try:
-        lists = (
-            json.loads(text.replace("{", "[").replace("}", "]")) if _LISTS.fullmatch(text) else None
-        )
+        if _LISTS.fullmatch(text):
+            lists = json.loads(text.replace("{", "[").replace("}", "]"))
+        else:
+            lists = None
     except (ValueError, RecursionError):
         return None
     if lists is None or not all(
@@ -181,7 +189,10 @@ def _mesh_groups(axes: str, device_ids: str | None, chosen: str) -> Groups | Non
     ids = list(range(count))
     if device_ids is not None:
         iota = _DEVICE_IDS.fullmatch(device_ids)
-        ids = _iota(iota[1], iota[2]) if iota else _numbers(device_ids)
+        if iota:
+            ids = _iota(iota[1], iota[2])
+        else:
+            ids = _numbers(device_ids)
         if sorted(ids) != list(range(count)):
             return None
     # by what a group has in common: by chosen digits
@@ -203,7 +214,9 @@ def _axes(text: str) -> dict[str, int]:
     """
     matches = [_AXIS.fullmatch(one) for one in text.split(",")]
     sizes = {match[1]: int(match[2]) for match in matches if match}
-    return sizes if len(sizes) == len(matches) else {}
+    if len(sizes) == len(matches):
+        return sizes
+    return {}
 
 
 def _factors(text: str, sizes: Mapping[str, int]) -> list[tuple[str, int, int]] | None:
@@ -228,7 +241,10 @@ def _iota(dimensions: str, permutation: str | None) -> list[int]:
     cannot be.
     """
     dims = _numbers(dimensions)
-    order = list(range(len(dims))) if permutation is None else _numbers(permutation)
+    if permutation is None:
+        order = list(range(len(dims)))
+    else:
+        order = _numbers(permutation)
     if sorted(order) != list(range(len(dims))) or not dims or math.prod(dims) > MAX_DEVICES:
         return []
     ids = [0]
@@ -243,7 +259,10 @@ def _numbers(text: str) -> list[int]:
 
 
 def _error(instruction: Instruction, name: str, text: str) -> HloError:
-    excerpt = text if len(text) < 120 else text[:120] + "..."
+    if len(text) < 120:
+        excerpt = text
+    else:
+        excerpt = text[:120] + "..."
     return HloError(
         f"{name} of '{instruction.name}' cannot be read: got {excerpt!r}", instruction.line, 1
     )

@@ -197,10 +197,16 @@ class _Reader:
         begin = head.end(1) + 1
         self.at = self.end(begin - 1) if head[2] is None else head.end()
         inside = self.text[begin : self.at - 1]
-        literal = inside.strip() if opcode in ("constant", "parameter") else ""
+        if opcode in ("constant", "parameter"):
+            literal = inside.strip()
+        else:
+            literal = ""
         if opcode == "parameter" and not _NUMBER.fullmatch(literal):
             raise self.error(f"parameter '{name}' needs a number: got {literal[:40]!r}", begin)
-        operands = () if opcode in ("constant", "parameter") else self.operands(inside, begin)
+        if opcode in ("constant", "parameter"):
+            operands = ()
+        else:
+            operands = self.operands(inside, begin)
         attributes = self.attributes_of_line()
         instruction = Instruction(
             name, shape, opcode, operands, attributes, bool(match[1]), literal, line

@@ -48,7 +48,10 @@ class Layout:
     memory_space: int = HBM  # the n of S(n)
 
     def __str__(self) -> str:
-        space = f"S({self.memory_space})" if self.memory_space else ""
+        if self.memory_space:
+            space = f"S({self.memory_space})"
+        else:
+            space = ""
         rest = self.tiling + space
         return "{" + ",".join(map(str, self.minor_to_major)) + (":" + rest if rest else "") + "}"
 
@@ -71,7 +74,9 @@ class Shape:
 
     @property
     def memory_space(self) -> int:
-        return self.layout.memory_space if self.layout else HBM
+        if self.layout:
+            return self.layout.memory_space
+        return HBM
 
     @property
     def bytes(self) -> int:
@@ -110,7 +115,9 @@ class Shape:
             for d, b in zip(self.dimensions, dynamic, strict=True)
         )
         array = f"{self.element_type}[{','.join(dims)}]"
-        return f"b({array})" if self.is_buffer else array
+        if self.is_buffer:
+            return f"b({array})"
+        return array
 
     def is_like(self, other: "Shape") -> bool:
         """Says whether two shapes are the same but for their layouts, and for buffers that hold
@@ -144,7 +151,9 @@ def element_bits(element_type: str) -> int:
     if element_type in _BITS:
         return _BITS[element_type]
     match = re.match(r"[a-z]+(\d+)", element_type)
-    return int(match[1]) if match else 0
+    if match:
+        return int(match[1])
+    return 0
 
 
 def read_shape(text: str) -> Shape:
@@ -180,7 +189,10 @@ def _read(text: str) -> Shape:
         if not text.endswith(")"):
             raise HloError(f"expected a shape: got {text[:40]!r}")
         inside = text[1:-1]
-        parts = split_at_commas(inside) if inside.strip() else []
+        if inside.strip():
+            parts = split_at_commas(inside)
+        else:
+            parts = []
         return Shape("tuple", elements=tuple(_read(part) for part in parts))
     is_buffer = text.startswith("b(") and text.endswith(")")
     match = ARRAY.fullmatch(text[2:-1].strip() if is_buffer else text)
@@ -194,7 +206,10 @@ def _read(text: str) -> Shape:
             raise HloError(f"expected the size of a dimension: got {part[:40]!r}")
         dims.append(-1 if size[2] == "?" else int(size[2]))
         dynamic.append(bool(size[1]))
-    layout = _read_layout(match[3]) if match[3] else None
+    if match[3]:
+        layout = _read_layout(match[3])
+    else:
+        layout = None
     return Shape(
         match[1], tuple(dims), layout, (), tuple(dynamic) if any(dynamic) else (), is_buffer
     )
@@ -202,7 +217,10 @@ def _read(text: str) -> Shape:
 
 def _read_layout(text: str) -> Layout:
     match = _LAYOUT.fullmatch(text)
-    order = [part.strip() for part in match[1].split(",") if part.strip()] if match else [""]
+    if match:
+        order = [part.strip() for part in match[1].split(",") if part.strip()]
+    else:
+        order = [""]
     if match is None or any(len(part) > 9 or not part.isdigit() for part in order):
         raise HloError(f"expected a layout: got {text[:40]!r}")
     rest = match[2] or ""

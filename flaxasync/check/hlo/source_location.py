@@ -22,7 +22,9 @@ def source_line(metadata: str, frames: Mapping[str, str]) -> str:
     if match := _SOURCE_FILE.search(metadata):
         return f"{match[1]}:{match[2]}"
     match = _STACK_FRAME.search(metadata)
-    return frames.get(match[1], "") if match else ""
+    if match:
+        return frames.get(match[1], "")
+    return ""
 
 
 def read_stack_frames(tables: str) -> dict[str, str]:
@@ -53,7 +55,10 @@ def read_stack_frames(tables: str) -> dict[str, str]:
         parent = re.search(r"parent_frame_id=(\d+)", text)
         parents[n] = int(parent[1][:9]) if parent else 0
     # XLA prints the number of the parent plus one, and 1 where there is no parent.
-    shift = 0 if 0 in parents.values() else 1
+    if 0 in parents.values():
+        shift = 0
+    else:
+        shift = 1
 
     def line_of_user(frame: str) -> str:
         at = frame

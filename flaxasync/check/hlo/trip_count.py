@@ -48,7 +48,10 @@ class _Value(NamedTuple):
 def trip_count(module: HloModule, loop: Instruction) -> int | None:
     """Returns the number of iterations of a `while`, or None if the text does not determine it."""
     known = loop.backend_config.get("known_trip_count")
-    count = str(known.get("n", "")) if isinstance(known, dict) else ""
+    if isinstance(known, dict):
+        count = str(known.get("n", ""))
+    else:
+        count = ""
     if count.isascii() and count.isdigit():
         return int(count[:18])
     called = module.called(loop)
@@ -62,7 +65,10 @@ def trip_count(module: HloModule, loop: Instruction) -> int | None:
     if counter is None or bound is None or counter.element is None:
         return None
     start = _element(search, caller, begin, counter.element)
-    limit = bound if bound.element is None else _element(search, caller, begin, bound.element)
+    if bound.element is None:
+        limit = bound
+    else:
+        limit = _element(search, caller, begin, bound.element)
     step = _element(search, body, body.root, counter.element)
     if (
         start is None
@@ -129,12 +135,18 @@ def _value(
     if i.opcode == "constant":
         text = i.literal.strip()
         is_integer = text.isascii() and text.removeprefix("-").isdigit() and len(text) < 19
-        return _Value(None, int(text)) if is_integer else None
+        if is_integer:
+            return _Value(None, int(text))
+        return None
     if i.opcode == "parameter" and arguments is not None:
         number = i.parameter_number
-        return arguments[number] if number is not None and number < len(arguments) else None
+        if number is not None and number < len(arguments):
+            return arguments[number]
+        return None
     if i.opcode == "get-tuple-element" and arguments is None and i.tuple_index is not None:
-        return _Value(i.tuple_index, 0) if made and made[0].opcode == "parameter" else None
+        if made and made[0].opcode == "parameter":
+            return _Value(i.tuple_index, 0)
+        return None
     if i.opcode in _FORWARDING and made:
         return _value(search, computation, made[0], arguments, depth - 1)
     if i.opcode not in ("add", "fusion"):

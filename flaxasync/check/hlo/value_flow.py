@@ -122,7 +122,9 @@ def _through_user(
     path = holder.path
     spans = holder.spans_until(here.position[user.name])
     if user.opcode == "get-tuple-element":
-        return [holder.passed_to(user, path[1:])] if path and path[0] == user.tuple_index else []
+        if path and path[0] == user.tuple_index:
+            return [holder.passed_to(user, path[1:])]
+        return []
     if user.opcode == "tuple":
         return [holder.passed_to(user, (number, *path))]
     if user.opcode in _SAME_VALUE or (user.opcode == "add-dependency" and number == 0):
@@ -131,7 +133,10 @@ def _through_user(
         copied = holder.passed_to(
             user, {"copy-start": (0,), "copy-done": ()}.get(user.opcode, path)
         )
-        noted = holder.copies if user.opcode == "copy-done" else (*holder.copies, (here.name, user))
+        if user.opcode == "copy-done":
+            noted = holder.copies
+        else:
+            noted = (*holder.copies, (here.name, user))
         return [dataclasses.replace(copied, copies=noted)]
     if user.opcode == "while":
         body = module.computations.get(user.loop_body)
@@ -142,7 +147,10 @@ def _through_user(
         return [_Holder(body, body.parameters[0], path, 0, spans, loops, holder.copies, crosses)]
     if user.opcode in ("conditional", "call"):
         branch, parameter = (number - 1, 0) if user.opcode == "conditional" else (0, number)
-        called = module.called(user)[branch : branch + 1] if branch >= 0 else []
+        if branch >= 0:
+            called = module.called(user)[branch : branch + 1]
+        else:
+            called = []
         if called and parameter in called[0].parameters:
             argument = called[0].parameters[parameter]
             return [
@@ -159,7 +167,9 @@ def _through_user(
     ]
     aliased = bool(onward) or (user.opcode == "dynamic-update-slice" and number == 0)
     uses.append(Use(here.name, user, number, spans, holder.copies, holder.crosses, aliased))
-    return [] if stop(user) else onward
+    if stop(user):
+        return []
+    return onward
 
 
 def _through_root(module: HloModule, holder: _Holder) -> list[_Holder]:
@@ -180,7 +190,10 @@ def _through_root(module: HloModule, holder: _Holder) -> list[_Holder]:
                 # whole loop.
                 onward.append(dataclasses.replace(before, instruction=call, copies=copies))
                 continue
-            outer = holder.loops[:-1] if loop == call.name else holder.loops
+            if loop == call.name:
+                outer = holder.loops[:-1]
+            else:
+                outer = holder.loops
             if 0 in here.parameters:
                 again = (*crosses, f"repeats {call.name}")
                 onward.append(

@@ -47,7 +47,10 @@ def _format_computation(computation: Computation) -> str:
 def _format_instruction(instruction: Instruction) -> str:
     inside = instruction.literal or ", ".join(f"%{operand}" for operand in instruction.operands)
     attributes = "".join(f", {key}={value}" for key, value in instruction.attributes.items())
-    root = "ROOT " if instruction.is_root else ""
+    if instruction.is_root:
+        root = "ROOT "
+    else:
+        root = ""
     return (
         f"{root}%{instruction.name} = {instruction.shape} "
         f"{instruction.opcode}({inside}){attributes}"
