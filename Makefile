@@ -76,7 +76,6 @@ bench: .venv/.bench  ## measure or predict the tables that take minutes, and dra
 	$(CPU) $(BIN)/python benchmarks/player_layers.py --write docs/player.md
 	$(CPU) $(BIN)/python benchmarks/mesh_matmul.py --write docs/kernels/mesh_matmul.md
 	$(CPU) $(BIN)/python benchmarks/all_gather_matmul.py --write docs/kernels/all_gather_matmul.md
-	$(CPU) $(BIN)/python benchmarks/few_rows.py --write docs/kernels/exchange.md
 	$(CPU) $(BIN)/python benchmarks/attention_kernel.py --write docs/kernels/layers.md
 	$(CPU) $(BIN)/python benchmarks/attention.py --write docs/ring.md
 	$(CPU) $(BIN)/python benchmarks/scaling.py --write docs/scaling.md

@@ -37,7 +37,7 @@ from benchmarks.plan import ALLOWED
 from benchmarks.programs import SYNCHRONOUS, kept, play_program, seconds_without_exit_copies
 from benchmarks.step import layer_program
 from benchmarks.table import command_line, print_table, write_between_markers
-from flaxasync.ops.costs import collective_matmul
+from flaxasync.ops import roofline
 
 TOPOLOGIES = ("v5e:2x2", "v5e:2x4", "v6e:2x2", "v6e:2x4")  # a ring of all devices
 LAYERS = ("attention", "MLP")
@@ -136,8 +136,8 @@ def played_seconds(case: Case, form: Form, cache: pathlib.Path | None = None) ->
     mesh = fa.check.topology_mesh(case.topology, (1, size), ("data", "model"), axis_types=kinds)
     shape = jax.ShapeDtypeStruct((case.batch, case.rows, case.width), jnp.bfloat16)
     # A form that keeps rows does so even where that is not predicted to gain.
-    least = -math.inf if form.backend and form.keep else collective_matmul.KEEPING_GAINS
-    with jax.set_mesh(mesh), mock.patch.object(collective_matmul, "KEEPING_GAINS", least):
+    least = -math.inf if form.backend and form.keep else roofline.KEEPING_GAINS
+    with jax.set_mesh(mesh), mock.patch.object(roofline, "KEEPING_GAINS", least):
         fn, arguments = layer_program(lambda: make_layer(case, form), shape, mesh)
         facts = (
             case.topology,

@@ -61,6 +61,7 @@ class Chip:
         is that of one. XLA divides its products among them, but a Pallas kernel runs on one of them
         unless a dimension of its grid is parallel: on v5p the simulated bundles of core 0 hold half
         of XLA's product, and all of a fused kernel's.
+      matrix_unit: The side of a matrix unit, in elements.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Chip:
     int8: float | None = None
     fp8: float | None = None
     cores: int = 1
+    matrix_unit: int = 128
 
     def rate(self, kind: str | None) -> float | None:
         """Returns the peak rate of products of a type, "int8" or "fp8"; of bfloat16 products for
@@ -128,6 +130,7 @@ CHIPS = {
             128 * MIB,
             host_bandwidth=63e9,
             int8=1836e12,
+            matrix_unit=256,
         ),
         Chip(
             "v5p",
@@ -142,7 +145,18 @@ CHIPS = {
             int8=918e12,
             cores=2,
         ),
-        Chip("tpu7x", 1.9e9, 1153.5e12, 94.74 * GIB, 3690e9, 90e9, CUBE, 64 * MIB, fp8=2307e12),
+        Chip(
+            "tpu7x",
+            1.9e9,
+            1153.5e12,
+            94.74 * GIB,
+            3690e9,
+            90e9,
+            CUBE,
+            64 * MIB,
+            fp8=2307e12,
+            matrix_unit=256,
+        ),
     )
 }
 

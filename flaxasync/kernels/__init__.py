@@ -5,7 +5,6 @@ choose among them.
 |---|---|
 | `gemm` | x @ w on one device |
 | `collectives` | all-gather and all-reduce alone |
-| `exchange` | an all-reduce of few rows, in which every device sends to every other one |
 | `all_gather_matmul` | all_gather(x) @ w |
 | `matmul_reduce_scatter` | reduce_scatter(x @ w), and weight gradients of the device while the sums travel |
 | `weight_gradient` | all_gather(x).T @ dy, the weight gradient of `all_gather_matmul` |

@@ -20,7 +20,7 @@ from flaxasync.nn.out_sharding import OutSharding, layout_for, output_spec, shar
 from flaxasync.nn.placement import Layout, check_divides, check_output_layout, place, place_tokens
 from flaxasync.nn.shards import Call, Linear, Part
 from flaxasync.nn.uneven_shares import Shares
-from flaxasync.ops import execution, vocabulary
+from flaxasync.ops import choose, vocabulary
 
 # as nnx.Embed
 default_embedding_init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
@@ -115,7 +115,7 @@ class VocabParallelEmbed(StoredLayer):
         placement = place_tokens("VocabParallelEmbed", ids, axis_name, self.settings.in_spec)
         placement.check_output_rows("VocabParallelEmbed", ids.shape[-1], layout)
         (table,) = self.parameters()
-        backend = execution.if_available("lookup_reduce_scatter", self.settings.backend)
+        backend = choose.if_available("lookup_reduce_scatter", self.settings.backend)
         call = self._call(layout == "sequence", table, backend=backend, inexact=False)
         in_specs = placement.token_spec(), call.specs[0]
         y = placement.bind(_lookup, call, (ids, (table, None)), in_specs, placement.spec(layout))()
@@ -239,7 +239,7 @@ def _lookup(call: Call, ids: Array, linear: Linear) -> Array:
         return vocabulary.lookup_reduce_scatter(
             ids, table, axis_name, entries=entries, backend=settings.backend
         )
-    execution.check_backend("lookup_reduce_scatter", settings.backend)
+    choose.check_backend("lookup_reduce_scatter", settings.backend)
     return vocabulary.lookup_all_reduce(
         ids, table, axis_name, entries=entries, dtype=settings.dtype
     )

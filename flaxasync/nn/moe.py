@@ -24,7 +24,7 @@ from flaxasync.nn.placement import check_divides, place
 from flaxasync.nn.router import RouterOptions, Routing, route, routing
 from flaxasync.nn.shards import Call, Linear, Part
 from flaxasync.nn.uneven_shares import Shares
-from flaxasync.ops.execution import if_available
+from flaxasync.ops.choose import if_available
 from flaxasync.ops.experts.api import expert_mlp
 from flaxasync.ops.experts.assignments import dropped
 from flaxasync.ops.experts.local import Split

@@ -21,7 +21,7 @@ from flaxasync.mesh import vary_alike, vary_like
 from flaxasync.nn import fully_sharded
 from flaxasync.nn.options import Settings
 from flaxasync.nn.uneven_shares import Shares
-from flaxasync.ops import execution
+from flaxasync.ops import choose
 from flaxasync.ops.matmul.api import (
     all_gather_matmul,
     matmul_all_reduce,
@@ -117,7 +117,7 @@ def bind_columns(
         )
         return lambda: [_multiply(rows, kernel, settings) for kernel in kernels]
     if not rows_sharded:
-        execution.check_backend("all_gather_matmul", settings.backend)
+        choose.check_backend("all_gather_matmul", settings.backend)
         return lambda: [_local_product(x, kernel, settings) for kernel in kernels]
     return functools.partial(
         all_gather_matmul,

@@ -24,7 +24,7 @@ from flaxasync.mesh import (
     mapped_axis_size,
     vary_like,
 )
-from flaxasync.ops.execution import Directions, cannot_serve, decide
+from flaxasync.ops.choose import Directions, cannot_serve, decide
 from flaxasync.ops.matmul.products import dot, weight_gradient
 from flaxasync.ops.matmul.ring import RingExecutor, uninitialised
 from flaxasync.ops.saved import PRODUCT

@@ -1,9 +1,6 @@
-"""Which backend an op should use for given shapes on a given chip: a roofline prediction, and the
-reason in words.
+"""Which backend an op should use for given shapes on a given chip: the roofline in words.
 
-A prediction is made of data-sheet rates (`flaxasync.hardware`) and of a few numbers read from
-played programs (`flaxasync.ops.costs`). It ranks backends; it does not say how long a run will
-take.
+A prediction (`flaxasync.ops.roofline`) ranks backends; it does not say how long a run will take.
 """
 
 import dataclasses
@@ -16,22 +13,8 @@ from typing import Any
 from flaxasync.hardware import Chip
 from flaxasync.hardware import chip as chip_named
 from flaxasync.ops import trust
-from flaxasync.ops.costs import collective_matmul
-from flaxasync.ops.costs.cost import Cost, Shape, mesh_matmul_costs, ring_attention_costs
-from flaxasync.ops.costs.experts import expert_mlp_costs
 from flaxasync.ops.quantization import quantization_of
-
-MODELS: dict[str, Callable[..., dict[str, Cost]]] = {
-    "all_gather_matmul": collective_matmul.all_gather_matmul_costs,
-    "expert_mlp": expert_mlp_costs,
-    "matmul_all_reduce": collective_matmul.matmul_all_reduce_costs,
-    "matmul_reduce_scatter": collective_matmul.matmul_reduce_scatter_costs,
-    "mesh_matmul": mesh_matmul_costs,
-    "ring_attention": ring_attention_costs,
-}
-"""For each op, what returns the cost of each of its backends. Everything else here serves all
-ops.
-"""
+from flaxasync.ops.roofline import MODELS, Cost, Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,22 +41,23 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.backend}, because {self.reason}"]
-        for name, cost in sorted(self.costs.items(), key=lambda item: item[1].seconds):
-            mark = f"; keeps {cost.kept / 2**20:.0f} MiB of gathered x" if cost.kept else ""
-            mark += "; not verified here" if name in self.unverified else ""
-            lines.append(
+        seconds = self.seconds
+        for name in sorted(seconds, key=seconds.__getitem__):
+            cost = self.costs[name]
+            line = (
                 f"  {name:8} {cost.seconds * 1e3:9.3f} ms predicted: compute "
-                f"{cost.compute * 1e3:.3f}, exposed "
-                f"{cost.exposed * 1e3:.3f}, {cost.steps} steps; holds {cost.held / 2**20:.0f} "
-                f"MiB{mark}"
+                f"{cost.compute * 1e3:.3f}, exposed {cost.exposed * 1e3:.3f}, {cost.steps} steps; "
+                f"holds {cost.held / 2**20:.0f} MiB"
             )
+            if cost.kept:
+                line += f"; keeps {cost.kept / 2**20:.0f} MiB of gathered x"
+            if name in self.unverified:
+                line += "; not verified here"
+            lines.append(line)
         if self.trusted != self.backend:
-            measured = self.backend not in self.unverified
-            why = (
-                f"by times that {trust.COMMAND!r} measured"
-                if measured
-                else f"until {self.backend!r} is verified"
-            )
+            why = f"by times that {trust.COMMAND!r} measured"
+            if self.backend in self.unverified:
+                why = f"until {self.backend!r} is verified"
             lines.append(f"a call without a backend takes {self.trusted!r} {why} there")
         return "\n".join(lines)
 
@@ -102,10 +86,9 @@ def plan(
       **options: Those options of the op that matter for its time, under its names; `itemsize`, the
         bytes of an element (2 by default); `backward`, whether to count the gradient too (True by
         default; the gradient of mesh_matmul is the same for all backends and is never counted);
-        `kernels`, whether the Pallas kernels of the matmuls can serve, and `exchange`, whether that
-        for few rows can (True by default; it is in the plan only where it was played and is
-        predicted to gain clearly); `gathered_bytes`, the most bytes that all_gather_matmul may keep
-        for its gradient (0 by default; `.costs` have what each backend keeps).
+        `kernels`, whether the Pallas kernels of the matmuls can serve (True by default);
+        `gathered_bytes`, the most bytes that all_gather_matmul may keep for its gradient (0 by
+        default; `.costs` have what each backend keeps).
 
     Returns:
       The plan, with `.backend`, `.reason`, and `.seconds` and `.costs` by backend. str() makes a
@@ -119,56 +102,52 @@ def plan(
     spec = chip if isinstance(chip, Chip) else chip_named(chip)
     _check(name, spec, ring, shapes, options)
     costs = MODELS[name](spec, ring, *shapes, **options)
-    fitting = {backend: cost for backend, cost in costs.items() if cost.held < spec.hbm_bytes}
+    fitting = {name: cost for name, cost in costs.items() if cost.held < spec.hbm_bytes}
     candidates = fitting or costs
-    first, *others = sorted(candidates, key=lambda backend: candidates[backend].seconds)
-    reason = _reason(first, others, costs, ring, spec)
+    ranked = sorted(candidates, key=lambda name: candidates[name].seconds)
+    first = ranked[0]
+    reason = _reason(ranked, costs, ring, spec)
     if not fitting:
-        least = min(costs, key=lambda backend: costs[backend].held)
+        least = min(costs, key=lambda name: costs[name].held)
         reason = f"nothing fits: even {least} {_too_much(costs[least], spec)}; {reason}"
     if costs[first].kept:
-        reason += (
-            f"; it keeps the gathered x, {costs[first].kept / 2**20:.0f} MiB, which spares "
-            "its second trip"
-        )
-    intensity = _intensity(
-        name, 1 if isinstance(ring, tuple) else ring, options.get("itemsize", 2), *shapes
-    )
+        kept = costs[first].kept / 2**20
+        reason += f"; it keeps the gathered x, {kept:.0f} MiB, which spares its second trip"
+    itemsize = options.get("itemsize", 2)
+    intensity = _intensity(name, 1 if isinstance(ring, tuple) else ring, itemsize, *shapes)
     reason += (
-        f"; its products have an arithmetic intensity of {intensity:.0f} flops a byte, "
-        "where the balance of a "
+        f"; its products have an arithmetic intensity of {intensity:.0f} flops a byte, where the "
+        f"balance of a {spec.name} is {spec.flops / spec.hbm_bandwidth:.0f}"
     )
-    reason += f"{spec.name} is {spec.flops / spec.hbm_bandwidth:.0f}"
-    evidence = trust.Evidence("none") if costs.keys() <= trust.PLAIN else trust.known(spec.name)
-    kernels = [backend for backend in costs if backend not in trust.PLAIN]
     quantization = quantization_of(name, options.get("quantization"))
+    kernels = [backend for backend in costs if backend not in trust.PLAIN]
+    evidence = trust.known(spec.name) if kernels else trust.Evidence("none")
     kinds = quantization.kinds if quantization else ()
-    unverified = tuple(
-        b for b in kernels if trust.lacking(evidence, name, b, ring, kinds) is not None
-    )
-    call = trust.call_key(name, ring, shapes, options.get("itemsize", 2))
-    was_timed = options.get("backward", True) and quantization is None  # as `verify` times calls
-    expected = _correct(candidates, evidence.times.get(call, {}) if was_timed else {})
-    verified = [backend for backend in (first, *others) if backend not in unverified]
-    trusted = min(verified, key=lambda backend: expected[backend], default="none")
+    unverified = tuple(b for b in kernels if trust.lacking(evidence, name, b, ring, kinds))
+    times: Mapping[str, float] = {}
+    if options.get("backward", True) and quantization is None:  # as `verify` times calls
+        times = evidence.times.get(trust.call_key(name, ring, shapes, itemsize), {})
+    expected = _expected(candidates, times)
+    verified = [backend for backend in ranked if backend not in unverified]
+    trusted = min(verified, key=expected.__getitem__, default="none")
     return Plan(name, first, reason, costs, trusted, unverified)
 
 
-def _correct(costs: Mapping[str, Cost], times: Mapping[str, float]) -> dict[str, float]:
-    """Returns measured seconds in place of predicted ones, and scales the others by what "none" was
+def _expected(costs: Mapping[str, Cost], times: Mapping[str, float]) -> dict[str, float]:
+    """Returns measured seconds, and predicted ones where there are none, scaled by what "none" was
     measured to take.
 
     Nothing that keeps gathered rows was measured.
     """
-    scale = (
-        times["none"] / costs["none"].seconds if {"none"} <= times.keys() & costs.keys() else 1.0
-    )
-    measured = {
-        backend: time
-        for backend, time in times.items()
-        if backend in costs and not costs[backend].kept
-    }
-    return {backend: scale * cost.seconds for backend, cost in costs.items()} | measured
+    scale = 1.0
+    if "none" in times and "none" in costs:
+        scale = times["none"] / costs["none"].seconds
+    expected = {}
+    for backend, cost in costs.items():
+        expected[backend] = scale * cost.seconds
+        if backend in times and not cost.kept:
+            expected[backend] = times[backend]
+    return expected
 
 
 def _check(
@@ -242,53 +221,38 @@ def _intensity(op: str, ring: int, itemsize: int, x: Shape, *others: Shape) -> f
 
 
 def _reason(
-    first: str,
-    others: list[str],
-    costs: Mapping[str, Cost],
-    ring: int | tuple[int, int],
-    chip: Chip,
+    ranked: list[str], costs: Mapping[str, Cost], ring: int | tuple[int, int], chip: Chip
 ) -> str:
-    """Says why `first` is chosen over the best of the others that fit into memory."""
+    """Says why the first of those that fit into memory is chosen over the second."""
     if ring in (1, (1, 1)):
         return "one device has every row: there is nothing to transfer"
+    first = ranked[0]
     chosen = costs[first]
-    too_large = [backend for backend in costs if backend not in (first, *others)]
-    if too_large and (
-        not others or any(costs[backend].seconds < chosen.seconds for backend in too_large)
-    ):
-        return f"{too_large[0]} {_too_much(costs[too_large[0]], chip)}"
-    if not others:
+    for backend, cost in costs.items():
+        if backend not in ranked and (len(ranked) == 1 or cost.seconds < chosen.seconds):
+            return f"{backend} {_too_much(cost, chip)}"
+    if len(ranked) == 1:
         return "no other backend can serve this call"
-    second = others[0]
-    other = costs[others[0]]
+    second = ranked[1]
+    other = costs[second]
+    waits = f"waits {_ms(chosen.exposed)}"
     if first == "none":
-        steps = (
-            f"{other.steps} steps of {other.step_seconds * 1e6:.1f} us"
-            if other.steps > 1
-            else "a kernel"
-        )
-        steps += f", {other.fixed * 1e6:.1f} us to begin and end," if other.fixed else ""
         why = (
-            f"overlap loses here: {second} needs {steps} and still waits {_ms(other.exposed)} for "
-            "transfers, where "
-            f"{first} waits {_ms(chosen.exposed)}"
+            f"overlap loses here: {second} needs {other.steps} steps, which take "
+            f"{_ms(other.overhead)} beside their products, and still waits {_ms(other.exposed)} for "
+            f"transfers, where {first} {waits}"
         )
     elif chosen.exposed < other.exposed:
-        why = (
-            f"it waits {_ms(chosen.exposed)} for transfers where {second} waits "
-            f"{_ms(other.exposed)}"
-        )
+        why = f"it {waits} for transfers where {second} waits {_ms(other.exposed)}"
     elif chosen.compute < other.compute:
         why = (
             f"its products take {_ms(chosen.compute)} where those of {second} take "
             f"{_ms(other.compute)}"
         )
     else:
-        rest, other_rest = (cost.seconds - cost.compute - cost.exposed for cost in (chosen, other))
         why = (
-            f"{chosen.steps} steps, and to begin and end, take {_ms(rest)} beside products and "
-            "transfers where "
-            f"{other.steps} of {second} take {_ms(other_rest)}"
+            f"{chosen.steps} steps, and to begin and end, take {_ms(chosen.overhead)} beside "
+            f"products and transfers where {other.steps} of {second} take {_ms(other.overhead)}"
         )
     mesh = " x ".join(map(str, ring)) if isinstance(ring, tuple) else ring
     ratio = other.seconds / chosen.seconds
@@ -296,9 +260,8 @@ def _reason(
 
 
 def _too_much(cost: Cost, chip: Chip) -> str:
-    return (
-        f"would hold {cost.held / 2**30:.1f} GiB beside its operands, more than a {chip.name} has"
-    )
+    held = f"{cost.held / 2**30:.1f} GiB"
+    return f"would hold {held} beside its operands, more than a {chip.name} has"
 
 
 def _ms(seconds: float) -> str:

@@ -3,7 +3,8 @@ flaxasync.verify` on such a chip.
 
 The verdicts are stored in the user's cache folder, in one file for each `Machine`, with measured
 times, by which `flaxasync.plan` corrects what it predicts. docs/plan.md says what is trusted with
-which verdicts, and what `FLAXASYNC_VERIFIED` changes; `known` tells how several processes agree.
+which verdicts, and what `FLAXASYNC_VERIFIED` changes. Several processes trust what the file of
+process 0 says.
 
 A ring of two devices does not show whether a kernel tells its directions apart, so its verdicts
 count for rings of two only, and longer rings need a verdict of a longer ring. On one device only
@@ -14,6 +15,7 @@ take what is predicted to be fastest, unless the variable is set. `trusting` say
 code which of the two holds.
 """
 
+import concurrent.futures
 import contextlib
 import contextvars
 import dataclasses
@@ -34,13 +36,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from flaxasync import hardware
 from flaxasync.foreign_json import JsonError, MissingJsonError, read_json
-from flaxasync.ops import agreement
-from flaxasync.ops.agreement import PASSED, Evidence
 
 FORMAT = 3  # of the file
+PASSED = "PASS"
 VARIABLE = "FLAXASYNC_VERIFIED"
 PLAIN = frozenset(("none", "xla", "reference"))  # backends that are made of XLA's own operations
 SOURCES = ("kernels/**/*.py", "ops/**/*.py", "transport/**/*.py", "ring.py")
@@ -48,15 +51,35 @@ COMMAND = "python -m flaxasync.verify"
 # after which a file that is being written was left by a process that is gone
 _UNFINISHED_SECONDS = 3600
 # seconds to wait for the other processes, as long as `jax.distributed.initialize` waits for them
-LIMIT = 300
+LIMIT = 300.0
 
 type Axes = int | tuple[int, ...]  # the devices of a ring, or of the axes of a mesh
 Mode = Literal["predicted", "verified"]
 _mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("flaxasync_trust", default=None)
-_agreed: dict[str, Evidence] = {}  # of chips, where several processes share them
+_agreed: "dict[str, Evidence]" = {}  # of chips, where several processes share them
 _agreeing = threading.Lock()
 _NOTHING: dict[str, dict] = {"verdicts": {}, "times": {}}
 _log = logging.getLogger("flaxasync")
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """What is known about the kernels of a chip."""
+
+    # which kernels are trusted: stored ones are those with the verdict "PASS"
+    rule: Literal["all", "none", "stored"]
+    # By the names of `key`: "PASS", or the verdict of a case that failed.
+    verdicts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # By the names of `call_key`: the measured seconds of each backend.
+    times: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+
+    def verdict(self, name: str) -> str | None:
+        """Returns "PASS" if a kernel may be trusted, a verdict of the cases that failed, and None
+        without any.
+        """
+        if self.rule == "stored":
+            return self.verdicts.get(name)
+        return PASSED if self.rule == "all" else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,24 +190,35 @@ def is_trusted(op: str, backend: str, chip: str, ring: Axes) -> bool:
 
 
 def known(chip: str) -> Evidence:
-    """Returns what is known about the kernels of a chip; several processes must all ask, and get
-    the same answer.
+    """Returns what is known about the kernels of a chip: in several processes, what process 0
+    knows.
 
-    The first question of each process waits for those of the others. A program in which one process
-    asks alone should call this in all of them, after `jax.distributed.initialize`. Nothing is
-    exchanged about chips that are not attached, on which nothing runs, outside of
+    Processes that trace different programs wait for each other for ever. So all of them must ask,
+    after `jax.distributed.initialize`, and each waits for the others when it asks first. Nothing is
+    sent about chips that are not attached, on which nothing runs, outside of
     `trusting("verified")`.
+
+    Raises:
+      RuntimeError: The other processes did not ask within `LIMIT` seconds.
     """
-    if not agreement.has_several_processes() or not (
-        _is_attached(chip) if _mode.get() is None else not is_assumed()
-    ):
+    if not has_several_processes():
+        return _known_here(chip)
+    matters = _is_attached(chip) if _mode.get() is None else not is_assumed()
+    if not matters:
         return _known_here(chip)
     with _agreeing:
         if chip not in _agreed:
-            _agreed[chip], reason = _agree(chip)
-            if reason:
-                say_once(reason)
+            _agreed[chip] = _agree(chip)
         return _agreed[chip]
+
+
+def has_several_processes() -> bool:
+    """Says whether several processes share the devices, without opening the devices to find out."""
+    from jax._src import distributed, xla_bridge
+
+    if xla_bridge.backends_are_initialized():
+        return jax.process_count() > 1
+    return (distributed.global_state.num_processes or 1) > 1
 
 
 def announce(
@@ -200,27 +234,26 @@ def announce(
     """Logs once that a call takes `taken`, because `wanted`, which is `faster` times as fast, is
     not trusted.
     """
-    several = agreement.has_several_processes()
-    everywhere = " in every process" if several else ""
-    command = (
-        f"`{COMMAND}`, started on every host for its own chips," if several else f"`{COMMAND}`"
-    )
+    several = has_several_processes()
+    command = f"`{COMMAND}`"
+    everywhere = of_first = ""
+    if several:
+        command = f"`{COMMAND}`, on the host of process 0,"
+        everywhere = " in every process"
+        of_first = ", by the file of process 0"
     advice = f"{command} verifies it; naming it, or"
     evidence = known(chip)
     if evidence.rule == "stored":
         missing = lacking(evidence, op, wanted, ring, kinds) or key(op, wanted, ring)
         kind = missing.rpartition("/")[2]
-        found = evidence.verdict(missing)
         form = f" in {kind}" if kind in kinds else ""
-        why = f"was {found or 'not verified' + everywhere}{form} on {Machine.here(chip)}"
+        found = evidence.verdict(missing) or "not verified"
+        why = f"was {found}{form} on {Machine.here(chip)}{of_first}"
     else:  # more verdicts would change nothing
         advice = "Naming it, or"
-        none = os.environ.get(VARIABLE) == "none"
-        why = (
-            f"{VARIABLE}=none excludes"
-            if none
-            else "is not trusted because the processes did not agree"
-        )
+        why = "is not trusted because the processes differ"
+        if os.environ.get(VARIABLE) == "none":
+            why = f"{VARIABLE}=none excludes"
     gain = f"; it is predicted to be {faster:.2f} times as fast" if faster is not None else ""
     say_once(
         f"{op} takes {taken!r} and not {wanted!r}, which {why}{gain}. {advice} "
@@ -342,25 +375,64 @@ def version(package: str) -> str:
         return "none"
 
 
-def _agree(chip: str) -> tuple[Evidence, str]:
-    """Returns what all processes agree on about the kernels of a chip, and why that is less than
-    they know, or "".
+def _agree(chip: str) -> Evidence:
+    """Returns what process 0 knows about the kernels of a chip, and nothing where processes differ
+    in what a verdict depends on; all processes must call this.
     """
-    own = _known_here(chip)
-    settings = {VARIABLE: os.environ.get(VARIABLE) or "not set"} | dataclasses.asdict(
-        Machine.here(chip)
-    )
+    settings = dataclasses.asdict(Machine.here(chip))
+    settings[VARIABLE] = os.environ.get(VARIABLE, "")
+    own = {"settings": settings, "evidence": dataclasses.asdict(_known_here(chip))}
+    first, differences = _within_limit(functools.partial(_compare_with_first, own))
+    for process, difference in enumerate(differences):
+        if difference >= 0:
+            say_once(
+                "the processes differ, and none of them trusts a kernel: "
+                f"{sorted(settings)[difference]} is not the same in process 0 and in process "
+                f"{process}; it must be the same in all"
+            )
+            return Evidence("none")
+    return Evidence(**first["evidence"])
+
+
+def _compare_with_first(own: dict[str, dict]) -> tuple[dict[str, dict], list[int]]:
+    """Returns what process 0 has here, and for each process the first setting, in the order of
+    names, in which it differs from process 0, or -1.
+    """
+    text = np.frombuffer(json.dumps(own).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
+    text = np.resize(text, size)  # what other processes than 0 give is not read
+    first = json.loads(bytes(multihost_utils.broadcast_one_to_all(text)))
+    settings = own["settings"]
+    difference = -1
+    for number, name in enumerate(sorted(settings)):
+        if difference < 0 and first["settings"][name] != settings[name]:
+            difference = number
+    return first, multihost_utils.process_allgather(np.int32(difference)).tolist()
+
+
+def _within_limit[T](ask: Callable[[], T]) -> T:
+    """Returns what the processes answer, or raises RuntimeError if some do not within `LIMIT`
+    seconds.
+
+    They are asked on another thread, because this one may trace a program on another mesh.
+    """
+    answer = concurrent.futures.Future[T]()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
     try:
-        said = json.dumps(dataclasses.asdict(own) | {"settings": settings})
-        texts = agreement.exchange(f"kernels of {chip}", said, LIMIT)
-    except agreement.MeetingError as error:
-        # What another process set is not known. Without a coordinator the variable is the only way
-        # to trust a kernel.
-        follows = isinstance(error, agreement.NoCoordinatorError) and own.rule != "stored"
-        lack = f"each follows its own {VARIABLE}" if follows else "no kernel is trusted"
-        evidence = Evidence(own.rule if follows else "none")
-        return evidence, f"the processes did not agree on the kernels to trust, and {lack}: {error}"
-    return agreement.combine([json.loads(text) for text in texts])
+        return answer.result(LIMIT)
+    except TimeoutError as error:
+        raise RuntimeError(
+            "the processes did not agree on the kernels to trust: not all of them asked within "
+            f"{LIMIT:g} s; call flaxasync.ops.trust.known in all of them, after "
+            "jax.distributed.initialize()"
+        ) from error
 
 
 def _is_attached(chip: str) -> bool:

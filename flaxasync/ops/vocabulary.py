@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flaxasync.mesh import cast_to_varying, mapped_axis_size, vary_alike, vary_like
-from flaxasync.ops.execution import decide
+from flaxasync.ops.choose import decide
 from flaxasync.ops.matmul.products import accumulator_dtype
 from flaxasync.ring import Index, Ring, ring_gather, ring_reduce
 

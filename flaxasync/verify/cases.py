@@ -10,15 +10,14 @@ import jax.numpy as jnp
 
 from flaxasync.hardware import CHIPS
 from flaxasync.kernels.flash_attention import unsupported as flash_lacks
-from flaxasync.ops import execution, trust
-from flaxasync.ops.costs.collective_matmul import exchange_steps
-from flaxasync.ops.costs.cost import Shape
+from flaxasync.ops import choose, trust
 from flaxasync.ops.quantization import Kind, Quantization
+from flaxasync.ops.roofline import Shape
 
 AXIS = "model"
 MESH_AXES = ("x", "y")
 BACKENDS: dict[str, tuple[str, ...]] = {
-    **{op: support.backends for op, support in execution.OPS.items()},
+    **{op: support.backends for op, support in choose.OPS.items()},
     "ppermute": ("xla", "pallas"),
     "all_gather": ("xla", "pallas"),
     "all_to_all": ("xla", "pallas"),
@@ -113,16 +112,9 @@ class Case:
         )
 
     @property
-    def sums_few_rows(self) -> bool:
-        """Whether this is a sum of few rows, which all devices send to all others in one step or in
-        two.
-        """
-        return self.op == "matmul_all_reduce" and self.backend == "exchange"
-
-    @property
     def is_pair(self) -> bool:
         """Whether transfers begin in one kernel and end in another."""
-        return self.backend in PAIRS or (self.op == "expert_mlp" and self.backend == "exchange")
+        return self.backend in (*PAIRS, "exchange")
 
     @property
     def options(self) -> dict[str, int | bool | Quantization]:
@@ -145,12 +137,6 @@ class Case:
     @property
     def label(self) -> str:
         ways = {None: "", 1: "1 direction", 2: "2 directions"}[self.directions]
-        if (
-            self.op == "matmul_all_reduce"
-            and self.shapes[0][0] == 1
-            and self.backend in ("none", "exchange")
-        ):
-            ways = f"{self.shapes[0][1]} rows"
         parts = [f"{self.op:22} {self.backend:10} {ways:12}"]
         if self.quantization is not None:
             parts.append(self.quantization)
@@ -228,12 +214,7 @@ def stand_in(case: Case) -> Case:
     if devices > 2:
         directions = case.directions
     alike = {name: getattr(case, name) for name in ("gradient", "quantization", "keeps")}
-    small = dataclasses.replace(small, directions=directions, **alike)
-    if case.sums_few_rows:
-        small = dataclasses.replace(
-            small, shapes=_few_rows(small, 1 if case.shapes[0][1] == 1 else 2)
-        )
-    return small
+    return dataclasses.replace(small, directions=directions, **alike)
 
 
 def unsupported(case: Case, platform: str, *, quick: bool) -> str | None:
@@ -279,9 +260,7 @@ def _squarest(devices: int) -> tuple[int, int]:
 
 
 def _variants(case: Case, quick: bool) -> list[Case]:
-    """Returns a case in each direction, with and without gradients, and with few rows in one step
-    and in two.
-    """
+    """Returns a case in each direction, with and without gradients."""
     is_ring = case.op in (*MATMULS, "ring_attention", "expert_mlp") and case.backend not in (
         "none",
         "exchange",
@@ -294,42 +273,14 @@ def _variants(case: Case, quick: bool) -> list[Case]:
         gradients = (False,)
     elif quick:
         gradients = (True,)
-    cases = [case]
-    if case.sums_few_rows:  # each beside XLA's sum of the same rows
-        names = ("exchange",) if case.simulate else ("none", "exchange")
-        shapes = [_few_rows(case, count) for count in (1, 2)]
-        cases = [
-            dataclasses.replace(case, backend=name, shapes=s) for s in shapes for name in names
-        ]
     found = [
-        dataclasses.replace(c, directions=way, gradient=g)
-        for c in cases
-        for way in ways
-        for g in gradients
+        dataclasses.replace(case, directions=way, gradient=g) for way in ways for g in gradients
     ]
     if case.op == "all_gather_matmul" and case.backend == "fused" and case.quantization is not None:
         # Where the plan keeps x, its products in 8 bits are those of another kernel than where x
         # travels again.
         found += [dataclasses.replace(c, keeps=True) for c in found if c.gradient]
     return found
-
-
-def _few_rows(case: Case, count: int) -> tuple[Shape, ...]:
-    """Returns shapes of matmul_all_reduce whose sums are exchanged in `count` steps.
-
-    In one step they are one row, of fewer columns on long rings; in two steps 8 rows, or more on
-    short rings.
-    """
-    x, (k, n) = case.shapes
-    rows = 1 if count == 1 else 8
-    row_bytes = jnp.dtype(case.dtype).itemsize
-    while count == 1 and exchange_steps(case.devices, n * row_bytes) == 2 and n > 1:
-        n //= 2
-    while (
-        count == 2 and exchange_steps(case.devices, rows * n * row_bytes) == 1 and case.devices > 1
-    ):
-        rows *= 2
-    return (1, rows, x[2]), (k, n)
 
 
 def _shapes(op: str, size: str, mesh: tuple[int, ...]) -> tuple[Shape, ...]:

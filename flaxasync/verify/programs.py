@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from flaxasync.kernels.engine.operands import LANES
 from flaxasync.nn.attention.rotary import rotary_embedding, rotary_tables, rotate
-from flaxasync.ops.costs.cost import Shape
+from flaxasync.ops.roofline import Shape
 from flaxasync.ops.vocabulary import lookup_reduce_scatter
 from flaxasync.transport import direct
 from flaxasync.transport.pair import Pair

@@ -17,7 +17,7 @@ from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.engine.ring import Acknowledgements
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
-from flaxasync.ops.costs.trips import LARGEST_BLOCK
+from flaxasync.ops.roofline import LARGEST_BLOCK
 from tests.kernels.conftest import as_float32, assert_close, draw
 from tests.kernels.conftest import run as simulate
 

@@ -1,57 +1,15 @@
-"""Benchmarks of ops: few_rows.py and its table in the docs, samples of plan_layers.py, rows of
-attention_kernel.py.
-"""
+"""Benchmarks of ops: samples of plan_layers.py, rows of attention_kernel.py."""
 
 import functools
-import pathlib
-import sys
 
 import jax
 import numpy as np
 import pytest
 
-from benchmarks import attention_kernel, few_rows, plan_layers
+from benchmarks import attention_kernel, plan_layers
 from benchmarks.plan_layers import Form
 from benchmarks.programs import kept
 from flaxasync.hardware import chip
-
-PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "kernels" / "exchange.md").read_text()
-SECTION = PAGE.partition("<!-- few rows layer -->")[2].partition("<!-- /few rows layer -->")[0]
-ROWS = [
-    [cell.strip() for cell in line.strip("|").split("|")]
-    for line in SECTION.splitlines()
-    if line.startswith("|")
-]
-
-
-def test_the_page_has_every_layer_and_the_planned_form_is_never_slower():
-    """The table is that of the present plan. Where XLA's sum is planned, the two programs are
-    one.
-    """
-    cases = [(topology, batch) for topology in few_rows.TOPOLOGIES for batch in few_rows.BATCHES]
-    assert [tuple(row[:2]) for row in ROWS[2:]] == [
-        (topology, str(batch)) for topology, batch in cases
-    ]
-    for (topology, batch), (_, _, names, times, *_) in zip(cases, ROWS[2:], strict=True):
-        plan = " and ".join(dict.fromkeys(few_rows.planned(topology, batch)))
-        assert names == plan, "run python benchmarks/few_rows.py --write docs/kernels/exchange.md"
-        taken, serial = map(float, times.split(" / "))
-        assert taken == serial if plan == "none" else taken < serial, (topology, batch)
-
-
-@pytest.mark.parametrize("planned", [0.9e-6, 2e-6])
-def test_the_command_fails_if_a_planned_form_is_slower(planned, monkeypatch, capsys):
-    def layer_times(topology, batch, cache):
-        return {"planned": [planned if batch == 4 else 1e-6] * 3, "all-reduce": [1e-6] * 3}
-
-    monkeypatch.setattr(few_rows, "layer_times", layer_times)
-    monkeypatch.setattr(few_rows, "played", lambda *arguments: [1e-6])
-    monkeypatch.setattr(sys, "argv", ["few_rows.py"])
-    if planned < 1e-6:
-        few_rows.main()
-    else:
-        with pytest.raises(SystemExit, match=r"v6e:2x4 4 exchange 2.0 / 1.0 2.0 / 1.0 2.0 / 1.0"):
-            few_rows.main()
 
 
 def test_what_was_made_is_kept_by_its_facts(tmp_path):

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import flaxasync as fa
-from flaxasync.ops import execution, plan
+from flaxasync.ops import choose, plan
 
 SHAPES = {
     "expert_mlp": (
@@ -23,28 +23,28 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("op", execution.OPS)
+@pytest.mark.parametrize("op", choose.OPS)
 def test_the_default_runs_on_every_device_and_an_unknown_backend_is_an_error_that_lists_the_known_ones(
     op,
 ):
-    support = execution.OPS[op]
+    support = choose.OPS[op]
     assert support.default in support.backends
-    assert support.default in execution.ON_EVERY_DEVICE
+    assert support.default in choose.ON_EVERY_DEVICE
     # no mesh is set, so no chip is known
-    assert execution.decide(op, None, ring=8).backend == support.default
+    assert choose.decide(op, None, ring=8).backend == support.default
     known = ", ".join(support.backends)
     with pytest.raises(
         ValueError,
         match=rf"^{op} got backend='rings': it must be one of {known}, or None to choose$",
     ):
-        execution.decide(op, "rings", ring=8)
+        choose.decide(op, "rings", ring=8)
 
 
 @pytest.mark.parametrize("op", plan.MODELS)
 def test_plan_predicts_only_backends_that_the_op_has(op):
     ring = (2, 4) if op == "mesh_matmul" else 8
     costs = fa.plan(op, *SHAPES[op], chip="v5e", ring=ring).costs
-    assert set(costs) <= set(execution.OPS[op].backends)
+    assert set(costs) <= set(choose.OPS[op].backends)
     assert len(costs) > 1
 
 
@@ -62,23 +62,20 @@ def test_a_backend_that_only_other_ops_have_is_an_error_that_says_what_to_use(op
         "on every device$"
     )
     with pytest.raises(NotImplementedError, match=message):
-        execution.decide(op, backend, ring=8)
+        choose.decide(op, backend, ring=8)
 
 
 def test_a_kernel_that_cannot_serve_is_not_planned():
     """On TPUs with a data sheet plan chooses, and leaves out kernels that `check` refuses."""
 
     def refuse(backend):
-        raise execution.cannot_serve(
-            "all_gather_matmul", backend, "is refused", "use backend='xla'"
-        )
+        raise choose.cannot_serve("all_gather_matmul", backend, "is refused", "use backend='xla'")
 
     call = {"shapes": SHAPES["all_gather_matmul"], "ring": 8}
     with jax.set_mesh(fa.check.topology_mesh("v5e:2x4", (8,), ("model",))):
-        assert execution.decide("all_gather_matmul", None, **call).backend == "fused"
+        assert choose.decide("all_gather_matmul", None, **call).backend == "fused"
         assert (
-            execution.decide("all_gather_matmul", None, **call, check=refuse).backend
-            in execution.RINGS
+            choose.decide("all_gather_matmul", None, **call, check=refuse).backend in choose.RINGS
         )
 
 
@@ -90,25 +87,23 @@ def test_an_op_of_a_layer_chooses_if_it_lacks_the_layers_backend():
         None: None,
         "rings": "rings",
     }.items():
-        assert execution.if_available("ring_attention", requested) == used
-    assert execution.if_available("all_gather_matmul", "fused") == "fused"
+        assert choose.if_available("ring_attention", requested) == used
+    assert choose.if_available("all_gather_matmul", "fused") == "fused"
 
 
 def test_what_is_decided_makes_the_ring():
     with jax.set_mesh(jax.make_mesh((8,), ("model",))):
-        assert execution.decide("all_gather_matmul", "none", ring=8).ring("model").transport is None
-        ring = execution.decide("all_gather_matmul", "xla", ring=8).ring("model")
-        assert hash(ring) == hash(
-            execution.decide("all_gather_matmul", "xla", ring=8).ring("model")
-        )
+        assert choose.decide("all_gather_matmul", "none", ring=8).ring("model").transport is None
+        ring = choose.decide("all_gather_matmul", "xla", ring=8).ring("model")
+        assert hash(ring) == hash(choose.decide("all_gather_matmul", "xla", ring=8).ring("model"))
     assert (ring.directions, ring.unroll) == (1, 2)
     with jax.set_mesh(fa.check.topology_mesh("v5e:2x4", (8,), ("model",))):
-        assert execution.decide("all_gather_matmul", "pallas", ring=8).directions == 2
-        assert execution.decide("all_gather_matmul", "pallas", ring=8, halves=False).directions == 1
+        assert choose.decide("all_gather_matmul", "pallas", ring=8).directions == 2
+        assert choose.decide("all_gather_matmul", "pallas", ring=8, halves=False).directions == 1
         assert (
-            execution.decide(
+            choose.decide(
                 "all_gather_matmul", "pallas", ring=8, halves=False, directions=2
             ).directions
             == 2
         )
-        assert execution.decide("all_gather_matmul", "pallas", ring=2).directions == 1
+        assert choose.decide("all_gather_matmul", "pallas", ring=2).directions == 1

@@ -23,7 +23,7 @@ from flaxasync.kernels.engine.slots import wait
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.mesh_matmul import overlapped, schedule, weights
 from flaxasync.kernels.mesh_matmul.weights import WeightBlocks
-from flaxasync.ops.execution import OPS
+from flaxasync.ops.choose import OPS
 from tests.kernels.conftest import as_float32, draw, simulated
 from tests.ops.matmul.conftest import assert_close
 

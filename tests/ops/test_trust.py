@@ -17,7 +17,7 @@ from jax.sharding import AbstractDevice
 
 import flaxasync as fa
 from flaxasync.kernels.flash_attention import Flash
-from flaxasync.ops import agreement, execution, trust
+from flaxasync.ops import choose, trust
 from flaxasync.ops.attention.api import _choose_kernel
 from flaxasync.ops.attention.blocks import Reference
 from flaxasync.verify.__main__ import record_verdicts
@@ -44,7 +44,7 @@ def v5e():
 
 
 def taken(backend=None):
-    return execution.decide(OP, backend, shapes=SHAPES, ring=8).backend
+    return choose.decide(OP, backend, shapes=SHAPES, ring=8).backend
 
 
 def store(machine, verdict="PASS", name=f"{OP}/fused/3+", case="a case"):
@@ -70,7 +70,7 @@ def test_a_kernel_in_eight_bits_needs_a_verdict_of_its_own_beside_the_other(v5e,
     shapes = [(256, 4096), (4096, 1024)]  # at which plan prefers "fused" in 8 bits
 
     def taken_in_8_bits():
-        return execution.decide(
+        return choose.decide(
             OP, None, shapes=shapes, ring=8, quantization=fa.Quantization("int8")
         ).backend
 
@@ -238,53 +238,63 @@ def test_where_no_tpu_is_attached_calls_take_what_is_predicted(v5e, monkeypatch)
         assert taken() == "fused"
 
 
-def test_several_processes_without_a_coordinator_trust_nothing_unless_they_are_told_to(
-    v5e, monkeypatch, caplog
-):
-    store(v5e)
-    monkeypatch.setattr(trust, "_agreed", {})
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert taken() == "none"
-    assert (
-        "and no kernel is trusted: they have no coordinator: call jax.distributed.initialize() in"
-        in caplog.text
-    )
-    assert (
-        "'fused', which is not trusted because the processes did not agree; it is predicted"
-        in caplog.text
-    )
-    assert (
-        ". Naming it, or FLAXASYNC_VERIFIED=all in every process, takes it unverified"
-        in caplog.text
-    )
-    monkeypatch.setattr(trust, "_agreed", {})
-    monkeypatch.setenv(trust.VARIABLE, "all")
-    assert taken() == "fused"
-    assert "and each follows its own FLAXASYNC_VERIFIED: they have no coordinator" in caplog.text
-
-
 @pytest.fixture
 def agreeing(monkeypatch):
-    """Two processes that agree on what this one knows; returns the topics that they exchanged."""
-    topics = []
+    """Two processes of which both know what this one knows; returns how often they were asked."""
+    asked = []
+
+    def both(own):
+        asked.append(own["settings"]["chip"])
+        return json.loads(json.dumps(own)), [-1, -1]
+
     monkeypatch.setattr(trust, "_agreed", {})
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(
-        agreement, "exchange", lambda topic, text, limit: topics.append(topic) or [text, text]
-    )
-    return topics
+    monkeypatch.setattr(trust, "_compare_with_first", both)
+    return asked
 
 
-def test_several_processes_are_told_to_verify_on_every_host(v5e, agreeing, caplog):
+def test_several_processes_trust_what_process_0_knows(v5e, agreeing, monkeypatch, caplog):
     assert taken() == "none"
-    assert "'fused', which was not verified in every process on v5e" in caplog.text
-    assert (
-        "`python -m flaxasync.verify`, started on every host for its own chips, verifies it"
-        in caplog.text
-    )
+    assert "'fused', which was not verified on v5e" in caplog.text
+    assert ", by the file of process 0; it is predicted" in caplog.text
+    of_first = {
+        "settings": {},
+        "evidence": {"rule": "stored", "verdicts": {f"{OP}/fused/3+": "PASS"}, "times": {}},
+    }
+    monkeypatch.setattr(trust, "_agreed", {})
+    monkeypatch.setattr(trust, "_compare_with_first", lambda own: (of_first, [-1, -1]))
+    assert [taken(), taken()] == ["fused", "fused"]
 
 
-def test_several_processes_exchange_nothing_about_chips_that_are_not_attached(
+def test_processes_that_differ_trust_nothing_and_say_in_what(v5e, monkeypatch, caplog):
+    store(v5e)
+    names = sorted([*vars(v5e), trust.VARIABLE])
+    monkeypatch.setattr(trust, "_agreed", {})
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    differs = [-1, names.index("libtpu")]
+    monkeypatch.setattr(trust, "_compare_with_first", lambda own: (own, differs))
+    assert [taken(), taken()] == ["none", "none"]
+    assert caplog.text.count("libtpu is not the same in process 0 and in process 1") == 1
+    assert "'fused', which is not trusted because the processes differ" in caplog.text
+    assert ". Naming it, or FLAXASYNC_VERIFIED=all in every process, takes it" in caplog.text
+
+
+def test_an_error_of_the_processes_is_not_hidden(v5e, monkeypatch):
+    def fail(own):
+        raise ZeroDivisionError("of the links")
+
+    monkeypatch.setattr(trust, "_agreed", {})
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(trust, "_compare_with_first", fail)
+    with pytest.raises(ZeroDivisionError, match="of the links"):
+        taken()
+    monkeypatch.setattr(trust, "LIMIT", 0.1)
+    monkeypatch.setattr(trust, "_compare_with_first", lambda own: time.sleep(1))
+    with pytest.raises(RuntimeError, match=r"not all of them asked within 0\.1 s; call"):
+        taken()
+
+
+def test_several_processes_ask_nothing_about_chips_that_are_not_attached(
     v5e, agreeing, monkeypatch
 ):
     store(v5e)
@@ -294,10 +304,8 @@ def test_several_processes_exchange_nothing_about_chips_that_are_not_attached(
     monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind="TPU v5 lite")])
     with trust.trusting(None):
         assert (trust.known("v6e").verdicts, agreeing) == ({}, [])
-        assert (trust.known("v5e").verdict(f"{OP}/fused/3+"), agreeing) == (
-            "PASS",
-            ["kernels of v5e"],
-        )
+        found = trust.known("v5e").verdict(f"{OP}/fused/3+")
+        assert (found, agreeing) == ("PASS", ["v5e"])
 
 
 def test_the_flash_kernel_needs_its_verdict_too(v5e, caplog):
@@ -379,9 +387,7 @@ def test_ring_attention_is_a_verdict_about_the_flash_kernel_where_it_used_that(
     v5e, verdict, rows, stored
 ):
     shape = (2, rows, 8, 128)
-    record_verdicts(
-        [CaseResult(Case("ring_attention", "xla", (8,), (shape, shape)), verdict)], MACHINE
-    )
+    record_verdicts([CaseResult(Case("ring_attention", "xla", (8,), (shape, shape)), verdict)], MACHINE)
     assert trust.known("v5e").verdict("attention/flash") == stored
 
 

@@ -11,7 +11,7 @@ import pytest
 import flaxasync as fa
 from flaxasync.check.player.errors import RaceError
 from flaxasync.ops import trust
-from flaxasync.ops.plan import MODELS
+from flaxasync.ops.roofline import MODELS
 from flaxasync.verify import cases, rehearsal
 from flaxasync.verify.__main__ import main, record_verdicts
 from flaxasync.verify.cases import BACKENDS, FORGETS, Case, stand_in
@@ -28,7 +28,7 @@ LARGE = (
 UNKNOWN = "the start of an asynchronous all-gather of XLA reads a table that the dump lacks"
 SMALL = [op for op in BACKENDS if op not in LARGE]
 GROUPS = [*LARGE, ",".join(SMALL[::2]), ",".join(SMALL[1::2])]  # each takes half a minute or more
-OTHERS = [("v6e:2x4", "attention"), ("v5p:2x2x2", "matmul_all_reduce/exchange")]
+OTHERS = [("v6e:2x4", "attention"), ("v5p:2x2x2", "matmul_all_reduce/fused")]
 pytestmark = pytest.mark.usefixtures("empty_cache")  # which must stay empty
 
 
@@ -70,7 +70,7 @@ def rehearse(topology, ops, folder, capsys):
 
 @pytest.mark.slow
 def test_a_rehearsal_goes_the_whole_way_and_nothing_of_it_is_trusted(tmp_path, capsys, monkeypatch):
-    results = rehearse("v5e:2x4", "ppermute,matmul_all_reduce/exchange", tmp_path, capsys)
+    results = rehearse("v5e:2x4", "ppermute,matmul_all_reduce/fused", tmp_path, capsys)
     assert {r["clock"] for r in results if r["seconds"] is not None} == {"simulated"}
     assert os.environ["XDG_CACHE_HOME"] == str(tmp_path / "cache")
     monkeypatch.setenv(trust.VARIABLE, str(tmp_path / "verdicts.json"))

@@ -17,7 +17,6 @@ import pytest
 
 import flaxasync as fa
 from flaxasync.ops import trust
-from flaxasync.ops.costs.collective_matmul import exchange_steps
 from flaxasync.verify import __main__ as verify_command
 from flaxasync.verify import cases, child, measure, programs, supervisor
 from flaxasync.verify.__main__ import describe_in_words, main, record_verdicts
@@ -104,20 +103,6 @@ def test_a_kernel_in_eight_bits_is_compared_with_the_plain_backend_and_that_with
         )
         > 1e-3
     )
-
-
-@pytest.mark.parametrize("devices", [2, 4, 8, 16])
-@pytest.mark.parametrize(("platform", "quick"), [("tpu", True), ("tpu", False), ("cpu", True)])
-def test_the_exchange_is_verified_in_one_step_and_in_two(platform, devices, quick):
-    found = [case for case in every_case(platform, devices, quick) if case.sums_few_rows]
-    forms = set()
-    for case in found:
-        (batch, rows, _), (_, columns) = case.shapes
-        itemsize = jnp.dtype(case.dtype).itemsize
-        forms.add((exchange_steps(case.devices, batch * rows * columns * itemsize), case.gradient))
-    assert forms == {
-        (count, gradient) for count in (1, 2) for gradient in ((True,) if quick else (True, False))
-    }
 
 
 @pytest.mark.parametrize(

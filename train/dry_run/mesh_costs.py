@@ -31,7 +31,7 @@ from typing import Any
 import flaxasync as fa
 from flaxasync.check.estimate.costs import collective_seconds
 from flaxasync.hardware import Chip
-from flaxasync.ops.costs.cost import hbm
+from flaxasync.ops.roofline import hbm
 from models.config import FsdpOverlap, Remat, TransformerConfig
 from models.layer import quantization_of
 from train.config import Config

@@ -29,7 +29,7 @@ from flaxasync.nn.options import settings_of
 from flaxasync.nn.out_sharding import OutSharding, output_spec, shard_output
 from flaxasync.nn.placement import Placement, place
 from flaxasync.nn.uneven_shares import head_shares
-from flaxasync.ops import execution
+from flaxasync.ops import choose
 from flaxasync.ops.attention.layouts import check_sequence_rows
 
 
@@ -98,12 +98,12 @@ class ParallelAttention(AttentionLayer):
         }
         self.settings = settings_of(layer, linear)
         if given.get("context_backend") is None:
-            given["context_backend"] = execution.if_available(
+            given["context_backend"] = choose.if_available(
                 "ring_attention", self.settings.backend
             )
         elif given.get("context_axis") is None:
             # it does nothing, and must exist
-            execution.check_backend("ring_attention", given["context_backend"])
+            choose.check_backend("ring_attention", given["context_backend"])
         self.attention = attention = HeadAttention.of(
             layer,
             features,

@@ -24,7 +24,7 @@ from flaxasync.ops.attention.layouts import (
     check_sequence_layout,
 )
 from flaxasync.ops.attention.ring import Call
-from flaxasync.ops.execution import check_mapped, decide
+from flaxasync.ops.choose import check_mapped, decide
 
 KERNELS = ("reference", "flash")
 

@@ -47,7 +47,6 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync.hardware import Chip
-from flaxasync.ops.costs.cost import hbm, hop_seconds
 from flaxasync.ops.matmul.products import Arrays, Operands, dot, row_major, weight_gradient
 from flaxasync.ops.matmul.vjp import Executor
 from flaxasync.ops.plan import plan
@@ -60,6 +59,7 @@ from flaxasync.ops.quantization import (
     quantize,
     weight_operands,
 )
+from flaxasync.ops.roofline import hbm, hop_seconds
 from flaxasync.ops.saved import GATHERED, PRODUCT, first_only
 from flaxasync.transport import direct
 from flaxasync.transport.transfers import Transfer, Transfers, meanwhile

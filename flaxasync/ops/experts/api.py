@@ -16,7 +16,7 @@ from flaxasync.kernels.engine.operands import LANES
 from flaxasync.kernels.grouped_matmul import check_grouped
 from flaxasync.mesh import UnsupportedError, mapped_axis_size, vary_alike
 from flaxasync.ops import trust
-from flaxasync.ops.execution import Directions, cannot_serve, check_mapped, decide
+from flaxasync.ops.choose import Directions, cannot_serve, check_mapped, decide
 from flaxasync.ops.experts.assignments import capacity_of_half
 from flaxasync.ops.experts.exchange import Exchange
 from flaxasync.ops.experts.local import Experts

@@ -15,15 +15,14 @@ from jaxtyping import Array, Float
 
 from flaxasync import mesh
 from flaxasync.mesh import mapped_axis_size, vary_alike
-from flaxasync.ops.costs.collective_matmul import check_gathered_bytes
-from flaxasync.ops.costs.cost import Shape
-from flaxasync.ops.execution import Directions, check_mapped, decide
+from flaxasync.ops.choose import Directions, check_gathered_bytes, check_mapped, decide
 from flaxasync.ops.matmul import vjp
 from flaxasync.ops.matmul.fused import FusedExecutor, check_kernels
 from flaxasync.ops.matmul.products import Arrays, Operands
-from flaxasync.ops.matmul.ring import ExchangeExecutor, RingExecutor, check_exchange
+from flaxasync.ops.matmul.ring import RingExecutor
 from flaxasync.ops.matmul.vjp import Executor
 from flaxasync.ops.quantization import Quantization, check_chip, quantization_of
+from flaxasync.ops.roofline import Shape
 
 type OneOrMore = Float[Array, "..."] | tuple[Float[Array, "..."], ...]
 type Quantizing = Quantization | str | None
@@ -204,11 +203,8 @@ def matmul_all_reduce(
       w: This device's rows; a tuple if x is one.
       axis_name: The mesh axis along which k is split.
       backend: What executes the op, as in `all_gather_matmul`; "none" multiplies, then all-reduces.
-        "exchange" does the same with a Pallas kernel in which all devices send to all others, for
-        few rows (TPU, float32 and bfloat16). The others reduce-scatter, and then gather with one
-        collective operation.
-      directions, unroll: As in `all_gather_matmul`; "none" and "exchange" have no ring and ignore
-        them.
+        The others reduce-scatter, and then gather with one collective operation.
+      directions, unroll: As in `all_gather_matmul`; "none" has no ring and ignores them.
       precision, reduce_dtype, quantization: As in `matmul_reduce_scatter`.
 
     Returns:
@@ -270,8 +266,6 @@ def choose_executor(
                 options.precision,
                 options.reduce_dtype,
             )
-        if backend == "exchange":
-            check_exchange(op, axis_name, size, shapes, dtype, options.reduce_dtype)
 
     execution = decide(
         op,
@@ -289,8 +283,7 @@ def choose_executor(
         return FusedExecutor(
             axis_name, execution.directions, quantization=quantization
         ), execution.keep
-    kind = ExchangeExecutor if execution.backend == "exchange" else RingExecutor
-    return kind(
+    return RingExecutor(
         execution.ring(axis_name), options.precision, options.reduce_dtype, quantization
     ), execution.keep
 

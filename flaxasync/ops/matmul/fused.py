@@ -19,7 +19,7 @@ from flaxasync.kernels.engine.matmul import Epilogue
 from flaxasync.kernels.engine.operands import DTYPES, LANES, sublanes
 from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from flaxasync.kernels.weight_gradient import TILES, gather_weight_gradient
-from flaxasync.ops.execution import cannot_serve
+from flaxasync.ops.choose import cannot_serve
 from flaxasync.ops.matmul import products
 from flaxasync.ops.matmul.products import Arrays, Operands
 from flaxasync.ops.quantization import Operand, Quantization, Quantized, dequantize, values_of

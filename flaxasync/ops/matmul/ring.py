@@ -1,5 +1,5 @@
 """The collective matmuls as a ring of blocks ("xla", "pallas", "stateful") or one collective
-("none", "exchange").
+operation ("none").
 
 A ring multiplies each block in place and writes each block of the output once. The output begins as
 uninitialised memory and not as zeros, so the TPU compiler writes each product straight into its
@@ -7,7 +7,6 @@ rows.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,13 +16,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from flaxasync import mesh
-from flaxasync.kernels.engine.call import available
-from flaxasync.kernels.engine.operands import DTYPES, LANES, sublanes
-from flaxasync.kernels.exchange import exchange, vmem_bytes
 from flaxasync.mesh import vary_like
-from flaxasync.ops.costs.collective_matmul import exchange_steps
-from flaxasync.ops.costs.cost import Shape
-from flaxasync.ops.execution import cannot_serve
 from flaxasync.ops.matmul import products
 from flaxasync.ops.matmul.products import Arrays, Operands, accumulator_dtype
 from flaxasync.ops.quantization import Operand, Quantization, Quantized, dequantize, values_of
@@ -131,78 +124,6 @@ class RingExecutor:
 
     def _travel_dtype(self, x: Operand) -> jnp.dtype:
         return jnp.dtype(self.reduce_dtype or x.dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class ExchangeExecutor(RingExecutor):
-    """Sums few rows with a kernel in which all devices send to all others; their gradients need no
-    communication.
-    """
-
-    def all_reduce(self, xs: Operands, ws: Operands) -> Array:
-        partial_sum = products.sum_of_products(xs, ws, self.precision).astype(
-            self._travel_dtype(xs[0])
-        )
-        return _exchange_all(partial_sum, self.axis_name, lax.axis_size(self.axis_name)).astype(
-            xs[0].dtype
-        )
-
-
-def check_exchange(
-    op: str,
-    axis_name: str,
-    size: int,
-    shapes: Sequence[Shape],
-    dtype: DTypeLike,
-    reduce_dtype: DTypeLike | None,
-) -> None:
-    """Raises NotImplementedError if the kernel cannot serve a call of `op` on `size` TPUs."""
-    instead = "use backend='none'"
-    travels = jnp.dtype(reduce_dtype or dtype)
-    x, w = shapes
-    if size == 1:
-        raise cannot_serve(
-            op, "exchange", f"sends to other devices: got an axis {axis_name!r} of size 1", instead
-        )
-    if travels.name not in DTYPES:
-        raise cannot_serve(
-            op, "exchange", f"has kernels for {' and '.join(DTYPES)}: got {travels.name}", instead
-        )
-    nbytes = math.prod(x[:-1]) * w[1] * travels.itemsize
-    need = vmem_bytes(size, nbytes, exchange_steps(size, nbytes))
-    if need > available():
-        limit = (
-            f"has all sums in vector memory, {available() / 2**20:.0f} MiB: got "
-            f"{need / 2**20:.0f} MiB"
-        )
-        raise cannot_serve(op, "exchange", limit, f"give it fewer rows, or {instead}")
-
-
-def _exchange_all(x: Array, axis_name: str, size: int) -> Array:
-    """Returns the sum of an array [..., m, n] over the devices on an axis.
-
-    The kernel takes whole hardware tiles. So fewer rows than a tile has are laid out as one tile's
-    rows, and zeros are appended to what is not whole.
-    """
-    if not x.size:
-        # nothing is sent; the result's type does not vary over the axis
-        return lax.psum(x, axis_name)
-    count = exchange_steps(size, x.size * x.dtype.itemsize)
-    height, width = _layout(x.shape, x.dtype)
-    unit = LANES * (size if count == 2 else 1)
-    padded = -(-width // unit) * unit
-    if height * width == x.size:
-        laid = jnp.pad(x.reshape(height, width), ((0, 0), (0, padded - width)))
-        return exchange(laid, axis_name, steps=count)[:, :width].reshape(x.shape)
-    laid = jnp.pad(x.reshape(-1), (0, height * padded - x.size)).reshape(height, padded)
-    return exchange(laid, axis_name, steps=count).reshape(-1)[: x.size].reshape(x.shape)
-
-
-def _layout(shape: Shape, dtype: DTypeLike) -> tuple[int, int]:
-    """Returns the rows and columns of an array [..., m, n] in whole rows of hardware tiles."""
-    unit = sublanes(dtype)
-    rows = math.prod(shape[:-1])
-    return (rows, shape[-1]) if rows % unit == 0 else (unit, -(-math.prod(shape) // unit))
 
 
 def uninitialised(shape: tuple[int, ...], x: Array, dtype: DTypeLike | None = None) -> Array:

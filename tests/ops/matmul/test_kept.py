@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from flaxasync import hardware
-from flaxasync.ops import execution
+from flaxasync.ops import choose
 from flaxasync.ops.matmul.products import weight_gradient, weight_gradients
 from tests.kernels.conftest import draw
 from tests.ops.matmul.conftest import check_parity
@@ -258,12 +258,12 @@ def test_a_backend_that_plan_does_not_know_keeps_nothing(monkeypatch):
     can still multiply.
     """
     x, w = (1, 8192, 16384), (16384, 1024)
-    monkeypatch.setattr(execution.mesh, "chip", lambda: hardware.chip("v5e"))
-    monkeypatch.setattr(execution.mesh, "check_tpu", lambda *_: None)
+    monkeypatch.setattr(choose.mesh, "chip", lambda: hardware.chip("v5e"))
+    monkeypatch.setattr(choose.mesh, "check_tpu", lambda *_: None)
     assert "fused" not in fa.plan(fa.all_gather_matmul, x, w, chip="v5e", ring=8).costs
     call = {"shapes": [x, w], "ring": 8, "gathered_bytes": 2**40}
-    assert not execution.decide("all_gather_matmul", "fused", **call).keep
-    assert execution.decide("all_gather_matmul", "stateful", **call).keep
+    assert not choose.decide("all_gather_matmul", "fused", **call).keep
+    assert choose.decide("all_gather_matmul", "stateful", **call).keep
 
 
 @pytest.mark.parametrize("layer", [pytest.param("mlp", marks=pytest.mark.slow), "attention"])

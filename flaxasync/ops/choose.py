@@ -11,7 +11,8 @@ op.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+import numbers
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -19,9 +20,9 @@ import jax
 from flaxasync import hardware, mesh
 from flaxasync.mesh import UnsupportedError
 from flaxasync.ops import trust
-from flaxasync.ops.costs.cost import Shape
 from flaxasync.ops.plan import Plan, plan
 from flaxasync.ops.quantization import Quantization
+from flaxasync.ops.roofline import Shape
 from flaxasync.ring import Ring
 from flaxasync.transport import TRANSPORTS
 
@@ -41,22 +42,18 @@ class Support:
     backends: tuple[str, ...]  # the names that a call may give
     # what a call gets that names none on devices without a data sheet; it runs on every device
     default: str = "xla"
-    # For each option of `plan` that says whether kernels can serve, the backend whose limits say
-    # so.
-    kernels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    kernel: str | None = None  # the backend whose limits say whether the planned kernels can serve
     # which backends run on devices other than TPUs, too
     anywhere: tuple[str, ...] = ON_EVERY_DEVICE
 
 
 OPS: dict[str, Support] = {
-    "all_gather_matmul": Support(MATMULS, kernels={"kernels": "fused"}),
-    "matmul_reduce_scatter": Support(MATMULS, kernels={"kernels": "fused"}),
-    "matmul_all_reduce": Support(BACKENDS, kernels={"kernels": "fused", "exchange": "exchange"}),
+    "all_gather_matmul": Support(MATMULS, kernel="fused"),
+    "matmul_reduce_scatter": Support(MATMULS, kernel="fused"),
+    "matmul_all_reduce": Support(MATMULS, kernel="fused"),
     # The variants of the published study that this op follows: its "fused" hides the gather alone.
     "mesh_matmul": Support(
-        ("none", "xla_gemm", "serial", "fused", "overlapped"),
-        default="none",
-        kernels={"kernels": "overlapped"},
+        ("none", "xla_gemm", "serial", "fused", "overlapped"), default="none", kernel="overlapped"
     ),
     # CPU devices share their cores: nothing is hidden by a ring.
     "expert_mlp": Support(
@@ -119,22 +116,21 @@ def decide(
         raise ValueError(f"{op} needs directions to be 1, 2 or None: got {directions!r}")
     if unroll < 1:
         raise ValueError(f"{op} needs unroll to be 1 or more: got {unroll}")
-    backend = None if requested is None else _named(op, requested, check)
-    gathered = (
-        ring * math.prod(shapes[0]) * (1 if quantization else itemsize)
-        if isinstance(ring, int) and shapes
-        else 0
-    )
-    may_keep = ring != 1 and 0 < gathered <= gathered_bytes
+    if requested is not None:
+        _check_named(op, requested, check)
+    may_keep = False
+    if isinstance(ring, int) and ring > 1 and shapes:
+        gathered = ring * math.prod(shapes[0]) * (1 if quantization else itemsize)
+        may_keep = 0 < gathered <= gathered_bytes
     found = None
-    if backend is None or may_keep:
+    if requested is None or may_keep:
+        options["itemsize"] = itemsize
         if op == "all_gather_matmul":
             options["gathered_bytes"] = gathered_bytes
         if quantization is not None:
             options["quantization"] = quantization
-        found = _plan(op, shapes, ring, check, {"itemsize": itemsize, **options})
-    if backend is None:
-        backend = _fastest(op, found, ring, quantization)
+        found = _plan(op, shapes, ring, check, options)
+    backend = requested or _fastest(op, found, ring, quantization)
     if directions is None:
         directions = 2 if halves and ring not in (1, 2) and mesh.platform() == "tpu" else 1
     return Execution(backend, directions, unroll, may_keep and _keeps(found, backend))
@@ -160,7 +156,7 @@ def check_backend(op: str, requested: str | None) -> None:
     """
     named = if_available(op, requested)
     if named is not None:
-        _named(op, named, lambda backend: None)
+        _check_named(op, named, lambda backend: None)
 
 
 def check_mapped(op: str, operand: jax.Array) -> None:
@@ -174,6 +170,17 @@ def check_mapped(op: str, operand: jax.Array) -> None:
         )
 
 
+def check_gathered_bytes(caller: str, gathered_bytes: object) -> None:
+    """Raises ValueError, which begins with the caller's name, for a limit of memory that is no
+    integer of 0 or more.
+    """
+    if not isinstance(gathered_bytes, numbers.Integral) or gathered_bytes < 0:
+        raise ValueError(
+            f"{caller} needs gathered_bytes to be an integer of 0 or more: got {gathered_bytes!r}; "
+            "use 2**27 for 128 MiB, or 0 to keep nothing"
+        )
+
+
 def cannot_serve(op: str, backend: str, limit: str, instead: str) -> UnsupportedError:
     """Returns the error for a backend that cannot serve a call.
 
@@ -183,8 +190,8 @@ def cannot_serve(op: str, backend: str, limit: str, instead: str) -> Unsupported
     return UnsupportedError(f"{op} with backend={backend!r} {limit}; {instead}")
 
 
-def _named(op: str, requested: str, check: Callable[[str], None]) -> str:
-    """Returns the backend that a caller named, or raises as `decide` says."""
+def _check_named(op: str, requested: str, check: Callable[[str], None]) -> None:
+    """Raises as `decide` says unless the op has the backend that a caller named, and it can serve."""
     support = OPS[op]
     anywhere = f"backend={support.default!r}, which runs on every device"
     if requested not in support.backends:
@@ -197,7 +204,6 @@ def _named(op: str, requested: str, check: Callable[[str], None]) -> str:
     if requested not in support.anywhere:
         mesh.check_tpu(f"{op} with backend={requested!r}", anywhere)
     check(requested)
-    return requested
 
 
 def _plan(
@@ -215,11 +221,12 @@ def _plan(
         trust.say_once(hardware.describe_unknown(mesh.chip_name()))
     if chip is None or not shapes or any(0 in shape for shape in shapes):
         return None
-    for option, backend in OPS[op].kernels.items():
+    kernel = OPS[op].kernel
+    if kernel is not None:
         try:
-            check(backend)
+            check(kernel)
         except UnsupportedError:
-            options[option] = False
+            options = options | {"kernels": False}
     return plan(op, *shapes, chip=chip, ring=ring, **options)
 
 

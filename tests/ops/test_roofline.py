@@ -1,76 +1,104 @@
-"""Predicted sums of few rows, and the predicted gain of attention blocks whose weights and heads
-travel.
+"""The roofline: its choices beside played times, and the predicted gain of attention blocks whose
+weights and heads travel.
 """
+
+import csv
+import pathlib
+from unittest import mock
 
 import pytest
 
 import flaxasync as fa
 from flaxasync.hardware import chip
+from flaxasync.ops import roofline
 from flaxasync.ops.attention.exchanged import WORTH, Sizes, times_as_fast
-from flaxasync.ops.costs import collective_matmul
+
+BACKENDS = ("none", "xla", "pallas", "fused")
+with (pathlib.Path(__file__).parent / "played.csv").open() as file:
+    PLAYED = list(csv.DictReader(file))
+"""Milliseconds that cases of benchmarks/plan.py took when played; the first 30 are its sample."""
+DOCS = (pathlib.Path(__file__).parents[2] / "docs" / "plan.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["v5e", "v6e"])
-def test_no_prediction_is_below_what_the_links_carry(name):
-    """If all devices of an even ring send a block to all others, R * R / 8 blocks cross each link
-    each way.
+def planned(row, **options):
+    """Returns the plan of a row of `PLAYED`."""
+    topology, _, ring = row["mesh"].split()
+    ring, rows = int(ring), int(row["rows"])
+    features, hidden = int(row["features"]), int(row["hidden"])
+    shapes = (rows, features), (features, hidden)
+    if row["op"] == "matmul_reduce_scatter":
+        shapes = (ring * rows, hidden), (hidden, features)
+    backward = row["gradients"] == "yes"
+    return fa.plan(row["op"], *shapes, chip=topology, ring=ring, backward=backward, **options)
+
+
+def behind(row, backend):
+    """Returns how much longer than the best played backend this one takes."""
+    return float(row[backend]) / min(float(row[name]) for name in BACKENDS) - 1
+
+
+@pytest.mark.parametrize("row", PLAYED, ids=lambda row: "-".join([*row.values()][:6]))
+def test_every_choice_is_within_a_tenth_of_the_best_played_backend(row):
+    assert behind(row, planned(row).backend) <= 0.1
+
+
+def test_a_roofline_without_steps_chooses_worse():
+    """Negative test: the constants matter."""
+    free = {name: roofline.Rates(1.0) for name in BACKENDS}
+    with mock.patch.dict(roofline.MATMUL, free):
+        assert max(behind(row, planned(row).backend) for row in PLAYED) > 0.3
+
+
+def layers():
+    """Returns the rows of the table of whole layers in docs/plan.md, as dicts by its header."""
+    section = DOCS.partition("<!-- plan layers -->")[2].partition("<!-- /plan layers -->")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+def choices(row, gathered_bytes):
+    """Returns the choices of the two ops of a layer of benchmarks/plan_layers.py, "kept" where the
+    gathered rows are kept, too.
     """
-    spec, row_bytes = chip(name), 8192
-    for ring in collective_matmul.PLAYED_RINGS:
-        for rows in (1, 16, 1024, 8192):
-            size = rows * row_bytes
-            sent = size if collective_matmul.exchange_steps(ring, size) == 1 else 2 * size / ring
-            least = ring**2 / 8 * sent / spec.link_bandwidth
-            assert collective_matmul.exchange_seconds(spec, ring, rows, row_bytes) >= least, (
-                ring,
-                rows,
-            )
+    topology = row["mesh"]
+    ring = fa.check.topology_size(topology)
+    batch, rows, width = (int(size) for size in row["batch x rows x width"].split("x"))
+    ws = [(width, 3 * width // ring)] * 2
+    if row["layer"] == "attention":
+        ws = [(width, width // ring), *[(width, 8 * 128 // ring)] * 2]
+    options = {"chip": topology, "ring": ring}
+    x = (batch, rows // ring, width)
+    up = fa.plan("all_gather_matmul", x, *ws, gathered_bytes=gathered_bytes, **options)
+    hidden = ws[0][1]
+    down = fa.plan("matmul_reduce_scatter", (batch, rows, hidden), (hidden, width), **options)
+    return up.backend, down.backend, up.costs[up.backend].kept > 0
 
 
-def chosen(topology, ring, rows, columns=4096, k=512, **options):
-    return fa.plan(
-        "matmul_all_reduce", (rows, k), (k, columns), chip=topology, ring=ring, **options
-    ).backend
+@pytest.mark.parametrize("gathered_bytes", [0, 2**27])
+@pytest.mark.parametrize("row", layers(), ids=lambda row: " ".join([*row.values()][:3]))
+def test_every_layer_is_within_seven_hundredths_of_its_fastest_form(row, gathered_bytes):
+    """A layer that mixes two backends was played under "chosen", if it was chosen then."""
+    up, down, keeps = choices(row, gathered_bytes)
+    forms = ("fused", "none", "xla", "pallas")
+    if gathered_bytes:
+        forms += ("fused kept", "pallas kept")
+    best = min(float(row[form]) for form in forms)
+    form = up + (" kept" if keeps and up in ("fused", "pallas") else "")
+    if up != down:
+        assert (up, down, keeps) == ("none", "fused", False)
+        form = "chosen"
+    assert float(row[form].partition(" ")[0]) <= 1.07 * best
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("k", [512, 1792])
-@pytest.mark.parametrize(("name", "last"), [("v5e", 8), ("v6e", 16)])
-def test_the_exchange_is_chosen_for_few_rows_only(name, last, k, backward):
-    choices = {
-        rows: chosen(name, 8, rows, k=k, backward=backward)
-        for rows in (1, 2, 4, 8, 16, 32, 33, 64, 1024, 8192)
-    }
-    assert [rows for rows, backend in choices.items() if backend == "exchange"] == [
-        rows for rows in choices if rows <= last
-    ]
-
-
-@pytest.mark.parametrize(("name", "rows", "columns", "ring"), [
-    ("v6e", 33, 4096, 8), ("v6e", 32, 4096, 8), ("v5e", 64, 1024, 4), ("v6e", 128, 1024, 4),
-])  # fmt: skip
-def test_what_plays_no_faster_than_xla_is_not_chosen(name, rows, columns, ring):
-    """In each of these cases the exchange took as long as XLA's sum, or longer, when played."""
-    assert chosen(name, ring, rows, columns) == "none"
-
-
-@pytest.mark.parametrize("ring", [2, 3, 16, 64])
-def test_the_exchange_is_not_chosen_on_rings_where_it_was_not_played(ring):
-    for rows in (1, 8, 1024):
-        plan = fa.plan(
-            "matmul_all_reduce", (rows, 512), (512, 4096), chip="v5e", ring=ring, backward=False
-        )
-        assert "exchange" not in plan.costs
-    assert chosen("v5e", 4, 1) == "exchange", "otherwise the test shows nothing"
-
-
-def test_nothing_larger_than_what_was_played_is_exchanged(monkeypatch):
-    monkeypatch.setattr(collective_matmul, "EXCHANGE_GAINS", -100.0)
-    spec = chip("v5e")
-    assert collective_matmul.exchange_gains(spec, 8, collective_matmul.PLAYED_ROWS, 128)
-    assert not collective_matmul.exchange_gains(spec, 8, collective_matmul.PLAYED_ROWS + 1, 128)
-    assert collective_matmul.exchange_gains(spec, 8, 32, 8192)
-    assert not collective_matmul.exchange_gains(spec, 8, 33, 8192)
+@pytest.mark.parametrize("name", ["v5e", "v6e", "v5p", "tpu7x"])
+def test_no_prediction_is_below_what_the_links_carry(name):
+    for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+        for backend, cost in fa.plan(
+            op, (2048, 512), (512, 2048), chip=name, ring=8, backward=False
+        ).costs.items():
+            least = 7 * 256 * 512 * 2 / (2 * chip(name).link_bandwidth)
+            assert cost.seconds >= least, (op, backend)
 
 
 def block(ring: int, batch: int, rows: int, width: int) -> Sizes:
@@ -129,7 +157,7 @@ def test_products_and_blocks_in_eight_bits_take_what_compiled_programs_take(
     """
     shapes, options = ((4, 512, 4096), (4096, 3584)), {"chip": "v5e", "ring": 8, "backward": False}
     plan = fa.plan("all_gather_matmul", *shapes, quantization=quantization, **options)
-    assert plan.seconds[backend] * 1e3 == pytest.approx(ms, rel=0.11)
+    assert plan.seconds[backend] * 1e3 == pytest.approx(ms, rel=0.17)
 
 
 def test_the_fused_kernels_keep_no_rows_in_eight_bits():
