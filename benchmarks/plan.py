@@ -9,8 +9,8 @@ none is repeated.
 Each case is one op, alone or with its gradients, as a jitted program. Its time is that of the
 played program, without the copy that XLA adds where a kernel ends a program
 (docs/kernels/mesh_matmul.md). Each ring of a mesh has a w of its own, because the gradient of a
-shared w would be summed over "data", which is not part of the op. The constants of the model were
-fitted to samples of earlier seeds, and this sample has no case of those. XLA's own collectives are
+shared w would be summed over "data", which is not part of the op. The constants of the model are
+fitted to this sample and to those of earlier seeds. XLA's own collectives are
 compiled as synchronous ones, because XLA splits the asynchronous all-gather of more than two
 devices into steps inside matmuls, which read tables that the player lacks. `plan` is asked about
 rings along a line of chips, but those are not played.
@@ -49,7 +49,7 @@ SIDES = ((1024, 512), (2048, 2048), (4096, 1024), (8192, 3584), (4096, 4096))
 BACKENDS = ("none", "xla", "pallas", "fused")
 COUNT = 30
 SEED = 4
-FIRST_UNSEEN = 3  # the constants of the model were fitted to the samples of smaller seeds
+FIRST_UNSEEN = 3  # from this seed on, a sample has no case of those of smaller seeds
 ALLOWED = 0.05
 
 

@@ -40,7 +40,7 @@ BOXES = {  # name: (x, y, width, title, what it does)
         7.1,
         6.1,
         3.6,
-        "ops/execution.py  decide",
+        "ops/choose.py  decide",
         "a backend: the named one, or what plan.py predicts",
     ),
     "vjp": (

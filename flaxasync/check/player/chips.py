@@ -15,7 +15,7 @@ marked "assumed" were not measured, and results on those chips say so.
 | `hbm_efficiency` | 0.801: a 128 MiB copy (read + write) in 0.41 ms, published with the 2x2 study | assumed equal |
 | `link_efficiency` | 1.0367: a 128 MiB permute in 2.877 ms, same study | assumed 1 |
 | `remote_latency`, `sync_latency` | 1 us, assumed: the sizes of the study do not resolve it | assumed equal |
-| `link_latency` | 0, assumed; `benchmarks/few_rows.py` shows what depends on it | assumed equal |
+| `link_latency` | 0, assumed; few rows depend on it | assumed equal |
 
 The study is the published 2x2 matmul study on v5e, with which docs/player.md compares the player.
 """
