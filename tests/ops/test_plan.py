@@ -31,7 +31,12 @@ def test_a_ring_that_hides_its_transfers_is_chosen_with_a_reason():
             {},
             "xla needs 8 steps, which take 0.08 ms beside their products",
         ),
-        ("all_gather_matmul", [(8, 1024), (1024, 256)], {"kernels": False}, "pallas needs 8 steps, which take"),
+        (
+            "all_gather_matmul",
+            [(8, 1024), (1024, 256)],
+            {"kernels": False},
+            "pallas needs 8 steps, which take",
+        ),
     ],
 )
 def test_where_blocks_are_small_steps_cost_more_than_waiting(op, shapes, options, why):
