@@ -400,12 +400,13 @@ def _compare_with_first(own: dict[str, dict]) -> tuple[dict[str, dict], list[int
     """
     text = np.frombuffer(json.dumps(own).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
-    text = np.resize(text, size)  # what other processes than 0 give is not read
-    first = json.loads(bytes(multihost_utils.broadcast_one_to_all(text)))
+    padded = np.resize(text, size)  # what other processes than 0 give is not read
+    received = np.asarray(multihost_utils.broadcast_one_to_all(padded))
+    first = json.loads(received.tobytes())
     settings = own["settings"]
     difference = -1
     for number, name in enumerate(sorted(settings)):
-        if difference < 0 and first["settings"][name] != settings[name]:
+        if difference < 0 and first["settings"].get(name) != settings[name]:
             difference = number
     return first, multihost_utils.process_allgather(np.int32(difference)).tolist()
 
