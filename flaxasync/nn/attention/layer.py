@@ -98,9 +98,7 @@ class ParallelAttention(AttentionLayer):
         }
         self.settings = settings_of(layer, linear)
         if given.get("context_backend") is None:
-            given["context_backend"] = choose.if_available(
-                "ring_attention", self.settings.backend
-            )
+            given["context_backend"] = choose.if_available("ring_attention", self.settings.backend)
         elif given.get("context_axis") is None:
             # it does nothing, and must exist
             choose.check_backend("ring_attention", given["context_backend"])
