@@ -387,7 +387,9 @@ def test_ring_attention_is_a_verdict_about_the_flash_kernel_where_it_used_that(
     v5e, verdict, rows, stored
 ):
     shape = (2, rows, 8, 128)
-    record_verdicts([CaseResult(Case("ring_attention", "xla", (8,), (shape, shape)), verdict)], MACHINE)
+    record_verdicts(
+        [CaseResult(Case("ring_attention", "xla", (8,), (shape, shape)), verdict)], MACHINE
+    )
     assert trust.known("v5e").verdict("attention/flash") == stored
 
 
