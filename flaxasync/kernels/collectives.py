@@ -93,7 +93,7 @@ def all_gather(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Scratch:
+class AllReduceScratch:
     """Scratch memory of an all-reduce; m and n are the sides of a block."""
 
     outgoing: Ref  # [m, n] VMEM, the partial sum that is sent
@@ -130,7 +130,7 @@ def all_reduce(
     hops = size - 1
     halves = half_blocks(caller, "columns of a tile", n, LANES, ring.directions)
 
-    def reduce(x_tile: Ref, scratch: Scratch, o_ref: Ref) -> None:
+    def reduce(x_tile: Ref, scratch: AllReduceScratch, o_ref: Ref) -> None:
         """Puts this device's block of the sum over all devices into o_ref."""
         # the set that this tile uses
         buffers = remainder(pl.program_id(0) * pl.num_programs(1) + pl.program_id(1), 2)
@@ -164,7 +164,12 @@ def all_reduce(
             o_ref[:, halves[d]] = partial_sum(d, hops).astype(x.dtype)
 
     def kernel(
-        x_tile: Ref, o_tile: Ref, scratch: Scratch, finished: Ref, send_sem: Ref, recv_sem: Ref
+        x_tile: Ref,
+        o_tile: Ref,
+        scratch: AllReduceScratch,
+        finished: Ref,
+        send_sem: Ref,
+        recv_sem: Ref,
     ) -> None:
         first_tile = (pl.program_id(0) == 0) & (pl.program_id(1) == 0)
         when(first_tile, ring.enter, caller, collective_id)
@@ -186,7 +191,7 @@ def all_reduce(
     outgoing, received, finished = (
         pltpu.VMEM((*some, m, n), x.dtype) for some in ((), (2, hops), (size,))
     )
-    scratch: Ref = Scratch(
+    scratch: Ref = AllReduceScratch(
         outgoing, received, dma((ring.directions,)), dma((2, ring.directions, hops))
     )
     spec = pl.BlockSpec((tile.m, n), lambda i, j: (i, j))

@@ -121,7 +121,7 @@ def check_grouped(caller: str, dtype: jnp.dtype, tile_rows: int, *features: int)
             )
 
 
-class Step(NamedTuple):
+class GroupStep(NamedTuple):
     first: Scalar  # the first tile of the group
     size: Scalar  # tiles of the group
     k: Scalar  # block of K
@@ -210,13 +210,13 @@ class Blocks:
         first += (index - first) // self.most * self.most
         return xp.stack([experts, first, xp.minimum(end - first, self.most)])
 
-    def at(self, step: Scalar, table: Ref) -> Step:
+    def at(self, step: Scalar, table: Ref) -> GroupStep:
         some = split(step, self.depth)[0]  # a tile of the same group
         first = table[1, some]
         count = table[2, some]
         if self.depth == 1:
-            return Step(first, count, 0, step - first)
-        return Step(first, count, *split(step - first * self.depth, count))
+            return GroupStep(first, count, 0, step - first)
+        return GroupStep(first, count, *split(step - first * self.depth, count))
 
     def x_index(self, j: Scalar, step: Scalar, table: Ref) -> tuple[Scalar, Scalar]:
         at = self.at(step, table)
@@ -374,7 +374,7 @@ class _Kernel:
 
     def multiply(
         self,
-        at: Step,
+        at: GroupStep,
         xs: Sequence[Ref],
         w_tiles: IncomingTiles,
         half: Scalar,

@@ -65,7 +65,7 @@ SMALLEST = 256 * 256  # elements of a tile of the result below which a block has
 OUTGOING = (8, 3)  # slots for tiles that leave: at most, and at least where vector memory is short
 
 
-class Coordinates(NamedTuple):
+class ReduceScatterStep(NamedTuple):
     hop: Scalar  # of the ring
     i: Scalar  # tile of the rows of a block
     j: Scalar  # tile of the columns
@@ -80,7 +80,7 @@ class Coordinates(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class ReduceScatterSchedule:
     """The steps of the kernel: for each hop all tiles of a block, row by row, and for each all of
     the contraction.
     """
@@ -108,7 +108,7 @@ class Schedule:
             (self.size, self.tiles.rows.count, self.tiles.columns.count, self.depth)
         )
 
-    def at(self, step: Scalar) -> Coordinates:
+    def at(self, step: Scalar) -> ReduceScatterStep:
         hop, i, j, t = self.grid.coordinates(step)
         rows = self.tiles.rows.count
         columns = self.tiles.columns.count
@@ -130,21 +130,21 @@ class Schedule:
             new_x = (j == 0) | (j == first) if runs == 2 else j == 0
             x_slot = remainder((hop * rows + i) * runs + (direction if runs == 2 else 0), 2)
         tile = i * columns + j
-        return Coordinates(
+        return ReduceScatterStep(
             hop, i, j, t, tile, hop * self.block + tile, direction, new_x, new_w, x_slot, w_slot
         )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Scratch:
+class ReduceScatterScratch:
     matmul: MatmulScratch  # with one accumulator, if a tile of the result takes several steps
     # [2, batches, rows, n] partial sums of the neighbour, for this tile and the next one
     received: IncomingTiles
     recv_sem: Ref  # [2, tiles of a block] DMA semaphores, one for each place in the receive buffers
     read: Acknowledgements
     scales: Scales | None  # if x and w are 8-bit values
-    beside: beside.Scratch | None  # if weight gradients are computed beside the sums
+    beside: beside.BesideScratch | None  # if weight gradients are computed beside the sums
 
 
 def matmul_reduce_scatter(
@@ -187,7 +187,7 @@ def matmul_reduce_scatter(
     laid_out = (
         [] if scales is None else laid_out_scales(scales[0].reshape(batch, size, m), scales[1:])
     )
-    more = beside.Plan.of(gradients, result, available() - vmem_bytes) if gradients else None
+    more = beside.BesidePlan.of(gradients, result, available() - vmem_bytes) if gradients else None
     sums, flops, hbm_bytes = (more.sums, more.flops, more.hbm_bytes) if more else ((), 0, 0)
     inputs = 2 * pairs + len(laid_out)
     local = beside.operands(more, gradients) if more else []
@@ -205,7 +205,7 @@ def matmul_reduce_scatter(
         ring.enter(f"{CALLER} {transposed} {pairs}", collective_id)
         device.run()
 
-    scratch = Scratch(
+    scratch = ReduceScatterScratch(
         matmul=used.scratch(
             dtype,
             ws[0].dtype,
@@ -247,7 +247,7 @@ def _plan(
     directions: int,
     result: DType,
     scaled: bool,
-) -> tuple[Schedule, int]:
+) -> tuple[ReduceScatterSchedule, int]:
     """Returns the schedule, with two tiles of a block or more if possible, and the bytes of vector
     memory.
     """
@@ -297,7 +297,7 @@ def _plan(
     matmul_tiles, vmem_bytes = MatmulTiles(rows, columns, contraction, transposed).keeping_w(
         need_bytes, dtype
     )
-    schedule = Schedule(size, matmul_tiles, directions, outgoing)
+    schedule = ReduceScatterSchedule(size, matmul_tiles, directions, outgoing)
     if 2 * schedule.block > SEMAPHORES:
         raise UnsupportedError(
             f"{CALLER} has two semaphores for each tile of a block of rows, and a TPU has "
@@ -323,7 +323,7 @@ def _default_tiles(m: int, n: int) -> Tiles:
 @dataclasses.dataclass(frozen=True)
 class _Device:
     ring: Ring
-    schedule: Schedule
+    schedule: ReduceScatterSchedule
     tiles: MatmulTiles
     xs: Sequence[Ref]  # [B, R, m, k_i] HBM
     ws: Sequence[Ref]  # [k_i, n] or [n, k_i] HBM
@@ -331,7 +331,7 @@ class _Device:
     scales: Sequence[Ref]
     y: Ref  # [B, m, n] HBM
     receive_buffers: Ref  # [2, B, m, n] HBM
-    scratch: Scratch
+    scratch: ReduceScatterScratch
     beside: beside.Beside | None
 
     def run(self) -> None:
@@ -381,7 +381,7 @@ class _Device:
         if not ahead:
             when(more, self.prefetch_received, following)
 
-    def prefetch(self, there: Coordinates) -> None:
+    def prefetch(self, there: ReduceScatterStep) -> None:
         scratch = self.scratch.matmul
         owner = self.ring.behind(there.hop + 1, there.direction)
 
@@ -398,7 +398,7 @@ class _Device:
                 fetch = functools.partial(self.fetch_scales, self.scratch.scales, there, owner)
                 when(there.t == self.schedule.depth - 1, fetch)
 
-    def fetch_scales(self, scales: Scales, there: Coordinates, owner: Scalar) -> None:
+    def fetch_scales(self, scales: Scales, there: ReduceScatterStep, owner: Scalar) -> None:
         """Starts to fetch the scales of a tile."""
 
         def fetch(_: int, batches: pl.Slice, rows: pl.Slice, columns: pl.Slice) -> None:
@@ -408,13 +408,13 @@ class _Device:
 
         self.tiles.on_result(there.i, there.j, fetch)
 
-    def wait_for_scales(self, scales: Scales, here: Coordinates) -> None:
+    def wait_for_scales(self, scales: Scales, here: ReduceScatterStep) -> None:
         slot = scales.rows.slot(here.number)
         self.tiles.on_result(
             here.i, here.j, lambda _, *tile: scales.wait(slot, *(side.size for side in tile))
         )
 
-    def multiply(self, here: Coordinates) -> None:
+    def multiply(self, here: ReduceScatterStep) -> None:
         """Adds the product of two tiles to its sum. A finished sum is rounded into the slot that it
         leaves from.
         """
@@ -451,7 +451,7 @@ class _Device:
 
             self.tiles.rows.for_each_sub_block(0, clear)
 
-    def prefetch_received(self, there: Coordinates) -> None:
+    def prefetch_received(self, there: ReduceScatterStep) -> None:
         """Waits until the neighbour's sum has arrived and starts to fetch it, if that step finishes
         a tile.
         """
@@ -467,7 +467,7 @@ class _Device:
             finishes = (there.hop > 0) & (there.t == self.schedule.depth - 1)
             when(finishes, self.tiles.on_result, there.i, there.j, fetch)
 
-    def wait_for_received(self, here: Coordinates) -> None:
+    def wait_for_received(self, here: ReduceScatterStep) -> None:
         """Waits until the neighbour's sum is in vector memory, and acknowledges that its receive
         buffer was read.
 
@@ -479,7 +479,7 @@ class _Device:
         acknowledge = functools.partial(self.scratch.read.send, self.ring)
         when(here.hop < self.schedule.size - 2, self._in_direction, here, acknowledge)
 
-    def send(self, here: Coordinates) -> None:
+    def send(self, here: ReduceScatterStep) -> None:
         """Sends a finished tile to the neighbour; stores it if its rows are this device's own."""
         outgoing = self.scratch.matmul.outgoing
         buffer = remainder(here.hop, 2)
@@ -513,7 +513,7 @@ class _Device:
         outgoing = self.scratch.matmul.outgoing
         self.tiles.wait_result(outgoing, outgoing.slot(number), i, j)
 
-    def _in_direction(self, here: Coordinates, use: Callable[[int], None]) -> None:
+    def _in_direction(self, here: ReduceScatterStep, use: Callable[[int], None]) -> None:
         """Calls `use(direction)` for the direction, a static number, in which a tile travels."""
         for direction in self.ring.both:
             when(here.direction == direction, use, direction)

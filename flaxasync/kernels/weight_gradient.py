@@ -83,7 +83,7 @@ OUTGOING = 2  # slots for tiles of the result that leave
 BUFFER_SETS = 2  # sets of receive buffers
 
 
-class Coordinates(NamedTuple):
+class WeightGradientStep(NamedTuple):
     chunk: Scalar  # of the columns of x
     hop: Scalar
     i: Scalar  # tile of the rows of a block
@@ -95,7 +95,7 @@ class Coordinates(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class WeightGradientSchedule:
     """The steps: for each chunk all hops, for each hop all tiles of rows, for each of these all
     columns of dy.
     """
@@ -110,11 +110,11 @@ class Schedule:
     def grid(self) -> IterationGrid:
         return IterationGrid((self.chunks.count, self.size, self.rows.count, self.columns.count))
 
-    def is_last(self, here: Coordinates) -> Condition:
+    def is_last(self, here: WeightGradientStep) -> Condition:
         """Returns whether a step is the last one of its sum."""
         return (here.hop == self.size - 1) & (here.i == self.rows.count - 1)
 
-    def result(self, here: Coordinates) -> Scalar:
+    def result(self, here: WeightGradientStep) -> Scalar:
         """Returns the number of the tile of the result to which a step adds."""
         return here.chunk * self.columns.count + here.j
 
@@ -126,13 +126,13 @@ class Schedule:
         halves = (sum(sizes[:first]), sum(sizes[first:]))[: self.directions]
         return tuple(pl.ds(sum(halves[:number]), half) for number, half in enumerate(halves))
 
-    def at(self, step: Scalar) -> Coordinates:
+    def at(self, step: Scalar) -> WeightGradientStep:
         chunk, hop, i, j = self.grid.coordinates(step)
         direction = (
             jnp.where(i >= self._first_tiles, 1, 0) if self.directions == 2 else jnp.int32(0)
         )
         x_slot = remainder((chunk * self.size + hop) * self.rows.count + i, 2)
-        return Coordinates(
+        return WeightGradientStep(
             chunk, hop, i, j, direction, x_slot, remainder(step, 2), remainder(chunk, BUFFER_SETS)
         )
 
@@ -144,7 +144,7 @@ class Schedule:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Scratch:
+class WeightGradientScratch:
     x: IncomingTiles  # [2, chunk, rows] of the transposed x
     y: IncomingTiles  # [2, batches, rows, n] of dy
     outgoing: OutgoingTiles  # [OUTGOING, chunk, n] rounded sums
@@ -196,7 +196,7 @@ def gather_weight_gradient(
 
     dma = pltpu.SemaphoreType.DMA
     n = schedule.columns.size
-    scratch = Scratch(
+    scratch = WeightGradientScratch(
         x=IncomingTiles.allocate(2, (chunks.size, schedule.rows.size), x.dtype),
         y=IncomingTiles.allocate(2, (*schedule.rows.shape, n), dys[0].dtype),
         outgoing=OutgoingTiles.allocate(OUTGOING, (chunks.size, n), result),
@@ -232,7 +232,7 @@ def _plan(
     directions: int,
     result: DType,
     scaled: bool,
-) -> tuple[Schedule, int]:
+) -> tuple[WeightGradientSchedule, int]:
     """Returns the schedule, and the bytes of vector memory that it needs."""
     batch, m, k = x.shape
     dtype = x.dtype
@@ -262,21 +262,23 @@ def _plan(
         used = Tiles(chunks.size, rows.size, columns.size)
         if need(used) <= available():
             break
-    schedule = Schedule(size, chunks, rows, columns, directions if rows.count > 1 else 1)
+    schedule = WeightGradientSchedule(
+        size, chunks, rows, columns, directions if rows.count > 1 else 1
+    )
     return schedule, check_vmem(CALLER, used, need)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Device:
     ring: Ring
-    schedule: Schedule
+    schedule: WeightGradientSchedule
     x: Ref  # [k, B*m] HBM
     dys: Sequence[Ref]  # [B, R, m, n_i] HBM
     # of columns of x, [1, k, LANES], and of columns of each dy, [SUBLANES, n_i] HBM; or none
     scales: Sequence[Ref]
     dws: Sequence[Ref]  # [k, n_i] HBM
     receive_buffers: Ref  # [BUFFER_SETS, R - 1, chunk, B*m] HBM
-    scratch: Scratch
+    scratch: WeightGradientScratch
 
     def run(self) -> None:
         self.begin_hop(self.schedule.at(0))
@@ -302,7 +304,7 @@ class _Device:
         with jax.named_scope("multiply"):
             schedule.columns.on_size(here.j, functools.partial(self.multiply, here))
 
-    def begin_hop(self, there: Coordinates) -> None:
+    def begin_hop(self, there: WeightGradientStep) -> None:
         """Begins a hop: waits for what arrives in it and for what was sent in the one before, and
         sends on.
         """
@@ -328,7 +330,7 @@ class _Device:
             )
             when(last, self.send_own, following)
 
-    def send_own(self, there: Coordinates) -> None:
+    def send_own(self, there: WeightGradientStep) -> None:
         """Sends the own block in the first hop of a chunk."""
 
         def send(_: int, chunk: pl.Slice) -> None:
@@ -337,7 +339,7 @@ class _Device:
 
         self.schedule.chunks.on_slice(there.chunk, send)
 
-    def prefetch(self, there: Coordinates) -> None:
+    def prefetch(self, there: WeightGradientStep) -> None:
         schedule = self.schedule
         scratch = self.scratch
         owner = self.ring.behind(there.hop, there.direction)
@@ -382,7 +384,7 @@ class _Device:
             if scratch.scales is not None:
                 when(schedule.is_last(there), fetch_scales, scratch.scales)
 
-    def wait_for_operands(self, here: Coordinates) -> None:
+    def wait_for_operands(self, here: WeightGradientStep) -> None:
         schedule = self.schedule
         scratch = self.scratch
 
@@ -407,7 +409,7 @@ class _Device:
         if scratch.scales is not None:
             when(schedule.is_last(here), wait_for_scales, scratch.scales)
 
-    def multiply(self, here: Coordinates, n: int) -> None:
+    def multiply(self, here: WeightGradientStep, n: int) -> None:
         """Adds the product of two tiles, `n` columns wide, to its sum; a finished sum is rounded
         and stored.
         """
@@ -466,12 +468,16 @@ class _Device:
             ),
         )
 
-    def _buffer(self, there: Coordinates, hop: Scalar, chunk: pl.Slice, direction: int) -> Ref:
+    def _buffer(
+        self, there: WeightGradientStep, hop: Scalar, chunk: pl.Slice, direction: int
+    ) -> Ref:
         """Returns where the half-block that is sent in a hop arrives."""
         lanes = self.schedule.half_blocks[direction]
         return self.receive_buffers.at[there.buffers, hop, *beginning(chunk.size), lanes]
 
-    def _send(self, there: Coordinates, source: Ref, chunk: pl.Slice, direction: int) -> None:
+    def _send(
+        self, there: WeightGradientStep, source: Ref, chunk: pl.Slice, direction: int
+    ) -> None:
         target = self._buffer(there, there.hop, chunk, direction)
         scratch = self.scratch
         recv_sem = scratch.recv_sem.at[there.buffers, direction, there.hop]
@@ -480,7 +486,7 @@ class _Device:
         )
 
     def _wait_for_hop(
-        self, there: Coordinates, hop: Scalar, chunk: pl.Slice, direction: int
+        self, there: WeightGradientStep, hop: Scalar, chunk: pl.Slice, direction: int
     ) -> None:
         """Waits until what was sent in a hop has left, and what is sent to this device has
         arrived.

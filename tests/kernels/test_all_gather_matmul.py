@@ -15,7 +15,7 @@ from benchmarks.all_gather_matmul import program
 from flaxasync.check.player.errors import RaceError
 from flaxasync.kernels.all_gather_matmul import all_gather_matmul, resident, resident_schedule
 from flaxasync.kernels.all_gather_matmul import stream as stream_form
-from flaxasync.kernels.all_gather_matmul.work import Work
+from flaxasync.kernels.all_gather_matmul.work import GatherWork
 from flaxasync.kernels.engine.gather import BlockLayout, Gather
 from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import Tiles
@@ -227,7 +227,7 @@ def test_chunks_are_for_links_that_bind_and_a_w_that_stays():
         (32768, 2048, 1),  # w does not fit
     ]:
         plan = stream_form.plan(
-            Work(
+            GatherWork(
                 layout,
                 8,
                 k,
@@ -296,8 +296,8 @@ def test_the_schedule_has_every_product_once_whatever_the_rates(
     """Also: tiles, arrivals and slots are there, or on their way, when they are used; nothing in
     use is overwritten.
     """
-    sizes = resident_schedule.Sizes(size * own, own, columns, w_slots, most, 2 * most + more)
-    order = resident_schedule.schedule(sizes, resident_schedule.Rates(*rates))
+    sizes = resident_schedule.TaskSizes(size * own, own, columns, w_slots, most, 2 * most + more)
+    order = resident_schedule.schedule(sizes, resident_schedule.TaskRates(*rates))
     tiles, coming = dict(enumerate(order.loads)), set(range(len(order.loads)))
     received, done, leaving = own, set(), set()
     for task in order.tasks:
@@ -332,7 +332,7 @@ def test_w_is_never_in_vector_memory_as_a_whole():
     layout = BlockLayout.of(1, 256, 16, directions=2)
     for n in range(256, 6656, 640):
         plan = resident.plan(
-            Work(
+            GatherWork(
                 layout,
                 8,
                 1024,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flaxasync.kernels.engine.ring import Ring
-from flaxasync.kernels.mesh_matmul.schedule import Coordinates, Schedule
+from flaxasync.kernels.mesh_matmul.schedule import MeshSchedule, MeshStep
 from flaxasync.kernels.mesh_matmul.weights import WeightBlocks
 
 COUNT = st.integers(1, 3)
@@ -16,7 +16,7 @@ COUNT = st.integers(1, 3)
 
 def all_coordinates(schedule):
     return [
-        Coordinates(*(int(getattr(here, name)) for name in Coordinates.__annotations__))
+        MeshStep(*(int(getattr(here, name)) for name in MeshStep.__annotations__))
         for here in map(schedule.at, range(schedule.grid.steps))
     ]
 
@@ -24,7 +24,7 @@ def all_coordinates(schedule):
 @given(COUNT, COUNT, COUNT, COUNT, COUNT)
 @settings(max_examples=12)
 def test_the_schedule(chunks, panels, rows, depth, phases):
-    schedule = Schedule(chunks, panels, rows, depth, phases)
+    schedule = MeshSchedule(chunks, panels, rows, depth, phases)
     steps = all_coordinates(schedule)
     for phase in range(phases):
         products = [(c.chunk, c.panel, c.i, c.t) for c in steps if c.phase == phase]

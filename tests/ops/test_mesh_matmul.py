@@ -158,9 +158,9 @@ def test_values_and_gradients_of_a_kernel(shape):
 
 def test_a_wrong_slot_of_w_is_seen(monkeypatch):
     """Negative test: a tile of w that arrives where the one in use lies is a race."""
-    at = schedule.Schedule.at
+    at = schedule.MeshSchedule.at
     broken = lambda self, step: dataclasses.replace(at(self, step), w_slot=jnp.int32(0))  # noqa: E731
-    monkeypatch.setattr(schedule.Schedule, "at", broken)
+    monkeypatch.setattr(schedule.MeshSchedule, "at", broken)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
         parity((2, 2), "eager", backend="overlapped")
 

@@ -21,7 +21,7 @@ from jax import lax
 
 from flaxasync.kernels.all_gather_matmul import resident, stream
 from flaxasync.kernels.all_gather_matmul.stream import CALLER
-from flaxasync.kernels.all_gather_matmul.work import Work
+from flaxasync.kernels.all_gather_matmul.work import GatherWork
 from flaxasync.kernels.engine.call import call
 from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
 from flaxasync.kernels.engine.matmul import Epilogue, laid_out_scales
@@ -69,7 +69,7 @@ def all_gather_matmul(
     result = result or x.dtype
     scaled = scales is not None
     dtypes = x.dtype, ws[0].dtype, result
-    work = Work(
+    work = GatherWork(
         layout,
         size,
         k,
@@ -83,10 +83,10 @@ def all_gather_matmul(
         measured,
     )
     plan = (None if epilogue or scaled else resident.plan(work)) or stream.plan(work)
-    streams = isinstance(plan, stream.Schedule)
+    streams = isinstance(plan, stream.StreamSchedule)
     y_widths = widths[:1] * epilogue.results if epilogue else widths
     kinds = [((batch, size, m, n), result) for n in y_widths]
-    if isinstance(plan, stream.Schedule) and measured is not None:
+    if isinstance(plan, stream.StreamSchedule) and measured is not None:
         kinds.append(((batch, size, m, plan.tiles.columns.count * LANES), jnp.dtype(jnp.float32)))
     kinds += [((batch, size, m, k), x.dtype)] * (streams or keep_gathered)
     laid_out = (
@@ -108,7 +108,7 @@ def all_gather_matmul(
         gather = Gather(ring, plan.work.layout, x_ref, in_hbm, semaphores, in_vmem)
         parts = gather, w_refs, y_refs, keep_gathered, scratch
         device: stream.Stream | resident.Resident
-        if isinstance(plan, stream.Schedule):
+        if isinstance(plan, stream.StreamSchedule):
             device = stream.Stream(plan, *parts, operand_refs, scale_refs, maxima)
         else:
             device = resident.Resident(plan, *parts)

@@ -15,13 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.all_gather_matmul.resident_schedule import (
-    Rates,
-    Schedule,
-    Sizes,
     Task,
+    TaskRates,
+    TaskSchedule,
+    TaskSizes,
     schedule,
 )
-from flaxasync.kernels.all_gather_matmul.work import Work
+from flaxasync.kernels.all_gather_matmul.work import GatherWork
 from flaxasync.kernels.engine.call import SEMAPHORES, available, chip_in_use
 from flaxasync.kernels.engine.gather import Gather
 from flaxasync.kernels.engine.matmul import dot
@@ -52,7 +52,7 @@ _FIELDS = len(dataclasses.fields(Task))
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Scratch:
+class ResidentScratch:
     x: Ref  # [arrivals, directions, batches, rows, k] VMEM, in the order of their arrival
     w: IncomingTiles  # [w_slots, k, n], or [w_slots, n, k] if transposed
     outgoing: OutgoingTiles  # [out_slots, directions, batches, rows, n] results of an arrival
@@ -63,11 +63,11 @@ class Scratch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    work: Work
+class ResidentPlan:
+    work: GatherWork
     columns: Tiling  # tiles of the columns of all ws
-    sizes: Sizes  # the work to be done, and the buffers for it
-    schedule: Schedule  # the tasks
+    sizes: TaskSizes  # the work to be done, and the buffers for it
+    schedule: TaskSchedule  # the tasks
     vmem_bytes: int  # of all buffers
 
     @property
@@ -80,12 +80,12 @@ class Plan:
         """Returns the shape of a tile of w that has n columns."""
         return (n, self.work.k) if self.work.transposed else (self.work.k, n)
 
-    def scratch(self) -> Scratch:
+    def scratch(self) -> ResidentScratch:
         sizes = self.sizes
         layout = self.work.layout
         dtype = self.work.dtype
         n = self.columns.size
-        return Scratch(
+        return ResidentScratch(
             x=pltpu.VMEM((sizes.arrivals, *layout.shape, self.work.k), dtype),
             w=IncomingTiles.allocate(sizes.w_slots, self.w_shape(n), dtype),
             outgoing=OutgoingTiles.allocate(sizes.out_slots, (*layout.shape, n), dtype),
@@ -96,7 +96,7 @@ class Plan:
         )
 
 
-def plan(work: Work) -> Plan | None:
+def plan(work: GatherWork) -> ResidentPlan | None:
     """Returns the plan that ends first by the chip's rates; None if the gathered x does not fit in
     vector memory.
     """
@@ -118,7 +118,7 @@ def plan(work: Work) -> Plan | None:
     return None
 
 
-def _plan_of(work: Work, columns: Tiling, most_rows: int) -> Plan | None:
+def _plan_of(work: GatherWork, columns: Tiling, most_rows: int) -> ResidentPlan | None:
     """Returns the plan with given chunks and tiles; None if something does not fit."""
     chip = chip_in_use()
     itemsize = jnp.dtype(work.dtype).itemsize
@@ -141,7 +141,7 @@ def _plan_of(work: Work, columns: Tiling, most_rows: int) -> Plan | None:
         if w_slots < 2:
             return None
     hbm = chip.hbm_bandwidth * chip.hbm_efficiency
-    rates = Rates(
+    rates = TaskRates(
         multiply=multiply,
         product=multiply * PRODUCT_ROWS / rows,
         task=TASK_CYCLES / chip.clock,
@@ -153,18 +153,18 @@ def _plan_of(work: Work, columns: Tiling, most_rows: int) -> Plan | None:
         hop_latency=chip.hop_latency,
         entry=ENTRY,
     )
-    sizes = Sizes(arrivals, layout.chunks, columns.count, w_slots, most, out_slots)
-    return Plan(work, columns, sizes, schedule(sizes, rates), need)
+    sizes = TaskSizes(arrivals, layout.chunks, columns.count, w_slots, most, out_slots)
+    return ResidentPlan(work, columns, sizes, schedule(sizes, rates), need)
 
 
 @dataclasses.dataclass(frozen=True)
 class Resident:
-    plan: Plan
+    plan: ResidentPlan
     gather: Gather
     ws: Sequence[Ref]
     ys: Sequence[Ref]
     keep_gathered: bool
-    scratch: Scratch
+    scratch: ResidentScratch
 
     def begin(self) -> None:
         """Does what needs no neighbour: fetches the own rows and the first tiles of w."""

@@ -40,7 +40,7 @@ class Task:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class TaskSizes:
     arrivals: int  # arrivals of x
     own: int  # of these, the device's own rows
     columns: int  # tiles of w
@@ -51,7 +51,7 @@ class Sizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rates:
+class TaskRates:
     """What everything takes, in seconds."""
 
     multiply: float  # the products of one arrival and a tile of w, at the peak rate
@@ -67,7 +67,7 @@ class Rates:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class TaskSchedule:
     tasks: tuple[Task, ...]
     # tiles of w that are fetched before the first task, into the first slots
     loads: tuple[int, ...]
@@ -78,7 +78,7 @@ class Schedule:
         return len(self.loads) + sum(task.fetches >= 0 for task in self.tasks)
 
 
-def schedule(sizes: Sizes, rates: Rates) -> Schedule:
+def schedule(sizes: TaskSizes, rates: TaskRates) -> TaskSchedule:
     return _Device(sizes, rates).run()
 
 
@@ -92,7 +92,7 @@ class _Fetched:
 
 
 class _Device:
-    def __init__(self, sizes: Sizes, rates: Rates):
+    def __init__(self, sizes: TaskSizes, rates: TaskRates):
         self.sizes = sizes
         self.rates = rates
         self.now = 0.0
@@ -110,7 +110,7 @@ class _Device:
         self.next_out_slot = 0
         self.visit = 0
 
-    def run(self) -> Schedule:
+    def run(self) -> TaskSchedule:
         loads = tuple(self._upcoming()[:2])
         for column in loads:
             self._load(column)
@@ -125,7 +125,7 @@ class _Device:
             received += tasks[-1].receives
             self._receive()
             self.visit += self._ends_visit(column)
-        return Schedule(tuple(tasks), loads, max(self.now, *self.leaving.values()))
+        return TaskSchedule(tuple(tasks), loads, max(self.now, *self.leaving.values()))
 
     def _next_column(self) -> int:
         """Returns the tile of w of this visit. Waits for an arrival if no tile has anything to be

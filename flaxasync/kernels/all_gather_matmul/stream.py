@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from flaxasync.kernels.all_gather_matmul.work import Work
+from flaxasync.kernels.all_gather_matmul.work import GatherWork
 from flaxasync.kernels.engine.call import available, check_vmem, chip_in_use, matmul_bytes
 from flaxasync.kernels.engine.gather import Gather
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles, Scales
@@ -52,7 +52,7 @@ CHUNKS = (4, 2)  # chunks of a half-block to choose from, where there are severa
 CHUNK_ROWS = 256  # rows of a chunk, at least
 
 
-class Coordinates(NamedTuple):
+class StreamStep(NamedTuple):
     arrival: Scalar
     row: Scalar  # tile of rows in the arrival
     column: Scalar  # tile of the columns of all ws
@@ -64,7 +64,7 @@ class Coordinates(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Scratch:
+class StreamScratch:
     matmul: MatmulScratch
     more_outgoing: tuple[OutgoingTiles, ...]  # for each result of an epilogue but the first
     # [operand slots, batches, rows, n], for each operand of an epilogue
@@ -80,8 +80,8 @@ class Scratch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
-    work: Work
+class StreamSchedule:
+    work: GatherWork
     tiles: MatmulTiles  # tiles of a half-block, of the columns of all ws, and of the contraction
     accumulators: int  # tiles of rows in a pass
     vmem_bytes: int  # of all buffers
@@ -122,24 +122,24 @@ class Schedule:
         operands = self.work.operands * arrivals * rows * sum(self.tiles.columns.lengths)
         return columns * k * (arrivals * passes * x + w) + arriving + operands
 
-    def new_w(self, there: Coordinates) -> Condition:
+    def new_w(self, there: StreamStep) -> Condition:
         """Returns whether the tile of w of a step has to come from HBM."""
         return (there.row == 0) & (there.arrival == 0) if self.tiles.w_stays else there.i == 0
 
-    def at(self, step: Scalar) -> Coordinates:
+    def at(self, step: Scalar) -> StreamStep:
         arrival, pass_, column, t, i = self.grid.coordinates(step)
         round_ = split(step, self.tiles.contraction.count * self.accumulators)[0]
         w_slot = self.tiles.w_slot(t, column, split(step, self.accumulators)[0])
         row = pass_ * self.accumulators + i
         number = round_ * self.accumulators + i
-        return Coordinates(arrival, row, column, t, i, number, w_slot)
+        return StreamStep(arrival, row, column, t, i, number, w_slot)
 
-    def scratch(self) -> Scratch:
+    def scratch(self) -> StreamScratch:
         work = self.work
         result = self.tiles.result
         results = work.epilogue.results if work.epilogue else 1
         columns = self.tiles.joined * self.tiles.columns.size
-        return Scratch(
+        return StreamScratch(
             self.tiles.scratch(
                 work.dtype,
                 work.w_dtype,
@@ -161,7 +161,7 @@ class Schedule:
         )
 
 
-def plan(work: Work) -> Schedule:
+def plan(work: GatherWork) -> StreamSchedule:
     """Returns the schedule with the largest tiles up to those asked for; raises if they exceed
     vector memory.
 
@@ -182,7 +182,7 @@ def plan(work: Work) -> Schedule:
     return _plan_of(work)
 
 
-def _plan_of(work: Work) -> Schedule:
+def _plan_of(work: GatherWork) -> StreamSchedule:
     """Returns the schedule of half-blocks in given chunks."""
     layout = work.layout
     epilogue = work.epilogue
@@ -207,17 +207,17 @@ def _plan_of(work: Work) -> Schedule:
     if epilogue and columns.size > LANES and need(sizes) > available():
         return _plan_of(dataclasses.replace(work, tiles=Tiles(asked.m, asked.k, columns.size // 2)))
     used, vmem_bytes = used.keeping_w(check_vmem(CALLER, sizes, need), dtype)
-    return Schedule(work, used, accumulators, vmem_bytes)
+    return StreamSchedule(work, used, accumulators, vmem_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    schedule: Schedule
+    schedule: StreamSchedule
     gather: Gather
     ws: Sequence[Ref]
     ys: Sequence[Ref]
     keep_gathered: bool
-    scratch: Scratch
+    scratch: StreamScratch
     operands: Sequence[Ref]  # of the epilogue, [B, R, m, n] HBM
     # of the rows, [B, R, m, LANES], and of the columns of each w, [SUBLANES, n] HBM; or none
     scales: Sequence[Ref]
@@ -344,7 +344,7 @@ class Stream:
             when(jnp.logical_not(is_own), start_x, False)
             when(there.t == max(0, tiles.contraction.count - 2), self.prefetch_operands, there)
 
-    def prefetch_operands(self, there: Coordinates) -> None:
+    def prefetch_operands(self, there: StreamStep) -> None:
         """Starts to fetch the tiles of the epilogue's operands for a sum, and its scales."""
         for operand, source in zip(self.scratch.operands, self.operands, strict=True):
 
@@ -358,7 +358,7 @@ class Stream:
         if self.scratch.scales is not None:
             self.fetch_scales(self.scratch.scales, there)
 
-    def fetch_scales(self, scales: Scales, there: Coordinates) -> None:
+    def fetch_scales(self, scales: Scales, there: StreamStep) -> None:
         def of_tile(
             number: int, batches: pl.Slice, block: Scalar, rows: pl.Slice, columns: pl.Slice
         ) -> None:
@@ -371,7 +371,7 @@ class Stream:
 
         self.on_result(there, of_tile)
 
-    def wait_for_scales(self, scales: Scales, here: Coordinates) -> None:
+    def wait_for_scales(self, scales: Scales, here: StreamStep) -> None:
         def of_tile(
             _: int, batches: pl.Slice, block: Scalar, rows: pl.Slice, columns: pl.Slice
         ) -> None:
@@ -415,7 +415,7 @@ class Stream:
             finished = (step > 0) & (here.t == self.schedule.tiles.contraction.count - 1)
             when(finished, self.on_result, here, store)
 
-    def on_result(self, here: Coordinates, use: Callable[..., None]) -> None:
+    def on_result(self, here: StreamStep, use: Callable[..., None]) -> None:
         """Calls `use(number of the w, batches, block, rows, columns)` with where a tile lies in a
         result.
         """

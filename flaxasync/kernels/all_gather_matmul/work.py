@@ -9,7 +9,7 @@ from flaxasync.kernels.engine.operands import DType, Tiles
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class GatherWork:
     layout: BlockLayout  # how blocks are divided into half-blocks and chunks
     size: int  # devices of the ring
     k: int  # length of the contraction

@@ -53,7 +53,7 @@ class WeightGradient:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sum:
+class GradientSum:
     """The steps of one dw: for each of its tiles, all tiles of rows."""
 
     shape: tuple[int, int]  # [k, n]
@@ -75,7 +75,7 @@ class Sum:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Scratch:
+class BesideScratch:
     x: IncomingTiles  # [2, rows, k]
     y: IncomingTiles  # [2, rows, n]
     outgoing: OutgoingTiles  # [OUTGOING, k, n] rounded sums
@@ -85,15 +85,15 @@ class Scratch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    sums: tuple[Sum, ...]
+class BesidePlan:
+    sums: tuple[GradientSum, ...]
     x_dtype: DType
     y_dtype: DType
     result: DType
     scaled: bool
 
     @classmethod
-    def of(cls, gradients: Sequence[WeightGradient], result: DType, room: int) -> "Plan":
+    def of(cls, gradients: Sequence[WeightGradient], result: DType, room: int) -> "BesidePlan":
         """Returns the plan with the largest tiles whose buffers fit in `room` bytes of vector
         memory.
         """
@@ -101,7 +101,7 @@ class Plan:
         y = gradients[0].y
         most = TILES
         while True:
-            sums = list[Sum]()
+            sums = list[GradientSum]()
             steps = 0
             results = 0
             for each in gradients:
@@ -113,7 +113,7 @@ class Plan:
                 grid = IterationGrid(
                     (pl.cdiv(k, tiles.m), pl.cdiv(n, tiles.n), pl.cdiv(rows, tiles.k))
                 )
-                sums.append(Sum((k, n), tiles, grid, steps, results))
+                sums.append(GradientSum((k, n), tiles, grid, steps, results))
                 steps = steps + sums[-1].grid.steps
                 results = results + sums[-1].results
             plan = cls(tuple(sums), x.dtype, y.dtype, result, gradients[0].scales is not None)
@@ -154,9 +154,9 @@ class Plan:
         scales = Scales.nbytes(2, tiles.m, tiles.n) if self.scaled else 0
         return matmul_bytes(tiles, self.x_dtype, OUTGOING, 1, self.result) + scales
 
-    def scratch(self) -> Scratch:
+    def scratch(self) -> BesideScratch:
         tiles = self.largest
-        return Scratch(
+        return BesideScratch(
             IncomingTiles.allocate(2, (tiles.k, tiles.m), self.x_dtype),
             IncomingTiles.allocate(2, (tiles.k, tiles.n), self.y_dtype),
             OutgoingTiles.allocate(OUTGOING, (tiles.m, tiles.n), self.result),
@@ -173,7 +173,7 @@ def _side(length: int, most: int, unit: int) -> int:
     return pl.cdiv(length, count * unit) * unit
 
 
-def operands(plan: Plan, gradients: Sequence[WeightGradient]) -> list[jax.Array]:
+def operands(plan: BesidePlan, gradients: Sequence[WeightGradient]) -> list[jax.Array]:
     """Returns what the kernel is given for `Beside`: each x and y in whole tiles, and their
     scales.
     """
@@ -200,10 +200,10 @@ def _pad(x: jax.Array, rows: int, columns: int) -> jax.Array:
 class Beside:
     """The sums as one device computes them, inside a kernel."""
 
-    plan: Plan
+    plan: BesidePlan
     given: Sequence[Ref]  # `operands` in HBM
     dws: Sequence[Ref]  # [k, n] HBM
-    scratch: Scratch
+    scratch: BesideScratch
 
     def begin(self) -> None:
         """Starts to fetch the tiles of the first step."""
@@ -233,7 +233,7 @@ class Beside:
         """
         slot = remainder(number, 2)
 
-        def start(sum_: int, one: Sum) -> None:
+        def start(sum_: int, one: GradientSum) -> None:
             i, j, t = one.grid.coordinates(number - one.first)
             x, y, *scales = self._operands(sum_)
             rows = aligned(t * one.tiles.k, one.tiles.k, LANES)
@@ -250,7 +250,7 @@ class Beside:
 
         self._on_sum(number, start)
 
-    def _multiply(self, number: Scalar, sum_: int, one: Sum) -> None:
+    def _multiply(self, number: Scalar, sum_: int, one: GradientSum) -> None:
         """Adds the product of two tiles to its sum; a finished sum is scaled, rounded and
         stored.
         """
@@ -308,11 +308,11 @@ class Beside:
         return self.given[sum_ * each : (sum_ + 1) * each]
 
     @staticmethod
-    def _result(one: Sum, i: Scalar, j: Scalar) -> Scalar:
+    def _result(one: GradientSum, i: Scalar, j: Scalar) -> Scalar:
         """Returns the number of a tile among those of all sums."""
         return one.first_result + i * one.grid.sizes[1] + j
 
-    def _on_sum(self, number: Scalar, use: Callable[[int, Sum], None]) -> None:
+    def _on_sum(self, number: Scalar, use: Callable[[int, GradientSum], None]) -> None:
         """Calls `use(number of the sum, sum)` for the sum that a step belongs to."""
         for sum_, one in enumerate(self.plan.sums):
             mine = (number >= one.first) & (number < one.first + one.grid.steps)

@@ -61,13 +61,13 @@ from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, start_copy, start_send, wait
 from flaxasync.kernels.engine.tiling import remainder, split
 from flaxasync.kernels.gemm import cost
-from flaxasync.kernels.mesh_matmul.schedule import Coordinates, Schedule, plan
+from flaxasync.kernels.mesh_matmul.schedule import MeshSchedule, MeshStep, plan
 from flaxasync.kernels.mesh_matmul.weights import WeightBlocks, Weights, WeightScratch
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Scratch:
+class OverlappedScratch:
     """Scratch memory of the kernel. A tile of rows is [directions, rows]."""
 
     # with an accumulator for each tile of rows; what leaves are partial sums and results
@@ -117,7 +117,7 @@ def overlapped(
     travels = blocks.ring.size > 1
     hops = 2 * (phases - 1) * schedule.rounds
     dma = pltpu.SemaphoreType.DMA
-    scratch = Scratch(
+    scratch = OverlappedScratch(
         matmul=tiling.scratch(x.dtype, w.dtype, outgoing=used.outgoing, accumulators=schedule.rows),
         weights=WeightScratch(
             *blocks.tables(), dma, dma((schedule.chunks, blocks.needed) if travels else (1, 1))
@@ -128,7 +128,12 @@ def overlapped(
     )
 
     def body(
-        x_ref: Ref, w_ref: Ref, o_ref: Ref, w_received: Ref, sums_received: Ref, scratch: Scratch
+        x_ref: Ref,
+        w_ref: Ref,
+        o_ref: Ref,
+        w_received: Ref,
+        sums_received: Ref,
+        scratch: OverlappedScratch,
     ) -> None:
         weights = Weights(
             schedule, blocks, tiling.columns, w_ref, w_received, scratch.matmul.w, scratch.weights
@@ -161,7 +166,7 @@ def overlapped(
 
 @dataclasses.dataclass(frozen=True)
 class _Device:
-    schedule: Schedule
+    schedule: MeshSchedule
     ring: Ring  # the mesh row
     tiles: MatmulTiles
     weights: Weights
@@ -169,7 +174,7 @@ class _Device:
     o: Ref  # [Y, directions, half-block, n] HBM
     # [Y - 1, directions, half-block, n] HBM: partial sums of the neighbour, phase by phase
     sums_received: Ref
-    scratch: Scratch
+    scratch: OverlappedScratch
 
     def run(self, tag: str, collective_id: int | None) -> None:
         """Does all steps; `tag` is that of the entry barrier."""
@@ -215,7 +220,7 @@ class _Device:
                 self.round(here)
             self.send(here)
 
-    def prefetch(self, there: Coordinates, slot: Scalar) -> None:
+    def prefetch(self, there: MeshStep, slot: Scalar) -> None:
         x = self.scratch.matmul.x
         columns = self.weights.blocks.needed_rows(self.weights.block(there))
         with jax.named_scope("prefetch"):
@@ -225,7 +230,7 @@ class _Device:
                 start_copy(tile, x.tiles.at[slot, direction], x.sems.at[slot])
             self.weights.prefetch(there)
 
-    def fetch_received(self, here: Coordinates) -> None:
+    def fetch_received(self, here: MeshStep) -> None:
         """Waits until the neighbour's partial sums of a tile have arrived, and starts to fetch
         them.
 
@@ -241,7 +246,7 @@ class _Device:
             self._wait_for_arrival(here.phase - 1, here.round, here.i)
             self.tiles.columns.on_slice(here.chunk, fetch)
 
-    def multiply(self, here: Coordinates, slot: Scalar) -> None:
+    def multiply(self, here: MeshStep, slot: Scalar) -> None:
         """Adds the product of two tiles to its sum. With one mesh column, a finished sum is rounded
         at once.
         """
@@ -258,7 +263,7 @@ class _Device:
         w_tile = scratch.w.tiles.at[here.w_slot]
         self.tiles.multiply(0, here.t, here.chunk, x_tile, w_tile, accumulator, finish)
 
-    def round(self, here: Coordinates) -> None:
+    def round(self, here: MeshStep) -> None:
         """Rounds a finished sum, with the neighbour's partial sums, into the slot that it leaves
         from.
         """
@@ -279,7 +284,7 @@ class _Device:
             )
             store(accumulator[...] + received.tiles[0].astype(jnp.float32))
 
-    def send(self, here: Coordinates) -> None:
+    def send(self, here: MeshStep) -> None:
         """Sends a finished tile to the next device. Stores it, too, if its rows are the own
         ones.
         """

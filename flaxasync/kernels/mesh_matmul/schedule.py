@@ -48,7 +48,7 @@ PANEL = 4096  # rows whose sums stay in vector memory, at most
 
 
 @dataclasses.dataclass(frozen=True)
-class Coordinates:
+class MeshStep:
     round: Scalar  # chunk and panel
     chunk: Scalar  # of the columns
     panel: Scalar  # of the rows of a block
@@ -63,7 +63,7 @@ class Coordinates:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class MeshSchedule:
     chunks: int  # of columns
     panels: int  # of rows in a block
     rows: int  # tiles of rows in a panel
@@ -87,7 +87,7 @@ class Schedule:
         """Tiles of rows, in the order in which they are finished."""
         return IterationGrid((self.chunks, self.panels, self.phases, self.rows))
 
-    def at(self, step: Scalar) -> Coordinates:
+    def at(self, step: Scalar) -> MeshStep:
         chunk, panel, phase, position = self.grid.coordinates(step)
         round_ = chunk * self.panels + panel
         rows_outer = jnp.logical_and(phase == self.phases - 1, self.phases > 1)
@@ -104,13 +104,13 @@ class Schedule:
         )
         before = round_ * in_round + phase * self.depth + jnp.where(rows_outer, position, t_outer)
         w_slot = remainder(before, 2)
-        return Coordinates(
+        return MeshStep(
             round_, chunk, panel, phase, position, i, t, number, accumulator, w_slot, new_w
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class MeshPlan:
     """Each direction around the mesh row is a batch of rows: a tile has both half-blocks,
     multiplied at once.
     """
@@ -118,7 +118,7 @@ class Plan:
     caller: str  # the name of the kernel
     column: Ring  # the devices of a mesh column
     row: Ring  # the devices of a mesh row; this device alone if there is no sum over them
-    schedule: Schedule
+    schedule: MeshSchedule
     tiles: MatmulTiles
     outgoing: int  # slots for finished tiles that leave
     vmem_bytes: int  # of all buffers
@@ -131,7 +131,7 @@ def plan(
     reduce: bool,
     tiles: Tiles | None,
     directions: int | None,
-) -> Plan:
+) -> MeshPlan:
     """Divides the operands, or raises as `overlapped` says."""
     m, k = x.shape
     held, n = w.shape
@@ -181,7 +181,7 @@ def plan(
         rows = next((rows for rows in panels if need(rows, used) <= available()), 1)
         columns = Tiling((n,), used.n)
         side = used.m // both
-        schedule = Schedule(columns.count, block // (rows * used.m), rows, k // used.k, phases)
+        schedule = MeshSchedule(columns.count, block // (rows * used.m), rows, k // used.k, phases)
         arrivals = (
             schedule.chunks * schedule.depth * (size > 1)
             + 2 * (phases - 1) * schedule.rounds * rows
@@ -201,7 +201,7 @@ def plan(
     row_tiling = RowTiling(Tiling((both,), both, 1), Tiling((side,), side, unit))
     vmem_bytes = check_vmem(caller, used, functools.partial(need, rows))
     matmul_tiles = MatmulTiles(row_tiling, columns, Tiling((k,), used.k), transposed=False)
-    return Plan(
+    return MeshPlan(
         caller,
         column,
         Ring(axis_names[1], phases, both),

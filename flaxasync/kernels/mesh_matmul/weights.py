@@ -42,7 +42,7 @@ from flaxasync.kernels.engine.operands import Condition, Ref, Scalar, aligned, w
 from flaxasync.kernels.engine.ring import Device, Ring, enter
 from flaxasync.kernels.engine.slots import IncomingTiles, start_send, wait
 from flaxasync.kernels.engine.tiling import Tiling, remainder, split
-from flaxasync.kernels.mesh_matmul.schedule import Coordinates, Schedule
+from flaxasync.kernels.mesh_matmul.schedule import MeshSchedule, MeshStep
 
 AHEAD = 2  # chunks of w that are on their way before they are used
 
@@ -148,7 +148,7 @@ class WeightScratch:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    schedule: Schedule
+    schedule: MeshSchedule
     blocks: WeightBlocks
     columns: Tiling  # in chunks
     w: Ref  # [k', n] HBM
@@ -170,10 +170,10 @@ class Weights:
         for chunk in range(min(AHEAD, self.schedule.chunks)):
             self._send_own(chunk)
 
-    def block(self, there: Coordinates) -> jax.Array:
+    def block(self, there: MeshStep) -> jax.Array:
         return self.scratch.order[there.t]
 
-    def prefetch(self, there: Coordinates) -> None:
+    def prefetch(self, there: MeshStep) -> None:
         """Starts to fetch the tile of a step, if it is another one. Waits for its block at its
         first use.
         """
@@ -197,11 +197,11 @@ class Weights:
                 when(first_use, self._receive, there.chunk, t)
                 fetch(self.received, blocks.needed_rows(t))
 
-    def wait(self, here: Coordinates) -> None:
+    def wait(self, here: MeshStep) -> None:
         wait = functools.partial(self.tiles.wait, here.w_slot, self.blocks.rows)
         when(here.new_w, self.columns.on_size, here.chunk, wait)
 
-    def send(self, here: Coordinates) -> None:
+    def send(self, here: MeshStep) -> None:
         """Sends what is due in this step: own blocks of a later chunk, and the next chunk's blocks
         of other devices.
         """
@@ -231,7 +231,7 @@ class Weights:
 
                 when(self.blocks.hops(t) == 0, self.columns.on_slice, chunk, send)
 
-    def _send_on(self, here: Coordinates) -> None:
+    def _send_on(self, here: MeshStep) -> None:
         """Sends on those blocks of the next chunk whose turn it is."""
         blocks = self.blocks
         first = self.scratch.first
