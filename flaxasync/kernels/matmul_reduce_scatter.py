@@ -62,7 +62,8 @@ FEWEST_TILES = 8
 # columns of a tile, at most, where the largest tiles would divide them into an odd number
 WIDEST = 1280
 SMALLEST = 256 * 256  # elements of a tile of the result below which a block has fewer tiles instead
-OUTGOING = (8, 3)  # slots for tiles that leave: at most, and at least where vector memory is short
+OUTGOING = 8  # slots for tiles that leave, at most
+FEWEST_OUTGOING = 3  # the same at least, where vector memory is short
 
 
 class ReduceScatterStep(NamedTuple):
@@ -108,31 +109,65 @@ class ReduceScatterSchedule:
             (self.size, self.tiles.rows.count, self.tiles.columns.count, self.depth)
         )
 
+    @property
+    def first_tiles(self) -> int:
+        """Tiles that travel in direction 0: of columns, or of rows where there is one tile of
+        columns only.
+        """
+        columns = self.tiles.columns.count
+        return pl.cdiv(columns if columns > 1 else self.tiles.rows.count, self.directions)
+
+    def direction(self, i: Scalar, j: Scalar) -> Scalar:
+        """Returns the direction in which tile (i, j) of a block travels."""
+        if self.directions == 1:
+            return jnp.int32(0)
+        number = j if self.tiles.columns.count > 1 else i
+        return jnp.where(number >= self.first_tiles, 1, 0)
+
     def at(self, step: Scalar) -> ReduceScatterStep:
         hop, i, j, t = self.grid.coordinates(step)
         rows = self.tiles.rows.count
         columns = self.tiles.columns.count
-        # The columns are divided between the directions, or the rows if there is one tile of
-        # columns only.
-        first = pl.cdiv(columns, self.directions) if columns > 1 else pl.cdiv(rows, self.directions)
-        direction = (
-            jnp.where((j if columns > 1 else i) >= first, 1, 0)
-            if self.directions == 2
-            else jnp.int32(0)
-        )
-        x_slot = remainder(step, 2)
+        direction = self.direction(i, j)
+        x_slot: Scalar = remainder(step, 2)
         w_slot = self.tiles.w_slot(t, j, step)
         new_x: Condition = True
-        new_w: Condition = (hop == 0) & (i == 0) if self.tiles.w_stays else True
+        new_w: Condition = True
+        if self.tiles.w_stays:
+            new_w = (hop == 0) & (i == 0)
         # a tile of x has all of the contraction: it serves all columns that go in one direction
         if self.depth == 1:
-            runs = 2 if self.directions == 2 and columns > 1 else 1
-            new_x = (j == 0) | (j == first) if runs == 2 else j == 0
-            x_slot = remainder((hop * rows + i) * runs + (direction if runs == 2 else 0), 2)
+            runs = 1  # through the columns with one tile of x
+            run: Scalar = 0
+            new_x = j == 0
+            if self.directions == 2 and columns > 1:
+                runs = 2
+                run = direction
+                new_x = (j == 0) | (j == self.first_tiles)
+            x_slot = remainder((hop * rows + i) * runs + run, 2)
         tile = i * columns + j
+        number = hop * self.block + tile
         return ReduceScatterStep(
-            hop, i, j, t, tile, hop * self.block + tile, direction, new_x, new_w, x_slot, w_slot
+            hop, i, j, t, tile, number, direction, new_x, new_w, x_slot, w_slot
         )
+
+
+class Operands(NamedTuple):
+    """The operands, in HBM."""
+
+    xs: Sequence[Ref]  # [B, R, m, k_i]
+    ws: Sequence[Ref]  # [k_i, n] or [n, k_i]
+    # of the rows, [B, R, m, LANES], and of the columns, [SUBLANES, n]; or none
+    scales: Sequence[Ref]
+    beside: Sequence[Ref]  # of the weight gradients
+
+
+class Results(NamedTuple):
+    """The results, in HBM."""
+
+    y: Ref  # [B, m, n]
+    receive_buffers: Ref  # [2, B, m, n]
+    dws: Sequence[Ref]  # [k, n] in whole tiles
 
 
 @jax.tree_util.register_dataclass
@@ -174,7 +209,6 @@ def matmul_reduce_scatter(
     size = lax.axis_size(axis_name)
     batch, all_rows, _ = xs[0].shape
     dtype = xs[0].dtype
-    pairs = len(xs)
     m = all_rows // size
     n = ws[0].shape[0 if transposed else 1]
     ks = [x.shape[2] for x in xs]
@@ -184,26 +218,22 @@ def matmul_reduce_scatter(
     )
     ring = Ring(axis_name, size, schedule.directions)
     used = schedule.tiles
-    laid_out = (
-        [] if scales is None else laid_out_scales(scales[0].reshape(batch, size, m), scales[1:])
-    )
-    more = beside.BesidePlan.of(gradients, result, available() - vmem_bytes) if gradients else None
-    sums, flops, hbm_bytes = (more.sums, more.flops, more.hbm_bytes) if more else ((), 0, 0)
-    inputs = 2 * pairs + len(laid_out)
-    local = beside.operands(more, gradients) if more else []
+    laid_out = []
+    if scales is not None:
+        laid_out = laid_out_scales(scales[0].reshape(batch, size, m), scales[1:])
+    more = beside.BesidePlan.of(gradients, result, available() - vmem_bytes)
+    local = beside.operands(more, gradients)
 
-    def body(*refs: Ref) -> None:
-        x_refs = refs[:pairs]
-        w_refs = refs[pairs : 2 * pairs]
-        scale_refs = refs[2 * pairs : inputs]
-        given = refs[inputs : inputs + len(local)]
-        y, buffers, *dws, scratch = refs[inputs + len(local) :]
-        others = None if more is None else beside.Beside(more, given, dws, scratch.beside)
-        device = _Device(
-            ring, schedule, used, x_refs, w_refs, scale_refs, y, buffers, scratch, others
-        )
-        ring.enter(f"{CALLER} {transposed} {pairs}", collective_id)
+    def body(given: Operands, made: Results, scratch: ReduceScatterScratch) -> None:
+        others = None
+        if scratch.beside is not None:
+            others = beside.Beside(more, given.beside, made.dws, scratch.beside)
+        device = _Device(ring, schedule, used, given, made, scratch, others)
+        ring.enter(f"{CALLER} {transposed} {len(xs)}", collective_id)
         device.run()
+
+    def of_result(*shape: int) -> jax.ShapeDtypeStruct:
+        return output(shape, *xs, *ws, *local, dtype=result)
 
     scratch = ReduceScatterScratch(
         matmul=used.scratch(
@@ -217,25 +247,27 @@ def matmul_reduce_scatter(
         recv_sem=pltpu.SemaphoreType.DMA((2, schedule.block)),
         read=Acknowledgements(pltpu.SemaphoreType.REGULAR((ring.directions,))),
         scales=None if scales is None else Scales.allocate(2, used.rows.shape, used.columns.size),
-        beside=None if more is None else more.scratch(),
+        beside=more.scratch() if gradients else None,
     )
     block_bytes = batch * m * n * result.itemsize
     w_trips = 1 if used.w_stays else size * used.rows.count
     streamed = sum(ks) * (size * used.columns.count * batch * m + w_trips * n) * dtype.itemsize
-    shapes = [(batch, m, n), (2, batch, m, n), *((each.padded.m, each.padded.n) for each in sums)]
-    y, _, *dws = call(
+    by_block = [x.reshape(batch, size, m, -1) for x in xs]
+    dws = [of_result(each.padded.m, each.padded.n) for each in more.sums]
+    (made,) = call(
         body,
-        [*(x.reshape(batch, size, m, -1) for x in xs), *ws, *laid_out, *local],
+        [Operands(by_block, ws, laid_out, local)],
         name=CALLER,
-        results=[output(shape, *xs, *ws, *local, dtype=result) for shape in shapes],
+        results=[Results(of_result(batch, m, n), of_result(2, batch, m, n), dws)],
         scratch=[scratch],
         collective_id=collective_id,
-        vmem_bytes=vmem_bytes + (more.vmem_bytes if more else 0),
-        flops=2 * batch * all_rows * sum(ks) * n + flops,
-        hbm_bytes=streamed + (2 * size - 1) * block_bytes + hbm_bytes,
+        vmem_bytes=vmem_bytes + more.vmem_bytes,
+        flops=2 * batch * all_rows * sum(ks) * n + more.flops,
+        hbm_bytes=streamed + (2 * size - 1) * block_bytes + more.hbm_bytes,
         sent=(size - 1) * block_bytes,
     )
-    return y, *(dw[: each.shape[0], : each.shape[1]] for dw, each in zip(dws, sums, strict=True))
+    sums = zip(made.dws, more.sums, strict=True)
+    return made.y, *(dw[: each.shape[0], : each.shape[1]] for dw, each in sums)
 
 
 def _plan(
@@ -253,50 +285,40 @@ def _plan(
     """
     batch, all_rows, _ = xs[0].shape
     dtype = xs[0].dtype
-    unit = sublanes(xs[0].dtype)
     m = all_rows // size
     n = ws[0].shape[0 if transposed else 1]
     ks = [x.shape[2] for x in xs]
+    block = BlockOfRows(batch, m, n, sublanes(dtype))
     asked = tiles or _default_tiles(batch * m, n)
-    rows = RowTiling.of(batch, m, asked.m, unit)
-    contraction = Tiling.of(ks, asked.k)
-    columns = Tiling.of((n,), asked.n)
-    if rows.count == columns.count == 1 and n > LANES:
-        columns = Tiling.of((n,), pl.cdiv(n, 2 * LANES) * LANES)
-    if rows.count == columns.count == 1:
-        rows = RowTiling.of(batch, m, max(unit, batch * m // 2), unit)
-    odd = directions == 2 and columns.count > 1 and columns.count % 2 == 1
-    if tiles is None and odd and rows.size * columns.size > SMALLEST:
-        # Each direction takes a half of the columns, so these are an even number of tiles: wide
-        # ones of fewer rows.
-        widths = (pl.cdiv(n, count * LANES) * LANES for count in range(2, n // LANES, 2))
-        even = [width for width in widths if width <= WIDEST and pl.cdiv(n, width) % 2 == 0]
-        if even:
-            rows = RowTiling.of(batch, m, max(asked.m // 2, unit), unit)
-            columns = Tiling((n,), even[0])
-    # take the fewest, though others were faster
-    if tiles is None and 2 * rows.count * columns.count > SEMAPHORES:
-        rows = RowTiling.fewest(batch, m, asked.m, unit)
-        columns = Tiling((n,), min(TILES.n, n))
+    rows, columns = block.tiles(asked)
+    if tiles is None:
+        rows, columns = block.best_tiles(asked, directions)
 
     def need(outgoing: int, t: Tiles) -> int:
-        sums = 1 if sum(pl.cdiv(k, t.k) for k in ks) == 1 else 2  # the product, and the accumulator
-        return matmul_bytes(t, dtype, 2 + outgoing, sums, result) + (
-            Scales.nbytes(2, t.m, t.n) if scaled else 0
-        )
+        # where a tile takes several steps, there are the product and the accumulator
+        sums = 1 if sum(pl.cdiv(k, t.k) for k in ks) == 1 else 2
+        total = matmul_bytes(t, dtype, 2 + outgoing, sums, result)
+        if scaled:
+            total += Scales.nbytes(2, t.m, t.n)
+        return total
 
+    def fits(choice: tuple[int, Tiling]) -> bool:
+        outgoing, contraction = choice
+        return need(outgoing, Tiles(rows.size, contraction.size, columns.size)) <= available()
+
+    # Where vector memory is short, fewer tiles may be leaving, and then products are less deep.
+    contraction = Tiling.of(ks, asked.k)
+    choices = [(slots, contraction) for slots in range(OUTGOING, FEWEST_OUTGOING - 1, -1)]
+    while tiles is None and choices[-1][1].size > LANES:
+        half = Tiling.of(ks, choices[-1][1].size // 2)
+        choices.append((FEWEST_OUTGOING, half))
+    outgoing, contraction = next(filter(fits, choices), choices[-1])
     used = Tiles(rows.size, contraction.size, columns.size)
-    outgoing, fewest = OUTGOING
-    while outgoing > fewest and need(outgoing, used) > available():
-        outgoing -= 1
-    while tiles is None and need(outgoing, used) > available() and used.k > LANES:
-        contraction = Tiling.of(ks, used.k // 2)
-        used = dataclasses.replace(used, k=contraction.size)
-    directions = directions if rows.count * columns.count > 1 else 1
     need_bytes = check_vmem(CALLER, used, functools.partial(need, outgoing))
-    matmul_tiles, vmem_bytes = MatmulTiles(rows, columns, contraction, transposed).keeping_w(
-        need_bytes, dtype
-    )
+    matmul_tiles = MatmulTiles(rows, columns, contraction, transposed)
+    matmul_tiles, vmem_bytes = matmul_tiles.keeping_w(need_bytes, dtype)
+    if rows.count * columns.count == 1:
+        directions = 1
     schedule = ReduceScatterSchedule(size, matmul_tiles, directions, outgoing)
     if 2 * schedule.block > SEMAPHORES:
         raise UnsupportedError(
@@ -307,6 +329,55 @@ def _plan(
             "tiles, a loop over columns of w, or backend='xla'"
         )
     return schedule, vmem_bytes
+
+
+type BlockTiles = tuple[RowTiling, Tiling]  # of the rows and of the columns of a block
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockOfRows:
+    """The rows of one device, in all columns: what its tiles can be."""
+
+    batch: int
+    m: int
+    n: int
+    unit: int  # rows of a hardware tile
+
+    def tiles(self, most: Tiles) -> BlockTiles:
+        """Returns tiles of at most these sides, two of them or more if possible."""
+        rows = RowTiling.of(self.batch, self.m, most.m, self.unit)
+        columns = Tiling.of((self.n,), most.n)
+        if rows.count == columns.count == 1 and self.n > LANES:
+            columns = Tiling.of((self.n,), pl.cdiv(self.n, 2 * LANES) * LANES)
+        if rows.count == columns.count == 1:
+            half = max(self.unit, self.batch * self.m // 2)
+            rows = RowTiling.of(self.batch, self.m, half, self.unit)
+        return rows, columns
+
+    def best_tiles(self, most: Tiles, directions: int) -> BlockTiles:
+        """Returns tiles of which both directions have as many, if possible, and no more than a TPU
+        has semaphores for.
+        """
+        rows, columns = self.tiles(most)
+        widths = self.even_widths()
+        odd = directions == 2 and columns.count > 1 and columns.count % 2 == 1
+        if odd and rows.size * columns.size > SMALLEST and widths:
+            half = max(most.m // 2, self.unit)
+            rows = RowTiling.of(self.batch, self.m, half, self.unit)
+            columns = Tiling((self.n,), widths[0])
+        if 2 * rows.count * columns.count <= SEMAPHORES:
+            return rows, columns
+        # take the fewest, though others were faster
+        fewest = RowTiling.fewest(self.batch, self.m, most.m, self.unit)
+        return fewest, Tiling((self.n,), min(TILES.n, self.n))
+
+    def even_widths(self) -> list[int]:
+        """Returns the widths of tiles of columns of which there is an even number, the widest
+        first.
+        """
+        counts = range(2, self.n // LANES, 2)
+        widths = [pl.cdiv(self.n, count * LANES) * LANES for count in counts]
+        return [width for width in widths if width <= WIDEST and pl.cdiv(self.n, width) % 2 == 0]
 
 
 def _default_tiles(m: int, n: int) -> Tiles:
@@ -325,12 +396,8 @@ class _Device:
     ring: Ring
     schedule: ReduceScatterSchedule
     tiles: MatmulTiles
-    xs: Sequence[Ref]  # [B, R, m, k_i] HBM
-    ws: Sequence[Ref]  # [k_i, n] or [n, k_i] HBM
-    # of the rows, [B, R, m, LANES], and of the columns, [SUBLANES, n] HBM; or none
-    scales: Sequence[Ref]
-    y: Ref  # [B, m, n] HBM
-    receive_buffers: Ref  # [2, B, m, n] HBM
+    operands: Operands
+    results: Results
     scratch: ReduceScatterScratch
     beside: beside.Beside | None
 
@@ -386,23 +453,23 @@ class _Device:
         owner = self.ring.behind(there.hop + 1, there.direction)
 
         def source(pair: int, batches: pl.Slice, rows: pl.Slice, depth: pl.Slice) -> Ref:
-            return self.xs[pair].at[batches, owner, rows, depth]
+            return self.operands.xs[pair].at[batches, owner, rows, depth]
 
         with jax.named_scope("prefetch"):
-            when(there.new_x, self.tiles.start_x, scratch.x, there.x_slot, there.i, there.t, source)
-            new_w = functools.partial(
-                self.tiles.start_w, scratch.w, there.w_slot, there.t, there.j, self.ws
-            )
-            when(there.new_w, new_w)
-            if self.scratch.scales is not None:
-                fetch = functools.partial(self.fetch_scales, self.scratch.scales, there, owner)
-                when(there.t == self.schedule.depth - 1, fetch)
+            tiles = self.tiles
+            ws = self.operands.ws
+            when(there.new_x, tiles.start_x, scratch.x, there.x_slot, there.i, there.t, source)
+            when(there.new_w, tiles.start_w, scratch.w, there.w_slot, there.t, there.j, ws)
+            scales = self.scratch.scales
+            if scales is not None:
+                last = there.t == self.schedule.depth - 1
+                when(last, self.fetch_scales, scales, there, owner)
 
     def fetch_scales(self, scales: Scales, there: ReduceScatterStep, owner: Scalar) -> None:
         """Starts to fetch the scales of a tile."""
 
         def fetch(_: int, batches: pl.Slice, rows: pl.Slice, columns: pl.Slice) -> None:
-            of_rows, of_columns = self.scales
+            of_rows, of_columns = self.operands.scales
             slot = scales.rows.slot(there.number)
             scales.start(slot, of_rows.at[batches, owner, rows], [of_columns.at[:, columns]])
 
@@ -410,9 +477,11 @@ class _Device:
 
     def wait_for_scales(self, scales: Scales, here: ReduceScatterStep) -> None:
         slot = scales.rows.slot(here.number)
-        self.tiles.on_result(
-            here.i, here.j, lambda _, *tile: scales.wait(slot, *(side.size for side in tile))
-        )
+
+        def wait_for(_: int, *tile: pl.Slice) -> None:
+            scales.wait(slot, *(side.size for side in tile))
+
+        self.tiles.on_result(here.i, here.j, wait_for)
 
     def multiply(self, here: ReduceScatterStep) -> None:
         """Adds the product of two tiles to its sum. A finished sum is rounded into the slot that it
@@ -427,9 +496,8 @@ class _Device:
         def finish(value: jax.Array, index: tuple[Index, ...]) -> None:
             if scales is not None:
                 value = scales.apply(scales.rows.slot(here.number), value, index)
-            scratch.outgoing.put(
-                out_slot, value + received.tiles[slot, *index].astype(jnp.float32), index
-            )
+            arrived = received.tiles[slot, *index].astype(jnp.float32)
+            scratch.outgoing.put(out_slot, value + arrived, index)
 
         x_tile = scratch.x.tiles.at[here.x_slot]
         w_tile = scratch.w.tiles.at[here.w_slot]
@@ -459,7 +527,7 @@ class _Device:
         received = self.scratch.received
 
         def fetch(_: int, *tile: pl.Slice) -> None:
-            source = self.receive_buffers.at[buffer, *tile]
+            source = self.results.receive_buffers.at[buffer, *tile]
             wait(source, self.scratch.recv_sem.at[buffer, there.tile])
             received.start(received.slot(there.number), source)
 
@@ -490,23 +558,18 @@ class _Device:
             when(here.hop >= 2, self.scratch.read.wait, direction)
 
             def of_tile(_: int, *tile: pl.Slice) -> None:
-                outgoing.send(
-                    slot,
-                    self.receive_buffers.at[buffer, *tile],
-                    recv_sem,
-                    self.ring.receiver(direction),
-                )
+                target = self.results.receive_buffers.at[buffer, *tile]
+                outgoing.send(slot, target, recv_sem, self.ring.receiver(direction))
 
             self.tiles.on_result(here.i, here.j, of_tile)
+
+        def store(_: int, *tile: pl.Slice) -> None:
+            outgoing.store(slot, self.results.y.at[*tile])
 
         with jax.named_scope("send"):
             own = here.hop == self.schedule.size - 1
             when(jnp.logical_not(own), self._in_direction, here, send)
-            pl.when(own)(
-                lambda: self.tiles.on_result(
-                    here.i, here.j, lambda _, *tile: outgoing.store(slot, self.y.at[*tile])
-                )
-            )
+            when(own, self.tiles.on_result, here.i, here.j, store)
 
     def wait_until_left(self, number: Scalar) -> None:
         i, j = split(remainder(number, self.schedule.block), self.tiles.columns.count)

@@ -21,7 +21,7 @@ from jax import lax
 
 from flaxasync.kernels.all_gather_matmul import resident, stream
 from flaxasync.kernels.all_gather_matmul.stream import CALLER
-from flaxasync.kernels.all_gather_matmul.work import GatherWork
+from flaxasync.kernels.all_gather_matmul.work import GatherWork, Operands, Results
 from flaxasync.kernels.engine.call import call
 from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
 from flaxasync.kernels.engine.matmul import Epilogue, laid_out_scales
@@ -61,75 +61,83 @@ def all_gather_matmul(
     """
     size = lax.axis_size(axis_name)
     batch, m, k = x.shape
-    count = len(ws)
     itemsize = x.dtype.itemsize
     widths = [w.shape[0 if transposed else 1] for w in ws]
     ring = Ring(axis_name, size, directions)
-    layout = BlockLayout.of(batch, m, sublanes(x.dtype), directions)
-    result = result or x.dtype
-    scaled = scales is not None
-    dtypes = x.dtype, ws[0].dtype, result
+    result = jnp.dtype(result or x.dtype)
     work = GatherWork(
-        layout,
+        BlockLayout.of(batch, m, sublanes(x.dtype), directions),
         size,
         k,
         widths,
         transposed,
-        *dtypes,
-        scaled,
+        x.dtype,
+        ws[0].dtype,
+        result,
+        scales is not None,
         tiles,
         epilogue,
         len(operands),
         measured,
     )
-    plan = (None if epilogue or scaled else resident.plan(work)) or stream.plan(work)
+    plan = _plan(work)
     streams = isinstance(plan, stream.StreamSchedule)
-    y_widths = widths[:1] * epilogue.results if epilogue else widths
-    kinds = [((batch, size, m, n), result) for n in y_widths]
-    if isinstance(plan, stream.StreamSchedule) and measured is not None:
-        kinds.append(((batch, size, m, plan.tiles.columns.count * LANES), jnp.dtype(jnp.float32)))
-    kinds += [((batch, size, m, k), x.dtype)] * (streams or keep_gathered)
-    laid_out = (
-        [] if scales is None else laid_out_scales(scales[0].reshape(batch, size, m), scales[1])
-    )
-    inputs = count + len(operands) + len(laid_out)
 
-    def body(x_ref: Ref, *refs: Ref) -> None:
-        w_refs = refs[:count]
-        further = refs[count:inputs]
-        refs = refs[inputs:]
-        operand_refs = further[: len(operands)]
-        scale_refs = further[len(operands) :]
-        y_refs = refs[: len(y_widths)]
-        *others, scratch, semaphores = refs[len(y_widths) :]
-        maxima, gathered = (None, others) if measured is None else (others[0], others[1:])
-        in_hbm = gathered[0] if gathered else None
-        in_vmem = None if streams else scratch.x
-        gather = Gather(ring, plan.work.layout, x_ref, in_hbm, semaphores, in_vmem)
-        parts = gather, w_refs, y_refs, keep_gathered, scratch
+    def body(given: Operands, made: Results, scratch: Ref, semaphores: GatherSemaphores) -> None:
         device: stream.Stream | resident.Resident
         if isinstance(plan, stream.StreamSchedule):
-            device = stream.Stream(plan, *parts, operand_refs, scale_refs, maxima)
+            gather = Gather(ring, plan.work.layout, given.x, made.gathered, semaphores)
+            device = stream.Stream(plan, gather, given, made, keep_gathered, scratch)
         else:
-            device = resident.Resident(plan, *parts)
+            gather = Gather(ring, plan.work.layout, given.x, made.gathered, semaphores, scratch.x)
+            device = resident.Resident(plan, gather, given, made, keep_gathered, scratch)
         device.begin()
-        ring.enter(f"{CALLER} {transposed} {keep_gathered} {count} {streams}", collective_id)
+        ring.enter(f"{CALLER} {transposed} {keep_gathered} {len(ws)} {streams}", collective_id)
         device.run()
 
-    outputs = call(
+    def of_rows(columns: int, dtype: DType) -> jax.ShapeDtypeStruct:
+        return output((batch, size, m, columns), x, *ws, *operands, dtype=dtype)
+
+    y_widths = widths
+    if epilogue is not None:
+        y_widths = widths[:1] * epilogue.results
+    results = Results([of_rows(n, result) for n in y_widths], None, None)
+    if isinstance(plan, stream.StreamSchedule) and measured is not None:
+        lanes = plan.tiles.columns.count * LANES
+        results = results._replace(maxima=of_rows(lanes, jnp.float32))
+    if streams or keep_gathered:
+        results = results._replace(gathered=of_rows(k, x.dtype))
+    of_epilogue = [operand.reshape(batch, size, m, -1) for operand in operands]
+    laid_out = []
+    if scales is not None:
+        of_x, of_ws = scales
+        laid_out = laid_out_scales(of_x.reshape(batch, size, m), of_ws)
+    rows = size * batch * m
+    read_bytes = itemsize * (plan.elements_read + rows * keep_gathered * k)
+    (made,) = call(
         body,
-        [x, *ws, *(operand.reshape(batch, size, m, -1) for operand in operands), *laid_out],
+        [Operands(x, ws, of_epilogue, laid_out)],
         name=CALLER,
-        results=[output(shape, x, *ws, *operands, dtype=dtype) for shape, dtype in kinds],
+        results=[results],
         scratch=[plan.scratch(), GatherSemaphores.allocate(plan.work.layout, size)],
         collective_id=collective_id,
         vmem_bytes=plan.vmem_bytes,
-        flops=2 * size * batch * m * k * sum(widths),
-        hbm_bytes=itemsize * (plan.elements_read + size * batch * m * keep_gathered * k)
-        + jnp.dtype(result).itemsize * size * batch * m * sum(y_widths),
+        flops=2 * rows * k * sum(widths),
+        hbm_bytes=read_bytes + result.itemsize * rows * sum(y_widths),
         sent=(size - 1) * x.size * itemsize,
     )
-    ys = tuple(y.reshape(batch, size * m, -1) for y in outputs[: len(y_widths)])
-    if measured is not None:
-        ys += (jnp.max(outputs[len(y_widths)], axis=-1).reshape(batch, size * m),)
-    return ys, outputs[-1].reshape(batch, size * m, k) if keep_gathered else None
+    ys = tuple(y.reshape(batch, size * m, -1) for y in made.ys)
+    if made.maxima is not None:
+        ys += (jnp.max(made.maxima, axis=-1).reshape(batch, size * m),)
+    gathered = None
+    if keep_gathered:
+        gathered = made.gathered.reshape(batch, size * m, k)
+    return ys, gathered
+
+
+def _plan(work: GatherWork) -> stream.StreamSchedule | resident.ResidentPlan:
+    """Returns how the kernel does its work: `resident` where it can, else `stream`."""
+    plan = None
+    if work.epilogue is None and not work.scaled:
+        plan = resident.plan(work)
+    return plan or stream.plan(work)

@@ -7,7 +7,9 @@ few times and yet no product should wait for x.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import operator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,32 +23,32 @@ from flaxasync.kernels.all_gather_matmul.resident_schedule import (
     TaskSizes,
     schedule,
 )
-from flaxasync.kernels.all_gather_matmul.work import GatherWork
+from flaxasync.kernels.all_gather_matmul.work import GatherWork, Operands, Results
 from flaxasync.kernels.engine.call import SEMAPHORES, available, chip_in_use
 from flaxasync.kernels.engine.gather import Gather
 from flaxasync.kernels.engine.matmul import dot
-from flaxasync.kernels.engine.operands import LANES, Condition, Index, Ref, Scalar, when
+from flaxasync.kernels.engine.operands import LANES, Condition, Ref, Scalar, Tiles, when
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_copy, wait
 from flaxasync.kernels.engine.tiling import Tiling
 
+# What the plan chooses from.
 ROWS = 512  # rows of one product, at most
-COLUMNS = (512, 1024, 1280)  # columns of a tile of w to choose from
-# chunks of a half-block to choose from; more of them only where fewer do not fit
-CHUNKS = ((1, 2, 4), (8,), (16,))
+COLUMNS = (512, 1024, 1280)  # columns of a tile of w
+CHUNKS = ((1, 2, 4), (8,), (16,))  # chunks of a half-block; many only where fewer do not fit
 CHUNK_ROWS = 128  # rows of an arrival, at least, where half-blocks travel in several chunks
 W_SLOTS = 3  # tiles of w in vector memory, at most
-# results that may be leaving at once: they wait in HBM's queue behind tiles of w
-OUT_SLOTS = 24
-OUT_ROWS = 3072
-# of one product, at most: the compiler unrolls it, to about one instruction for each cycle
-CYCLES = 13_500
-# products of an arrival and a tile of w, at most; the table of tasks has no more entries
-TASKS = 256
-PRODUCT_ROWS = 16  # rows in whose time a product starts and ends, as played on v6e
-TASK_CYCLES = 180  # cycles that a task takes beyond its products, as played on v6e
-# seconds of the entry barrier, and until a transfer from HBM begins to arrive
-ENTRY = 1.5e-6
-LATENCY = 0.5e-6
+TASKS = 256  # products of an arrival and a tile of w, at most: the table of tasks has no more
+
+# Results wait in HBM's queue behind tiles of w, so many of them may be leaving at once.
+OUT_SLOTS = 24  # results of an arrival, at most
+OUT_ROWS = 3072  # rows of all these results, at most, unless they are fewer than two products
+
+# Times. Those in cycles or rows are as played on v6e.
+CYCLES = 13_500  # of one product, at most: the compiler unrolls it to as many instructions
+PRODUCT_ROWS = 16  # rows in whose time a product starts and ends
+TASK_CYCLES = 180  # cycles that a task takes beyond its products
+ENTRY = 1.5e-6  # seconds of the entry barrier
+LATENCY = 0.5e-6  # seconds until a transfer from HBM begins to arrive
 _FIELDS = len(dataclasses.fields(Task))
 
 
@@ -76,9 +78,9 @@ class ResidentPlan:
         x = self.sizes.own * self.work.layout.arrival_rows * self.work.k
         return x + self.schedule.fetches * self.work.k * self.columns.size
 
-    def w_shape(self, n: int) -> tuple[int, int]:
-        """Returns the shape of a tile of w that has n columns."""
-        return (n, self.work.k) if self.work.transposed else (self.work.k, n)
+    def w_shape[T](self, n: T, k: T) -> tuple[T, T]:
+        """Returns what belongs to the columns of w and to its rows in the order of w's sides."""
+        return (n, k) if self.work.transposed else (k, n)
 
     def scratch(self) -> ResidentScratch:
         sizes = self.sizes
@@ -87,7 +89,7 @@ class ResidentPlan:
         n = self.columns.size
         return ResidentScratch(
             x=pltpu.VMEM((sizes.arrivals, *layout.shape, self.work.k), dtype),
-            w=IncomingTiles.allocate(sizes.w_slots, self.w_shape(n), dtype),
+            w=IncomingTiles.allocate(sizes.w_slots, self.w_shape(n, self.work.k), dtype),
             outgoing=OutgoingTiles.allocate(sizes.out_slots, (*layout.shape, n), dtype),
             out_columns=pltpu.SMEM((sizes.out_slots,), jnp.int32),
             tasks=pltpu.SMEM((len(self.schedule.tasks) * _FIELDS,), jnp.int32),
@@ -100,21 +102,21 @@ def plan(work: GatherWork) -> ResidentPlan | None:
     """Returns the plan that ends first by the chip's rates; None if the gathered x does not fit in
     vector memory.
     """
-    rows, most = (work.tiles.m, work.tiles.n) if work.tiles else (ROWS, max(COLUMNS))
-    sides = {max(LANES, min(n, most, max(work.widths)) // LANES * LANES) for n in COLUMNS}
+    most = work.tiles or Tiles(m=ROWS, n=max(COLUMNS))
+    widest = min(most.n, max(work.widths))
+    sides = {max(LANES, min(n, widest) // LANES * LANES) for n in COLUMNS}
     for counts in CHUNKS:
-        plans = []
+        candidates = []
         for layout in filter(None, map(work.layout.in_chunks, counts)):
-            if layout.arrival_rows <= rows and (
-                layout.chunks == 1 or layout.arrival_rows >= CHUNK_ROWS
-            ):
-                tilings = [Tiling(tuple(work.widths), n) for n in sorted(sides)]
-                plans += [
-                    _plan_of(dataclasses.replace(work, layout=layout), columns, rows)
-                    for columns in tilings
-                ]
-        if found := list(filter(None, plans)):
-            return min(found, key=lambda plan: plan.schedule.seconds)
+            too_small = layout.chunks > 1 and layout.arrival_rows < CHUNK_ROWS
+            if layout.arrival_rows <= most.m and not too_small:
+                chunked = dataclasses.replace(work, layout=layout)
+                for n in sorted(sides):
+                    columns = Tiling(tuple(work.widths), n)
+                    candidates.append(_plan_of(chunked, columns, most.m))
+        fitting = [candidate for candidate in candidates if candidate is not None]
+        if fitting:
+            return min(fitting, key=operator.attrgetter("schedule.seconds"))
     return None
 
 
@@ -136,16 +138,16 @@ def _plan_of(work: GatherWork, columns: Tiling, most_rows: int) -> ResidentPlan 
     out_slots = max(2 * most, min(OUT_SLOTS, OUT_ROWS // rows))
     w_slots = min(W_SLOTS, max(2, columns.count - 1))
     fixed = itemsize * (arrivals * k + out_slots * n) * rows + 4 * most * rows * n
-    while (need := fixed + w_slots * itemsize * k * n) > available():
-        w_slots -= 1
-        if w_slots < 2:
-            return None
+    of_w = itemsize * k * n
+    w_slots = min(w_slots, (available() - fixed) // of_w)
+    if w_slots < 2:
+        return None
     hbm = chip.hbm_bandwidth * chip.hbm_efficiency
     rates = TaskRates(
         multiply=multiply,
         product=multiply * PRODUCT_ROWS / rows,
         task=TASK_CYCLES / chip.clock,
-        load=itemsize * k * n / hbm,
+        load=of_w / hbm,
         own=itemsize * rows * k / hbm,
         store=itemsize * rows * n / hbm,
         latency=LATENCY,
@@ -154,15 +156,16 @@ def _plan_of(work: GatherWork, columns: Tiling, most_rows: int) -> ResidentPlan 
         entry=ENTRY,
     )
     sizes = TaskSizes(arrivals, layout.chunks, columns.count, w_slots, most, out_slots)
-    return ResidentPlan(work, columns, sizes, schedule(sizes, rates), need)
+    vmem_bytes = fixed + w_slots * of_w
+    return ResidentPlan(work, columns, sizes, schedule(sizes, rates), vmem_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Resident:
     plan: ResidentPlan
     gather: Gather
-    ws: Sequence[Ref]
-    ys: Sequence[Ref]
+    operands: Operands
+    results: Results
     keep_gathered: bool
     scratch: ResidentScratch
 
@@ -199,7 +202,8 @@ class Resident:
             self.gather.finish()
             if self.keep_gathered:
                 for arrival in range(self.plan.sizes.arrivals):
-                    self._for_each_half(arrival, lambda half, _: wait(half, scratch.kept_sem))
+                    for direction in self.gather.ring.both:
+                        wait(scratch.x.at[arrival, direction], scratch.kept_sem)
 
     def run_task(self, number: Scalar) -> None:
         """Receives and fetches what the task says; multiplies."""
@@ -212,10 +216,7 @@ class Resident:
             self.gather.receive(arrival)
             self.pass_on(arrival)
 
-        @_rarely(task.fetches >= 0)
-        def _() -> None:
-            _rarely(task.unused >= 0)(lambda: self.wait_for_tile(task.unused, task.fetch_slot))
-            self.fetch(task.fetches, task.fetch_slot)
+        _rarely(task.fetches >= 0, self.replace, task)
 
         @pl.loop(task.out_slot, task.out_slot + task.waits)
         def _(slot: Scalar) -> None:
@@ -228,12 +229,20 @@ class Resident:
             def _(slot: Scalar) -> None:
                 scratch.out_columns[slot] = task.column
 
-        _rarely(task.awaits > 0)(lambda: self.wait_for_tile(task.column, task.w_slot))
+        _rarely(task.awaits > 0, self.wait_for_tile, task.column, task.w_slot)
         for count in (1, 2, 4, 8):
             if count < most:
                 when(task.count == count, self.multiply, task, count, 0)
+
         # Tasks of the largest product, or of two of them, share its code: it is the longest.
-        pl.loop(0, task.count // most)(lambda i: self.multiply(task, most, i * most))
+        @pl.loop(0, task.count // most)
+        def _(i: Scalar) -> None:
+            self.multiply(task, most, i * most)
+
+    def replace(self, task: Task) -> None:
+        """Fetches the tile of w that a task says into its slot, once nothing is on its way there."""
+        _rarely(task.unused >= 0, self.wait_for_tile, task.unused, task.fetch_slot)
+        self.fetch(task.fetches, task.fetch_slot)
 
     def multiply(self, task: Task, count: int, start: Scalar) -> None:
         """Multiplies `count` arrivals of a task, from `start` on, and starts to store the
@@ -243,12 +252,10 @@ class Resident:
         plan = self.plan
         layout = self.gather.layout
         with jax.named_scope("multiply"):
-            x = scratch.x[pl.ds(task.first + start, count)].reshape(
-                count * layout.arrival_rows, plan.work.k
-            )
-            y = dot(x, scratch.w.tiles[task.w_slot], transposed=plan.work.transposed).astype(
-                x.dtype
-            )
+            arrivals = scratch.x[pl.ds(task.first + start, count)]
+            x = arrivals.reshape(count * layout.arrival_rows, plan.work.k)
+            w = scratch.w.tiles[task.w_slot]
+            y = dot(x, w, transposed=plan.work.transposed).astype(x.dtype)
             slots = pl.ds(task.out_slot + start, count)
             scratch.outgoing.tiles[slots] = y.reshape(count, *layout.shape, -1)
 
@@ -261,7 +268,7 @@ class Resident:
                     source = scratch.outgoing.tiles.at[
                         slot, direction, :, :, pl.ds(0, columns.size)
                     ]
-                    target = self.ys[number].at[batches, block, rows, columns]
+                    target = self.results.ys[number].at[batches, block, rows, columns]
                     start_copy(source, target, scratch.outgoing.sems.at[slot])
 
         with jax.named_scope("store"):  # within the code of the product, where it takes no time
@@ -271,47 +278,39 @@ class Resident:
         """Sends an arrival onward, from vector memory: HBM has enough to do. Starts to keep it."""
         self.gather.send(arrival)
         if self.keep_gathered:
-            self._for_each_half(
-                arrival,
-                lambda half, index: start_copy(
-                    half, self.gather.gathered.at[index], self.scratch.kept_sem
-                ),
-            )
+            for direction in self.gather.ring.both:
+                half_block = self.scratch.x.at[arrival, direction]
+                target = self.gather.gathered.at[self.gather.in_gathered(direction, arrival)]
+                start_copy(half_block, target, self.scratch.kept_sem)
 
     def fetch(self, column: Scalar, slot: Scalar) -> None:
         def start(number: int, columns: pl.Slice) -> None:
-            w = self.ws[number]
-            self.scratch.w.start(
-                slot, w.at[columns, :] if self.plan.work.transposed else w.at[:, columns]
-            )
+            w = self.operands.ws[number]
+            tile = w.at[self.plan.w_shape(columns, slice(None))]
+            self.scratch.w.start(slot, tile)
 
         with jax.named_scope("fetch"):
             self.plan.columns.on_slice(column, start)
 
     def wait_for_tile(self, column: Scalar, slot: Scalar) -> None:
+        def wait_for(n: int) -> None:
+            self.scratch.w.wait(slot, *self.plan.w_shape(n, self.plan.work.k))
+
         with jax.named_scope("wait"):
-            self.plan.columns.on_size(
-                column, lambda n: self.scratch.w.wait(slot, *self.plan.w_shape(n))
-            )
+            self.plan.columns.on_size(column, wait_for)
 
     def wait_until_left(self, slot: Scalar, column: Scalar) -> None:
         """Waits until the results in an out slot, of a tile of columns, have left."""
         outgoing = self.scratch.outgoing
-        shape = self.gather.layout.shape
-        self.plan.columns.on_size(column, lambda n: outgoing.wait(slot, *shape, n))
-
-    def _for_each_half(
-        self, arrival: Scalar, use: Callable[[Ref, tuple[Index, ...]], None]
-    ) -> None:
-        """Calls `use(half-block, its index in the gathered x)` for the half-blocks of an
-        arrival.
-        """
-        for direction in self.gather.ring.both:
-            use(self.scratch.x.at[arrival, direction], self.gather.in_gathered(direction, arrival))
+        wait_for = functools.partial(outgoing.wait, slot, *self.gather.layout.shape)
+        self.plan.columns.on_size(column, wait_for)
 
 
-def _rarely(condition: Condition) -> Callable[[Callable[[], None]], None]:
-    """Does what `pl.when` does, but with a loop: code of a loop is jumped over, and code of a
-    branch predicated.
+def _rarely(condition: Condition, use: Callable[..., None], *operands: Scalar) -> None:
+    """Does what `when` does, but with a loop: code of a loop is jumped over, and code of a branch
+    predicated.
     """
-    return lambda use: pl.loop(0, jnp.int32(condition))(lambda _: use())
+
+    @pl.loop(0, jnp.int32(condition))
+    def _(_: Scalar) -> None:
+        use(*operands)

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from flaxasync.kernels.all_gather_matmul.work import GatherWork
+from flaxasync.kernels.all_gather_matmul.work import GatherWork, Operands, Results
 from flaxasync.kernels.engine.call import available, check_vmem, chip_in_use, matmul_bytes
 from flaxasync.kernels.engine.gather import Gather
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles, Scales
@@ -113,18 +113,22 @@ class StreamSchedule:
         on.
         """
         arrivals, passes, columns, depth, _ = self.grid.sizes
-        x = self.accumulators * self.tiles.rows.size
+        trips = arrivals * passes
+        x = trips * self.accumulators * self.tiles.rows.size
         w = self.tiles.joined * self.tiles.columns.size
-        w *= 1 if self.tiles.w_stays else arrivals * passes
+        if not self.tiles.w_stays:
+            w *= trips
         k = depth * self.tiles.contraction.size
         rows = self.work.layout.arrival_rows
         arriving = 2 * (arrivals - self.work.layout.chunks) * rows * k
         operands = self.work.operands * arrivals * rows * sum(self.tiles.columns.lengths)
-        return columns * k * (arrivals * passes * x + w) + arriving + operands
+        return columns * k * (x + w) + arriving + operands
 
     def new_w(self, there: StreamStep) -> Condition:
         """Returns whether the tile of w of a step has to come from HBM."""
-        return (there.row == 0) & (there.arrival == 0) if self.tiles.w_stays else there.i == 0
+        if self.tiles.w_stays:
+            return (there.row == 0) & (there.arrival == 0)
+        return there.i == 0
 
     def at(self, step: Scalar) -> StreamStep:
         arrival, pass_, column, t, i = self.grid.coordinates(step)
@@ -136,28 +140,27 @@ class StreamSchedule:
 
     def scratch(self) -> StreamScratch:
         work = self.work
-        result = self.tiles.result
+        tiles = self.tiles
+        slots = self.operand_slots
         results = work.epilogue.results if work.epilogue else 1
-        columns = self.tiles.joined * self.tiles.columns.size
+        maxima = None
+        if work.measured is not None:
+            maxima = OutgoingTiles.allocate(2, (*tiles.rows.shape, LANES), jnp.float32)
+        scales = None
+        if work.scaled:
+            scales = Scales.allocate(slots, tiles.rows.shape, tiles.joined * tiles.columns.size)
         return StreamScratch(
-            self.tiles.scratch(
+            tiles.scratch(
                 work.dtype,
                 work.w_dtype,
                 outgoing=2,
                 accumulators=self.accumulators,
                 result=work.result,
             ),
-            tuple(OutgoingTiles.allocate(2, result, work.result) for _ in range(results - 1)),
-            tuple(
-                IncomingTiles.allocate(self.operand_slots, result, work.result)
-                for _ in range(work.operands)
-            ),
-            OutgoingTiles.allocate(2, (*self.tiles.rows.shape, LANES), jnp.float32)
-            if work.measured is not None
-            else None,
-            Scales.allocate(self.operand_slots, self.tiles.rows.shape, columns)
-            if work.scaled
-            else None,
+            (OutgoingTiles.allocate(2, tiles.result, work.result),) * (results - 1),
+            (IncomingTiles.allocate(slots, tiles.result, work.result),) * work.operands,
+            maxima,
+            scales,
         )
 
 
@@ -185,43 +188,48 @@ def plan(work: GatherWork) -> StreamSchedule:
 def _plan_of(work: GatherWork) -> StreamSchedule:
     """Returns the schedule of half-blocks in given chunks."""
     layout = work.layout
-    epilogue = work.epilogue
-    dtype = work.dtype
     asked = work.tiles or TILES
+    joined = 1
+    results = 1
+    lengths = work.widths
+    if work.epilogue is not None:
+        joined = len(work.widths)
+        results = work.epilogue.results
+        lengths = work.widths[:1]
     rows = RowTiling.of(layout.batches, layout.rows, asked.m, layout.unit)
-    joined, results = (len(work.widths), epilogue.results) if epilogue else (1, 1)
-    columns = Tiling.of(work.widths[:1] if epilogue else work.widths, asked.n)
-    used = MatmulTiles(rows, columns, Tiling.of((work.k,), asked.k), work.transposed, joined)
+    columns = Tiling.of(lengths, asked.n)
+    tiles = MatmulTiles(rows, columns, Tiling.of((work.k,), asked.k), work.transposed, joined)
     room = max(1, ACCUMULATORS // (4 * rows.size * joined * columns.size))
     accumulators = largest_divisor(layout.directions * rows.count, room, 1)
-    slots = 2 * results + max(2, accumulators) * work.operands
+    operand_slots = max(2, accumulators)
+    slots = 2 * results + operand_slots * work.operands
 
     def need(t: Tiles) -> int:
         wide = Tiles(t.m, t.k, joined * t.n)
-        scales = Scales.nbytes(max(2, accumulators), wide.m, wide.n) if work.scaled else 0
-        scales += 2 * 4 * t.m * LANES if work.measured is not None else 0
-        results_bytes = slots * t.m * t.n * jnp.dtype(work.result).itemsize
-        return matmul_bytes(wide, dtype, 0, accumulators) + results_bytes + scales
+        total = matmul_bytes(wide, work.dtype, 0, accumulators)
+        total += slots * t.m * t.n * jnp.dtype(work.result).itemsize
+        if work.scaled:
+            total += Scales.nbytes(operand_slots, wide.m, wide.n)
+        if work.measured is not None:
+            total += 2 * 4 * t.m * LANES
+        return total
 
-    sizes = Tiles(rows.size, used.contraction.size, columns.size)
-    if epilogue and columns.size > LANES and need(sizes) > available():
-        return _plan_of(dataclasses.replace(work, tiles=Tiles(asked.m, asked.k, columns.size // 2)))
-    used, vmem_bytes = used.keeping_w(check_vmem(CALLER, sizes, need), dtype)
-    return StreamSchedule(work, used, accumulators, vmem_bytes)
+    sizes = Tiles(rows.size, tiles.contraction.size, columns.size)
+    if work.epilogue is not None and columns.size > LANES and need(sizes) > available():
+        narrower = Tiles(asked.m, asked.k, columns.size // 2)
+        return _plan_of(dataclasses.replace(work, tiles=narrower))
+    tiles, vmem_bytes = tiles.keeping_w(check_vmem(CALLER, sizes, need), work.dtype)
+    return StreamSchedule(work, tiles, accumulators, vmem_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
     schedule: StreamSchedule
     gather: Gather
-    ws: Sequence[Ref]
-    ys: Sequence[Ref]
+    operands: Operands
+    results: Results
     keep_gathered: bool
     scratch: StreamScratch
-    operands: Sequence[Ref]  # of the epilogue, [B, R, m, n] HBM
-    # of the rows, [B, R, m, LANES], and of the columns of each w, [SUBLANES, n] HBM; or none
-    scales: Sequence[Ref]
-    maxima: Ref | None  # [B, R, m, tiles of columns * LANES] HBM
 
     def begin(self) -> None:
         """Does what needs no neighbour: fetches the first tiles."""
@@ -246,7 +254,11 @@ class Stream:
         tiles = self.schedule.tiles
         here = schedule.at(step)
         x_slot = remainder(step, 2)
-        pl.when(step + 1 < schedule.grid.steps)(lambda: self.prefetch(step + 1))
+
+        @pl.when(step + 1 < schedule.grid.steps)
+        def _() -> None:
+            self.prefetch(step + 1)
+
         self.store_last(step)
         if self.keep_gathered:
             self.copy_own(step)
@@ -257,10 +269,8 @@ class Stream:
             when(schedule.new_w(here), tiles.wait_w, scratch.w, here.w_slot, here.t, here.column)
             when(last, scratch.outgoing.free, here.number, self.wait_until_left)
             for operand in self.scratch.operands:
-                arrived = functools.partial(
-                    tiles.wait_result, operand, operand.slot(here.number), i, here.column
-                )
-                when(last, arrived)
+                slot = operand.slot(here.number)
+                when(last, tiles.wait_result, operand, slot, i, here.column)
             if self.scratch.scales is not None:
                 when(last, self.wait_for_scales, self.scratch.scales, here)
 
@@ -284,24 +294,27 @@ class Stream:
             return
         joined = self.schedule.tiles.joined
         n = value.shape[-1] // joined
-        index = (*index[:2], slice(0, n))
+        of_one = (*index[:2], slice(0, n))
         products = tuple(value[..., part * n : (part + 1) * n] for part in range(joined))
-        tiles = (operand.tiles[operand.slot(number), *index] for operand in self.scratch.operands)
-        results = epilogue(products, tuple(tile.astype(jnp.float32) for tile in tiles))
+        tiles = tuple(
+            operand.tiles[operand.slot(number), *of_one].astype(jnp.float32)
+            for operand in self.scratch.operands
+        )
+        results = epilogue(products, tiles)
         for outgoing, result in zip(self.scratch.outgoing, results, strict=True):
-            outgoing.put(slot, result, index)
-        if (
-            self.scratch.maxima is not None
-            and (measured := self.schedule.work.measured) is not None
-        ):
-            rounded = [result.astype(self.schedule.work.result) for result in results[measured]]
-            magnitudes = [jnp.abs(result.astype(jnp.float32)) for result in rounded]
-            parts = [
-                one[..., first : first + LANES]
-                for one in magnitudes
-                for first in range(0, n, LANES)
-            ]
-            self.scratch.maxima.put(slot, functools.reduce(jnp.maximum, parts), index[:2])
+            outgoing.put(slot, result, of_one)
+        maxima = self.scratch.maxima
+        measured = self.schedule.work.measured
+        if maxima is not None and measured is not None:
+            maxima.put(slot, self.largest_magnitudes(results[measured]), of_one[:2])
+
+    def largest_magnitudes(self, results: Sequence[jax.Array]) -> jax.Array:
+        """Returns the largest magnitude of results as they are stored: in each row, in each lane."""
+        rounded = [result.astype(self.schedule.work.result) for result in results]
+        magnitudes = [jnp.abs(result.astype(jnp.float32)) for result in rounded]
+        starts = range(0, magnitudes[0].shape[-1], LANES)
+        parts = [one[..., first : first + LANES] for one in magnitudes for first in starts]
+        return functools.reduce(jnp.maximum, parts)
 
     def prefetch(self, step: Scalar) -> None:
         """Starts to fetch the tiles of a step, of w if it is another one. Waits for an arrival at
@@ -323,30 +336,27 @@ class Stream:
         block = gather.block(direction, there.arrival)
         chunk = remainder(there.arrival, gather.layout.chunks)
 
-        def start_x(own: bool) -> None:
-            def source(_: int, batches: pl.Slice, rows: pl.Slice, depth: pl.Slice) -> Ref:
-                batches, rows = gather.layout.in_block(direction, chunk, batches, rows)
-                return (
-                    gather.x.at[batches, rows, depth]
-                    if own
-                    else gather.gathered.at[batches, block, rows, depth]
-                )
+        def own(_: int, batches: pl.Slice, rows: pl.Slice, depth: pl.Slice) -> Ref:
+            here = gather.layout.in_block(direction, chunk, batches, rows)
+            return gather.x.at[*here, depth]
 
-            tiles.start_x(scratch.x, x_slot, i, there.t, source)
+        def arrived(_: int, batches: pl.Slice, rows: pl.Slice, depth: pl.Slice) -> Ref:
+            of_block, in_block = gather.layout.in_block(direction, chunk, batches, rows)
+            return gather.gathered.at[of_block, block, in_block, depth]
 
         with jax.named_scope("prefetch"):
-            new_w = functools.partial(
-                tiles.start_w, scratch.w, there.w_slot, there.t, there.column, self.ws
-            )
-            when(self.schedule.new_w(there), new_w)
-            x_slot = remainder(step, 2)
-            when(is_own, start_x, True)
-            when(jnp.logical_not(is_own), start_x, False)
-            when(there.t == max(0, tiles.contraction.count - 2), self.prefetch_operands, there)
+            ws = self.operands.ws
+            new_w = self.schedule.new_w(there)
+            when(new_w, tiles.start_w, scratch.w, there.w_slot, there.t, there.column, ws)
+            start_x = functools.partial(tiles.start_x, scratch.x, remainder(step, 2), i, there.t)
+            when(is_own, start_x, own)
+            when(jnp.logical_not(is_own), start_x, arrived)
+            early = there.t == max(0, tiles.contraction.count - 2)
+            when(early, self.prefetch_operands, there)
 
     def prefetch_operands(self, there: StreamStep) -> None:
         """Starts to fetch the tiles of the epilogue's operands for a sum, and its scales."""
-        for operand, source in zip(self.scratch.operands, self.operands, strict=True):
+        for operand, source in zip(self.scratch.operands, self.operands.of_epilogue, strict=True):
 
             def start(
                 _: int, *tile: Index, operand: IncomingTiles = operand, source: Ref = source
@@ -359,14 +369,13 @@ class Stream:
             self.fetch_scales(self.scratch.scales, there)
 
     def fetch_scales(self, scales: Scales, there: StreamStep) -> None:
+        of_rows, *of_columns = self.operands.scales
+
         def of_tile(
             number: int, batches: pl.Slice, block: Scalar, rows: pl.Slice, columns: pl.Slice
         ) -> None:
-            of_rows, *of_columns = self.scales
-            parts = [
-                part.at[:, columns]
-                for part in of_columns[number : number + self.schedule.tiles.joined]
-            ]
+            joined = of_columns[number : number + self.schedule.tiles.joined]
+            parts = [part.at[:, columns] for part in joined]
             scales.start(scales.rows.slot(there.number), of_rows.at[batches, block, rows], parts)
 
         self.on_result(there, of_tile)
@@ -375,10 +384,9 @@ class Stream:
         def of_tile(
             _: int, batches: pl.Slice, block: Scalar, rows: pl.Slice, columns: pl.Slice
         ) -> None:
-            joined = self.schedule.tiles.joined
-            scales.wait(
-                scales.rows.slot(here.number), batches.size, rows.size, joined * columns.size
-            )
+            slot = scales.rows.slot(here.number)
+            n = self.schedule.tiles.joined * columns.size
+            scales.wait(slot, batches.size, rows.size, n)
 
         self.on_result(here, of_tile)
 
@@ -392,7 +400,8 @@ class Stream:
         if batches > steps:
             when(step == 0, self.gather.start_copy_own)
             return
-        batch, rest = split(step, 2 if 2 * batches <= steps else 1)
+        every = 2 if 2 * batches <= steps else 1
+        batch, rest = split(step, every)
         when((rest == 0) & (batch < batches), self.gather.start_copy_own, batch)
 
     def store_last(self, step: Scalar) -> None:
@@ -405,11 +414,11 @@ class Stream:
 
         def store(number: int, *tile: Index) -> None:
             # an epilogue has all ys
-            for outgoing, y in zip(self.scratch.outgoing, self.ys[number:], strict=False):
+            for outgoing, y in zip(self.scratch.outgoing, self.results.ys[number:], strict=False):
                 outgoing.store(slot, y.at[*tile])
-            if self.scratch.maxima is not None and self.maxima is not None:
+            if self.scratch.maxima is not None and self.results.maxima is not None:
                 lanes = aligned(here.column * LANES, LANES, LANES)
-                self.scratch.maxima.store(slot, self.maxima.at[*tile[:-1], lanes])
+                self.scratch.maxima.store(slot, self.results.maxima.at[*tile[:-1], lanes])
 
         with jax.named_scope("store"):
             finished = (step > 0) & (here.t == self.schedule.tiles.contraction.count - 1)
@@ -425,8 +434,8 @@ class Stream:
         chunk = remainder(here.arrival, gather.layout.chunks)
 
         def of_tile(number: int, batches: pl.Slice, rows: pl.Slice, columns: pl.Slice) -> None:
-            batches, rows = gather.layout.in_block(direction, chunk, batches, rows)
-            use(number, batches, block, rows, columns)
+            of_block, in_block = gather.layout.in_block(direction, chunk, batches, rows)
+            use(number, of_block, block, in_block, columns)
 
         self.schedule.tiles.on_result(i, here.column, of_tile)
 
@@ -438,8 +447,11 @@ class Stream:
         row = remainder(pass_ * schedule.accumulators + i, tiles.rows.count)
         for outgoing in self.scratch.outgoing:
             tiles.wait_result(outgoing, outgoing.slot(number), row, column)
-        if (maxima := self.scratch.maxima) is not None:
+        maxima = self.scratch.maxima
+        if maxima is not None:
             slot = maxima.slot(number)
-            tiles.rows.on_slice(
-                row, lambda batches, rows: maxima.wait(slot, batches.size, rows.size, LANES)
-            )
+
+            def wait_for(batches: pl.Slice, rows: pl.Slice) -> None:
+                maxima.wait(slot, batches.size, rows.size, LANES)
+
+            tiles.rows.on_slice(row, wait_for)

@@ -2,10 +2,11 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from flaxasync.kernels.engine.gather import BlockLayout
 from flaxasync.kernels.engine.matmul import Epilogue
-from flaxasync.kernels.engine.operands import DType, Tiles
+from flaxasync.kernels.engine.operands import DType, Ref, Tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,3 +29,21 @@ class GatherWork:
     @property
     def arrivals(self) -> int:
         return self.size * self.layout.chunks
+
+
+class Operands(NamedTuple):
+    """The operands, in HBM."""
+
+    x: Ref  # [B, m, k]
+    ws: Sequence[Ref]  # [k, n], or [n, k] if transposed
+    of_epilogue: Sequence[Ref]  # [B, R, m, n]
+    # of the rows, [B, R, m, LANES], and of the columns of each w, [SUBLANES, n]; or none
+    scales: Sequence[Ref]
+
+
+class Results(NamedTuple):
+    """The results, in HBM."""
+
+    ys: Sequence[Ref]  # [B, R, m, n]
+    maxima: Ref | None  # [B, R, m, tiles of columns * LANES], if they are asked for
+    gathered: Ref | None  # [B, R, m, k], if x streams from there or is kept

@@ -15,6 +15,7 @@ are 8-bit values, rounded, and stored.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -63,6 +64,11 @@ class GradientSum:
     first_result: int  # the number of its first tile, among those of all sums
 
     @property
+    def sides(self) -> tuple[int, int, int]:
+        """The sides m, k and n of a tile."""
+        return self.tiles.m, self.tiles.k, self.tiles.n
+
+    @property
     def results(self) -> int:
         return self.grid.steps // self.grid.sizes[2]
 
@@ -97,26 +103,13 @@ class BesidePlan:
         """Returns the plan with the largest tiles whose buffers fit in `room` bytes of vector
         memory.
         """
-        x = gradients[0].x
-        y = gradients[0].y
+        if not gradients:
+            return cls((), result, result, result, scaled=False)
+        first = gradients[0]
         most = TILES
         while True:
-            sums = list[GradientSum]()
-            steps = 0
-            results = 0
-            for each in gradients:
-                rows, k = each.x.shape
-                n = each.y.shape[1]
-                tiles = Tiles(
-                    _side(k, most.m, 2 * LANES), _side(rows, most.k, LANES), _side(n, most.n, LANES)
-                )
-                grid = IterationGrid(
-                    (pl.cdiv(k, tiles.m), pl.cdiv(n, tiles.n), pl.cdiv(rows, tiles.k))
-                )
-                sums.append(GradientSum((k, n), tiles, grid, steps, results))
-                steps = steps + sums[-1].grid.steps
-                results = results + sums[-1].results
-            plan = cls(tuple(sums), x.dtype, y.dtype, result, gradients[0].scales is not None)
+            sums = _sums(gradients, most)
+            plan = cls(sums, first.x.dtype, first.y.dtype, result, first.scales is not None)
             if plan.vmem_bytes <= room or max(most.m, most.k, most.n) <= 2 * LANES:
                 return plan
             most = most.halved()
@@ -131,9 +124,7 @@ class BesidePlan:
 
     @property
     def flops(self) -> int:
-        return sum(
-            2 * one.grid.steps * one.tiles.m * one.tiles.k * one.tiles.n for one in self.sums
-        )
+        return sum(2 * one.grid.steps * math.prod(one.sides) for one in self.sums)
 
     @property
     def hbm_bytes(self) -> int:
@@ -144,15 +135,18 @@ class BesidePlan:
 
     @property
     def largest(self) -> Tiles:
-        return Tiles(
-            *(max(getattr(one.tiles, side) for one in self.sums) for side in ("m", "k", "n"))
-        )
+        sides = zip(*(one.sides for one in self.sums), strict=True)
+        return Tiles(*map(max, sides))
 
     @property
     def vmem_bytes(self) -> int:
+        if not self.sums:
+            return 0
         tiles = self.largest
-        scales = Scales.nbytes(2, tiles.m, tiles.n) if self.scaled else 0
-        return matmul_bytes(tiles, self.x_dtype, OUTGOING, 1, self.result) + scales
+        total = matmul_bytes(tiles, self.x_dtype, OUTGOING, 1, self.result)
+        if self.scaled:
+            total += Scales.nbytes(2, tiles.m, tiles.n)
+        return total
 
     def scratch(self) -> BesideScratch:
         tiles = self.largest
@@ -163,6 +157,24 @@ class BesidePlan:
             pltpu.VMEM((tiles.m, tiles.n), sums_dtype(self.x_dtype)),
             Scales.allocate(2, (1, tiles.m), tiles.n) if self.scaled else None,
         )
+
+
+def _sums(gradients: Sequence[WeightGradient], most: Tiles) -> tuple[GradientSum, ...]:
+    """Returns the sums of these gradients in tiles of at most these sides."""
+    sums = list[GradientSum]()
+    steps = 0
+    results = 0
+    for each in gradients:
+        rows, k = each.x.shape
+        n = each.y.shape[1]
+        tiles = Tiles(
+            m=_side(k, most.m, 2 * LANES), k=_side(rows, most.k, LANES), n=_side(n, most.n, LANES)
+        )
+        grid = IterationGrid((pl.cdiv(k, tiles.m), pl.cdiv(n, tiles.n), pl.cdiv(rows, tiles.k)))
+        sums.append(GradientSum((k, n), tiles, grid, steps, results))
+        steps += grid.steps
+        results += sums[-1].results
+    return tuple(sums)
 
 
 def _side(length: int, most: int, unit: int) -> int:
@@ -184,16 +196,17 @@ def operands(plan: BesidePlan, gradients: Sequence[WeightGradient]) -> list[jax.
         n = sum_.padded.n
         given += [_pad(each.x, rows, m), _pad(each.y, rows, n)]
         if each.scales is not None:
-            given += laid_out_scales(
-                _pad(each.scales[0][None], 1, m), [_pad(each.scales[1][None], 1, n)[0]]
-            )
+            of_x, of_y = each.scales
+            given += laid_out_scales(_pad(of_x[None], 1, m), [_pad(of_y[None], 1, n)[0]])
     return given
 
 
 def _pad(x: jax.Array, rows: int, columns: int) -> jax.Array:
     """Appends zeros to an array [m, n]."""
-    more = [(0, length - side, 0) for length, side in zip((rows, columns), x.shape, strict=True)]
-    return lax.pad(x, jnp.zeros((), x.dtype), more) if x.shape != (rows, columns) else x
+    if x.shape == (rows, columns):
+        return x
+    more = [(0, rows - x.shape[0], 0), (0, columns - x.shape[1], 0)]
+    return lax.pad(x, jnp.zeros((), x.dtype), more)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,10 +225,13 @@ class Beside:
     def between(self, step: Scalar, steps: int) -> None:
         """Does what follows a step of the kernel, of `steps`."""
         each, more = divmod(self.plan.steps, steps)
-        first, end = (
-            number * each + lax.div(jnp.int32(number * more), jnp.int32(steps))
-            for number in (step, step + 1)
-        )
+
+        def share(number: Scalar) -> Scalar:
+            """Returns how many steps of the sums are done by so many steps of the kernel."""
+            return number * each + lax.div(jnp.int32(number * more), jnp.int32(steps))
+
+        first = share(step)
+        end = share(step + 1)
         with jax.named_scope("beside"):
             pl.loop(first, end)(self._step)
 
@@ -224,7 +240,10 @@ class Beside:
         self.scratch.outgoing.finish(self.plan.results, self._wait_until_left)
 
     def _step(self, number: Scalar) -> None:
-        pl.when(number + 1 < self.plan.steps)(lambda: self._prefetch(number + 1))
+        @pl.when(number + 1 < self.plan.steps)
+        def _() -> None:
+            self._prefetch(number + 1)
+
         self._on_sum(number, functools.partial(self._multiply, number))
 
     def _prefetch(self, number: Scalar) -> None:
@@ -241,12 +260,11 @@ class Beside:
             n = aligned(j * one.tiles.n, one.tiles.n, LANES)
             self.scratch.x.start(slot, x.at[rows, k])
             self.scratch.y.start(slot, y.at[rows, n])
-            if self.scratch.scales is not None:
-                into = self.scratch.scales
-                of_tile = self.scratch.scales.rows.slot(self._result(one, i, j))
-                pl.when(t == 0)(
-                    lambda: into.start(of_tile, scales[0].at[:, k], [scales[1].at[:, n]])
-                )
+            into = self.scratch.scales
+            if into is not None:
+                of_rows, of_columns = scales
+                of_tile = into.rows.slot(self._result(one, i, j))
+                when(t == 0, into.start, of_tile, of_rows.at[:, k], [of_columns.at[:, n]])
 
         self._on_sum(number, start)
 
@@ -265,11 +283,9 @@ class Beside:
         scratch.x.wait(slot, tiles.k, tiles.m)
         scratch.y.wait(slot, tiles.k, tiles.n)
         when(last, scratch.outgoing.free, result, self._wait_until_left)
-        if scratch.scales is not None:
-            wait = functools.partial(
-                scratch.scales.wait, scratch.scales.rows.slot(result), 1, tiles.m, tiles.n
-            )
-            when(last, wait)
+        scales = scratch.scales
+        if scales is not None:
+            when(last, scales.wait, scales.rows.slot(result), 1, tiles.m, tiles.n)
 
         def product(depth: int, index: tuple[pl.Slice, slice]) -> jax.Array:
             x = scratch.x.tiles[slot, :depth, index[0]]
@@ -279,10 +295,15 @@ class Beside:
             )
 
         def finish(sums: jax.Array, index: tuple[pl.Slice, slice]) -> None:
-            if scratch.scales is not None:
-                of_tile = scratch.scales.rows.slot(result)
-                (sums,) = scratch.scales.apply(of_tile, sums[None], (slice(0, 1), *index))
+            if scales is not None:
+                of_tile = scales.rows.slot(result)
+                (sums,) = scales.apply(of_tile, sums[None], (slice(0, 1), *index))
             scratch.outgoing.put(out, sums, index)
+
+        def for_each_sub_block(use: Callable[..., None]) -> None:
+            @pl.loop(0, tiles.m // side)
+            def _(number: Scalar) -> None:
+                use((aligned(number * side, side, LANES), slice(0, tiles.n)))
 
         accumulate(
             Tiling((one.padded.k,), tiles.k),
@@ -290,9 +311,7 @@ class Beside:
             first=t == 0,
             last=last,
             accumulator=scratch.accumulator,
-            for_each_sub_block=lambda use: pl.loop(0, tiles.m // side)(
-                lambda number: use((aligned(number * side, side, LANES), slice(0, tiles.n)))
-            ),
+            for_each_sub_block=for_each_sub_block,
             product=product,
             finish=finish,
         )
@@ -319,12 +338,7 @@ class Beside:
             when(mine, use, sum_, one)
 
     def _wait_until_left(self, result: Scalar) -> None:
+        outgoing = self.scratch.outgoing
         for one in self.plan.sums:
             mine = (result >= one.first_result) & (result < one.first_result + one.results)
-            wait = functools.partial(
-                self.scratch.outgoing.wait,
-                self.scratch.outgoing.slot(result),
-                one.tiles.m,
-                one.tiles.n,
-            )
-            when(mine, wait)
+            when(mine, outgoing.wait, outgoing.slot(result), one.tiles.m, one.tiles.n)

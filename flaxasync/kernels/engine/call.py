@@ -1,6 +1,7 @@
 """The call of a kernel without a grid, and the budget of vector memory for its tiles."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,10 @@ FALLBACK = "v5e"  # chip whose vector memory is assumed if the kernel is traced 
 
 def call(
     body: Callable[..., None],
-    operands: Sequence[jax.Array],
+    operands: Sequence[Any],  # arrays, or pytrees of arrays
     *,
     name: str,
-    results: Sequence[jax.ShapeDtypeStruct],
+    results: Sequence[Any],  # the types of the results, or pytrees of types
     scratch: Sequence[Ref],
     collective_id: int | None,
     vmem_bytes: int | None,  # the bytes of all buffers, or None where there are none
@@ -31,15 +32,20 @@ def call(
     hbm_bytes: int,
     sent: int,  # bytes that leave for other devices
     memory: pl.BlockSpec = HBM,  # where operands and results are
-) -> Sequence[jax.Array]:
-    """Calls a kernel body with Refs of the operands, of the results and of scratch memory; returns
-    the results.
+) -> tuple[Any, ...]:
+    """Calls `body(*operands, *results, *scratch)` with a Ref in place of every array or type, and
+    returns the results.
     """
+    results = tuple(results)
+
+    def in_memory(_: Any) -> pl.BlockSpec:
+        return memory
+
     return pl.pallas_call(
         body,
-        out_shape=list(results),
-        in_specs=[memory] * len(operands),
-        out_specs=[memory] * len(results),
+        out_shape=results,
+        in_specs=jax.tree.map(in_memory, tuple(operands)),
+        out_specs=jax.tree.map(in_memory, results),
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
             collective_id=collective_id,
