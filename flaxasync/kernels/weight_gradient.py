@@ -24,22 +24,19 @@ XLA transposes x once, before the kernel: the matrix unit takes a left operand w
 
 In the last hop of a chunk nothing is sent on, so the own block of the next chunk leaves then.
 
-There are two sets of receive buffers, for even and for odd chunks: chunk c + 1 overwrites the
-blocks of chunk c - 1. No device acknowledges what it read, because the order of the blocks tells.
-The last block that a device multiplies in chunk c is its receiver's own. The receiver sent that
-block in its last hop of chunk c - 1, so by then it had read the buffers of all earlier hops of
-chunk c - 1. The buffer of the last hop is written again R - 2 hops later. By then this device has
-received a block from the device ahead of the receiver. That device sent it after it had received
-the receiver's blocks of chunk c, and the receiver had read its buffers of chunk c - 1 before it
-sent these. `_Device.begin_hop` relies on this: it waits for the send of the hop before, and every
-step waits for its tiles before it begins the next hop. On a ring of two, a chunk's own block leaves
-when the chunk begins.
+There are two sets of receive buffers, for even and for odd chunks, and no device acknowledges what
+it read. Invariant: when a device sends a block of chunk c, its receiver has read all that arrived
+there in chunk c - 2. For R > 2, the last block that a device multiplies in a chunk is its
+receiver's own, which the receiver sent when it had read the buffers of the chunk before.
+`test_what_is_overwritten_was_read` (tests/kernels/test_weight_gradient.py) derives the invariant
+from the waits and sends of `_Device.begin_hop`, for any ring and any number of chunks. On a ring of
+two, a chunk's own block leaves when the chunk begins.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -107,6 +104,10 @@ class WeightGradientSchedule:
     directions: int  # 1, or 2 where half of the rows travel each way
 
     @property
+    def tiles(self) -> Tiles:
+        return Tiles(self.chunks.size, self.rows.size, self.columns.size)
+
+    @property
     def grid(self) -> IterationGrid:
         return IterationGrid((self.chunks.count, self.size, self.rows.count, self.columns.count))
 
@@ -121,20 +122,19 @@ class WeightGradientSchedule:
     @property
     def half_blocks(self) -> tuple[pl.Slice, ...]:
         """What travels in each direction, in rows of a block."""
-        sizes = self.rows.sizes
-        first = self._first_tiles
-        halves = (sum(sizes[:first]), sum(sizes[first:]))[: self.directions]
-        return tuple(pl.ds(sum(halves[:number]), half) for number, half in enumerate(halves))
+        rows = sum(self.rows.sizes)
+        first = sum(self.rows.sizes[: self._first_tiles])
+        return (pl.ds(0, first), pl.ds(first, rows - first))[: self.directions]
 
     def at(self, step: Scalar) -> WeightGradientStep:
         chunk, hop, i, j = self.grid.coordinates(step)
-        direction = (
-            jnp.where(i >= self._first_tiles, 1, 0) if self.directions == 2 else jnp.int32(0)
-        )
+        direction: Scalar = jnp.int32(0)
+        if self.directions == 2:
+            direction = jnp.where(i >= self._first_tiles, 1, 0)
         x_slot = remainder((chunk * self.size + hop) * self.rows.count + i, 2)
-        return WeightGradientStep(
-            chunk, hop, i, j, direction, x_slot, remainder(step, 2), remainder(chunk, BUFFER_SETS)
-        )
+        y_slot = remainder(step, 2)
+        buffers = remainder(chunk, BUFFER_SETS)
+        return WeightGradientStep(chunk, hop, i, j, direction, x_slot, y_slot, buffers)
 
     @property
     def _first_tiles(self) -> int:
@@ -153,6 +153,22 @@ class WeightGradientScratch:
     scales: Scales | None
     send_sem: Ref  # [directions] DMA semaphores
     recv_sem: Ref  # [BUFFER_SETS, directions, R - 1] DMA semaphores
+
+
+class Operands(NamedTuple):
+    """The operands, in HBM."""
+
+    x: Ref  # [k, B*m]
+    dys: Sequence[Ref]  # [B, R, m, n_i]
+    # of columns of x, [1, k, LANES], and of columns of each dy, [SUBLANES, n_i]; or none
+    scales: Sequence[Ref]
+
+
+class Results(NamedTuple):
+    """The results, in HBM."""
+
+    dws: Sequence[Ref]  # [k, n_i]
+    receive_buffers: Ref  # [BUFFER_SETS, R - 1, chunk, B*m]
 
 
 def gather_weight_gradient(
@@ -180,17 +196,16 @@ def gather_weight_gradient(
     itemsize = x.dtype.itemsize
     widths = [dy.shape[2] for dy in dys]
     schedule, vmem_bytes = _plan(x, widths, tiles, size, directions, result, scales is not None)
-    laid_out = [] if scales is None else laid_out_scales(scales[0][None], scales[1])
-    inputs = len(dys) + len(laid_out)
+    laid_out = []
+    if scales is not None:
+        of_x, of_dys = scales
+        laid_out = laid_out_scales(of_x[None], of_dys)
     ring = Ring(axis_name, size, schedule.directions)
     chunks = schedule.chunks
     receive_buffers = (min(BUFFER_SETS, chunks.count), size - 1, chunks.size, batch * m)
 
-    def body(x_ref: Ref, *refs: Ref) -> None:
-        dy_refs = refs[: len(dys)]
-        scale_refs = refs[len(dys) : inputs]
-        dw_refs = refs[inputs:-2]
-        device = _Device(ring, schedule, x_ref, dy_refs, scale_refs, dw_refs, *refs[-2:])
+    def body(given: Operands, made: Results, scratch: WeightGradientScratch) -> None:
+        device = _Device(ring, schedule, given, made, scratch)
         ring.enter(f"{CALLER} {len(dys)}", collective_id)
         device.run()
 
@@ -206,14 +221,13 @@ def gather_weight_gradient(
         scales=None if scales is None else Scales.allocate(2, (1, chunks.size), n),
     )
     streamed = chunks.count * size * batch * m * sum(widths) + (3 * size - 2) * x.size
-    *dws, _ = call(
+    by_block = [dy.reshape(batch, size, m, -1) for dy in dys]
+    dws = [output((k, n), x, *dys, dtype=result) for n in widths]
+    (made,) = call(
         body,
-        [x.reshape(batch * m, k).T, *(dy.reshape(batch, size, m, -1) for dy in dys), *laid_out],
+        [Operands(x.reshape(batch * m, k).T, by_block, laid_out)],
         name=CALLER,
-        results=[
-            *(output((k, n), x, *dys, dtype=result) for n in widths),
-            output(receive_buffers, x, *dys),
-        ],
+        results=[Results(dws, output(receive_buffers, x, *dys))],
         scratch=[scratch],
         collective_id=collective_id,
         vmem_bytes=vmem_bytes,
@@ -221,7 +235,7 @@ def gather_weight_gradient(
         hbm_bytes=itemsize * streamed + k * sum(widths) * result.itemsize,
         sent=(size - 1) * x.size * itemsize,
     )
-    return tuple(dws)
+    return tuple(made.dws)
 
 
 def _plan(
@@ -236,48 +250,59 @@ def _plan(
     """Returns the schedule, and the bytes of vector memory that it needs."""
     batch, m, k = x.shape
     dtype = x.dtype
+    candidates = [LARGE, TILES]
+    columns_of_x = max(LANES, ACCUMULATORS // (4 * sum(widths)))
+    if tiles is not None:
+        candidates = [tiles]
+        columns_of_x = tiles.m
+
+    def schedule_of(asked: Tiles) -> WeightGradientSchedule:
+        chunks = Tiling.in_sub_blocks(k, min(asked.m, columns_of_x), SUB_BLOCK, LANES)
+        rows = _rows(batch, m, sublanes(dtype), asked.k, directions)
+        columns = Tiling.of(widths, asked.n)
+        return WeightGradientSchedule(
+            size, chunks, rows, columns, directions if rows.count > 1 else 1
+        )
 
     def need(t: Tiles) -> int:
         across = sum(pl.cdiv(width, t.n) for width in widths)
-        sums = matmul_bytes(t, dtype, OUTGOING, across + 1, result)  # and the product
-        return sums + (Scales.nbytes(2, t.m, t.n) if scaled else 0)
+        total = matmul_bytes(t, dtype, OUTGOING, across + 1, result)  # and the product
+        if scaled:
+            total += Scales.nbytes(2, t.m, t.n)
+        return total
 
-    for asked in (tiles,) if tiles else (LARGE, TILES):
-        columns = Tiling.of(widths, asked.n)
-        chunk = asked.m if tiles else min(asked.m, max(LANES, ACCUMULATORS // (4 * sum(widths))))
-        chunks = Tiling.in_sub_blocks(k, chunk, SUB_BLOCK, LANES)
-        # The rows of a tile lie side by side in the transposed x, so they have to be whole lanes:
-        # those of one batch, or of several batches together. All of them are contracted at once.
-        unit, several = (
-            (LANES, 1) if m % LANES == 0 else (sublanes(dtype), LANES // math.gcd(m, LANES))
-        )
-        rows = RowTiling.of(batch, m, asked.k, unit, several, sub_block=asked.k)
-        if directions == 2 and rows.count == 1:
-            half = (
-                pl.cdiv(m, 2 * unit) * unit
-                if batch == 1
-                else pl.cdiv(batch, 2 * several) * several * m
-            )
-            rows = RowTiling.of(batch, m, half, unit, several, sub_block=half)
-        used = Tiles(chunks.size, rows.size, columns.size)
-        if need(used) <= available():
-            break
-    schedule = WeightGradientSchedule(
-        size, chunks, rows, columns, directions if rows.count > 1 else 1
-    )
-    return schedule, check_vmem(CALLER, used, need)
+    schedules = [schedule_of(asked) for asked in candidates]
+    fitting = [schedule for schedule in schedules if need(schedule.tiles) <= available()]
+    schedule = fitting[0] if fitting else schedules[-1]
+    return schedule, check_vmem(CALLER, schedule.tiles, need)
+
+
+def _rows(batch: int, m: int, unit: int, most: int, directions: int) -> RowTiling:
+    """Returns the tiles of the rows of a block: two of them, if there are two directions.
+
+    The rows of a tile lie side by side in the transposed x, so they have to be whole lanes: those
+    of one batch, or of several batches together. All of them are contracted at once.
+    """
+    several = 1
+    if m % LANES == 0:
+        unit = LANES
+    else:
+        several = LANES // math.gcd(m, LANES)
+    rows = RowTiling.of(batch, m, most, unit, several, sub_block=most)
+    if directions == 1 or rows.count > 1:
+        return rows
+    half = pl.cdiv(batch, 2 * several) * several * m
+    if batch == 1:
+        half = pl.cdiv(m, 2 * unit) * unit
+    return RowTiling.of(batch, m, half, unit, several, sub_block=half)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Device:
     ring: Ring
     schedule: WeightGradientSchedule
-    x: Ref  # [k, B*m] HBM
-    dys: Sequence[Ref]  # [B, R, m, n_i] HBM
-    # of columns of x, [1, k, LANES], and of columns of each dy, [SUBLANES, n_i] HBM; or none
-    scales: Sequence[Ref]
-    dws: Sequence[Ref]  # [k, n_i] HBM
-    receive_buffers: Ref  # [BUFFER_SETS, R - 1, chunk, B*m] HBM
+    operands: Operands
+    results: Results
     scratch: WeightGradientScratch
 
     def run(self) -> None:
@@ -325,17 +350,15 @@ class _Device:
         with jax.named_scope("hop"):
             schedule.chunks.on_slice(there.chunk, begin)
             when((there.hop == 0) & ((there.chunk == 0) | (not ahead)), self.send_own, there)
-            last = (
-                ahead & (there.hop == schedule.size - 1) & (following.chunk < schedule.chunks.count)
-            )
-            when(last, self.send_own, following)
+            last = ahead & (there.hop == schedule.size - 1)
+            when(last & (following.chunk < schedule.chunks.count), self.send_own, following)
 
     def send_own(self, there: WeightGradientStep) -> None:
         """Sends the own block in the first hop of a chunk."""
 
         def send(_: int, chunk: pl.Slice) -> None:
             for direction, rows in zip(self.ring.both, self.schedule.half_blocks, strict=True):
-                self._send(there, self.x.at[chunk, rows], chunk, direction)
+                self._send(there, self.operands.x.at[chunk, rows], chunk, direction)
 
         self.schedule.chunks.on_slice(there.chunk, send)
 
@@ -346,68 +369,69 @@ class _Device:
 
         def fetch(batches: pl.Slice, rows: pl.Slice) -> None:
             (rows_of_batch,) = schedule.rows.rows.lengths
-            lanes = aligned(
-                batches.start * rows_of_batch + rows.start, batches.size * rows.size, LANES
-            )
+            first = batches.start * rows_of_batch + rows.start
+            lanes = aligned(first, batches.size * rows.size, LANES)
 
             def fetch_x(_: int, chunk: pl.Slice) -> None:
-                arrived = self.receive_buffers.at[
-                    there.buffers, there.hop - 1, *beginning(chunk.size), lanes
+                place = beginning(chunk.size)
+                arrived = self.results.receive_buffers.at[
+                    there.buffers, there.hop - 1, *place, lanes
                 ]
-                pl.when(there.hop == 0)(
-                    lambda: scratch.x.start(there.x_slot, self.x.at[chunk, lanes])
-                )
+                own = self.operands.x.at[chunk, lanes]
+                when(there.hop == 0, scratch.x.start, there.x_slot, own)
                 when(there.hop > 0, scratch.x.start, there.x_slot, arrived)
 
             def fetch_y(number: int, columns: pl.Slice) -> None:
-                scratch.y.start(there.y_slot, self.dys[number].at[batches, owner, rows, columns])
+                scratch.y.start(
+                    there.y_slot, self.operands.dys[number].at[batches, owner, rows, columns]
+                )
 
             when(there.j == 0, schedule.chunks.on_slice, there.chunk, fetch_x)
             schedule.columns.on_slice(there.j, fetch_y)
 
-        def fetch_scales(scales: Scales) -> None:
-            def of_columns(number: int, columns: pl.Slice, chunk: pl.Slice) -> None:
-                parts = [self.scales[1 + number].at[:, columns]]
-                scales.start(
-                    scales.rows.slot(schedule.result(there)), self.scales[0].at[:, chunk], parts
-                )
-
-            schedule.chunks.on_slice(
-                there.chunk,
-                lambda _, chunk: schedule.columns.on_slice(
-                    there.j, functools.partial(of_columns, chunk=chunk)
-                ),
-            )
-
         with jax.named_scope("prefetch"):
             schedule.rows.on_slice(there.i, fetch)
             if scratch.scales is not None:
-                when(schedule.is_last(there), fetch_scales, scratch.scales)
+                when(schedule.is_last(there), self.fetch_scales, scratch.scales, there)
+
+    def fetch_scales(self, scales: Scales, there: WeightGradientStep) -> None:
+        of_x, *of_dys = self.operands.scales
+
+        def on_chunk(_: int, chunk: pl.Slice) -> None:
+            def fetch(number: int, columns: pl.Slice) -> None:
+                slot = scales.rows.slot(self.schedule.result(there))
+                scales.start(slot, of_x.at[:, chunk], [of_dys[number].at[:, columns]])
+
+            self.schedule.columns.on_slice(there.j, fetch)
+
+        self.schedule.chunks.on_slice(there.chunk, on_chunk)
 
     def wait_for_operands(self, here: WeightGradientStep) -> None:
         schedule = self.schedule
         scratch = self.scratch
 
         def on_rows(batches: pl.Slice, rows: pl.Slice) -> None:
-            wait_x = functools.partial(scratch.x.wait, here.x_slot)
             size = batches.size * rows.size
-            pl.when(here.j == 0)(
-                lambda: schedule.chunks.on_size(here.chunk, lambda chunk: wait_x(chunk, size))
-            )
-            schedule.columns.on_size(
-                here.j, lambda n: scratch.y.wait(here.y_slot, batches.size, rows.size, n)
-            )
 
-        def wait_for_scales(scales: Scales) -> None:
-            wait = functools.partial(scales.wait, scales.rows.slot(schedule.result(here)), 1)
-            schedule.chunks.on_size(
-                here.chunk,
-                lambda chunk: schedule.columns.on_size(here.j, functools.partial(wait, chunk)),
-            )
+            def wait_x(chunk: int) -> None:
+                scratch.x.wait(here.x_slot, chunk, size)
+
+            wait_y = functools.partial(scratch.y.wait, here.y_slot, batches.size, rows.size)
+            when(here.j == 0, schedule.chunks.on_size, here.chunk, wait_x)
+            schedule.columns.on_size(here.j, wait_y)
 
         schedule.rows.on_slice(here.i, on_rows)
         if scratch.scales is not None:
-            when(schedule.is_last(here), wait_for_scales, scratch.scales)
+            when(schedule.is_last(here), self.wait_for_scales, scratch.scales, here)
+
+    def wait_for_scales(self, scales: Scales, here: WeightGradientStep) -> None:
+        slot = scales.rows.slot(self.schedule.result(here))
+
+        def on_chunk(chunk: int) -> None:
+            wait_for = functools.partial(scales.wait, slot, 1, chunk)
+            self.schedule.columns.on_size(here.j, wait_for)
+
+        self.schedule.chunks.on_size(here.chunk, on_chunk)
 
     def multiply(self, here: WeightGradientStep, n: int) -> None:
         """Adds the product of two tiles, `n` columns wide, to its sum; a finished sum is rounded
@@ -423,9 +447,8 @@ class _Device:
         rows_of_batch = schedule.rows.rows.size
 
         def product(depth: int, index: tuple[pl.Slice, slice]) -> jax.Array:
-            batches, rows = (
-                (depth // rows_of_batch, rows_of_batch) if depth > rows_of_batch else (1, depth)
-            )
+            rows = min(depth, rows_of_batch)
+            batches = depth // rows
             x = scratch.x.tiles[here.x_slot, index[0], :depth]
             return dot(x, scratch.y.tiles[here.y_slot, :batches, :rows, :n].reshape(depth, n))
 
@@ -435,6 +458,12 @@ class _Device:
                 (sums,) = scratch.scales.apply(of_tile, sums[None], (slice(0, 1), *index))
             outgoing.put(slot, sums, index)
 
+        def for_each_sub_block(use: Callable[..., None]) -> None:
+            def on_columns(columns: pl.Slice) -> None:
+                use((columns, slice(0, n)))
+
+            schedule.chunks.for_each_sub_block(here.chunk, on_columns)
+
         when(last, outgoing.free, number, self.wait_until_left)
         accumulate(
             schedule.rows.flattened(),
@@ -443,17 +472,16 @@ class _Device:
             first=first,
             last=last,
             accumulator=scratch.accumulator.at[here.j],
-            for_each_sub_block=lambda use: schedule.chunks.for_each_sub_block(
-                here.chunk, lambda columns: use((columns, slice(0, n)))
-            ),
+            for_each_sub_block=for_each_sub_block,
             product=product,
             finish=finish,
         )
 
-        def store(dw: int, columns: pl.Slice) -> None:
-            schedule.chunks.on_slice(
-                here.chunk, lambda _, chunk: outgoing.store(slot, self.dws[dw].at[chunk, columns])
-            )
+        def store(number: int, columns: pl.Slice) -> None:
+            def of_chunk(_: int, chunk: pl.Slice) -> None:
+                outgoing.store(slot, self.results.dws[number].at[chunk, columns])
+
+            schedule.chunks.on_slice(here.chunk, of_chunk)
 
         when(last, schedule.columns.on_slice, here.j, store)
 
@@ -461,29 +489,29 @@ class _Device:
         chunk, j = split(number, self.schedule.columns.count)
         outgoing = self.scratch.outgoing
         columns = self.schedule.columns
-        self.schedule.chunks.on_size(
-            chunk,
-            lambda rows: columns.on_size(
-                j, lambda n: outgoing.wait(outgoing.slot(number), rows, n)
-            ),
-        )
+
+        def on_chunk(rows: int) -> None:
+            def wait_for(n: int) -> None:
+                outgoing.wait(outgoing.slot(number), rows, n)
+
+            columns.on_size(j, wait_for)
+
+        self.schedule.chunks.on_size(chunk, on_chunk)
 
     def _buffer(
         self, there: WeightGradientStep, hop: Scalar, chunk: pl.Slice, direction: int
     ) -> Ref:
         """Returns where the half-block that is sent in a hop arrives."""
         lanes = self.schedule.half_blocks[direction]
-        return self.receive_buffers.at[there.buffers, hop, *beginning(chunk.size), lanes]
+        return self.results.receive_buffers.at[there.buffers, hop, *beginning(chunk.size), lanes]
 
     def _send(
         self, there: WeightGradientStep, source: Ref, chunk: pl.Slice, direction: int
     ) -> None:
         target = self._buffer(there, there.hop, chunk, direction)
-        scratch = self.scratch
-        recv_sem = scratch.recv_sem.at[there.buffers, direction, there.hop]
-        start_send(
-            source, target, scratch.send_sem.at[direction], recv_sem, self.ring.receiver(direction)
-        )
+        send_sem = self.scratch.send_sem.at[direction]
+        recv_sem = self.scratch.recv_sem.at[there.buffers, direction, there.hop]
+        start_send(source, target, send_sem, recv_sem, self.ring.receiver(direction))
 
     def _wait_for_hop(
         self, there: WeightGradientStep, hop: Scalar, chunk: pl.Slice, direction: int

@@ -3,17 +3,25 @@
 import dataclasses
 import functools
 
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
 from jax.sharding import PartitionSpec as P
 
 from flaxasync import check
 from flaxasync.kernels import weight_gradient
 from flaxasync.kernels.engine.operands import Tiles
-from flaxasync.kernels.engine.tiling import Tiling
-from flaxasync.kernels.weight_gradient import gather_weight_gradient
+from flaxasync.kernels.engine.ring import Ring
+from flaxasync.kernels.engine.tiling import RowTiling, Tiling
+from flaxasync.kernels.weight_gradient import (
+    Operands,
+    Results,
+    WeightGradientSchedule,
+    gather_weight_gradient,
+)
 from tests.kernels.conftest import as_float32, assert_close, draw
 from tests.kernels.conftest import run as simulate
 
@@ -102,6 +110,97 @@ def test_a_product_of_a_whole_tile_is_seen(monkeypatch):
     got, want = run(2, **RAGGED | {"directions": 1, "k": 128, "ns": (128,)})
     assert np.isnan(got).any()
     assert not np.isnan(want).any()
+
+
+class Anything:
+    """Stands for any Ref, whose parts are never looked at."""
+
+    at = property(lambda self: self)
+
+    def __getitem__(self, index):
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded(weight_gradient._Device):
+    """A device that notes (what, chunk, hop) of its sends and waits, in order."""
+
+    events: list = dataclasses.field(default_factory=list)
+
+    def _send(self, there, source, chunk, direction):
+        self.events.append(("send", int(there.chunk), int(there.hop)))
+
+    def _wait_for_hop(self, there, hop, chunk, direction):
+        self.events.append(("wait", int(there.chunk), int(hop)))
+
+
+def events_of_a_device(size, chunks):
+    """Returns what each device of a ring does, in order: also when it has read what a hop brought."""
+    rows = RowTiling.of(1, 128, 128, 128)
+    columns = Tiling((128,), 128)
+    schedule = WeightGradientSchedule(size, Tiling((chunks * 128,), 128), rows, columns, 1)
+    refs = Operands(Anything(), (), ()), Results((), Anything())
+    device = Recorded(Ring("ring", size, 1), schedule, *refs, scratch=None)
+    with jax.disable_jit():  # or else both sides of every condition would be traced
+        for step in range(schedule.grid.steps):
+            here = schedule.at(step)
+            device.begin_hop(here)
+            device.events.append(("read", int(here.chunk), int(here.hop) - 1))
+    return device.events
+
+
+def overwritten_unread(size, chunks, sets):
+    """Returns the (chunk, hop) whose send is not after the reads of what it overwrites, on some
+    schedule of the devices.
+
+    `known[d][e]` is how many events of device e precede what device d does next: its own and what a
+    message that it waited for tells.
+    """
+    events = events_of_a_device(size, chunks)
+    known = [[0] * size for _ in range(size)]
+    sent = [{} for _ in range(size)]  # what each device knew when it sent a chunk in a hop
+    while any(known[d][d] < len(events) for d in range(size)):
+        before = [clock[d] for d, clock in enumerate(known)]
+        for device in range(size):
+            sender = (device - 1) % size
+            while known[device][device] < len(events):
+                what, *place = events[known[device][device]]
+                if what == "wait":
+                    if tuple(place) not in sent[sender]:
+                        break
+                    told = sent[sender][tuple(place)]
+                    known[device] = list(map(max, known[device], told))
+                known[device][device] += 1
+                if what == "send":
+                    sent[device][tuple(place)] = list(known[device])
+        assert before != [clock[d] for d, clock in enumerate(known)], "the devices wait in a circle"
+    found = set()
+    for device in range(size):
+        receiver = (device + 1) % size
+        for (chunk, hop), clock in sent[device].items():
+            former = chunk - sets
+            uses = [
+                ("read", former, hop),
+                ("wait", former, hop + 1),
+            ]  # the last, of its send onward
+            for number, event in enumerate(events):
+                if event in uses and number >= clock[receiver]:
+                    found.add((chunk, hop))
+    return found
+
+
+@settings(max_examples=15)
+@given(st.integers(2, 5), st.integers(1, 4))
+def test_what_is_overwritten_was_read(size, chunks):
+    """When a device sends a block of chunk c, its receiver has read what arrived there in chunk
+    c - 2.
+    """
+    assert overwritten_unread(size, chunks, weight_gradient.BUFFER_SETS) == set()
+
+
+def test_one_set_would_be_overwritten_unread():
+    """Negative test of the order that the property above derives."""
+    assert overwritten_unread(3, 2, sets=1)
 
 
 def test_one_set_of_receive_buffers_is_seen(monkeypatch):
