@@ -26,6 +26,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jax import Array, lax
 
+from flaxasync.ring import Index
+
 LOG2_E = 1.4426950408889634
 # below every score, and differences of two such values are finite
 LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)
@@ -49,11 +51,11 @@ class Mask:
         """Whether positions decide anything."""
         return self.causal or self.window is not None
 
-    def allows(self, q: Any, k: Any) -> Any:
+    def allows(self, q: Index, k: Index) -> Any:
         """Says whether row q attends to row k; arrays of positions broadcast."""
         return self.reaches(q, 1, k, 1)
 
-    def covers(self, q: Any, q_rows: int, k: Any, k_rows: int) -> Any:
+    def covers(self, q: Index, q_rows: int, k: Index, k_rows: int) -> Any:
         """Says whether all of the `q_rows` rows from q on attend to all of the `k_rows` rows from k
         on.
         """
@@ -68,7 +70,7 @@ class Mask:
             conditions.append(last_k - q < self.window)
         return functools.reduce(operator.and_, conditions, True)
 
-    def reaches(self, q: Any, q_rows: int, k: Any, k_rows: int) -> Any:
+    def reaches(self, q: Index, q_rows: int, k: Index, k_rows: int) -> Any:
         """Says whether any of the `q_rows` rows from q on attends to any of the `k_rows` rows from
         k on.
         """
@@ -88,16 +90,18 @@ class Product:
     values.
     """
 
-    q_block: Any  # index of the block of `q_rows` rows among this device's rows
+    q_block: Index  # index of the block of `q_rows` rows among this device's rows
     q_rows: int
-    q_start: Any  # position in the sequence of its first row
+    q_start: Index  # position in the sequence of its first row
     # index of the block of `k_rows` rows among the keys and values that this device holds now
-    k_block: Any
+    k_block: Index
     k_rows: int
-    k_start: Any  # position in the sequence of its first row
+    k_start: Index  # position in the sequence of its first row
     # whether the mask forbids some row of the one block to attend to some row of the other
     masked: bool
-    needed: Any  # whether the mask lets any row attend to another; None where it always does
+    needed: (
+        bool | Array | None
+    )  # whether the mask lets any row attend to another; None where it always does
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,7 @@ from flaxasync.kernels.attention_block import (
     Scores,
     Segments,
 )
-from flaxasync.kernels.engine.operands import LANES, largest_divisor
+from flaxasync.kernels.engine.operands import LANES, DType, Ref, Scalar, largest_divisor
 from flaxasync.kernels.flash_attention_grid import Grid, is_triangle
 from flaxasync.kernels.flash_attention_mask import (
     Part,
@@ -141,7 +141,7 @@ class Flash:
         k_rows = largest_divisor(product.k_rows, KV_ROWS, LANES)
         count = product.k_rows // k_rows
 
-        def part(index: Any) -> Product:
+        def part(index: Scalar) -> Product:
             return dataclasses.replace(
                 product,
                 k_block=product.k_block * count + index,
@@ -149,7 +149,7 @@ class Flash:
                 k_start=product.k_start + index * k_rows,
             )
 
-        def one_call(index: Any, gradients: Gradients) -> Gradients:
+        def one_call(index: Scalar, gradients: Gradients) -> Gradients:
             every = [part(call) for call in range(count)]
             one = part(index)
             grid = self._grid(scores, q.shape, one, self.triangle_tiles[1])
@@ -160,9 +160,9 @@ class Flash:
                 BACKWARD, scores, grid, operands, segments, one, every, (), updated=updated
             )
 
-        return (
-            one_call(0, gradients) if count == 1 else lax.fori_loop(0, count, one_call, gradients)
-        )
+        if count == 1:
+            return one_call(0, gradients)
+        return lax.fori_loop(0, count, one_call, gradients)
 
     def differentiate_whole(
         self,
@@ -191,12 +191,9 @@ class Flash:
         )
 
     def _grid(self, scores: Scores, heads: tuple[int, ...], product: Product, square: int) -> Grid:
-        tiles = (
-            (square, square)
-            if product.masked and is_triangle(scores.mask)
-            else (self.q_tile, self.kv_tile)
-        )
-        return Grid.of(heads, product, *tiles, self.sub_block)
+        if product.masked and is_triangle(scores.mask):
+            return Grid.of(heads, product, square, square, self.sub_block)
+        return Grid.of(heads, product, self.q_tile, self.kv_tile, self.sub_block)
 
 
 def unsupported(dtype: jnp.dtype, head_size: int, q_rows: int, k_rows: int) -> str | None:
@@ -243,7 +240,7 @@ def _call(
     )
     first = 1 + len(operands)  # operand 0 has the scalars
     return pl.pallas_call(
-        functools.partial(form.body, scores, grid, product, segments is not None, bool(results)),
+        functools.partial(form.body, scores, grid, product, bool(results)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid.shape,
@@ -268,7 +265,7 @@ def _heads(q: Array, k: Array, head_size: int) -> tuple[int, ...]:
     return batch, k.shape[-1] // head_size, features // k.shape[-1], rows, head_size
 
 
-def _like(x: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+def _like(x: Array, shape: tuple[int, ...], dtype: DType) -> jax.ShapeDtypeStruct:
     """Returns the type of a result that varies over the mesh axes over which x varies."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).mat)
 
@@ -277,10 +274,9 @@ def _forward_body(
     scores: Scores,
     grid: Grid,
     product: Product,
-    by_segment: bool,
     is_whole: bool,
-    at: Any,
-    *refs: Any,
+    at: Ref,
+    *refs: Ref,
 ) -> None:
     """Body of the forward kernel: one tile of queries with one tile of keys and values.
 
@@ -297,30 +293,31 @@ def _forward_body(
     @pl.when(j == 0)
     def begin() -> None:
         if is_whole:
-            acc[...], weights_ref[...] = jnp.zeros_like(acc), jnp.zeros_like(weights_ref)
+            no_sum = jnp.zeros_like(acc)
+            no_weights = jnp.zeros_like(weights_ref)
+            acc[...] = no_sum
+            weights_ref[...] = no_weights
             highest_ref[...] = jnp.full_like(highest_ref, LOWEST)
             return
         acc[...] = acc_in[...]
-        highest_ref[...], weights_ref[...] = (
-            as_column(stats_in[0:1]),
-            as_column(stats_in[1:2]) / LANES,
-        )
+        highest = as_column(stats_in[0:1])
+        weights = as_column(stats_in[1:2]) / LANES
+        highest_ref[...] = highest
+        weights_ref[...] = weights
 
     def add(part: Part) -> None:
         for rows in grid.sub_blocks():
             queries = queries_of(grid, part, rows)
             with jax.named_scope("scores"):
                 s = _dot(q_ref[queries], k_ref[rows], _NT, scores) * (scores.scale * LOG2_E)
-                allowed = allowed_part(
-                    scores, grid, part, ids if by_segment else None, at, rows, by_rows=False
-                )
+                allowed = allowed_part(scores, grid, part, ids, at, rows, by_rows=False)
                 if allowed is not None:
                     s = jnp.where(allowed, s, LOWEST)
             with jax.named_scope("softmax"):
                 before = highest_ref[queries]
                 highest = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
                 p = jnp.exp2(s - widened(highest, rows.size))
-                if allowed is not None and (by_segment or part is Part.SOME):
+                if allowed is not None and (ids or part is Part.SOME):
                     # where a whole row is masked, LOWEST is the maximum
                     p = jnp.where(allowed, p, 0.0)
                 shrink = jnp.exp2(before - highest)
@@ -351,10 +348,9 @@ def _backward_body(
     scores: Scores,
     grid: Grid,
     product: Product,
-    by_segment: bool,
     is_whole: bool,
-    at: Any,
-    *refs: Any,
+    at: Ref,
+    *refs: Ref,
 ) -> None:
     """Body of the backward kernel: one tile of queries with one tile of keys and values.
 
@@ -384,15 +380,20 @@ def _backward_body(
 
     @pl.when(j == 0)
     def begin_rows() -> None:
-        dq[...] = jnp.zeros_like(dq) if is_whole else dq_in[...]
-        if is_whole:
+        if not is_whole:
+            dq[...] = dq_in[...]
+        else:
+            dq[...] = jnp.zeros_like(dq)
             overlap = out_ref[...].astype(jnp.float32) * do_ref[...].astype(jnp.float32)
             rows_ref[0:1] = log_sum[...]
             rows_ref[1:2] = jnp.sum(jnp.swapaxes(overlap, 0, 1), axis=0, keepdims=True)
 
     @pl.when((g == 0) & (i == 0) & (j == 0))
     def begin_keys() -> None:
-        dkv[...] = jnp.zeros_like(dkv) if is_whole else dkv_in[...]
+        if is_whole:
+            dkv[...] = jnp.zeros_like(dkv)
+        else:
+            dkv[...] = dkv_in[...]
 
     def add(part: Part) -> None:
         first = pl.multiple_of(j * grid.k_tile, grid.k_tile)
@@ -406,9 +407,7 @@ def _backward_body(
             with jax.named_scope("scores"):
                 s = _dot(k, q, _NT, scores) * (scores.scale * LOG2_E)
                 p = jnp.exp2(s - rows_ref[0:1, queries])
-                allowed = allowed_part(
-                    scores, grid, part, ids if by_segment else None, at, rows, by_rows=True
-                )
+                allowed = allowed_part(scores, grid, part, ids, at, rows, by_rows=True)
                 if allowed is not None:
                     p = jnp.where(allowed, p, 0.0)
             with jax.named_scope("dv"):
@@ -434,7 +433,7 @@ def _backward_body(
         dv_out[...] = dkv[1].astype(dv_out.dtype)
 
 
-def _dot(x: Any, y: Any, contracting: Any, scores: Scores) -> Any:
+def _dot(x: Array, y: Array, contracting: lax.DotDimensionNumbers, scores: Scores) -> Array:
     return lax.dot_general(
         x, y, contracting, precision=scores.precision, preferred_element_type=jnp.float32
     )

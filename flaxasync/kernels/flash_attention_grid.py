@@ -123,15 +123,13 @@ class Grid:
 
     def ids_of_queries(self) -> pl.BlockSpec:
         """Returns the block [1, q_tile] of the segment ids [b, 1, s] of queries."""
-        return pl.BlockSpec(
-            (None, 1, self.q_tile), lambda b, n, g, i, j, s: (b, 0, s[0] * self.q_tiles + i)
-        )
+        shape = (None, 1, self.q_tile)
+        return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (b, 0, s[0] * self.q_tiles + i))
 
     def ids_of_keys(self) -> pl.BlockSpec:
         """Returns the block [1, k_tile] of the segment ids [b, 1, t] of keys."""
-        return pl.BlockSpec(
-            (None, 1, self.k_tile), lambda b, n, g, i, j, s: (b, 0, s[1] * self.k_tiles + j)
-        )
+        shape = (None, 1, self.k_tile)
+        return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (b, 0, s[1] * self.k_tiles + j))
 
     def cost(
         self, mask: Mask, products: Sequence[Product], *, matmuls: int, itemsize: int
@@ -161,26 +159,24 @@ class Grid:
         """Returns the share of the scores that are computed; 1 if the positions are traced
         values.
         """
-        if not product.masked or not all(
-            isinstance(start, int) for start in (product.q_start, product.k_start)
-        ):
+        known = isinstance(product.q_start, int) and isinstance(product.k_start, int)
+        if not product.masked or not known:
             return 1.0
         # On the diagonal each sub-block of keys is multiplied with the queries from its own first
         # row on.
-        on_diagonal = (
-            (1 + self.sub_block / self.k_tile) / 2 if self.has_triangles(mask, product) else 1.0
-        )
+        on_diagonal = 1.0
+        if self.has_triangles(mask, product):
+            on_diagonal = (1 + self.sub_block / self.k_tile) / 2
         shares = []
         for i, j in itertools.product(range(self.q_tiles), range(self.k_tiles)):
-            tile = (
-                product.q_start + i * self.q_tile,
-                self.q_tile,
-                product.k_start + j * self.k_tile,
-                self.k_tile,
-            )
-            shares.append(
-                1.0 if mask.covers(*tile) else on_diagonal if mask.reaches(*tile) else 0.0
-            )
+            q = product.q_start + i * self.q_tile
+            k = product.k_start + j * self.k_tile
+            if mask.covers(q, self.q_tile, k, self.k_tile):
+                shares.append(1.0)
+            elif mask.reaches(q, self.q_tile, k, self.k_tile):
+                shares.append(on_diagonal)
+            else:
+                shares.append(0.0)
         return sum(shares) / len(shares)
 
 

@@ -3,15 +3,14 @@ sublanes or lanes.
 """
 
 import enum
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from flaxasync.kernels.attention_block import Product, Scores
-from flaxasync.kernels.engine.operands import LANES, when
+from flaxasync.kernels.engine.operands import LANES, Ref, Scalar, when
 from flaxasync.kernels.flash_attention_grid import Grid
 
 
@@ -24,7 +23,7 @@ class Part(enum.Enum):
 
 
 def where_reached(
-    scores: Scores, grid: Grid, product: Product, at: Any, add: Callable[[Part], None]
+    scores: Scores, grid: Grid, product: Product, at: Ref, add: Callable[[Part], None]
 ) -> None:
     """Adds the part of this step's tile that the mask leaves, if it leaves any."""
     if not product.masked:
@@ -42,13 +41,14 @@ def where_reached(
     when(mask.reaches(*tile) & jnp.logical_not(covers), add, Part.SOME)
 
 
-def queries_of(grid: Grid, part: Part, rows: Any) -> Any:
+def queries_of(grid: Grid, part: Part, rows: pl.Slice) -> slice:
     """Returns the rows of a tile of queries of which some attend to a sub-block of keys."""
-    start = rows.start if part is Part.LOWER else 0
-    return slice(start, grid.q_tile)
+    if part is Part.LOWER:
+        return slice(rows.start, grid.q_tile)
+    return slice(0, grid.q_tile)
 
 
-def _starts(grid: Grid, at: Any) -> tuple[Any, Any]:
+def _starts(grid: Grid, at: Ref) -> tuple[Scalar, Scalar]:
     """Returns the positions in the sequence of the first rows of this step's tiles of queries and
     of keys.
     """
@@ -59,48 +59,56 @@ def allowed_part(
     scores: Scores,
     grid: Grid,
     part: Part,
-    ids: list[Any] | None,
-    at: Any,
-    rows: Any,
+    ids: Sequence[Ref],
+    at: Ref,
+    rows: pl.Slice,
     *,
     by_rows: bool,
-) -> Any:
-    """Returns which queries attend to which keys of a sub-block; None if all attend to all.
+) -> Array | None:
+    """Returns which queries attend to which keys of a sub-block; None if all attend to all. `ids`
+    are those of segments of queries and of keys, or nothing.
 
     The result is [rows, queries] if `by_rows`, else [queries, rows], for those queries that
     `queries_of` returns.
     """
     allowed = None
-    q_axis, k_axis = (1, 0) if by_rows else (0, 1)
     queries = queries_of(grid, part, rows)
     count = queries.stop - queries.start
-    shape = (rows.size, count) if by_rows else (count, rows.size)
+    k_count = int(rows.size)
+    q_axis = 1 if by_rows else 0
+    k_axis = 1 - q_axis
+    shape = (k_count, count) if by_rows else (count, k_count)
     if part is not Part.WHOLE:
-        q, k = (0, 0) if part is Part.LOWER else _starts(grid, at)
+        # on the diagonal both tiles have the same first row
+        q: Scalar = 0
+        k: Scalar = 0
+        if part is Part.SOME:
+            q, k = _starts(grid, at)
         q_rows = q + queries.start + lax.broadcasted_iota(jnp.int32, shape, q_axis)
         k_rows = k + rows.start + lax.broadcasted_iota(jnp.int32, shape, k_axis)
         allowed = scores.mask.allows(q_rows, k_rows)
-    if ids is not None:
-        q_ids = ids[0][:, queries]
-        k_ids = ids[1][:, rows]
-        column, row = (k_ids, q_ids) if by_rows else (q_ids, k_ids)
+    if ids:
+        column = ids[0][:, queries]
+        row = ids[1][:, rows]
+        if by_rows:
+            column, row = row, column
         same = widened(as_column(column), shape[1]) == jnp.broadcast_to(row, shape)
         allowed = same if allowed is None else allowed & same
     return allowed
 
 
-def as_column(row: Any) -> Any:
+def as_column(row: Array) -> Array:
     """Turns a vector along the lanes [1, n] into one along the sublanes with a copy in every lane,
     [n, LANES].
     """
     return jnp.swapaxes(jnp.broadcast_to(row, (LANES, row.shape[1])), 0, 1)
 
 
-def as_row(column: Any) -> Any:
+def as_row(column: Array) -> Array:
     """Turns a vector along the sublanes [n, LANES] into one along the lanes, [1, n]."""
     return jnp.swapaxes(column, 0, 1)[0:1]
 
 
-def widened(column: Any, width: int) -> Any:
+def widened(column: Array, width: int) -> Array:
     """Widens [n, LANES], which has the same value in every lane, to [n, width]."""
     return jnp.tile(column, (1, pl.cdiv(width, LANES)))[:, :width]

@@ -28,7 +28,8 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Self
+from types import ModuleType
+from typing import Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,7 @@ from flaxasync.kernels.engine.operands import (
     aligned,
     largest_divisor,
     output,
+    when,
 )
 from flaxasync.kernels.engine.slots import IncomingTiles, start_copy
 from flaxasync.kernels.engine.tiling import Tiling, split
@@ -55,8 +57,8 @@ from flaxasync.mesh import UnsupportedError
 
 SUB_BLOCK = 512  # rows of y that are multiplied at once
 PANEL = 2**21  # elements of w that are multiplied at once, at most
-PANELS = 4  # panels of a block of w at least, if they are wider than this:
-NARROWEST = 512
+PANELS = 4  # panels of a block of w at least, if they are wider than `NARROWEST`
+NARROWEST = 512  # columns of a panel that is not made narrower to have more panels
 DEEPEST = 4096  # elements of a block of K at most
 STEP_SECONDS = 0.3e-6  # what a step takes beside its products
 SUMS_RATE = 1e12  # elements in a second that are read, added and written
@@ -154,55 +156,29 @@ class Blocks:
         `results` counts the arrays [M, N] that are read or written. Experts are assumed to have
         equally many tiles.
         """
-        m, k = xs[0].shape
-        itemsize = xs[0].dtype.itemsize
-        pairs = len(xs)
-        joined = len(ws) // len(xs)
-        chip = chip_in_use()
-        # in which HBM moves one element
-        second = itemsize / (chip.hbm_bandwidth * chip.hbm_efficiency)
-        alike = pl.cdiv(m // rows, ws[0].shape[0])  # tiles of an expert
-
-        def vmem_bytes(blocks: Self) -> int:
-            streamed = (
-                pairs * blocks.k * rows + len(ws) * blocks.k * blocks.n + results * rows * blocks.n
-            )
-            sums = (
-                blocks.most * rows * blocks.n if blocks.depth > 1 else 0
-            ) + 2 * SUB_BLOCK * blocks.width
-            return 2 * itemsize * streamed + 4 * sums * joined
-
-        def seconds(blocks: Self) -> float:
-            readings = pl.cdiv(alike, blocks.most) if blocks.depth > 1 else 1
-            elements = (
-                pairs * m * k * blocks.columns
-                + readings * sum(w.size for w in ws)
-                + results * m * n
-            )
-            first_and_last = (
-                len(ws) * blocks.k * blocks.width + rows * blocks.k + results * rows * blocks.n
-            )  # nothing is multiplied meanwhile
-            products = 2 * m * k * n * len(ws) / chip.flops * imbalance(blocks.columns, chip.cores)
-            products += m * n * joined * (blocks.depth - 1) / SUMS_RATE
-            steps = blocks.columns * blocks.depth * (m // rows)
-            return max(products, elements * second) + first_and_last * second + steps * STEP_SECONDS
-
-        choices = [
-            cls(rows, deep, wide, k // deep, n // wide, _width(deep, wide, joined), most)
-            for deep, wide in itertools.product(divisors(k), divisors(n))
-            if deep <= DEEPEST
-            for most in ([m // rows] if deep == k else range(1, alike + 1))
-        ]
-        best = min((blocks for blocks in choices if vmem_bytes(blocks) <= available()), key=seconds)
-        return best, vmem_bytes(best)
+        problem = Problem.of(xs, ws, n, rows, results)
+        m = problem.m
+        k = problem.k
+        joined = problem.joined
+        candidates = []
+        for deep, wide in itertools.product(divisors(k), divisors(n)):
+            sizes = range(1, problem.tiles_of_an_expert + 1)
+            if deep == k:
+                sizes = range(m // rows, m // rows + 1)
+            if deep <= DEEPEST:
+                width = _width(deep, wide, joined)
+                candidates += [
+                    cls(rows, deep, wide, k // deep, n // wide, width, most) for most in sizes
+                ]
+        fitting = [blocks for blocks in candidates if problem.vmem_bytes(blocks) <= available()]
+        best = min(fitting, key=problem.seconds)
+        return best, problem.vmem_bytes(best)
 
     def table(self, experts: Array, tiles: Array) -> Array:
         """Returns the table [3, M / t]: each tile's expert, the first tile of its group, and the
         tiles of its group.
         """
-        xp: Any = (
-            np if isinstance(experts, np.ndarray) else jnp
-        )  # tables of constants have to be constants to be simulated
+        xp = table_library([experts])
         index = xp.arange(experts.shape[0], dtype=np.int32)
         live = index < tiles
         first = xp.sum(live[None] & (experts[None] < experts[:, None]), axis=1, dtype=np.int32)
@@ -230,12 +206,82 @@ class Blocks:
         return at.first + jnp.where(at.k == self.depth - 1, at.tile, 0), j
 
 
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What a call multiplies, and what it costs with given blocks."""
+
+    m: int  # rows
+    k: int
+    n: int
+    rows: int  # of a tile
+    pairs: int  # arrays x
+    joined: int  # arrays w for each x
+    results: int  # arrays [M, N] that are read or written
+    experts: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, xs: Sequence[Array], ws: Sequence[Array], n: int, rows: int, results: int) -> Self:
+        m, k = xs[0].shape
+        joined = len(ws) // len(xs)
+        experts = ws[0].shape[0]
+        return cls(m, k, n, rows, len(xs), joined, results, experts, xs[0].dtype.itemsize)
+
+    @property
+    def ws(self) -> int:
+        """Arrays w."""
+        return self.pairs * self.joined
+
+    @property
+    def tiles_of_an_expert(self) -> int:
+        return pl.cdiv(self.m // self.rows, self.experts)
+
+    def vmem_bytes(self, blocks: Blocks) -> int:
+        of_x = self.pairs * blocks.k * self.rows
+        of_w = self.ws * blocks.k * blocks.n
+        of_results = self.results * self.rows * blocks.n
+        sums = 2 * SUB_BLOCK * blocks.width
+        if blocks.depth > 1:
+            sums += blocks.most * self.rows * blocks.n
+        return 2 * self.itemsize * (of_x + of_w + of_results) + 4 * sums * self.joined
+
+    def elements(self, blocks: Blocks, readings: int) -> int:
+        """Returns the elements that HBM moves, if each w is read so many times."""
+        of_x = self.pairs * self.m * self.k * blocks.columns
+        of_w = self.ws * self.experts * self.k * self.n
+        return of_x + readings * of_w + self.results * self.m * self.n
+
+    def seconds(self, blocks: Blocks) -> float:
+        chip = chip_in_use()
+        # in which HBM moves one element
+        second = self.itemsize / (chip.hbm_bandwidth * chip.hbm_efficiency)
+        readings = 1
+        if blocks.depth > 1:
+            readings = pl.cdiv(self.tiles_of_an_expert, blocks.most)
+        # nothing is multiplied while these are fetched or stored
+        first_and_last = self.ws * blocks.k * blocks.width
+        first_and_last += self.rows * blocks.k + self.results * self.rows * blocks.n
+        products = 2 * self.m * self.k * self.n * self.ws / chip.flops
+        products *= imbalance(blocks.columns, chip.cores)
+        products += self.m * self.n * self.joined * (blocks.depth - 1) / SUMS_RATE
+        steps = blocks.columns * blocks.depth * (self.m // self.rows)
+        moving = max(products, self.elements(blocks, readings) * second)
+        return moving + first_and_last * second + steps * STEP_SECONDS
+
+
+def table_library(experts: Sequence[Array]) -> ModuleType:
+    """Returns what computes a table of these: numpy for constants, which have to stay constants to
+    be simulated, and jax.numpy for what is traced.
+    """
+    constant = all(isinstance(one, np.ndarray) for one in experts)
+    return np if constant else jnp
+
+
 def _width(k: int, n: int, joined: int) -> int:
     """Returns the columns of a block of y that are multiplied at once."""
     unit = math.gcd(n, 2 * LANES) if joined == 1 else LANES
-    return largest_divisor(
-        n, max(unit, min(max(NARROWEST, n // PANELS), PANEL // (k * joined))), unit
-    )
+    most = min(max(NARROWEST, n // PANELS), PANEL // (k * joined))
+    return largest_divisor(n, max(unit, most), unit)
 
 
 def outer_semantics(cores: int) -> Literal["parallel", "arbitrary"]:
@@ -258,6 +304,14 @@ def divisors(size: int) -> Iterator[int]:
     return (side for side in range(unit, size + 1, unit) if size % side == 0)
 
 
+class Operands(NamedTuple):
+    """The operands but for the table."""
+
+    xs: Sequence[Ref]  # blocks [rows, k] in VMEM
+    ws: Sequence[Ref]  # in HBM
+    of_epilogue: Sequence[Ref]  # blocks [rows, n] in VMEM
+
+
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
     """The body of the kernel. Several pairs of x and w have their products added, or several w lie
@@ -269,20 +323,15 @@ class _Kernel:
     pairs: int  # arrays x
     joined: int  # arrays w for each x
     epilogue: Epilogue | None
-    operands: int
     cores: int
 
-    def __call__(self, table: Ref, *refs: Ref) -> None:
+    def __call__(
+        self, table: Ref, given: Operands, ys: Sequence[Ref], w_tiles: Ref, sums: Ref, slot: Ref
+    ) -> None:
         """Does one step of the grid: one block of each x times one block of each w.
 
-        The refs are those of x [rows, k] in VMEM, of w in HBM, of the operands and results [rows,
-        n] in VMEM, and of
-        the scratch memory: see `scratch`.
+        The last three are the scratch memory: see `scratch`.
         """
-        *arrays, w_tiles, sums, last_slot = refs
-        xs = arrays[: self.pairs]
-        ws = arrays[self.pairs :][: self.count]
-        rest = arrays[self.pairs + self.count :]
         j = pl.program_id(0)
         step = pl.program_id(1)
         at = self.blocks.at(step, table)
@@ -292,32 +341,29 @@ class _Kernel:
         ends = end * self.blocks.depth == pl.num_programs(1)
         next_j = jnp.where(ends & jnp.logical_not(same), j + 1, j)
         tile = jnp.where(same, at.first, jnp.where(ends, 0, end))
+        # a core has some blocks of columns of its own, and fetches nothing for those of others
+        begins = (step == 0) if self.cores > 1 else (j == 0) & (step == 0)
 
-        @pl.when((step == 0) if self.cores > 1 else (j == 0) & (step == 0))
+        @pl.when(begins)
         def begin() -> None:
-            last_slot[0] = 1
-            self.start_w(w_tiles, 0, ws, table[0, 0], 0, j, 0, 1)
+            slot[0] = 1
+            self.start_w(w_tiles, 0, given.ws, table[0, 0], 0, j, 0, 1)
 
         @pl.when(at.tile == 0)
         def begin_group() -> None:
-            last_slot[0] = 1 - last_slot[0]
+            slot[0] = 1 - slot[0]
 
-        @pl.when(next_j == j if self.cores > 1 else next_j < self.blocks.columns)
+        continues = next_j == j if self.cores > 1 else next_j < self.blocks.columns
+
+        @pl.when(continues)
         def begin_next_group() -> None:
             next_k = jnp.where(same, at.k + 1, 0)
-            self.start_w(
-                w_tiles, 1 - last_slot[0], ws, table[0, tile], next_k, next_j, at.tile, at.size
-            )
+            other = 1 - slot[0]
+            self.start_w(w_tiles, other, given.ws, table[0, tile], next_k, next_j, at.tile, at.size)
 
         with jax.named_scope("multiply"):
-            self.multiply(
-                at,
-                xs,
-                w_tiles,
-                last_slot[0],
-                sums.at[at.tile if self.blocks.depth > 1 else 0],
-                rest,
-            )
+            of_group = at.tile if self.blocks.depth > 1 else 0
+            self.multiply(at, given, ys, w_tiles, slot[0], sums.at[of_group])
 
     @property
     def count(self) -> int:
@@ -329,12 +375,11 @@ class _Kernel:
         this group's w.
         """
         blocks = self.blocks
-        shape = self._w_shape(blocks.k, self.joined * blocks.width)
-        sums = (
-            (blocks.most, blocks.panels, blocks.rows, self.joined * blocks.width)
-            if blocks.depth > 1
-            else (1, 1, 8, LANES)
-        )
+        width = self.joined * blocks.width
+        shape = self._w_shape(blocks.k, width)
+        sums = (1, 1, 8, LANES)  # as small as can be
+        if blocks.depth > 1:
+            sums = (blocks.most, blocks.panels, blocks.rows, width)
         return [
             IncomingTiles.allocate(2 * blocks.panels, (self.pairs, *shape), dtype),
             pltpu.VMEM(sums, jnp.float32),
@@ -354,9 +399,9 @@ class _Kernel:
     ) -> None:
         """Starts to fetch a share of the panels of block (k, j) of an expert's weights."""
         blocks = self.blocks
-        first, end = (
-            lax.div(number * blocks.panels + shares - 1, shares) for number in (share, share + 1)
-        )
+        following = share + 1
+        first = lax.div(share * blocks.panels + shares - 1, shares)
+        end = lax.div(following * blocks.panels + shares - 1, shares)
 
         @pl.loop(first, end)
         def start(panel: Scalar) -> None:
@@ -365,21 +410,18 @@ class _Kernel:
             source = self._w_shape(aligned(k * blocks.k, blocks.k, LANES), columns)
             for number, w in enumerate(ws):
                 pair, part = divmod(number, self.joined)
-                target = self._w_shape(slice(None), pl.ds(part * blocks.width, blocks.width))
-                start_copy(
-                    w.at[expert, *source],
-                    w_tiles.tiles.at[slot, pair, *target],
-                    w_tiles.sems.at[slot],
-                )
+                place = self._w_shape(slice(None), pl.ds(part * blocks.width, blocks.width))
+                target = w_tiles.tiles.at[slot, pair, *place]
+                start_copy(w.at[expert, *source], target, w_tiles.sems.at[slot])
 
     def multiply(
         self,
         at: GroupStep,
-        xs: Sequence[Ref],
+        given: Operands,
+        ys: Sequence[Ref],
         w_tiles: IncomingTiles,
         half: Scalar,
         sums: Ref,
-        rest: Sequence[Ref],
     ) -> None:
         """Adds the products of this step to the sums, panel by panel, and finishes them in the last
         block of K.
@@ -391,7 +433,7 @@ class _Kernel:
             @pl.loop(0, blocks.panels)
             def on_panel(panel: Scalar) -> None:
                 slot = half * blocks.panels + panel
-                pl.when(at.tile == 0)(lambda: w_tiles.wait(slot, *w_tiles.tiles.shape[1:]))
+                when(at.tile == 0, w_tiles.wait, slot, *w_tiles.tiles.shape[1:])
 
                 @pl.loop(0, blocks.rows // height)
                 def on_rows(i: Scalar) -> None:
@@ -401,18 +443,18 @@ class _Kernel:
             tiles = (w_tiles.tiles[slot, pair] for pair in range(self.pairs))
             products = (
                 dot(x[index[1]], w, transposed=self.transposed)
-                for x, w in zip(xs, tiles, strict=True)
+                for x, w in zip(given.xs, tiles, strict=True)
             )
             return functools.reduce(jnp.add, products)
 
         def finish(value: Array, index: tuple[Scalar, pl.Slice], slot: Scalar) -> None:
-            here = index[1], aligned(index[0] * blocks.width, blocks.width, LANES)
+            panel, rows = index
+            here = rows, aligned(panel * blocks.width, blocks.width, LANES)
             values = tuple(jnp.split(value, self.joined, axis=1))
             if self.epilogue is not None:
-                values = self.epilogue(
-                    values, tuple(o[here].astype(jnp.float32) for o in rest[: self.operands])
-                )
-            for y, result in zip(rest[self.operands :], values, strict=True):
+                others = tuple(other[here].astype(jnp.float32) for other in given.of_epilogue)
+                values = self.epilogue(values, others)
+            for y, result in zip(ys, values, strict=True):
                 y[here] = result.astype(y.dtype)
 
         accumulate(
@@ -426,7 +468,7 @@ class _Kernel:
             finish=finish,
         )
 
-    def _w_shape(self, k: Any, n: Any) -> tuple[Any, Any]:
+    def _w_shape[T](self, k: T, n: T) -> tuple[T, T]:
         return (n, k) if self.transposed else (k, n)
 
 
@@ -441,44 +483,37 @@ def _call(
     epilogue: Epilogue | None,
     operands: Sequence[Array],
 ) -> tuple[Array, ...]:
-    m, k = xs[0].shape
     n = ws[0].shape[1 if transposed else 2]
     joined = len(ws) // len(xs)
-    check_grouped(caller, xs[0].dtype, rows, k, n)
+    check_grouped(caller, xs[0].dtype, rows, xs[0].shape[1], n)
     results = epilogue.results if epilogue else joined
-    blocks, vmem_bytes = Blocks.choose(xs, ws, n, rows, len(operands) + results)
-    kernel = _Kernel(
-        blocks, transposed, len(xs), joined, epilogue, len(operands), chip_in_use().cores
-    )
+    arrays = len(operands) + results
+    problem = Problem.of(xs, ws, n, rows, arrays)
+    blocks, vmem_bytes = Blocks.choose(xs, ws, n, rows, arrays)
+    kernel = _Kernel(blocks, transposed, len(xs), joined, epilogue, chip_in_use().cores)
+    x_spec = pl.BlockSpec((rows, blocks.k), blocks.x_index)
     y_spec = pl.BlockSpec((rows, blocks.n), blocks.y_index)
-    ys = pl.pallas_call(
+    specs = Operands([x_spec] * len(xs), [HBM] * len(ws), [y_spec] * len(operands))
+    y = output((problem.m, n), xs[0], *xs[1:], *ws, *operands)
+    (ys,) = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(blocks.columns, tiles * blocks.depth),
-            in_specs=[
-                *[pl.BlockSpec((rows, blocks.k), blocks.x_index)] * len(xs),
-                *[HBM] * len(ws),
-                *[y_spec] * len(operands),
-            ],
-            out_specs=[y_spec] * results,
+            in_specs=(specs,),
+            out_specs=([y_spec] * results,),
             scratch_shapes=kernel.scratch(xs[0].dtype),
         ),
-        out_shape=[output((m, n), xs[0], *xs[1:], *ws, *operands)] * results,
+        out_shape=([y] * results,),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=(outer_semantics(kernel.cores), "arbitrary"),
             vmem_limit_bytes=vmem_limit(vmem_bytes),
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * m * k * n * len(ws),
+            flops=2 * problem.m * problem.k * n * len(ws),
             transcendentals=0,
-            bytes_accessed=xs[0].dtype.itemsize
-            * (
-                len(xs) * m * k * blocks.columns
-                + sum(w.size for w in ws)
-                + (len(operands) + results) * m * n
-            ),
+            bytes_accessed=problem.itemsize * problem.elements(blocks, readings=1),
         ),
         name=caller,
-    )(blocks.table(experts, tiles), *xs, *ws, *operands)
+    )(blocks.table(experts, tiles), Operands(list(xs), list(ws), list(operands)))
     return tuple(ys)

@@ -17,16 +17,17 @@ takes as long as to multiply hundreds of rows.
 
 The kernel moves dw itself. A block is stored sub-block by sub-block, as they are finished in the
 last tile of the expert, because all at once would keep the next tiles of x and dy waiting. What is
-added to is fetched into the memory
-of the sums a whole block ahead: one tile would be too short for it. Two cores of a chip share the
-  blocks of K out.
+added to is fetched into the memory of the sums a whole block ahead: one tile would be too short for
+it. Two cores of a chip share the blocks of K out.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -55,11 +56,11 @@ from flaxasync.kernels.grouped_matmul import (
     divisors,
     imbalance,
     outer_semantics,
+    table_library,
 )
 
-# the sides of what is multiplied at once
-HEIGHT = 512
-WIDTH = 1024
+HEIGHT = 512  # rows of dw that are multiplied at once
+WIDTH = 1024  # columns of dw that are multiplied at once
 EXPERT, RANK, FACTOR, NEXT, FIRST_TILE = range(5)  # the rows of `order_of_tiles`
 _NONE = np.iinfo(np.int32).max
 
@@ -92,148 +93,180 @@ def grouped_weight_gradient(
       NotImplementedError: The kernel cannot serve such operands.
     """
     x = factors[0].x
-    dys = factors[0].dys
     k = x.shape[1]
-    n = dys[0].shape[1]
+    n = factors[0].dys[0].shape[1]
+    count = len(factors[0].dys)
     check_grouped("grouped_weight_gradient", x.dtype, tile_rows, k, n)
     blocks, vmem_bytes = _choose(factors, expert_count, tile_rows, initial)
-    grid = (k // blocks.k, n // blocks.n)
-    count = len(dys)
-    block = (blocks.k, blocks.n)
-    streamed = 1 + len(dys)
-    cores = chip_in_use().cores
-    scratch: list[Ref] = [OutgoingTiles.allocate(_slots(initial), block, jnp.float32)] * count
-    operands = [array for one in factors for array in (one.x, *one.dys)]
-    like = output((expert_count, k, n), *operands, *initial).update(dtype=jnp.float32)
+    kernel = _Kernel(blocks, (k // blocks.k, n // blocks.n), expert_count, chip_in_use().cores)
+    tiles = [Tile(one.x, list(one.dys)) for one in factors]
+    arrays = [*jax.tree.leaves(tiles), *initial]
+    dw = output((expert_count, k, n), *arrays).update(dtype=jnp.float32)
 
-    def body(order: Ref, *refs: Ref) -> None:
-        """Does one step of the grid. x [t, k] and each dy [t, n] are in VMEM, each initial and dw
-        in HBM.
-        """
-        tiles = refs[: len(operands)]
-        old = refs[len(operands) : -2 * count]
-        dws = refs[-2 * count : -count]
-        outgoing = refs[-count:]
+    def specs(row: int) -> Tile:
+        """Returns the blocks of the factors whose tiles a row of the order names."""
+
+        def x_index(i: Scalar, j: Scalar, step: Scalar, order: Ref) -> tuple[Scalar, Scalar]:
+            return order[row, step], i
+
+        def dy_index(i: Scalar, j: Scalar, step: Scalar, order: Ref) -> tuple[Scalar, Scalar]:
+            return order[row, step], j
+
+        dy = pl.BlockSpec((tile_rows, blocks.n), dy_index)
+        return Tile(pl.BlockSpec((tile_rows, blocks.k), x_index), [dy] * count)
+
+    block: Ref = OutgoingTiles.allocate(_slots(initial), (blocks.k, blocks.n), jnp.float32)
+    of_factors = [specs(FIRST_TILE + which) for which in range(len(factors))]
+    rows, columns = kernel.grid
+    read = x.dtype.itemsize * _rows(factors) * (k * columns + count * n * rows)
+    (dws,) = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(rows, columns, sum(one.tiles for one in factors)),
+            in_specs=(of_factors, [HBM] * len(initial)),
+            out_specs=([HBM] * count,),
+            scratch_shapes=([block] * count,),
+        ),
+        out_shape=([dw] * count,),
+        input_output_aliases={1 + len(arrays) - len(initial) + i: i for i in range(len(initial))},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=(outer_semantics(kernel.cores), "arbitrary", "arbitrary"),
+            vmem_limit_bytes=vmem_limit(vmem_bytes),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * _rows(factors) * k * n * count,
+            transcendentals=0,
+            bytes_accessed=read + 4 * expert_count * k * n * (count + len(initial)),
+        ),
+        name="grouped_weight_gradient",
+    )(order_of_tiles(factors), tiles, list(initial))
+    return tuple(dws)
+
+
+class Tile(NamedTuple):
+    """What a step reads of some factors."""
+
+    x: Ref  # [t, k] VMEM
+    dys: list[Ref]  # [t, n] VMEM
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """The body of the kernel."""
+
+    blocks: Tiles  # the sides k and n of a block of dw
+    grid: tuple[int, int]  # blocks of K and of N
+    expert_count: int
+    cores: int
+
+    def __call__(
+        self,
+        order: Ref,
+        tiles: Sequence[Tile],
+        initial: Sequence[Ref],  # [E, K, N] HBM
+        dws: Sequence[Ref],  # [E, K, N] HBM
+        outgoing: Sequence[OutgoingTiles],
+    ) -> None:
+        """Does one step of the grid."""
         i, j, step = (pl.program_id(axis) for axis in range(3))
         end = pl.num_programs(2) - 1
-        # those that have tiles
         expert = order[EXPERT, step]
-        experts = order[RANK, end] + 1
+        experts = order[RANK, end] + 1  # those that have tiles
         first = (step == 0) | (order[EXPERT, jnp.maximum(step - 1, 0)] != expert)
         last = (step == end) | (order[EXPERT, jnp.minimum(step + 1, end)] != expert)
-        before, blocks_in_all = (0, grid[1]) if cores > 1 else (i * grid[1], grid[0] * grid[1])
-        # in the order of storing
-        number = (before + j) * experts + order[RANK, step]
-        numbers = blocks_in_all * experts
+        block, blocks = self.place(i, j)
+        number = block * experts + order[RANK, step]  # in the order of storing
+        numbers = blocks * experts
         slot = outgoing[0].slot(number)
         sums = [one.tiles.at[slot] for one in outgoing]
 
         def wait_for(number: Scalar) -> None:
             for one in outgoing:
-                one.wait(one.slot(number), *block)
+                one.wait(one.slot(number), self.blocks.k, self.blocks.n)
 
         def fetch(number: Scalar, expert: Scalar) -> None:
-            row, column = split(lax.div(number, experts), grid[1])
-            at = (i if cores > 1 else row, column)
+            row, column = split(lax.div(number, experts), self.grid[1])
+            of_core = i if self.cores > 1 else row
             to = outgoing[0].slot(number)
-            here = tuple(
-                aligned(index * size, size, LANES) for index, size in zip(at, block, strict=True)
-            )
-            for one, ref in zip(outgoing, old, strict=True):
-                start_copy(ref.at[expert, *here], one.tiles.at[to], one.sems.at[to])
+            rows = aligned(of_core * self.blocks.k, self.blocks.k, LANES)
+            columns = aligned(column * self.blocks.n, self.blocks.n, LANES)
+            for one, ref in zip(outgoing, initial, strict=True):
+                start_copy(ref.at[expert, rows, columns], one.tiles.at[to], one.sems.at[to])
 
         def target(dw: Ref, expert: Scalar, rows: pl.Slice, columns: pl.Slice) -> Ref:
-            here = (
-                aligned(i * blocks.k + rows.start, rows.size, LANES),
-                aligned(j * blocks.n + columns.start, columns.size, LANES),
-            )
-            return dw.at[expert, *here]
+            of_k = aligned(i * self.blocks.k + rows.start, rows.size, LANES)
+            of_n = aligned(j * self.blocks.n + columns.start, columns.size, LANES)
+            return dw.at[expert, of_k, of_n]
 
         def store(rows: pl.Slice, columns: pl.Slice) -> None:
             for one, dw in zip(outgoing, dws, strict=True):
-                start_copy(
-                    one.tiles.at[slot, rows, columns],
-                    target(dw, expert, rows, columns),
-                    one.sems.at[slot],
-                )
+                sub_block = one.tiles.at[slot, rows, columns]
+                start_copy(sub_block, target(dw, expert, rows, columns), one.sems.at[slot])
 
         def store_zeros(start: Scalar, stop: Scalar) -> None:
             """Stores the gradients of experts without tiles; the slot is free."""
 
             @pl.when(start < stop)
             def store_some() -> None:
-                sums[0][...] = jnp.zeros(block, jnp.float32)
+                sums[0][...] = jnp.zeros(sums[0].shape, jnp.float32)
+                whole = pl.ds(0, self.blocks.k), pl.ds(0, self.blocks.n)
 
                 @pl.loop(start, stop)
                 def on_expert(expert: Scalar) -> None:
                     for dw in dws:
-                        start_copy(
-                            sums[0],
-                            target(dw, expert, pl.ds(0, blocks.k), pl.ds(0, blocks.n)),
-                            outgoing[0].sems.at[slot],
-                        )
-                        wait(sums[0], outgoing[0].sems.at[slot])
+                        sem = outgoing[0].sems.at[slot]
+                        start_copy(sums[0], target(dw, expert, *whole), sem)
+                        wait(sums[0], sem)
 
-        # its slot is the next one to be written
-        pl.when(first & (number >= 2))(lambda: wait_for(number - 2))
+        @pl.when(first & (number >= 2))
+        def free() -> None:
+            wait_for(number - 2)  # its slot is the next one to be written
+
         if initial:
             when((number == 0) & first, fetch, number, expert)
-            pl.when(first & (number + 1 < numbers))(lambda: fetch(number + 1, order[NEXT, step]))
+
+            @pl.when(first & (number + 1 < numbers))
+            def fetch_next() -> None:
+                fetch(number + 1, order[NEXT, step])
+
             when(first, wait_for, number)
         else:
             previous = jnp.where(step == 0, -1, order[EXPERT, jnp.maximum(step - 1, 0)])
-            pl.when(first)(lambda: store_zeros(previous + 1, expert))
-            pl.when(step == 0)(lambda: store_zeros(order[EXPERT, end] + 1, expert_count))
-        for which in range(len(factors)):
-            x_tile, *dy_tiles = tiles[which * streamed :][:streamed]
-            cases = ((True, True),) if initial else ((True, jnp.logical_not(first)), (False, first))
+
+            @pl.when(first)
+            def store_skipped() -> None:
+                store_zeros(previous + 1, expert)
+
+            @pl.when(step == 0)
+            def store_last() -> None:
+                store_zeros(order[EXPERT, end] + 1, self.expert_count)
+
+        for which, tile in enumerate(tiles):
+            cases: list[tuple[bool, Condition]] = [(True, True)]
+            if not initial:
+                cases = [(True, jnp.logical_not(first)), (False, first)]
             for begun, condition in cases:
-                add = functools.partial(_add, x_tile, dy_tiles, sums, begun, last, store)
+                add = functools.partial(_add, tile, sums, begun=begun, last=last, store=store)
                 when(condition & (order[FACTOR, step] == which), add)
 
         @pl.when((number + 1 == numbers) & (step == end))
         def finish() -> None:
             wait_for(number)
-            pl.when(number > 0)(lambda: wait_for(number - 1))
 
-    in_specs = []
-    for which in range(len(factors)):
-        row = FIRST_TILE + which
-        in_specs += [
-            pl.BlockSpec(
-                (tile_rows, blocks.k), lambda i, j, step, order, row=row: (order[row, step], i)
-            ),
-            *[
-                pl.BlockSpec(
-                    (tile_rows, blocks.n), lambda i, j, step, order, row=row: (order[row, step], j)
-                )
-            ]
-            * count,
-        ]
-    dws = pl.pallas_call(
-        body,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(*grid, sum(one.tiles for one in factors)),
-            in_specs=[*in_specs, *[HBM] * len(initial)],
-            out_specs=[HBM] * count,
-            scratch_shapes=scratch,
-        ),
-        out_shape=[like] * count,
-        input_output_aliases={1 + len(operands) + i: i for i in range(len(initial))},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=(outer_semantics(cores), "arbitrary", "arbitrary"),
-            vmem_limit_bytes=vmem_limit(vmem_bytes),
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * _rows(factors) * k * n * count,
-            transcendentals=0,
-            bytes_accessed=x.dtype.itemsize * _rows(factors) * (k * grid[1] + count * n * grid[0])
-            + 4 * expert_count * k * n * (count + len(initial)),
-        ),
-        name="grouped_weight_gradient",
-    )(order_of_tiles(factors), *operands, *initial)
-    return tuple(dws)
+            @pl.when(number > 0)
+            def finish_the_one_before() -> None:
+                wait_for(number - 1)
+
+    def place(self, i: Scalar, j: Scalar) -> tuple[Scalar, Scalar]:
+        """Returns the number of a block of dw among those of this core, and how many it has."""
+        rows, columns = self.grid
+        before: Scalar = 0
+        blocks = columns
+        if self.cores == 1:
+            before = i * columns
+            blocks = rows * columns
+        return before + j, blocks
 
 
 def order_of_tiles(factors: Sequence[Factors]) -> Array:
@@ -243,28 +276,14 @@ def order_of_tiles(factors: Sequence[Factors]) -> Array:
     step's tile is of, the next expert, which is the first one after the last, and for each of
     `factors` the last tile that has come.
     """
-    constant = all(isinstance(one.experts, np.ndarray) for one in factors)
-    xp: Any = np if constant else jnp  # tables of constants have to be constants to be simulated
+    xp = table_library([one.experts for one in factors])
     steps = sum(one.experts.size for one in factors)
     step = xp.arange(steps, dtype=np.int32)
-    places = []
-    for number, one in enumerate(factors):
-        tile = xp.arange(one.experts.size, dtype=np.int32)
-        place = tile
-        for other_number, other in enumerate(factors):
-            if other_number != number:
-                earlier = xp.less_equal if other_number < number else xp.less
-                live = xp.arange(other.experts.size, dtype=np.int32) < other.tiles
-                place = place + xp.sum(
-                    live[None] & earlier(other.experts[None], one.experts[:, None]),
-                    axis=1,
-                    dtype=np.int32,
-                )
-        places.append(xp.where(tile < one.tiles, place, steps))
-    came = [
-        xp.maximum(xp.sum(place[None] <= step[:, None], axis=1, dtype=np.int32) - 1, 0)
-        for place in places
-    ]
+    places = [_places(factors, number, steps) for number in range(len(factors))]
+    came = []
+    for place in places:
+        count = xp.sum(place[None] <= step[:, None], axis=1, dtype=np.int32)
+        came.append(xp.maximum(count - 1, 0))
     which = xp.zeros(steps, np.int32)
     expert = factors[0].experts[came[0]]
     for number, one in enumerate(factors[1:], 1):
@@ -273,12 +292,29 @@ def order_of_tiles(factors: Sequence[Factors]) -> Array:
         expert = xp.where(here, one.experts[came[number]], expert)
     changes = xp.cumsum(expert[1:] != expert[:-1], dtype=np.int32)
     live = step < sum(one.tiles for one in factors)
-    later = xp.min(
-        xp.where(live[None] & (expert[None] > expert[:, None]), expert[None], _NONE), axis=1
-    )
+    is_later = live[None] & (expert[None] > expert[:, None])
+    later = xp.min(xp.where(is_later, expert[None], _NONE), axis=1)
     following = xp.where(later == _NONE, expert[0], later)
-    rows = [expert, xp.concatenate([xp.zeros(1, np.int32), changes]), which, following, *came]
-    return xp.stack(rows).astype(np.int32)
+    ranks = xp.concatenate([xp.zeros(1, np.int32), changes])
+    return xp.stack([expert, ranks, which, following, *came]).astype(np.int32)
+
+
+def _places(factors: Sequence[Factors], number: int, steps: int) -> Array:
+    """Returns at which step each tile of one of the factors is multiplied; `steps` for those that
+    are not live.
+    """
+    xp = table_library([one.experts for one in factors])
+    one = factors[number]
+    tile = xp.arange(one.experts.size, dtype=np.int32)
+    place = tile
+    for other_number, other in enumerate(factors):
+        if other_number != number:
+            # of one expert, the tiles of the earlier factors come first
+            earlier = xp.less_equal if other_number < number else xp.less
+            live = xp.arange(other.experts.size, dtype=np.int32) < other.tiles
+            before = live[None] & earlier(other.experts[None], one.experts[:, None])
+            place = place + xp.sum(before, axis=1, dtype=np.int32)
+    return xp.where(tile < one.tiles, place, steps)
 
 
 def _slots(initial: Sequence[Array]) -> int:
@@ -293,9 +329,9 @@ def _rows(factors: Sequence[Factors]) -> int:
 
 
 def _add(
-    x_tile: Ref,
-    dy_tiles: Sequence[Ref],
+    tile: Tile,
     sums: Sequence[Ref],
+    *,
     begun: bool,
     last: Condition,
     store: Callable[[pl.Slice, pl.Slice], None],
@@ -305,24 +341,24 @@ def _add(
     In the last tile of an expert `store` is called for each sub-block of the sums as soon as it is
     finished.
     """
-    _, k = x_tile.shape
-    n = dy_tiles[0].shape[1]
+    k = tile.x.shape[1]
+    n = tile.dys[0].shape[1]
     height = largest_divisor(k, HEIGHT, LANES)
     width = largest_divisor(n, WIDTH, LANES)
 
     @pl.loop(0, k // height)
     def on_rows(i: Scalar) -> None:
         rows = aligned(i * height, height, LANES)
-        x_transposed = x_tile[:, rows].T  # once for all columns
+        x_transposed = tile.x[:, rows].T  # once for all columns
 
         @pl.loop(0, n // width)
         def on_columns(j: Scalar) -> None:
             columns = aligned(j * width, width, LANES)
-            for number, dy in enumerate(dy_tiles):
+            for dy, dw in zip(tile.dys, sums, strict=True):
                 value = dot(x_transposed, dy[:, columns])
-                sums[number][rows, columns] = (
-                    sums[number][rows, columns] + value if begun else value
-                )
+                if begun:
+                    value = dw[rows, columns] + value
+                dw[rows, columns] = value
             when(last, store, rows, columns)
 
 
@@ -343,19 +379,21 @@ def _choose(
 
     def vmem_bytes(tiles: Tiles) -> int:
         streamed = itemsize * rows * (tiles.k + len(dys) * tiles.n) * len(factors)
-        return (
-            2 * streamed + 4 * tiles.k * tiles.n * len(dys) * _slots(initial) + 8 * HEIGHT * WIDTH
-        )
+        sums = 4 * tiles.k * tiles.n * len(dys) * _slots(initial)
+        return 2 * streamed + sums + 8 * HEIGHT * WIDTH
 
     def seconds(tiles: Tiles) -> float:
-        streamed = itemsize * m * (k * (n // tiles.n) + len(dys) * n * (k // tiles.k))
+        rows_of_blocks = k // tiles.k
+        columns_of_blocks = n // tiles.n
+        streamed = itemsize * m * (k * columns_of_blocks + len(dys) * n * rows_of_blocks)
         stored = 4 * experts * k * n * (len(dys) + len(initial))
         last = 4 * len(dys) * tiles.k * tiles.n  # nothing is multiplied meanwhile
-        steps = (k // tiles.k) * (n // tiles.n) * (m // rows)
-        products = 2 * m * k * n * len(dys) / chip.flops * imbalance(k // tiles.k, chip.cores)
+        steps = rows_of_blocks * columns_of_blocks * (m // rows)
+        products = 2 * m * k * n * len(dys) / chip.flops * imbalance(rows_of_blocks, chip.cores)
         moving = max((streamed + stored) / bandwidth, products)
         return moving + last / bandwidth + steps * STEP_SECONDS
 
     choices = [Tiles(rows, *sides) for sides in itertools.product(divisors(k), divisors(n))]
-    best = min((tiles for tiles in choices if vmem_bytes(tiles) <= available()), key=seconds)
+    fitting = [tiles for tiles in choices if vmem_bytes(tiles) <= available()]
+    best = min(fitting, key=seconds)
     return best, vmem_bytes(best)

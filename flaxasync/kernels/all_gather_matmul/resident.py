@@ -306,7 +306,7 @@ class Resident:
         self.plan.columns.on_size(column, wait_for)
 
 
-def _rarely(condition: Condition, use: Callable[..., None], *operands: Scalar) -> None:
+def _rarely(condition: Condition, use: Callable[..., None], *operands: Scalar | Task) -> None:
     """Does what `when` does, but with a loop: code of a loop is jumped over, and code of a branch
     predicated.
     """

@@ -230,8 +230,9 @@ class Beside:
             """Returns how many steps of the sums are done by so many steps of the kernel."""
             return number * each + lax.div(jnp.int32(number * more), jnp.int32(steps))
 
+        following = step + 1
         first = share(step)
-        end = share(step + 1)
+        end = share(following)
         with jax.named_scope("beside"):
             pl.loop(first, end)(self._step)
 

@@ -58,11 +58,8 @@ class MatmulScratch:
     x: IncomingTiles  # [2, batches, rows, k]
     w: IncomingTiles  # [w_slots, k, joined * n], or [w_slots, joined * n, k] if transposed
     outgoing: OutgoingTiles  # [outgoing, batches, rows, n] finished tiles of the result, rounded
-    accumulators: (
-        # [accumulators, batches, rows, joined * n] VMEM, of 32 bits; as small as can be if there
-        # are none
-        Ref
-    )
+    # [accumulators, batches, rows, joined * n] VMEM, of 32 bits; as small as can be if there are none
+    accumulators: Ref
 
 
 @jax.tree_util.register_dataclass
@@ -144,8 +141,9 @@ class MatmulTiles:
         stays = dataclasses.replace(self, w_stays=True)
         tile = self.contraction.size * self.joined * self.columns.size * jnp.dtype(dtype).itemsize
         need = used_bytes + (stays.w_slots - 2) * tile
-        fits = need <= available() - MARGIN and stays.w_slots <= W_SLOTS
-        return (stays, need) if fits else (self, used_bytes)
+        if need <= available() - MARGIN and stays.w_slots <= W_SLOTS:
+            return stays, need
+        return self, used_bytes
 
     def w_slot(self, t: Scalar, j: Scalar, number: Scalar) -> Scalar:
         """Returns the slot of tile (t, j) of w, which is used as the `number`-th one."""
@@ -167,14 +165,14 @@ class MatmulTiles:
     ) -> MatmulScratch:
         k = self.contraction.size
         n = self.columns.size
-        sums = (*self.rows.shape, self.joined * n)
+        sums = (1, 1, 8, LANES)  # as small as can be
+        if accumulators:
+            sums = (accumulators, *self.rows.shape, self.joined * n)
         return MatmulScratch(
             IncomingTiles.allocate(2, (*self.rows.shape, k), dtype),
             IncomingTiles.allocate(self.w_slots, self._w_shape(k, n), w_dtype),
             OutgoingTiles.allocate(outgoing, self.result, result or dtype),
-            pltpu.VMEM(
-                (accumulators, *sums) if accumulators else (1, 1, 8, LANES), sums_dtype(dtype)
-            ),
+            pltpu.VMEM(sums, sums_dtype(dtype)),
         )
 
     def start_x(
@@ -184,43 +182,49 @@ class MatmulTiles:
         HBM.
         """
 
-        def start(batches: pl.Slice, rows: pl.Slice) -> None:
-            self.contraction.on_slice(
-                t, lambda pair, depth: x.start(slot, source(pair, batches, rows, depth))
-            )
+        def on_rows(batches: pl.Slice, rows: pl.Slice) -> None:
+            def start(pair: int, depth: pl.Slice) -> None:
+                x.start(slot, source(pair, batches, rows, depth))
 
-        self.rows.on_slice(i, start)
+            self.contraction.on_slice(t, start)
+
+        self.rows.on_slice(i, on_rows)
 
     def start_w(
         self, w: IncomingTiles, slot: Scalar, t: Scalar, j: Scalar, ws: Sequence[Ref]
     ) -> None:
         """Starts to fetch tile (t, j) of w from one of `ws` in HBM."""
 
-        def start(pair: int, depth: pl.Slice, number: int, columns: pl.Slice) -> None:
-            first = pair if len(self.contraction.lengths) > 1 else number
-            for part, source in enumerate(ws[first : first + self.joined]):
-                tile = source.at[(columns, depth) if self.transposed else (depth, columns)]
-                w.start(slot, tile, offset=part * columns.size, axis=0 if self.transposed else 1)
+        axis = 0 if self.transposed else 1
 
-        self.contraction.on_slice(
-            t,
-            lambda pair, depth: self.columns.on_slice(
-                j, lambda number, some: start(pair, depth, number, some)
-            ),
-        )
+        def on_depth(pair: int, depth: pl.Slice) -> None:
+            def start(number: int, columns: pl.Slice) -> None:
+                first = pair if len(self.contraction.lengths) > 1 else number
+                for part, source in enumerate(ws[first : first + self.joined]):
+                    tile = source.at[self._in_w(depth, columns)]
+                    w.start(slot, tile, offset=part * columns.size, axis=axis)
+
+            self.columns.on_slice(j, start)
+
+        self.contraction.on_slice(t, on_depth)
 
     def wait_x(self, x: IncomingTiles, slot: Scalar, i: Scalar, t: Scalar) -> None:
-        self.contraction.on_size(
-            t,
-            lambda k: self.rows.on_slice(
-                i, lambda batches, rows: x.wait(slot, batches.size, rows.size, k)
-            ),
-        )
+        def on_depth(k: int) -> None:
+            def wait_for(batches: pl.Slice, rows: pl.Slice) -> None:
+                x.wait(slot, batches.size, rows.size, k)
+
+            self.rows.on_slice(i, wait_for)
+
+        self.contraction.on_size(t, on_depth)
 
     def wait_w(self, w: IncomingTiles, slot: Scalar, t: Scalar, j: Scalar) -> None:
-        self.contraction.on_size(
-            t, lambda k: self.columns.on_size(j, lambda n: w.wait(slot, *self._w_shape(k, n)))
-        )
+        def on_depth(k: int) -> None:
+            def wait_for(n: int) -> None:
+                w.wait(slot, *self._w_shape(k, n))
+
+            self.columns.on_size(j, wait_for)
+
+        self.contraction.on_size(t, on_depth)
 
     def multiply(
         self,
@@ -240,15 +244,23 @@ class MatmulTiles:
         side by side.
         """
 
-        def on_columns(n: int) -> None:
-            n *= self.joined
+        def on_columns(of_one: int) -> None:
+            n = self.joined * of_one
 
             def product(depth: int, index: tuple[Index, ...], rows: int) -> jax.Array:
                 x = x_tile[*index[:2], :depth].reshape(rows, depth)
-                w = w_tile[:n, :depth] if self.transposed else w_tile[:depth, :n]
-                return dot(x, w, transposed=self.transposed).reshape(
-                    -1, min(rows, self.rows.rows.size), n
-                )
+                w = w_tile[self._in_w(slice(0, depth), slice(0, n))]
+                y = dot(x, w, transposed=self.transposed)
+                return y.reshape(-1, min(rows, self.rows.rows.size), n)
+
+            def for_each_sub_block(use: Callable[..., None]) -> None:
+                def on_rows(index: tuple[Index, ...], rows: int) -> None:
+                    use((*index, slice(0, n)), rows)
+
+                self.rows.for_each_sub_block(i, on_rows)
+
+            def finish_sub_block(value: jax.Array, index: tuple[Index, ...], _: int) -> None:
+                finish(value, index)
 
             accumulate(
                 self.contraction,
@@ -256,11 +268,9 @@ class MatmulTiles:
                 first=t == 0,
                 last=t == self.contraction.count - 1,
                 accumulator=accumulator,
-                for_each_sub_block=lambda use: self.rows.for_each_sub_block(
-                    i, lambda index, rows: use((*index, slice(0, n)), rows)
-                ),
+                for_each_sub_block=for_each_sub_block,
                 product=product,
-                finish=lambda value, index, _: finish(value, index),
+                finish=finish_sub_block,
             )
 
         with jax.named_scope("multiply"):
@@ -270,21 +280,31 @@ class MatmulTiles:
         """Calls `use(number of the w, batches, rows, columns)` with the slices of tile (i, j) of
         the result.
         """
-        self.rows.on_slice(
-            i,
-            lambda batches, rows: self.columns.on_slice(
-                j, lambda number, columns: use(number, batches, rows, columns)
-            ),
-        )
+
+        def on_rows(batches: pl.Slice, rows: pl.Slice) -> None:
+            def on_columns(number: int, columns: pl.Slice) -> None:
+                use(number, batches, rows, columns)
+
+            self.columns.on_slice(j, on_columns)
+
+        self.rows.on_slice(i, on_rows)
 
     def wait_result(
         self, slots: IncomingTiles | OutgoingTiles, slot: Scalar, i: Scalar, j: Scalar
     ) -> None:
         """Waits until tile (i, j) of the result has come into a slot, or has left it."""
-        self.on_result(i, j, lambda _, *tile: slots.wait(slot, *(side.size for side in tile)))
+
+        def wait_for(_: int, *tile: pl.Slice) -> None:
+            slots.wait(slot, *(side.size for side in tile))
+
+        self.on_result(i, j, wait_for)
 
     def _w_shape(self, k: int, n: int) -> tuple[int, int]:
-        return (self.joined * n, k) if self.transposed else (k, self.joined * n)
+        return self._in_w(k, self.joined * n)
+
+    def _in_w[T](self, k: T, n: T) -> tuple[T, T]:
+        """Returns what belongs to the contraction and to the columns in the order of w's sides."""
+        return (n, k) if self.transposed else (k, n)
 
 
 def laid_out_scales(rows: jax.Array, columns: Sequence[jax.Array]) -> list[jax.Array]:
@@ -297,7 +317,8 @@ def laid_out_scales(rows: jax.Array, columns: Sequence[jax.Array]) -> list[jax.A
 
 def dot(x: jax.Array, w: jax.Array, *, transposed: bool = False) -> jax.Array:
     """Returns x @ w, or x @ w.T, in the dtype of sums."""
-    dimensions = (((1,), (1 if transposed else 0,)), ((), ()))
+    of_w = 1 if transposed else 0
+    dimensions = (((1,), (of_w,)), ((), ()))
     return lax.dot_general(x, w, dimensions, preferred_element_type=sums_dtype(x.dtype))
 
 
@@ -343,16 +364,21 @@ def accumulate(
 
     def end(depth: int, index: Any, *rest: Any) -> None:
         value = product(depth, index, *rest)
-        finish(value if steps == 1 else value + accumulator[index], index, *rest)
+        if steps > 1:
+            value = value + accumulator[index]
+        finish(value, index, *rest)
 
     def do(use: Callable[..., None], among: Sequence[int], condition: Condition) -> None:
-        tiles.on_size(
-            tile, lambda depth: for_each_sub_block(functools.partial(use, depth)), among, condition
-        )
+        def on_depth(depth: int) -> None:
+            for_each_sub_block(functools.partial(use, depth))
+
+        tiles.on_size(tile, on_depth, among, condition)
 
     if steps > 1:
         do(store, [0], first)
     if steps > 2:
-        middle = range(tiles.count) if repeats > 1 else range(1, tiles.count - 1)
+        middle = range(1, tiles.count - 1)
+        if repeats > 1:
+            middle = range(tiles.count)
         do(add, middle, jnp.logical_not(jnp.logical_or(first, last)))
     do(end, [tiles.count - 1], last)

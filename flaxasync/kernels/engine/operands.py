@@ -55,8 +55,9 @@ class Tiles:
 
     def halved(self) -> "Tiles":
         """Returns these tiles with half of the longest side."""
-        longest = max(("k", "m", "n"), key=lambda side: getattr(self, side))
-        return dataclasses.replace(self, **{longest: max(1, getattr(self, longest) // 2)})
+        sides = {"k": self.k, "m": self.m, "n": self.n}
+        longest = max(sides, key=sides.__getitem__)
+        return dataclasses.replace(self, **{longest: max(1, sides[longest] // 2)})
 
 
 def when(condition: Condition, use: Callable[..., None], *operands: Any, **named: Any) -> None:
@@ -87,11 +88,8 @@ def largest_divisor(size: int, most: int, unit: int) -> int:
     """Returns the largest divisor of `size` that is a multiple of `unit` and at most `most`; `unit`
     divides `size`.
     """
-    return next(
-        side
-        for side in range(max(unit, min(size, most) // unit * unit), 0, -unit)
-        if size % side == 0
-    )
+    largest = max(unit, min(size, most) // unit * unit)
+    return next(side for side in range(largest, 0, -unit) if size % side == 0)
 
 
 def check_operand(caller: str, name: str, shape: tuple[int, ...], dtype: DType) -> None:
@@ -127,9 +125,7 @@ def output(
     It varies over the mesh axes over which any operand varies, except for `invarying`.
     """
     kind = jax.typeof(like).mat
-    varying = kind.varying.union(*(jax.typeof(other).mat.varying for other in others)) - set(
-        invarying
-    )
-    return jax.ShapeDtypeStruct(
-        shape, dtype or like.dtype, manual_axis_type=kind.update(varying=varying)
-    )
+    of_others = [jax.typeof(other).mat.varying for other in others]
+    varying = kind.varying.union(*of_others) - set(invarying)
+    axes = kind.update(varying=varying)
+    return jax.ShapeDtypeStruct(shape, dtype or like.dtype, manual_axis_type=axes)

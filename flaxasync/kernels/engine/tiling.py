@@ -114,7 +114,11 @@ class Tiling:
         even = cls((length,), size, unit, largest_divisor(size, longest, unit))
         choices = []
         for sub in range(unit, max(unit, min(longest, most, length)) + 1, unit):
-            counts = range(1, max(1, most // sub) + 1) if most < length else [pl.cdiv(length, sub)]
+            largest = max(1, most // sub)  # number of sub-blocks
+            smallest = 1
+            if most >= length:
+                smallest = largest = pl.cdiv(length, sub)
+            counts = range(smallest, largest + 1)
             choices += [cls((length,), sub * count, unit, sub) for count in counts]
         return _cheapest([even], choices, scale=scale)
 
@@ -186,31 +190,31 @@ class Tiling:
         None is all tiles.
         """
         all_sizes = self.sizes
-        sizes = sorted(
-            {all_sizes[t] for t in (range(self.count) if among is None else among)}, reverse=True
-        )
+        if among is not None:
+            all_sizes = tuple(all_sizes[t] for t in among)
+        sizes = sorted(set(all_sizes), reverse=True)
+        if len(sizes) == 1:
+            when(condition, use, sizes[0])
+            return
         for size in sizes:
-            alike = (
-                condition
-                if len(sizes) == 1
-                else jnp.logical_and(condition, self._has_size(tile, size))
-            )
-            when(alike, use, size)
+            when(jnp.logical_and(condition, self._has_size(tile, size)), use, size)
 
     def sub_blocks(self, tile: Scalar) -> Scalar:
+        """Returns how many sub-blocks a tile has."""
         counts = [pl.cdiv(size, self._sub_block) for size in self.sizes]
-        return (
-            counts[0]
-            if len(set(counts)) == 1
-            else jnp.where(tile == self.count - 1, counts[-1], counts[0])
-        )
+        if len(set(counts)) == 1:
+            return counts[0]
+        return jnp.where(tile == self.count - 1, counts[-1], counts[0])
 
     def for_each_sub_block(self, tile: Scalar, use: Callable[[pl.Slice], None]) -> None:
         """Calls `use(where the sub-block lies in the tile)` in a loop of the kernel: its code is
         there once.
         """
         step = self._sub_block
-        pl.loop(0, self.sub_blocks(tile))(lambda i: use(aligned(i * step, step, self.unit)))
+
+        @pl.loop(0, self.sub_blocks(tile))
+        def _(i: Scalar) -> None:
+            use(aligned(i * step, step, self.unit))
 
     @property
     def _sub_block(self) -> int:
@@ -218,11 +222,10 @@ class Tiling:
 
     def _has_size(self, tile: Scalar, size: int) -> Condition:
         partial = [t for t, elements in enumerate(self.sizes) if elements != self.size]
-        if size != self.size:
-            return functools.reduce(
-                jnp.logical_or, [tile == t for t in partial if self.sizes[t] == size]
-            )
-        return functools.reduce(jnp.logical_and, [tile != t for t in partial])
+        if size == self.size:
+            return functools.reduce(jnp.logical_and, [tile != t for t in partial])
+        alike = [t for t in partial if self.sizes[t] == size]
+        return functools.reduce(jnp.logical_or, [tile == t for t in alike])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,15 +256,14 @@ class RowTiling:
         `unit` divides the rows of a tile, and `multiple` the batches of a tile that has more than
         one batch.
         """
-        sub_block = sub_block or SUB_BLOCK
+        at_once = sub_block or SUB_BLOCK
         if rows * multiple * 2 <= most or multiple > 1:
             whole = max(multiple, most // rows)
-            several = Tiling.in_sub_blocks(
-                batches, whole, max(1, sub_block // rows), multiple, scale=rows
-            )
+            batches_at_once = max(1, at_once // rows)
+            several = Tiling.in_sub_blocks(batches, whole, batches_at_once, multiple, scale=rows)
             if several.size > 1:
                 return cls(several, Tiling((rows,), rows, unit))
-        return cls(Tiling((batches,), 1, 1), Tiling.in_sub_blocks(rows, most, sub_block, unit))
+        return cls(Tiling((batches,), 1, 1), Tiling.in_sub_blocks(rows, most, at_once, unit))
 
     @classmethod
     def fewest(cls, batches: int, rows: int, most: int, unit: int) -> "RowTiling":
@@ -296,9 +298,14 @@ class RowTiling:
         sizes.
         """
         group, within = split(tile, self.rows.count)
-        self.batches.on_slice(
-            group, lambda _, batches: self.rows.on_slice(within, lambda _, rows: use(batches, rows))
-        )
+
+        def on_batches(_: int, batches: pl.Slice) -> None:
+            def on_rows(_: int, rows: pl.Slice) -> None:
+                use(batches, rows)
+
+            self.rows.on_slice(within, on_rows)
+
+        self.batches.on_slice(group, on_batches)
 
     def for_each_sub_block(self, tile: Scalar, use: Callable[..., None]) -> None:
         """Calls `use(index, number of rows)` in a loop of the kernel: its code is there once.
@@ -308,13 +315,18 @@ class RowTiling:
         more rows than the tile: then they are whatever the memory held.
         """
         group, within = split(tile, self.rows.count)
+        rows = self.rows.size
+
+        def on_batches(some: pl.Slice) -> None:
+            use((some, slice(0, rows)), some.size * rows)
+
+        def on_rows(some: pl.Slice) -> None:
+            use((slice(0, 1), some), some.size)
+
         if self.batches.size > 1:
-            rows = self.rows.size
-            self.batches.for_each_sub_block(
-                group, lambda some: use((some, slice(0, rows)), some.size * rows)
-            )
+            self.batches.for_each_sub_block(group, on_batches)
         else:
-            self.rows.for_each_sub_block(within, lambda some: use((slice(0, 1), some), some.size))
+            self.rows.for_each_sub_block(within, on_rows)
 
     def flattened(self) -> Tiling:
         """Returns the same tiles in the same order, as those of all rows of all batches."""
@@ -332,10 +344,8 @@ def cost(tiling: Tiling, scale: int = 1) -> int:
 
     def of_tile(elements: int) -> int:
         one = min(tiling.sub_block or elements, tiling.size)
-        return (
-            max(PREFETCH, pl.cdiv(elements, one) * (max(SHORTEST, one * scale) + OVERHEAD))
-            + OVERHEAD
-        )
+        product = max(SHORTEST, one * scale) + OVERHEAD
+        return max(PREFETCH, pl.cdiv(elements, one) * product) + OVERHEAD
 
     return sum(map(of_tile, tiling.sizes))
 
@@ -344,10 +354,11 @@ def _cheapest(even: Sequence[Tiling], *others: Sequence[Tiling], scale: int = 1)
     """Returns the first that costs little more than the best: of `even`, of the cheapest of each of
     the others.
     """
-    cheapest = [
-        min(choices, key=lambda t: (cost(t, scale), t.size, t.sub_block or 0))
-        for choices in others
-        if choices
-    ]
+
+    def order(tiling: Tiling) -> tuple[int, int, int]:
+        return cost(tiling, scale), tiling.size, tiling.sub_block or 0
+
+    cheapest = [min(choices, key=order) for choices in others if choices]
+    most = NEAR * cost(cheapest[-1], scale)
     candidates = [*even, *cheapest]
-    return next(c for c in candidates if cost(c, scale) <= NEAR * cost(cheapest[-1], scale))
+    return next(tiling for tiling in candidates if cost(tiling, scale) <= most)
