@@ -48,16 +48,19 @@ def add_rows(values: Array, rows: Array, scale: Array, tiles: Array | int, *, n:
     # Those of one tile at a time: where all are in scalar memory, little is left of it, and libtpu
     # spills into HBM.
     of_tile = pl.BlockSpec((1, 1, t), lambda j, i: (i, 0, 0), memory_space=pltpu.SMEM)
+    of_values = pl.BlockSpec((t, columns), lambda j, i: (i, j))
+    of_y = pl.BlockSpec((n, columns), lambda j, i: (0, j))
+    # One tile at least, even of padding, because its last step writes y.
+    if isinstance(tiles, int):
+        tiles_or_one = max(tiles, 1)
+    else:
+        tiles_or_one = jnp.maximum(tiles, 1)
     return pl.pallas_call(
         _body,
         out_shape=output((n, features), values, rows, scale),
-        # One tile at least, even of padding, because its last step writes y.
-        grid=(
-            features // columns,
-            max(tiles, 1) if isinstance(tiles, int) else jnp.maximum(tiles, 1),
-        ),
-        in_specs=[of_tile, of_tile, pl.BlockSpec((t, columns), lambda j, i: (i, j))],
-        out_specs=pl.BlockSpec((n, columns), lambda j, i: (0, j)),
+        grid=(features // columns, tiles_or_one),
+        in_specs=[of_tile, of_tile, of_values],
+        out_specs=of_y,
         scratch_shapes=[
             pltpu.VMEM((n + 8, columns), jnp.float32),
             pltpu.VMEM((t, columns), jnp.float32),

@@ -142,11 +142,9 @@ def all_reduce(
             block = ring.behind(hop + 1, direction)
             columns = halves[direction]
             own = x_tile[aligned(block * m, m, sublanes(x.dtype)), columns].astype(jnp.float32)
-            return (
-                own
-                if hop == 0
-                else own + scratch.received[buffers, hop - 1, :, columns].astype(jnp.float32)
-            )
+            if hop == 0:
+                return own
+            return own + scratch.received[buffers, hop - 1, :, columns].astype(jnp.float32)
 
         for hop in range(hops):
             with jax.named_scope("reduce"):
@@ -188,11 +186,12 @@ def all_reduce(
     dma = pltpu.SemaphoreType.DMA
     grid = (pl.cdiv(rows, tile.m), pl.cdiv(width, n))
     itemsize = x.dtype.itemsize
-    outgoing, received, finished = (
-        pltpu.VMEM((*some, m, n), x.dtype) for some in ((), (2, hops), (size,))
-    )
+    finished = pltpu.VMEM((size, m, n), x.dtype)
     scratch: Ref = AllReduceScratch(
-        outgoing, received, dma((ring.directions,)), dma((2, ring.directions, hops))
+        outgoing=pltpu.VMEM((m, n), x.dtype),
+        received=pltpu.VMEM((2, hops, m, n), x.dtype),
+        send_sem=dma((ring.directions,)),
+        recv_sem=dma((2, ring.directions, hops)),
     )
     spec = pl.BlockSpec((tile.m, n), lambda i, j: (i, j))
     result = output(x.shape, x, invarying=(axis_name,))

@@ -5,6 +5,8 @@ Tiles need not divide the operands: the last tile of k is multiplied with its ow
 neither reads nor writes beyond m and n.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -23,7 +25,11 @@ def gemm(x: jax.Array, w: jax.Array, *, tiles: Tiles = TILES) -> jax.Array:
     m, k = x.shape
     n = w.shape[1]
     tiles = tiles.within(m, k, n)
-    need = check_vmem("gemm", tiles, lambda tiles: matmul_bytes(tiles, x.dtype, results=2, sums=1))
+
+    def need(t: Tiles) -> int:
+        return matmul_bytes(t, x.dtype, results=2, sums=1)
+
+    vmem_bytes = check_vmem("gemm", tiles, need)
     x_spec, w_spec, o_spec = specs(tiles)
     return pl.pallas_call(
         lambda *refs: step(*refs, depth=k),
@@ -34,7 +40,7 @@ def gemm(x: jax.Array, w: jax.Array, *, tiles: Tiles = TILES) -> jax.Array:
         scratch_shapes=[pltpu.VMEM((tiles.m, tiles.n), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=vmem_limit(need),
+            vmem_limit_bytes=vmem_limit(vmem_bytes),
         ),
         cost_estimate=cost(tiles, m, k, n, x.dtype.itemsize),
         name="gemm",
@@ -62,15 +68,19 @@ def step(
     def finish(value: jax.Array, index: tuple[pl.Slice, slice]) -> None:
         o_tile[index] = value.astype(o_tile.dtype)
 
+    def for_each_sub_block(use: Callable[..., None]) -> None:
+        def on_rows(index: pl.Slice) -> None:
+            use((index, slice(0, n)))
+
+        rows.for_each_sub_block(0, on_rows)
+
     accumulate(
         Tiling((depth,), k),
         t,
         first=t == 0,
         last=t == last,
         accumulator=accumulator,
-        for_each_sub_block=lambda use: rows.for_each_sub_block(
-            0, lambda rows: use((rows, slice(0, n)))
-        ),
+        for_each_sub_block=for_each_sub_block,
         product=product,
         finish=finish,
     )

@@ -100,7 +100,8 @@ def grouped_weight_gradient(
     blocks, vmem_bytes = _choose(factors, expert_count, tile_rows, initial)
     kernel = _Kernel(blocks, (k // blocks.k, n // blocks.n), expert_count, chip_in_use().cores)
     tiles = [Tile(one.x, list(one.dys)) for one in factors]
-    arrays = [*jax.tree.leaves(tiles), *initial]
+    factor_arrays = jax.tree.leaves(tiles)
+    arrays = [*factor_arrays, *initial]
     dw = output((expert_count, k, n), *arrays).update(dtype=jnp.float32)
 
     def specs(row: int) -> Tile:
@@ -117,6 +118,7 @@ def grouped_weight_gradient(
 
     block: Ref = OutgoingTiles.allocate(_slots(initial), (blocks.k, blocks.n), jnp.float32)
     of_factors = [specs(FIRST_TILE + which) for which in range(len(factors))]
+    aliases = {1 + len(factor_arrays) + i: i for i in range(len(initial))}
     rows, columns = kernel.grid
     read = x.dtype.itemsize * _rows(factors) * (k * columns + count * n * rows)
     (dws,) = pl.pallas_call(
@@ -129,7 +131,7 @@ def grouped_weight_gradient(
             scratch_shapes=([block] * count,),
         ),
         out_shape=([dw] * count,),
-        input_output_aliases={1 + len(arrays) - len(initial) + i: i for i in range(len(initial))},
+        input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=(outer_semantics(kernel.cores), "arbitrary", "arbitrary"),
             vmem_limit_bytes=vmem_limit(vmem_bytes),

@@ -18,9 +18,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine.operands import DTYPES, LANES, Ref, largest_divisor, output, sublanes
 
-# of a tile, at most: 1 MiB in bfloat16
-ROWS = 512
-FEATURES = 1024
+ROWS = 512  # of a tile, at most
+FEATURES = 1024  # of a tile, at most: it has 1 MiB in bfloat16
 
 
 def unsupported(x: Array, head_size: int) -> bool:
@@ -61,6 +60,5 @@ def _body(x_ref: Ref, cos_ref: Ref, sin_ref: Ref, y_ref: Ref) -> None:
     for start in range(0, x_ref.shape[-1], d):
         head = pl.ds(start, d)
         x = x_ref[:, head].astype(jnp.float32)
-        y_ref[:, head] = (x * cos_ref[...] + pltpu.roll(x, d // 2, 1) * sin_ref[...]).astype(
-            y_ref.dtype
-        )
+        turned = x * cos_ref[...] + pltpu.roll(x, d // 2, 1) * sin_ref[...]
+        y_ref[:, head] = turned.astype(y_ref.dtype)

@@ -236,7 +236,9 @@ class _Device:
         """Waits for and returns the next out slots, around in a circle: `out_slot` and `waits` of a
         task.
         """
-        first = self.next_out_slot if self.next_out_slot + count <= self.sizes.out_slots else 0
+        first = self.next_out_slot
+        if first + count > self.sizes.out_slots:
+            first = 0
         self.next_out_slot = first + count
         former = [slot for slot in range(first, first + count) if slot in self.leaving]
         for slot in former:

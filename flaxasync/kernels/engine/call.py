@@ -90,7 +90,11 @@ def fitting(
     `fit` returns the tiles that suit the operands and are no larger than its argument, and `need`
     the bytes they take.
     """
-    return fit(tiles or _largest(default, lambda most: need(fit(most))))
+
+    def need_fitted(most: Tiles) -> int:
+        return need(fit(most))
+
+    return fit(tiles or _largest(default, need_fitted))
 
 
 def check_vmem(caller: str, tiles: Tiles, need: Callable[[Tiles], int]) -> int:
@@ -103,12 +107,12 @@ def check_vmem(caller: str, tiles: Tiles, need: Callable[[Tiles], int]) -> int:
     limit = available()
     if need(tiles) > limit:
         fit = _largest(tiles, need)
+        chip = f"a {chip_in_use().name} has {limit / MIB:.0f} MiB to give"
+        taken = f"which take {need(tiles) / MIB:.1f} MiB with all buffers"
         raise ValueError(
             f"{caller} needs tiles that fit in vector memory: got m={tiles.m}, k={tiles.k}, "
-            f"n={tiles.n}, which take "
-            f"{need(tiles) / MIB:.1f} MiB with all buffers, and a {chip_in_use().name} has "
-            f"{limit / MIB:.0f} MiB to "
-            f"give; the largest of this form are m={fit.m}, k={fit.k}, n={fit.n}"
+            f"n={tiles.n}, {taken}, and {chip}; "
+            f"the largest of this form are m={fit.m}, k={fit.k}, n={fit.n}"
         )
     return need(tiles)
 

@@ -79,10 +79,10 @@ class BlockLayout:
         self, direction: Scalar, chunk: Scalar, batches: pl.Slice, rows: pl.Slice
     ) -> tuple[pl.Slice, pl.Slice]:
         """Returns where batches and rows of a chunk of a half-block lie in its block."""
-        first_batch, first_row = (
-            direction * half + chunk * step + part.start
-            for half, step, part in zip(self.to_half, self.to_chunk, (batches, rows), strict=True)
-        )
+        batches_to_half, rows_to_half = self.to_half
+        batches_to_chunk, rows_to_chunk = self.to_chunk
+        first_batch = direction * batches_to_half + chunk * batches_to_chunk + batches.start
+        first_row = direction * rows_to_half + chunk * rows_to_chunk + rows.start
         return pl.ds(first_batch, batches.size), aligned(first_row, rows.size, self.unit)
 
 

@@ -95,7 +95,10 @@ class OutgoingTiles(_Slots):
         """Waits until a tile may be written into its slot; `wait_for(number)` waits until another
         one has left.
         """
-        pl.when(number >= self.count)(lambda: wait_for(number - self.count))
+
+        @pl.when(number >= self.count)
+        def _() -> None:
+            wait_for(number - self.count)
 
     def finish(self, count: int, wait_for: Callable[[Scalar], None]) -> None:
         """Waits until the last tiles have left, of `count` tiles in all."""
@@ -110,10 +113,5 @@ class OutgoingTiles(_Slots):
         start_copy(self.tiles.at[slot, *beginning(*target.shape)], target, self.sems.at[slot])
 
     def send(self, slot: Scalar, target: Ref, recv_sem: Ref, device: Device) -> None:
-        start_send(
-            self.tiles.at[slot, *beginning(*target.shape)],
-            target,
-            self.sems.at[slot],
-            recv_sem,
-            device,
-        )
+        tile = self.tiles.at[slot, *beginning(*target.shape)]
+        start_send(tile, target, self.sems.at[slot], recv_sem, device)

@@ -111,19 +111,28 @@ def overlapped(
     phases = ring.size
     both = ring.directions
     size = x.dtype.itemsize
-    # no buffer can be empty
     half_block = m // phases // both
+    # no buffer can be empty
     unused = (sublanes(x.dtype), LANES)
+    of_w = unused
+    of_sums: tuple[int, ...] = unused
+    w_sems = (1, 1)
+    sums_sems = (1, 1)
+    sums_tile: tuple[int, ...] = (1, *unused)
     travels = blocks.ring.size > 1
-    hops = 2 * (phases - 1) * schedule.rounds
+    if travels:
+        of_w = (k, n)
+        w_sems = (schedule.chunks, blocks.needed)
+    if phases > 1:
+        of_sums = (phases - 1, both, half_block, n)
+        sums_sems = (2 * (phases - 1) * schedule.rounds, schedule.rows)
+        sums_tile = tiling.result
     dma = pltpu.SemaphoreType.DMA
     scratch = OverlappedScratch(
         matmul=tiling.scratch(x.dtype, w.dtype, outgoing=used.outgoing, accumulators=schedule.rows),
-        weights=WeightScratch(
-            *blocks.tables(), dma, dma((schedule.chunks, blocks.needed) if travels else (1, 1))
-        ),
-        received=IncomingTiles.allocate(1, tiling.result if hops else (1, *unused), x.dtype),
-        recv_sem=dma((hops, schedule.rows) if hops else (1, 1)),
+        weights=WeightScratch(*blocks.tables(), dma, dma(w_sems)),
+        received=IncomingTiles.allocate(1, sums_tile, x.dtype),
+        recv_sem=dma(sums_sems),
         onward_sem=dma,
     )
 
@@ -141,11 +150,7 @@ def overlapped(
         device = _Device(schedule, ring, tiling, weights, x_ref, o_ref, sums_received, scratch)
         device.run(f"{used.caller} {both}", collective_id)
 
-    received = (
-        (k, n) if travels else unused,
-        (phases - 1, both, half_block, n) if phases > 1 else unused,
-    )
-    shapes = ((phases, both, half_block, n), *received)
+    shapes = ((phases, both, half_block, n), of_w, of_sums)
     invarying = axis_names[1:] if reduce else ()
     matmul = cost(Tiles(tiling.rows.size, block_rows, tiling.columns.size), m, k, n, size)
     sent = (k * n * travels + 2 * (m - m // phases) * n) * size
@@ -178,11 +183,9 @@ class _Device:
 
     def run(self, tag: str, collective_id: int | None) -> None:
         """Does all steps; `tag` is that of the entry barrier."""
-        senders = (
-            [self.ring.sender(direction) for direction in self.ring.both]
-            if self.ring.size > 1
-            else []
-        )
+        senders = []
+        if self.ring.size > 1:
+            senders = [self.ring.sender(direction) for direction in self.ring.both]
         self.weights.blocks.enter(tag, collective_id, senders)
         self.weights.begin()
         self.prefetch(self.schedule.at(0), 0)
@@ -198,14 +201,20 @@ class _Device:
         here = schedule.at(step)
         slot = remainder(step, 2)
         last = here.t == schedule.depth - 1
-        pl.when(step + 1 < schedule.grid.steps)(
-            lambda: self.prefetch(schedule.at(step + 1), 1 - slot)
-        )
+
+        @pl.when(step + 1 < schedule.grid.steps)
+        def _() -> None:
+            self.prefetch(schedule.at(step + 1), 1 - slot)
+
         self.weights.send(here)
         if self.ring.size > 2:  # what has arrived of the results of the round before is sent on
             i, t = split(here.position, schedule.depth)
             due = (here.round > 0) & (here.phase < self.ring.size - 2) & (t == schedule.depth - 1)
-            pl.when(due)(lambda: self._send_result_on(here.round - 1, here.phase + 1, i))
+
+            @pl.when(due)
+            def _() -> None:
+                self._send_result_on(here.round - 1, here.phase + 1, i)
+
         if self.ring.size > 1:
             when(last & (here.phase > 0), self.fetch_received, here)
         with jax.named_scope("wait"):
@@ -275,13 +284,14 @@ class _Device:
         def store(value: jax.Array) -> None:
             outgoing.tiles[slot] = value.astype(outgoing.tiles.dtype)
 
-        pl.when(here.phase == 0)(lambda: store(accumulator[...]))
+        @pl.when(here.phase == 0)
+        def _() -> None:
+            store(accumulator[...])
 
         @pl.when(here.phase > 0)
         def _() -> None:
-            self.tiles.columns.on_size(
-                here.chunk, lambda n: received.wait(0, *self.tiles.rows.shape, n)
-            )
+            wait_for = functools.partial(received.wait, 0, *self.tiles.rows.shape)
+            self.tiles.columns.on_size(here.chunk, wait_for)
             store(accumulator[...] + received.tiles[0].astype(jnp.float32))
 
     def send(self, here: MeshStep) -> None:
@@ -296,7 +306,10 @@ class _Device:
         def send(own: bool, _: int, columns: pl.Slice) -> None:
             for direction in ring.both:
                 tile = outgoing.tiles.at[slot, direction, :, *beginning(int(columns.size))]
-                block = self.o.at[ring.index] if own else self.sums_received.at[here.phase]
+                if own:
+                    block = self.o.at[ring.index]
+                else:
+                    block = self.sums_received.at[here.phase]
                 target = block.at[direction, self._rows(here.panel, here.i), columns]
                 if own:
                     start_copy(tile, target, outgoing.sems.at[slot])
@@ -307,10 +320,11 @@ class _Device:
 
         with jax.named_scope("send"):
             own = here.phase == ring.size - 1
-            on_columns = functools.partial(self.tiles.columns.on_slice, here.chunk)
-            pl.when(own)(lambda: on_columns(functools.partial(send, True)))
+            columns = self.tiles.columns
+            when(own, columns.on_slice, here.chunk, functools.partial(send, True))
             if ring.size > 1:
-                pl.when(jnp.logical_not(own))(lambda: on_columns(functools.partial(send, False)))
+                others = functools.partial(send, False)
+                when(jnp.logical_not(own), columns.on_slice, here.chunk, others)
 
     def wait_until_left(self, number: Scalar) -> None:
         chunk, _, phase, _ = self.schedule.results.coordinates(number)
@@ -337,9 +351,11 @@ class _Device:
             )
         if size > 1:
             all_results = schedule.rounds * schedule.rows
-            pl.loop(0, all_results)(
-                lambda tile: self._wait_for_arrival(2 * size - 3, *split(tile, schedule.rows))
-            )
+
+            @pl.loop(0, all_results)
+            def _(tile: Scalar) -> None:
+                self._wait_for_arrival(2 * size - 3, *split(tile, schedule.rows))
+
         for _ in range(1, size - 1):
             wait(self.o.at[0], self.scratch.onward_sem)  # one block was sent on after the other
 
@@ -370,9 +386,11 @@ class _Device:
         recv_sem = self._recv_sem(hop, round_, i)
         rows = self.tiles.rows.rows.size
         chunk, _ = split(round_, self.schedule.panels)
-        self.tiles.columns.on_size(
-            chunk, lambda n: wait(self.o.at[0, :, *beginning(rows, n)], recv_sem)
-        )
+
+        def wait_for(n: int) -> None:
+            wait(self.o.at[0, :, *beginning(rows, n)], recv_sem)
+
+        self.tiles.columns.on_size(chunk, wait_for)
 
     def _recv_sem(self, hop: Scalar, round_: Scalar, i: Scalar) -> Ref:
         """Returns the semaphore of a tile that arrives: partial sums in hops 0 .. Y-2, results in

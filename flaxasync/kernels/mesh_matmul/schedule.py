@@ -40,8 +40,7 @@ from flaxasync.kernels.engine.tiling import IterationGrid, RowTiling, Tiling, re
 from flaxasync.mesh import UnsupportedError
 
 TILES = Tiles()  # the largest tiles, where none are asked for
-# of columns, about, where there are few columns: no product hides the arrival of the first chunk of
-# w
+# chunks of columns, about, where there are few columns: nothing hides the arrival of the first one
 CHUNKS = 8
 NARROWEST = 512  # columns of a chunk, unless there are fewer columns in all
 PANEL = 4096  # rows whose sums stay in vector memory, at most
@@ -99,9 +98,9 @@ class MeshSchedule:
         accumulator = jnp.where(rows_outer, 0, i)
         new_w = jnp.logical_or(rows_outer, i == 0)
         # tiles of w
-        in_round = (
-            self.depth if self.phases == 1 else (self.phases - 1) * self.depth + self.phase_steps
-        )
+        in_round = self.depth
+        if self.phases > 1:
+            in_round = (self.phases - 1) * self.depth + self.phase_steps
         before = round_ * in_round + phase * self.depth + jnp.where(rows_outer, position, t_outer)
         w_slot = remainder(before, 2)
         return MeshStep(
@@ -163,17 +162,22 @@ def plan(
         columns = Tiling.of((n,), most.n)
         return Tiles(rows, largest_divisor(most_k, most.k, LANES), columns.size)
 
-    # the partial sums of a panel are finished one right after the other
     def outgoing(rows: int) -> int:
+        """Returns the slots for tiles that leave: the partial sums of a panel are finished one
+        right after the other.
+        """
         return 2 + rows if phases > 1 else 2
 
     def need(rows: int, t: Tiles) -> int:
-        received = 1 if phases > 1 else 0  # slots for partial sums
-        return matmul_bytes(t, dtype, outgoing(rows) + received, rows)
+        slots = outgoing(rows)
+        if phases > 1:
+            slots += 1  # for partial sums that are received
+        return matmul_bytes(t, dtype, slots, rows)
 
     # Narrow chunks of columns have more arrivals. If there are too few semaphores for them, chunks
     # are wide.
-    for default in (dataclasses.replace(TILES, n=min(TILES.n, max(NARROWEST, n // CHUNKS))), TILES):
+    narrow = dataclasses.replace(TILES, n=min(TILES.n, max(NARROWEST, n // CHUNKS)))
+    for default in (narrow, TILES):
         used = fitting(tiles, default, fit, functools.partial(need, 1))
         panels = [
             rows for rows in range(max(1, PANEL // used.m), 0, -1) if block % (used.m * rows) == 0
@@ -182,10 +186,8 @@ def plan(
         columns = Tiling((n,), used.n)
         side = used.m // both
         schedule = MeshSchedule(columns.count, block // (rows * used.m), rows, k // used.k, phases)
-        arrivals = (
-            schedule.chunks * schedule.depth * (size > 1)
-            + 2 * (phases - 1) * schedule.rounds * rows
-        )
+        blocks_of_w = schedule.chunks * schedule.depth * (size > 1)
+        arrivals = blocks_of_w + 2 * (phases - 1) * schedule.rounds * rows
         if arrivals <= SEMAPHORES:
             break
     else:

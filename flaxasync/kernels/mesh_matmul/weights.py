@@ -73,6 +73,10 @@ class WeightBlocks:
             self.ring.size + jnp.where(self.direction(t) == 0, onward, -onward), self.ring.size
         )
 
+    def arrives(self, t: Scalar) -> jax.Array:
+        """Returns whether a block comes to this device from another one."""
+        return self.hops(t) > 0
+
     def goes_on(self, t: Scalar) -> jax.Array:
         """Returns whether this device sends a block to the next one."""
         return self.hops(t) < self.ring.size - 1
@@ -122,10 +126,13 @@ class WeightBlocks:
 
             return lax.fori_loop(0, self.needed, found, jnp.int32(0)) > 0
 
-        columns = [
-            (ring.sender(d), any_block(d, lambda t: self.hops(t) > 0), any_block(d, self.goes_on))
-            for d in (ring.both if ring.size > 1 else ())
-        ]
+        columns = []
+        if ring.size > 1:
+            for direction in ring.both:
+                sender = ring.sender(direction)
+                sends = any_block(direction, self.arrives)
+                receives = any_block(direction, self.goes_on)
+                columns.append((sender, sends, receives))
         enter(
             f"{tag} {ring.axis_name} {self.axis_name} {ring.directions}",
             senders,
@@ -161,8 +168,10 @@ class Weights:
         """Turns to send on a block of the next chunk; 0 if blocks are sent on when they are
         used.
         """
-        early = self.blocks.ring.size > 2 and self.schedule.phases > 1 and self.schedule.chunks > 1
-        return self.blocks.most_alike * (self.blocks.ring.size - 2) if early else 0
+        size = self.blocks.ring.size
+        if size > 2 and self.schedule.phases > 1 and self.schedule.chunks > 1:
+            return self.blocks.most_alike * (size - 2)
+        return 0
 
     def begin(self) -> None:
         """Finds the order of use, and sends the first chunks."""
@@ -179,13 +188,18 @@ class Weights:
         """
         t = self.block(there)
         blocks = self.blocks
-        start = functools.partial(self.tiles.start, there.w_slot)
         own = blocks.hops(t) == 0
 
         def fetch(source: Ref, rows: pl.Slice) -> None:
-            self.columns.on_slice(there.chunk, lambda _, columns: start(source.at[rows, columns]))
+            def start(_: int, columns: pl.Slice) -> None:
+                self.tiles.start(there.w_slot, source.at[rows, columns])
 
-        pl.when(there.new_w & own)(lambda: fetch(self.w, blocks.held_rows(t)))
+            self.columns.on_slice(there.chunk, start)
+
+        @pl.when(there.new_w & own)
+        def _() -> None:
+            fetch(self.w, blocks.held_rows(t))
+
         if blocks.ring.size > 1:
 
             @pl.when(there.new_w & jnp.logical_not(own))
@@ -206,9 +220,11 @@ class Weights:
         of other devices.
         """
         begins = (here.phase == 0) & (here.position == 0) & (here.panel == 0)
-        pl.when(begins & (here.chunk + AHEAD < self.schedule.chunks))(
-            lambda: self._send_own(here.chunk + AHEAD)
-        )
+
+        @pl.when(begins & (here.chunk + AHEAD < self.schedule.chunks))
+        def _() -> None:
+            self._send_own(here.chunk + AHEAD)
+
         if self.turns:
             self._send_on(here)
 
@@ -240,12 +256,10 @@ class Weights:
         together = pl.cdiv(self.turns, steps)
         interval, rest = split((here.phase - 1) * self.schedule.phase_steps + here.position, gap)
 
-        @pl.when(
-            (here.phase > 0)
-            & (here.panel == 0)
-            & (here.chunk + 1 < self.schedule.chunks)
-            & (rest == 0)
-        )
+        later = (here.phase > 0) & (here.panel == 0)
+        due = later & (here.chunk + 1 < self.schedule.chunks) & (rest == 0)
+
+        @pl.when(due)
         def _() -> None:
             for turn in (interval * together + one for one in range(together)):
                 before, rank = split(turn, blocks.most_alike)
