@@ -87,7 +87,8 @@ class Chip:
         """Returns the peak rate of products of a type, "int8" or "fp8"; of bfloat16 products for
         None.
         """
-        return self.flops if kind is None else {"int8": self.int8, "fp8": self.fp8}[kind]
+        rates = {None: self.flops, "int8": self.int8, "fp8": self.fp8}
+        return rates[kind]
 
     def wraps(self, sizes: Sequence[int]) -> tuple[bool, ...]:
         """Says which dimensions of a whole slice close into rings.
@@ -101,7 +102,9 @@ class Chip:
           sizes: The number of chips along each dimension of the slice.
         """
         by_dimension = tuple(size % self.wraps_at == 0 for size in sizes)
-        return by_dimension if self.wraps_at != CUBE else (all(by_dimension),) * len(by_dimension)
+        if self.wraps_at == CUBE:
+            return (all(by_dimension),) * len(sizes)
+        return by_dimension
 
 
 CHIPS = {

@@ -6,6 +6,7 @@ mesh over the devices of a topology says "tpu" on a machine without one, and so 
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Collection, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractDevice, AxisType, Mesh
 
 from flaxasync import hardware
 from flaxasync.device_order import DeviceGrid, order_slices, slices_of
@@ -85,10 +86,10 @@ def make_mesh(
     size = math.prod(shape)
     found = list(jax.devices() if devices is None else devices)
     if size > len(found):
+        remedy = _how_to_simulate(size) if devices is None else ""
         raise ValueError(
             f"make_mesh needs a device for each place of the mesh: got {shape}, which is {size}, "
-            f"and {len(found)} "
-            f"devices{_how_to_simulate(size) if devices is None else ''}"
+            f"and {len(found)} devices{remedy}"
         )
     found = found[:size]
     ordered = order_slices(found, shape, names)
@@ -100,11 +101,9 @@ def make_mesh(
 def _how_to_simulate(size: int) -> str:
     """Returns what gives a program as many CPU devices as it needs, once it has fewer devices."""
     platform = jax.devices()[0].platform
-    elsewhere = (
-        ""
-        if platform == "cpu"
-        else f" and jax.config.update('jax_platforms', 'cpu'), which leaves the {platform}"
-    )
+    elsewhere = ""
+    if platform != "cpu":
+        elsewhere = f" and jax.config.update('jax_platforms', 'cpu'), which leaves the {platform}"
     return (
         f" of the platform {platform!r}. To simulate {size} devices on the CPU, call "
         f"jax.config.update('jax_num_cpu_devices', {size}) right after `import jax`{elsewhere}"
@@ -147,12 +146,15 @@ class AxisReport:
             return f"{self.name}: across slices"
         if not self.hops:
             return f"{self.name}: the devices have no coordinates"
-        runs = [(links, len(list(group))) for links, group in itertools.groupby(self.hops)]
-        text = ", ".join(
-            f"{count} x {links}" if count > 2 else ", ".join([str(links)] * count)
-            for links, count in runs
-        )
-        return f"{self.name}: {'closed ring' if self.closed else 'ring'}, links per hop {text}"
+        parts: list[str] = []
+        for length, group in itertools.groupby(self.hops):
+            count = len(list(group))
+            if count > 2:
+                parts.append(f"{count} x {length}")
+            else:
+                parts += [str(length)] * count
+        kind = "closed ring" if self.closed else "ring"
+        return f"{self.name}: {kind}, links per hop {', '.join(parts)}"
 
 
 def mesh_report(mesh: Mesh) -> tuple[AxisReport, ...]:
@@ -170,10 +172,9 @@ def mesh_report(mesh: Mesh) -> tuple[AxisReport, ...]:
         hops: tuple[int, ...] = ()
         if grid is not None and not across:
             order = np.array([[grid.position(device) for device in line] for line in lines])
-            hops = max(
-                (tuple(int(n) for n in ring) for ring in grid.hops(order, 1)),
-                key=lambda ring: (max(ring), ring),
-            )
+            rings = [tuple(map(int, ring)) for ring in grid.hops(order, 1)]
+            longest = max(map(max, rings))
+            hops = max(ring for ring in rings if max(ring) == longest)
         reports.append(AxisReport(name, hops, across))
     if len(reports) == 2:
         reports[1] = dataclasses.replace(reports[1], unmatched=_unmatched(*mesh.devices.shape))
@@ -184,9 +185,9 @@ def _unmatched(x: int, y: int) -> float:
     """Returns the share of X x Y devices (i, j) whose block j of Y of the contraction is not within
     block i of X.
     """
-    return 1 - sum(
-        i * y <= j * x and (j + 1) * x <= (i + 1) * y for i in range(x) for j in range(y)
-    ) / (x * y)
+    places = itertools.product(range(x), range(y))
+    matched = sum(i * y <= j * x and (j + 1) * x <= (i + 1) * y for i, j in places)
+    return 1 - matched / (x * y)
 
 
 def mesh_axis_size(caller: str, axis_name: str) -> int:
@@ -246,17 +247,18 @@ def cast_to_varying(x: jax.Array, axes: set[str] | frozenset[str]) -> jax.Array:
     twice.
     """
     missing = tuple(axis for axis in sorted(axes) if axis not in jax.typeof(x).mat.varying)
-    return lax.pcast(x, missing, to="varying") if missing else x
+    if not missing:
+        return x
+    return lax.pcast(x, missing, to="varying")
 
 
 def vary_like[T](tree: T, *others: Any, over: Collection[str] = ()) -> T:
     """Casts all arrays of a pytree to vary over the mesh axes `over`, and over those of any array
     of other pytrees.
     """
-    axes = frozenset(over).union(
-        *(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(others))
-    )
-    return jax.tree.map(lambda leaf: cast_to_varying(leaf, axes), tree)
+    of_others = [jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(others)]
+    axes = frozenset(over).union(*of_others)
+    return jax.tree.map(functools.partial(cast_to_varying, axes=axes), tree)
 
 
 def vary_alike[T](tree: T, *axes: str) -> T:
@@ -287,7 +289,7 @@ def platform() -> str | None:
     """Returns the platform of the mesh's devices, "tpu" for example; None where the mesh does not
     say.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device
+    device = _abstract_device()
     return device.platform if device is not None else None
 
 
@@ -295,8 +297,8 @@ def chip() -> hardware.Chip | None:
     """Returns the chip of the mesh's devices; None where the chip table lacks it, or the mesh does
     not say.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return hardware.chip_of_device(device.device_kind if device is not None else None)
+    device = _abstract_device()
+    return hardware.chip_of_device(device.device_kind) if device is not None else None
 
 
 def chip_name() -> str:
@@ -304,8 +306,15 @@ def chip_name() -> str:
     is not known.
     """
     found = chip()
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return found.name if found else device.device_kind if device is not None else "unknown"
+    if found is not None:
+        return found.name
+    device = _abstract_device()
+    return device.device_kind if device is not None else "unknown"
+
+
+def _abstract_device() -> AbstractDevice | None:
+    """Returns the kind of device that the mesh is of; None where it does not say."""
+    return jax.sharding.get_abstract_mesh().abstract_device
 
 
 def check_tpu(caller: str, instead: str) -> None:

@@ -27,6 +27,7 @@ type Index = int | jax.Array  # a Python int or a traced one
 type Block = Any  # what travels: a pytree of arrays
 type Carry = Any  # what stays on the device: a pytree of arrays
 type State = Any  # what a loop carries for a channel: a pytree of arrays
+type Counted = tuple[Index, tuple[list[State], Carry]]  # the number of the hop, and its state
 type Update = Callable[[Block], Block] | None
 
 
@@ -106,7 +107,9 @@ def shifts(directions: int, rows: int) -> tuple[int, ...]:
     """Returns the shift of each half-block of a block with `rows` rows; a block of one row is not
     halved.
     """
-    return (1, -1) if directions == 2 and rows >= 2 else (1,)
+    if directions == 2 and rows >= 2:
+        return 1, -1
+    return (1,)
 
 
 def split_rows(rows: int, parts: int) -> tuple[tuple[int, int], ...]:
@@ -205,13 +208,11 @@ def staggered_loop(
                 channel.read(state, turn) for channel, state in zip(channels, states, strict=True)
             )
             addends, carry = window(hop, blocks, carry)
-            states, (addends, carry) = _tie(
-                channels, states, (None if merge is None else addends, carry)
-            )
-        updates: list[Update] = [None] * len(channels)
-        if merge is not None:
-            updates = [_merging(merge, addend) for addend in addends]
-        return states, updates, carry
+            if merge is None:
+                states, carry = _tie(channels, states, carry)
+                return states, [None] * len(channels), carry
+            states, (addends, carry) = _tie(channels, states, (addends, carry))
+        return states, [_merging(merge, addend) for addend in addends], carry
 
     def one_turn(
         hop: Index, state: tuple[list[State], Carry], turn: int
@@ -219,18 +220,19 @@ def staggered_loop(
         states, carry = state
         states, updates, carry = run_window(hop, states, carry, turn)
         with jax.named_scope("hop"):
-            return [
-                c.hop(s, u, turn) for c, s, u in zip(channels, states, updates, strict=True)
-            ], carry
+            turned = zip(channels, states, updates, strict=True)
+            return [channel.hop(state, update, turn) for channel, state, update in turned], carry
 
-    def turns(first: int, count: int) -> Callable[[Any, tuple[Index, Any]], tuple[Index, Any]]:
-        def body(_: Any, counted: tuple[Index, Any]) -> tuple[Index, Any]:
-            hop, state = counted
-            for turn in range(first, first + count):
-                hop, state = hop + 1, one_turn(hop, state, turn)
-            return hop, state
+    def turns(first: int, count: int, counted: Counted) -> Counted:
+        hop, state = counted
+        for turn in range(first, first + count):
+            following = hop + 1
+            state = one_turn(hop, state, turn)
+            hop = following
+        return hop, state
 
-        return body
+    def loop_body(_: Index, counted: Counted) -> Counted:
+        return turns(1, unroll, counted)
 
     with jax.named_scope("hop"):
         state = ([channel.start() for channel in channels], carry)
@@ -239,17 +241,18 @@ def staggered_loop(
     # Where the loop would run its body only once, all turns are written without a loop. Turns after
     # the loop take their number from the loop's counter. With a constant, their compute would
     # depend on nothing in the loop, and XLA would hoist it out of the ring and keep its results.
-    bodies = (hops - 2) // unroll if hops - 2 >= 2 * unroll else 0
-    counted: tuple[Index, Any] = (1, state)
-    if bodies:
-        counted = lax.fori_loop(0, bodies, turns(1, unroll), (jnp.int32(1), state))
-    _, state = turns(1 + bodies * unroll, max(hops - 2, 0) - bodies * unroll)(None, counted)
+    bodies = (hops - 2) // unroll
+    counted: Counted = (1, state)
+    if bodies >= 2:
+        counted = lax.fori_loop(0, bodies, loop_body, (jnp.int32(1), state))
+    else:
+        bodies = 0
+    _, state = turns(1 + bodies * unroll, max(hops - 2, 0) - bodies * unroll, counted)
     states, carry = state
     states, updates, carry = run_window(hops - 1, states, carry, hops - 1)
     with jax.named_scope("hop"):
-        finished = [
-            c.finish(s, u, hops - 1) for c, s, u in zip(channels, states, updates, strict=True)
-        ]
+        ends = zip(channels, states, updates, strict=True)
+        finished = [channel.finish(state, update, hops - 1) for channel, state, update in ends]
     return tuple(finished), carry
 
 
@@ -278,9 +281,10 @@ def ring_gather(
       The carry, after every row of the gathered x was used once.
     """
     first = jax.tree.leaves(x)[0]
-    axis, rows = axis % first.ndim, first.shape[axis]
+    dim = axis % first.ndim
+    rows = first.shape[dim]
     if ring.transport is None:
-        gather = functools.partial(lax.all_gather, axis_name=ring.axis_name, axis=axis, tiled=True)
+        gather = functools.partial(lax.all_gather, axis_name=ring.axis_name, axis=dim, tiled=True)
         return use(jax.tree.map(gather, x), 0, carry)
     size = lax.axis_size(ring.axis_name)
     index = lax.axis_index(ring.axis_name)
@@ -288,9 +292,10 @@ def ring_gather(
     row_ranges = split_rows(rows, len(block_shifts))
 
     def rows_of(start: int, count: int) -> Block:
-        return jax.tree.map(
-            lambda array: lax.slice_in_dim(array, start, start + count, axis=axis), x
+        part = functools.partial(
+            lax.slice_in_dim, start_index=start, limit_index=start + count, axis=dim
         )
+        return jax.tree.map(part, x)
 
     def window(
         hop: Index, blocks: tuple[Block, ...], carry: Carry
@@ -367,11 +372,9 @@ def ring_reduce(
         merge=merge,
         unroll=ring.unroll,
     )
-    return (
-        reduced[0]
-        if len(reduced) == 1
-        else lax.concatenate(reduced, dimension=axis % reduced[0].ndim)
-    )
+    if len(reduced) == 1:
+        return reduced[0]
+    return lax.concatenate(reduced, dimension=axis % reduced[0].ndim)
 
 
 def ring_visit(

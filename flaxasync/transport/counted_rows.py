@@ -26,9 +26,8 @@ from jax.experimental.pallas import tpu as pltpu
 from flaxasync.transport.pair import Future, Pair, Ref, Scalar, Semaphore
 from flaxasync.transport.pallas import enter, send
 
-# rows of a copy, of which m is a multiple; counts that there can be
-CHUNK = 128
-LANES = 128
+CHUNK = 128  # rows of a copy, of which m is a multiple
+LANES = 128  # counts that there can be
 
 
 @functools.cache

@@ -38,9 +38,8 @@ from jax.experimental.pallas import tpu as pltpu
 from flaxasync.mesh import device_at
 from flaxasync.transport.pair import Pair, Ref, Scalar, Semaphore
 
-# of a tile in HBM: 8 rows of 32 bits, or more rows of fewer bits
-LANES = 128
-SUBLANE_BYTES = 32
+LANES = 128  # columns of a tile in HBM
+SUBLANE_BYTES = 32  # of a column of a tile: 8 rows of 32 bits, or more rows of fewer bits
 
 
 def in_whole_tiles(block: jax.Array | jax.ShapeDtypeStruct, dim: int) -> bool:
@@ -49,9 +48,10 @@ def in_whole_tiles(block: jax.Array | jax.ShapeDtypeStruct, dim: int) -> bool:
     """
     if block.ndim < 2 or block.size == 0:
         return False
+    length = block.shape[dim]
     if dim == block.ndim - 1:
-        return block.shape[dim] % LANES == 0
-    return dim < block.ndim - 2 or block.shape[dim] * block.dtype.itemsize % SUBLANE_BYTES == 0
+        return length % LANES == 0
+    return dim < block.ndim - 2 or length * block.dtype.itemsize % SUBLANE_BYTES == 0
 
 
 @functools.cache
@@ -106,8 +106,11 @@ def _pair(
 
     def start_body(x_ref: Ref, y_ref: Ref, send_sem: Semaphore, recv_sem: Semaphore) -> None:
         me = lax.axis_index(axis_name)
-        # the nearest first; see above
-        others = sorted(range(1, size), key=lambda hop: min(hop, size - hop))
+
+        def distance(hop: int) -> int:
+            return min(hop, size - hop)
+
+        others = sorted(range(1, size), key=distance)  # the nearest first; see above
         barrier = pltpu.get_barrier_semaphore(f"flaxasync.{name} {axis_name}")
         with jax.named_scope("enter"):
             for hop in others:

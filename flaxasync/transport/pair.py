@@ -131,13 +131,13 @@ class Pair:
         start = self._start
         count = self.semaphores
         if self.elementwise:
+
+            def start_batch(size: int, batched: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
+                whole = _all_batched(x)
+                return self._start(x), (whole, whole, (False,) * count)
+
             start = custom_batching.custom_vmap(start)
-            start.def_vmap(
-                lambda size, batched, x: (
-                    self._start(x),
-                    (*[_all_batched(x)] * 2, (False,) * count),
-                )
-            )
+            start.def_vmap(start_batch)
         sent, buffer, semaphores = start(x, *scalars)
         return sent, Future(semaphores, buffer, self, tuple(map(Aval.of, jax.tree.leaves(x))))
 
@@ -157,15 +157,22 @@ class Pair:
         _check_first_wait(f"{self.name}_done", future)
         done = self._done
         if self.elementwise:
+
+            def done_batch(
+                size: int, batched: Arrays, x: Arrays, *others: Arrays
+            ) -> tuple[Arrays, Arrays]:
+                return self._done(x, *others), _all_batched(x)
+
             done = custom_batching.custom_vmap(done)
-            done.def_vmap(
-                lambda size, batched, x, *others: (self._done(x, *others), _all_batched(x))
-            )
+            done.def_vmap(done_batch)
         return done(x, future.buffer, future.semaphores)
 
     def _start(self, x: Arrays, *scalars: Scalar) -> tuple[Arrays, Arrays, tuple[Semaphore, ...]]:
         arrays, x_structure = jax.tree.flatten(x)
         types, y_structure = jax.tree.flatten(jax.eval_shape(self.out, x))
+        sent_bytes = 0
+        if self.remote:
+            sent_bytes = sum(array.size * array.dtype.itemsize for array in arrays)
         semaphores, arrays, buffers = start_kernel(
             f"{self.name}_start",
             self.start_body,
@@ -174,7 +181,7 @@ class Pair:
             scalars=scalars,
             semaphores=self.semaphores,
             collective_id=self.collective_id,
-            sent=sum(array.size * array.dtype.itemsize for array in arrays) if self.remote else 0,
+            sent=sent_bytes,
         )
         sent = jax.tree.unflatten(x_structure, arrays)
         return sent, jax.tree.unflatten(y_structure, buffers), tuple(semaphores)
@@ -215,7 +222,7 @@ def start_kernel(
     size = len(arrays)
     made_spaces = tuple(pl.BlockSpec(memory_space=type_.memory_space) for type_ in made)
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         given = refs[:count]
         array_refs = refs[count : count + size]
         refs = refs[count + size :]
@@ -242,8 +249,8 @@ def start_kernel(
         ),
         name=name,
     )(
-        *(jnp.reshape(jnp.asarray(s, jnp.int32), (1,)) for s in scalars),
-        *(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays),
+        *[jnp.reshape(jnp.asarray(scalar, jnp.int32), (1,)) for scalar in scalars],
+        *[pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays],
     )
     return (
         list(results[:semaphores]),
@@ -267,31 +274,28 @@ def done_kernel(
     space (HBM by default). Those at the positions `returned` are aliased through and returned. The
     others are only kept alive.
     """
-    spaces = spaces or (pltpu.HBM,) * len(arrays)
+    if spaces is None:
+        spaces = (pltpu.HBM,) * len(arrays)
     operands = len(arrays) + len(semaphores)
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         body(*refs[:operands])
 
+    array_specs = [pl.BlockSpec(memory_space=space) for space in spaces]
+    placed = [
+        pltpu.with_memory_space_constraint(x, space)
+        for x, space in zip(arrays, spaces, strict=True)
+    ]
     return pl.pallas_call(
         kernel,
-        in_specs=[
-            *(pl.BlockSpec(memory_space=space) for space in spaces),
-            *(_SEMAPHORE,) * len(semaphores),
-        ],
+        in_specs=[*array_specs, *[_SEMAPHORE] * len(semaphores)],
         out_specs=[pl.BlockSpec(memory_space=spaces[i]) for i in returned],
         out_shape=[spaces[i].like(arrays[i]) for i in returned],
         input_output_aliases={i: output for output, i in enumerate(returned)},
         compiler_params=_params(None),
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=0),
         name=name,
-    )(
-        *(
-            pltpu.with_memory_space_constraint(x, space)
-            for x, space in zip(arrays, spaces, strict=True)
-        ),
-        *semaphores,
-    )
+    )(*placed, *semaphores)
 
 
 def check_movable(name: str, x: Any) -> None:
@@ -315,13 +319,9 @@ def check_avals(caller: str, x: Arrays, needed: Sequence[Aval]) -> None:
     """Raises ValueError if `x` is not what a future belongs to."""
     found = [Aval.of(leaf) for leaf in jax.tree.leaves(x)]
     if [aval[:2] for aval in found] != [aval[:2] for aval in needed]:
-        given, wanted = (
-            ", ".join(f"{a.dtype}{list(a.shape)}" for a in avals) for avals in (found, needed)
-        )
         raise ValueError(
-            f"{caller} was given {given} with the future of {wanted}; pass the x that the start "
-            "returned beside the "
-            "future"
+            f"{caller} was given {_types(found)} with the future of {_types(needed)}; pass the x "
+            "that the start returned beside the future"
         )
     for has, needs in zip(found, needed, strict=True):
         if has.varying != needs.varying:
@@ -333,11 +333,16 @@ def check_avals(caller: str, x: Arrays, needed: Sequence[Aval]) -> None:
             )
 
 
+def _types(avals: Sequence[Aval]) -> str:
+    return ", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in avals)
+
+
 def _all_batched(x: Arrays) -> Arrays:
     """Returns what `custom_vmap` is told of results of which each has the batch as its first
     dimension.
     """
-    return jax.tree.map(lambda _: True, x)
+    leaves, structure = jax.tree.flatten(x)
+    return jax.tree.unflatten(structure, [True] * len(leaves))
 
 
 def _check_first_wait(caller: str, future: Future) -> None:

@@ -24,15 +24,11 @@ def tie(*values: Any) -> Any:
     """
     leaves, tree = jax.tree.flatten(jax.tree.map(jax.numpy.asarray, values))
     on_device = [jax.typeof(leaf).memory_space != jax.memory.Space.Host for leaf in leaves]
-    barrier = iter(
-        lax.optimization_barrier(
-            [leaf for leaf, here in zip(leaves, on_device, strict=True) if here]
-        )
-    )
-    all_leaves = [
-        next(barrier) if here else leaf for leaf, here in zip(leaves, on_device, strict=True)
-    ]
-    tied = jax.tree.unflatten(tree, all_leaves)
+    places = [place for place, here in enumerate(on_device) if here]
+    behind = lax.optimization_barrier([leaves[place] for place in places])
+    for place, leaf in zip(places, behind, strict=True):
+        leaves[place] = leaf
+    tied = jax.tree.unflatten(tree, leaves)
     return tied[0] if len(values) == 1 else tied
 
 

@@ -43,7 +43,9 @@ class Transfer:
         if self.future is None:
             return self.x
         arrived = self.future.pair.done(self.x, self.future)
-        return arrived if self.summed_in is None else jnp.sum(arrived.astype(self.summed_in), 0)
+        if self.summed_in is None:
+            return arrived
+        return jnp.sum(arrived.astype(self.summed_in), 0)
 
 
 @dataclasses.dataclass
