@@ -221,11 +221,12 @@ def gather_weight_gradient(
         scales=None if scales is None else Scales.allocate(2, (1, chunks.size), n),
     )
     streamed = chunks.count * size * batch * m * sum(widths) + (3 * size - 2) * x.size
+    x_transposed = x.reshape(batch * m, k).T
     by_block = [dy.reshape(batch, size, m, -1) for dy in dys]
     dws = [output((k, n), x, *dys, dtype=result) for n in widths]
     (made,) = call(
         body,
-        [Operands(x.reshape(batch * m, k).T, by_block, laid_out)],
+        [Operands(x_transposed, by_block, laid_out)],
         name=CALLER,
         results=[Results(dws, output(receive_buffers, x, *dys))],
         scratch=[scratch],

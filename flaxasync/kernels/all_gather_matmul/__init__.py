@@ -107,11 +107,11 @@ def all_gather_matmul(
         results = results._replace(maxima=of_rows(lanes, jnp.float32))
     if streams or keep_gathered:
         results = results._replace(gathered=of_rows(k, x.dtype))
-    of_epilogue = [operand.reshape(batch, size, m, -1) for operand in operands]
     laid_out = []
     if scales is not None:
         of_x, of_ws = scales
         laid_out = laid_out_scales(of_x.reshape(batch, size, m), of_ws)
+    of_epilogue = [operand.reshape(batch, size, m, -1) for operand in operands]
     rows = size * batch * m
     read_bytes = itemsize * (plan.elements_read + rows * keep_gathered * k)
     (made,) = call(
