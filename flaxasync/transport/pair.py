@@ -131,13 +131,13 @@ class Pair:
         start = self._start
         count = self.semaphores
         if self.elementwise:
-
-            def start_batch(size: int, batched: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
-                whole = _all_batched(x)
-                return self._start(x), (whole, whole, (False,) * count)
-
             start = custom_batching.custom_vmap(start)
-            start.def_vmap(start_batch)
+            start.def_vmap(
+                lambda size, batched, x: (
+                    self._start(x),
+                    (*[_all_batched(x)] * 2, (False,) * count),
+                )
+            )
         sent, buffer, semaphores = start(x, *scalars)
         return sent, Future(semaphores, buffer, self, tuple(map(Aval.of, jax.tree.leaves(x))))
 
@@ -157,14 +157,10 @@ class Pair:
         _check_first_wait(f"{self.name}_done", future)
         done = self._done
         if self.elementwise:
-
-            def done_batch(
-                size: int, batched: Arrays, x: Arrays, *others: Arrays
-            ) -> tuple[Arrays, Arrays]:
-                return self._done(x, *others), _all_batched(x)
-
             done = custom_batching.custom_vmap(done)
-            done.def_vmap(done_batch)
+            done.def_vmap(
+                lambda size, batched, x, *others: (self._done(x, *others), _all_batched(x))
+            )
         return done(x, future.buffer, future.semaphores)
 
     def _start(self, x: Arrays, *scalars: Scalar) -> tuple[Arrays, Arrays, tuple[Semaphore, ...]]:
