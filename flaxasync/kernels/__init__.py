@@ -6,23 +6,22 @@ choose among them.
 | `gemm` | x @ w on one device |
 | `collectives` | all-gather and all-reduce alone |
 | `all_gather_matmul` | all_gather(x) @ w |
-| `matmul_reduce_scatter` | reduce_scatter(x @ w), and weight gradients of the device while the sums travel |
+| `matmul_reduce_scatter` | reduce_scatter(x @ w); weight gradients of the device beside it |
 | `weight_gradient` | all_gather(x).T @ dy, the weight gradient of `all_gather_matmul` |
 | `mesh_matmul` | a matmul on two mesh axes |
-| `flash_attention` | attention between one block of queries and one block of keys, as `attention_block` defines it |
+| `flash_attention` | attention of a block of queries to a block of keys (`attention_block`) |
 | `rotate_heads` | rotary positions of heads that lie side by side |
 | `grouped_matmul` | rows that are sorted by expert, times the weights of their experts |
 | `grouped_weight_gradient` | the weight gradients of `grouped_matmul` |
 
 All of them but the last four are built from `engine`, and are for use inside `jax.shard_map`, on
-local shards. The
-ops have checked the operands: float32 or bfloat16, all of one dtype, each batch in whole hardware
-tiles, on axes of two devices or more. Beside what its docstring names, a kernel refuses only tiles
+local shards. The ops have checked the operands: float32 or bfloat16, all of one dtype, each batch
+in whole hardware tiles, on axes of two devices or more. Beside what its docstring names, a kernel refuses only tiles
 that exceed the chip's vector memory, with a ValueError. These arguments mean the same in each
 kernel:
 
 ```
-tiles          the largest tiles of a product; by default the kernel chooses; the last of a dimension may be partial
+tiles          the largest tiles of a product, of which the last may be partial; None: chosen
 directions     1, or 2 to send half of what travels each way around the ring
 collective_id  the id of the entry barrier; by default one that no other kernel of the program has
 ```

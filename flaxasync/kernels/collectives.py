@@ -9,8 +9,8 @@ reduction of its own, while the next tile's operand comes from HBM and the last 
 there. A block is some of a tile's rows. Partial sums travel in x's dtype and are added in float32.
 
 ```
-hop s       device i sends its partial sum of block i - s - 1, and receives its neighbour's of block i - s - 2
-the end     device i has block i, summed over all devices          (direction 0; direction 1 is its mirror image)
+hop s       device i sends its sum of block i - s - 1, and receives one of block i - s - 2
+the end     device i has block i, summed over all devices    (direction 1 is the mirror image)
 then        the finished blocks go around the ring once more
 ```
 

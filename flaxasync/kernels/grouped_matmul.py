@@ -2,15 +2,15 @@
 kernel.
 
 ```
-x        [M, K]       rows sorted by expert; the rows of each expert begin at a multiple of t rows, a tile
+x        [M, K]       rows sorted by expert, in tiles of t rows that have one expert each
 w        [E, K, N]    one matrix for each expert, or [E, N, K] if transposed
 experts  [M / t]      int32, the expert of each tile, ascending over the live tiles
 tiles    []           int32, the number of live tiles; rows beyond them are neither read nor written
 y        [M, N]       y[tile] = x[tile] @ w[experts[tile]], of x's dtype; sums are float32
 
 grid           columns of y   ->   groups of tiles   ->   blocks of K   ->   tiles of the group
-x                                                         x               x        a block comes for each step
-w              x                   if K is divided        x                        a block comes for each group
+x                                                         x               x        one comes each step
+w              x                   if K is divided        x                        one comes each group
 ```
 
 A group is a run of tiles of one expert. If K is whole, it is all tiles of the expert, so each

@@ -3,12 +3,12 @@
 ```
 x     [M, K]       rows sorted by expert, in tiles of t rows as `grouped_matmul` takes them
 dy_i  [M, N]       several share one reading of x
-dw_i  [E, K, N]    float32, the sum of x[tile].T @ dy_i[tile] over the tiles of each expert; it can be added to others
+dw_i  [E, K, N]    float32, the sum of x[tile].T @ dy_i[tile] over the tiles of an expert
 
 grid   blocks of K   ->   blocks of N   ->   tiles
 x            x                                 x       a block comes for each step
 dy                             x               x
-dw           x                 x                       stays in vector memory for all tiles of an expert
+dw           x                 x                       stays for all tiles of an expert
 ```
 
 There can be several x with their dy, such as those of two turns of a ring: the tiles of an expert

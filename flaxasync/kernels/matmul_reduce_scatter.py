@@ -2,14 +2,14 @@
 as it is finished.
 
 ```
-x_i  [B, R*m, k_i]   all rows, this device's part of the contraction     (R devices on the axis, B batches)
+x_i  [B, R*m, k_i]   all rows, this device's part of k     (R devices on the axis, B batches)
 w_i  [k_i, n]        or [n, k_i] if transposed
 y    [B, m, n]       this device's rows of the sum over all devices
 
 hop          0             1             ...   R - 1
-core         a b c d       a b c d             a b c d      tiles of a block of rows: others' first, the own one last
-link           a b c d       a b c d                        each from vector memory to the neighbour's receive buffer
-neighbour                  + a b c d           + a b c d    adds what it received, in float32; sends on or stores
+core         a b c d       a b c d             a b c d      tiles of a block: the own one last
+link           a b c d       a b c d                        to the neighbour's receive buffer
+neighbour                  + a b c d           + a b c d    adds them; sends on, or stores
 ```
 
 A tile that arrives is needed one hop after it was sent, so it has the time of a whole block for its

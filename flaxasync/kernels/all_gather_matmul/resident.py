@@ -240,7 +240,7 @@ class Resident:
             self.multiply(task, most, i * most)
 
     def replace(self, task: Task) -> None:
-        """Fetches the tile of w that a task says into its slot, once nothing is on its way there."""
+        """Fetches the tile of w that a task names, once nothing is on its way into its slot."""
         _rarely(task.unused >= 0, self.wait_for_tile, task.unused, task.fetch_slot)
         self.fetch(task.fetches, task.fetch_slot)
 

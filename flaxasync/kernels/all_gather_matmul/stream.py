@@ -5,8 +5,8 @@ come.
 links   arrival 1 ->    arrival 2 ->    arrival 3 -> ...
 core    arrival 0       arrival 1       arrival 2        ...
           columns 0       columns 1 ...                    of all ws
-            t=0 t=1 ...                                    tiles of the contraction: one of w for all rows
-              i=0 i=1 ...                                  tiles of rows, with an accumulator for each
+            t=0 t=1 ...                                    of k: a tile of w for all rows
+              i=0 i=1 ...                                  of rows, each with a sum
 ```
 
 A flat loop over all of this prefetches the tiles of the next step over all borders. An arrival is
@@ -309,7 +309,7 @@ class Stream:
             maxima.put(slot, self.largest_magnitudes(results[measured]), of_one[:2])
 
     def largest_magnitudes(self, results: Sequence[jax.Array]) -> jax.Array:
-        """Returns the largest magnitude of results as they are stored: in each row, in each lane."""
+        """Returns the largest magnitude, in each row and lane, of results as they are stored."""
         rounded = [result.astype(self.schedule.work.result) for result in results]
         magnitudes = [jnp.abs(result.astype(jnp.float32)) for result in rounded]
         starts = range(0, magnitudes[0].shape[-1], LANES)

@@ -4,11 +4,11 @@ devices.
 | file | what it has |
 |---|---|
 | `operands` | types of what a kernel body handles, hardware tiles, the sizes of matmul tiles |
-| `call` | the call of a kernel; how much vector memory its tiles need, and the error where that is too much |
+| `call` | the call of a kernel; the vector memory that its tiles need, and its error |
 | `tiling` | the order in which tiles are visited; tiles of a dimension, or of rows in batches |
-| `slots` | tiles on their way into vector memory or out of it; the start of and the wait for every transfer |
-| `matmul` | the tiles of x and w: fetch, wait, multiply, and accumulate over the contraction; epilogues |
+| `slots` | tiles on their way in or out; the start of every transfer, and the wait |
+| `matmul` | the tiles of x and w: fetch, wait, multiply, accumulate; epilogues |
 | `ring` | neighbours on a mesh axis, the entry barrier, half-blocks, acknowledgements |
-| `beside` | weight gradients of one device, computed between the steps of a kernel that waits for links |
+| `beside` | weight gradients of one device between the steps of another kernel |
 | `gather` | an all-gather along a ring inside a kernel, into HBM or into vector memory |
 """

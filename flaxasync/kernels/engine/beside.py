@@ -5,7 +5,7 @@ x_p   [rows, k_p]     y_p  [rows, n_p]      for several p
 dw_p  [k_p, n_p]      x_p.T @ y_p, sums over all rows
 
 kernel   step 0        step 1        step 2         ...      its own work, which sends
-beside          0 1           2             3 4     ...      steps of the sums: a tile of x times a tile of y
+beside          0 1           2             3 4     ...      steps of the sums
 ```
 
 The steps are divided evenly between those of the kernel. A tile of a sum stays in vector memory

@@ -58,7 +58,7 @@ class MatmulScratch:
     x: IncomingTiles  # [2, batches, rows, k]
     w: IncomingTiles  # [w_slots, k, joined * n], or [w_slots, joined * n, k] if transposed
     outgoing: OutgoingTiles  # [outgoing, batches, rows, n] finished tiles of the result, rounded
-    # [accumulators, batches, rows, joined * n] VMEM, of 32 bits; as small as can be if there are none
+    # [accumulators, batches, rows, joined * n] VMEM, of 32 bits; if there are none, one small tile
     accumulators: Ref
 
 
