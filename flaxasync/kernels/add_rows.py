@@ -51,6 +51,7 @@ def add_rows(values: Array, rows: Array, scale: Array, tiles: Array | int, *, n:
     of_values = pl.BlockSpec((t, columns), lambda j, i: (i, j))
     of_y = pl.BlockSpec((n, columns), lambda j, i: (0, j))
     # One tile at least, even of padding, because its last step writes y.
+    tiles_or_one: Scalar
     if isinstance(tiles, int):
         tiles_or_one = max(tiles, 1)
     else:

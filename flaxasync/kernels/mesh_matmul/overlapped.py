@@ -353,7 +353,7 @@ class _Device:
             all_results = schedule.rounds * schedule.rows
 
             @pl.loop(0, all_results)
-            def _(tile: Scalar) -> None:
+            def wait_for_result(tile: Scalar) -> None:
                 self._wait_for_arrival(2 * size - 3, *split(tile, schedule.rows))
 
         for _ in range(1, size - 1):
