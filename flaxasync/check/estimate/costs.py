@@ -379,8 +379,8 @@ def _flops(module: HloModule, computation: Computation, known: dict[str, float])
                     * math.prod(max(size, 0) for size in i.shape.dimensions)
                     * _summed(computation, i)
                 )
-            for body in module.called(i) if i.opcode == "fusion" else ():
-                total += _flops(module, body, known)
+            if i.opcode == "fusion":
+                total += sum(_flops(module, body, known) for body in module.called(i))
         known[computation.name] = total
     return known[computation.name]
 
@@ -410,8 +410,10 @@ def _summed(computation: Computation, product: Instruction) -> float:
         raise _bad_product(
             product, f"labels the {len(right)} dimensions of its kernel {shapes[1]} with {kernel!r}"
         )
-    features = right[kernel.index("o")] if "o" in kernel else 1
-    return math.prod(max(size, 0) for size in right) / max(features, 1)
+    features = 1
+    if "o" in kernel:
+        features = max(right[kernel.index("o")], 1)
+    return math.prod(max(size, 0) for size in right) / features
 
 
 def _bad_product(product: Instruction, what: str) -> HloError:

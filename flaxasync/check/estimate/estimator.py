@@ -9,7 +9,7 @@ from flaxasync.check.estimate.costs import Costs, KernelTime
 from flaxasync.check.estimate.lockstep import Lockstep
 from flaxasync.check.estimate.timeline import FROM_TEXT, KERNELS_PLAYED, KINDS, DeviceTime, Timeline
 from flaxasync.check.hlo.load import chip_of, module_of
-from flaxasync.check.hlo.module import HloModule
+from flaxasync.check.hlo.module import HloModule, Instruction
 from flaxasync.check.hlo.shapes import HOST
 from flaxasync.hardware import Chip
 from flaxasync.hardware import chip as chip_named
@@ -86,12 +86,8 @@ def limits(module: HloModule, chip: str) -> list[str]:
     )
     copies = [i for i in instructions if i.opcode == "copy" or i.opcode.endswith("-start")]
     with_host = sum(any(leaf.memory_space == HOST for _, leaf in i.shape.leaves()) for i in copies)
-    configs = [i.attributes.get("backend_config", "") for i in instructions]
-    on_gpu = any(i.custom_call_target.startswith(_GPU_CALLS) for i in instructions) or any(
-        note in config for config in configs for note in _GPU_NOTES
-    )
     notes = []
-    if on_gpu:
+    if any(map(_is_for_gpus, instructions)):
         notes.append(
             "this is a program for GPUs, whose times are not known: all times and gains are as on "
             f"a {chip}; what runs "
@@ -110,6 +106,11 @@ def limits(module: HloModule, chip: str) -> list[str]:
             timed = f"at {rate / 1e9:g} GB/s of PCIe in each direction"
         notes.append(f"{_transfers(with_host)} to or from the memory of the host: timed {timed}")
     return notes
+
+
+def _is_for_gpus(i: Instruction) -> bool:
+    config = i.attributes.get("backend_config", "")
+    return i.custom_call_target.startswith(_GPU_CALLS) or any(n in config for n in _GPU_NOTES)
 
 
 def _transfers(count: int) -> str:
@@ -140,18 +141,17 @@ def _notes(lockstep: Lockstep) -> tuple[str, ...]:
     notes = []
     module = lockstep.module
     shown = len(lockstep.devices)
-    count = lockstep.module.num_devices
+    count = module.num_devices
     if shown == 1 < count:
         notes.append(f"all {count} devices do the same: one is shown")
     elif shown < count:
         notes.append(f"the first {shown} of {count} devices are shown")
-    by_bytes = [
-        i.name
-        for n in lockstep.executed
-        for i in module.computations[n].instructions
-        if i.custom_call_target == "tpu_custom_call"
-        and lockstep.costs.explained(module.computations[n], i).source == "bytes"
-    ]
+    by_bytes = []
+    for computation in map(module.computations.__getitem__, lockstep.executed):
+        for i in computation.instructions:
+            is_kernel = i.custom_call_target == "tpu_custom_call"
+            if is_kernel and lockstep.costs.explained(computation, i).source == "bytes":
+                by_bytes.append(i.name)
     if by_bytes:
         named = ", ".join(by_bytes[:4])
         if len(by_bytes) > 4:

@@ -174,7 +174,9 @@ def _draw_panel(
             colours = [COLOURS[kind][0] for kind in shares]
             axes.stackplot(edges, *shares.values(), colors=colours, step="post", linewidth=0)
         axes.set(xlim=(0, width), ylim=(0, _NAMES if lane == "core" else 1), yticks=[])
-        label = lane + (f", device {device}" if len(panel.timeline.devices) > 1 else "")
+        label = lane
+        if len(panel.timeline.devices) > 1:
+            label = f"{lane}, device {device}"
         axes.set_ylabel(label, rotation=0, ha="right", va="center")
         axes.tick_params(axis="x", bottom=axes is last, labelbottom=axes is last)
         axes.spines[:].set_visible(False)
@@ -194,7 +196,9 @@ def _name_work(
     for s in slices:
         if s.kind in ("compute", "collective", "repeat"):
             name = name_of(s.name)
-            start = runs.pop()[1] if runs and runs[-1][0] == name else s.start
+            start = s.start
+            if runs and runs[-1][0] == name:
+                start = runs.pop()[1]
             runs.append((name, start, s.end))
     for name, start, end in runs:
         letters = int((end - start) / (panel.end - panel.begin) * _LETTERS)

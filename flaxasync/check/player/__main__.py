@@ -67,9 +67,12 @@ def main(argv: list[str] | None = None) -> int:
     except PlayerError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1 if isinstance(error, ProtocolError) else 2
-    print(result.to_json() if options.json == "-" else result)
-    if options.json and options.json != "-":
-        pathlib.Path(options.json).write_text(result.to_json() + "\n")
+    if options.json == "-":
+        print(result.to_json())
+    else:
+        print(result)
+        if options.json:
+            pathlib.Path(options.json).write_text(result.to_json() + "\n")
     if options.trace:
         save_trace(result, options.trace)
     if options.picture:

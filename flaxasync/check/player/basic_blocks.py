@@ -210,11 +210,9 @@ class Code:
             register = scalar.result_register(operation)
             if register is None:
                 raise scalar.NoScalarError(f"operation {operation.name!r} without a result")
-            reads.append(
-                f"t{number} = {result}"
-                if not guard
-                else f"t{number} = ({result}) if g{number} else 0"
-            )
+            if guard:
+                result = f"({result}) if g{number} else 0"
+            reads.append(f"t{number} = {result}")
             writes.append(f"{guard}{register[0]}[{register[1]}] = t{number}")
         return reads, writes
 

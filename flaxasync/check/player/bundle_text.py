@@ -188,11 +188,12 @@ def _set_aside(text: str, comments: list[str]) -> str:
 def _operations(text: str, comments: list[str]) -> tuple[Operation, ...]:
     operations = []
     for one in text.split(" ;; "):
-        found = _PLACEHOLDER.search(one) if "\x01" in one else None
-        comment = comments[int(found[1])] if found else ""
-        operation = parse_operation(
-            _PLACEHOLDER.sub("", one).strip() if found else one.strip(), comment
-        )
+        text = one
+        comment = ""
+        if "\x01" in one:
+            text = _PLACEHOLDER.sub("", one)
+            comment = comments[int(_PLACEHOLDER.findall(one)[0])]
+        operation = parse_operation(text.strip(), comment)
         if operation is not None:
             operations.append(operation)
     return tuple(operations)

@@ -101,9 +101,8 @@ class PlayedChip:
         """Seconds that a transfer between chips, or a signal, takes over a route of some links
         beside its bytes.
         """
-        return (self.sync_latency if signal else self.remote_latency) + max(
-            0, links - 1
-        ) * self.link_latency
+        first = self.sync_latency if signal else self.remote_latency
+        return first + max(0, links - 1) * self.link_latency
 
     def cycles(self, seconds: float) -> float:
         return seconds * self.clock

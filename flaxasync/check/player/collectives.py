@@ -77,16 +77,11 @@ def table_of(
         ]
     groups = replica_groups(instruction, len(chips))
     if _is_short_ring(instruction, program):
-        rows = {
-            chips[p]: [
-                place,
-                chips[group[(place + 1) % len(group)]],
-                chips[group[place - 1]],
-                place,
-            ]
-            for group in groups
-            for place, p in enumerate(group)
-        }
+        rows = {}
+        for group in groups:
+            for place, p in enumerate(group):
+                following = chips[group[(place + 1) % len(group)]]
+                rows[chips[p]] = [place, following, chips[group[place - 1]], place]
         return [word for chip in sorted(rows) for word in rows[chip]]
     if not _is_in_pairs(instruction, len(chips)):
         return None

@@ -51,8 +51,9 @@ class Dump:
         """Returns "file:line" of the Python that made an HLO instruction; "" if the dump does not
         say.
         """
-        found = self.instructions.get(instruction)
-        return self.module.source(found) if found else ""
+        if instruction not in self.instructions:
+            return ""
+        return self.module.source(self.instructions[instruction])
 
     @functools.cache  # noqa: B019, there is one dump in a simulation
     def words_of(self, name: str) -> list[int] | None:
@@ -60,7 +61,9 @@ class Dump:
         anything else.
         """
         elements = integer_elements(self.instructions, name)
-        return None if elements is None else words(self.instructions[name].shape, elements)
+        if elements is None:
+            return None
+        return words(self.instructions[name].shape, elements)
 
     def collective(self, name: str) -> Instruction | None:
         """Returns the instruction of this name, or what is in it if it is a fusion: its collective,
@@ -201,11 +204,9 @@ def _read_complete(name: str, bundles: pathlib.Path, original: pathlib.Path | No
         if o.target >= 0 and o.target not in program.regions
     ]
     if not complete or missing:
-        what = (
-            f"region {missing[0]} is branched to but missing"
-            if missing
-            else "the exit bundle is missing"
-        )
+        what = "the exit bundle is missing"
+        if missing:
+            what = f"region {missing[0]} is branched to but missing"
         raise DumpError(
             f"{bundles.name} was cut short after bundle {len(program.bundles) - 1:#x}: {what}; "
             "compile again"

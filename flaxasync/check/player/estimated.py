@@ -24,7 +24,8 @@ def estimated_result(
 ) -> Result:
     """Returns the estimate of a program. `why` says why it is not simulated."""
     version = untested(program.libtpu)
-    t = timeline(program, notes=() if version is None else (version,))
+    notes = [] if version is None else [version]
+    t = timeline(program, notes=notes)
     multiplying = (t.flops or 0.0) / chip(t.chip).flops
     return Result(
         name=t.name,
@@ -34,9 +35,7 @@ def estimated_result(
         known_error=t.known_error,
         devices=tuple(_device(t, d, program.coords[d.device], multiplying) for d in t.devices),
         notes=t.notes,
-        operations={},
         slices=t.slices,
-        all_waits=(),
         measured=measured,
         not_simulated=why,
         preference=t.preference,
@@ -60,10 +59,8 @@ def _device(t: Timeline, d: DeviceTime, coords: tuple[int, ...], multiplying: fl
         phases=phases,
         seconds=d.seconds,
         issue=d.compute,
-        matrix_stall=0.0,
         matrix_busy=min(multiplying, d.compute),
         waits={cause: seconds for cause, seconds in causes.items() if seconds},
-        bytes={},
     )
 
 
@@ -72,12 +69,7 @@ def _phase(name: str, start: float, runs: int, spent: Counter[str]) -> Phase:
         name=name,
         runs=runs,
         start=start,
-        analytic=False,
-        depth=0,
         seconds=float(sum(spent.values())),
         issue=float(spent[""]),
-        matrix_stall=0.0,
-        matrix_busy=0.0,
         waits={cause: float(seconds) for cause, seconds in spent.items() if cause and seconds},
-        bytes={},
     )

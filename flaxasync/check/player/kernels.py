@@ -194,18 +194,17 @@ def _kernel_of(computation: Computation, i: Instruction, given: Given) -> Kernel
     for number, (name, shape) in enumerate(zip(i.operands, operands, strict=True)):
         if re.match(r"[su]\d", shape.element_type) and shape.memory_space != SEMAPHORE:
             values: Sequence[int] | None = integer_elements(computation.by_name, name)
-            values = given(i.name, tuple(shape.dimensions)) if values is None else values
+            if values is None:
+                values = given(i.name, tuple(shape.dimensions))
             if values is not None:
-                integers.append(
-                    (number, tuple(np.resize(values, int(np.prod(shape.dimensions))).tolist()))
-                )
+                elements = np.resize(values, int(np.prod(shape.dimensions)))
+                integers.append((number, tuple(elements.tolist())))
+    aliases = [(alias.operand, (*alias.output, 0)[0]) for alias in i.aliases]
     return Kernel(
         config=json.dumps(config | {"custom_call_config": call}, sort_keys=True),
         operands=tuple(shape.without_layout() for shape in operands),
         results=tuple(leaf.without_layout() for _, leaf in i.shape.leaves()),
-        aliases=tuple(
-            (alias.operand, alias.output[0] if alias.output else 0) for alias in i.aliases
-        ),
+        aliases=tuple(aliases),
         integers=tuple(integers),
     )
 
@@ -225,9 +224,10 @@ def _places(operands: Sequence[Shape], results: Sequence[Shape]) -> dict[str, li
     outputs: list[dict[str, Any]] = []
     for number, shape in enumerate(results):
         if shape.memory_space in (HBM, VMEM, SEMAPHORE, SMEM):
-            # a single result is no tuple
-            index = {"shape_index": [number]} if len(results) > 1 else {}
-            outputs.append({"color": shape.memory_space} | index)
+            output: dict[str, Any] = {"color": shape.memory_space}
+            if len(results) > 1:  # a single result is no tuple
+                output["shape_index"] = [number]
+            outputs.append(output)
     return {"input_memory_space_colors": inputs, "output_memory_space_colors": outputs}
 
 

@@ -102,14 +102,16 @@ def matrix_operations(operation: Operation, chip: PlayedChip) -> tuple[MatrixOpe
     if not operation.unit.startswith(("vmat", "vpop")):
         return ()
     units = [int(unit) for unit in _UNIT.findall(operation.name)]
-    unit = units[0] if units else 0
+    unit = (*units, 0)[0]
     if operation.unit == "vmatmul":
         # `lmr` multiplies 8 rows of a loaded register, whatever their type. A float32 multiply does
         # the same.
-        loaded = ".lmr." in operation.name
-        kind = "" if loaded else "8 bits" if _BYTES.search(operation.name) else "bf16"
-        if kind == "bf16" and not _PACKED.search(operation.name):
-            kind = ""
+        kind = ""
+        if ".lmr." not in operation.name:
+            if _BYTES.search(operation.name):
+                kind = "8 bits"
+            elif _PACKED.search(operation.name):
+                kind = "bf16"
         return (MatrixOperation(MULTIPLY, unit, chip.occupancy[kind], chip.results[kind]),)
     if operation.unit.startswith("vmatpush"):
         return (MatrixOperation(PUSH, unit, chip.push),)

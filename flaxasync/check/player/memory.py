@@ -118,8 +118,9 @@ class Addresses:
         """Returns the buffer that contains an address; None if there is none."""
         buffers = self._ordered[space]
         index = bisect.bisect_right(buffers, address, key=lambda buffer: buffer.address) - 1
-        found = index >= 0 and address < buffers[index].address + buffers[index].size
-        return buffers[index] if found else None
+        if index < 0 or address >= buffers[index].address + buffers[index].size:
+            return None
+        return buffers[index]
 
     def at_granule(self, space: str, granule: int) -> Buffer | None:
         """Returns the buffer that contains a granule of vmem or hbm; None if there is none."""
@@ -136,9 +137,9 @@ class Addresses:
         size = declaration.size
         label = f"{declaration.tag} ({declaration.name} of {program.name})"
         if declaration.offset < 0:
-            return self.new(
-                space, size if size >= 0 else padded_bytes(read_shape(declaration.shape)), label
-            )
+            if size < 0:
+                size = padded_bytes(read_shape(declaration.shape))
+            return self.new(space, size, label)
         address = declaration.offset // self._unit[space]
         if size and not declaration.tag.endswith("null"):
             self.fixed[space, address] = declaration.tag
@@ -156,8 +157,9 @@ def padded_bytes(shape: Shape) -> int:
         sizes = list(leaf.dimensions)
         if leaf.layout and len(leaf.layout.minor_to_major) == len(sizes):
             sizes = [sizes[dimension] for dimension in reversed(leaf.layout.minor_to_major)]
-        tiling = _TILE.search(leaf.layout.tiling) if leaf.layout else None
-        tile = [int(side) for side in tiling[1].split(",")] if tiling else []
+        tile = []
+        if leaf.layout and (tiling := _TILE.search(leaf.layout.tiling)):
+            tile = [int(side) for side in tiling[1].split(",")]
         if tile and not sizes:
             sizes = [1]  # a scalar has a whole tile, too
         for axis in range(1, min(len(tile), len(sizes)) + 1):

@@ -120,7 +120,9 @@ def play_dump(
         )
     chip = chip or played_chip(named)
     grid = chip_grid(named)
-    order = dump.note.coords if coords is None else tuple(tuple(c) for c in coords)
+    order = dump.note.coords
+    if coords is not None:
+        order = tuple(tuple(c) for c in coords)
     notes = []
     if not order and devices > 1:
         notes.append(
@@ -146,23 +148,28 @@ def _result(state: State, measured: float | None, notes: list[str]) -> Result:
     """Returns the result of a simulation that has ended, whose first notes are those given."""
     chip = state.chip
     devices = tuple(m.recorder.device(m.coords, m.now) for m in state.machines)
-    notes = notes + [
-        f"{text}{f' ({n} times)' if n > 1 else ''}" for text, n in sorted(state.notes.items())
-    ]
+    all_notes = list(notes)
+    for text, count in sorted(state.notes.items()):
+        if count > 1:
+            all_notes.append(f"{text} ({count} times)")
+        else:
+            all_notes.append(text)
     if analytic := sorted({p.name for d in devices for p in d.phases if p.analytic}):
-        notes.append(f"timed by a ring model, not by their bundles: {', '.join(analytic)}")
+        all_notes.append(f"timed by a ring model, not by their bundles: {', '.join(analytic)}")
+    basis = (
+        f"a simulated prediction, nothing was run on a TPU: libtpu "
+        f"{state.dump.note.libtpu or 'unknown'}'s final bundles executed for {len(devices)} "
+        f"devices, {chip.clock / 1e9:g} GHz, HBM {chip.hbm / 1e9:.0f} GB/s, links "
+        f"{chip.link / 1e9:.1f} GB/s in each direction"
+    )
     return Result(
         name=state.dump.module.name,
         topology=state.grid.name,
         chip=chip.name,
-        basis="a simulated prediction, nothing was run on a TPU: libtpu "
-        f"{state.dump.note.libtpu or 'unknown'}'s final "
-        f"bundles executed for {len(devices)} devices, {chip.clock / 1e9:g} GHz, HBM "
-        f"{chip.hbm / 1e9:.0f} GB/s, links "
-        f"{chip.link / 1e9:.1f} GB/s in each direction",
+        basis=basis,
         known_error=chip.known_error,
         devices=devices,
-        notes=tuple(notes),
+        notes=tuple(all_notes),
         operations={name: operations(program) for name, program in state.dump.programs.items()},
         slices=tuple(state.slices),
         all_waits=tuple(state.waits),

@@ -35,10 +35,11 @@ class Times:
 
     seconds: float  # all of its time: the sum of `issue`, `matrix_stall` and all `waits`
     issue: float  # in which bundles were issued
-    matrix_stall: float  # in which a bundle waited for a matrix unit
-    matrix_busy: float  # in which the busiest matrix unit multiplied
+    matrix_stall: float = 0.0  # in which a bundle waited for a matrix unit
+    matrix_busy: float = 0.0  # in which the busiest matrix unit multiplied
     waits: Mapping[str, float]  # by cause
-    bytes: Mapping[str, int]  # that its transfers moved, by kind
+    # that its transfers moved, by kind
+    bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def exposed(self) -> float:
@@ -53,8 +54,8 @@ class Phase(Times):
     name: str
     runs: int  # how often it was executed
     start: float  # when the first execution began, in seconds
-    analytic: bool  # whether a collective in it was timed by the ring model
-    depth: int  # the number of loops around it
+    analytic: bool = False  # whether a collective in it was timed by the ring model
+    depth: int = 0  # the number of loops around it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,17 @@ class Device(Times):
                 f"no phase begins with {name!r}: {', '.join(p.name for p in self.phases)}"
             )
         return max(found, key=lambda p: p.seconds)
+
+    def times(self) -> DeviceTime:
+        """Returns where its time went, for a timeline."""
+        return DeviceTime(
+            device=self.device,
+            seconds=self.seconds,
+            compute=self.issue + self.matrix_stall,
+            exposed=self.exposed,
+            memory=self.waits.get("memory", 0.0),
+            causes={p.name: sum(p.waits.values()) for p in self.phases if p.waits},
+        )
 
 
 class EndedWait(NamedTuple):
@@ -132,11 +144,11 @@ class Result:
     devices: tuple[Device, ...]  # in the order of the partitions
     notes: tuple[str, ...]  # what a reader should know beside the figures
     # of each fusion, of each kernel, and of the top level program ("TLP")
-    operations: Mapping[str, Operations]
+    operations: Mapping[str, Operations] = dataclasses.field(default_factory=dict)
     # what each lane of each device did when
     slices: tuple[Slice, ...] = dataclasses.field(repr=False)
     # of all devices, in the order in which they ended
-    all_waits: tuple[EndedWait, ...] = dataclasses.field(repr=False)
+    all_waits: tuple[EndedWait, ...] = dataclasses.field(default=(), repr=False)
     measured: float | None = None  # seconds that the program took on a TPU, if it was measured
     # why the figures are an estimate from the text of the program; "" if they are simulated
     not_simulated: str = ""
@@ -191,24 +203,13 @@ class Result:
 
     def timeline(self) -> Timeline:
         """Returns the result as a `Timeline`, which `fa.check.timeline` also returns."""
-        devices = tuple(
-            DeviceTime(
-                device=d.device,
-                seconds=d.seconds,
-                compute=d.issue + d.matrix_stall,
-                exposed=d.exposed,
-                memory=d.waits.get("memory", 0.0),
-                causes={p.name: sum(p.waits.values()) for p in d.phases if p.waits},
-            )
-            for d in self.devices
-        )
         return Timeline(
             self.name,
             self.chip,
             self.basis,
             self.known_error,
             self.slices,
-            devices,
+            tuple(d.times() for d in self.devices),
             self.notes,
             preference=self.preference,
         )
@@ -222,9 +223,11 @@ class Result:
 
     def __str__(self) -> str:
         slowest = self.slowest
-        how = "not simulated, estimated at " if self.not_simulated else ""
-        head = f"{self.name} on {self.topology}: {how}{self.seconds * 1e3:.4f} ms, "
+        head = f"{self.name} on {self.topology}: "
+        if self.not_simulated:
+            head += "not simulated, estimated at "
         head += (
+            f"{self.seconds * 1e3:.4f} ms, "
             f"{slowest.share_of_peak:.1%} of peak, exposed communication "
             f"{self.exposed * 1e3:.4f} ms"
         )
@@ -241,27 +244,24 @@ class Result:
             _row(f"device {d.device} at {','.join(map(str, d.coords))}", d) for d in self.devices
         ]
         lines.append(f"  phases of device {slowest.device}, the slowest:")
-        for p in slowest.phases:
-            if p.seconds > 0.002 * slowest.seconds:
-                runs = f" x{p.runs}" if p.runs > 1 else ""
-                lines.append(
-                    _row(
-                        "  " * (1 + p.depth)
-                        + p.name
-                        + runs
-                        + (" (ring model)" if p.analytic else ""),
-                        p,
-                    )
-                )
+        lines += [_row(_label(p), p) for p in slowest.phases if p.seconds > 0.002 * slowest.seconds]
         if self.all_waits:
             lines.append(f"  device {slowest.device} has {self.waits(slowest.device)}")
-        moved = ", ".join(
-            f"{kind} {size / 1e6:.1f} MB" for kind, size in sorted(self.bytes.items())
-        )
-        lines += [f"  bytes of all devices: {moved}"] if moved else []
+        if self.bytes:
+            moved = (f"{kind} {size / 1e6:.1f} MB" for kind, size in sorted(self.bytes.items()))
+            lines.append(f"  bytes of all devices: {', '.join(moved)}")
         lines += [f"  basis: {self.basis}", f"  known error: {self.known_error}"]
         lines.append(f"  which to believe: {self.preference}")
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+def _label(phase: Phase) -> str:
+    label = "  " * (1 + phase.depth) + phase.name
+    if phase.runs > 1:
+        label += f" x{phase.runs}"
+    if phase.analytic:
+        label += " (ring model)"
+    return label
 
 
 def _row(label: str, times: Times) -> str:

@@ -125,7 +125,9 @@ def result_register(operation: Operation) -> tuple[str, int] | None:
     none.
     """
     match = _RESULT.match(operation.result)
-    return (match[1], int(match[2])) if match else None
+    if match is None:
+        return None
+    return match[1], int(match[2])
 
 
 def is_computed(operation: Operation) -> bool:
@@ -145,7 +147,9 @@ def operand_value(text: str, resolve: Resolve) -> str:
     text = text.strip()
     if match := _REGISTER.match(text):
         value = f"{match[2]}[{int(match[3])}]"
-        return f"(not {value})" if match[1] else value
+        if match[1]:
+            return f"(not {value})"
+        return value
     if _INTEGER.match(text):
         return str(int(text, 0) & MASK)
     if _FLOAT.match(text):
@@ -169,7 +173,9 @@ def operand_value(text: str, resolve: Resolve) -> str:
 
 
 def _sum(terms: list[str]) -> str:
-    return terms[0] if len(terms) == 1 else f"(({' + '.join(terms)}) & 4294967295)"
+    if len(terms) == 1:
+        return terms[0]
+    return f"(({' + '.join(terms)}) & 4294967295)"
 
 
 def result_value(operation: Operation, resolve: Resolve) -> str | None:

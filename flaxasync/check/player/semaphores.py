@@ -82,10 +82,14 @@ class Semaphores:
             return
         self._waits[machine.device] = None
         name = wait.operation.operation.comment or wait.operation.operation.name
-        if kind == SIGNAL or "remote" not in kind:
-            cause = "sync" if kind == SIGNAL else "memory"
+        if kind == SIGNAL:
+            cause = "sync"
+        elif "remote" not in kind:
+            cause = "memory"
+        elif message is None:
+            cause = "send"
         else:
-            cause = "send" if message is None else "receive"
+            cause = "receive"
         machine.recorder.wait(machine.now, now, name, cause, kind)
         machine.wait_until(now)
         self._learn(machine, semaphore)
@@ -95,8 +99,9 @@ class Semaphores:
         """Waits for a semaphore. Returns True if it has the value already, and False if the device
         must wait.
         """
-        kind = operation.operation
-        comparison = "ge" if kind.unit == "dma" else kind.name.split(".")[1]
+        comparison = "ge"
+        if operation.operation.unit != "dma":
+            comparison = operation.operation.name.split(".")[1]
         wait = Wait(values[0], comparison, signed(values[1]), operation)
         if wait.is_over(machine.semaphores[wait.semaphore]):
             self._learn(machine, wait.semaphore)
@@ -162,9 +167,9 @@ class Semaphores:
             return f"{waits} the other devices of its group; {machine.location()}{made_at}"
         comment = wait.operation.operation.comment
         value = machine.semaphores[wait.semaphore]
-        needed = f"to be {_COMPARISONS[wait.comparison][1]} {wait.needed}" + (
-            f" ({comment})" if comment else ""
-        )
+        needed = f"to be {_COMPARISONS[wait.comparison][1]} {wait.needed}"
+        if comment:
+            needed = f"{needed} ({comment})"
         where = machine.location(wait.operation.index)
         return f"{waits} {self._named(wait.semaphore)} {needed}, which is {value}; {where}{made_at}"
 

@@ -148,12 +148,9 @@ class Simulation:
         amount = signed(values[1])
         message = state.clocks.known_to(machine.device)
         links = len(state.grid.route(machine.coords, target.coords))
-        delay = (
-            state.chip.cycles(state.chip.route_latency(links, signal=True))
-            if target is not machine
-            else 0.0
-        )
-        now = machine.now + delay
+        now = machine.now
+        if target is not machine:
+            now += state.chip.cycles(state.chip.route_latency(links, signal=True))
         state.at(now, lambda: self._semaphores.add(target, semaphore, amount, now, SIGNAL, message))
 
     def _halted(self, machine: Machine, external: ExternalOperation) -> errors.ProtocolError:
@@ -178,7 +175,9 @@ class Simulation:
         if "late-" in comment:
             return True  # the runtime's set-up or tear-down
         match = _CALLED.match(comment)
-        name = match[1] if match else comment.strip()
+        name = comment.strip()
+        if match:
+            name = match[1]
         dump = self._state.dump
         cores = self._state.chip.cores
         devices = dump.module.num_partitions

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from flaxasync.check.estimate.timeline import Slice
 from flaxasync.check.player.basic_blocks import Code
-from flaxasync.check.player.bundle_text import MARK_END, MARK_RUN, MARK_START
+from flaxasync.check.player.bundle_text import MARK_END, MARK_RUN, MARK_START, Operation
 from flaxasync.check.player.chips import ChipGrid, Coords, PlayedChip
 from flaxasync.check.player.dump import TOP, Dump
 from flaxasync.check.player.errors import PlayerError
@@ -175,8 +175,9 @@ class State:
             if i.parameter_number is not None
         }
         root = next(i for i in instructions if i.is_root)
-        names = root.operands if root.opcode == "tuple" else ()
-        shapes = [self.dump.instructions[name].shape for name in names] or [root.shape]
+        shapes = [root.shape]
+        if root.opcode == "tuple" and root.operands:
+            shapes = [self.dump.instructions[name].shape for name in root.operands]
         outputs = [
             new(padded_bytes(shape), f"output {n}").address for n, shape in enumerate(shapes)
         ]
@@ -192,6 +193,14 @@ class State:
         return parameters, scalars
 
 
+def _begins(operation: Operation) -> bool:
+    """Says whether an operation marks the begin of an instruction, or asks for a parameter."""
+    if operation.unit == "vtrace" and operation.operands[0].isdigit():
+        mark = int(operation.operands[0])
+        return MARK_START <= mark < MARK_END and (mark & MARK_RUN) != MARK_RUN
+    return operation.unit == "scalar_parameter_address"
+
+
 def first_bundle(code: Code) -> int:
     """Returns the bundle at which the program begins, after the last branch of the preamble."""
     first = 0
@@ -199,13 +208,7 @@ def first_bundle(code: Code) -> int:
         for operation in bundle:
             if operation.unit == "sbr":
                 first = index + code.chip.branch_delay + 1
-            mark = (
-                int(operation.operands[0])
-                if operation.unit == "vtrace" and operation.operands[0].isdigit()
-                else 0
-            )
-            begins_instruction = MARK_START <= mark < MARK_END and (mark & MARK_RUN) != MARK_RUN
-            if begins_instruction or operation.unit == "scalar_parameter_address":
+            if _begins(operation):
                 return first
     raise PlayerError(
         f"{code.program.path.name} has no instruction of a program: the dump was cut, or is of "

@@ -71,19 +71,29 @@ def read_transfer(
     if "host" in operation.name:
         return None
     general = operation.name == "dma.general"
-    match = _SPACES.search(operation.comment if general else operation.name)
+    text = operation.name
+    needed = values[:4]
+    if general:
+        text = operation.comment
+        needed = values[:7]
+    match = _SPACES.search(text)
     if not match and not general:
         raise UnknownOperationError(
             f"{phase}: transfer {operation.name!r} is unknown to the player; at {location}"
         )
-    if None in values[: 7 if general else 4]:
+    if None in needed:
         raise UnknownOperationError(
             f"{phase}: the operands of {operation.name} cannot be read: {operation.operands}; at "
             f"{location}"
         )
+    if match:
+        source, target = match.groups()
+    else:
+        source = _space(values[0])
+        target = _space(values[2])
     transfer = Transfer(
-        source=match[1] if match else _space(values[0]),
-        target=match[2] if match else _space(values[2]),
+        source=source,
+        target=target,
         source_address=values[0],
         target_address=values[2],
         granules=values[1],
@@ -162,18 +172,16 @@ class MemoryClaims:
     def _check_bounds(self, claim: Claim) -> None:
         transfer = claim.transfer
         buffer = self._addresses.at_granule(claim.space, claim.first)
-        over = claim.stop - self._addresses.granules(buffer)[1] if buffer else 0
-        if buffer is None or (over > 0 and not transfer.strided):
-            past = (
-                f"{over * GRANULE} bytes past the end of {buffer.label}"
-                if buffer
-                else "outside every buffer"
-            )
-            raise OutOfBoundsError(
-                f"{transfer.phase}: {transfer.name} of {transfer.granules * GRANULE} bytes on "
-                f"device {claim.device} "
-                f"{claim.does} {past}; at {transfer.location}"
-            )
+        past = "outside every buffer"
+        if buffer is not None:
+            over = claim.stop - self._addresses.granules(buffer)[1]
+            if over <= 0 or transfer.strided:
+                return
+            past = f"{over * GRANULE} bytes past the end of {buffer.label}"
+        raise OutOfBoundsError(
+            f"{transfer.phase}: {transfer.name} of {transfer.granules * GRANULE} bytes on device "
+            f"{claim.device} {claim.does} {past}; at {transfer.location}"
+        )
 
     def _check_races(self, claim: Claim) -> None:
         for other in self._active.get((claim.device, claim.space), ()):
@@ -236,17 +244,19 @@ class TransferEngine:
         state = self._state
         recorder = machine.recorder
         add = self._semaphores.add
-        remote = target is not machine
         size = transfer.granules * GRANULE
-        kind = f"{transfer.source} to {'remote ' if remote else ''}{transfer.target}"
-        recorder.bytes[kind] += size
-        lane = f"link to {target.device}" if remote else "memory"
         name = recorder.phase
         message = state.clocks.known_to(machine.device)
         route = state.grid.route(machine.coords, target.coords)
-        latency = state.chip.cycles(
-            state.chip.route_latency(len(route)) if remote else state.chip.sheet.memory_latency
-        )
+        if target is machine:
+            kind = f"{transfer.source} to {transfer.target}"
+            lane = "memory"
+            latency = state.chip.cycles(state.chip.sheet.memory_latency)
+        else:
+            kind = f"{transfer.source} to remote {transfer.target}"
+            lane = f"link to {target.device}"
+            latency = state.chip.cycles(state.chip.route_latency(len(route)))
+        recorder.bytes[kind] += size
 
         def done(now: float, flow: Flow) -> None:
             recorder.transfer(lane, flow.started, now, name)
@@ -284,22 +294,22 @@ class TransferEngine:
         state = self._state
         name = machine.recorder.phase
         buffer = state.addresses.at_granule(transfer.source, transfer.source_address)
-        contents = self._constants.get(buffer) or state.tables.get(buffer) if buffer else None
-        if contents is None and buffer is not None and "constant" in buffer.label:
-            collective = state.dump.collective(name)
-            contents = table_of(collective, machine.code.program, state.chips)
-            if contents is None and state.dump.is_half_of_collective(name):
-                raise UnknownOperationError(refusal(collective, name, transfer.location))
+        what = "an unknown place"
+        first = 0
+        contents = None
+        if buffer is not None:
+            what = buffer.label
+            first = (transfer.source_address - state.addresses.granules(buffer)[0]) * GRANULE // 4
+            contents = self._constants.get(buffer) or state.tables.get(buffer)
+            if contents is None and "constant" in buffer.label:
+                collective = state.dump.collective(name)
+                contents = table_of(collective, machine.code.program, state.chips)
+                if contents is None and state.dump.is_half_of_collective(name):
+                    raise UnknownOperationError(refusal(collective, name, transfer.location))
         if contents is None:
-            what = buffer.label if buffer else "an unknown place"
             state.notes[f"{name}: {UNKNOWN_SCALARS} {what} are taken as 0"] += 1
             contents = []
-        first = (
-            (transfer.source_address - state.addresses.granules(buffer)[0]) * GRANULE // 4
-            if buffer
-            else 0
-        )
-        for n in range(transfer.granules * GRANULE // 4):
-            machine.smem[transfer.target_address + n] = (
-                contents[first + n] if first + n < len(contents) else 0
-            )
+        count = transfer.granules * GRANULE // 4
+        words = contents[first : first + count]
+        for n, word in enumerate(words + [0] * (count - len(words))):
+            machine.smem[transfer.target_address + n] = word

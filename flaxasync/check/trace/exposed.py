@@ -18,6 +18,7 @@ import argparse
 import bisect
 import dataclasses
 import json
+import operator
 import re
 import sys
 from collections import Counter
@@ -70,6 +71,7 @@ _HALF = re.compile(r"-(?:start|update|done)(?:\.\d+)*$")
 # their own.
 CONTAINERS = ("while", "conditional", "call")
 SHOWN = 12  # instructions and layers in the table
+_START = operator.attrgetter("start")
 
 
 class Program:
@@ -111,7 +113,9 @@ class Program:
     def path(self, event: Event) -> str:
         """Returns the names of the functions and scopes that an event comes from."""
         found = self._instructions.get(self._name(event))
-        return (found.op_name if found else "") or event.scope
+        if found is None:
+            return event.scope
+        return found.op_name or event.scope
 
     def _name(self, event: Event) -> str:
         return event.op if event.op in self._instructions else event.name
@@ -182,7 +186,7 @@ def measure_exposed(
 def _times(device: DeviceProfile, program: str, known: Program) -> DeviceTimes:
     if device.runs:
         runs = [run.interval for run in device.runs if run.program == program]
-        events = [e for e in device.events if any(start <= e.start < end for start, end in runs)]
+        events = [e for e in device.events if _within(e, runs)]
     else:
         events = [e for e in device.events if e.program == program]
         runs = _runs(events)
@@ -191,23 +195,46 @@ def _times(device: DeviceProfile, program: str, known: Program) -> DeviceTimes:
     compute = union(event.interval for event in events if known.computes(event))
     exposed = subtract((e.interval for e in communicating), compute)
     ops = _shares(communicating, exposed, count, known)
-    layers: dict[str, Exposed] = {}
+    by_layer: dict[str, list[Exposed]] = {}
     for op in ops:
-        had = layers.get(op.layer, Exposed(op.layer, op.layer, 0, 0.0, 0.0))
-        layers[op.layer] = Exposed(
-            op.layer, op.layer, had.count + op.count, had.seconds + op.seconds, had.busy + op.busy
-        )
+        by_layer.setdefault(op.layer, []).append(op)
+    layers = [_together(name, of_layer) for name, of_layer in by_layer.items()]
+    communication = seconds(event.interval for event in communicating)
     return DeviceTimes(
         device=device.name,
         program=program,
         runs=len(runs),
         seconds=seconds(runs) / count,
         compute=seconds(compute) / count,
-        communication=seconds(e.interval for e in communicating) / count,
+        communication=communication / count,
         exposed=seconds(exposed) / count,
-        ops=tuple(sorted(ops, key=lambda op: -op.seconds)),
-        layers=tuple(sorted(layers.values(), key=lambda layer: -layer.seconds)),
+        ops=_longest_first(ops),
+        layers=_longest_first(layers),
     )
+
+
+def _together(layer: str, ops: Sequence[Exposed]) -> Exposed:
+    """Returns the exposed communication of a layer that has these instructions."""
+    return Exposed(
+        name=layer,
+        layer=layer,
+        count=sum(op.count for op in ops),
+        seconds=sum(op.seconds for op in ops),
+        busy=sum(op.busy for op in ops),
+    )
+
+
+def _longest_first(rows: Sequence[Exposed]) -> tuple[Exposed, ...]:
+    return tuple(sorted(rows, key=operator.attrgetter("seconds"), reverse=True))
+
+
+def _within(event: Event, runs: Sequence[Interval]) -> bool:
+    return any(start <= event.start < end for start, end in runs)
+
+
+def _whole(events: Sequence[Event]) -> Interval:
+    """Returns the time from the first to the last of some events."""
+    return min(e.start for e in events), max(e.end for e in events)
 
 
 def _runs(events: Sequence[Event]) -> list[Interval]:
@@ -219,28 +246,22 @@ def _runs(events: Sequence[Event]) -> list[Interval]:
         by_run.setdefault(event.run, []).append(event)
     if list(by_run) == [""]:
         return _runs_without_numbers(events)
-    return sorted(
-        (min(e.start for e in found), max(e.end for e in found)) for found in by_run.values()
-    )
+    return sorted(map(_whole, by_run.values()))
 
 
 def _runs_without_numbers(events: Sequence[Event]) -> list[Interval]:
     """Returns the time of each run of one program, where the profile does not number the runs.
 
     The instructions with the fewest events are taken to run once in each run, and any other event
-    to belong to the run
-    whose such instructions are nearest: those of loops are between them, and the host is slower
-      than a device.
+    to belong to the run whose such instructions are nearest: those of loops are between them, and
+    the host is slower than a device.
     """
-    by_name: dict[str, list[Interval]] = {}
-    for event in sorted(events, key=lambda e: e.start):
-        by_name.setdefault(event.op or event.name, []).append(event.interval)
+    by_name: dict[str, list[Event]] = {}
+    for event in sorted(events, key=_START):
+        by_name.setdefault(event.op or event.name, []).append(event)
     count = min(map(len, by_name.values()))
     once = [found for found in by_name.values() if len(found) == count]
-    cores = [
-        (min(found[n][0] for found in once), max(found[n][1] for found in once))
-        for n in range(count)
-    ]
+    cores = [_whole(run) for run in zip(*once, strict=True)]
     runs = list(cores)
     for event in events:
         n = _nearest(cores, event)
@@ -252,10 +273,14 @@ def _nearest(cores: Sequence[Interval], event: Event) -> int:
     """Returns the index of the interval that an event is in, or that is nearest to it, of some that
     are in order.
     """
-    before = max(0, bisect.bisect_right(cores, event.start, key=lambda core: core[0]) - 1)
+    begun = bisect.bisect_right(cores, event.start, key=operator.itemgetter(0))
+    before = max(0, begun - 1)
     after = before + 1
-    is_later = after < len(cores) and cores[after][0] - event.end < event.start - cores[before][1]
-    return after if is_later else before
+    if after == len(cores):
+        return before
+    since = event.start - cores[before][1]
+    until = cores[after][0] - event.end
+    return after if until < since else before
 
 
 def subtract(intervals: Iterable[Interval], removed: Iterable[Interval]) -> list[Interval]:
@@ -280,13 +305,14 @@ def _shares(
     """Divides the exposed time among the instructions."""
     by_name: dict[str, list[Event]] = {}
     shares: Counter[str] = Counter()
-    for event in sorted(communicating, key=lambda e: e.start):
+    left = exposed
+    for event in sorted(communicating, key=_START):
         by_name.setdefault(event.name, []).append(event)
-        mine = clip(exposed, event.interval)
-        shares[event.name] += seconds(mine)  # type: ignore[assignment]
-        exposed = [
-            rest for rest in (subtract(exposed, mine) if mine else exposed) if rest[1] > event.start
-        ]
+        mine = clip(left, event.interval)
+        if mine:
+            shares[event.name] += seconds(mine)  # type: ignore[assignment]
+            left = subtract(left, mine)
+        left = [rest for rest in left if rest[1] > event.start]
     found = []
     for name, events in by_name.items():
         busy = seconds(e.interval for e in events)
@@ -315,9 +341,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     chosen = parser.parse_args(arguments)
     try:
-        module = read_module(chosen.program) if chosen.program else None
+        module = None
+        estimate = None
+        if chosen.program:
+            module = read_module(chosen.program)
         times = measure_exposed(read_profile(chosen.path), chosen.module, module)
-        estimate = timeline(module, chosen.chip) if module is not None and chosen.chip else None
+        if module is not None and chosen.chip:
+            estimate = timeline(module, chosen.chip)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -332,22 +362,21 @@ def _tables(times: Sequence[DeviceTimes], estimate: Timeline | None) -> str:
     """Makes tables of devices, and of the instructions and layers of the device with the most
     exposed communication.
     """
-    worst = max(times, key=lambda device: device.exposed)
+    worst = max(times, key=operator.attrgetter("exposed"))
     lines = [
         f"{worst.program}, {worst.runs} runs; milliseconds of one run",
-        f"{'device':20} {'run':>10} {'compute':>10} {'communication':>14} {'exposed':>10}",
+        _row("device", "run", "compute", "communication", "exposed"),
     ]
     for d in times:
-        share = f"  {d.exposed / d.seconds:6.1%}" if d.seconds else ""
-        lines.append(
-            f"{d.device:20} {_ms(d.seconds)} {_ms(d.compute)} {_ms(d.communication):>14} "
-            f"{_ms(d.exposed)}{share}"
-        )
+        row = _row(d.device, _ms(d.seconds), _ms(d.compute), _ms(d.communication), _ms(d.exposed))
+        if d.seconds:
+            row += f"  {d.exposed / d.seconds:6.1%}"
+        lines.append(row)
     causes: Mapping[str, float] = {}
     if estimate is not None:
         e = estimate.slowest
-        causes = estimate.slowest.causes
-        lines.append(f"{'estimated':20} {_ms(e.seconds)} {_ms(e.compute)} {'':14} {_ms(e.exposed)}")
+        causes = e.causes
+        lines.append(_row("estimated", _ms(e.seconds), _ms(e.compute), "", _ms(e.exposed)))
         lines.append(f"the estimate is based on {estimate.basis}")
     lines += _table(f"instructions that communicate on {worst.device}", worst.ops, causes)
     if any(layer.name for layer in worst.layers):
@@ -355,23 +384,24 @@ def _tables(times: Sequence[DeviceTimes], estimate: Timeline | None) -> str:
     return "\n".join(lines)
 
 
+def _row(label: str, run: str, compute: str, communication: str, exposed: str) -> str:
+    return f"{label:20} {run:>10} {compute:>10} {communication:>14} {exposed:>10}"
+
+
 def _table(title: str, rows: Sequence[Exposed], estimates: Mapping[str, float]) -> list[str]:
-    lines = [
-        "",
-        f"{title:50} {'times':>7} {'busy':>10} {'exposed':>10} "
-        f"{'estimated' if estimates else '':>10}".rstrip(),
-    ]
+    head = f"{title:50} {'times':>7} {'busy':>10} {'exposed':>10}"
+    if estimates:
+        head += f" {'estimated':>10}"
+    lines = ["", head]
     for row in rows[:SHOWN]:
         name = row.name or "(no layer)"
-        estimate = _ms(estimates[row.name]) if row.name in estimates else ""
-        lines.append(
-            f"  {name[:48]:48} {row.count:7.0f} {_ms(row.busy)} {_ms(row.seconds)} "
-            f"{estimate}".rstrip()
-        )
+        line = f"  {name[:48]:48} {row.count:7.0f} {_ms(row.busy)} {_ms(row.seconds)}"
+        if row.name in estimates:
+            line += f" {_ms(estimates[row.name])}"
+        lines.append(line)
     if rest := rows[SHOWN:]:
-        lines.append(
-            f"  {f'and {len(rest)} more':48} {'':18} {_ms(sum(row.seconds for row in rest))}"
-        )
+        more = f"and {len(rest)} more"
+        lines.append(f"  {more:48} {'':18} {_ms(sum(row.seconds for row in rest))}")
     return lines
 
 

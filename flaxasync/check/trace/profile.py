@@ -85,19 +85,15 @@ def read_profile(path: str | pathlib.Path) -> list[DeviceProfile]:
         found = [_device(plane) for plane in planes if plane.name.startswith("/device:")]
         found = [device for device in found if device.events or device.runs]
         if not found:
-            found = [
-                device
-                for plane in planes
-                if plane.name == "/host:CPU"
-                for device in _cpu_devices(plane)
-            ]
+            for plane in planes:
+                if plane.name == "/host:CPU":
+                    found += _cpu_devices(plane)
     if not found:
+        names = ", ".join(plane.name for plane in planes) or "none"
         raise ValueError(
             f"{file} has no planes of devices and no instructions of XLA programs: it has the "
-            "planes "
-            f"{', '.join(plane.name for plane in planes) or 'none'}; run the program within "
-            "jax.profiler.trace, and "
-            "wait for its result before the trace ends"
+            f"planes {names}; run the program within jax.profiler.trace, and wait for its result "
+            "before the trace ends"
         )
     return sorted(found, key=lambda device: device.name)
 
@@ -134,7 +130,9 @@ def _cpu_devices(plane: Any) -> list[DeviceProfile]:
     """Returns the devices whose instructions ran on the threads of the host."""
     by_device: dict[int, list[Event]] = {}
     for number, line in enumerate(plane.lines):
-        for event in line.events if line.name != "python" else ():
+        if line.name == "python":
+            continue
+        for event in line.events:
             stats = dict(event.stats)
             if "hlo_op" in stats:
                 device = int(stats.get("device_ordinal", 0))
