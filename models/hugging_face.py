@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec as P
 from flaxasync.foreign_json import read_json
 from models import safetensors_files
 from models.config import TransformerConfig
-from models.families import Family, read_config, write_config
+from models.config_json import read_config, write_config
+from models.families import Family
 from models.foreign_folder import checked_file, listed, shown
 from models.safetensors_files import TensorFiles
 
@@ -36,7 +37,7 @@ _COMPUTED = ("rotary_emb.inv_freq",)
 
 
 def load_config(folder: Path) -> tuple[Family, dict[str, Any]]:
-    """Reads config.json of a folder: see `models.families.read_config`.
+    """Reads config.json of a folder: see `models.config_json.read_config`.
 
     Raises:
       ValueError: There is no such file, or it is not JSON.

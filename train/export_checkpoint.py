@@ -77,7 +77,7 @@ def _export(command: Command) -> None:
 
     import jax
 
-    from models.families import write_config
+    from models.config_json import write_config
     from train.checkpoints.manager import load_parameters
     from train.step.mesh import open_model_mesh
     from train.step.trainer import Trainer

@@ -10,7 +10,8 @@ import random
 
 import pytest
 
-from models.families import FAMILIES, read_config
+from models.config_json import read_config
+from models.families import FAMILIES
 from tests.models.test_transformers import FAMILIES as CLASSES
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

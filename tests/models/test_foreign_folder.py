@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models.families import FAMILIES, read_config
+from models.config_json import read_config
+from models.families import FAMILIES
 from models.foreign_folder import checked_file, listed, require_local_folder, shown
 from models.hugging_face import import_parameters, load_config
 from models.safetensors_files import TensorFiles

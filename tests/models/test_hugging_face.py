@@ -18,7 +18,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from models.config import TransformerConfig
-from models.families import FAMILIES, read_config, write_config
+from models.config_json import read_config, write_config
+from models.families import FAMILIES
 from models.hugging_face import export_parameters, import_parameters, load_config
 from models.safetensors_files import TensorFiles, write
 from models.transformer import Transformer

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 import tests.conftest  # noqa: F401  the settings of a test process
 from models.config import TransformerConfig
-from models.families import read_config
+from models.config_json import read_config
 from tests.models.test_hugging_face import CONFIGS, export, random_parameters
 from tests.nn.conftest import make_mesh
 from tests.train.data.test_tokenizer import train_tokenizer
