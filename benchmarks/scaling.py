@@ -3,7 +3,7 @@
     python benchmarks/scaling.py [--write docs/scaling.md]      half a minute, no TPU
 
 A step has one sequence for each chip. The mesh of a row is the best of all grids of data x fsdp x
-context x model by `train.dry_run.mesh_costs`, whose predictions are made of the sizes of model and
+context x model by `train.dry_run.prediction`, whose predictions are made of the sizes of model and
 mesh alone. Nothing has run on a TPU.
 """
 
@@ -15,7 +15,7 @@ from flaxasync.hardware import CHIPS
 from train.config import Config
 from train.config.command import load_preset
 from train.dry_run.forms import rank
-from train.dry_run.mesh_costs import Prediction
+from train.dry_run.prediction import Prediction
 from train.metrics.output import gib, time_text
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"

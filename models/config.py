@@ -173,12 +173,16 @@ class TransformerConfig:
     @property
     def head_features(self) -> int:
         """The features of a head."""
-        return self.width // self.heads if self.head_dim is None else self.head_dim
+        if self.head_dim is None:
+            return self.width // self.heads
+        return self.head_dim
 
     @property
     def expert_features(self) -> int:
         """The hidden features of an expert."""
-        return self.mlp_width if self.expert_width is None else self.expert_width
+        if self.expert_width is None:
+            return self.mlp_width
+        return self.expert_width
 
 
 def check_fits(
@@ -238,14 +242,48 @@ def check_fits(
         )
     if config.experts:
         _check_experts(config, mesh_shape["model"])
+    _check_fsdp(config, mesh_shape)
+    devices = mesh_shape["model"]
+    context = mesh_shape.get("context", 1)
+    for name in ("attention_softcap", "alternating_window"):
+        if context > 1 and getattr(config, name) is not None:
+            raise ValueError(
+                f"{name} needs all scores of a position on one device, which a 'context' axis of "
+                f"{context} devices "
+                f"splits: got {name}={getattr(config, name)}; use a context axis of 1"
+            )
+    shares = 1
+    if context > 1 and context_layout == "zigzag":
+        shares = math.lcm(context * devices, 2 * context)
+    elif context > 1:
+        shares = context * devices
+    if sequence_length % shares:
+        raise ValueError(
+            f"sequence_length must be divisible by {shares}, for a 'context' axis of {context} "
+            "devices in "
+            f"{context_layout!r} layout and a 'model' axis of {devices}: got "
+            f"sequence_length={sequence_length}; use "
+            f"{-(-sequence_length // shares) * shares}, or smaller axes"
+        )
+    if config.experts:
+        _check_divides("model", devices, shared_expert_width=config.shared_expert_width)
+    else:
+        _check_divides("model", devices, mlp_width=config.mlp_width)
+    _check_divides("model", devices, sequence_length=sequence_length)
+
+
+def _check_fsdp(config: TransformerConfig, mesh_shape: Mapping[str, int]) -> None:
+    """Checks that the scan which hides the transfers of fsdp can serve the model on a mesh."""
     fsdp = mesh_shape.get("fsdp", 1)
     data = mesh_shape.get("data", 1)
     _check_divides("fsdp", fsdp, width=config.width)
     if config.fsdp_overlap == "prefetch_pallas" and fsdp == 1:
+        other = "xla"
+        if data > 1:
+            other = "prefetch"
         raise ValueError(
             "fsdp_overlap='prefetch_pallas' needs an 'fsdp' axis of 2 devices or more: got "
-            f"{fsdp}; use "
-            f"fsdp_overlap={'prefetch' if data > 1 else 'xla'!r} otherwise"
+            f"{fsdp}; use fsdp_overlap={other!r} otherwise"
         )
     if config.fsdp_overlap == "prefetch" and fsdp == data == 1:
         raise ValueError(
@@ -266,32 +304,6 @@ def check_fits(
             "alternating_window="
             f"{config.alternating_window} does not: use fsdp_overlap='xla'"
         )
-    devices = mesh_shape["model"]
-    context = mesh_shape.get("context", 1)
-    for name in ("attention_softcap", "alternating_window"):
-        if context > 1 and getattr(config, name) is not None:
-            raise ValueError(
-                f"{name} needs all scores of a position on one device, which a 'context' axis of "
-                f"{context} devices "
-                f"splits: got {name}={getattr(config, name)}; use a context axis of 1"
-            )
-    shares = (
-        math.lcm(context * devices, 2 * context if context_layout == "zigzag" else 1)
-        if context > 1
-        else 1
-    )
-    if sequence_length % shares:
-        raise ValueError(
-            f"sequence_length must be divisible by {shares}, for a 'context' axis of {context} "
-            "devices in "
-            f"{context_layout!r} layout and a 'model' axis of {devices}: got "
-            f"sequence_length={sequence_length}; use "
-            f"{-(-sequence_length // shares) * shares}, or smaller axes"
-        )
-    hidden = "shared_expert_width" if config.experts else "mlp_width"
-    _check_divides(
-        "model", devices, **{hidden: getattr(config, hidden), "sequence_length": sequence_length}
-    )
 
 
 def _check_divides(axis: str, devices: int, **sizes: int) -> None:

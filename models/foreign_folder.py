@@ -31,7 +31,9 @@ def checked_file(folder: Path, name: str, *, named_by: str = "") -> Path:
       FileNotFoundError: There is no such file.
       ValueError: The name or a link leads out of the folder, or it is no regular file.
     """
-    source = f", which {named_by} names," if named_by else ""
+    source = ""
+    if named_by:
+        source = f", which {named_by} names,"
     path = folder / name
     file = f"{folder}/{shown(name)}{source}"
     if not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
@@ -73,8 +75,9 @@ def require_local_folder(path: Path, name: str) -> None:
 def listed(items: Iterable[str]) -> str:
     """Joins the first items of a list, and says how many others there are."""
     every = list(items)
-    named = "; ".join(every[:MOST_NAMED])
-    return named + (f"; and {len(every) - MOST_NAMED:,} more" if len(every) > MOST_NAMED else "")
+    if len(every) > MOST_NAMED:
+        every[MOST_NAMED:] = [f"and {len(every) - MOST_NAMED:,} more"]
+    return "; ".join(every)
 
 
 def shown(value: object) -> str:
@@ -84,7 +87,9 @@ def shown(value: object) -> str:
     text = str(value) if isinstance(value, (str, Path)) else repr(value)
     if not text.isprintable():
         text = repr(text)
-    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
+    if len(text) > MOST_LETTERS:
+        return f"{text[:MOST_LETTERS]}..."
+    return text
 
 
 def _is_inside(folder: Path, path: Path) -> bool:

@@ -8,12 +8,13 @@ whatever the chunks are.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import PyTree
 
 from models.transformer import Transformer
 
@@ -31,8 +32,8 @@ class Sampling(NamedTuple):
     """
 
     key: jax.Array
-    temperature: Any
-    top_p: Any = np.float32(1)
+    temperature: np.float32 | jax.Array
+    top_p: np.float32 | jax.Array = np.float32(1)
 
 
 class Generator:
@@ -44,7 +45,7 @@ class Generator:
       length: The tokens that the cache has room for, prompt and continuation.
     """
 
-    def __init__(self, model: Callable[[Any], Transformer], *, batch: int, length: int):
+    def __init__(self, model: Callable[[PyTree], Transformer], *, batch: int, length: int):
         self._make_model = model
         self._batch = batch
         self._length = length
@@ -52,7 +53,7 @@ class Generator:
         self._continue = jax.jit(self._draw_chunk, donate_argnums=1)
 
     def run(
-        self, params: Any, prompt: np.ndarray, sampling: Sampling, *, count: int
+        self, params: PyTree, prompt: np.ndarray, sampling: Sampling, *, count: int
     ) -> Iterator[np.ndarray]:
         """Yields the next tokens of every continuation, int [batch, up to CHUNK], until there are
         `count` of each.
@@ -74,7 +75,7 @@ class Generator:
             drawn = np.asarray(tokens_BN)[:, : count - done]
         yield drawn
 
-    def _model(self, params: Any, cache: Any = None) -> Any:
+    def _model(self, params: PyTree, cache: nnx.State | None = None) -> Transformer:
         model = self._make_model(params)
         # the last chunk may draw more tokens than are used
         model.init_cache(self._batch, self._length + CHUNK)
@@ -83,20 +84,25 @@ class Generator:
         return model
 
     def _start(
-        self, params: Any, tokens_BL: jax.Array, sampling: Sampling
-    ) -> tuple[Any, jax.Array]:
+        self, params: PyTree, tokens_BL: jax.Array, sampling: Sampling
+    ) -> tuple[nnx.State, jax.Array]:
         model = self._model(params)
         token_B = _draw(model, tokens_BL, jnp.int32(tokens_BL.shape[1]), sampling)
         return nnx.state(model, nnx.Cache), token_B
 
     def _draw_chunk(
-        self, params: Any, cache: Any, token_B: jax.Array, position: jax.Array, sampling: Sampling
-    ) -> tuple[Any, jax.Array, jax.Array]:
+        self,
+        params: PyTree,
+        cache: nnx.State,
+        token_B: jax.Array,
+        position: jax.Array,
+        sampling: Sampling,
+    ) -> tuple[nnx.State, jax.Array, jax.Array]:
         """Draws the tokens after `token_B`, which is at `position` and not in the cache yet."""
 
         def step(
-            carry: tuple[Any, jax.Array], offset: jax.Array
-        ) -> tuple[tuple[Any, jax.Array], jax.Array]:
+            carry: tuple[nnx.State, jax.Array], offset: jax.Array
+        ) -> tuple[tuple[nnx.State, jax.Array], jax.Array]:
             cache, token_B = carry
             model = self._model(params, cache)
             token_B = _draw(model, token_B[:, None], position + 1 + offset, sampling)
@@ -124,7 +130,7 @@ def _draw(
     )
 
 
-def keep_most_likely(logits_BV: jax.Array, top_p: jax.Array) -> jax.Array:
+def keep_most_likely(logits_BV: jax.Array, top_p: np.float32 | jax.Array) -> jax.Array:
     """Returns logits that are -inf but for the most likely tokens whose probabilities add up to
     `top_p` or more.
 

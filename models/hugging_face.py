@@ -10,7 +10,6 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +17,15 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from flaxasync.foreign_json import read_json
 from models import safetensors_files
 from models.config import TransformerConfig
 from models.config_json import read_config, write_config
 from models.families import Family
+from models.family_defaults import ConfigJson, Fields
 from models.foreign_folder import checked_file, listed, shown
 from models.safetensors_files import TensorFiles
 
@@ -36,7 +38,7 @@ _OUTPUT = "lm_head.weight"
 _COMPUTED = ("rotary_emb.inv_freq",)
 
 
-def load_config(folder: Path) -> tuple[Family, dict[str, Any]]:
+def load_config(folder: Path) -> tuple[Family, Fields]:
     """Reads config.json of a folder: see `models.config_json.read_config`.
 
     Raises:
@@ -60,8 +62,8 @@ def load_config(folder: Path) -> tuple[Family, dict[str, Any]]:
 
 
 def import_parameters(
-    folder: Path | TensorFiles, family: Family, abstract: Any, report: Report = lambda *_: None
-) -> Any:
+    folder: Path | TensorFiles, family: Family, abstract: PyTree, report: Report = lambda *_: None
+) -> PyTree:
     """Reads the parameters of a checkpoint onto the devices that hold them.
 
     Args:
@@ -80,7 +82,9 @@ def import_parameters(
         them are named, and none was loaded.
     """
     leaves, tree = jax.tree.flatten_with_path(abstract)
-    files = folder if isinstance(folder, TensorFiles) else TensorFiles(folder)
+    files = folder
+    if not isinstance(files, TensorFiles):
+        files = TensorFiles(files)
     with jax.set_mesh(_mesh_of(leaves[0][1])):
         names = {_name(path): leaf for path, leaf in leaves}
         _check(files, family, names)
@@ -98,13 +102,13 @@ def import_parameters(
 def export_parameters(
     folder: Path,
     config: TransformerConfig,
-    params: Any,
+    params: PyTree,
     *,
     length: int,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     shard_bytes: int = SHARD_BYTES,
     report: Report = lambda *_: None,
-) -> dict[str, Any]:
+) -> ConfigJson:
     """Writes parameters as safetensors, under the names of the family that the architecture belongs
     to.
 
@@ -138,25 +142,30 @@ def export_parameters(
     tensors = _fetch_all(family, named, dtype, sum(sizes.values()), report)
     safetensors_files.write(folder, tensors, sizes, shard_bytes=shard_bytes)
     stored = {str(np.dtype(dtype or leaf.dtype)) for leaf in named.values()}
-    return written | {"dtype": stored.pop() if len(stored) == 1 else "float32"}
+    if len(stored) > 1:
+        stored = {"float32"}
+    return {**written, "dtype": stored.pop()}
 
 
-def _check(files: TensorFiles, family: Family, names: Mapping[str, Any]) -> None:
+def _check(files: TensorFiles, family: Family, names: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     """Raises ValueError unless the files have exactly the tensors that the parameters need, in
     their shapes.
     """
-    needed = {}
+    needed: dict[str, tuple[int, ...]] = {}
     for name, leaf in names.items():
         if name not in family.tensors:
             raise NotImplementedError(
                 f"the table of {family.model_type} in models/families.py has no {name}"
             )
         template = family.tensors[name]
-        shape = leaf.shape[template.count("{") :]
-        for their_name in _their_names(template, leaf):
-            needed[their_name] = tuple(shape[::-1] if _is_transposed(name, template) else shape)
-    tied = {_OUTPUT} if "output.kernel" not in names else set()
-    there = {name for name in files.shapes if not name.endswith(_COMPUTED) and name not in tied}
+        shape = tuple(leaf.shape[template.count("{") :])
+        if _is_transposed(name, template):
+            shape = shape[::-1]
+        needed |= dict.fromkeys(_their_names(template, leaf), shape)
+    is_tied = "output.kernel" not in names
+    there = {name for name in files.shapes if not name.endswith(_COMPUTED)}
+    if is_tied:
+        there.discard(_OUTPUT)
     problems = [f"missing: {name} {list(needed[name])}" for name in sorted(needed.keys() - there)]
     problems += [
         f"left over: {shown(name)} {list(files.shapes[name])}"
@@ -174,7 +183,7 @@ def _check(files: TensorFiles, family: Family, names: Mapping[str, Any]) -> None
         )
     output = _OUTPUT
     embedding = family.tensors["embed.embedding"]
-    if tied and output in files.shapes and not files.are_equal(output, embedding):
+    if is_tied and output in files.shapes and not files.are_equal(output, embedding):
         raise ValueError(
             f"{output} of {files.path} differs from {embedding}, although tie_word_embeddings of "
             "config.json, or its "
@@ -184,7 +193,9 @@ def _check(files: TensorFiles, family: Family, names: Mapping[str, Any]) -> None
         )
 
 
-def _import_one(files: TensorFiles, template: str, name: str, leaf: Any) -> jax.Array:
+def _import_one(
+    files: TensorFiles, template: str, name: str, leaf: jax.ShapeDtypeStruct
+) -> jax.Array:
     """Reads a parameter: one tensor, or one of each layer, which are stacked on the devices."""
     read = functools.partial(_read, files, transposed=_is_transposed(name, template))
     names = np.reshape(_their_names(template, leaf), leaf.shape[: template.count("{")]).tolist()
@@ -209,18 +220,19 @@ def _read(
         return np.stack(
             [_read(files, name, index[1:], transposed=transposed) for name in names[index[0]]]
         )
-    value = files.read(names, index[::-1] if transposed else index)
-    return value.T if transposed else value
+    if transposed:
+        return files.read(names, index[::-1]).T
+    return files.read(names, index)
 
 
 def _make_sharded(
     read: Callable[[tuple[slice, ...]], np.ndarray],
     shape: tuple[int, ...],
     sharding: NamedSharding,
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> jax.Array:
     """Makes a sharded array of what is read, one part of it in host memory at a time."""
-    parts: dict[tuple[slice, ...], list[Any]] = {}
+    parts: dict[tuple[slice, ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
         parts.setdefault(tuple(index), []).append(device)
@@ -243,34 +255,50 @@ def _take_layer(stack: jax.Array, layer: jax.Array) -> jax.Array:
 
 
 def _fetch_all(
-    family: Family, named: Mapping[str, jax.Array], dtype: Any, total: int, report: Report
+    family: Family,
+    named: Mapping[str, jax.Array],
+    dtype: DTypeLike | None,
+    total: int,
+    report: Report,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors of all parameters in host memory, one at a time."""
     done = 0
     for name, leaf in named.items():
         template = family.tensors[name]
         names = iter(_their_names(template, leaf))
-        for layer in range(leaf.shape[0] if _is_stacked(template) else 1):
-            with jax.set_mesh(_mesh_of(leaf)):
-                fetched = np.asarray(
-                    _take_layer(leaf, np.int32(layer)) if _is_stacked(template) else leaf
-                )
-            for value in fetched if "{expert}" in template else (fetched,):
-                value = (value.T if _is_transposed(name, template) else value).astype(
-                    dtype or value.dtype, order="C"
-                )
-                done += value.nbytes
-                report(name, done, total)
-                yield next(names), value
+        for fetched in _fetch_tensors(leaf, template):
+            value = fetched
+            if _is_transposed(name, template):
+                value = fetched.T
+            value = value.astype(dtype or value.dtype, order="C")
+            done += value.nbytes
+            report(name, done, total)
+            yield next(names), value
 
 
-def _mesh_of(leaf: Any) -> jax.sharding.Mesh:
+def _fetch_tensors(leaf: jax.Array, template: str) -> Iterator[np.ndarray]:
+    """Yields what is a tensor of its own in the files: a parameter, one layer of it, or one expert
+    of that.
+    """
+    if not _is_stacked(template):
+        yield np.asarray(leaf)
+        return
+    for layer in range(leaf.shape[0]):
+        with jax.set_mesh(_mesh_of(leaf)):
+            fetched = np.asarray(_take_layer(leaf, np.int32(layer)))
+        if "{expert}" in template:
+            yield from fetched
+        else:
+            yield fetched
+
+
+def _mesh_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.sharding.Mesh:
     assert isinstance(leaf.sharding, NamedSharding)
     assert isinstance(leaf.sharding.mesh, jax.sharding.Mesh)
     return leaf.sharding.mesh
 
 
-def _name(path: Any) -> str:
+def _name(path: tuple[object, ...]) -> str:
     """Returns the name of a parameter, with dots."""
     return ".".join(str(getattr(key, "key", key)) for key in path)
 
@@ -283,7 +311,7 @@ def _is_transposed(name: str, template: str) -> bool:
     return name.endswith(".kernel") or "{expert}" in template
 
 
-def _their_names(template: str, leaf: Any) -> list[str]:
+def _their_names(template: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> list[str]:
     indices = np.ndindex(leaf.shape[: template.count("{")])  # of the layer, and of the expert
     return [
         template.format(**dict(zip(("layer", "expert"), index, strict=False))) for index in indices

@@ -84,8 +84,11 @@ class DecoderLayer(nnx.Module):
                 rngs=rngs,
                 **options,
             )
-        self.post_attention_norm = RMSNorm(config, rngs=rngs) if config.post_norms else None
-        self.post_mlp_norm = RMSNorm(config, rngs=rngs) if config.post_norms else None
+        self.post_attention_norm: RMSNorm | None = None
+        self.post_mlp_norm: RMSNorm | None = None
+        if config.post_norms:
+            self.post_attention_norm = RMSNorm(config, rngs=rngs)
+            self.post_mlp_norm = RMSNorm(config, rngs=rngs)
 
     def __call__(
         self,
@@ -110,7 +113,9 @@ class DecoderLayer(nnx.Module):
         that is None.
         """
         y_BLD = self.attention(self.attention_norm(x_BLD), segment_ids_BL, mask=mask, decode=decode)
-        x_BLD += y_BLD if self.post_attention_norm is None else self.post_attention_norm(y_BLD)
+        if self.post_attention_norm is not None:
+            y_BLD = self.post_attention_norm(y_BLD)
+        x_BLD += y_BLD
         normed_BLD = self.mlp_norm(x_BLD)
         if isinstance(self.mlp, fa.nn.ParallelMoE):
             y_BLD, routing = self.mlp.with_routing(normed_BLD)
@@ -120,7 +125,9 @@ class DecoderLayer(nnx.Module):
                 )
         else:
             y_BLD = self.mlp(normed_BLD)
-        return x_BLD + (y_BLD if self.post_mlp_norm is None else self.post_mlp_norm(y_BLD)), losses
+        if self.post_mlp_norm is not None:
+            y_BLD = self.post_mlp_norm(y_BLD)
+        return x_BLD + y_BLD, losses
 
 
 class RMSNorm(nnx.Module):
@@ -130,21 +137,20 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
-        init = nnx.initializers.zeros if config.norm_plus_one else nnx.initializers.ones
+        init = nnx.initializers.ones
+        if config.norm_plus_one:
+            init = nnx.initializers.zeros
         self.scale = nnx.Param(init(rngs.params(), (config.width,), jnp.dtype(config.param_dtype)))
 
     def __call__(self, x_BLD: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
         x = x_BLD.astype(jnp.float32)
         scale_D = self.scale[...].astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        scale_D = 1 + scale_D if self.config.norm_plus_one else scale_D
-        return (
-            x
-            * (
-                jax.lax.rsqrt(mean_square + self.config.norm_epsilon)
-                * jax.lax.broadcast_to_rank(scale_D, x.ndim)
-            )
-        ).astype(self.config.dtype)
+        if self.config.norm_plus_one:
+            scale_D = 1 + scale_D
+        inverse = jax.lax.rsqrt(mean_square + self.config.norm_epsilon)
+        normed = x * (inverse * jax.lax.broadcast_to_rank(scale_D, x.ndim))
+        return normed.astype(self.config.dtype)
 
 
 def layer_options(config: TransformerConfig, given: fa.nn.LayerOptions) -> fa.nn.LayerOptions:

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -93,8 +92,11 @@ class TensorFiles:
         """Says whether two tensors have the same values, reading some rows of both at a time."""
         if self.shapes[first] != self.shapes[second]:
             return False
-        rows = self.shapes[first][0] if self.shapes[first] else 0
-        size = math.prod(self.shapes[first])
+        shape = self.shapes[first]
+        rows = 0
+        if shape:
+            rows = shape[0]
+        size = math.prod(shape)
         step = max(1, rows * _COMPARED // max(size, 1))
         for start in range(0, rows, step):
             part = (slice(start, min(start + step, rows)),)
@@ -119,11 +121,9 @@ def write(
       shard_bytes: The most bytes of a file that has more than one tensor.
     """
     shards = _divide(sizes, shard_bytes)
-    files = (
-        [SINGLE]
-        if len(shards) == 1
-        else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    )
+    files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    if len(shards) == 1:
+        files = [SINGLE]
     for file, names in zip(files, shards, strict=True):
         _write_file(folder / file, tensors, {name: sizes[name] for name in names})
     if len(shards) > 1:
@@ -146,11 +146,9 @@ def _find(path: Path) -> dict[Path, list[str] | None]:
     others = sorted(
         file.name for ending in ("*.bin", "*.pth", "*.pt", "*.gguf") for file in path.glob(ending)
     )
-    found = (
-        f"; {listed(map(shown, others))} cannot be read, save them as safetensors first"
-        if others
-        else ""
-    )
+    found = ""
+    if others:
+        found = f"; {listed(map(shown, others))} cannot be read, save them as safetensors first"
     shards = sorted(file.name for file in path.glob("*.safetensors"))
     if shards:
         found = (
@@ -238,7 +236,7 @@ def _write_file(
     """Writes the next tensors. Their shapes are known last, so the header is written into room that
     is left for it.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     # a multiple of 8, as tensors must be aligned
     room = 8 * (32 + sum(len(name) // 8 + 32 for name in sizes))
     offset = 0

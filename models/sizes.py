@@ -7,10 +7,9 @@ has exactly its shape is compared later, in `models.hugging_face`. This file doe
 
 import math
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from models.families import Family
+from models.family_defaults import Fields
 from models.foreign_folder import listed
 from models.safetensors_files import TensorFiles
 
@@ -28,7 +27,7 @@ _TENSORS_OF = {
 }
 
 
-def check_sizes(files: TensorFiles, family: Family, fields: Mapping[str, Any]) -> None:
+def check_sizes(files: TensorFiles, family: Family, fields: Fields) -> None:
     """Raises ValueError if config.json names sizes that no tensor of the files can have.
 
     Args:
@@ -45,17 +44,17 @@ def check_sizes(files: TensorFiles, family: Family, fields: Mapping[str, Any]) -
             what = "the number of layers in the files"
         elif name in _TENSORS_OF:
             tensor = _tensor_of(name, files, family)
-            shapes = [files.shapes[tensor]] if tensor else files.shapes.values()
+            shapes = list(files.shapes.values())
+            if tensor:
+                shapes = [files.shapes[tensor]]
             most = sum(map(math.prod, shapes))
             what = f"the number of values of {tensor or 'all tensors'}"
         else:
             continue
         if size is not None and size > most:
-            origin = (
-                ", the default where config.json lacks it,"
-                if family.defaults.get(key) == size
-                else ""
-            )
+            origin = ""
+            if family.defaults.get(key) == size:
+                origin = ", the default where config.json lacks it,"
             problems.append(f"{key} is {size:,}{origin} and must be at most {most:,}, {what}")
     if problems:
         raise ValueError(

@@ -33,7 +33,7 @@ from flaxasync.ops.saved import STREAM
 from models.config import ContextLayout, Remat, TransformerConfig
 from models.layer import DecoderLayer, RMSNorm, layer_options
 
-_POLICIES: dict[Remat | None, Any] = {
+_POLICIES: dict[Remat | None, Callable[..., bool] | None] = {
     "none": jax.checkpoint_policies.everything_saveable,
     "cheap": fa.save_costly,
     "dots": fa.save_matmuls,
@@ -43,6 +43,8 @@ _POLICIES: dict[Remat | None, Any] = {
 }
 
 
+# the last norm, and the output projection or the embedding that stands for it
+type _LastModules = tuple[RMSNorm, fa.nn.ColumnParallelLinear | fa.nn.VocabParallelEmbed]
 # what goes through the layers: x, and the losses of the routers so far
 type _Carry = tuple[Array, Array | None]
 
@@ -122,13 +124,11 @@ class Transformer(nnx.Module):
 
         self.layers = stack(rngs)
         self.final_norm = RMSNorm(config, rngs=rngs)
-        self.output = (
-            None
-            if config.tie_embeddings
-            else fa.nn.ColumnParallelLinear(
+        self.output: fa.nn.ColumnParallelLinear | None = None
+        if not config.tie_embeddings:
+            self.output = fa.nn.ColumnParallelLinear(
                 config.width, config.vocab_size, use_bias=False, pad=True, rngs=rngs, **options
             )
-        )
 
     def __call__(
         self, tokens_BL: Int[Array, "B L"], segment_ids_BL: Int[Array, "B L"] | None = None
@@ -140,7 +140,7 @@ class Transformer(nnx.Module):
         are as low as can be.
         """
 
-        def finish(modules: tuple[RMSNorm, Any], x_BLD: Array, losses: None) -> Array:
+        def finish(modules: _LastModules, x_BLD: Array, losses: None) -> Array:
             return _logits(modules, x_BLD, self.config)
 
         return self._apply(finish, tokens_BL, segment_ids_BL)
@@ -218,11 +218,16 @@ class Transformer(nnx.Module):
             )
             return _with_remat(self.config.remat)(layer, *carry, segment_ids_BL, mask)
 
-        carry = self._embed(tokens_BL), jnp.zeros(2, jnp.float32) if routed else None
+        losses = None
+        if routed:
+            losses = jnp.zeros(2, jnp.float32)
+        carry = (self._embed(tokens_BL), losses)
         data = jax.sharding.get_abstract_mesh().shape.get("data", 1)
         sums_beside = self.config.fsdp_overlap == "prefetch" and data > 1
         if self.config.fsdp_overlap != "xla" and (self.fsdp_axis is not None or sums_beside):
-            ids = () if segment_ids_BL is None else (segment_ids_BL,)
+            ids = []
+            if segment_ids_BL is not None:
+                ids.append(segment_ids_BL)
             return fa.nn.scan_with_prefetch(
                 lambda layer, carry, *ids: layer.with_losses(*carry, *ids),
                 self.layers,
@@ -245,17 +250,15 @@ class Transformer(nnx.Module):
         self, tokens_BL: Array, layout: Literal["sequence", "replicated"] = "sequence"
     ) -> Array:
         x_BLD = self.embed(tokens_BL, layout=layout)
-        return (
-            x_BLD * jnp.asarray(self.config.width**0.5, x_BLD.dtype)
-            if self.config.scale_embeddings
-            else x_BLD
-        )
+        if self.config.scale_embeddings:
+            return x_BLD * jnp.asarray(self.config.width**0.5, x_BLD.dtype)
+        return x_BLD
 
-    def _last_modules(self) -> tuple[RMSNorm, Any]:
-        """Returns what makes logits: the last norm, and the output projection or the embedding that
-        stands for it.
-        """
-        return self.final_norm, self.embed if self.output is None else self.output
+    def _last_modules(self) -> _LastModules:
+        """Returns what makes logits."""
+        if self.output is None:
+            return self.final_norm, self.embed
+        return self.final_norm, self.output
 
     def _windowed_layers(self) -> Array:
         """Returns which layers attend only within `alternating_window`, bool [layers]."""
@@ -315,32 +318,42 @@ class Transformer(nnx.Module):
         """
 
         def finish(
-            modules: tuple[RMSNorm, Any],
+            modules: _LastModules,
             x_BLD: Array,
             losses: Array | None,
             targets_BL: Array,
             *weights_BL: Array,
         ) -> Losses:
             norm, output = modules
+            weights = None
+            if weights_BL:
+                weights = weights_BL[0]
             cross_entropy = fa.nn.linear_cross_entropy(
                 norm(x_BLD),
                 output,
                 targets_BL,
-                weights=weights_BL[0] if weights_BL else None,
+                weights=weights,
                 logit_softcap=self.config.logit_softcap,
             )
-            return Losses(cross_entropy, *(() if losses is None else losses / self.config.layers))
+            if losses is None:
+                return Losses(cross_entropy)
+            return Losses(cross_entropy, *(losses / self.config.layers))
 
-        arrays = (targets_BL,) if weights_BL is None else (targets_BL, weights_BL)
+        arrays = [targets_BL]
+        if weights_BL is not None:
+            arrays.append(weights_BL)
         return self._apply(
             finish, tokens_BL, segment_ids_BL, *arrays, routed=routed and self.config.experts > 0
         )
 
 
-def _logits(modules: tuple[RMSNorm, Any], x_BLD: Array, config: TransformerConfig) -> Array:
+def _logits(modules: _LastModules, x_BLD: Array, config: TransformerConfig) -> Array:
     norm, output = modules
     x_BLD = norm(x_BLD)
-    logits_BLV = output.attend(x_BLD) if config.tie_embeddings else output(x_BLD)
+    if isinstance(output, fa.nn.VocabParallelEmbed):
+        logits_BLV = output.attend(x_BLD)
+    else:
+        logits_BLV = output(x_BLD)
     if config.logit_softcap is None:
         return logits_BLV
     padding = jnp.finfo(logits_BLV.dtype).min
@@ -365,4 +378,6 @@ def _with_remat(remat: Remat | None) -> Callable[..., _Carry]:
     ) -> _Carry:
         return layer.with_losses(checkpoint_name(x_BLD, STREAM), losses, segment_ids_BL, mask)
 
-    return apply if remat == "none" else nnx.remat(apply, policy=_POLICIES[remat])
+    if remat == "none":
+        return apply
+    return nnx.remat(apply, policy=_POLICIES[remat])

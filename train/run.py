@@ -54,9 +54,7 @@ def _run(arguments: Sequence[str]) -> int:
     if command.topology is not None and command.compare_meshes:
         from train.dry_run.compare_meshes import compare_meshes
 
-        return compare_meshes(
-            command.config, command.topology, command.trust, command.compiled_meshes
-        )
+        return compare_meshes(command.config, command.topology, command.trust)
     if command.topology is not None:
         from train.dry_run.command import dry_run
 

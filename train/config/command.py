@@ -50,13 +50,7 @@ class Command:
     running it.
     """
     compare_meshes: bool = False
-    """Rank all meshes of --topology by predicted time and memory, compile the best ones, and report
-    a table.
-    """
-    compiled_meshes: int = 3
-    """Number of meshes that --compare_meshes compiles; 0 compiles none, which takes seconds
-    (meshes).
-    """
+    """Rank all meshes of --topology by predicted time and memory, and report a table."""
     verify: Literal["auto", "off", "full"] = "auto"
     """What is verified before a run on TPUs: the kernels of this configuration, once (auto),
     nothing, or every op.
@@ -239,8 +233,6 @@ def _check_modes(command: Command) -> None:
         raise InputError(
             "--compare_meshes belongs to a dry run: add --dry-run --topology v5e:4x4, for example"
         )
-    if command.compiled_meshes < 0:
-        raise InputError(f"--compiled_meshes must be at least 0: got {command.compiled_meshes}")
     if command.resume not in ("latest", "none") and not is_step(command.resume):
         raise InputError(
             "--resume must be latest, none, or the step of a checkpoint: got "

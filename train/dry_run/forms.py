@@ -21,11 +21,16 @@ from flaxasync.mesh import mesh_report
 from flaxasync.ops import trust
 from models.config import FsdpOverlap, Remat
 from train.config import Config, replace_options
-from train.dry_run.mesh_costs import AUTOMATIC, Prediction, form_options, predict, predicted_memory
+from train.dry_run.memory import predicted_memory
+from train.dry_run.prediction import Prediction, form_options, predict
 from train.lifecycle.errors import InputError, as_input_errors
 from train.metrics.output import gib, print_line, say, time_text
 from train.step.mesh import AXES, FSDP, check_fits_mesh, mesh_shape
 
+AUTOMATIC: tuple[Remat, ...] = ("none", "cheap", "dots", "layer")
+"""What a run chooses from. Around the transfers to the host, XLA was seen to copy the stacks of all
+layers.
+"""
 ROOM = 0.9  # share of the memory that a form may need if there is one that needs less
 MUCH = 1.1  # a mesh is named instead of that of a run if it is predicted to be as many times faster
 DIRECT = "prefetch_pallas"
@@ -58,37 +63,18 @@ def choose(
     if None not in (config.model.remat, config.model.fsdp_overlap):
         return Choice(config)
     if chip is None:
-        overlap = config.model.fsdp_overlap or "xla"
-        remats = [config.model.remat] if config.model.remat else AUTOMATIC
-        needed = {
-            one: sum(predicted_memory(with_form(config, one, overlap), mesh).values())
-            for one in remats
-        }
-        remat = next(
-            (one for one in remats if memory is None or needed[one] <= ROOM * memory), remats[-1]
-        )
-        form = form_options(remat, overlap)
-        return Choice(
-            with_form(config, remat, overlap), f"{form}: no time is predicted for these devices"
-        )
+        return _choose_by_memory(config, mesh, memory)
     found = _forms(config, chip, mesh, linked=linked)
     best = _fastest(found, chip)
-    why = (
-        f"the fastest of {len(found)} forms that fits"
-        if best.fits
-        else f"the smallest of {len(found)}, none fits"
-    )
-    figures = f"{time_text(best.seconds)} in {gib(best.needed)} of {gib(best.available)}"
-    chosen = f"{best.form} ({why}, by prediction: {figures})"
+    chosen = f"{best.form} ({_reason(best, len(found), 'forms')})"
     instead = ""
-    if faster := [one for one in found if one.seconds < best.seconds]:
-        # one that could be verified, if any
-        other = min(faster, key=lambda one: (not _has_room(one), one.seconds))
-        why = (
-            f"it did not pass {trust.COMMAND!r}"
-            if _has_room(other)
-            else f"it needs {gib(other.needed)}"
-        )
+    faster = [one for one in found if one.seconds < best.seconds]
+    verifiable = [one for one in faster if _has_room(one)]
+    if faster:
+        other = min(verifiable or faster, key=_seconds)
+        why = f"it needs {gib(other.needed)}"
+        if verifiable:
+            why = f"it did not pass {trust.COMMAND!r}"
         instead = f"{other.form} would take {time_text(other.seconds)}, but {why}"
     return Choice(with_form(config, best.remat, best.overlap), chosen, instead)
 
@@ -98,20 +84,22 @@ def choose_and_say(config: Config, mesh: jax.sharding.Mesh) -> Config:
     what.
     """
     chip = ambient_mesh.chip()
-    memory = (
-        (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit") if chip is None else None
-    )
-    linked = chip is None or not any(
-        axis.name == FSDP and axis.across_slices for axis in mesh_report(mesh)
-    )
-    choice = choose(config, chip, mesh.shape, linked=linked, memory=memory)
-    texts = [("chosen", choice.chosen), ("instead", choice.instead)]
-    if chip is not None and not any(axis.across_slices for axis in mesh_report(mesh)):
-        now = predict(choice.config, chip, mesh.shape).seconds
-        texts.append(("instead", faster_mesh(config, chip, mesh.shape, now)))
-    for name, text in texts:
-        if text and ambient_mesh.platform() == "tpu":
-            say(f"{name:<10} {text}")
+    instead = []
+    if chip is None:
+        memory = (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit")
+        choice = choose(config, None, mesh.shape, memory=memory)
+    else:
+        across_slices = [axis.name for axis in mesh_report(mesh) if axis.across_slices]
+        choice = choose(config, chip, mesh.shape, linked=FSDP not in across_slices)
+        instead.append(choice.instead)
+        if not across_slices:
+            now = predict(choice.config, chip, mesh.shape).seconds
+            instead.append(faster_mesh(config, chip, mesh.shape, now))
+    if ambient_mesh.platform() == "tpu":
+        if choice.chosen:
+            say(f"chosen     {choice.chosen}")
+        for text in filter(None, instead):
+            say(f"instead    {text}")
     return choice.config
 
 
@@ -134,16 +122,9 @@ def best_mesh(config: Config, chip: Chip, devices: int) -> Config:
     prints its sizes.
     """
     ranked = rank(config, chip, devices)
-    best = ranked[0]
-    sizes = " ".join(f"--mesh.{axis} {size}" for axis, size in best.sizes.items())
-    why = (
-        f"the fastest of {len(ranked)}"
-        if best.fits
-        else f"the one that needs least of {len(ranked)}, none fits"
-    )
-    figures = f"{time_text(best.seconds)} in {gib(best.needed)} of {gib(best.available)}"
-    print_line(f"mesh       {sizes} (auto: {why}, by prediction: {figures})")
-    return with_mesh(config, tuple(best.sizes.values()))
+    reason = _reason(ranked[0], len(ranked), "meshes")
+    print_line(f"mesh       {ranked[0].mesh_options} (auto: {reason})")
+    return with_mesh(config, tuple(ranked[0].sizes.values()))
 
 
 def rank(config: Config, chip: Chip, devices: int) -> list[Prediction]:
@@ -155,31 +136,22 @@ def rank(config: Config, chip: Chip, devices: int) -> list[Prediction]:
     """
     predictions = []
     refusal = ""
-    for sizes in grids(devices):
+    divisors = [size for size in range(1, devices + 1) if devices % size == 0]
+    for sizes in itertools.product(divisors, repeat=len(AXES)):
+        if math.prod(sizes) != devices:
+            continue
         shape = mesh_shape(with_mesh(config, sizes).mesh, devices)
         try:
             check_fits_mesh(config, shape)
         except InputError as error:
-            refusal = (
-                f"{' x '.join(AXES)} = {' x '.join(map(str, sizes))} is refused because {error}"
-            )
-            continue
-        predictions.append(_fastest(_forms(config, chip, shape), chip))
+            named = f"{' x '.join(AXES)} = {' x '.join(map(str, sizes))}"
+            refusal = f"{named} is refused because {error}"
+        else:
+            predictions.append(_fastest(_forms(config, chip, shape), chip))
     if not predictions:
         raise InputError(f"no mesh of {devices} devices divides the model and the batch; {refusal}")
-    return sorted(
-        predictions, key=lambda one: (not one.fits, one.seconds if one.fits else one.needed)
-    )
-
-
-def grids(devices: int) -> Iterator[tuple[int, ...]]:
-    """Returns all sizes of the four axes that multiply to a number of devices."""
-    divisors = [size for size in range(1, devices + 1) if devices % size == 0]
-    return (
-        sizes
-        for sizes in itertools.product(divisors, repeat=len(AXES))
-        if math.prod(sizes) == devices
-    )
+    fitting = sorted((one for one in predictions if one.fits), key=_seconds)
+    return fitting + sorted((one for one in predictions if not one.fits), key=_needed)
 
 
 def what_fits(config: Config, chip: Chip, mesh: Mapping[str, int]) -> str:
@@ -189,10 +161,13 @@ def what_fits(config: Config, chip: Chip, mesh: Mapping[str, int]) -> str:
     free = with_form(config, None, None)
     refused = predict(config, chip, mesh).needed
     here = _fastest(_forms(free, chip, mesh), chip)
-    ranked = rank(free, chip, math.prod(mesh.values()))
-    fitting = [one for one in (here, *ranked) if one.needed < min(refused, ROOM * chip.hbm_bytes)]
-    texts = [f"{one.form} ({gib(one.needed)})" for one in fitting if one is here]
-    texts += [f"{one.options} ({gib(one.needed)})" for one in fitting if one.mesh != here.mesh][:1]
+    texts = []
+    if here.needed < refused and _has_room(here):
+        texts.append(f"{here.form} ({gib(here.needed)})")
+    for one in rank(free, chip, math.prod(mesh.values())):
+        if one.mesh != here.mesh and one.needed < refused and _has_room(one):
+            texts.append(f"{one.options} ({gib(one.needed)})")
+            break
     nothing = (
         "no form on any mesh; use a smaller data.batch_size, bfloat16 parameters or more chips"
     )
@@ -224,6 +199,21 @@ def with_form(config: Config, remat: Remat | None, overlap: FsdpOverlap | None) 
     return replace_options(config, {"model.remat": remat, "model.fsdp_overlap": overlap})
 
 
+def _choose_by_memory(config: Config, mesh: Mapping[str, int], memory: int | None) -> Choice:
+    """Chooses the form that computes least again of those that `memory` has room for."""
+    overlap = config.model.fsdp_overlap or "xla"
+    remats = AUTOMATIC
+    if config.model.remat is not None:
+        remats = (config.model.remat,)
+    for remat in remats:
+        chosen = with_form(config, remat, overlap)
+        needed = sum(predicted_memory(chosen, mesh).values())
+        if memory is None or needed <= ROOM * memory:
+            break
+    form = form_options(remat, overlap)
+    return Choice(chosen, f"{form}: no time is predicted for these devices")
+
+
 def _forms(
     config: Config, chip: Chip, mesh: Mapping[str, int], *, linked: bool = True
 ) -> list[Prediction]:
@@ -231,14 +221,20 @@ def _forms(
     simplest ones first.
     """
     model = config.model
-    linking = (one for one in get_args(FsdpOverlap.__value__) if linked or one != DIRECT)
-    overlaps = linking if model.fsdp_overlap is None else (model.fsdp_overlap,)
-    remats = AUTOMATIC if model.remat is None else (model.remat,)
+    remats = AUTOMATIC
+    if model.remat is not None:
+        remats = (model.remat,)
+    overlaps: tuple[FsdpOverlap, ...] = get_args(FsdpOverlap.__value__)
+    if model.fsdp_overlap is not None:
+        overlaps = (model.fsdp_overlap,)
+    elif not linked:
+        overlaps = tuple(one for one in overlaps if one != DIRECT)
     found = []
     with as_input_errors(NotImplementedError):  # for a type of products that the chip lacks
-        for form in itertools.product(remats, overlaps):
+        for remat, overlap in itertools.product(remats, overlaps):
+            tried = with_form(config, remat, overlap)
             with contextlib.suppress(InputError):
-                check_fits_mesh(tried := with_form(config, *form), mesh)
+                check_fits_mesh(tried, mesh)
                 found.append(predict(tried, chip, mesh))
     return found
 
@@ -255,13 +251,28 @@ def _fastest(forms: Sequence[Prediction], chip: Chip) -> Prediction:
             "prefetch", "pallas", chip.name, one.mesh[FSDP]
         )
 
-    trusted = [*filter(is_trusted, forms)] or forms  # or what was named
-    least = min(trusted, key=lambda one: one.needed)
-    return (
-        min([*filter(_has_room, trusted), least], key=lambda one: one.seconds)
-        if least.fits
-        else least
-    )
+    trusted = [one for one in forms if is_trusted(one)] or forms  # or what was named
+    least = min(trusted, key=_needed)
+    if not least.fits:
+        return least
+    return min([*filter(_has_room, trusted), least], key=_seconds)
+
+
+def _reason(best: Prediction, count: int, kind: str) -> str:
+    """Says why one of so many forms or meshes is taken."""
+    why = f"the fastest of {count} {kind} that fits"
+    if not best.fits:
+        why = f"the smallest of {count} {kind}, none fits"
+    figures = f"{time_text(best.seconds)} in {gib(best.needed)} of {gib(best.available)}"
+    return f"{why}, by prediction: {figures}"
+
+
+def _seconds(one: Prediction) -> float:
+    return one.seconds
+
+
+def _needed(one: Prediction) -> int:
+    return one.needed
 
 
 def _has_room(one: Prediction) -> bool:

@@ -17,8 +17,9 @@ from configs.qwen3_30b_a3b import qwen3_30b_a3b
 from flaxasync.hardware import CHIPS
 from models.config import FsdpOverlap, Remat, TransformerConfig
 from models.transformer import Transformer
-from train.dry_run.forms import rank
-from train.dry_run.mesh_costs import AUTOMATIC, POLICIES, predict, predicted_memory
+from train.dry_run.forms import AUTOMATIC, rank
+from train.dry_run.memory import POLICIES, predicted_memory
+from train.dry_run.prediction import predict
 from train.lifecycle.errors import InputError
 from train.step.mesh import make_mesh
 

@@ -1,0 +1,142 @@
+"""What one device has of a training step on a mesh: its rows, its operations, and the sizes that
+its memory and its time are predicted from.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import flaxasync as fa
+from flaxasync.hardware import Chip
+from flaxasync.ops.roofline import Cost
+from models.config import TransformerConfig
+from models.layer import quantization_of
+from train.config import Config
+from train.step.mesh import CONTEXT, FSDP, batch_shards
+from train.step.products import (
+    experts_of_a_layer,
+    local_heads,
+    parameters_of_a_layer,
+    products_of_a_layer,
+)
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class OpCall:
+    """A call of an op on one device, as `flaxasync.plan` knows it."""
+
+    op: str
+    ring: int
+    shapes: tuple[tuple[int, ...], ...]
+    options: tuple[tuple[str, object], ...]
+
+    @property
+    def is_attention(self) -> bool:
+        return self.op == "ring_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceShare:
+    """The numbers of devices that share a step, and what each of them has in a micro-batch."""
+
+    config: Config
+    fsdp: int
+    context: int
+    ring: int  # devices of the model axis
+    others: int  # devices with the same parameters: those of data and of context
+    batch: int  # sequences
+    length: int  # tokens of each that the device has
+    kernels: int  # elements of the kernels of a layer, on all devices
+    outside: int  # elements of the embedding and, unless tied, of the output projection
+    computed: int  # bytes of an element in model.dtype
+    stored: int  # bytes of an element in model.param_dtype
+
+    @property
+    def model(self) -> TransformerConfig:
+        return self.config.model
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.length
+
+    @property
+    def vocabulary(self) -> int:
+        """The entries of the vocabulary, rounded up."""
+        return -(-self.model.vocab_size // self.ring)
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mapping[str, int]) -> "DeviceShare":
+        """Returns the share of a device of a mesh that the run divides over."""
+        model = config.model
+        context = mesh.get(CONTEXT, 1)
+        vocabulary = model.vocab_size * model.width
+        return cls(
+            config,
+            fsdp=mesh.get(FSDP, 1),
+            context=context,
+            ring=mesh["model"],
+            others=mesh["data"] * context,
+            batch=config.data.batch_size // (batch_shards(mesh) * config.data.microbatches),
+            length=config.data.sequence_length // context,
+            kernels=parameters_of_a_layer(model),
+            outside=vocabulary * (2 - model.tie_embeddings),
+            computed=BYTES[model.dtype],
+            stored=BYTES[model.param_dtype],
+        )
+
+    def layer_calls(self) -> list[OpCall]:
+        """Returns the ops of one layer."""
+        model = self.model
+        sizes = {"batch": self.batch, "length": self.length, "ring": self.ring}
+        plain = (("itemsize", self.computed),)
+        quantized = (*plain, ("quantization", quantization_of(model)))
+        keeping = (*quantized, ("gathered_bytes", model.gathered_mib * 2**20))
+        options = {"all_gather_matmul": keeping, "matmul_reduce_scatter": quantized}
+        calls = [
+            OpCall(op, self.ring, (x, w), options[op])
+            for op, x, w in products_of_a_layer(model, **sizes)
+        ]
+        if model.experts:
+            shapes = experts_of_a_layer(model, **sizes)
+            calls.append(OpCall("expert_mlp", self.ring, shapes, plain))
+        query, key = (
+            (self.batch, self.length, heads, model.head_features)
+            for heads in local_heads(model, self.ring)
+        )
+        layout = plain
+        if self.context > 1:
+            layout = (*plain, ("layout", self.config.mesh.context_layout))
+        return [*calls, OpCall("ring_attention", self.context, (query, key), layout)]
+
+    def output_call(self) -> OpCall:
+        """Returns the product of the output projection."""
+        x = (self.batch, self.length // self.ring, self.model.width)
+        w = (self.model.width, self.vocabulary)
+        return OpCall("all_gather_matmul", self.ring, (x, w), (("itemsize", self.computed),))
+
+    def gathered_bytes(self, chip: Chip | None) -> int:
+        """Returns the bytes of gathered rows that one layer keeps for its gradient, by the costs of
+        a chip; without one they are kept wherever the limit allows it.
+        """
+        model = self.model
+        itemsize = self.computed
+        if model.quantization is not None:
+            itemsize = 1
+        each = self.rows * model.width * itemsize
+        if self.ring == 1 or each > model.gathered_mib * 2**20:
+            return 0
+        if chip is None:
+            return 2 * each
+        gathers = [call for call in self.layer_calls() if call.op == "all_gather_matmul"]
+        return sum(cost_of(chip, call, self.config.backend).kept for call in gathers)
+
+
+@functools.lru_cache(maxsize=8192)
+def cost_of(chip: Chip, call: OpCall, backend: str, *, backward: bool = True) -> Cost:
+    """Returns the cost of an op with the backend of the run, or else with the fastest one."""
+    plan = fa.plan(
+        call.op, *call.shapes, chip=chip, ring=call.ring, backward=backward, **dict(call.options)
+    )
+    return plan.costs.get(backend, plan.costs[plan.backend])

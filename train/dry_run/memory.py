@@ -1,0 +1,194 @@
+"""Predicts the memory of a training step on a mesh, from the sizes of model and mesh alone."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from flaxasync.hardware import Chip
+from models.config import Remat
+from train.config import Config
+from train.dry_run.device_share import BYTES, DeviceShare
+
+LOSS_ROWS = 3072  # the most rows of a block of `fa.nn.linear_cross_entropy`, by its default
+# how often all scores of one layer's attention are in memory, if the layer computes them; assumed
+SCORES_HELD = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What a value of `model.remat` does with the values of each layer, by the names of
+    `layer_values`.
+    """
+
+    keeps: tuple[str, ...]  # in the memory of the device, until the backward pass
+    offloads: tuple[str, ...] = ()  # in that of the host
+    repeats: tuple[str, ...] = ()  # the work of the forward pass that the backward pass does again
+
+
+POLICIES: dict[Remat, Policy] = {
+    "none": Policy(("everything", "scores", "gathered", "kernels")),
+    "cheap": Policy(
+        ("stream", "products", "attention", "statistics", "gathered", "kernels"),
+        repeats=("passes",),
+    ),
+    "dots": Policy(("stream", "products", "gathered"), repeats=("passes", "attention")),
+    "layer": Policy(("stream",), repeats=("passes", "attention", "matmuls")),
+    "offload": Policy(("attention", "statistics"), ("stream", "operands"), ("passes", "matmuls")),
+    "offload_most": Policy(
+        ("statistics",), ("stream", "operands", "attention"), ("passes", "matmuls")
+    ),
+}
+# What such a scan keeps in place of some of them: it gathers kernels again, and its loop of two
+# layers keeps residuals that XLA finds to be equal in a loop of one layer.
+_IN_A_PREFETCHING_SCAN = {"everything": "residuals", "kernels": "none"}
+
+
+def predicted_memory(
+    config: Config, mesh: Mapping[str, int], chip: Chip | None = None
+) -> dict[str, int]:
+    """Predicts the bytes that a step occupies on a device, by use; the uses add up to what the
+    device needs.
+
+    ```
+    parameters       their number x bytes / (fsdp x model); in float32 if the run keeps master
+                     copies, whose copies in model.param_dtype count with the gradients
+    optimizer state  two moments like the parameters, the first one in
+                     optimizer.first_moment_dtype; a float32 running mean if the run keeps one
+    gradients        like the parameters; with micro-batches a float32 sum beside them
+    kept             for each layer what `model.remat` keeps, with none and cheap its gathered
+                     kernels too, but for a scan that prefetches, which with none keeps all
+                     residuals of its operations; and with all but layer the rows that
+                     `model.gathered_mib` lets it keep
+    working          what the largest of three phases has beside the above: `_working`
+    ```
+
+    Remat dots keeps the results of matmuls that the gradient needs: all but that of the down
+    projection, which is only added, unless a norm follows it. Remat cheap keeps the result and the
+    statistics of attention as well. With attention_softcap or alternating_window the activations of
+    a layer include all attention scores, in float32.
+
+    `chip` says by whose costs rows are kept or sent again; without one they are kept wherever the
+    limit allows it.
+    """
+    here = DeviceShare.of(config, mesh)
+    optimizer = config.optimizer
+    layers = config.model.layers
+    share = (layers * here.kernels + here.outside) / (here.fsdp * here.ring)
+    state = here.stored
+    if optimizer.master_copies:
+        state = 4
+    moments = 2 * state
+    if optimizer.first_moment_dtype:
+        moments = state + BYTES[optimizer.first_moment_dtype]
+    gradient = here.stored * (1 + optimizer.master_copies)
+    if config.data.microbatches > 1:
+        gradient += 4
+    values = layer_values(here, chip)
+    policy = POLICIES[config.model.remat or "none"]
+    keeps = policy.keeps
+    if _prefetches(here):
+        keeps = tuple(_IN_A_PREFETCHING_SCAN.get(name, name) for name in keeps)
+    kept = layers * sum(values[name] for name in keeps)
+    sizes = {
+        "parameters": share * state,
+        "optimizer state": share * (moments + 4 * bool(optimizer.ema_decay)),
+        "gradients": share * gradient,
+        "kept": kept,
+        "working": _working(here, values, kept, share * here.stored),
+    }
+    return {name: round(size) for name, size in sizes.items()}
+
+
+def _prefetches(here: DeviceShare) -> bool:
+    """Says whether a scan gathers weights ahead, into memory of its own."""
+    if here.model.fsdp_overlap == "prefetch":
+        return True
+    return here.model.fsdp_overlap == "prefetch_pallas" and here.fsdp > 1
+
+
+def _working(
+    here: DeviceShare, values: Mapping[str, float], kept: float, gradients: float
+) -> float:
+    """Returns what the largest of three phases has beside what stays.
+
+    ```
+    layers     the activations of one layer, with the rows that a product gathers, and with remat
+               layer the kept rows; the whole kernels of two layers; the gradient of the output
+               projection
+    loss       the whole kernel and gradient of the output projection, and the logits of one block
+               of rows, before there are gradients of the parameters
+    embedding  that gradient and two buffers for the embedding's, when no rows are kept any more
+    ```
+
+    The first two also have the layers' parameters in model.dtype, if they are stored in another.
+    The gradient of the output projection is whole and in float32 until XLA reduce-scatters it,
+    after the backward pass. Where the embedding needs the most, the compiler was seen to count 8 %
+    more: so large buffers leave gaps.
+    """
+    model = here.model
+    policy = POLICIES[model.remat or "none"]
+    whole = values["kernels"]
+    output_gradient = 4.0 * here.vocabulary * model.width
+    cast = 0.0
+    output = 0.0
+    if here.stored != here.computed:
+        cast = model.layers * here.kernels / (here.fsdp * here.ring) * here.computed
+    if here.fsdp > 1 or cast:
+        output = here.vocabulary * model.width * here.computed
+    block = here.rows / max(-(-here.rows // LOSS_ROWS), 1)
+    logits = 4 * block * here.vocabulary
+    loss = output + output_gradient + logits + 2 * values["stream"] - gradients
+    layer = values["everything"] + SCORES_HELD * values["scores"] + 2 * whole + output_gradient
+    if here.ring > 1:
+        layer += here.rows * model.width * here.computed
+    if "gathered" not in policy.keeps:
+        layer += values["gathered"]
+    if _prefetches(here):
+        # The scan also has the gradients of two layers, and those that arrive or were cast; it
+        # gathers the output projection meanwhile, and keeps the weights of the last layer.
+        arriving = whole
+        if model.fsdp_overlap == "prefetch":
+            arriving = here.kernels / here.ring * here.stored
+        layer += 2 * whole + arriving + output
+        loss += whole
+    return max(cast + layer, cast + loss, 3 * output_gradient - kept)
+
+
+def layer_values(here: DeviceShare, chip: Chip | None) -> dict[str, float]:
+    """Returns the bytes of what one layer computes on a device for its gradient, by the names that
+    `Policy` has.
+    """
+    model = here.model
+    rows = here.rows / here.ring  # of the residual stream; or the share of all rows in any width
+    query = model.head_features * model.heads
+    heads = query + 2 * model.head_features * model.kv_heads
+    hidden = model.mlp_width
+    if model.experts:  # which keep none: they compute it again
+        hidden = model.shared_expert_width
+    value = rows * here.computed
+    stream = value * model.width
+    products = value * (heads + 2 * hidden) + (1 + model.post_norms) * stream
+    passes = (5 - model.post_norms) * stream + value * (query + 2 * hidden)
+    # norms compute in float32, and so do sines and cosines of positions
+    normed = 2 * (1 + model.post_norms) * model.width
+    if model.qk_norm:
+        normed += query + model.head_features * model.kv_heads
+    in_float32 = 12 * rows * normed + 8 * here.rows * model.head_features
+    scores = 0.0
+    if model.attention_softcap is not None or model.alternating_window is not None:
+        scores = 4.0 * here.rows * here.config.data.sequence_length * -(-model.heads // here.ring)
+    kernels = 0.0
+    if here.fsdp > 1:
+        kernels = here.kernels / here.ring * here.computed
+    return {
+        "stream": stream,
+        "operands": value * heads,
+        "products": products,
+        "attention": value * query,
+        "statistics": 4 * rows * model.heads,
+        "everything": products + passes,
+        "residuals": stream + value * (3 * query + heads + 6 * hidden) + in_float32,
+        "none": 0.0,
+        "scores": scores,
+        "gathered": here.gathered_bytes(chip),
+        "kernels": kernels,
+    }
