@@ -246,16 +246,16 @@ def _kinds(name: str) -> set[type]:
 
 def _misfit(key: str, value: object, kinds: set[type]) -> list[str]:
     """Returns what is wrong with a value, if anything is."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     fits = type(value) in kinds or (type(value) is int and float in kinds)
-    if is_number:
-        fits = fits and 0 < value < math.inf
-    if not fits:
+    number = 1.0  # what is compared with the limits, which other values do not have
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        number = value
+    if not fits or not 0 < number < math.inf:
         return [f"{key}={shown(repr(value))} must be {_NEEDED[frozenset(kinds)]}"]
     most: float = _MOST_INTEGER
     if float in kinds:
         most = _MOST_FLOAT
-    if is_number and value > most:
+    if number > most:
         return [f"{key}={shown(repr(value))} must be at most {most}"]
     return []
 

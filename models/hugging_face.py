@@ -25,7 +25,7 @@ from models import safetensors_files
 from models.config import TransformerConfig
 from models.config_json import read_config, write_config
 from models.families import Family
-from models.family_defaults import ConfigJson, Fields
+from models.family_defaults import Fields
 from models.foreign_folder import checked_file, listed, shown
 from models.safetensors_files import TensorFiles
 
@@ -108,7 +108,7 @@ def export_parameters(
     dtype: DTypeLike | None = None,
     shard_bytes: int = SHARD_BYTES,
     report: Report = lambda *_: None,
-) -> ConfigJson:
+) -> dict[str, object]:
     """Writes parameters as safetensors, under the names of the family that the architecture belongs
     to.
 

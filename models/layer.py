@@ -84,11 +84,14 @@ class DecoderLayer(nnx.Module):
                 rngs=rngs,
                 **options,
             )
-        self.post_attention_norm: RMSNorm | None = None
-        self.post_mlp_norm: RMSNorm | None = None
+        self.post_attention_norm: RMSNorm | None
+        self.post_mlp_norm: RMSNorm | None
         if config.post_norms:
             self.post_attention_norm = RMSNorm(config, rngs=rngs)
             self.post_mlp_norm = RMSNorm(config, rngs=rngs)
+        else:
+            self.post_attention_norm = None
+            self.post_mlp_norm = None
 
     def __call__(
         self,

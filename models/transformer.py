@@ -124,8 +124,10 @@ class Transformer(nnx.Module):
 
         self.layers = stack(rngs)
         self.final_norm = RMSNorm(config, rngs=rngs)
-        self.output: fa.nn.ColumnParallelLinear | None = None
-        if not config.tie_embeddings:
+        self.output: fa.nn.ColumnParallelLinear | None
+        if config.tie_embeddings:
+            self.output = None
+        else:
             self.output = fa.nn.ColumnParallelLinear(
                 config.width, config.vocab_size, use_bias=False, pad=True, rngs=rngs, **options
             )

@@ -14,9 +14,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -191,7 +191,11 @@ def _is_config(path: Path) -> bool:
 
 
 def _write(
-    command: Command, config: Config, params: Any, files: ExportedFiles, folder: Path
+    command: Command,
+    config: Config,
+    params: Mapping[str, object],
+    files: ExportedFiles,
+    folder: Path,
 ) -> None:
     """Writes the files of an export into a folder."""
     import jax.numpy as jnp

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 from flaxasync import check
 from flaxasync.hardware import chip_of_device
 from train.lifecycle.errors import BAD_INPUT, COMPLETE
-from train.metrics.lines import read_events, read_metrics
+from train.metrics.lines import Line, read_events, read_metrics
 from train.metrics.output import write_atomically
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
@@ -67,14 +67,14 @@ def main(arguments: Sequence[str]) -> int:
     return COMPLETE
 
 
-def render(runs: list[dict[str, Any]]) -> str:
+def render(runs: list[Line]) -> str:
     """Returns the page of some runs, as `read_run` describes them."""
     # must not end the script that it is in
     data = json.dumps(runs, allow_nan=False).replace("<", "\\u003c")
     return TEMPLATE.read_text().replace(MARK, data)
 
 
-def read_run(workdir: Path) -> dict[str, Any]:
+def read_run(workdir: Path) -> Line:
     """Reads everything that the page shows of a run, as JSON data."""
     lines = read_metrics(workdir / "metrics.jsonl")
     events = read_events(workdir / "events.jsonl")
@@ -103,9 +103,7 @@ def read_run(workdir: Path) -> dict[str, Any]:
     }
 
 
-def _figures(
-    lines: list[dict[str, Any]], events: list[dict[str, Any]], config: dict[str, Any]
-) -> dict[str, str]:
+def _figures(lines: list[Line], events: list[Line], config: Line) -> dict[str, str]:
     """Returns the figures at the top of the page, by their names."""
     kinds = [event["event"] for event in events]
     times = [event["unix"] for event in events if "unix" in event]
@@ -140,7 +138,7 @@ def _thin(points: list[list[float]]) -> list[list[float]]:
     return kept
 
 
-def _read_program(path: Path, events: list[dict[str, Any]]) -> tuple[str, str]:
+def _read_program(path: Path, events: list[Line]) -> tuple[str, str]:
     """Returns the audit and the timeline of the compiled step as text, or why there is none."""
     try:
         text = gzip.decompress(path.read_bytes()).decode()
@@ -156,7 +154,7 @@ def _read_program(path: Path, events: list[dict[str, Any]]) -> tuple[str, str]:
         return f"the compiled program cannot be audited: {error}", ""
 
 
-def _newest(events: list[dict[str, Any]], fact: str, default: Any) -> Any:
+def _newest(events: list[Line], fact: str, default: object) -> Any:
     """Returns a fact of the newest event that has it."""
     return [default, *(event[fact] for event in events if fact in event)][-1]
 

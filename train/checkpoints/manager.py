@@ -23,10 +23,12 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
+from jaxtyping import PyTree
 
 from flaxasync.foreign_json import JsonError, parse_json, read_json
 from train.checkpoints.record import (
     DamagedError,
+    JsonFields,
     Record,
     RunIdentity,
     check_identity,
@@ -65,7 +67,9 @@ class Checkpoints:
         _silence_orbax()
         path = epath.Path(folder)
         # orbax needs absolute paths
-        self.folder = path.expanduser().resolve() if _is_local(path) else path
+        self.folder = path
+        if _is_local(path):
+            self.folder = path.expanduser().resolve()
         self._permanent_every = permanent_every
         self._saving: int | None = None  # the step that is being written
         if not read_only:
@@ -109,9 +113,11 @@ class Checkpoints:
         """
         steps = self.steps()
         if step is None:
-            return steps[-1] if steps else 0
+            return max(steps, default=0)
         if step and step not in steps:
-            there = listed(reversed(steps)) if len(steps) > MOST_LISTED else listed(steps) or "none"
+            if len(steps) > MOST_LISTED:
+                steps.reverse()
+            there = listed(steps) or "none"
             raise InputError(
                 f"--resume must be a step that is in {self.folder}: got {step}, there are {there}"
             )
@@ -125,7 +131,7 @@ class Checkpoints:
         step: int,
         state: TrainState,
         *,
-        data: dict[str, Any],
+        data: JsonFields,
         tokens: int,
         identity: RunIdentity,
     ) -> None:
@@ -159,7 +165,9 @@ class Checkpoints:
         """Returns the step of the checkpoint that was being written if it is complete by now,
         otherwise None.
         """
-        return None if self._manager.is_saving_in_progress() else self.wait()
+        if self._manager.is_saving_in_progress():
+            return None
+        return self.wait()
 
     def wait(self) -> int | None:
         """Waits until what was saved is complete, and returns its step."""
@@ -201,10 +209,12 @@ class Checkpoints:
         wanted = {
             name: value for name, value in _parts_of(abstract).items() if name in record.parts
         }
-        lacking: dict[str, Any] = dict.fromkeys(vars(abstract))
+        lacking: JsonFields = dict.fromkeys(vars(abstract))
         return TrainState(**lacking | self.read_arrays(step, wanted, record)), record, changed
 
-    def read_arrays(self, step: int, targets: dict[str, Any], record: Record) -> dict[str, Any]:
+    def read_arrays(
+        self, step: int, targets: dict[str, PyTree], record: Record
+    ) -> dict[str, PyTree]:
         """Reads some parts of a state, such as {"params": abstract arrays}, and compares them with
         their checksums.
         """
@@ -302,7 +312,7 @@ def load_parameters(
     *,
     step: int | None = None,
     evaluated: bool = False,
-) -> tuple[Any, epath.Path, str]:
+) -> tuple[PyTree, epath.Path, str]:
     """Reads the parameters of a checkpoint, whose architecture must be that of the configuration.
 
     `location` is the workdir of a run or of an import, a folder of checkpoints, or one of its
@@ -314,21 +324,23 @@ def load_parameters(
     """
     folder, named = _find(epath.Path(location).expanduser())
     with Checkpoints(folder, read_only=True) as checkpoints:
-        step = checkpoints.choose(named if step is None else step)
-        record = checkpoints.record(step)
-        check_parameters(record, config, where=str(checkpoints.path(step)))
-        part = "ema" if evaluated and "ema" in record.parts else "params"
-        in_float32 = part == "ema" or record.architecture["optimizer.master_copies"]
-        dtype = jnp.dtype("float32" if in_float32 else record.architecture["model.param_dtype"])
+        if step is not None:
+            named = step
+        chosen = checkpoints.choose(named)
+        record = checkpoints.record(chosen)
+        check_parameters(record, config, where=str(checkpoints.path(chosen)))
+        part = "params"
+        dtype = jnp.dtype(record.architecture["model.param_dtype"])
+        if evaluated and "ema" in record.parts:
+            part = "ema"
+        if part == "ema" or record.architecture["optimizer.master_copies"]:
+            dtype = jnp.dtype("float32")
         params = trainer.abstract_state().params
         abstract = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), params
         )
-        return (
-            checkpoints.read_arrays(step, {part: abstract}, record)[part],
-            checkpoints.path(step),
-            part,
-        )
+        arrays = checkpoints.read_arrays(chosen, {part: abstract}, record)
+        return arrays[part], checkpoints.path(chosen), part
 
 
 def unused_path(path: epath.Path) -> epath.Path:
@@ -363,14 +375,17 @@ def _named_folder(file: epath.Path) -> str | None:
     if not file.exists():
         return None
     with as_input_errors(JsonError):
-        config = (
-            read_json(Path(file)) if _is_local(file) else parse_json(file.read_bytes(), str(file))
-        )
+        if _is_local(file):
+            config = read_json(Path(file))
+        else:
+            config = parse_json(file.read_bytes(), str(file))
     try:
         folder = config["checkpoint"]["folder"]
     except (KeyError, TypeError, IndexError):
         return None
-    return folder if isinstance(folder, str) else None
+    if isinstance(folder, str):
+        return folder
+    return None
 
 
 def _is_local(path: epath.Path) -> bool:
@@ -399,7 +414,9 @@ def _parts_of(state: TrainState) -> dict[str, Any]:
 
 def _shorten(error: object) -> str:
     text = " ".join(str(error).split())
-    return f"{text[:200]}..." if len(text) > 200 else text
+    if len(text) > 200:
+        return f"{text[:200]}..."
+    return text
 
 
 def _is_io_error(error: BaseException | None) -> bool:

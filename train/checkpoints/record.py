@@ -14,10 +14,14 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from models.config import HOW_IT_RUNS
 from train.config import Config, flatten
 from train.lifecycle.errors import InputError, cut, listed
+
+# values by name, as they are after a round trip through JSON
+type JsonFields = dict[str, Any]
 
 VERSION = 2  # of the format; 1 had neither a checksum nor the identity of the data
 _STREAM = frozenset({"seed", "data.sequence_length", "data.validation_fraction", "data.separator"})
@@ -33,10 +37,10 @@ class RunIdentity:
     """What a checkpoint must agree with so that a run can continue from it."""
 
     # what determines the stream of sequences: fields of `Config`, and weights of the sources
-    stream: dict[str, Any]
+    stream: JsonFields
     # each data source by its name, see `train.data.corpus.identify`
-    corpus: dict[str, dict[str, Any]]
-    architecture: dict[str, Any]  # see `architecture`
+    corpus: dict[str, JsonFields]
+    architecture: JsonFields  # see `architecture`
     # Flags of the compiler, by name. A run may continue with others, which it says, as they can
     # change how it rounds.
     flags: dict[str, str] = dataclasses.field(default_factory=dict, kw_only=True)
@@ -47,19 +51,19 @@ class Record(RunIdentity):
     """The record of a checkpoint, as JSON data."""
 
     step: int  # number of steps that are done
-    data: dict[str, Any]  # position of the training batches
+    data: JsonFields  # position of the training batches
     tokens: int  # number of tokens that were consumed
     parts: list[str]  # the fields of the train state that the checkpoint has
     fingerprint: dict[str, int]  # checksum of each array of the train state, see `fingerprint`
     version: int = VERSION
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonFields:
         """Returns the record with a checksum over all of it."""
         fields = dataclasses.asdict(self)
         return fields | {"checksum": _checksum(fields)}
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
+    def from_json(cls, fields: JsonFields) -> Self:
         """Reads what `to_json` returned, or raises a DamagedError if it is not what was saved."""
         found = fields.get("version", 1)
         if found != VERSION:
@@ -81,7 +85,7 @@ class DamagedError(ValueError):
     """A record is not what was saved."""
 
 
-def fingerprint(state: Any) -> dict[str, int]:
+def fingerprint(state: PyTree) -> dict[str, int]:
     """Computes a checksum of each array, {"params.layers.kernel": checksum, ...}, and waits for the
     devices.
 
@@ -105,7 +109,7 @@ def _sums_of_bits(leaves: tuple[jax.Array, ...]) -> list[jax.Array]:
 
 def identify_run(
     config: Config,
-    corpus: dict[str, dict[str, Any]],
+    corpus: dict[str, JsonFields],
     flags: Mapping[str, str] = types.MappingProxyType({}),
 ) -> RunIdentity:
     stream = {name: value for name, value in flat_fields(config).items() if name in _STREAM}
@@ -142,7 +146,7 @@ def check_parameters(record: Record, config: Config, *, where: str) -> None:
     )
 
 
-def check_architecture(saved: dict[str, Any], now: dict[str, Any], *, where: str) -> None:
+def check_architecture(saved: JsonFields, now: JsonFields, *, where: str) -> None:
     """Checks that the parameters of a checkpoint are those of this run, and otherwise raises an
     InputError.
     """
@@ -154,7 +158,7 @@ def check_architecture(saved: dict[str, Any], now: dict[str, Any], *, where: str
         )
 
 
-def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def differences(saved: JsonFields, now: JsonFields) -> list[str]:
     """Says how flat fields differ, one phrase for each. A field of `Config` that was not saved had
     its default.
     """
@@ -168,7 +172,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return found
 
 
-def architecture(config: Config) -> dict[str, Any]:
+def architecture(config: Config) -> JsonFields:
     """Returns the fields that determine the arrays of a run and what they mean, {"model.layers": 4,
     ...}.
     """
@@ -179,14 +183,14 @@ def architecture(config: Config) -> dict[str, Any]:
     }
 
 
-def flat_fields(config: Config) -> dict[str, Any]:
+def flat_fields(config: Config) -> JsonFields:
     """Returns {"section.field": value} with the types that values have after a round trip through
     JSON.
     """
     return dict(flatten(json.loads(json.dumps(dataclasses.asdict(config)))))
 
 
-def _flat(corpus: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _flat(corpus: dict[str, JsonFields]) -> JsonFields:
     return {
         f"source {name}: {field}": value
         for name, facts in corpus.items()
@@ -194,5 +198,5 @@ def _flat(corpus: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _checksum(fields: dict[str, Any]) -> str:
+def _checksum(fields: JsonFields) -> str:
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -6,7 +6,7 @@ imports JAX.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from models.config import TransformerConfig
@@ -269,7 +269,7 @@ class Config:
     xla: XlaConfig = XlaConfig()
 
 
-def replace_options(config: Config, options: dict[str, Any]) -> Config:
+def replace_options(config: Config, options: Mapping[str, object]) -> Config:
     """Returns a configuration with the fields in `options`, such as {"data.batch_size": 8},
     replaced.
     """
@@ -280,7 +280,7 @@ def replace_options(config: Config, options: dict[str, Any]) -> Config:
     return config
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields ("section.field", value) pairs of a nested dict, as `dataclasses.asdict` or JSON gives
     it.
     """

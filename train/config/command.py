@@ -75,7 +75,9 @@ class Command:
         """
         if self.resume == "latest":
             return None
-        return 0 if self.resume == "none" else int(self.resume)
+        if self.resume == "none":
+            return 0
+        return int(self.resume)
 
 
 def parse(arguments: Sequence[str]) -> Command:
@@ -90,7 +92,7 @@ def parse(arguments: Sequence[str]) -> Command:
     if options and not options[0].startswith("-"):
         preset = Path(options.pop(0))
     config = load_preset(preset)
-    default: Any = Command(config)
+    default: object = Command(config)
     if len(options) == 2 and options[0] in ("--help", "-h"):
         default = _section(config, options[1])
         options = ["--help"]
@@ -164,8 +166,11 @@ def load_preset(path: Path) -> Config:
             for frame in traceback.extract_tb(error.__traceback__)
             if frame.filename == str(path)
         ]
-        lines += [error.lineno] if isinstance(error, SyntaxError) else []
-        where = f", line {lines[-1]}" if lines else ""
+        if isinstance(error, SyntaxError):
+            lines.append(error.lineno)
+        where = ""
+        if lines:
+            where = f", line {lines[-1]}"
         what = f"{type(error).__name__}: {one_line(error)}"
         raise InputError(
             f"CONFIG must be a file that runs to its end: {path}{where}: {what}"
@@ -250,10 +255,14 @@ def _from_json(kind: Any, given: object) -> Any:
     for field in dataclasses.fields(kind):
         if field.name in given:
             value = given[field.name]
-            is_section = dataclasses.is_dataclass(field.type)
-            values[field.name] = _from_json(field.type, value) if is_section else _as_tuple(value)
+            if dataclasses.is_dataclass(field.type):
+                values[field.name] = _from_json(field.type, value)
+            else:
+                values[field.name] = _as_tuple(value)
     return kind(**values)
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+def _as_tuple(value: object) -> object:
+    if isinstance(value, list):
+        return tuple(map(_as_tuple, value))
+    return value

@@ -84,11 +84,10 @@ def choose_separator(
     )
     if free:
         stops = tuple(token for token in files.ends if token != free[0])
-        return EndTokens(
-            free[0],
-            stops,
-            f"{_name(free[0], files)} ends documents" + (f"; {used}" if in_turns else ""),
-        )
+        reason = f"{_name(free[0], files)} ends documents"
+        if in_turns:
+            reason += f"; {used}"
+        return EndTokens(free[0], stops, reason)
     if in_turns:
         return EndTokens(None, files.ends, f"none, as {used}; --separator TOKEN names another one")
     return EndTokens(None, (), "none, as no file names a token that ends a text")
@@ -116,12 +115,15 @@ def read_token_files(folder: Path, *, vocab_size: int, texts: Mapping[int, str])
         _check_tokens(shown(repr(text)), token, added_tokens, vocab_size)
         known[token] = text
     decoder = config.get("added_tokens_decoder")
-    for token, entry in decoder.items() if isinstance(decoder, dict) else ():
-        added = _text(entry)
-        if token.isdecimal() and added is not None:
-            number = int(token[:_MOST_DIGITS])
-            _check_tokens(shown(repr(added)), number, folder / "tokenizer_config.json", vocab_size)
-            known[number] = added
+    if isinstance(decoder, dict):
+        added = {token: _text(entry) for token, entry in decoder.items() if token.isdecimal()}
+        for token, text in added.items():
+            if text is not None:
+                number = int(token[:_MOST_DIGITS])
+                _check_tokens(
+                    shown(repr(text)), number, folder / "tokenizer_config.json", vocab_size
+                )
+                known[number] = text
     named = {**_read_object(folder, "special_tokens_map.json"), **config}
     names = {key: _text(entry) for key, entry in named.items() if key.endswith("_token")}
     return TokenFiles(
@@ -152,14 +154,23 @@ def _is_in_a_template(token: int, files: TokenFiles) -> bool:
 
 
 def _name(token: int, files: TokenFiles) -> str:
-    return (
-        f"token {token} ({shown(files.texts[token])})" if token in files.texts else f"token {token}"
-    )
+    if token in files.texts:
+        return f"token {token} ({shown(files.texts[token])})"
+    return f"token {token}"
 
 
-def _end_tokens(content: Mapping[str, Any], file: Path) -> Sequence[int]:
+def _as_list(value: object) -> list[Any]:
+    """Returns the elements of a list, or what stands in the place of one."""
+    if isinstance(value, list):
+        return value
+    return [value]
+
+
+def _end_tokens(content: Mapping[str, object], file: Path) -> Sequence[int]:
     given = content.get("eos_token_id")
-    tokens = given if isinstance(given, list) else [] if given is None else [given]
+    tokens: list[int] = []
+    if given is not None:
+        tokens = _as_list(given)
     if not all(type(token) is int for token in tokens):
         raise InputError(
             f"eos_token_id of {file} must be a token or a list of tokens: got {shown(repr(given))}"
@@ -167,11 +178,11 @@ def _end_tokens(content: Mapping[str, Any], file: Path) -> Sequence[int]:
     return list(dict.fromkeys(tokens))
 
 
-def _check_tokens(key: str, given: Any, file: Path, vocab_size: int) -> None:
+def _check_tokens(key: str, given: object, file: Path, vocab_size: int) -> None:
     """Checks a token that nothing here uses, but that `transformers` looks up; some files say -1
     for none.
     """
-    for token in given if isinstance(given, list) else [given]:
+    for token in _as_list(given):
         if token is not None and (type(token) is not int or not -1 <= token < vocab_size):
             raise InputError(
                 f"{key} of {file} must be a token below vocab_size={vocab_size}: got "
@@ -179,13 +190,9 @@ def _check_tokens(key: str, given: Any, file: Path, vocab_size: int) -> None:
             )
 
 
-def _read_templates(folder: Path, config: Mapping[str, Any]) -> list[str]:
+def _read_templates(folder: Path, config: Mapping[str, object]) -> list[str]:
     given = [config.get("chat_template"), _read_object(folder, _OLD_TEMPLATE).get("chat_template")]
-    templates = [
-        entry.get("template") if isinstance(entry, dict) else entry
-        for value in given
-        for entry in (value if isinstance(value, list) else [value])
-    ]
+    templates = [_property(entry, "template") for value in given for entry in _as_list(value)]
     for name in (TEMPLATE, *template_files(folder)):
         content = _read(folder, name)
         if content is not None:
@@ -200,8 +207,17 @@ def _read_templates(folder: Path, config: Mapping[str, Any]) -> list[str]:
 
 def _text(entry: object) -> str | None:
     """Returns the text of a token, which files have as it is or with its properties."""
-    text = entry.get("content") if isinstance(entry, dict) else entry
-    return text if isinstance(text, str) else None
+    text = _property(entry, "content")
+    if isinstance(text, str):
+        return text
+    return None
+
+
+def _property(entry: object, name: str) -> object:
+    """Returns a property of an entry, or the entry that stands in its place."""
+    if isinstance(entry, dict):
+        return entry.get(name)
+    return entry
 
 
 def _read_object(folder: Path, name: str) -> dict[str, Any]:

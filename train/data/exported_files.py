@@ -9,6 +9,7 @@ from typing import Any
 
 from flaxasync.foreign_json import JsonError, read_json
 from models.families import FAMILIES
+from models.family_defaults import ConfigJson
 from train.config import Config
 from train.lifecycle.errors import InputError, as_input_errors
 
@@ -30,9 +31,9 @@ class ExportedFiles:
       tokenizer: A sentence about the tokenizer.
     """
 
-    config: Mapping[str, Any]
+    config: ConfigJson
     copied: Mapping[str, Path]
-    written: Mapping[str, Any]
+    written: Mapping[str, object]
     tokenizer: str
 
     @property
@@ -44,7 +45,9 @@ class ExportedFiles:
         family = FAMILIES.get(str(self.config.get("model_type")))
         if length is None and family is not None:
             length = family.defaults["max_position_embeddings"]
-        return length if type(length) is int else 0
+        if type(length) is not int:
+            return 0
+        return length
 
 
 def exported_files(workdir: Path, config: Config) -> ExportedFiles:
@@ -54,23 +57,28 @@ def exported_files(workdir: Path, config: Config) -> ExportedFiles:
         for file in sorted((workdir / KEPT).rglob("*"))
         if file.is_file()
     }
-    before = _read_config(kept.pop("config.json")) if "config.json" in kept else {}
-    named = config.data.tokenizer
-    file = Path(named).expanduser() if named is not None and named.endswith(".json") else None
-    if file is None or not file.is_file():
-        missing = f"none: there is no {file}" if file else f"none: the run has {named or 'bytes'}"
-        return ExportedFiles(
-            before, kept, {}, "that of the import" if _TOKENIZER in kept else missing
-        )
+    before = {}
+    if "config.json" in kept:
+        before = _read_config(kept.pop("config.json"))
+    of_the_import = ExportedFiles(before, kept, {}, "that of the import")
+    named = config.data.tokenizer or "bytes"
+    file = Path(named).expanduser()
+    if not named.endswith(".json") or not file.is_file():
+        missing = f"the run has {named}"
+        if named.endswith(".json"):
+            missing = f"there is no {file}"
+        if _TOKENIZER in kept:
+            return of_the_import
+        return ExportedFiles(before, kept, {}, f"none: {missing}")
     if _TOKENIZER in kept and kept[_TOKENIZER].read_bytes() == file.read_bytes():
-        return ExportedFiles(before, kept, {}, "that of the import")
+        return of_the_import
     # all that is said of the tokens of the import does not hold for those of the run
     if _TOKENIZER in kept:
         kept = {}
         before = {key: value for key, value in before.items() if not key.endswith("_token_id")}
-    written = (
-        {} if _TOKENIZER_CONFIG in kept else {_TOKENIZER_CONFIG: _tokenizer_config(file, config)}
-    )
+    written = {}
+    if _TOKENIZER_CONFIG not in kept:
+        written[_TOKENIZER_CONFIG] = _tokenizer_config(file, config)
     ends = [
         token for token in (config.data.separator, *config.eval.stop_tokens) if token is not None
     ]
@@ -93,7 +101,8 @@ def _tokenizer_config(file: Path, config: Config) -> dict[str, Any]:
 
     content = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     tokenizer = Tokenizer.open(file, vocab_size=config.model.vocab_size)
-    names = {"bos_token": tokenizer.prefix[0] if len(tokenizer.prefix) == 1 else None}
-    names["eos_token"] = config.data.separator
+    names = {"bos_token": None, "eos_token": config.data.separator}
+    if len(tokenizer.prefix) == 1:
+        names["bos_token"] = tokenizer.prefix[0]
     texts = tokenizer.texts()
     return content | {name: texts[token] for name, token in names.items() if token in texts}

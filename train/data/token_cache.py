@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import filelock
 import numpy as np
@@ -70,7 +69,7 @@ def open_tokens(files: list[Path], tokenizer: Tokenizer, *, separator: int | Non
 def _open_if_whole(path: Path) -> MappedFile | None:
     """Opens a file of tokens if it is what its record says."""
     try:
-        record: Any = read_json(_record_of(path))
+        record = read_json(_record_of(path))
     except JsonError:
         return None
     if (

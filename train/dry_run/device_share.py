@@ -90,7 +90,7 @@ class DeviceShare:
         """Returns the ops of one layer."""
         model = self.model
         sizes = {"batch": self.batch, "length": self.length, "ring": self.ring}
-        plain = (("itemsize", self.computed),)
+        plain: tuple[tuple[str, object], ...] = (("itemsize", self.computed),)
         quantized = (*plain, ("quantization", quantization_of(model)))
         keeping = (*quantized, ("gathered_bytes", model.gathered_mib * 2**20))
         options = {"all_gather_matmul": keeping, "matmul_reduce_scatter": quantized}

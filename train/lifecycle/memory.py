@@ -7,10 +7,10 @@ there is.
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from train.config import Config
 from train.lifecycle.errors import InputError
@@ -72,7 +72,7 @@ def host_memory() -> int:
     return min(sizes)
 
 
-def _bytes_of(tree: Any) -> int:
+def _bytes_of(tree: PyTree) -> int:
     """Returns the bytes of the shards of one device of abstract arrays."""
     total = 0
     for leaf in jax.tree.leaves(tree):

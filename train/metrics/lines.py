@@ -23,7 +23,8 @@ from flaxasync.foreign_json import JsonError, parse_json
 from train.lifecycle.errors import StorageError
 from train.metrics.output import warn, write_atomically
 
-# the values of one step by name, as docs/train.md lists them; not finite is None
+# the values of one step by name, as docs/train.md lists them, where not finite is None; or the
+# facts of one event
 Line = dict[str, Any]
 PACKAGES = (
     "flaxasync",
@@ -138,7 +139,7 @@ class Events:
     def __init__(self, path: Path | None):
         self._file = None if path is None else LineFile(path)
 
-    def add(self, event: str, **facts: Any) -> None:
+    def add(self, event: str, **facts: object) -> None:
         if self._file is not None:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
             self._file.write(
@@ -157,7 +158,7 @@ def read_metrics(path: Path) -> list[Line]:
     return _by_step(_read_lines(path)[0])
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
+def read_events(path: Path) -> list[Line]:
     """Reads all valid events of a file."""
     return [line for line in _read_lines(path)[0] if isinstance(line.get("event"), str)]
 

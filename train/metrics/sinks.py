@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -178,7 +177,7 @@ class TensorBoard(Sink):
     def close(self) -> None:
         self._file.close()
 
-    def _add(self, **fields: Any) -> None:
+    def _add(self, **fields: object) -> None:
         """Writes an event: its length, a checksum of that, the event, and a checksum of it."""
         event = event_pb2.Event(wall_time=time.time(), **fields).SerializeToString()
         length = struct.pack("Q", len(event))

@@ -3,11 +3,11 @@ run is complete.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from models.generation import Generator, Sampling
 from train.config import Config
@@ -32,8 +32,13 @@ class Evaluation:
         by its name.
         """
         self._weights = {name: weight for name, _, weight in config.data.sources}
-        windows = validation if self._weights else {MAIN: validation["data"]}
-        for name, path in config.eval.sets if config.eval.every else ():
+        windows = validation
+        if not self._weights:
+            windows = {MAIN: validation["data"]}
+        sets = config.eval.sets
+        if not config.eval.every:
+            sets = ()
+        for name, path in sets:
             if name in windows or name == MAIN:
                 raise InputError(
                     f"eval.sets must have names of its own: {name} is the validation part of the "
@@ -45,7 +50,7 @@ class Evaluation:
             name: ValidationBatches(source, config, mesh) for name, source in windows.items()
         }
 
-    def run(self, eval_step: Callable[..., jax.Array], params: Any) -> dict[str, jax.Array]:
+    def run(self, eval_step: Callable[..., jax.Array], params: PyTree) -> dict[str, jax.Array]:
         """Returns the mean loss of each set in nats per token, as metrics by name.
 
         With several data sources, "validation_loss" is the mean of their losses by their weights.
@@ -91,7 +96,9 @@ def render(corpus: Corpus, prompt: list[int], generated: list[int]) -> str:
     """
     if corpus.tokenizer is None and not corpus.is_text:
         return f"{prompt} \u2502 {generated}"
-    decode = corpus.tokenizer.decode if corpus.tokenizer else decode_bytes
+    decode = decode_bytes
+    if corpus.tokenizer is not None:
+        decode = corpus.tokenizer.decode
     return f"{decode(prompt)}\u2502{decode(generated)}"
 
 

@@ -64,7 +64,10 @@ def require_known(config: Config, chip: str | None) -> None:
     if config.xla.flags in ("auto", "none"):
         return
     flags = wanted(config, chip)
-    if refused := refusal(flags, chip) if flags else "":
+    refused = ""
+    if flags:
+        refused = refusal(flags, chip)
+    if refused:
         raise InputError(f"{refused}; correct --xla.flags, or use --xla.flags auto or none")
 
 
@@ -91,10 +94,11 @@ def wanted(config: Config, chip: str | None) -> dict[str, str]:
     """Returns the flags to add for a run, {"xla_...": value}, without those that LIBTPU_INIT_ARGS
     has already.
     """
-    if config.xla.flags == "auto":
-        flags = WHOLE_LAYERS.get(chip or "", {}) if config.mesh.model == 1 else {}
-    else:
-        flags = {} if config.xla.flags == "none" else parse(config.xla.flags)
+    flags: Mapping[str, str] = {}
+    if config.xla.flags not in ("auto", "none"):
+        flags = parse(config.xla.flags)
+    elif config.xla.flags == "auto" and config.mesh.model == 1:
+        flags = WHOLE_LAYERS.get(chip or "", {})
     return {name: value for name, value in flags.items() if name not in in_effect()}
 
 
@@ -111,7 +115,9 @@ def in_effect(platform: str = "tpu") -> dict[str, str]:
     """Returns the flags with which this process compiles for a platform, those that were there
     before included.
     """
-    return parse(os.environ.get(VARIABLE, "")) if platform == "tpu" else {}
+    if platform != "tpu":
+        return {}
+    return parse(os.environ.get(VARIABLE, ""))
 
 
 def with_flags(flags: Mapping[str, str]) -> str:
@@ -122,20 +128,23 @@ def with_flags(flags: Mapping[str, str]) -> str:
     (`flaxasync.ops.trust.Machine`).
     """
     there = os.environ.get(VARIABLE, "")
-    return (
-        " ".join([*(f"--{name}={value}" for name, value in flags.items()), there.strip()]).strip()
-        if flags
-        else there
-    )
+    if not flags:
+        return there
+    added = [f"--{name}={value}" for name, value in flags.items()]
+    return " ".join([*added, there.strip()]).strip()
 
 
 def describe(config: Config, chip: str | None, flags: Mapping[str, str]) -> str:
     """Says in one line which flags a run has, where they come from, and what else is possible."""
     others = [f"{name}={value}" for name, value in in_effect().items() if name not in flags]
-    there = f"; {VARIABLE} has {' '.join(others)}" if others else ""
+    there = ""
+    if others:
+        there = f"; {VARIABLE} has {' '.join(others)}"
     named = " ".join(f"{name}={value}" for name, value in flags.items())
     if named:
-        source = f"auto, {chip}" if config.xla.flags == "auto" else "as given"
+        source = "as given"
+        if config.xla.flags == "auto":
+            source = f"auto, {chip}"
         return f"flags      {named} ({source}); --xla.flags none turns them off{there}"
     if config.xla.flags != "auto":
         return f"flags      none are added, by --xla.flags{there}"
@@ -195,7 +204,8 @@ def refusal(flags: Mapping[str, str], chip: str | None) -> str:
         for name, value in tried.items()
         if re.search(rf"\b{re.escape(name)}\b", cause)
     ]
-    return f"libtpu refuses {blamed[0] if blamed else 'one of ' + with_flags(flags)}: {cause}"
+    blamed.append(f"one of {with_flags(flags)}")
+    return f"libtpu refuses {blamed[0]}: {cause}"
 
 
 def chip_of_machine() -> str | None:

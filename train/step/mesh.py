@@ -7,7 +7,6 @@ function that does.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 
@@ -79,7 +78,7 @@ def no_devices(platform: str, said: str) -> str:
     )
 
 
-def mesh_over(devices: Sequence[Any], config: MeshConfig, kind: str) -> jax.sharding.Mesh:
+def mesh_over(devices: Sequence[jax.Device], config: MeshConfig, kind: str) -> jax.sharding.Mesh:
     """Makes the mesh of a run or a dry run over devices, with Explicit axes; messages name their
     `kind`, like "tpu".
     """
@@ -126,11 +125,12 @@ def check_fits_mesh(config: Config, shape: Mapping[str, int]) -> None:
     unit = batch_shards(shape) * config.data.microbatches
     if batch % unit:
         lower = batch // unit * unit
+        possible = " or ".join(str(size) for size in (lower, lower + unit) if size)
+        if config.data.microbatches > 1:
+            possible += ", or fewer data.microbatches"
         raise InputError(
             "data.batch_size must be divisible by mesh.data x mesh.fsdp x data.microbatches = "
-            f"{unit}: got {batch}; "
-            f"use {f'{lower} or ' if lower else ''}{lower + unit}"
-            f"{', or fewer data.microbatches' if config.data.microbatches > 1 else ''}"
+            f"{unit}: got {batch}; use {possible}"
         )
 
 
@@ -195,14 +195,13 @@ def infer_sizes(sizes: Mapping[str, int], devices: int, kind: str = "") -> dict[
             for name, size in sizes.items()
             if size != 1 or name in ("data", "model")
         ]
-        simulate = (
-            ", or simulate another number with --mesh.platform cpu --mesh.cpu_devices N"
-            if "cpu" in kind
-            else ""
-        )
+        remedy = "change the mesh"
+        if "cpu" in kind:
+            remedy += ", or simulate another number with --mesh.platform cpu --mesh.cpu_devices N"
+        there = f"{devices} {kind} devices".replace("  ", " ")  # kind may be ""
         raise InputError(
-            f"{' x '.join(named)} must multiply to the number of devices: there are {devices} "
-            f"{f'{kind} ' if kind else ''}devices; change the mesh{simulate}"
+            f"{' x '.join(named)} must multiply to the number of devices: there are {there}; "
+            f"{remedy}"
         )
     return inferred
 

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from models.config import TransformerConfig
 
@@ -65,8 +66,8 @@ def split_batch(batch: tuple[Array, ...], count: int) -> tuple[Array, ...]:
 
 
 def loss_and_gradient(
-    loss: Loss, targets: Callable[..., Array], params: Any, batch: tuple[Array, ...], count: int
-) -> tuple[Array, Parts, Any]:
+    loss: Loss, targets: Callable[..., Array], params: PyTree, batch: tuple[Array, ...], count: int
+) -> tuple[Array, Parts, PyTree]:
     """Returns the loss of a batch [B, L] as float32, its parts, and its gradient.
 
     `loss` is a function (params, *batch) -> the mean loss of the targets of a batch, and parts of
@@ -80,10 +81,12 @@ def loss_and_gradient(
         return value.astype(jnp.float32), parts, gradient
     everything = jnp.maximum(targets(*batch), 1)
 
-    def add(sums: tuple[Array, Any], micro: tuple[Array, ...]) -> tuple[tuple[Array, Any], Parts]:
+    def add(
+        sums: tuple[Array, PyTree], micro: tuple[Array, ...]
+    ) -> tuple[tuple[Array, PyTree], Parts]:
         share = targets(*micro) / everything
 
-        def weighted(params: Any) -> tuple[Array, Parts]:
+        def weighted(params: PyTree) -> tuple[Array, Parts]:
             return jax.tree.map(lambda one: one * share, loss(params, *micro))
 
         (value, parts), gradient = jax.value_and_grad(weighted, has_aux=True)(params)
@@ -98,7 +101,7 @@ def loss_and_gradient(
 
 
 def sum_of_losses(
-    loss: Loss, targets: Callable[..., Array], params: Any, batch: tuple[Array, ...], count: int
+    loss: Loss, targets: Callable[..., Array], params: PyTree, batch: tuple[Array, ...], count: int
 ) -> Array:
     """Returns the sum of the losses of a batch and the number of its targets, float32 [2]; see
     `loss_and_gradient`.

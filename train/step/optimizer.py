@@ -8,11 +8,12 @@ Reference: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019,
   https://arxiv.org/abs/1711.05101
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
 from train.config import OptimizerConfig, SkipConfig
 
@@ -73,12 +74,12 @@ def make_optimizer(config: OptimizerConfig, *, steps: int) -> optax.GradientTran
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
 
 
-def decay_mask(params: Any) -> Any:
+def decay_mask(params: PyTree) -> PyTree:
     """Says for each parameter whether it decays, by its name; stacked layers give even the scale of
     a norm two axes.
     """
 
-    def decays(path: tuple[Any, ...], _: Any) -> bool:
+    def decays(path: tuple[object, ...], _: object) -> bool:
         name = jax.tree_util.keystr(path[-1:], simple=True)
         if name not in _DECAYS:
             parameter = jax.tree_util.keystr(path, simple=True, separator=".")

@@ -42,7 +42,9 @@ def products_of_a_layer(
     the first two only.
     """
     heads, kv_heads = local_heads(model, ring)
-    hidden = (model.shared_expert_width if model.experts else model.mlp_width) // ring
+    hidden = model.mlp_width // ring
+    if model.experts:
+        hidden = model.shared_expert_width // ring
     width = model.width
     head = model.head_features
     rows = (batch, length // ring, width)
@@ -53,7 +55,9 @@ def products_of_a_layer(
         Product("all_gather_matmul", rows, (width, 2 * hidden)),
         Product("matmul_reduce_scatter", (*all_rows, hidden), (hidden, width)),
     )
-    return products if hidden else products[:2]
+    if not hidden:
+        return products[:2]
+    return products
 
 
 def experts_of_a_layer(
@@ -84,12 +88,11 @@ def hidden_of_a_token(config: TransformerConfig) -> int:
 
 def parameters_of_a_layer(config: TransformerConfig) -> int:
     """Returns the number of elements in the kernels of a layer, of all experts too."""
-    others = (
-        (config.experts - config.experts_per_token) * config.expert_features
-        if config.experts
-        else 0
-    )
-    return active_parameters_of_a_layer(config) + config.width * 3 * others
+    active = active_parameters_of_a_layer(config)
+    if not config.experts:
+        return active
+    others = (config.experts - config.experts_per_token) * config.expert_features
+    return active + config.width * 3 * others
 
 
 def active_parameters_of_a_layer(config: TransformerConfig) -> int:
@@ -115,4 +118,6 @@ def model_flops_per_token(
         config.layers * active_parameters_of_a_layer(config) + config.vocab_size * config.width
     )
     attention = 12.0 * config.layers * config.head_features * config.heads * sequence_length
-    return 6.0 * parameters + (attention / 2 if causal else attention)
+    if causal:
+        attention /= 2
+    return 6.0 * parameters + attention

@@ -7,12 +7,12 @@ copies of them in `model.param_dtype`, which exist within a step only.
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jaxtyping import PyTree
 
 from flaxasync.mesh import check_tpu, mesh_report
 from models.transformer import Losses, Transformer
@@ -28,13 +28,15 @@ from train.step.optimizer import GuardState, init_guard, is_on, judge, make_opti
 class TrainState:
     """All arrays of a run; a checkpoint stores them."""
 
-    params: Any  # of the model, as nested dicts whose keys are the names of its attributes
-    opt_state: Any  # of the optax optimizer, whose moments are sharded as the parameters are
+    params: PyTree  # of the model, as nested dicts whose keys are the names of its attributes
+    opt_state: (
+        optax.OptState
+    )  # of the optax optimizer, whose moments are sharded as the parameters are
     step: jax.Array  # number of steps that are done, an int32 scalar
     # random key of the run, uint32 [2]; whatever is drawn at a step folds the step into it
     key: jax.Array
     # running mean of the parameters in float32, if `optimizer.ema_decay` is above 0
-    ema: Any = None
+    ema: PyTree = None
     guard: GuardState | None = None  # of what skips updates, if any may be skipped
 
 
@@ -61,7 +63,7 @@ class Trainer:
         """Makes the state of step 0; every parameter is drawn on the devices that hold it."""
         return self._jitted_init(self._config.seed)
 
-    def start_from(self, params: Any) -> TrainState:
+    def start_from(self, params: PyTree) -> TrainState:
         """Makes the state of step 0 that has the given parameters."""
         with jax.numpy_dtype_promotion("standard"):
             return self._jitted_init(self._config.seed, params)
@@ -83,7 +85,9 @@ class Trainer:
         state = self._jitted_init.eval_shape(self._config.seed)
 
         def with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            spec = leaf.sharding.spec if leaf.sharding else jax.P()
+            spec = jax.P()
+            if leaf.sharding:
+                spec = leaf.sharding.spec
             return jax.ShapeDtypeStruct(
                 leaf.shape, leaf.dtype, sharding=jax.NamedSharding(self._mesh, spec)
             )
@@ -96,7 +100,9 @@ class Trainer:
         tokens = jax.ShapeDtypeStruct(
             shape, jnp.int32, sharding=jax.NamedSharding(self._mesh, token_spec(self._mesh))
         )
-        return (tokens,) * (2 if self._config.data.separator is None else 3)
+        if self._config.data.separator is None:
+            return tokens, tokens
+        return tokens, tokens, tokens
 
     def compile_train_step(self) -> jax.stages.Compiled:
         """Compiles `train_step` from abstract values."""
@@ -110,13 +116,15 @@ class Trainer:
         params = self.evaluated(self.abstract_state())
         return self.eval_step.lower(params, total, *self.abstract_batch()).compile()
 
-    def evaluated(self, state: TrainState) -> Any:
+    def evaluated(self, state: TrainState) -> PyTree:
         """Returns the parameters that validation and samples use: their running mean, if there is
         one.
         """
-        return state.params if state.ema is None else state.ema
+        if state.ema is None:
+            return state.params
+        return state.ema
 
-    def model(self, params: Any) -> Transformer:
+    def model(self, params: PyTree) -> Transformer:
         """Returns the model with the given parameters, which are cast to its parameter type if they
         have another.
         """
@@ -132,23 +140,24 @@ class Trainer:
             rngs=nnx.Rngs(params=key),
         )
 
-    def _init(self, seed: int, params: Any = None) -> TrainState:
+    def _init(self, seed: int, params: PyTree = None) -> TrainState:
         optimizer = self._config.optimizer
         params_key, run_key = jax.random.split(jax.random.key(seed))
         if params is None:
             params = nnx.to_pure_dict(nnx.split(self._build(params_key))[1])
         if optimizer.master_copies:
             params = optax.tree.cast(params, jnp.float32)
-        return TrainState(
-            params,
-            self._optimizer.init(params),
-            jnp.int32(0),
-            jax.random.key_data(run_key),
-            ema=optax.tree.cast(params, jnp.float32) if optimizer.ema_decay else None,
-            guard=init_guard() if is_on(self._config.skip) else None,
-        )
+        ema = None
+        guard = None
+        if optimizer.ema_decay:
+            ema = optax.tree.cast(params, jnp.float32)
+        if is_on(self._config.skip):
+            guard = init_guard()
+        opt_state = self._optimizer.init(params)
+        key = jax.random.key_data(run_key)
+        return TrainState(params, opt_state, jnp.int32(0), key, ema=ema, guard=guard)
 
-    def _loss(self, params: Any, *batch: jax.Array) -> tuple[jax.Array, Parts]:
+    def _loss(self, params: PyTree, *batch: jax.Array) -> tuple[jax.Array, Parts]:
         """Returns what training minimizes and, with experts, the metrics that are its parts."""
         model = self.model(params)
         losses = self._losses(model, *batch, routed=True)
@@ -161,7 +170,7 @@ class Trainer:
         }
         return model.total(losses), parts
 
-    def _cross_entropy(self, params: Any, *batch: jax.Array) -> jax.Array:
+    def _cross_entropy(self, params: PyTree, *batch: jax.Array) -> jax.Array:
         return self._losses(self.model(params), *batch, routed=False).cross_entropy
 
     def _losses(
@@ -227,7 +236,7 @@ class Trainer:
                     ema = optax.tree.where(skip, state.ema, ema)
         return TrainState(params, opt_state, state.step + 1, state.key, ema, guard), metrics
 
-    def _eval_step(self, params: Any, total: jax.Array, *batch: jax.Array) -> jax.Array:
+    def _eval_step(self, params: PyTree, total: jax.Array, *batch: jax.Array) -> jax.Array:
         # Each batch takes the total of the batch before it, so that the batches run one after the
         # other. Many programs with collectives that run at once can exhaust the thread pool of
         # simulated devices.
