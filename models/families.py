@@ -55,12 +55,12 @@ def _of_layers(names: Mapping[str, str]) -> dict[str, str]:
     return {f"layers.{ours}": f"model.layers.{{layer}}.{theirs}" for ours, theirs in names.items()}
 
 
-_ATTENTION = _of_layers(
-    {
-        f"attention.{ours}.{kind}": f"self_attn.{theirs}_proj.{their_kind}"
-        for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v"), ("out", "o"))
-        for kind, their_kind in (("kernel", "weight"), ("bias", "bias"))
-    }
+_HEADS = {"query": "q", "key": "k", "value": "v", "out": "o"}
+_ATTENTION_KERNELS = _of_layers(
+    {f"attention.{name}.kernel": f"self_attn.{x}_proj.weight" for name, x in _HEADS.items()}
+)
+_ATTENTION_BIASES = _of_layers(
+    {f"attention.{name}.bias": f"self_attn.{x}_proj.bias" for name, x in _HEADS.items()}
 )
 _MLP_KERNELS = _of_layers(
     {f"mlp.{name}.kernel": f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
@@ -93,7 +93,7 @@ _OUTSIDE = {
     "final_norm.scale": "model.norm.weight",
     "output.kernel": "lm_head.weight",  # not there if the embeddings are tied
 }
-_DENSE = _OUTSIDE | _NORMS | _ATTENTION | _MLP_KERNELS
+_DENSE = _OUTSIDE | _NORMS | _ATTENTION_KERNELS | _ATTENTION_BIASES | _MLP_KERNELS
 _FIELDS = {
     "vocab_size": "vocab_size",
     "layers": "num_hidden_layers",
@@ -162,18 +162,18 @@ GEMMA2 = Family(
     required=_REQUIRED | {"hidden_activation": ("gelu_pytorch_tanh",)},
     always=_GEMMA_ALWAYS | {"post_norms": True},
 )
+_MIXTRAL_EXPERTS = _of_layers(
+    {
+        "mlp.router.kernel": "block_sparse_moe.gate.weight",
+        "mlp.gate": "block_sparse_moe.experts.{expert}.w1.weight",
+        "mlp.up": "block_sparse_moe.experts.{expert}.w3.weight",
+        "mlp.down": "block_sparse_moe.experts.{expert}.w2.weight",
+    }
+)
 MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
-    tensors=_DENSE
-    | _of_layers(
-        {
-            "mlp.router.kernel": "block_sparse_moe.gate.weight",
-            "mlp.gate": "block_sparse_moe.experts.{expert}.w1.weight",
-            "mlp.up": "block_sparse_moe.experts.{expert}.w3.weight",
-            "mlp.down": "block_sparse_moe.experts.{expert}.w2.weight",
-        }
-    ),
+    tensors=_DENSE | _MIXTRAL_EXPERTS,
     fields=_FIELDS | {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
     required=_SILU | {"sliding_window": (None,)},
     nullable=_NULL_KV_HEADS,
@@ -187,17 +187,17 @@ _QWEN3_EXPERTS = _of_layers(
         "mlp.down": "mlp.experts.{expert}.down_proj.weight",
     }
 )
+_QWEN3_EXPERT_FIELDS = {
+    "experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_width": "moe_intermediate_size",
+    "normalize_expert_weights": "norm_topk_prob",
+}
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     tensors=_DENSE | _HEAD_NORMS | _QWEN3_EXPERTS,
-    fields=_WITH_BIAS
-    | {
-        "experts": "num_experts",
-        "experts_per_token": "num_experts_per_tok",
-        "expert_width": "moe_intermediate_size",
-        "normalize_expert_weights": "norm_topk_prob",
-    },
+    fields=_WITH_BIAS | _QWEN3_EXPERT_FIELDS,
     required=_SILU | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
     always={"qk_norm": True},
     aliases={"num_local_experts": "num_experts"},  # of `transformers` 5

@@ -21,7 +21,7 @@ _COMMON = {
     "tie_word_embeddings": False,
     "rope_theta": 10_000,
 }
-_LLAMA = {
+_LLAMA = _COMMON | {
     "vocab_size": 32_000,
     "intermediate_size": 11_008,
     "num_key_value_heads": None,
@@ -29,7 +29,7 @@ _LLAMA = {
     "mlp_bias": False,
     "max_position_embeddings": 2048,
 }
-_QWEN3 = {
+_QWEN3 = _COMMON | {
     "vocab_size": 151_936,
     "intermediate_size": 22_016,
     "num_key_value_heads": 32,
@@ -37,21 +37,21 @@ _QWEN3 = {
     "attention_bias": False,
     "max_position_embeddings": 32_768,
 }
-_BOTH_GEMMAS = {
+_BOTH_GEMMAS = _COMMON | {
     "vocab_size": 256_000,
     "head_dim": 256,
     "tie_word_embeddings": True,
     "attention_bias": False,
     "max_position_embeddings": 8192,
 }
-_GEMMA = {
+_GEMMA = _BOTH_GEMMAS | {
     "hidden_size": 3072,
     "intermediate_size": 24_576,
     "num_hidden_layers": 28,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
 }
-_GEMMA2 = {
+_GEMMA2 = _BOTH_GEMMAS | {
     "hidden_size": 2304,
     "intermediate_size": 9216,
     "num_hidden_layers": 26,
@@ -62,7 +62,7 @@ _GEMMA2 = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
-_MIXTRAL = {
+_MIXTRAL = _COMMON | {
     "vocab_size": 32_000,
     "intermediate_size": 14_336,
     "num_key_value_heads": 8,
@@ -72,7 +72,7 @@ _MIXTRAL = {
     "rope_theta": 1_000_000,
     "max_position_embeddings": 131_072,
 }
-_QWEN3_MOE = {
+_QWEN3_MOE = _COMMON | {
     "vocab_size": 151_936,
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -86,10 +86,10 @@ _QWEN3_MOE = {
     "max_position_embeddings": 32_768,
 }
 DEFAULTS: Mapping[str, ConfigJson] = {
-    "llama": _COMMON | _LLAMA,
-    "qwen3": _COMMON | _QWEN3,
-    "gemma": _COMMON | _BOTH_GEMMAS | _GEMMA,
-    "gemma2": _COMMON | _BOTH_GEMMAS | _GEMMA2,
-    "mixtral": _COMMON | _MIXTRAL,
-    "qwen3_moe": _COMMON | _QWEN3_MOE,
+    "llama": _LLAMA,
+    "qwen3": _QWEN3,
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA2,
+    "mixtral": _MIXTRAL,
+    "qwen3_moe": _QWEN3_MOE,
 }

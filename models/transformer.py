@@ -227,26 +227,44 @@ class Transformer(nnx.Module):
         data = jax.sharding.get_abstract_mesh().shape.get("data", 1)
         sums_beside = self.config.fsdp_overlap == "prefetch" and data > 1
         if self.config.fsdp_overlap != "xla" and (self.fsdp_axis is not None or sums_beside):
-            ids = []
-            if segment_ids_BL is not None:
-                ids.append(segment_ids_BL)
-            return fa.nn.scan_with_prefetch(
-                lambda layer, carry, *ids: layer.with_losses(*carry, *ids),
-                self.layers,
-                carry,
-                *ids,
-                fsdp_axis=self.fsdp_axis,
-                dtype=jnp.dtype(self.config.dtype),
-                backend="pallas" if self.config.fsdp_overlap == "prefetch_pallas" else "xla",
-                policy=_POLICIES[self.config.remat],
-                then=(
-                    lambda modules, carry, *arrays: finish(modules, *carry, *arrays),
-                    self._last_modules(),
-                    *arrays,
-                ),
-            )
+            return self._apply_with_prefetch(finish, carry, segment_ids_BL, arrays)
         carry = run(self.layers, self._windowed_layers(), carry)
         return finish(self._last_modules(), *carry, *arrays)
+
+    def _apply_with_prefetch(
+        self,
+        finish: Callable[..., Any],
+        carry: _Carry,
+        segment_ids_BL: Array | None,
+        arrays: tuple[Array, ...],
+    ) -> Any:
+        """Does what `_apply` does, with the weights of the next layer gathered while one
+        computes.
+        """
+
+        def apply(layer: DecoderLayer, carry: _Carry, *ids: Array) -> _Carry:
+            return layer.with_losses(*carry, *ids)
+
+        def finish_carry(modules: _LastModules, carry: _Carry, *arrays: Array) -> Any:
+            return finish(modules, *carry, *arrays)
+
+        ids = []
+        if segment_ids_BL is not None:
+            ids.append(segment_ids_BL)
+        backend: Literal["xla", "pallas"] = "xla"
+        if self.config.fsdp_overlap == "prefetch_pallas":
+            backend = "pallas"
+        return fa.nn.scan_with_prefetch(
+            apply,
+            self.layers,
+            carry,
+            *ids,
+            fsdp_axis=self.fsdp_axis,
+            dtype=jnp.dtype(self.config.dtype),
+            backend=backend,
+            policy=_POLICIES[self.config.remat],
+            then=(finish_carry, self._last_modules(), *arrays),
+        )
 
     def _embed(
         self, tokens_BL: Array, layout: Literal["sequence", "replicated"] = "sequence"

@@ -330,11 +330,12 @@ def load_parameters(
         record = checkpoints.record(chosen)
         check_parameters(record, config, where=str(checkpoints.path(chosen)))
         part = "params"
-        dtype = jnp.dtype(record.architecture["model.param_dtype"])
+        stored = record.architecture["model.param_dtype"]
         if evaluated and "ema" in record.parts:
             part = "ema"
         if part == "ema" or record.architecture["optimizer.master_copies"]:
-            dtype = jnp.dtype("float32")
+            stored = "float32"
+        dtype = jnp.dtype(stored)
         params = trainer.abstract_state().params
         abstract = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), params
