@@ -257,13 +257,13 @@ def check_fits(
         shares = math.lcm(context * devices, 2 * context)
     elif context > 1:
         shares = context * devices
-    if sequence_length % shares:
+    whole = -(-sequence_length // shares) * shares
+    if sequence_length != whole:
         raise ValueError(
             f"sequence_length must be divisible by {shares}, for a 'context' axis of {context} "
             "devices in "
             f"{context_layout!r} layout and a 'model' axis of {devices}: got "
-            f"sequence_length={sequence_length}; use "
-            f"{-(-sequence_length // shares) * shares}, or smaller axes"
+            f"sequence_length={sequence_length}; use {whole}, or smaller axes"
         )
     if config.experts:
         _check_divides("model", devices, shared_expert_width=config.shared_expert_width)
@@ -308,11 +308,11 @@ def _check_fsdp(config: TransformerConfig, mesh_shape: Mapping[str, int]) -> Non
 
 def _check_divides(axis: str, devices: int, **sizes: int) -> None:
     for name, size in sizes.items():
-        if size % devices:
+        whole = -(-size // devices) * devices
+        if size != whole:
             raise ValueError(
                 f"{name} must be divisible by the {axis!r} axis: got {name}={size} on {devices} "
-                "devices; use "
-                f"{-(-size // devices) * devices}, or a smaller axis"
+                f"devices; use {whole}, or a smaller axis"
             )
 
 

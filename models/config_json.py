@@ -201,20 +201,20 @@ def _rope_parameters(family: Family, given: ConfigJson) -> list[ConfigJson]:
 
 def _contradictory(family: Family, given: ConfigJson) -> list[str]:
     """Returns the keys that stand under both of their names with different values."""
-    return [
-        f"{other}={shown(repr(given[other]))} and {key}={shown(repr(given[key]))} name one size"
-        for other, key in family.aliases.items()
-        if other in given and key in given and given[other] != given[key]
-    ]
+    found = []
+    for other, key in family.aliases.items():
+        if other in given and key in given and given[other] != given[key]:
+            values = [f"{name}={shown(repr(given[name]))}" for name in (other, key)]
+            found.append(f"{' and '.join(values)} name one size")
+    return found
 
 
 def _malformed(family: Family, given: ConfigJson) -> list[str]:
     """Returns the keys whose values cannot be read, each with its value and what it must be."""
-    wrong = [
-        f"{key}={shown(repr(given[key]))} must be an object, or null"
-        for key in _ROPE_PLACES
-        if not isinstance(given.get(key), dict | None)
-    ]
+    wrong = []
+    for key in _ROPE_PLACES:
+        if not isinstance(given.get(key), dict | None):
+            wrong.append(f"{key}={shown(repr(given[key]))} must be an object, or null")
     has_ropes = not wrong
     if not isinstance(given.get("layer_types"), list | None):
         wrong.append(f"layer_types={shown(repr(given['layer_types']))} must be a list, or null")
