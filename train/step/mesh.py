@@ -198,7 +198,7 @@ def infer_sizes(sizes: Mapping[str, int], devices: int, kind: str = "") -> dict[
         remedy = "change the mesh"
         if "cpu" in kind:
             remedy += ", or simulate another number with --mesh.platform cpu --mesh.cpu_devices N"
-        there = f"{devices} {kind} devices".replace("  ", " ")  # kind may be ""
+        there = " ".join(filter(None, [str(devices), kind, "devices"]))
         raise InputError(
             f"{' x '.join(named)} must multiply to the number of devices: there are {there}; "
             f"{remedy}"
