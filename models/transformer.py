@@ -220,10 +220,11 @@ class Transformer(nnx.Module):
             )
             return _with_remat(self.config.remat)(layer, *carry, segment_ids_BL, mask)
 
+        x_BLD = self._embed(tokens_BL)
         losses = None
         if routed:
             losses = jnp.zeros(2, jnp.float32)
-        carry = (self._embed(tokens_BL), losses)
+        carry = (x_BLD, losses)
         data = jax.sharding.get_abstract_mesh().shape.get("data", 1)
         sums_beside = self.config.fsdp_overlap == "prefetch" and data > 1
         if self.config.fsdp_overlap != "xla" and (self.fsdp_axis is not None or sums_beside):
