@@ -161,7 +161,7 @@ def test_a_dry_run_compiles_with_the_flags_that_the_run_would_have(on, monkeypat
         seen.append(os.environ[VARIABLE])
         raise InputError("stopped")
 
-    monkeypatch.setattr(dry_run_module, "_compile_what_fits", stop)
+    monkeypatch.setattr(dry_run_module, "compile_step", stop)
     for model in (1, 2):
         with pytest.raises(InputError, match="stopped"):
             dry_run_module.dry_run(on(None, model=model), "v6e:2x4" if model == 1 else "v6e:4x4")
