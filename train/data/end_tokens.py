@@ -117,13 +117,13 @@ def read_token_files(folder: Path, *, vocab_size: int, texts: Mapping[int, str])
     decoder = config.get("added_tokens_decoder")
     if isinstance(decoder, dict):
         added = {token: _text(entry) for token, entry in decoder.items() if token.isdecimal()}
-        for token, text in added.items():
-            if text is not None:
+        for token, known_text in added.items():
+            if known_text is not None:
                 number = int(token[:_MOST_DIGITS])
                 _check_tokens(
-                    shown(repr(text)), number, folder / "tokenizer_config.json", vocab_size
+                    shown(repr(known_text)), number, folder / "tokenizer_config.json", vocab_size
                 )
-                known[number] = text
+                known[number] = known_text
     named = {**_read_object(folder, "special_tokens_map.json"), **config}
     names = {key: _text(entry) for key, entry in named.items() if key.endswith("_token")}
     return TokenFiles(
