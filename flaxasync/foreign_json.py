@@ -68,7 +68,10 @@ def parse_json(content: bytes | str, name: str) -> Any:
         more than `MOST_DIGITS` digits or a text that is no Unicode, which cannot be written again.
     """
     try:
-        text = content.decode() if isinstance(content, bytes) else content
+        if isinstance(content, bytes):
+            text = content.decode()
+        else:
+            text = content
         value = json.loads(text, parse_int=_integer)
         if _MAYBE_SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()

@@ -67,7 +67,10 @@ def make_mesh(
       ValueError: There are not as many names, types or devices as the axes need, or an axis but the
         last one cannot be divided among the slices.
     """
-    given = axis_shapes if axis_sizes is None else axis_sizes
+    if axis_sizes is None:
+        given = axis_shapes
+    else:
+        given = axis_sizes
     if given is None or (axis_sizes is not None and axis_shapes is not None):
         raise ValueError(
             "make_mesh needs axis_sizes, or axis_shapes, its older name: give one of the two"
@@ -78,7 +81,10 @@ def make_mesh(
         raise ValueError(
             f"make_mesh needs one name for each axis: got axis_sizes={shape} and axis_names={names}"
         )
-    types = (AxisType.Explicit,) * len(shape) if axis_types is None else axis_types
+    if axis_types is None:
+        types = (AxisType.Explicit,) * len(shape)
+    else:
+        types = axis_types
     if len(types) != len(shape):
         raise ValueError(
             f"make_mesh needs one type for each axis: got axis_sizes={shape} and axis_types={types}"
@@ -86,7 +92,10 @@ def make_mesh(
     size = math.prod(shape)
     found = list(jax.devices() if devices is None else devices)
     if size > len(found):
-        remedy = _how_to_simulate(size) if devices is None else ""
+        if devices is None:
+            remedy = _how_to_simulate(size)
+        else:
+            remedy = ""
         raise ValueError(
             f"make_mesh needs a device for each place of the mesh: got {shape}, which is {size}, "
             f"and {len(found)} devices{remedy}"
@@ -153,7 +162,10 @@ class AxisReport:
                 parts.append(f"{count} x {length}")
             else:
                 parts += [str(length)] * count
-        kind = "closed ring" if self.closed else "ring"
+        if self.closed:
+            kind = "closed ring"
+        else:
+            kind = "ring"
         return f"{self.name}: {kind}, links per hop {', '.join(parts)}"
 
 
@@ -290,7 +302,9 @@ def platform() -> str | None:
     say.
     """
     device = _abstract_device()
-    return device.platform if device is not None else None
+    if device is not None:
+        return device.platform
+    return None
 
 
 def chip() -> hardware.Chip | None:
@@ -298,7 +312,9 @@ def chip() -> hardware.Chip | None:
     not say.
     """
     device = _abstract_device()
-    return hardware.chip_of_device(device.device_kind) if device is not None else None
+    if device is not None:
+        return hardware.chip_of_device(device.device_kind)
+    return None
 
 
 def chip_name() -> str:
@@ -309,7 +325,9 @@ def chip_name() -> str:
     if found is not None:
         return found.name
     device = _abstract_device()
-    return device.device_kind if device is not None else "unknown"
+    if device is not None:
+        return device.device_kind
+    return "unknown"
 
 
 def _abstract_device() -> AbstractDevice | None:

@@ -29,11 +29,10 @@ def untested(version: str) -> str | None:
     """
     if version in TESTED_LIBTPU:
         return None
-    named = (
-        f"libtpu {version}, which was not tested"
-        if version
-        else "a libtpu whose version is not known"
-    )
+    if version:
+        named = f"libtpu {version}, which was not tested"
+    else:
+        named = "a libtpu whose version is not known"
     return (
         f"compiled by {named}: predictions and checks were tested with {', '.join(TESTED_LIBTPU)}"
     )

@@ -83,4 +83,6 @@ def _versions(compiled: Any) -> tuple[str, ...]:
         line = untested(installed_libtpu())
     else:  # a text does not say
         line = None
-    return () if line is None else (line,)
+    if line is None:
+        return ()
+    return (line,)

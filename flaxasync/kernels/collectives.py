@@ -224,7 +224,10 @@ def _tile(caller: str, x: jax.Array, ring: Ring, tiles: Tiles | None) -> tuple[T
     """
     m, n = x.shape
     # a tile, too, is halved
-    lanes = LANES * ring.directions if n >= LANES * ring.directions else LANES
+    if n >= LANES * ring.directions:
+        lanes = LANES * ring.directions
+    else:
+        lanes = LANES
 
     def fit(most: Tiles) -> Tiles:
         height = Tiling.overhanging(m, most.m, ring.size * sublanes(x.dtype)).size

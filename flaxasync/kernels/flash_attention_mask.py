@@ -75,9 +75,15 @@ def allowed_part(
     queries = queries_of(grid, part, rows)
     count = queries.stop - queries.start
     k_count = int(rows.size)
-    q_axis = 1 if by_rows else 0
+    if by_rows:
+        q_axis = 1
+    else:
+        q_axis = 0
     k_axis = 1 - q_axis
-    shape = (k_count, count) if by_rows else (count, k_count)
+    if by_rows:
+        shape = (k_count, count)
+    else:
+        shape = (count, k_count)
     if part is not Part.WHOLE:
         # on the diagonal both tiles have the same first row
         q: Scalar = 0
@@ -93,7 +99,10 @@ def allowed_part(
         if by_rows:
             column, row = row, column
         same = widened(as_column(column), shape[1]) == jnp.broadcast_to(row, shape)
-        allowed = same if allowed is None else allowed & same
+        if allowed is None:
+            allowed = same
+        else:
+            allowed = allowed & same
     return allowed
 
 

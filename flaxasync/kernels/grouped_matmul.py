@@ -274,12 +274,17 @@ def table_library(experts: Sequence[Array]) -> ModuleType:
     be simulated, and jax.numpy for what is traced.
     """
     constant = all(isinstance(one, np.ndarray) for one in experts)
-    return np if constant else jnp
+    if constant:
+        return np
+    return jnp
 
 
 def _width(k: int, n: int, joined: int) -> int:
     """Returns the columns of a block of y that are multiplied at once."""
-    unit = math.gcd(n, 2 * LANES) if joined == 1 else LANES
+    if joined == 1:
+        unit = math.gcd(n, 2 * LANES)
+    else:
+        unit = LANES
     most = min(max(NARROWEST, n // PANELS), PANEL // (k * joined))
     return largest_divisor(n, max(unit, most), unit)
 
@@ -288,7 +293,9 @@ def outer_semantics(cores: int) -> Literal["parallel", "arbitrary"]:
     """Returns the semantics of an outer dimension of a grid, whose steps the cores of a chip share
     out.
     """
-    return "parallel" if cores > 1 else "arbitrary"
+    if cores > 1:
+        return "parallel"
+    return "arbitrary"
 
 
 def imbalance(steps: int, cores: int) -> float:
@@ -342,7 +349,10 @@ class _Kernel:
         next_j = jnp.where(ends & jnp.logical_not(same), j + 1, j)
         tile = jnp.where(same, at.first, jnp.where(ends, 0, end))
         # a core has some blocks of columns of its own, and fetches nothing for those of others
-        begins = (step == 0) if self.cores > 1 else (j == 0) & (step == 0)
+        if self.cores > 1:
+            begins = step == 0
+        else:
+            begins = (j == 0) & (step == 0)
 
         @pl.when(begins)
         def begin() -> None:
@@ -353,7 +363,10 @@ class _Kernel:
         def begin_group() -> None:
             slot[0] = 1 - slot[0]
 
-        continues = next_j == j if self.cores > 1 else next_j < self.blocks.columns
+        if self.cores > 1:
+            continues = next_j == j
+        else:
+            continues = next_j < self.blocks.columns
 
         @pl.when(continues)
         def begin_next_group() -> None:
@@ -362,7 +375,10 @@ class _Kernel:
             self.start_w(w_tiles, other, given.ws, table[0, tile], next_k, next_j, at.tile, at.size)
 
         with jax.named_scope("multiply"):
-            of_group = at.tile if self.blocks.depth > 1 else 0
+            if self.blocks.depth > 1:
+                of_group = at.tile
+            else:
+                of_group = 0
             self.multiply(at, given, ys, w_tiles, slot[0], sums.at[of_group])
 
     @property
@@ -469,7 +485,9 @@ class _Kernel:
         )
 
     def _w_shape[T](self, k: T, n: T) -> tuple[T, T]:
-        return (n, k) if self.transposed else (k, n)
+        if self.transposed:
+            return (n, k)
+        return (k, n)
 
 
 def _call(
@@ -486,7 +504,10 @@ def _call(
     n = ws[0].shape[1 if transposed else 2]
     joined = len(ws) // len(xs)
     check_grouped(caller, xs[0].dtype, rows, xs[0].shape[1], n)
-    results = epilogue.results if epilogue else joined
+    if epilogue:
+        results = epilogue.results
+    else:
+        results = joined
     arrays = len(operands) + results
     problem = Problem.of(xs, ws, n, rows, arrays)
     blocks, vmem_bytes = Blocks.choose(xs, ws, n, rows, arrays)

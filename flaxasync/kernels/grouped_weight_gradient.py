@@ -189,7 +189,10 @@ class _Kernel:
 
         def fetch(number: Scalar, expert: Scalar) -> None:
             row, column = split(lax.div(number, experts), self.grid[1])
-            of_core = i if self.cores > 1 else row
+            if self.cores > 1:
+                of_core = i
+            else:
+                of_core = row
             to = outgoing[0].slot(number)
             rows = aligned(of_core * self.blocks.k, self.blocks.k, LANES)
             columns = aligned(column * self.blocks.n, self.blocks.n, LANES)
@@ -312,7 +315,10 @@ def _places(factors: Sequence[Factors], number: int, steps: int) -> Array:
     for other_number, other in enumerate(factors):
         if other_number != number:
             # of one expert, the tiles of the earlier factors come first
-            earlier = xp.less_equal if other_number < number else xp.less
+            if other_number < number:
+                earlier = xp.less_equal
+            else:
+                earlier = xp.less
             live = xp.arange(other.experts.size, dtype=np.int32) < other.tiles
             before = live[None] & earlier(other.experts[None], one.experts[:, None])
             place = place + xp.sum(before, axis=1, dtype=np.int32)
@@ -323,7 +329,9 @@ def _slots(initial: Sequence[Array]) -> int:
     """Returns how many blocks of a dw are in vector memory: one grows, one leaves, and one
     comes.
     """
-    return 3 if initial else 2
+    if initial:
+        return 3
+    return 2
 
 
 def _rows(factors: Sequence[Factors]) -> int:

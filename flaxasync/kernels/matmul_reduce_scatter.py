@@ -121,7 +121,10 @@ class ReduceScatterSchedule:
         """Returns the direction in which tile (i, j) of a block travels."""
         if self.directions == 1:
             return jnp.int32(0)
-        number = j if self.tiles.columns.count > 1 else i
+        if self.tiles.columns.count > 1:
+            number = j
+        else:
+            number = i
         return jnp.where(number >= self.first_tiles, 1, 0)
 
     def at(self, step: Scalar) -> ReduceScatterStep:
@@ -250,7 +253,10 @@ def matmul_reduce_scatter(
         beside=more.scratch() if gradients else None,
     )
     block_bytes = batch * m * n * result.itemsize
-    w_trips = 1 if used.w_stays else size * used.rows.count
+    if used.w_stays:
+        w_trips = 1
+    else:
+        w_trips = size * used.rows.count
     streamed = sum(ks) * (size * used.columns.count * batch * m + w_trips * n) * dtype.itemsize
     by_block = [x.reshape(batch, size, m, -1) for x in xs]
     dws = [of_result(each.padded.m, each.padded.n) for each in more.sums]
@@ -296,7 +302,10 @@ def _plan(
 
     def need(outgoing: int, t: Tiles) -> int:
         # where a tile takes several steps, there are the product and the accumulator
-        sums = 1 if sum(pl.cdiv(k, t.k) for k in ks) == 1 else 2
+        if sum(pl.cdiv(k, t.k) for k in ks) == 1:
+            sums = 1
+        else:
+            sums = 2
         total = matmul_bytes(t, dtype, 2 + outgoing, sums, result)
         if scaled:
             total += Scales.nbytes(2, t.m, t.n)
@@ -386,7 +395,10 @@ def _default_tiles(m: int, n: int) -> Tiles:
     """
     used = TILES.within(m, TILES.k, n)
     while m * n < FEWEST_TILES * used.m * used.n and used.m * used.n > SMALLEST:
-        longer = "n" if used.n >= used.m else "m"
+        if used.n >= used.m:
+            longer = "n"
+        else:
+            longer = "m"
         used = dataclasses.replace(used, **{longer: getattr(used, longer) // 2})
     return used
 

@@ -274,7 +274,10 @@ def _plan(
 
     schedules = [schedule_of(asked) for asked in candidates]
     fitting = [schedule for schedule in schedules if need(schedule.tiles) <= available()]
-    schedule = fitting[0] if fitting else schedules[-1]
+    if fitting:
+        schedule = fitting[0]
+    else:
+        schedule = schedules[-1]
     return schedule, check_vmem(CALLER, schedule.tiles, need)
 
 

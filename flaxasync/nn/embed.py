@@ -231,7 +231,10 @@ def _lookup(call: Call, ids: Array, linear: Linear) -> Array:
     axis_name = call.settings.axis_name
     # A sum over all devices is cast after the look-up, so that the gradients of a frequent id are
     # summed in the dtype of the parameter.
-    dtype = settings.dtype if call.rows_sharded else linear[0].dtype
+    if call.rows_sharded:
+        dtype = settings.dtype
+    else:
+        dtype = linear[0].dtype
     ((table, _),) = call.take(ids, (linear,), dtype)
     table = shards.cast(table, ids, dtype)
     entries = call.parts[0].shares.size

@@ -250,13 +250,18 @@ def gather(
         with jax.named_scope("gather_parameter"):
             if axis in varying:
                 whole = cast_to_varying(whole, varying)
-                once = quantization if len(trips) == 1 else None
+                if len(trips) == 1:
+                    once = quantization
+                else:
+                    once = None
                 whole = _gather(whole, axis, dim, jnp.dtype(dtype), whole.dtype, once)
             else:  # the batch is the same on all devices of the axis, and so is the gradient
                 whole = lax.all_gather(
                     whole.astype(dtype), axis, axis=dim, tiled=True, to="invarying"
                 )
-    return parameter if whole is parameter else checkpoint_name(whole, PARAMETER)
+    if whole is parameter:
+        return parameter
+    return checkpoint_name(whole, PARAMETER)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
@@ -277,9 +282,10 @@ def _gather(
         shard, quantization.forward, 0, scale=quantization.scale, over=(axis,) if shared else ()
     )
     values = lax.all_gather(quantized.values, axis, axis=dim, tiled=True)
-    scales = (
-        quantized.scales if dim == 0 else lax.all_gather(quantized.scales, axis, axis=0, tiled=True)
-    )
+    if dim == 0:
+        scales = quantized.scales
+    else:
+        scales = lax.all_gather(quantized.scales, axis, axis=0, tiled=True)
     return Quantized(values, scales, dtype, jnp.zeros_like(values, dtype))
 
 
@@ -303,7 +309,10 @@ def _gather_bwd(
     _: None,
     gradient: Operand,
 ) -> tuple[Array]:
-    dw = gradient.weight if isinstance(gradient, Quantized) else gradient
+    if isinstance(gradient, Quantized):
+        dw = gradient.weight
+    else:
+        dw = gradient
     return (lax.psum_scatter(dw.astype(stored), axis, scatter_dimension=dim, tiled=True),)
 
 

@@ -94,7 +94,10 @@ class _ParallelLinear(DenseLayer):
         if shares is None and not self.pad:
             check_divides(layer, axis_name, **{("in_features", "out_features")[self.dim]: size})
         shares = shares or Shares.equal(size, mesh_axis_size(layer, axis_name))
-        bias_spec = shares.spec(axis_name, shape[1:], 0) if self.dim else P(None)
+        if self.dim:
+            bias_spec = shares.spec(axis_name, shape[1:], 0)
+        else:
+            bias_spec = P(None)
         needed = shares.spec(axis_name, shape, self.dim), bias_spec
         self._add_parameters(layer, shape, shares, needed, settings, rngs)
 
@@ -299,7 +302,10 @@ def _bind(
     in the layer.
     """
     column = part.dim == 1
-    apply = (_padded_column if pad else _column) if column else _row
+    if column:
+        apply = _padded_column if pad else _column
+    else:
+        apply = _row
     placement = place(
         caller,
         x,
@@ -310,9 +316,15 @@ def _bind(
     )
     if not column:
         placement.check_output_rows(caller, x.shape[-2], layout)
-    rows_sharded = placement.rows_sharded if column else layout == "sequence"
+    if column:
+        rows_sharded = placement.rows_sharded
+    else:
+        rows_sharded = layout == "sequence"
     call = Call(with_dtype(settings, x, *linear), (part,), rows_sharded)
-    out_spec = placement.spec(features=True) if column else placement.spec(layout)
+    if column:
+        out_spec = placement.spec(features=True)
+    else:
+        out_spec = placement.spec(layout)
     return placement.bind(apply, call, (x, (linear,)), (placement.in_spec, call.specs), out_spec)
 
 
@@ -343,7 +355,10 @@ def multiply(
     if dim == 1:
         check_divides(caller, axis_name, out_features=kernel.shape[1])
     shares = Shares.equal(kernel.shape[dim], mesh_axis_size(caller, axis_name))
-    spec = P(None, axis_name) if dim == 1 else P(axis_name, None)
+    if dim == 1:
+        spec = P(None, axis_name)
+    else:
+        spec = P(axis_name, None)
     check_sharded(caller, "kernel", kernel, spec)
     part = Part(spec, None, shares, dim)
     return _bind(caller, x, kernel.shape[0], (kernel, None), settings, part, layout, pad=False)()

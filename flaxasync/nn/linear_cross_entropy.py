@@ -93,9 +93,10 @@ def linear_cross_entropy(
                 f"{list(x.shape)}; "
                 f"needed {list(shape)}"
             )
-    weights = (
-        jnp.ones(targets.shape, jnp.float32) if weights is None else lax.stop_gradient(weights)
-    )
+    if weights is None:
+        weights = jnp.ones(targets.shape, jnp.float32)
+    else:
+        weights = lax.stop_gradient(weights)
     if ignore is not None:
         weights = jnp.where(targets == ignore, jnp.zeros((), weights.dtype), weights)
     shares = part.shares

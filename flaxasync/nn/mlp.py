@@ -90,7 +90,10 @@ def _mlp(static: tuple[Call, Activation], x: Array, linears: tuple[Linear, ...])
     call, activation = static
     settings = call.settings
     *columns, down = call.take(x, linears)
-    y = shards.mlp(x, columns, down, activation, settings) if call.rows_sharded else None
+    if call.rows_sharded:
+        y = shards.mlp(x, columns, down, activation, settings)
+    else:
+        y = None
     if y is not None:
         return y
 

@@ -137,7 +137,10 @@ class ParallelMoE(StoredLayer):
             if name == "gate" and not gated:
                 stored.append(None)
                 continue
-            shape = (experts, hidden, features) if name == "down" else (experts, features, hidden)
+            if name == "down":
+                shape = (experts, hidden, features)
+            else:
+                shape = (experts, features, hidden)
             value = _initial(settings.kernel_init, rngs.params(), shape, settings.param_dtype)
             needed = self.shares.spec(settings.axis_name, shape, dim)
             parameter, spec = stored_parameter(
@@ -259,7 +262,10 @@ def _apply(
     )
     if not static.call.rows_sharded:
         y = lax.all_gather(y, axis_name, axis=0, tiled=True, to="invarying")[:count]
-    left_out = jnp.int32(0) if capacity is None else dropped(chosen, static.experts, capacity)
+    if capacity is None:
+        left_out = jnp.int32(0)
+    else:
+        left_out = dropped(chosen, static.experts, capacity)
     if capacity is not None and not static.call.rows_sharded:
         left_out = lax.psum(left_out, axis_name)
     return y.reshape(x.shape), routing(logits, choice, left_out, jax.typeof(x).mat.varying)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from flaxasync.ops.choose import check_gathered_bytes
+from flaxasync.ops.plan import check_gathered_bytes
 from flaxasync.ops.quantization import Quantization, quantization_of
 
 

@@ -57,7 +57,9 @@ def layout_for(spec: PartitionSpec | None, dims: int, axis_name: str, layout: La
     if axis_name in entries[-2]:
         return "sequence"
     is_named = any(axis_name in entry for entry in entries)
-    return layout if is_named else "replicated"
+    if is_named:
+        return layout
+    return "replicated"
 
 
 def shard_output(y: jax.Array, spec: PartitionSpec | None) -> jax.Array:

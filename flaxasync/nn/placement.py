@@ -43,7 +43,10 @@ class Placement:
         """Returns the spec of an array [*batch, rows, features]; `axis_name` shards the rows of
         "sequence".
         """
-        rows = (*self.rows, self.axis_name) if layout == "sequence" else self.rows
+        if layout == "sequence":
+            rows = (*self.rows, self.axis_name)
+        else:
+            rows = self.rows
         return spec_of((*self.batch, rows, (self.axis_name,) if features else ()))
 
     @property
@@ -105,7 +108,10 @@ class Placement:
                 # stands for all axes but those of `jax.vmap`, which takes an axis away
                 axes = frozenset()
             call = _MappedCall(ambient_state(), fn, static, in_specs, out_specs, axes)
-            mapped = _compiled(call) if is_eager() else _traced(call)
+            if is_eager():
+                mapped = _compiled(call)
+            else:
+                mapped = _traced(call)
         if args[0].size:
             return functools.partial(mapped, *args)
         return functools.partial(_empty, jax.eval_shape(mapped, *args))
@@ -162,11 +168,8 @@ def place(
         fits = fits and axis_name not in rows and last == ((axis_name,) if size > 1 or last else ())
         needed = f"whose features (dimension -1) are sharded over {axis_name!r}"
     if rows_axis is not None and not by_rows:
-        rows = (
-            rows
-            if rows_axis in rows or mesh_axis_size(layer, rows_axis) > 1
-            else (*rows, rows_axis)
-        )
+        if not (rows_axis in rows or mesh_axis_size(layer, rows_axis) > 1):
+            rows = (*rows, rows_axis)
         needed = f"whose rows (dimension -2) are sharded over {rows_axis!r}, and {needed}"
         fits = fits and rows_axis in rows
         check_divides(layer, rows_axis, rows=x.shape[-2])
@@ -254,11 +257,10 @@ def _entries(
                 f"{spec_of(typed)}; leave in_spec out under Explicit axes"
             )
         return given
-    wishes = (
-        [(0, tuple(name for name in auto if name not in (axis_name, rows_axis)))]
-        if batch_dims
-        else []
-    )
+    if batch_dims:
+        wishes = [(0, tuple(name for name in auto if name not in (axis_name, rows_axis)))]
+    else:
+        wishes = []
     if rows_axis in auto:
         wishes.append((-2, (rows_axis,)))
     if split is not None and axis_name in auto:
@@ -346,7 +348,10 @@ def _empty(y: jax.ShapeDtypeStruct) -> jax.Array:
     """Returns the output of a layer for an input without elements. Collectives without elements
     never end on a CPU.
     """
-    spec = PartitionSpec() if y.sharding is None else y.sharding.spec
+    if y.sharding is None:
+        spec = PartitionSpec()
+    else:
+        spec = y.sharding.spec
     zeros = lax.full(
         y.shape, 0, y.dtype, sharding=jax.NamedSharding(jax.sharding.get_abstract_mesh(), spec)
     )
@@ -401,7 +406,9 @@ def reshard(spec: PartitionSpec, args: Any) -> Any:
 
     def reshard_one(x: jax.Array) -> jax.Array:
         is_so = entries_of(jax.typeof(x).sharding.spec, x.ndim) == entries_of(spec, x.ndim)
-        return x if is_so else jax.reshard(x, spec)
+        if is_so:
+            return x
+        return jax.reshard(x, spec)
 
     return jax.tree.map(reshard_one, args)
 
@@ -410,7 +417,9 @@ def axes_of(entry: Any) -> Entry:
     """Returns the mesh axes that an entry of a PartitionSpec names."""
     if entry is None:
         return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
+    if isinstance(entry, str):
+        return (entry,)
+    return tuple(entry)
 
 
 def entries_of(spec: Iterable[Any], dims: int) -> list[Entry]:

@@ -83,7 +83,9 @@ class Scan:
         What each of two turns keeps is stacked by itself: `lax.scan(..., unroll=2)` would join both
           first, with copies.
         """
-        return 2 if self.backend == "pallas" else 1
+        if self.backend == "pallas":
+            return 2
+        return 1
 
     def forward(self, whole: Leaves, x: Carried, args: tuple[Array, ...]) -> tuple[Carried, Kept]:
         """Applies one layer to x, and returns what its backward pass needs beside the whole weights
@@ -214,7 +216,8 @@ def _forward(
         # loop, which are the first to be computed backward, and are gone when it begins. A loop of
         # one body would be none for libtpu, which then fails at what is offloaded.
         in_loop = (layers - (scan.finish is not None)) // scan.turns * scan.turns
-        in_loop = 0 if in_loop == scan.turns else in_loop
+        if in_loop == scan.turns:
+            in_loop = 0
         carry, stacks = lax.scan(
             body, (x, first), jnp.arange(0, in_loop, scan.turns, dtype=jnp.int32)
         )
@@ -302,7 +305,9 @@ run.defvjp(_forward, _backward)
 def _sum_like(gradient: Array, leaf: Array) -> Array:
     """Sums a gradient over the axes on whose devices a parameter is the same."""
     axes = _missing(gradient, leaf)
-    return lax.psum(gradient, axes) if axes else gradient
+    if axes:
+        return lax.psum(gradient, axes)
+    return gradient
 
 
 def _missing(gradient: Array, leaf: Array) -> tuple[str, ...]:

@@ -88,7 +88,10 @@ def route(logits: Array, k: int, options: RouterOptions, bias: Array | None) -> 
     # equal scores.
     chooses_by = logits
     if bias is not None:
-        unbiased = logits if options.choose_first else jnp.exp(log_scores)
+        if options.choose_first:
+            unbiased = logits
+        else:
+            unbiased = jnp.exp(log_scores)
         of_experts = lax.broadcast_to_rank(bias.astype(logits.dtype), logits.ndim)
         chooses_by = unbiased + lax.stop_gradient(of_experts)
     _, ids = lax.top_k(lax.stop_gradient(chooses_by), k)

@@ -78,10 +78,14 @@ class Call:
         default, or in 8 bits.
         """
         axis_name = self.settings.axis_name
-        dtype = self.settings.dtype if dtype is None else dtype
+        if dtype is None:
+            dtype = self.settings.dtype
         gathered = []
         for part, (kernel, bias) in zip(self.parts, linears, strict=True):
-            quantization = self.settings.quantization if part.shares.whole else None
+            if part.shares.whole:
+                quantization = self.settings.quantization
+            else:
+                quantization = None
             kernel = fully_sharded.gather(kernel, part.kernel, x, axis_name, dtype, quantization)
             if bias is not None:
                 bias = fully_sharded.gather(bias, part.bias, x, axis_name, dtype)
@@ -110,11 +114,10 @@ def bind_columns(
     x = x.astype(settings.dtype)
     kernels = tuple(cast(kernel, x, settings.dtype) for kernel, _ in linears)
     if multiplies_locally(settings):
-        rows = (
-            lax.all_gather(x, settings.axis_name, axis=x.ndim - 2, tiled=True)
-            if rows_sharded
-            else x
-        )
+        if rows_sharded:
+            rows = lax.all_gather(x, settings.axis_name, axis=x.ndim - 2, tiled=True)
+        else:
+            rows = x
         return lambda: [_multiply(rows, kernel, settings) for kernel in kernels]
     if not rows_sharded:
         choose.check_backend("all_gather_matmul", settings.backend)
@@ -145,7 +148,10 @@ def row(x: Array, linear: Linear, settings: Settings, *, rows_sharded: bool) -> 
         else:
             y = lax.psum(y, settings.axis_name)
     else:
-        op = matmul_reduce_scatter if rows_sharded else matmul_all_reduce
+        if rows_sharded:
+            op = matmul_reduce_scatter
+        else:
+            op = matmul_all_reduce
         y = op(
             x,
             kernel,
@@ -194,7 +200,9 @@ def cast(parameter: Operand, x: Array, dtype: DTypeLike | None) -> Operand:
     One that was quantised before it was gathered stays as it is.
     """
     parameter = vary_like(parameter, x)
-    return parameter if isinstance(parameter, Quantized) else parameter.astype(dtype)
+    if isinstance(parameter, Quantized):
+        return parameter
+    return parameter.astype(dtype)
 
 
 def _local_product(x: Array, kernel: Operand, settings: Settings) -> Array:

@@ -107,7 +107,9 @@ def _other(dim: int, dims: int) -> int:
     """Returns the dimension along which a parameter is stored whose dimension `dim` cannot be
     shared out equally.
     """
-    return 0 if dim == dims - 1 else dims - 1
+    if dim == dims - 1:
+        return 0
+    return dims - 1
 
 
 def head_shares(heads: int, kv_heads: int, head_dim: int, devices: int) -> tuple[Shares, Shares]:

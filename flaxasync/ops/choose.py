@@ -11,7 +11,6 @@ op.
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -132,7 +131,10 @@ def decide(
         found = _plan(op, shapes, ring, check, options)
     backend = requested or _fastest(op, found, ring, quantization)
     if directions is None:
-        directions = 2 if halves and ring not in (1, 2) and mesh.platform() == "tpu" else 1
+        if halves and ring not in (1, 2) and mesh.platform() == "tpu":
+            directions = 2
+        else:
+            directions = 1
     return Execution(backend, directions, unroll, may_keep and _keeps(found, backend))
 
 
@@ -167,17 +169,6 @@ def check_mapped(op: str, operand: jax.Array) -> None:
             f"{op} needs every axis that shards its operands to be mapped by shard_map: got an "
             "operand that is still "
             f"sharded {spec}; leave axis_names out of jax.shard_map, or add them"
-        )
-
-
-def check_gathered_bytes(caller: str, gathered_bytes: object) -> None:
-    """Raises ValueError, which begins with the caller's name, for a limit of memory that is no
-    integer of 0 or more.
-    """
-    if not isinstance(gathered_bytes, numbers.Integral) or gathered_bytes < 0:
-        raise ValueError(
-            f"{caller} needs gathered_bytes to be an integer of 0 or more: got {gathered_bytes!r}; "
-            "use 2**27 for 128 MiB, or 0 to keep nothing"
         )
 
 

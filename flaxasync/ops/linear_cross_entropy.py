@@ -151,7 +151,10 @@ class _Blocks:
 
     @classmethod
     def of(cls, loss: BlockLoss, x: Array) -> "_Blocks":
-        devices = lax.axis_size(loss.axis_name) if loss.rows_sharded else 1
+        if loss.rows_sharded:
+            devices = lax.axis_size(loss.axis_name)
+        else:
+            devices = 1
         rows = x.shape[-2]
         together = math.prod(x.shape[:-2]) * devices
         fewest = max(1, min(-(-rows * together // loss.block_rows), rows))
@@ -176,7 +179,10 @@ class _Blocks:
         """
 
         def split(leaf: Array) -> Array:
-            devices = lax.axis_size(self.loss.axis_name) if self.loss.rows_sharded else 1
+            if self.loss.rows_sharded:
+                devices = lax.axis_size(self.loss.axis_name)
+            else:
+                devices = 1
             leaf = self.pad(leaf.reshape(*leaf.shape[:-1], devices, leaf.shape[-1] // devices), -1)
             leaf = jnp.moveaxis(leaf.reshape(*leaf.shape[:-1], self.count, self.length), -2, 0)
             return leaf.reshape(*leaf.shape[:-2], devices * self.length)

@@ -193,13 +193,14 @@ def _mesh_matmul(call: _Call, lhs: Array, rhs: Array) -> Array:
         if whole:
             return product
     else:
-        gathered = rhs if x == 1 else all_gather(rhs, rows, directions=call.directions)
+        if x == 1:
+            gathered = rhs
+        else:
+            gathered = all_gather(rhs, rows, directions=call.directions)
         product = _gemm(call, lhs, gathered)
-    return (
-        lax.psum(product, columns)
-        if y == 1
-        else all_reduce(product, columns, directions=call.directions)
-    )
+    if y == 1:
+        return lax.psum(product, columns)
+    return all_reduce(product, columns, directions=call.directions)
 
 
 def _mesh_matmul_fwd(call: _Call, lhs: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:

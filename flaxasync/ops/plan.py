@@ -98,8 +98,14 @@ def plan(
       ValueError: There is no such op or chip; the ring has no devices; the op lacks an option; the
         shapes do not fit.
     """
-    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
-    spec = chip if isinstance(chip, Chip) else chip_named(chip)
+    if isinstance(op, str):
+        name = op
+    else:
+        name = getattr(op, "__name__", repr(op))
+    if isinstance(chip, Chip):
+        spec = chip
+    else:
+        spec = chip_named(chip)
     _check(name, spec, ring, shapes, options)
     costs = MODELS[name](spec, ring, *shapes, **options)
     fitting = {name: cost for name, cost in costs.items() if cost.held < spec.hbm_bytes}
@@ -121,7 +127,10 @@ def plan(
     )
     quantization = quantization_of(name, options.get("quantization"))
     kernels = [backend for backend in costs if backend not in trust.PLAIN]
-    evidence = trust.known(spec.name) if kernels else trust.Evidence("none")
+    if kernels:
+        evidence = trust.known(spec.name)
+    else:
+        evidence = trust.Evidence("none")
     kinds = quantization.kinds if quantization else ()
     unverified = tuple(b for b in kernels if trust.lacking(evidence, name, b, ring, kinds))
     times: Mapping[str, float] = {}
@@ -174,8 +183,20 @@ def _check(
         inspect.signature(MODELS[op]).bind(chip, ring, *shapes, **options)
     except TypeError as error:
         raise ValueError(f"plan cannot take these shapes or options for {op}: {error}") from error
+    check_gathered_bytes(op, options.get("gathered_bytes", 0))
     if wrong := _misfit(op, sizes, *shapes):
         raise ValueError(f"plan cannot take these shapes or options for {op}: {wrong}")
+
+
+def check_gathered_bytes(caller: str, gathered_bytes: object) -> None:
+    """Raises ValueError, which begins with the caller's name, for a limit of memory that is no
+    integer of 0 or more.
+    """
+    if not isinstance(gathered_bytes, numbers.Integral) or gathered_bytes < 0:
+        raise ValueError(
+            f"{caller} needs gathered_bytes to be an integer of 0 or more: got {gathered_bytes!r}; "
+            "use 2**27 for 128 MiB, or 0 to keep nothing"
+        )
 
 
 def _misfit(op: str, ring: tuple[int, ...], x: Shape, *others: Shape) -> str | None:
@@ -188,11 +209,9 @@ def _misfit(op: str, ring: tuple[int, ...], x: Shape, *others: Shape) -> str | N
     if op == "expert_mlp":
         ids, _, *kernels = others
         fits = ids[:-1] == x[:-1] and all(len(w) == 3 and x[-1] in w[1:] for w in kernels)
-        return (
-            None
-            if fits and kernels
-            else f"x {list(x)} cannot go to experts {list(map(list, kernels))}"
-        )
+        if fits and kernels:
+            return None
+        return f"x {list(x)} cannot go to experts {list(map(list, kernels))}"
     x_devices, y_devices = ring if len(ring) == 2 else (1, 1)
     for w in others:
         if len(x) < 2 or len(w) != 2 or x[-1] * y_devices != w[0] * x_devices:

@@ -178,11 +178,10 @@ def quantize(
         integer. Otherwise it is a cotangent, of type float8_e5m2, and this says how it is rounded.
       over: Mesh axes that split the contracted dimension, whose devices use one scale together.
     """
-    count = (
-        x.shape[contracted]
-        if isinstance(contracted, int)
-        else math.prod(x.shape[dim] for dim in contracted)
-    )
+    if isinstance(contracted, int):
+        count = x.shape[contracted]
+    else:
+        count = math.prod(x.shape[dim] for dim in contracted)
     if kind == "int8" and count > MAX_INT8_PRODUCTS:
         what = "features on a device"
         instead = "quantization=None, or a larger axis"
@@ -195,12 +194,21 @@ def quantize(
             f"{instead}"
         )
     wide = jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
-    type_ = (
-        jnp.int8 if kind == "int8" else jnp.float8_e4m3fn if rounding is None else jnp.float8_e5m2
-    )
-    largest = 127.0 if kind == "int8" else float(jnp.finfo(type_).max)
+    if kind == "int8":
+        type_ = jnp.int8
+    elif rounding is None:
+        type_ = jnp.float8_e4m3fn
+    else:
+        type_ = jnp.float8_e5m2
+    if kind == "int8":
+        largest = 127.0
+    else:
+        largest = float(jnp.finfo(type_).max)
     values = x.astype(wide)
-    most = jnp.max(jnp.abs(values), contracted, initial=0) if most is None else most.astype(wide)
+    if most is None:
+        most = jnp.max(jnp.abs(values), contracted, initial=0)
+    else:
+        most = most.astype(wide)
     if scale == "tensor":
         most = jnp.broadcast_to(jnp.max(most, initial=0), most.shape)
     if over:
@@ -212,9 +220,10 @@ def quantize(
     # an infinity divided by an infinite scale
     ratio = jnp.where(jnp.isnan(ratio), jnp.sign(values), ratio)
     if kind == "int8":
-        ratio = (
-            jnp.floor(ratio + _uniform(values)) if rounding == "stochastic" else jnp.round(ratio)
-        )
+        if rounding == "stochastic":
+            ratio = jnp.floor(ratio + _uniform(values))
+        else:
+            ratio = jnp.round(ratio)
     elif rounding == "stochastic":
         ratio = _round_to_two_bits(ratio.astype(jnp.float32), _bits(values))
     return Quantized(jnp.clip(ratio, -largest, largest).astype(type_), scales, x.dtype)
@@ -229,7 +238,9 @@ def dequantize(x: Operand, contracted: int = -1) -> Array:
 
 def values_of(x: Operand) -> Array:
     """Returns the 8-bit values of an operand that is quantised; an array as it is."""
-    return x.values if isinstance(x, Quantized) else x
+    if isinstance(x, Quantized):
+        return x.values
+    return x
 
 
 def forward_operands(
@@ -286,7 +297,8 @@ def backward_operands(
     if len(dys) == len(whole) > 1 and servable:
         dys = (lax.concatenate(dys, dys[0].ndim - 1),)
         whole = (lax.concatenate(whole, 1),)
-    most = most if len(dys) == 1 else None
+    if not (len(dys) == 1):
+        most = None
     dys_8 = tuple(
         quantize(dy, kind, -1, scale=scale, rounding=quantization.rounding, most=most) for dy in dys
     )
@@ -317,7 +329,10 @@ def weight_operands(
       others_are_cotangents: Whether `others` are cotangents; otherwise `travelled` is one.
     """
     whole = tuple(dequantize(other) for other in others)
-    kind = None if quantization is None else getattr(quantization, products)
+    if quantization is None:
+        kind = None
+    else:
+        kind = getattr(quantization, products)
     if quantization is None or kind != quantization.forward:  # `travelled` has its values
         return travelled if axis_name is not None else dequantize(travelled), whole
     of_rows = travelled.scales

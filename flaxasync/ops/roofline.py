@@ -111,7 +111,9 @@ class Trip:
 
     @property
     def operand_bytes(self) -> int:
-        return 1 if self.quantized else self.itemsize
+        if self.quantized:
+            return 1
+        return self.itemsize
 
     @property
     def w_bytes(self) -> int:
@@ -120,7 +122,9 @@ class Trip:
 
 def directions(ring: int) -> int:
     """Returns the number of directions in which blocks travel around a ring."""
-    return 2 if ring > 2 else 1
+    if ring > 2:
+        return 2
+    return 1
 
 
 def hop_seconds(chip: Chip, size: float, directions: int) -> float:
@@ -261,13 +265,31 @@ def ring_attention_costs(
     b, s, h, d = q
     kv_elements = 2 * b * s * k[2] * d
     kv_bytes = kv_elements * itemsize
-    dkv_bytes = kv_elements * 4 if backward else 0
+    if backward:
+        dkv_bytes = kv_elements * 4
+    else:
+        dkv_bytes = 0
     carry_bytes = 2 * b * h * s * d * 4  # the accumulator of a product is read and written once
-    reach = ring - 1 if window is None else min(ring - 1, -(-(window - 1) // s))
-    hops = reach if causal and layout == "contiguous" else ring - 1
-    ways = 2 if ring > 2 and hops == ring - 1 else 1
-    own = 0.5 if causal else 1.0
-    used = 0.5 if causal and layout == "zigzag" else 1.0
+    if window is None:
+        reach = ring - 1
+    else:
+        reach = min(ring - 1, -(-(window - 1) // s))
+    if causal and layout == "contiguous":
+        hops = reach
+    else:
+        hops = ring - 1
+    if ring > 2 and hops == ring - 1:
+        ways = 2
+    else:
+        ways = 1
+    if causal:
+        own = 0.5
+    else:
+        own = 1.0
+    if causal and layout == "zigzag":
+        used = 0.5
+    else:
+        used = 1.0
 
     def block(matmuls: int, share: float) -> float:
         flops = 2 * matmuls * b * h * s * s * d * share
@@ -320,18 +342,30 @@ def mesh_matmul_costs(
     else:
         permuted = (x - 1) * hop_seconds(chip, needed / x, 1)
     reduced = 2 * (y - 1) * hop_seconds(chip, result / y, 1)
-    summed = 3 * result / hbm(chip) if y > 1 else 0.0
-    sliced = 2 * needed / hbm(chip) if x > 1 and y > 1 else 0.0
+    if y > 1:
+        summed = 3 * result / hbm(chip)
+    else:
+        summed = 0.0
+    if x > 1 and y > 1:
+        sliced = 2 * needed / hbm(chip)
+    else:
+        sliced = 0.0
     after = reduced + summed
 
     def cost(backend: str, waits: float, steps: int, held: int, hidden: float = 0.0) -> Cost:
         rates = MESH[backend]
-        cores = chip.cores if backend in ("fused", "overlapped") else 1
+        if backend in ("fused", "overlapped"):
+            cores = chip.cores
+        else:
+            cores = 1
         product = max(2 * m * k * n * cores / (chip.flops * rates.share), moved / hbm(chip))
         exposed = waits + max(0.0, hidden - product)
         return Cost(product, exposed, steps, held, steps * rates.step)
 
-    first = permuted if x == y else gathered + sliced
+    if x == y:
+        first = permuted
+    else:
+        first = gathered + sliced
     costs = {"none": cost("none", first + after, 3, needed)}
     if kernels and x * y > 1:
         whole = x * rhs_rows * n * itemsize + result
@@ -477,11 +511,17 @@ def _serial(chip: Chip, ring: int, trips: Sequence[Trip]) -> Cost:
     """Predicts "none": XLA copies w into vector memory, beside an all-gather if that comes first."""
     rates = MATMUL["none"]
     copy = _copy_seconds(chip, trips[0])
-    weights = 0 if copy else 1
+    if copy:
+        weights = 0
+    else:
+        weights = 1
     compute = exposed = 0.0
     held = 0
     for trip in trips:
-        blocks = ring if trip.travels else 1
+        if trip.travels:
+            blocks = ring
+        else:
+            blocks = 1
         compute += _product(chip, trip, rates, blocks=blocks, weights=weights)
         # For "dw", XLA sees that x was gathered before.
         if ring == 1 or trip.kind not in ("gather", "reduce"):
@@ -505,8 +545,14 @@ def _ring_of_blocks(chip: Chip, ring: int, trips: Sequence[Trip], backend: str) 
     """
     rates = MATMUL[backend]
     is_pair = backend == "xla" and ring == 2
-    copy = _copy_seconds(chip, trips[0]) if is_pair else 0.0
-    weights = 0 if copy else 1
+    if is_pair:
+        copy = _copy_seconds(chip, trips[0])
+    else:
+        copy = 0.0
+    if copy:
+        weights = 0
+    else:
+        weights = 1
     compute = copy
     exposed = hops = 0.0
     steps = held = 0
@@ -607,7 +653,9 @@ def _copy_seconds(chip: Chip, first: Trip) -> float:
     """Returns the seconds in which XLA copies w into vector memory before the first product; 0 if
     it does not.
     """
-    return first.w_bytes / hbm(chip) if first.w_bytes <= RESIDENT * chip.vmem_bytes else 0.0
+    if first.w_bytes <= RESIDENT * chip.vmem_bytes:
+        return first.w_bytes / hbm(chip)
+    return 0.0
 
 
 def _result_bytes(chip: Chip, ring: int, trip: Trip) -> int:
@@ -621,4 +669,6 @@ def _result_bytes(chip: Chip, ring: int, trip: Trip) -> int:
     sums = 4 * trip.m * trip.n
     stays = directions(ring) * sums <= RESIDENT * chip.vmem_bytes
     # Each direction's half-block has a product of its own.
-    return 0 if stays else 2 * directions(ring) * sums
+    if stays:
+        return 0
+    return 2 * directions(ring) * sums

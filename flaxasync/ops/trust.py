@@ -79,7 +79,9 @@ class Evidence:
         """
         if self.rule == "stored":
             return self.verdicts.get(name)
-        return PASSED if self.rule == "all" else None
+        if self.rule == "all":
+            return PASSED
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +153,10 @@ def key(op: str, backend: str, ring: Axes, kind: str | None = None) -> str:
     """
     if op in ("attention", "expert_products"):
         return f"{op}/{backend}"
-    size = ring if isinstance(ring, int) else max(ring)
+    if isinstance(ring, int):
+        size = ring
+    else:
+        size = max(ring)
     return f"{op}/{backend}/{size if size < 3 else '3+'}" + (f"/{kind}" if kind else "")
 
 
@@ -203,7 +208,10 @@ def known(chip: str) -> Evidence:
     """
     if not has_several_processes():
         return _known_here(chip)
-    matters = _is_attached(chip) if _mode.get() is None else not is_assumed()
+    if _mode.get() is None:
+        matters = _is_attached(chip)
+    else:
+        matters = not is_assumed()
     if not matters:
         return _known_here(chip)
     with _agreeing:
@@ -246,7 +254,10 @@ def announce(
     if evidence.rule == "stored":
         missing = lacking(evidence, op, wanted, ring, kinds) or key(op, wanted, ring)
         kind = missing.rpartition("/")[2]
-        form = f" in {kind}" if kind in kinds else ""
+        if kind in kinds:
+            form = f" in {kind}"
+        else:
+            form = ""
         found = evidence.verdict(missing) or "not verified"
         why = f"was {found}{form} on {Machine.here(chip)}{of_first}"
     else:  # more verdicts would change nothing
@@ -254,7 +265,10 @@ def announce(
         why = "is not trusted because the processes differ"
         if os.environ.get(VARIABLE) == "none":
             why = f"{VARIABLE}=none excludes"
-    gain = f"; it is predicted to be {faster:.2f} times as fast" if faster is not None else ""
+    if faster is not None:
+        gain = f"; it is predicted to be {faster:.2f} times as fast"
+    else:
+        gain = ""
     say_once(
         f"{op} takes {taken!r} and not {wanted!r}, which {why}{gain}. {advice} "
         f"{VARIABLE}=all{everywhere}, takes it "
@@ -306,7 +320,10 @@ def record(
     """
     file = machine.file
     try:
-        stored = read(machine) if file.exists() else _NOTHING
+        if file.exists():
+            stored = read(machine)
+        else:
+            stored = _NOTHING
         if _named_file() and file.exists() and stored is _NOTHING:
             say_once(f"{VARIABLE} names {file}, which is not replaced, and no verdicts are stored")
             return None
@@ -449,7 +466,9 @@ def _is_attached(chip: str) -> bool:
 
 def _named_file() -> pathlib.Path | None:
     named = os.environ.get(VARIABLE, "")
-    return None if named in ("", "all", "none") else pathlib.Path(named).expanduser()
+    if named in ("", "all", "none"):
+        return None
+    return pathlib.Path(named).expanduser()
 
 
 def _known_here(chip: str) -> Evidence:

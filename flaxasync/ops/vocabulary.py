@@ -88,7 +88,9 @@ def lookup_reduce_scatter(
 
 def _entries(table: Array, axis_name: str, entries: int | None) -> int:
     """Returns the number of entries of the vocabulary."""
-    return table.shape[0] * lax.axis_size(axis_name) if entries is None else entries
+    if entries is None:
+        return table.shape[0] * lax.axis_size(axis_name)
+    return entries
 
 
 def _mark_absent(y: Array, ids: Array, entries: int) -> Array:
@@ -107,7 +109,9 @@ def _is_present(ids: Array, entries: int) -> Array:
 
 def _in_32_bits(ids: Array) -> Array:
     """Returns ids in a dtype that holds every number of an entry, which 8 and 16 bits do not."""
-    return ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids
+    if ids.dtype.itemsize < 4:
+        return ids.astype(jnp.int32)
+    return ids
 
 
 def _addend(ids: Array, table: Array, axis_name: str) -> Array:
@@ -310,7 +314,10 @@ def _existing(axis_name: str, options: LossOptions, logits: Array) -> tuple[Arra
     """
     entries = logits.shape[-1]
     whole = entries * lax.axis_size(axis_name)
-    count = whole if options.vocab_size is None else options.vocab_size
+    if options.vocab_size is None:
+        count = whole
+    else:
+        count = options.vocab_size
     if count == whole:
         return None, count
     return lax.axis_index(axis_name) * entries + jnp.arange(entries, dtype=jnp.int32) < count, count

@@ -70,7 +70,10 @@ def slice_done(x: jax.Array, future: Future) -> jax.Array:
 
 def _pair_of(future: Future, name: str) -> Pair:
     if not isinstance(future, Future) or future.pair.name != name:
-        got = future.pair.name if isinstance(future, Future) else type(future).__name__
+        if isinstance(future, Future):
+            got = future.pair.name
+        else:
+            got = type(future).__name__
         raise ValueError(
             f"{name}_done needs the future that {name}_start returned: got one of {got}"
         )

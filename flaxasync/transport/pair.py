@@ -149,7 +149,10 @@ class Pair:
             was waited for before.
         """
         if not isinstance(future, Future) or future.pair != self:
-            other = future.pair.name if isinstance(future, Future) else type(future).__name__
+            if isinstance(future, Future):
+                other = future.pair.name
+            else:
+                other = type(future).__name__
             raise ValueError(
                 f"{self.name}_done needs a future of {self.name}_start: got one of {other}"
             )

@@ -83,7 +83,9 @@ class FutureChannel:
     def finish(self, state: Futures, update: Update, turn: int) -> Block:
         arrived = [self.pair.done(x, future) for x, future in zip(*state, strict=True)]
         block = jax.tree.unflatten(jax.tree.structure(self.block), arrived)
-        return block if update is None else update(block)
+        if update is None:
+            return block
+        return update(block)
 
     def _start(self, block: Block) -> Futures:
         started = [self.pair.start(x) for x in jax.tree.leaves(block)]
@@ -117,7 +119,10 @@ def enter(axis_name: str, shift: int, collective_id: int | None = None) -> None:
     Each axis and shift has a barrier of its own. Otherwise a device that waits for its right
     neighbour could mistake a signal of its left neighbour for that of the right one.
     """
-    tag = None if collective_id is not None else f"flaxasync.ppermute {axis_name} {shift}"
+    if collective_id is not None:
+        tag = None
+    else:
+        tag = f"flaxasync.ppermute {axis_name} {shift}"
     barrier = pltpu.get_barrier_semaphore(tag)
     with jax.named_scope("enter"):
         pl.semaphore_signal(barrier, device_id=device_at(axis_name, -shift))

@@ -29,7 +29,9 @@ def tie(*values: Any) -> Any:
     for place, leaf in zip(places, behind, strict=True):
         leaves[place] = leaf
     tied = jax.tree.unflatten(tree, leaves)
-    return tied[0] if len(values) == 1 else tied
+    if len(values) == 1:
+        return tied[0]
+    return tied
 
 
 def while_travelling(x: Any, compute: Callable[..., Any], *operands: Any) -> tuple[Any, Any]:

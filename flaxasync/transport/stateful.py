@@ -176,7 +176,9 @@ class RefChannel:
     def finish(self, state: list[Semaphores], update: Update, turn: int) -> Block:
         self._done(state, turn)
         block = self.read(state, turn + 1)
-        return block if update is None else update(block)
+        if update is None:
+            return block
+        return update(block)
 
     def _start(self, turn: int) -> list[Semaphores]:
         ends = [(refs[turn % 2], refs[(turn + 1) % 2]) for refs in self.pairs]

@@ -47,6 +47,8 @@ class XlaChannel:
 
     def hop(self, state: Block, update: Update, turn: int) -> Block:
         arrived: jax.Array = lax.ppermute(state, self.axis_name, self.permutation)
-        return arrived if update is None else update(arrived)
+        if update is None:
+            return arrived
+        return update(arrived)
 
     finish = hop

@@ -44,10 +44,9 @@ def check_async_rules(
 
     `operations` are all of the module, from a caller that has found them already.
     """
-    if operations is None:
+    known = operations
+    if known is None:
         known = async_operations(module)
-    else:
-        known = operations
     found = [
         finding(code, message, computation.name, i.name, source=module.source(i))
         for computation in module.computations.values()
@@ -225,10 +224,9 @@ def _called(
             _short(f"{start.name} binds operands that {wrapped.name}({have}) does not take"),
             start,
         )
+    result: Shape | None = steps[-1].shape.at((1,))
     if done is not None:
         result = done.shape
-    else:
-        result = steps[-1].shape.at((1,))
     if result not in (None, _NOTHING) and not wrapped.root.shape.is_like(result):
         yield (
             "async-shape",

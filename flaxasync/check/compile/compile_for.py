@@ -113,10 +113,11 @@ def compile_for(
             f"of {topology}: "
             f"make its mesh with topology_mesh({topology!r}, ...), or let it use the ambient mesh"
         )
+    folder: str | os.PathLike[str] | None = None
     if keep_dumps is True:
         folder = tempfile.mkdtemp(prefix="flaxasync-")
-    else:
-        folder = keep_dumps or None
+    elif keep_dumps:
+        folder = keep_dumps
     if folder is None:
         dumps = None
     else:

@@ -117,7 +117,9 @@ class Costs:
         if caller.opcode != "while":
             return 1
         count = trip_count(self.module, caller)
-        return 1 if count is None else count
+        if count is None:
+            return 1
+        return count
 
     def executions(self) -> dict[str, int]:
         """Returns how often each computation of the control flow runs: the entry, loop bodies,

@@ -114,7 +114,9 @@ def _is_for_gpus(i: Instruction) -> bool:
 
 
 def _transfers(count: int) -> str:
-    return "1 transfer goes" if count == 1 else f"{count} transfers go"
+    if count == 1:
+        return "1 transfer goes"
+    return f"{count} transfers go"
 
 
 def _device_time(lockstep: Lockstep, n: int) -> DeviceTime:
@@ -164,7 +166,10 @@ def _notes(lockstep: Lockstep) -> tuple[str, ...]:
 
 
 def _basis(chip: Chip, copies: str) -> str:
-    estimated = "matmuls and copies" if copies == "cycles" else "matmuls"
+    if copies == "cycles":
+        estimated = "matmuls and copies"
+    else:
+        estimated = "matmuls"
     return (
         f"the compiler's cycle estimates of {estimated} at {chip.clock / 1e9:g} GHz, other work by "
         f"its bytes in HBM of {chip.hbm_bandwidth / 1e9:g} GB/s at {chip.hbm_efficiency:.0%}, "

@@ -140,7 +140,10 @@ class Lockstep:
 
     def _start(self, op: AsyncOperation) -> None:
         seconds = self.costs.transfer_seconds(op)
-        kind = "transfer" if op.communicates else "copy"
+        if op.communicates:
+            kind = "transfer"
+        else:
+            kind = "copy"
         ends = [0.0] * len(self.devices)
         for n in range(len(self.devices)):
             for lane, begin, receiver in self._sends(op, n):
@@ -171,7 +174,10 @@ class Lockstep:
             lane = "links"
             if op.spelling == "kernel":  # whose text does not say where it sends
                 config = op.start.backend_config.get("custom_call_config", {})
-                number = config.get("collective_id", 0) if isinstance(config, dict) else 0
+                if isinstance(config, dict):
+                    number = config.get("collective_id", 0)
+                else:
+                    number = 0
                 lane = f"link {number}"
             return [(lane, max(self.clock[m] for m in group), n)]
         if len(self.devices) == 1:
@@ -185,7 +191,10 @@ class Lockstep:
             return [(f"link {shift:+d}", self.clock[0], 0)]
         sends = []
         for target in self._targets_of(op.inner or op.start, pairs).get(n, ()):
-            lane = "memory" if target == n else f"link to {target}"
+            if target == n:
+                lane = "memory"
+            else:
+                lane = f"link to {target}"
             sends.append((lane, max(self.clock[n], self.clock[target]), target))
         return sends
 
@@ -209,7 +218,10 @@ class Lockstep:
         if not started:
             return
         op = max(started, key=lambda op: self._started[op.name])
-        kind = "stall" if op.communicates or op.thread != "main" else "memory"
+        if op.communicates or op.thread != "main":
+            kind = "stall"
+        else:
+            kind = "memory"
         for n, end in enumerate(self._ends[op.name]):
             self._spend(n, end, done.name, kind, op.name)
 

@@ -30,7 +30,10 @@ def moved_bytes(
     for number, shape in enumerate(operands):
         if number not in in_place:
             parameter = bodies[0].parameters.get(number)
-            most = shape.bytes if parameter is None else _read(bodies[0], parameter)
+            if parameter is None:
+                most = shape.bytes
+            else:
+                most = _read(bodies[0], parameter)
             moved += [(space, min(size, most)) for space, size in _leaves(shape)]
     return moved
 
@@ -59,7 +62,10 @@ def _written(
     """Returns the (memory space, bytes) of each result of a fusion, and the operands that it
     updates in place.
     """
-    results = body.operands(body.root) if body.root.opcode == "tuple" else [body.root]
+    if body.root.opcode == "tuple":
+        results = body.operands(body.root)
+    else:
+        results = [body.root]
     written = []
     in_place = set()
     for (_, leaf), result in zip(i.shape.leaves(), results, strict=False):

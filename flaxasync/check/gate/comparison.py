@@ -116,7 +116,10 @@ def _changes(before: Summary, after: Summary, allowed: Tolerances) -> Iterator[C
         more = has.amount - had.amount
         if abs(more) > allowed.bytes * had.amount:
             text = f"{row}: {has} in a step, {had} in the baseline"
-            what = "more" if more > 0 else "fewer"
+            if more > 0:
+                what = "more"
+            else:
+                what = "fewer"
             yield Change(f"{what} {kind}", text, _effect(more, excused), _new_lines(had, has))
         longer = has.exposed - had.exposed
         # that more of it takes longer is no change of its own
@@ -139,7 +142,9 @@ def _changes(before: Summary, after: Summary, allowed: Tolerances) -> Iterator[C
 def _effect(difference: float, excused: bool) -> str:
     if difference < 0:
         return "better"
-    return "changed" if excused else "worse"
+    if excused:
+        return "changed"
+    return "worse"
 
 
 def _waits(now: float, before: float) -> str:

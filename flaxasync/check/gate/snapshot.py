@@ -107,7 +107,10 @@ def summarize(
         if found.severity == Severity.ERROR:
             total = rows.setdefault(CODES[found.code].meaning, Total(found.code))
             total.add(found.count, found.source)
-    memory = compiled.memory_analysis() if hasattr(compiled, "memory_analysis") else None
+    if hasattr(compiled, "memory_analysis"):
+        memory = compiled.memory_analysis()
+    else:
+        memory = None
     return Summary(
         module=module.name,
         chip=chip_named(named).name,

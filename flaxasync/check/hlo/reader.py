@@ -203,9 +203,8 @@ class _Reader:
             literal = ""
         if opcode == "parameter" and not _NUMBER.fullmatch(literal):
             raise self.error(f"parameter '{name}' needs a number: got {literal[:40]!r}", begin)
-        if opcode in ("constant", "parameter"):
-            operands = ()
-        else:
+        operands: tuple[str, ...] = ()
+        if opcode not in ("constant", "parameter"):
             operands = self.operands(inside, begin)
         attributes = self.attributes_of_line()
         instruction = Instruction(

@@ -65,9 +65,8 @@ def trip_count(module: HloModule, loop: Instruction) -> int | None:
     if counter is None or bound is None or counter.element is None:
         return None
     start = _element(search, caller, begin, counter.element)
-    if bound.element is None:
-        limit = bound
-    else:
+    limit: _Value | None = bound
+    if bound.element is not None:
         limit = _element(search, caller, begin, bound.element)
     step = _element(search, body, body.root, counter.element)
     if (

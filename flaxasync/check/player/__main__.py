@@ -49,7 +49,10 @@ def main(argv: list[str] | None = None) -> int:
         coords = None
         if options.coords:
             coords = [tuple(int(n) for n in chip.split(",")) for chip in options.coords.split(":")]
-        measured = options.measured_ms / 1e3 if options.measured_ms else None
+        if options.measured_ms:
+            measured = options.measured_ms / 1e3
+        else:
+            measured = None
         result = play_dump(
             options.folder,
             topology=options.topology,
@@ -66,7 +69,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except PlayerError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1 if isinstance(error, ProtocolError) else 2
+        if isinstance(error, ProtocolError):
+            return 1
+        return 2
     if options.json == "-":
         print(result.to_json())
     else:

@@ -256,6 +256,9 @@ class Code:
 
 def is_external(operation: Operation) -> bool:
     if operation.unit == "vtrace":
-        operand = operation.operands[0] if operation.operands else ""
+        if operation.operands:
+            operand = operation.operands[0]
+        else:
+            operand = ""
         return operand.isdigit() and MARK_START <= int(operand) < MARK_LIMIT
     return operation.unit in _EXTERNAL_UNITS

@@ -148,7 +148,10 @@ def _bundles(
     lines = [text.count("\n", 0, starts[0].start()) + 1]
     regions: dict[int, int] = {}
     for index, match in enumerate(starts):
-        end = starts[index + 1].start() if index + 1 < len(starts) else len(text)
+        if index + 1 < len(starts):
+            end = starts[index + 1].start()
+        else:
+            end = len(text)
         where = f"{path.name}:{lines[-1]}: bundle {index:#x}"
         if int(match[1], 0) != index:
             raise DumpError(
@@ -200,7 +203,10 @@ def _operations(text: str, comments: list[str]) -> tuple[Operation, ...]:
 
 
 def _split(text: str) -> tuple[str, ...]:
-    parts = split_at_commas(text) if "[" in text or "(" in text else text.split(",")
+    if "[" in text or "(" in text:
+        parts = split_at_commas(text)
+    else:
+        parts = text.split(",")
     return tuple(part.strip() for part in parts if part.strip())
 
 
@@ -208,7 +214,10 @@ def _declarations(text: str) -> dict[str, Declaration]:
     found = {}
     for name, shape, space, size, offset, tag in _ALLOCATION.findall(text):
         bytes_ = int(size, 0)
-        fixed = int(offset, 0) if offset else -1
+        if offset:
+            fixed = int(offset, 0)
+        else:
+            fixed = -1
         found[name] = Declaration(
             name, shape, space, -1 if bytes_ > _UNKNOWN_SIZE else bytes_, fixed, tag
         )

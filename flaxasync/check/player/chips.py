@@ -101,7 +101,10 @@ class PlayedChip:
         """Seconds that a transfer between chips, or a signal, takes over a route of some links
         beside its bytes.
         """
-        first = self.sync_latency if signal else self.remote_latency
+        if signal:
+            first = self.sync_latency
+        else:
+            first = self.remote_latency
         return first + max(0, links - 1) * self.link_latency
 
     def cycles(self, seconds: float) -> float:
@@ -180,7 +183,10 @@ class ChipGrid:
         here = list(source)
         for axis, size in enumerate(self.shape):
             while here[axis] != target[axis]:
-                step = 1 if target[axis] > here[axis] else -1
+                if target[axis] > here[axis]:
+                    step = 1
+                else:
+                    step = -1
                 if self.wraps[axis] and abs(target[axis] - here[axis]) > size / 2:
                     step = -step
                 before = tuple(here)

@@ -91,7 +91,10 @@ def table_of(
         pair = next((g for g in groups if p in g), (p, p))
         index = pair.index(p)
         partner = pair[1 - index]
-        named = partner if looks_chips_up else chips[partner]
+        if looks_chips_up:
+            named = partner
+        else:
+            named = chips[partner]
         table += [index, named, named, 0]
     return table
 
@@ -100,7 +103,10 @@ def refusal(instruction: Instruction | None, name: str, location: str) -> str:
     """Returns why an asynchronous collective whose table is not known cannot be simulated, and what
     to do.
     """
-    what = f"an asynchronous {instruction.opcode}" if instruction else "an asynchronous collective"
+    if instruction:
+        what = f"an asynchronous {instruction.opcode}"
+    else:
+        what = "an asynchronous collective"
     return (
         f"{name}: the start of {what} of XLA reads a table that the dump lacks, and the player "
         "knows those of pairs "

@@ -112,7 +112,10 @@ class Dump:
             for operand in i.operands
             if operand in self.instructions
         )
-        kernel = i.attributes.get("backend_config", "") if i.opcode == "custom-call" else ""
+        if i.opcode == "custom-call":
+            kernel = i.attributes.get("backend_config", "")
+        else:
+            kernel = ""
         inside = self.module.instructions_in(i) if i.opcode == "fusion" else ()
         return (
             i.opcode,

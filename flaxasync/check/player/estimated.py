@@ -24,7 +24,10 @@ def estimated_result(
 ) -> Result:
     """Returns the estimate of a program. `why` says why it is not simulated."""
     version = untested(program.libtpu)
-    notes = [] if version is None else [version]
+    if version is None:
+        notes = []
+    else:
+        notes = [version]
     t = timeline(program, notes=notes)
     multiplying = (t.flops or 0.0) / chip(t.chip).flops
     return Result(

@@ -165,4 +165,6 @@ def cost(
 
 def aged(state: tuple, cycles: float) -> tuple:
     """Returns the state of the units after the core has waited for some cycles."""
-    return cost(int(cycles), [], state, 0).state if state else IDLE
+    if state:
+        return cost(int(cycles), [], state, 0).state
+    return IDLE

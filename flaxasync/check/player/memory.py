@@ -133,7 +133,10 @@ class Addresses:
 
     def _declared(self, program: Program, declaration: Declaration) -> Buffer:
         # The core that is simulated never uses the address of any other space.
-        space = declaration.space if declaration.space in self._unit else "smem"
+        if declaration.space in self._unit:
+            space = declaration.space
+        else:
+            space = "smem"
         size = declaration.size
         label = f"{declaration.tag} ({declaration.name} of {program.name})"
         if declaration.offset < 0:
@@ -193,7 +196,10 @@ def words(shape: Shape, elements: Sequence[int]) -> list[int] | None:
     """
     layout = shape.layout
     bits = element_bits(shape.element_type)
-    found = _TILES.fullmatch(layout.tiling) if layout else None
+    if layout:
+        found = _TILES.fullmatch(layout.tiling)
+    else:
+        found = None
     if layout is None or found is None or shape.element_type[0] not in "su" or not elements:
         return None
     tile = [int(side) for side in found[1].split(",")]

@@ -71,7 +71,9 @@ class Device(Times):
         """The share of the time in which a matrix unit multiplies. It is the share of peak where
         tiles are full.
         """
-        return self.matrix_busy / self.seconds if self.seconds else 0.0
+        if self.seconds:
+            return self.matrix_busy / self.seconds
+        return 0.0
 
     def phase(self, name: str) -> Phase:
         """Returns the phase whose name begins so, or the longest of them if there are several.
@@ -123,7 +125,9 @@ class WaitTimes:
         no waits.
         """
         rank = math.ceil(share / 100 * len(self.seconds))
-        return self.seconds[max(rank, 1) - 1] if self.seconds else 0.0
+        if self.seconds:
+            return self.seconds[max(rank, 1) - 1]
+        return 0.0
 
     def __str__(self) -> str:
         shown = ", ".join(
@@ -176,7 +180,9 @@ class Result:
     @property
     def error(self) -> float | None:
         """The total divided by the measurement, minus 1; None if there is no measurement."""
-        return None if self.measured is None else self.seconds / self.measured - 1
+        if self.measured is None:
+            return None
+        return self.seconds / self.measured - 1
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -306,7 +312,9 @@ class Recorder:
     @property
     def phase(self) -> str:
         """The innermost instruction that the device is in; "" if it is in none."""
-        return self._open[-1][0] if self._open else ""
+        if self._open:
+            return self._open[-1][0]
+        return ""
 
     def enter_phase(self, name: str, now: float) -> None:
         self.run_until(now)

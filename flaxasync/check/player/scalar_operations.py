@@ -28,7 +28,9 @@ class NoScalarError(ValueError):
 
 def signed(x: int) -> int:
     x &= MASK
-    return x - (1 << 32) if x >> 31 else x
+    if x >> 31:
+        return x - (1 << 32)
+    return x
 
 
 def as_float(x: int) -> float:
@@ -39,7 +41,9 @@ def as_bits(x: float) -> int:
     try:
         return struct.unpack("<I", struct.pack("<f", x))[0]
     except OverflowError:
-        return 0x7F800000 if x > 0 else 0xFF800000
+        if x > 0:
+            return 0x7F800000
+        return 0xFF800000
 
 
 # The functions that the expressions call.
@@ -203,7 +207,9 @@ def _template(operation: Operation) -> str:
         view = _VIEW[kind[0]]
         return f"{view}({{0}}) {_COMPARE[order]} {view}({{1}})"
     if unit == "scalar_lea":
-        return "({0} + {1}) & 4294967295" if len(operation.operands) > 1 else "{0} & 4294967295"
+        if len(operation.operands) > 1:
+            return "({0} + {1}) & 4294967295"
+        return "{0} & 4294967295"
     if unit == "scvt":
         return _CONVERSIONS[name[: len("scvt.s32.f32")]]
     kind = name.partition(".")[2] or "s32"

@@ -151,7 +151,10 @@ class Semaphores:
         machines = self._state.machines
         lines = [self._blocked(m) for m in machines if not m.finished]
         finished = ", ".join(str(m.device) for m in machines if m.finished)
-        done = f"; devices {finished} ran to the end" if finished else ""
+        if finished:
+            done = f"; devices {finished} ran to the end"
+        else:
+            done = ""
         return DeadlockError("deadlock:\n  " + "\n  ".join(lines) + done)
 
     def _learn(self, machine: Machine, semaphore: int) -> None:
@@ -160,7 +163,10 @@ class Semaphores:
 
     def _blocked(self, machine: Machine) -> str:
         source = self._state.dump.source(machine.phase)
-        made_at = f", made at {source}" if source else ""
+        if source:
+            made_at = f", made at {source}"
+        else:
+            made_at = ""
         waits = f"device {machine.device} waits in {machine.phase} for"
         wait = self._waits[machine.device]
         if wait is None:  # in a collective that is timed by the ring model
@@ -177,6 +183,9 @@ class Semaphores:
         addresses = self._state.addresses
         buffer = addresses.at("sflag", number)
         if buffer is not None:
-            index = f"[{number - buffer.address}]" if buffer.size > 1 else ""
+            if buffer.size > 1:
+                index = f"[{number - buffer.address}]"
+            else:
+                index = ""
             return f"semaphore {number}{index}, {buffer.label},"
         return f"semaphore {number}, {addresses.fixed.get(('sflag', number), 'unnamed')},"

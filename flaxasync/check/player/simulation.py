@@ -155,7 +155,10 @@ class Simulation:
 
     def _halted(self, machine: Machine, external: ExternalOperation) -> errors.ProtocolError:
         comment = external.operation.comment
-        first = comment.splitlines()[0] if comment else "no reason given"
+        if comment:
+            first = comment.splitlines()[0]
+        else:
+            first = "no reason given"
         where = f"device {machine.device} in {machine.phase}, {machine.location(external.index)}"
         kind: type[errors.ProtocolError] = errors.HaltError
         what = f"the program halts: {first}"

@@ -154,7 +154,9 @@ class State:
         device is in.
         """
         source = self.dump.source(machine.phase)
-        return f"; the operation was made at {source}" if source else ""
+        if source:
+            return f"; the operation was made at {source}"
+        return ""
 
     def _prepare_memory(self) -> tuple[dict[int, int], dict[str, int]]:
         """Gives addresses, which are the same on every device, to what the host prepares.

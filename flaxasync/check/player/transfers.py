@@ -119,7 +119,9 @@ def read_transfer(
 
 def _space(address: int) -> str:
     """Infers the memory space of an address, which the text does not name."""
-    return "hbm" if address >= FIRST_HBM_GRANULE else "vmem"
+    if address >= FIRST_HBM_GRANULE:
+        return "hbm"
+    return "vmem"
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -233,7 +235,10 @@ class TransferEngine:
         for name, address in zip(kernel.operands, addresses, strict=False):
             words = dump.words_of(name)
             if words is not None and address is not None:
-                space = "vmem" if dump.instructions[name].shape.memory_space == VMEM else "hbm"
+                if dump.instructions[name].shape.memory_space == VMEM:
+                    space = "vmem"
+                else:
+                    space = "hbm"
                 buffer = self._state.addresses.at(space, address)
                 if buffer is not None:
                     self._constants[buffer] = words

@@ -118,7 +118,9 @@ class Program:
         return found.op_name or event.scope
 
     def _name(self, event: Event) -> str:
-        return event.op if event.op in self._instructions else event.name
+        if event.op in self._instructions:
+            return event.op
+        return event.name
 
     def _what(self, event: Event) -> str:
         """Returns the opcode of an instruction; its name where the opcode is not known, or says
@@ -178,7 +180,10 @@ def measure_exposed(
         raise ValueError(
             f"the profile has no program {program!r}: it has {', '.join(sorted(spent))}"
         )
-    wanted = program if program in matches else matches[0]
+    if program in matches:
+        wanted = program
+    else:
+        wanted = matches[0]
     known = Program(module)
     return [_times(device, wanted, known) for device in devices]
 
@@ -280,7 +285,9 @@ def _nearest(cores: Sequence[Interval], event: Event) -> int:
         return before
     since = event.start - cores[before][1]
     until = cores[after][0] - event.end
-    return after if until < since else before
+    if until < since:
+        return after
+    return before
 
 
 def subtract(intervals: Iterable[Interval], removed: Iterable[Interval]) -> list[Interval]:

@@ -80,7 +80,9 @@ class ResidentPlan:
 
     def w_shape[T](self, n: T, k: T) -> tuple[T, T]:
         """Returns what belongs to the columns of w and to its rows in the order of w's sides."""
-        return (n, k) if self.work.transposed else (k, n)
+        if self.work.transposed:
+            return (n, k)
+        return (k, n)
 
     def scratch(self) -> ResidentScratch:
         sizes = self.sizes

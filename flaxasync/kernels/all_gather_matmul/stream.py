@@ -142,7 +142,10 @@ class StreamSchedule:
         work = self.work
         tiles = self.tiles
         slots = self.operand_slots
-        results = work.epilogue.results if work.epilogue else 1
+        if work.epilogue:
+            results = work.epilogue.results
+        else:
+            results = 1
         maxima = None
         if work.measured is not None:
             maxima = OutgoingTiles.allocate(2, (*tiles.rows.shape, LANES), jnp.float32)
@@ -400,7 +403,10 @@ class Stream:
         if batches > steps:
             when(step == 0, self.gather.start_copy_own)
             return
-        every = 2 if 2 * batches <= steps else 1
+        if 2 * batches <= steps:
+            every = 2
+        else:
+            every = 1
         batch, rest = split(step, every)
         when((rest == 0) & (batch < batches), self.gather.start_copy_own, batch)
 

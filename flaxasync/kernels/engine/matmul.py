@@ -129,7 +129,9 @@ class MatmulTiles:
     @property
     def w_slots(self) -> int:
         """Slots for tiles of w: this step's and the next one's, or all of them."""
-        return self.columns.count * self.contraction.count if self.w_stays else 2
+        if self.w_stays:
+            return self.columns.count * self.contraction.count
+        return 2
 
     def keeping_w(self, used_bytes: int, dtype: DType) -> tuple["MatmulTiles", int]:
         """Returns the tiles of a kernel whose buffers take `used_bytes` of vector memory, and what
@@ -147,7 +149,9 @@ class MatmulTiles:
 
     def w_slot(self, t: Scalar, j: Scalar, number: Scalar) -> Scalar:
         """Returns the slot of tile (t, j) of w, which is used as the `number`-th one."""
-        return j * self.contraction.count + t if self.w_stays else remainder(number, 2)
+        if self.w_stays:
+            return j * self.contraction.count + t
+        return remainder(number, 2)
 
     @property
     def result(self) -> tuple[int, int, int]:
@@ -195,11 +199,17 @@ class MatmulTiles:
     ) -> None:
         """Starts to fetch tile (t, j) of w from one of `ws` in HBM."""
 
-        axis = 0 if self.transposed else 1
+        if self.transposed:
+            axis = 0
+        else:
+            axis = 1
 
         def on_depth(pair: int, depth: pl.Slice) -> None:
             def start(number: int, columns: pl.Slice) -> None:
-                first = pair if len(self.contraction.lengths) > 1 else number
+                if len(self.contraction.lengths) > 1:
+                    first = pair
+                else:
+                    first = number
                 for part, source in enumerate(ws[first : first + self.joined]):
                     tile = source.at[self._in_w(depth, columns)]
                     w.start(slot, tile, offset=part * columns.size, axis=axis)
@@ -304,7 +314,9 @@ class MatmulTiles:
 
     def _in_w[T](self, k: T, n: T) -> tuple[T, T]:
         """Returns what belongs to the contraction and to the columns in the order of w's sides."""
-        return (n, k) if self.transposed else (k, n)
+        if self.transposed:
+            return (n, k)
+        return (k, n)
 
 
 def laid_out_scales(rows: jax.Array, columns: Sequence[jax.Array]) -> list[jax.Array]:
@@ -317,14 +329,19 @@ def laid_out_scales(rows: jax.Array, columns: Sequence[jax.Array]) -> list[jax.A
 
 def dot(x: jax.Array, w: jax.Array, *, transposed: bool = False) -> jax.Array:
     """Returns x @ w, or x @ w.T, in the dtype of sums."""
-    of_w = 1 if transposed else 0
+    if transposed:
+        of_w = 1
+    else:
+        of_w = 0
     dimensions = (((1,), (of_w,)), ((), ()))
     return lax.dot_general(x, w, dimensions, preferred_element_type=sums_dtype(x.dtype))
 
 
 def sums_dtype(dtype: DType) -> DType:
     """Returns the dtype in which products are added up: int32 for integers, else float32."""
-    return jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.int32
+    return jnp.float32
 
 
 def accumulate(

@@ -38,7 +38,9 @@ class Ring:
 
     @property
     def index(self) -> jax.Array:
-        return lax.axis_index(self.axis_name) if self.size > 1 else jnp.int32(0)
+        if self.size > 1:
+            return lax.axis_index(self.axis_name)
+        return jnp.int32(0)
 
     def receiver(self, direction: Scalar) -> Device:
         """Returns the neighbour that this device sends to."""
@@ -63,7 +65,9 @@ class Ring:
         back = jnp.where(back < 0, back + self.size, back)
         onward = jnp.where(onward >= self.size, onward - self.size, onward)
         if isinstance(direction, int) or self.directions == 1:
-            return onward if self.directions == 2 and direction == 1 else back
+            if self.directions == 2 and direction == 1:
+                return onward
+            return back
         return jnp.where(direction == 0, back, onward)
 
     def enter(self, tag: str, collective_id: int | None) -> None:

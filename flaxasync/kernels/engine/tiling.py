@@ -161,7 +161,10 @@ class Tiling:
             whole, rest = divmod(length, self.size)
 
             def use_whole(number: int = number, before: int = before) -> None:
-                index = tile - before if before else tile
+                if before:
+                    index = tile - before
+                else:
+                    index = tile
                 use(number, aligned(index * self.size, self.size, self.unit))
 
             def use_partial(

@@ -135,9 +135,15 @@ def plan(
     m, k = x.shape
     held, n = w.shape
     dtype = x.dtype
-    caller = "overlapped" if reduce else "fused"
+    if reduce:
+        caller = "overlapped"
+    else:
+        caller = "fused"
     size, columns_of_mesh = (lax.axis_size(name) for name in axis_names)
-    phases = columns_of_mesh if reduce else 1
+    if reduce:
+        phases = columns_of_mesh
+    else:
+        phases = 1
     most_k = math.gcd(k, held)
     unit = sublanes(dtype)
     block = m // phases
@@ -149,7 +155,10 @@ def plan(
             f"{LANES}; pad K, or use "
             "backend='none'"
         )
-    both = 2 if phases > 2 and directions != 1 and block % (2 * unit) == 0 else 1
+    if phases > 2 and directions != 1 and block % (2 * unit) == 0:
+        both = 2
+    else:
+        both = 1
     if directions == 2 and phases > 2 and both == 1:
         raise ValueError(
             f"{caller} sends half of the rows each way around {axis_names[1]!r}: got {m} rows of "
@@ -166,7 +175,9 @@ def plan(
         """Returns the slots for tiles that leave: the partial sums of a panel are finished one
         right after the other.
         """
-        return 2 + rows if phases > 1 else 2
+        if phases > 1:
+            return 2 + rows
+        return 2
 
     def need(rows: int, t: Tiles) -> int:
         slots = outgoing(rows)

@@ -131,7 +131,9 @@ def _put(value: Any, target: Any, spec: P) -> jax.Array:
     if not traced and not (isinstance(value, jax.Array) and not value.is_fully_addressable):
         value = np.asarray(value)
     value = value.reshape(target.shape).astype(target.dtype)
-    return jnp.asarray(value) if jax.sharding.get_abstract_mesh().empty else put(value, spec)
+    if jax.sharding.get_abstract_mesh().empty:
+        return jnp.asarray(value)
+    return put(value, spec)
 
 
 def _flatten(params: Any, prefix: str = "") -> dict[str, Any]:
@@ -147,7 +149,10 @@ def _flatten(params: Any, prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{_name(key) if isinstance(key, tuple) else key}"
         if value is None or isinstance(value, nnx.RngState):
             continue
-        array = value.get_value() if isinstance(value, nnx.Variable) else value
+        if isinstance(value, nnx.Variable):
+            array = value.get_value()
+        else:
+            array = value
         if isinstance(array, list | tuple) and _is_of_numbers(array):
             raise ValueError(f"load: {name} is a {type(array).__name__}; give an array")
         if isinstance(array, nnx.Module | nnx.State | Mapping | list | tuple):
@@ -174,12 +179,17 @@ def _variable_name(name: str, known: Set[str]) -> str:
     """Returns the name of a variable. In what orbax restores of a state, its array has the name
     `value` after that.
     """
-    return name if name in known else name.removesuffix(".value")
+    if name in known:
+        return name
+    return name.removesuffix(".value")
 
 
 def _some_of(names: Sequence[str]) -> str:
     """Returns the first ten names, and how many more there are."""
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    if len(names) > 10:
+        more = f" and {len(names) - 10} more"
+    else:
+        more = ""
     return ", ".join(names[:10]) + more
 
 
@@ -201,7 +211,9 @@ def _current_spec(variable: nnx.Variable) -> P:
     sharding = getattr(target, "sharding", None)
     if isinstance(sharding, P):
         return sharding
-    return sharding.spec if isinstance(sharding, jax.NamedSharding) else P()
+    if isinstance(sharding, jax.NamedSharding):
+        return sharding.spec
+    return P()
 
 
 def _merges(one: tuple[int, ...], other: tuple[int, ...]) -> bool:

@@ -138,7 +138,10 @@ def parallelize(
             ".".join(map(str, p)): v.shape
             for p, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))
         }
-        note = FUSED_NOTE if chosen[path] == "column" and is_called_fused(path) else ""
+        if chosen[path] == "column" and is_called_fused(path):
+            note = FUSED_NOTE
+        else:
+            note = ""
         done.append(
             Replaced(
                 path, str(chosen[path]), type(old).__name__, type(layer).__name__, shapes, note
@@ -304,7 +307,9 @@ def _place_rest(model: nnx.Module) -> None:
             isinstance(value, jax.Array)
             and getattr(value.sharding, "mesh", None) != jax.sharding.get_mesh()
         )
-        return put(value, jax.P()) if is_elsewhere else value
+        if is_elsewhere:
+            return put(value, jax.P())
+        return value
 
     if is_eager():  # all that a traced program computes is on the mesh already
         nnx.update(model, jax.tree.map(place, nnx.state(model)))

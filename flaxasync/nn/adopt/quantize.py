@@ -119,6 +119,12 @@ def _quantization(rule: Any) -> Quantization | None:
             "activations, and "
             "None, int8 or float8_e5m2 for gradients"
         )
-    rounding = "stochastic" if getattr(rule, "bwd_stochastic_rounding", None) else "nearest"
-    scale = "tensor" if getattr(rule, "disable_channelwise_axes", False) else "vector"
+    if getattr(rule, "bwd_stochastic_rounding", None):
+        rounding = "stochastic"
+    else:
+        rounding = "nearest"
+    if getattr(rule, "disable_channelwise_axes", False):
+        scale = "tensor"
+    else:
+        scale = "vector"
     return Quantization(FORWARD[weight], BACKWARD[back], rounding, scale)  # type: ignore[arg-type]

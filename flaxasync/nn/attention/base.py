@@ -249,9 +249,15 @@ def attend_cached(
             f"{name} lacks a cache with an attention_fn, and inside shard_map: leave decode out"
         )
     batch, length = keys[...].shape[:2]
-    taken = None if isinstance(index[...], jax.core.Tracer) else int(index[...])
+    if isinstance(index[...], jax.core.Tracer):
+        taken = None
+    else:
+        taken = int(index[...])
     if x.shape[0] != batch or (taken or 0) + x.shape[1] > length:
-        of_which = "" if taken is None else f", of which {taken} are taken"
+        if taken is None:
+            of_which = ""
+        else:
+            of_which = f", of which {taken} are taken"
         raise ValueError(
             f"{name} has a cache for {batch} sequences of {length} rows{of_which}: got "
             f"{x.shape[0]} sequences "
@@ -299,7 +305,8 @@ def _attend_new_rows(
     positions = Mask(True, attention.window)  # no row of the cache is later than the newest one
     cached = jnp.arange(keys.shape[1], dtype=index.dtype)
     allowed = positions.allows(rows[:, None], cached[None])[None, None]
-    allowed = allowed if mask is None else allowed & mask
+    if mask is not None:
+        allowed = allowed & mask
     y = dense_attention(
         q,
         keys.astype(q.dtype),

@@ -126,7 +126,9 @@ def choose(call: Call, x: Array, weights: Weights, inputs: Inputs[Array]) -> For
         and settings.backend not in trust.PLAIN
     )
     if wanted:
-        return "direct" if direct else "xla"
+        if direct:
+            return "direct"
+        return "xla"
     chip = mesh.chip()
     if chip is None or not direct:
         return None

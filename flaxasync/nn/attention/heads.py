@@ -151,7 +151,8 @@ class HeadAttention:
         """Returns the attention of a layer's heads, once it is checked. Messages of errors begin
         with `layer`.
         """
-        kv_heads = heads if kv_heads is None else kv_heads
+        if kv_heads is None:
+            kv_heads = heads
         for name, count in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim)):
             if count is not None and count < 1:
                 raise ValueError(f"{layer} needs {name} to be 1 or more: got {name}={count}")
@@ -166,7 +167,8 @@ class HeadAttention:
                 f"heads={heads}; or give "
                 "head_dim"
             )
-        head_dim = features // heads if head_dim is None else head_dim
+        if head_dim is None:
+            head_dim = features // heads
         made = cls(heads=heads, kv_heads=kv_heads, head_dim=head_dim, **more)
         if made.rope_theta is not None and head_dim % 2:
             raise ValueError(
@@ -217,7 +219,9 @@ class HeadAttention:
     @property
     def scale(self) -> float:
         """The factor of the scores."""
-        return 1 / math.sqrt(self.head_dim) if self.softmax_scale is None else self.softmax_scale
+        if self.softmax_scale is None:
+            return 1 / math.sqrt(self.head_dim)
+        return self.softmax_scale
 
     def attend(
         self,
@@ -232,7 +236,10 @@ class HeadAttention:
         and [b, t, n * d].
         """
         axis = self.context_axis
-        at = None if axis is None else positions(self.context_layout, q.shape[1], axis)
+        if axis is None:
+            at = None
+        else:
+            at = positions(self.context_layout, q.shape[1], axis)
         q, k, v = (
             # Heads side by side, as they are in memory: XLA would give what it keeps of heads apart
             # another layout.
@@ -269,10 +276,12 @@ class HeadAttention:
         """Returns the heads [b, s, h, d] of projections [b, s, h * d], normalized, and rotated by
         their positions.
         """
-        tables = self.rotary_tables(q, q.shape[1], positions) if tables is None else tables
-        k_tables = (
-            tables if k.shape[1] == q.shape[1] else self.rotary_tables(k, k.shape[1], positions)
-        )
+        if tables is None:
+            tables = self.rotary_tables(q, q.shape[1], positions)
+        if k.shape[1] == q.shape[1]:
+            k_tables = tables
+        else:
+            k_tables = self.rotary_tables(k, k.shape[1], positions)
         q, k, v = (
             x.reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim) for x in (q, k, v)
         )
@@ -317,7 +326,10 @@ class HeadAttention:
             Mask(self.causal, self.window), q.shape[1], k.shape[1], inputs.segment_ids
         )
         if inputs.mask is not None:
-            mask = inputs.mask if mask is None else inputs.mask & mask
+            if mask is None:
+                mask = inputs.mask
+            else:
+                mask = inputs.mask & mask
         if self.attention_fn is not None:
             # the function divides by the root
             q = q * jnp.asarray(self.scale * math.sqrt(self.head_dim), q.dtype)

@@ -91,7 +91,8 @@ class ParallelAttention(AttentionLayer):
                 f"{layer} needs heads, or num_heads, which means the same: got {heads} and "
                 f"{num_heads}"
             )
-        heads = num_heads if heads is None else heads
+        if heads is None:
+            heads = num_heads
         assert heads is not None
         given = {
             name: linear.pop(name) for name in AttentionOptions.__annotations__ if name in linear
@@ -114,7 +115,8 @@ class ParallelAttention(AttentionLayer):
         self.rngs = rngs.dropout.fork() if attention.dropout_rate else nnx.data(None)
         devices = mesh_axis_size(layer, self.settings.axis_name)
         q_shares, kv_shares = head_shares(heads, attention.kv_heads, attention.head_dim, devices)
-        kv_features = features if kv_features is None else kv_features
+        if kv_features is None:
+            kv_features = features
         q_width = heads * attention.head_dim
         kv_width = attention.kv_heads * attention.head_dim
         self.query = ColumnParallelLinear(features, q_width, shares=q_shares, rngs=rngs, **linear)
@@ -233,7 +235,10 @@ class ParallelAttention(AttentionLayer):
                 "axis with context_axis"
             )
         kv_placement = self._place_keys(x, inputs, placement)
-        keys = x if inputs.inputs_k is None else inputs.inputs_k
+        if inputs.inputs_k is None:
+            keys = x
+        else:
+            keys = inputs.inputs_k
         shape = x.shape[0], attention.heads, placement.all_rows(x), kv_placement.all_rows(keys)
         mask = scores_array(layer, "mask", inputs.mask, shape)
         bias = scores_array(layer, "bias", inputs.bias, shape)
@@ -259,7 +264,10 @@ class ParallelAttention(AttentionLayer):
                 )
             return placement
         k = inputs.inputs_k
-        v = inputs.inputs_k if inputs.inputs_v is None else inputs.inputs_v
+        if inputs.inputs_v is None:
+            v = inputs.inputs_k
+        else:
+            v = inputs.inputs_v
         keys, values = (
             place(layer, z, self.settings.axis_name, None, "rows", features) for z in (k, v)
         )
@@ -278,10 +286,14 @@ class ParallelAttention(AttentionLayer):
         self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
     ) -> Array | None:
         """Returns the raw data of a key, or None where nothing is dropped."""
-        deterministic = self.deterministic if deterministic is None else deterministic
+        if deterministic is None:
+            deterministic = self.deterministic
         if deterministic or not self.attention.dropout_rate:
             return None
-        stream = self.rngs if rngs is None else rngs
+        if rngs is None:
+            stream = self.rngs
+        else:
+            stream = rngs
         if stream is None:
             raise ValueError(
                 f"{type(self).__name__} drops with dropout_rate={self.dropout_rate} and has no "

@@ -153,9 +153,15 @@ def check_qkv_sharding(
     """
     if qkv_sharding is None:
         return
-    spec = qkv_sharding.spec if isinstance(qkv_sharding, NamedSharding) else qkv_sharding
+    if isinstance(qkv_sharding, NamedSharding):
+        spec = qkv_sharding.spec
+    else:
+        spec = qkv_sharding
     axis = (placement.axis_name,)
-    rows = placement.rows if splits_heads else (*placement.rows, *axis)
+    if splits_heads:
+        rows = placement.rows
+    else:
+        rows = (*placement.rows, *axis)
     natural = [*placement.batch, rows, axis if splits_heads else (), ()]
     if not isinstance(spec, PartitionSpec) or entries_of(spec, 4) != natural:
         raise NotImplementedError(

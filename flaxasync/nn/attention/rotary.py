@@ -96,8 +96,12 @@ def rotary_tables(
 ) -> RotaryTables:
     """Returns the cosines and sines with which `rotate` rotates rows of heads of `dim` features."""
     frequency = theta ** (-jnp.arange(dim // 2, dtype=dtype) / (dim // 2))
-    frequency = frequency if scaling is None else scaling.apply(frequency)
-    position = jnp.arange(rows) if positions is None else positions
+    if scaling is not None:
+        frequency = scaling.apply(frequency)
+    if positions is None:
+        position = jnp.arange(rows)
+    else:
+        position = positions
     angle = position.astype(dtype)[:, None] * frequency[None]
     return RotaryTables(jnp.cos(angle), jnp.sin(angle))
 

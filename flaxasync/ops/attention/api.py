@@ -127,7 +127,10 @@ def ring_attention(
         layout=layout,
     )
     # without hops no row needs a row of another device
-    ring = execution.ring(axis_name) if sequence.hops else None
+    if sequence.hops:
+        ring = execution.ring(axis_name)
+    else:
+        ring = None
     block_kernel = _choose_kernel(op, kernel, q, chunk, chunk // ring.directions if ring else chunk)
     call = Call(ring, sequence, _scores(sequence.mask, q, scale, precision), block_kernel)
     return _apply(call, q, k, v, segment_ids, {axis_name}, joined)
@@ -197,14 +200,21 @@ def _apply(
     q, k, v, segment_ids = vary_alike((q, k, v, segment_ids), *axes)
     b, s, h, d = q.shape
     if not q.size:
-        return q.reshape(b, s, h * d) if joined else q
-    of_rows = None if segment_ids is None else segment_ids.astype(jnp.int32)
+        if joined:
+            return q.reshape(b, s, h * d)
+        return q
+    if segment_ids is None:
+        of_rows = None
+    else:
+        of_rows = segment_ids.astype(jnp.int32)
     if vjp.takes_whole(call, d):
         out = vjp.whole(call, d, *(x.reshape(b, s, -1) for x in (q, k, v)), of_rows)
     else:
         kv = jnp.stack([k, v]).transpose(0, 1, 3, 2, 4)
         out = vjp.attention(call, vjp.group_heads(q, k.shape[2]), kv, of_rows)
-    return out if joined else out.reshape(b, s, h, d)
+    if joined:
+        return out
+    return out.reshape(b, s, h, d)
 
 
 def _choose_kernel(

@@ -91,7 +91,9 @@ def where_needed[T](product: Product, compute: Callable[[T], T], value: T) -> T:
     to another.
     """
     if product.needed is None or isinstance(product.needed, bool):
-        return value if product.needed is False else compute(value)
+        if product.needed is False:
+            return value
+        return compute(value)
     return lax.cond(product.needed, compute, lambda value: value, value)
 
 
@@ -100,7 +102,9 @@ def tile_rows(rows: int, limit: int) -> int:
     limit.
     """
     divisor = next(tile for tile in range(min(rows, limit), 0, -1) if rows % tile == 0)
-    return divisor if divisor * 8 > min(rows, limit) else rows
+    if divisor * 8 > min(rows, limit):
+        return divisor
+    return rows
 
 
 def _for_each_tile[T](
@@ -119,7 +123,10 @@ def _for_each_tile[T](
         j = index % k_count
         q_start = product.q_start + i * q_rows
         k_start = product.k_start + j * k_rows
-        needed = scores.mask.reaches(q_start, q_rows, k_start, k_rows) if product.masked else None
+        if product.masked:
+            needed = scores.mask.reaches(q_start, q_rows, k_start, k_rows)
+        else:
+            needed = None
         q_block = product.q_block * q_count + i
         k_block = product.k_block * k_count + j
         tile = Product(q_block, q_rows, q_start, k_block, k_rows, k_start, product.masked, needed)
@@ -205,8 +212,13 @@ def _masked(scores: Scores, segments: Segments, tile: Product, exponents: Array)
         q_ids = _take(segments[0], tile.q_block, tile.q_rows, axis=-1)
         k_ids = _take(segments[1], tile.k_block, tile.k_rows, axis=-1)
         same = (k_ids[:, :, None] == q_ids[:, None, :])[:, None, :, None]
-        allowed = same if allowed is None else allowed & same
-    return exponents if allowed is None else jnp.where(allowed, exponents, -jnp.inf)
+        if allowed is None:
+            allowed = same
+        else:
+            allowed = allowed & same
+    if allowed is None:
+        return exponents
+    return jnp.where(allowed, exponents, -jnp.inf)
 
 
 # Scores and their weights are [b, n, t, g, s], k and v [b, n, t, d], and q [b, n, g, s, d]. All
@@ -223,16 +235,14 @@ def _product(scores: Scores, formula: str, x: Array, y: Array) -> Array:
 
 def _take(x: Array, block: Index, rows: int, axis: int = -2) -> Array:
     """Returns a block of `rows` rows."""
-    return (
-        x if x.shape[axis] == rows else lax.dynamic_slice_in_dim(x, block * rows, rows, axis=axis)
-    )
+    if x.shape[axis] == rows:
+        return x
+    return lax.dynamic_slice_in_dim(x, block * rows, rows, axis=axis)
 
 
 def _put(x: Array, rows: Array, block: Index, axis: int = -2) -> Array:
     """Returns x with other rows in a block."""
     count = rows.shape[axis]
-    return (
-        rows
-        if x.shape[axis] == count
-        else lax.dynamic_update_slice_in_dim(x, rows, block * count, axis=axis)
-    )
+    if x.shape[axis] == count:
+        return rows
+    return lax.dynamic_update_slice_in_dim(x, rows, block * count, axis=axis)

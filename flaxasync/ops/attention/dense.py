@@ -69,5 +69,8 @@ def positional_mask(
         allowed = mask.allows(jnp.arange(q_rows)[:, None], jnp.arange(k_rows)[None])[None, None]
     if segment_ids is not None:
         same = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
-        allowed = same if allowed is None else allowed & same
+        if allowed is None:
+            allowed = same
+        else:
+            allowed = allowed & same
     return allowed

@@ -190,7 +190,10 @@ def _forward(
         _, (out_given,) = forward_operands(quantization, (), (out,), over=(block.output.axis_name,))
         _, heads_given = forward_operands(quantization, (), heads)
         ys = checkpoint_name(_transposed_product(block.output, out_given, heads_given), PRODUCT)
-    kept = checkpoint_name(gathered, GATHERED) if block.keep else None
+    if block.keep:
+        kept = checkpoint_name(gathered, GATHERED)
+    else:
+        kept = None
     return ys, (xs_given, w_given, kept, out_given, heads_given, pulls)
 
 
@@ -264,7 +267,9 @@ def _first_derivative_only(block: ExchangedAttention, arrays: Arrays) -> Arrays:
     """Returns the arrays; those of a block with direct copies refuse a second derivative by
     name.
     """
-    return _one_derivative(*arrays) if block.direct else arrays
+    if block.direct:
+        return _one_derivative(*arrays)
+    return arrays
 
 
 _one_derivative = first_only(
@@ -279,7 +284,10 @@ def _sum_over_sequences(executor: Executor, xs: Arrays, ys: Arrays, *, of_x: boo
     a cotangent.
     """
     quantization = executor.quantization
-    kind = None if quantization is None else quantization.weights
+    if quantization is None:
+        kind = None
+    else:
+        kind = quantization.weights
     if quantization is None or kind is None:
         return executor.reduce(xs, ys)[0]
     scale = quantization.scale

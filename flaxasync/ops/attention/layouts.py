@@ -44,7 +44,9 @@ class Sequence:
         """How many chunks of consecutive positions a device holds; without a mask, positions do not
         matter.
         """
-        return 2 if self.layout == "zigzag" and self.mask.by_position else 1
+        if self.layout == "zigzag" and self.mask.by_position:
+            return 2
+        return 1
 
     @property
     def hops(self) -> int:
@@ -79,12 +81,18 @@ class Sequence:
         are used.
         """
         q_rows = self.rows // self.chunks
-        k_rows = q_rows if count is None else count
+        if count is None:
+            k_rows = q_rows
+        else:
+            k_rows = count
 
         def product(q: Any, k: Any, *, masked: bool, known: bool) -> Product:
             q_start = self.start(device, q)
             k_start = self.start(owner, k) + offset
-            needed = None if known else self.mask.reaches(q_start, q_rows, k_start, k_rows)
+            if known:
+                needed = None
+            else:
+                needed = self.mask.reaches(q_start, q_rows, k_start, k_rows)
             return Product(q, q_rows, q_start, k, k_rows, k_start, masked, needed)
 
         windowed = self.mask.window is not None

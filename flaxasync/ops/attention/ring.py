@@ -90,7 +90,9 @@ class Shards:
     @property
     def index(self) -> Index:
         """The number of this device on the ring."""
-        return 0 if self.call.ring is None else lax.axis_index(self.ring.axis_name)
+        if self.call.ring is None:
+            return 0
+        return lax.axis_index(self.ring.axis_name)
 
     @property
     def halves(self) -> list[Half]:
@@ -139,11 +141,10 @@ class Shards:
         sequence = self.call.sequence
         own = isinstance(hop, int) and hop == 0
         for half in self.halves:
-            owner = (
-                self.index
-                if own
-                else gathered_owner(self.index, hop, size=sequence.size, shift=half.shift)
-            )
+            if own:
+                owner = self.index
+            else:
+                owner = gathered_owner(self.index, hop, size=sequence.size, shift=half.shift)
             found.append(
                 sequence.products(self.index, owner, own=own, offset=half.first, count=half.rows)
             )
@@ -191,7 +192,9 @@ class Shards:
         return dq, tuple(dkvs)
 
     def _segments(self, block: Block) -> Segments:
-        return None if self.ids is None or block.ids is None else (self.ids, block.ids)
+        if self.ids is None or block.ids is None:
+            return None
+        return (self.ids, block.ids)
 
 
 def attend(shards: Shards) -> Carry:

@@ -160,11 +160,9 @@ def _first_derivative_only(call: Call) -> Callable[..., tuple[Array, ...]]:
     """
     if call.ring is not None:
         return _one_derivative_of_a_ring
-    return (
-        (lambda *arrays: arrays)
-        if isinstance(call.kernel, Reference)
-        else _one_derivative_of_a_kernel
-    )
+    if isinstance(call.kernel, Reference):
+        return lambda *arrays: arrays
+    return _one_derivative_of_a_kernel
 
 
 _INSTEAD = "for a Hessian or a gradient penalty use jax.nn.dot_product_attention"

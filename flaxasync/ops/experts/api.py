@@ -126,12 +126,20 @@ def expert_mlp(
     kernels = jax.tree.map(lambda kernel: kernel.astype(x.dtype), kernels)
     tile_rows = _tile_rows(ids.size // count // blocks)
     products: Products = OneTile(activation, precision)
-    together = 2 if isinstance(ring, Exchange) else size if ring.transport is None else 1
+    if isinstance(ring, Exchange):
+        together = 2
+    elif ring.transport is None:
+        together = size
+    else:
+        together = 1
     held = {together * rows.shape[0], *(count for _, count in split_rows(rows.shape[0], blocks))}
     if _takes_kernels(op, kernel, rows, kernels, precision, held):
         products = Grouped(activation)
         tile_rows = max(tile_rows, LANES)
-    of_half = None if capacity is None else capacity_of_half(capacity)
+    if capacity is None:
+        of_half = None
+    else:
+        of_half = capacity_of_half(capacity)
     mean = -(-ids.size // (count * blocks))
     experts = Experts(axis_name, split, count, mean, tile_rows, 2 // blocks, of_half, products)
     return multiply(experts, ring, rows, ids, weights, kernels).reshape(x.shape)
@@ -170,7 +178,10 @@ def _takes_kernels(
                 "XLA cannot partition a Pallas kernel; use kernel='reference'"
             )
         if len(weights.columns) == 1 or precision is not None:
-            lacks = "a gate" if len(weights.columns) == 1 else "the default precision alone"
+            if len(weights.columns) == 1:
+                lacks = "a gate"
+            else:
+                lacks = "the default precision alone"
             raise UnsupportedError(
                 f"{op} with kernel='grouped' takes {lacks}; use kernel='reference'"
             )

@@ -77,7 +77,10 @@ def exchange(
     me = lax.axis_index(way.axis_name)
     limits = bounds(experts, block, devices, way.direct)
     routes = find_routes(block.assignments, n, devices, limits)
-    counts = lax.all_gather(routes.row_counts, way.axis_name) if way.direct else None
+    if way.direct:
+        counts = lax.all_gather(routes.row_counts, way.axis_name)
+    else:
+        counts = None
     targets = {shift: (me + shift) % devices for shift in range(1, devices)}
     rows = {shift: rows_for(routes, limits, target, n) for shift, target in targets.items()}
     results: dict[int, Any] = {}
@@ -114,7 +117,9 @@ class Moving:
 
     def done(self) -> Any:
         arrived: Any = self.transfers.done()[0]
-        return arrived if self.transfers.begun[0].future is None else _joined(self.like, arrived)
+        if self.transfers.begun[0].future is None:
+            return arrived
+        return _joined(self.like, arrived)
 
 
 def _start(way: Exchange, block: Block, sent: Any, shift: int, counts: Array | None) -> Moving:
@@ -154,7 +159,9 @@ def _split(tree: Any) -> tuple[list[Array], Any]:
     """Returns the arrays that have a row for each row that travels, and the rest."""
     if isinstance(tree, Block):
         return [tree.x] + ([] if tree.dy is None else [tree.dy]), tree.assignments
-    return ([tree.dx], tree.dweights) if isinstance(tree, BlockGradients) else ([tree], None)
+    if isinstance(tree, BlockGradients):
+        return ([tree.dx], tree.dweights)
+    return ([tree], None)
 
 
 def _joined(like: Any, arrived: Sequence[Array]) -> Any:
@@ -163,11 +170,9 @@ def _joined(like: Any, arrived: Sequence[Array]) -> Any:
     if rest is None:
         return arrived[0]
     unpacked = unpack(arrived[-1], rest)
-    return (
-        Block(arrived[0], unpacked, *arrived[1:-1])
-        if isinstance(like, Block)
-        else BlockGradients(arrived[0], unpacked)
-    )
+    if isinstance(like, Block):
+        return Block(arrived[0], unpacked, *arrived[1:-1])
+    return BlockGradients(arrived[0], unpacked)
 
 
 def _added(
@@ -192,7 +197,10 @@ def bounds(experts: Experts, block: Block, devices: int, direct: bool = False) -
     tiles, t = block.assignments.rows.shape
     local = experts.count // devices
     # by one expert
-    taken = n if experts.capacity is None else min(n, experts.parts * experts.capacity)
+    if experts.capacity is None:
+        taken = n
+    else:
+        taken = min(n, experts.parts * experts.capacity)
     rows = min(n, local * taken)
     if direct or t % LANES == 0:  # kernels copy and add rows in whole tiles
         rows = -(-rows // LANES) * LANES
@@ -258,7 +266,10 @@ def _block_for(
     def take(x: Array) -> Array:
         return x.at[rows].get(mode="fill", fill_value=0)
 
-    dy = None if block.dy is None else take(block.dy)
+    if block.dy is None:
+        dy = None
+    else:
+        dy = take(block.dy)
     return Block(take(block.x), Assignments(places, weights, jnp.where(of_target, tiles, 0)), dy)
 
 

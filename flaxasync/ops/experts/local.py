@@ -118,11 +118,14 @@ def backward(
 
 def added_up(experts: Experts, weights: Weights, sums: Sums) -> Sums:
     """Returns the sums with what was kept added."""
-    return _plus(experts, weights, sums) if sums.kept else sums
+    if sums.kept:
+        return _plus(experts, weights, sums)
+    return sums
 
 
 def _plus(experts: Experts, weights: Weights, sums: Sums, *found: ToAdd) -> Sums:
-    found = (sums.kept, *found) if sums.kept else found
+    if sums.kept:
+        found = (sums.kept, *found)
     return Sums(experts.products.add(sums.gradients, found, weights.down.shape[0]))
 
 
@@ -156,7 +159,8 @@ def _for_each(
             -(-min(experts.parts * experts.capacity, size) // experts.tile_rows) for size in sizes
         )
         # few more tiles than are expected spare a loop
-        some = most if several and most <= 2 * some else some
+        if several and most <= 2 * some:
+            some = most
 
     def turn(number: Array, carry: Any) -> Any:
         start = number * some

@@ -206,7 +206,9 @@ class Grouped:
         new = add_rows(
             out, tiles.rows.reshape(shape), tiles.weights.reshape(shape), count, n=x.shape[0]
         )
-        return new if y is None else _sum(y, new)
+        if y is None:
+            return new
+        return _sum(y, new)
 
 
 def _of_expert(weights: Weights, tiles: Tiles) -> Weights:
@@ -238,5 +240,6 @@ def _sum(y: Array, new: Array) -> Array:
 
 
 def _add(y: Array | None, x: Array, tiles: Tiles, rows: Array) -> Array:
-    y = jnp.zeros(x.shape, accumulator_dtype(x)) if y is None else y
+    if y is None:
+        y = jnp.zeros(x.shape, accumulator_dtype(x))
     return y.at[tiles.rows].add(rows * tiles.weights.astype(rows.dtype)[:, None], mode="drop")

@@ -131,11 +131,9 @@ def block_shifts(ring: Ring | Exchange, rows: int) -> tuple[int, ...]:
     """Returns the shift of each half-block of a device with so many rows, or of its whole block."""
     if isinstance(ring, Exchange):
         return (1,)
-    return (
-        (1,)
-        if ring.transport is None or lax.axis_size(ring.axis_name) == 1
-        else shifts(ring.directions, rows)
-    )
+    if ring.transport is None or lax.axis_size(ring.axis_name) == 1:
+        return (1,)
+    return shifts(ring.directions, rows)
 
 
 def _for_all_devices(

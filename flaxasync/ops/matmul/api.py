@@ -15,12 +15,13 @@ from jaxtyping import Array, Float
 
 from flaxasync import mesh
 from flaxasync.mesh import mapped_axis_size, vary_alike
-from flaxasync.ops.choose import Directions, check_gathered_bytes, check_mapped, decide
+from flaxasync.ops.choose import Directions, check_mapped, decide
 from flaxasync.ops.matmul import vjp
 from flaxasync.ops.matmul.fused import FusedExecutor, check_kernels
 from flaxasync.ops.matmul.products import Arrays, Operands
 from flaxasync.ops.matmul.ring import RingExecutor
 from flaxasync.ops.matmul.vjp import Executor
+from flaxasync.ops.plan import check_gathered_bytes
 from flaxasync.ops.quantization import Quantization, check_chip, quantization_of
 from flaxasync.ops.roofline import Shape
 
@@ -114,7 +115,9 @@ def all_gather_matmul(
     )
     x, ws = vary_alike((x, ws), axis_name)
     ys = vjp.gather_and_multiply(executor, keep, x, ws)
-    return ys if isinstance(w, tuple | list) else ys[0]
+    if isinstance(w, tuple | list):
+        return ys
+    return ys[0]
 
 
 def matmul_reduce_scatter(
@@ -315,7 +318,9 @@ def check_operands(op: str, xs: Arrays, ws: Operands, axis_name: str) -> int:
 
 
 def _as_tuple(value: OneOrMore) -> Arrays:
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
+    if isinstance(value, tuple | list):
+        return tuple(value)
+    return (value,)
 
 
 def _sum_of_products(

@@ -78,7 +78,8 @@ class FusedExecutor:
             directions=self.directions if halves else 1,
         )
         widths = [w.shape[0 if transposed else 1] for w in ws]
-        widths = widths[:1] * epilogue.results if epilogue else widths
+        if epilogue:
+            widths = widths[:1] * epilogue.results
         more = tuple(
             _unpad(rows[..., None], size, m, 1).reshape(*batch, size * m)
             for rows in ys[len(widths) :]
@@ -145,7 +146,10 @@ class FusedExecutor:
         # several batches, which can be too many for vector memory.
         if math.lcm(-(-m // unit) * unit, LANES) > TILES.k:
             unit = LANES
-        scales = (_column_scales(x), [_column_scales(dy) for dy in dys]) if both else None
+        if both:
+            scales = (_column_scales(x), [_column_scales(dy) for dy in dys])
+        else:
+            scales = None
         dws = gather_weight_gradient(
             _pad(values, {1: unit, 2: LANES}),
             tuple(_pad_blocks(values_of(dy), size, unit) for dy in dys),
@@ -204,7 +208,10 @@ def _weight_gradient(x: Operand, dy: Operand) -> WeightGradient:
     """
     scaled = isinstance(x, Quantized) and isinstance(dy, Quantized)
     rows_of_x, rows_of_dy = (values_of(one).reshape(-1, one.shape[-1]) for one in (x, dy))
-    scales = (x.scales.astype(jnp.float32), dy.scales.astype(jnp.float32)) if scaled else None
+    if scaled:
+        scales = (x.scales.astype(jnp.float32), dy.scales.astype(jnp.float32))
+    else:
+        scales = None
     return WeightGradient(rows_of_x, rows_of_dy, scales)
 
 
@@ -225,7 +232,9 @@ def _pad(x: Array, units: dict[int, int]) -> Array:
     more = [0] * x.ndim
     for axis, unit in units.items():
         more[axis] = -x.shape[axis] % unit
-    return lax.pad(x, jnp.zeros((), x.dtype), [(0, count, 0) for count in more]) if any(more) else x
+    if any(more):
+        return lax.pad(x, jnp.zeros((), x.dtype), [(0, count, 0) for count in more])
+    return x
 
 
 def _pad_blocks(x: Array, size: int, unit: int) -> Array:

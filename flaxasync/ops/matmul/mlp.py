@@ -54,7 +54,9 @@ over arrays.
 def activate(activation: Activation, products: Values) -> Array:
     """Returns act(gate) * up of the products (up, gate), or act(up) of (up,)."""
     up, *gate = products
-    return activation(gate[0]) * up if gate else activation(up)
+    if gate:
+        return activation(gate[0]) * up
+    return activation(up)
 
 
 def parallel_mlp(
@@ -167,7 +169,10 @@ def _mlp_fwd(
 ) -> tuple[Array, tuple[Operand, Operands, Operand, Arrays]]:
     operands = _first_derivative_only(x, ws, down)
     y, (x, ws, down, products) = _forward(executor, keep, activation, len(ws), *operands)
-    saved = checkpoint_name(x, GATHERED) if keep else x
+    if keep:
+        saved = checkpoint_name(x, GATHERED)
+    else:
+        saved = x
     return checkpoint_name(y, PRODUCT), (saved, ws, down, checkpoint_name(products, PRODUCT))
 
 
@@ -202,11 +207,15 @@ def _forward(
 
 def _measured(quantization: Quantization | str | None, results: slice) -> slice | None:
     """Returns the results that will be quantised, whose magnitudes the kernel has at hand."""
-    return None if quantization is None else results
+    if quantization is None:
+        return None
+    return results
 
 
 def _only(arrays: Sequence[Array]) -> Array | None:
-    return arrays[0] if arrays else None
+    if arrays:
+        return arrays[0]
+    return None
 
 
 def _mlp_bwd(

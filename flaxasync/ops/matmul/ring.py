@@ -100,7 +100,10 @@ class RingExecutor:
         return products.scatter_then_gather(lambda xs: self.reduce(xs, ws)[0], xs, self.axis_name)
 
     def weight_gradient(self, x: Operand, dys: Operands) -> Arrays:
-        travelling = values_of(x) if isinstance(dys[0], Quantized) else x
+        if isinstance(dys[0], Quantized):
+            travelling = values_of(x)
+        else:
+            travelling = x
 
         def add(block: Operand, row: Index, sums: Arrays) -> Arrays:
             block = dequantize(block)

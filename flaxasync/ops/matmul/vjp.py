@@ -153,11 +153,17 @@ def gradients_of_gather(
     with jax.named_scope("all_gather_matmul_dw"):
         if keep:
             dys = tuple(dy.reshape(*x.shape[:-1], dy.shape[-1]) for dy in dys)
-        axis_name = None if keep else executor.axis_name
+        if keep:
+            axis_name = None
+        else:
+            axis_name = executor.axis_name
         x, dys_given = weight_operands(
             executor.quantization, x, dys, axis_name=axis_name, others_are_cotangents=True
         )
-    of_x = [(x, dys_given)] if keep and isinstance(x, Quantized) else []
+    if keep and isinstance(x, Quantized):
+        of_x = [(x, dys_given)]
+    else:
+        of_x = []
     with jax.named_scope("all_gather_matmul_dx"):
         dx, found = executor.reduce(*summed, [*local, *of_x], transposed=True)
     count = sum(len(dys_of_one) for _, dys_of_one in local)
@@ -165,11 +171,10 @@ def gradients_of_gather(
     dws = found[count:]
     if not of_x:
         with jax.named_scope("all_gather_matmul_dw"):
-            dws = (
-                weight_gradients(x, dys_given, executor.precision)
-                if keep
-                else executor.weight_gradient(x, dys_given)
-            )
+            if keep:
+                dws = weight_gradients(x, dys_given, executor.precision)
+            else:
+                dws = executor.weight_gradient(x, dys_given)
     return dx, cotangents(ws, dws), others
 
 
