@@ -222,10 +222,8 @@ def main() -> None:
     choices = collections.Counter(case.plan().backend for case in grid()).most_common()
     text = (
         f"Of {len(grid())} cases `plan` chooses {', '.join(f'{b} for {n}' for b, n in choices)}. "
-        f"Of the {len(cases)} "
-        f"that were played, {sum(b <= ALLOWED for b in behind)} are within {ALLOWED:.0%} of the "
-        "best; the furthest is "
-        f"{max(behind):.1%} behind."
+        f"Of the {len(cases)} that were played, {sum(b <= ALLOWED for b in behind)} are within "
+        f"{ALLOWED:.0%} of the best; the furthest is {max(behind):.1%} behind."
     )
     print(text)
     write_between_markers(chosen.write, "plan", f"{table}\n\n{text}")

@@ -198,8 +198,7 @@ def main() -> None:
     within = sum(lag <= ALLOWED for lag in lags)
     text = (
         f"Of the {len(lags)} choices {within} take at most {ALLOWED:.0%} longer than the fastest "
-        "form; the furthest "
-        f"takes {max(lags):.1%} longer."
+        f"form; the furthest takes {max(lags):.1%} longer."
     )
     print(text)
     write_between_markers(chosen.write, "plan layers", f"{table}\n\n{text}")

@@ -159,8 +159,8 @@ def _axis_across_slices(shape: Sizes, names: Sequence[str], slices: int) -> int:
             return axis
     raise ValueError(
         f"rings are kept within a slice, so an axis before {names[-1]!r} must be divisible by the "
-        f"{slices} slices: got "
-        f"{dict(zip(names, shape, strict=True))}; add an axis of {slices}, such as 'data', in front"
+        f"{slices} slices: got {dict(zip(names, shape, strict=True))}; add an axis of {slices}, "
+        "such as 'data', in front"
     )
 
 

@@ -199,10 +199,8 @@ def describe_unknown(kind: str) -> str:
     """Says which figures of a TPU that the table lacks are unknown, and what works nevertheless."""
     return (
         f"{kind!r} is not in the table of chips, which has {', '.join(CHIPS)}: its peak rate, the "
-        "sizes and bandwidths "
-        "of its memories, the bandwidth of its links and where they wrap are unknown. Nothing is "
-        "predicted for it, "
-        "calls without a backend take plain XLA, kernels take tiles that fit into the vector "
-        "memory of a known chip, "
-        "and make_mesh takes its network for a grid that does not wrap"
+        "sizes and bandwidths of its memories, the bandwidth of its links and where they wrap are "
+        "unknown. Nothing is predicted for it, calls without a backend take plain XLA, kernels "
+        "take tiles that fit into the vector memory of a known chip, and make_mesh takes its "
+        "network for a grid that does not wrap"
     )

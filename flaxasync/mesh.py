@@ -148,8 +148,8 @@ class AxisReport:
         if self.unmatched is not None:
             links = dataclasses.replace(self, unmatched=None)
             return (
-                f"{links}; {self.unmatched:.0%} of the devices begin mesh_matmul without "
-                "matching operands"
+                f"{links}; {self.unmatched:.0%} of the devices begin mesh_matmul without matching "
+                "operands"
             )
         if self.across_slices:
             return f"{self.name}: across slices"
@@ -219,8 +219,7 @@ def mesh_axis_size(caller: str, axis_name: str) -> int:
     if axis_name not in mesh.shape:
         raise ValueError(
             f"{caller} works on the mesh axis {axis_name!r}, and the mesh has "
-            f"{', '.join(map(repr, mesh.axis_names))}; "
-            "pass axis_name, or add the axis to the mesh"
+            f"{', '.join(map(repr, mesh.axis_names))}; pass axis_name, or add the axis to the mesh"
         )
     return mesh.shape[axis_name]
 
@@ -237,8 +236,8 @@ def mapped_axis_size(caller: str, axis_name: str) -> int:
     except NameError:
         raise ValueError(
             f"{caller} needs the mesh axis {axis_name!r} inside jax.shard_map, and no enclosing "
-            "shard_map maps it; "
-            "call it from a function given to jax.shard_map, with a mesh that has this axis"
+            "shard_map maps it; call it from a function given to jax.shard_map, with a mesh that "
+            "has this axis"
         ) from None
 
 

@@ -232,8 +232,8 @@ def check_fits(
     ):
         raise ValueError(
             "width must be an even multiple of heads, for rotary positions: got "
-            f"width={config.width}, "
-            f"heads={config.heads}; use a multiple of {2 * config.heads}, or give head_dim"
+            f"width={config.width}, heads={config.heads}; use a multiple of {2 * config.heads}, or "
+            "give head_dim"
         )
     if config.heads % config.kv_heads:
         raise ValueError(
@@ -249,8 +249,8 @@ def check_fits(
         if context > 1 and getattr(config, name) is not None:
             raise ValueError(
                 f"{name} needs all scores of a position on one device, which a 'context' axis of "
-                f"{context} devices "
-                f"splits: got {name}={getattr(config, name)}; use a context axis of 1"
+                f"{context} devices splits: got {name}={getattr(config, name)}; use a context axis "
+                "of 1"
             )
     shares = 1
     if context > 1 and context_layout == "zigzag":
@@ -261,8 +261,7 @@ def check_fits(
     if sequence_length != whole:
         raise ValueError(
             f"sequence_length must be divisible by {shares}, for a 'context' axis of {context} "
-            "devices in "
-            f"{context_layout!r} layout and a 'model' axis of {devices}: got "
+            f"devices in {context_layout!r} layout and a 'model' axis of {devices}: got "
             f"sequence_length={sequence_length}; use {whole}, or smaller axes"
         )
     if config.experts:
@@ -288,15 +287,13 @@ def _check_fsdp(config: TransformerConfig, mesh_shape: Mapping[str, int]) -> Non
     if config.fsdp_overlap == "prefetch" and fsdp == data == 1:
         raise ValueError(
             "fsdp_overlap='prefetch' needs an 'fsdp' or a 'data' axis of 2 devices or more: got 1 "
-            "and 1; use "
-            "fsdp_overlap='xla' otherwise"
+            "and 1; use fsdp_overlap='xla' otherwise"
         )
     if config.fsdp_overlap == "prefetch_pallas" and config.width % (128 * fsdp):
         raise ValueError(
             "fsdp_overlap='prefetch_pallas' moves blocks of whole tiles, so width must be a "
-            "multiple of 128 x the "
-            f"'fsdp' axis: got width={config.width} on {fsdp} devices; use fsdp_overlap='prefetch' "
-            "otherwise"
+            f"multiple of 128 x the 'fsdp' axis: got width={config.width} on {fsdp} devices; use "
+            "fsdp_overlap='prefetch' otherwise"
         )
     if config.fsdp_overlap not in (None, "xla") and config.alternating_window is not None:
         raise ValueError(
@@ -321,8 +318,7 @@ def _check_experts(config: TransformerConfig, devices: int) -> None:
     if not 1 <= config.experts_per_token <= config.experts:
         raise ValueError(
             f"experts_per_token must be 1 to experts={config.experts}, as a token chooses an "
-            "expert once: got "
-            f"experts_per_token={config.experts_per_token}"
+            f"expert once: got experts_per_token={config.experts_per_token}"
         )
     if config.mlp_bias:
         raise ValueError(
@@ -340,8 +336,6 @@ def _check_experts(config: TransformerConfig, devices: int) -> None:
     if config.experts < devices and width % devices:
         raise ValueError(
             f"a 'model' axis with more devices than experts splits each expert, so {name} must be "
-            "divisible by it: got "
-            f"{name}={width} for experts={config.experts} on {devices} devices; use "
-            f"{-(-width // devices) * devices}, "
-            "or a smaller axis"
+            f"divisible by it: got {name}={width} for experts={config.experts} on {devices} "
+            f"devices; use {-(-width // devices) * devices}, or a smaller axis"
         )

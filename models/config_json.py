@@ -50,8 +50,7 @@ def read_config(given: ConfigJson) -> tuple[Family, Fields]:
     if family is None:
         raise NotImplementedError(
             f"config.json is of model_type {shown(repr(given.get('model_type')))}, which is not "
-            "supported; supported "
-            f"are {', '.join(FAMILIES)}"
+            f"supported; supported are {', '.join(FAMILIES)}"
         )
     named = {family.aliases.get(key, key): value for key, value in given.items()}
     wrong = _contradictory(family, given) + _malformed(family, named)
@@ -62,8 +61,8 @@ def read_config(given: ConfigJson) -> tuple[Family, Fields]:
     if family in (LLAMA, GEMMA2) and values["hidden_size"] % values["num_attention_heads"]:
         raise ValueError(  # as their classes do
             f"config.json of a {family.model_type} is malformed: "
-            f"hidden_size={values['hidden_size']} must be a "
-            f"multiple of num_attention_heads={values['num_attention_heads']}"
+            f"hidden_size={values['hidden_size']} must be a multiple of "
+            f"num_attention_heads={values['num_attention_heads']}"
         )
     unsupported += _unsupported_values(family, named)
     unsupported += _unsupported_layers(family, values)

@@ -49,8 +49,7 @@ def checked_file(folder: Path, name: str, *, named_by: str = "") -> Path:
     if not _is_inside(folder, path):
         raise ValueError(
             f"{file} leads out of the folder, to {shown(os.path.realpath(path))}; copy that file "
-            "into "
-            "the folder if you trust it"
+            "into the folder if you trust it"
         )
     return path
 

@@ -55,8 +55,7 @@ def load_config(folder: Path) -> tuple[Family, Fields]:
     if os.path.lexists(folder / _ADAPTER):
         raise NotImplementedError(
             f"{folder} has {_ADAPTER}, so that its parameters are those of a model and of an "
-            "adapter; merge the two "
-            "first, or remove that file"
+            "adapter; merge the two first, or remove that file"
         )
     return read_config(read_json(file))
 
@@ -186,10 +185,8 @@ def _check(files: TensorFiles, family: Family, names: Mapping[str, jax.ShapeDtyp
     if is_tied and output in files.shapes and not files.are_equal(output, embedding):
         raise ValueError(
             f"{output} of {files.path} differs from {embedding}, although tie_word_embeddings of "
-            "config.json, or its "
-            f"default for a {family.model_type}, says that they are one: `transformers` then uses "
-            "both; write false "
-            "there to import both, or remove the tensor"
+            f"config.json, or its default for a {family.model_type}, says that they are one: "
+            "`transformers` then uses both; write false there to import both, or remove the tensor"
         )
 
 

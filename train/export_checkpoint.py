@@ -179,8 +179,7 @@ def _remove_unfinished(opened: int, folder: Path, target: Path) -> None:
         if left:
             raise InputError(
                 f"FOLDER must not exist, or be an empty folder: {folder} has {left[0].name}, of an "
-                "export that goes on "
-                "or was killed; remove it then"
+                "export that goes on or was killed; remove it then"
             ) from error
     for path in left:
         shutil.rmtree(path)

@@ -32,8 +32,7 @@ _exit_code = functools.partial(
     "checkpoint",
     memory_advice=(
         "Use a smaller data.batch_size, --model.remat layer, a larger mesh.model or bfloat16 "
-        "parameters; --dry-run "
-        "says beforehand what fits a TPU"
+        "parameters; --dry-run says beforehand what fits a TPU"
     ),
 )
 

@@ -94,8 +94,8 @@ def _sample(command: Command, config: Config) -> None:
     if prompt.size < 1 or prompt.size + command.max_tokens > length:
         raise InputError(
             "the prompt must have 1 token or more, and fit --cache with --max_tokens: got "
-            f"{prompt.size} tokens and "
-            f"max_tokens={command.max_tokens} in a cache of {length}; shorten it, or raise --cache"
+            f"{prompt.size} tokens and max_tokens={command.max_tokens} in a cache of {length}; "
+            "shorten it, or raise --cache"
         )
 
     if flags := set_flags(config):  # those of the run, with which its kernels were verified
@@ -201,8 +201,7 @@ def _codec(
     ):
         raise InputError(
             f"the run was trained on tokens of {name or 'an unnamed tokenizer'}, and nothing says "
-            "how to turn text "
-            "into them; give its file with --tokenizer tokenizer.json"
+            "how to turn text into them; give its file with --tokenizer tokenizer.json"
         )
     return lambda text: list(text.encode()), decode_bytes
 

@@ -75,8 +75,8 @@ def read_dump(path: str | os.PathLike, *, chip: str | None = None) -> DumpedFold
     files = sorted(folder.glob(f"*{FINAL}"))
     if not files:
         raise ValueError(
-            f"there is no *{FINAL} in it, the text of a compiled program: "
-            f"{COMMAND.format(folder)} writes one for each program that it compiles"
+            f"there is no *{FINAL} in it, the text of a compiled program: {COMMAND.format(folder)} "
+            "writes one for each program that it compiles"
         )
     programs = []
     for file in files:

@@ -90,8 +90,7 @@ def check_add_rows(caller: str, dtype: jnp.dtype, n: int, tile_rows: int, featur
     if features % LANES or n % unit or tile_rows % LANES:
         raise UnsupportedError(
             f"{caller} needs features and rows of a tile in multiples of {LANES}, and rows in "
-            f"multiples of {unit}: got "
-            f"{features}, {tile_rows} and {n}; pad them"
+            f"multiples of {unit}: got {features}, {tile_rows} and {n}; pad them"
         )
     columns = largest_divisor(features, 512, LANES)
     while columns > LANES and _bytes(n, tile_rows, columns, dtype.itemsize) > available():

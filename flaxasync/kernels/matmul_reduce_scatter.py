@@ -332,10 +332,9 @@ def _plan(
     if 2 * schedule.block > SEMAPHORES:
         raise UnsupportedError(
             f"{CALLER} has two semaphores for each tile of a block of rows, and a TPU has "
-            f"{SEMAPHORES} for them: "
-            f"{batch * m} rows and n={n} in tiles of m={used.m}, n={used.n} are {schedule.block} "
-            "tiles; use larger "
-            "tiles, a loop over columns of w, or backend='xla'"
+            f"{SEMAPHORES} for them: {batch * m} rows and n={n} in tiles of m={used.m}, n={used.n} "
+            f"are {schedule.block} tiles; use larger tiles, a loop over columns of w, or "
+            "backend='xla'"
         )
     return schedule, vmem_bytes
 

@@ -196,14 +196,12 @@ def softmax_cross_entropy(
     elif placement.size > 1 and not placement.features_sharded:
         raise ValueError(
             f"softmax_cross_entropy needs logits sharded by entries over {axis_name!r}: got logits "
-            "that are the "
-            "same on all of its devices"
+            "that are the same on all of its devices"
         )
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(
             f"softmax_cross_entropy needs targets of an integer dtype: got {targets.dtype}; cast "
-            "them, and for "
-            "distributions use optax.softmax_cross_entropy"
+            "them, and for distributions use optax.softmax_cross_entropy"
         )
     entries = logits.shape[-1] * (placement.size if placement.manual else 1)
     if vocab_size is not None and not 1 <= vocab_size <= entries:
@@ -215,8 +213,7 @@ def softmax_cross_entropy(
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"softmax_cross_entropy needs one target a row: got logits {list(logits.shape)} and "
-            "targets "
-            f"{list(targets.shape)}"
+            f"targets {list(targets.shape)}"
         )
     options = vocabulary.LossOptions(ignore, label_smoothing, z_loss, vocab_size)
     args = (logits, targets)

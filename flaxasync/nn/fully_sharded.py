@@ -80,9 +80,8 @@ def check_sharded(layer: str, name: str, parameter: jax.Array, spec: P) -> None:
     if parameter.ndim > len(spec):
         raise ValueError(
             f"{layer}: the {name} {list(parameter.shape)} has {parameter.ndim} dimensions, and one "
-            "layer's has "
-            f"{len(spec)}: this is a stack of layers, as nnx.vmap makes it; call it inside "
-            "nnx.scan or nnx.vmap"
+            f"layer's has {len(spec)}: this is a stack of layers, as nnx.vmap makes it; call it "
+            "inside nnx.scan or nnx.vmap"
         )
     mesh = jax.sharding.get_abstract_mesh()
     types = axis_types()
@@ -99,10 +98,8 @@ def check_sharded(layer: str, name: str, parameter: jax.Array, spec: P) -> None:
     if axes_that_split(typed) != axes_that_split(spec):
         raise ValueError(
             f"{layer}: the {name} {list(parameter.shape)} must be sharded {spec}: got {typed}; "
-            "arrays that nnx.update "
-            "or an assignment put into a layer keep the sharding that they have, and their "
-            "gradients get the same: put "
-            "them in with flaxasync.nn.load"
+            "arrays that nnx.update or an assignment put into a layer keep the sharding that they "
+            "have, and their gradients get the same: put them in with flaxasync.nn.load"
         )
 
 
@@ -146,11 +143,10 @@ def _mesh_axes(layer: str, name: str, metadata: Mapping[str, Any]) -> P | None:
             if axis not in axes:
                 raise ValueError(
                     f"{layer}: the {name} has "
-                    f"out_sharding={variable.get_metadata('out_sharding')}, in which {axis!r} "
-                    f"is neither an axis of the mesh, {', '.join(map(repr, axes))}, nor a logical "
-                    "name with a rule: "
-                    "name a mesh axis, or give a rule by nnx.logical_axis_rules, or in "
-                    "sharding_rules"
+                    f"out_sharding={variable.get_metadata('out_sharding')}, in which {axis!r} is "
+                    f"neither an axis of the mesh, {', '.join(map(repr, axes))}, nor a logical "
+                    "name with a rule: name a mesh axis, or give a rule by nnx.logical_axis_rules, "
+                    "or in sharding_rules"
                 )
     return spec
 
@@ -188,10 +184,9 @@ def stored_spec(
             if axes and shape[dim] % devices:
                 raise ValueError(
                     f"{layer}: dimension {dim} of the {name} {list(shape)} must be divisible by "
-                    "the axes of its "
-                    f"annotation, {', '.join(map(repr, (*entries[dim], *axes)))}: got {shape[dim]} "
-                    f"on {devices} "
-                    f"devices; use {-(-shape[dim] // devices) * devices}, or a smaller axis"
+                    f"the axes of its annotation, {', '.join(map(repr, (*entries[dim], *axes)))}: "
+                    f"got {shape[dim]} on {devices} devices; use "
+                    f"{-(-shape[dim] // devices) * devices}, or a smaller axis"
                 )
         return spec_of(own + more for own, more in zip(entries, extra, strict=True))
     if fsdp_axis is None:
@@ -213,8 +208,8 @@ def stored_spec(
         return needed
     raise ValueError(
         f"{layer} cannot share out the {name} {list(shape)}, which is sharded {needed}, over "
-        f"{size} devices of the "
-        f"{fsdp_axis!r} axis as well: use {' or '.join(works)}, or a smaller axis"
+        f"{size} devices of the {fsdp_axis!r} axis as well: use {' or '.join(works)}, or a smaller "
+        "axis"
     )
 
 
@@ -338,8 +333,7 @@ def _extra_axes(
         if axis_name in entry[1:]:
             raise ValueError(
                 f"{layer}: {axis_name!r} must come before the other axes of a dimension: got "
-                f"out_sharding={annotation} "
-                f"for the {name}"
+                f"out_sharding={annotation} for the {name}"
             )
     places = [
         [dim for dim, entry in enumerate(entries) if axis_name in entry]

@@ -90,8 +90,7 @@ def linear_cross_entropy(
         if array.shape != shape:
             raise ValueError(
                 f"{_NAME} needs one element of {name} a row of x: got {list(array.shape)} for x "
-                f"{list(x.shape)}; "
-                f"needed {list(shape)}"
+                f"{list(x.shape)}; needed {list(shape)}"
             )
     if weights is None:
         weights = jnp.ones(targets.shape, jnp.float32)
@@ -150,15 +149,13 @@ def _parameters(
         if what := next((name for name, is_so in has.items() if is_so), None):
             raise NotImplementedError(
                 f"{_NAME} multiplies with the kernel alone, and the layer has {what}: leave it "
-                "out, or use "
-                "softmax_cross_entropy(output(x), targets)"
+                "out, or use softmax_cross_entropy(output(x), targets)"
             )
         return (kernel, None), output.part, output.settings, output.in_features
     if isinstance(output, nnx.Module):
         raise NotImplementedError(
             f"{_NAME} takes a ColumnParallelLinear, a VocabParallelEmbed or a kernel: got "
-            f"{type(output).__name__}; use "
-            "softmax_cross_entropy(output(x), targets)"
+            f"{type(output).__name__}; use softmax_cross_entropy(output(x), targets)"
         )
     size = mesh_axis_size(_NAME, axis_name)
     is_local = axis_types()[axis_name] == AxisType.Manual

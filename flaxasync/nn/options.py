@@ -152,8 +152,7 @@ def settings_of(
         if name not in known:
             raise TypeError(
                 f"{layer} got an unexpected keyword argument {name!r}; the keywords that layers "
-                "share are "
-                f"{', '.join(known)}"
+                f"share are {', '.join(known)}"
             )
     if options.get("dot_general", ...) is None:  # as `nnx.MultiHeadAttention` has it by default
         options = {name: value for name, value in options.items() if name != "dot_general"}
@@ -175,8 +174,8 @@ def _checked(layer: str, given: Settings) -> Settings:
     if settings.dot_general is not lax.dot_general and settings.backend not in (None, "none"):
         raise NotImplementedError(
             f"{layer} with a dot_general of its own lacks backend={settings.backend!r}, whose "
-            "blocks and gradients are "
-            "products of lax.dot_general; use backend='none' or None, or leave dot_general out"
+            "blocks and gradients are products of lax.dot_general; use backend='none' or None, or "
+            "leave dot_general out"
         )
     return settings
 
@@ -188,22 +187,20 @@ def _check_function(layer: str, name: str, function: Any) -> None:
     if isinstance(holder := getattr(function, "__self__", function), nnx.Module):
         raise ValueError(
             f"{layer} got a {name} that is the nnx.Module {type(holder).__name__}, whose state "
-            "would be left out of "
-            "the model and of its gradients: give it a pure function of the operands"
+            "would be left out of the model and of its gradients: give it a pure function of the "
+            "operands"
         )
     if getattr(function, "has_collectives", False):
         raise ValueError(
             f"{layer} got parallel_dot_general as {name}, and does that product itself: leave "
-            f"{name} out, or give the "
-            "layer a local product"
+            f"{name} out, or give the layer a local product"
         )
     try:
         hash(function)
     except TypeError:
         raise ValueError(
             f"{layer} got a {name} of type {type(function).__name__}, which is not hashable: give "
-            "it a function, or an "
-            "object of a dataclass with frozen=True"
+            "it a function, or an object of a dataclass with frozen=True"
         ) from None
 
 
@@ -232,8 +229,7 @@ def fixed(name: str, get: Callable[[Any], Any]) -> property:
     def put(layer: Any, value: Any) -> None:
         raise AttributeError(
             f"{type(layer).__name__}.{name} is {get(layer)!r} since the layer was built, and "
-            f"cannot become {value!r}: "
-            "build another layer"
+            f"cannot become {value!r}: build another layer"
         )
 
     return property(get, put, doc=f"`{name}`, as the layer was built.")

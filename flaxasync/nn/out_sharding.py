@@ -26,14 +26,13 @@ def output_spec(layer: str, out_sharding: OutSharding, axis_name: str) -> Partit
     if not isinstance(out_sharding, PartitionSpec | NamedSharding):
         raise TypeError(
             f"{layer} got an out_sharding of type {type(out_sharding).__name__}, {out_sharding!r}: "
-            "it must be a "
-            "PartitionSpec or a NamedSharding"
+            "it must be a PartitionSpec or a NamedSharding"
         )
     if axis_types().get(axis_name) == AxisType.Manual:
         raise ValueError(
             f"{layer} inside jax.shard_map returns this device's part of its output: got "
-            f"out_sharding={out_sharding}; "
-            "leave it out, and say in out_specs how the output is sharded"
+            f"out_sharding={out_sharding}; leave it out, and say in out_specs how the output is "
+            "sharded"
         )
     if isinstance(out_sharding, PartitionSpec):
         return out_sharding
@@ -41,8 +40,7 @@ def output_spec(layer: str, out_sharding: OutSharding, axis_name: str) -> Partit
     if out_sharding.mesh.abstract_mesh.shape != ambient.shape:
         raise ValueError(
             f"{layer} got an out_sharding on a mesh {dict(out_sharding.mesh.shape)}, and the mesh "
-            "that is set is "
-            f"{dict(ambient.shape)}; give it a PartitionSpec, or set that mesh"
+            f"that is set is {dict(ambient.shape)}; give it a PartitionSpec, or set that mesh"
         )
     return out_sharding.spec
 

@@ -79,10 +79,8 @@ class Placement:
         if layout == "sequence" and rows % devices:
             raise ValueError(
                 f"{layer} with layout='sequence' shards the rows of its output over "
-                f"{', '.join(map(repr, axes))}: "
-                f"got {rows} rows on {devices} devices; pad them to "
-                f"{-(-rows // devices) * devices}, "
-                "or use layout='replicated'"
+                f"{', '.join(map(repr, axes))}: got {rows} rows on {devices} devices; pad them to "
+                f"{-(-rows // devices) * devices}, or use layout='replicated'"
             )
 
     def bind(
@@ -148,8 +146,8 @@ def place(
     ):
         raise ValueError(
             f"{layer} was built for {features} input "
-            f"features{' over the axis' if features_split else ''}: "
-            f"got {list(x.shape)}, needed [..., {wanted}]"
+            f"features{' over the axis' if features_split else ''}: got {list(x.shape)}, needed "
+            f"[..., {wanted}]"
         )
     if manual:
         return Placement(
@@ -161,8 +159,8 @@ def place(
     if by_rows:
         fits = fits and not last and (axis_name not in rows or rows[-1] == axis_name)
         needed = (
-            f"whose rows (dimension -2) are sharded over {axis_name!r}, or are the same on "
-            "all of its devices"
+            f"whose rows (dimension -2) are sharded over {axis_name!r}, or are the same on all of "
+            "its devices"
         )
     else:
         fits = fits and axis_name not in rows and last == ((axis_name,) if size > 1 or last else ())
@@ -218,8 +216,8 @@ def check_divides(layer: str, axis_name: str, **sizes: int) -> None:
             upper = -(-size // devices) * devices
             raise ValueError(
                 f"{layer}: {name} must be divisible by the {axis_name!r} axis: got {name}={size} "
-                f"on {devices} devices; "
-                f"use {f'{lower} or ' if lower else ''}{upper}, or a smaller axis"
+                f"on {devices} devices; use {f'{lower} or ' if lower else ''}{upper}, or a smaller "
+                "axis"
             )
 
 
@@ -253,8 +251,7 @@ def _entries(
         if [tuple(name for name in entry if name not in auto) for entry in given] != typed:
             raise ValueError(
                 f"{layer} was built with in_spec={in_spec}, and its input {list(x.shape)} is "
-                "sharded "
-                f"{spec_of(typed)}; leave in_spec out under Explicit axes"
+                f"sharded {spec_of(typed)}; leave in_spec out under Explicit axes"
             )
         return given
     if batch_dims:
@@ -386,9 +383,8 @@ def _varies(layer: str, x: jax.Array, axis_name: str) -> bool:
     if axis_name not in jax.typeof(lax.axis_index(axis_name)).mat.varying:
         raise ValueError(
             f"{layer} inside jax.shard_map reads from its input's type whether that is sharded "
-            f"over {axis_name!r}, and "
-            "check_vma=False hides it; leave check_vma on, or call a function of shards: "
-            "flaxasync.all_gather_matmul"
+            f"over {axis_name!r}, and check_vma=False hides it; leave check_vma on, or call a "
+            "function of shards: flaxasync.all_gather_matmul"
         )
     return axis_name in jax.typeof(x).mat.varying
 

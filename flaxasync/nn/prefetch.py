@@ -87,8 +87,8 @@ def scan_with_prefetch(
     if backend == "pallas" and fsdp_axis is None:
         raise ValueError(
             "scan_with_prefetch with backend='pallas' moves weights and gradients over an fsdp "
-            "axis: got "
-            "fsdp_axis=None; use backend='xla', whose permutes sum gradients over the other axes"
+            "axis: got fsdp_axis=None; use backend='xla', whose permutes sum gradients over the "
+            "other axes"
         )
     if backend == "pallas":
         check_tpu(
@@ -97,8 +97,7 @@ def scan_with_prefetch(
     if any(kind != AxisType.Explicit for kind in mesh.axis_types):
         raise ValueError(
             "scan_with_prefetch reads from types how arrays are sharded: got a mesh with the axis "
-            "types "
-            f"{mesh.axis_types}; make all of them Explicit, or use nnx.scan"
+            f"types {mesh.axis_types}; make all of them Explicit, or use nnx.scan"
         )
     stack = _Parameters.of(layers, fsdp_axis, stacked=True)
     x_spec = jax.tree.map(_spec, x)
@@ -108,15 +107,15 @@ def scan_with_prefetch(
     ):
         raise ValueError(
             f"scan_with_prefetch needs its input sharded over {fsdp_axis!r}, as a part of the "
-            "batch: got "
-            f"{', '.join(map(str, x_specs))}; reshard it with jax.reshard, or use nnx.scan"
+            f"batch: got {', '.join(map(str, x_specs))}; reshard it with jax.reshard, or use "
+            "nnx.scan"
         )
     for arg in args:
         if jnp.issubdtype(arg.dtype, jnp.inexact):
             raise ValueError(
                 "scan_with_prefetch has no gradient for further arguments, which must be integers "
-                "or booleans: got "
-                f"{arg.dtype}{list(arg.shape)}; make it a parameter of the layers, or use nnx.scan"
+                f"or booleans: got {arg.dtype}{list(arg.shape)}; make it a parameter of the "
+                "layers, or use nnx.scan"
             )
     finish, modules, *arrays = then or (None, ())
     out_spec = x_spec
@@ -160,13 +159,12 @@ class _Parameters:
             remedy = "use nnx.scan"
             if isinstance(variable, nnx.Cache):
                 remedy = (
-                    "to drop the cache of init_cache, set cached_key, cached_value and "
-                    "cache_index to None"
+                    "to drop the cache of init_cache, set cached_key, cached_value and cache_index "
+                    "to None"
                 )
             raise ValueError(
                 "scan_with_prefetch takes layers that have parameters alone: got "
-                f"{'.'.join(map(str, path))}, too; "
-                f"{remedy}"
+                f"{'.'.join(map(str, path))}, too; {remedy}"
             )
         leaves, tree = jax.tree.flatten(params)
         specs = tuple(map(_spec, leaves))
@@ -211,8 +209,8 @@ def _dimension(fsdp_axis: str | None, stacked: bool, path: tuple, spec: P) -> in
         if axes[-1] != fsdp_axis:
             raise ValueError(
                 f"scan_with_prefetch needs {fsdp_axis!r} as the last axis of a dimension: "
-                f"{'.'.join(map(str, path))} "
-                f"is stored {spec}; change that order in its out_sharding, or use nnx.scan"
+                f"{'.'.join(map(str, path))} is stored {spec}; change that order in its "
+                "out_sharding, or use nnx.scan"
             )
         return dim - stacked
     return None

@@ -228,9 +228,8 @@ def _multiply(x: Array, kernel: Array, settings: Settings) -> Array:
     if y.shape != (*x.shape[:-1], kernel.shape[1]):
         raise ValueError(
             f"dot_general returned {list(y.shape)} for {list(x.shape)} and {list(kernel.shape)}, "
-            "the operands of one "
-            f"device: needed {[*x.shape[:-1], kernel.shape[1]]}; it must be a local product, "
-            "without collectives"
+            f"the operands of one device: needed {[*x.shape[:-1], kernel.shape[1]]}; it must be a "
+            "local product, without collectives"
         )
     return y
 
@@ -255,8 +254,7 @@ def multiplies_locally(settings: Settings) -> bool:
         raise NotImplementedError(
             f"preferred_element_type={jnp.dtype(preferred).name} is wider than the computation in "
             f"{jnp.dtype(settings.dtype).name}, and backend={settings.backend!r} returns the "
-            "latter: use "
-            "backend='none' or None, or leave preferred_element_type out"
+            "latter: use backend='none' or None, or leave preferred_element_type out"
         )
     return wider or settings.dot_general is not lax.dot_general
 

@@ -167,8 +167,8 @@ def check_mapped(op: str, operand: jax.Array) -> None:
     if any(entry is not None for entry in spec):
         raise ValueError(
             f"{op} needs every axis that shards its operands to be mapped by shard_map: got an "
-            "operand that is still "
-            f"sharded {spec}; leave axis_names out of jax.shard_map, or add them"
+            f"operand that is still sharded {spec}; leave axis_names out of jax.shard_map, or add "
+            "them"
         )
 
 

@@ -105,9 +105,8 @@ def mesh_matmul(
     if lhs.shape[1] * y != rhs.shape[0] * x:
         raise ValueError(
             f"{op} contracts lhs [m, K/{y}] with rhs [K/{x}, n] on a mesh of {x} x {y}: got "
-            f"{list(lhs.shape)} and "
-            f"{list(rhs.shape)}, so K={lhs.shape[1] * y} on the left and K={rhs.shape[0] * x} on "
-            "the right"
+            f"{list(lhs.shape)} and {list(rhs.shape)}, so K={lhs.shape[1] * y} on the left and "
+            f"K={rhs.shape[0] * x} on the right"
         )
 
     if directions is None and x > 1 and y == 2:
@@ -158,9 +157,8 @@ def _check_kernels(caller: str, backend: str, lhs: Array, rhs: Array, y: int) ->
     if backend != "xla_gemm" and lhs.shape[0] % unit:
         raise ValueError(
             f"{caller} cuts the rows of lhs into whole hardware tiles for {y} mesh columns: got "
-            f"{lhs.shape[0]} rows of "
-            f"{lhs.dtype}, needed a multiple of {unit}; pad them, or use backend='xla_gemm' or "
-            "'none'"
+            f"{lhs.shape[0]} rows of {lhs.dtype}, needed a multiple of {unit}; pad them, or use "
+            "backend='xla_gemm' or 'none'"
         )
 
 

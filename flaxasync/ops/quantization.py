@@ -90,8 +90,7 @@ class Quantization:
         if self.weights is not None and not self.weights == self.backward == self.forward:
             raise ValueError(
                 "Quantization needs weights to be None, or the type of both forward and backward: "
-                "got "
-                f"{self.weights!r}, {self.forward!r} and {self.backward!r}"
+                f"got {self.weights!r}, {self.forward!r} and {self.backward!r}"
             )
 
     @property
@@ -126,8 +125,7 @@ def check_chip(caller: str, quantization: Quantization | None, chip: Chip | None
             has = [f"quantization={other!r}" for other in get_args(Kind) if chip.rate(other)]
             raise UnsupportedError(
                 f"{caller} got quantization in {kind}, for which a {chip.name} has no rate of its "
-                "own; use "
-                f"{' or '.join([*has, 'quantization=None'])}"
+                f"own; use {' or '.join([*has, 'quantization=None'])}"
             )
 
 
@@ -190,8 +188,7 @@ def quantize(
             instead = "a Quantization without weights, or fewer rows in a microbatch"
         raise UnsupportedError(
             f"int8 products are summed in int32, which holds {MAX_INT8_PRODUCTS} of them: got "
-            f"{count} {what}; use "
-            f"{instead}"
+            f"{count} {what}; use {instead}"
         )
     wide = jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
     if kind == "int8":
@@ -297,7 +294,7 @@ def backward_operands(
     if len(dys) == len(whole) > 1 and servable:
         dys = (lax.concatenate(dys, dys[0].ndim - 1),)
         whole = (lax.concatenate(whole, 1),)
-    if not (len(dys) == 1):
+    if len(dys) != 1:
         most = None
     dys_8 = tuple(
         quantize(dy, kind, -1, scale=scale, rounding=quantization.rounding, most=most) for dy in dys

@@ -271,8 +271,7 @@ def announce(
         gain = ""
     say_once(
         f"{op} takes {taken!r} and not {wanted!r}, which {why}{gain}. {advice} "
-        f"{VARIABLE}=all{everywhere}, takes it "
-        "unverified"
+        f"{VARIABLE}=all{everywhere}, takes it unverified"
     )
 
 

@@ -309,8 +309,7 @@ def check_movable(name: str, x: Any) -> None:
     if x.ndim == 0 or x.size == 0:
         raise UnsupportedError(
             f"{name}: TPU DMAs move arrays of one dimension or more that are not empty: got "
-            f"{dtype}{list(x.shape)}; "
-            "reshape it, or use backend='xla'"
+            f"{dtype}{list(x.shape)}; reshape it, or use backend='xla'"
         )
 
 
@@ -326,9 +325,8 @@ def check_avals(caller: str, x: Arrays, needed: Sequence[Aval]) -> None:
         if has.varying != needs.varying:
             raise ValueError(
                 f"{caller} was given an x that varies over {sorted(has.varying)} with the future "
-                "of one that varies "
-                f"over {sorted(needs.varying)}: a future of another axis; pass the x that the "
-                "start returned beside it"
+                f"of one that varies over {sorted(needs.varying)}: a future of another axis; pass "
+                "the x that the start returned beside it"
             )
 
 
@@ -352,8 +350,7 @@ def _check_first_wait(caller: str, future: Future) -> None:
     if trace in future.done_in:
         raise ValueError(
             f"{caller} was given a future that was waited for before: its semaphores are spent, "
-            "and a second wait "
-            "never ends; use what the first done returned"
+            "and a second wait never ends; use what the first done returned"
         )
     future.done_in.append(trace)
 

@@ -46,10 +46,9 @@ class PallasTransport:
         if unroll < 2:
             raise ValueError(
                 f"a loop of value futures needs unroll=2 or more: got unroll={unroll}. Source and "
-                "destination change "
-                "roles every turn; with one turn in the loop's body XLA copies one of them while "
-                "it is in flight, and "
-                "the result is wrong. Leave unroll out, or use backend='xla'"
+                "destination change roles every turn; with one turn in the loop's body XLA copies "
+                "one of them while it is in flight, and the result is wrong. Leave unroll out, or "
+                "use backend='xla'"
             )
 
 

@@ -100,8 +100,7 @@ def ppermute_start(
     if backend == "stateful":
         raise UnsupportedError(
             "ppermute_start with backend='stateful' has no Refs to work on; use "
-            "ppermute_start_stateful, or "
-            "backend='pallas'"
+            "ppermute_start_stateful, or backend='pallas'"
         )
     x = cast_to_varying(x, {axis_name})
     if backend == "pallas":

@@ -121,8 +121,7 @@ def _check_slots(caller: str, slots_ref: Ref) -> None:
     if not stateful.is_whole_ref(slots_ref):
         raise ValueError(
             f"{caller} needs slots_ref to be a whole Ref [2, ...]: got {type(slots_ref).__name__}; "
-            "make one with "
-            "jax.new_ref(jnp.stack([x, jnp.zeros_like(x)]))"
+            "make one with jax.new_ref(jnp.stack([x, jnp.zeros_like(x)]))"
         )
     if slots_ref.ndim < 2 or slots_ref.shape[0] != 2:
         raise ValueError(

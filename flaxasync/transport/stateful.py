@@ -139,8 +139,7 @@ class StatefulTransport:
         if unroll % 2:
             raise ValueError(
                 f"a loop of Refs needs an even unroll: got unroll={unroll}. Source and destination "
-                "are two Refs that "
-                "change roles every turn. Leave unroll out, or use backend='xla'"
+                "are two Refs that change roles every turn. Leave unroll out, or use backend='xla'"
             )
 
 
@@ -221,8 +220,7 @@ def _check_refs(caller: str, x_ref: Ref, y_ref: Ref) -> None:
     if (x_ref.shape, x_ref.dtype) != (y_ref.shape, y_ref.dtype):
         raise ValueError(
             f"{caller} needs two Refs of one type: got x_ref {x_ref.dtype}{list(x_ref.shape)} and "
-            "y_ref "
-            f"{y_ref.dtype}{list(y_ref.shape)}"
+            f"y_ref {y_ref.dtype}{list(y_ref.shape)}"
         )
 
 

@@ -90,8 +90,8 @@ def run_cases(cases: Sequence[Case], setup: Setup) -> Iterator[Facts]:
             if done:
                 last = f"after {cases[done - 1].label}"
             message = (
-                f"the chips could not be opened again {last}; end the process that holds "
-                f"them and run again ({why})"
+                f"the chips could not be opened again {last}; end the process that holds them and "
+                f"run again ({why})"
             )
             yield from [{"not_run": message}] * (len(cases) - done)
             return

@@ -101,8 +101,8 @@ def judge(outcome: Facts, case: Case) -> CaseResult:
     if not wrong:
         return result
     reason = (
-        f"differs from the reference: {', '.join(wrong)} of the largest value, where "
-        f"{allowed:.0e} is allowed"
+        f"differs from the reference: {', '.join(wrong)} of the largest value, where {allowed:.0e} "
+        "is allowed"
     )
     return dataclasses.replace(result, verdict=Verdict.WRONG, reason=reason)
 

@@ -349,8 +349,7 @@ def test_what_is_not_supported_is_named(name, change, message):
                 "rms_norm_eps": math.nan,
             },
             "num_hidden_layers='3' must be an integer above 0; hidden_size=None must .*; "
-            "rms_norm_eps=nan must be a "
-            "number above 0; attention_bias=0 must be true or false",
+            "rms_norm_eps=nan must be a number above 0; attention_bias=0 must be true or false",
         ),
         (
             "llama",

@@ -211,8 +211,8 @@ def test_products_that_are_wider_than_the_computation(form, given):
         if "dot_general" not in given:
             named = drawn(lambda: make(4, backend="xla", **common, **options)(jnp.bfloat16))
             message = (
-                "preferred_element_type=float32 is wider than the computation in bfloat16, "
-                "and backend='xla' .* u"
+                "preferred_element_type=float32 is wider than the computation in bfloat16, and "
+                "backend='xla' .* u"
             )
             with pytest.raises(NotImplementedError, match=message):
                 named(x)

@@ -58,8 +58,8 @@ def test_plan_predicts_only_backends_that_the_op_has(op):
 )
 def test_a_backend_that_only_other_ops_have_is_an_error_that_says_what_to_use(op, backend, default):
     message = (
-        f"^{op} has no '{backend}' backend: it has .*; use backend='{default}', which runs "
-        "on every device$"
+        f"^{op} has no '{backend}' backend: it has .*; use backend='{default}', which runs on "
+        "every device$"
     )
     with pytest.raises(NotImplementedError, match=message):
         choose.decide(op, backend, ring=8)

@@ -222,8 +222,7 @@ def test_chips_that_cannot_be_opened_after_a_hang_are_tried_again_and_the_rest_h
     if verdict is Verdict.NOT_RUN:
         assert second.reason.startswith(
             f"the chips could not be opened again after {pair[0].label}; end the process that "
-            "holds them and run again "
-            "(ended with code 1; its last words: the chips are in use)"
+            "holds them and run again (ended with code 1; its last words: the chips are in use)"
         )
         assert "1 cases have no verdict: the chips could not be" in summarize(
             [first, second], MACHINE

@@ -242,9 +242,8 @@ class Checkpoints:
             where = self.path(step)
             raise InputError(
                 f"the checkpoint of step {step}, {where}, holds step {record.step}: its folder was "
-                "renamed, copied or "
-                f"linked. Nothing was deleted. Call it {where.with_name(str(record.step))} again, "
-                "or move it elsewhere"
+                "renamed, copied or linked. Nothing was deleted. Call it "
+                f"{where.with_name(str(record.step))} again, or move it elsewhere"
             )
         return record
 
@@ -298,8 +297,8 @@ class Checkpoints:
         advice = "There is none before it: choose another --workdir to begin anew."
         if earlier:
             advice = (
-                f"Run again with --resume {earlier[-1]} to continue from there; later ones "
-                "are moved aside."
+                f"Run again with --resume {earlier[-1]} to continue from there; later ones are "
+                "moved aside."
             )
         what = f"the checkpoint of step {step}, {self.path(step)}, is damaged ({_shorten(cause)})"
         return InputError(f"{what}. Nothing was deleted. {advice}")

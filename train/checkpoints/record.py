@@ -69,8 +69,7 @@ class Record(RunIdentity):
         if found != VERSION:
             raise InputError(
                 f"the checkpoint has version {cut(found)} of the format, and this code reads "
-                f"{VERSION}; continue it "
-                "with the code that wrote it"
+                f"{VERSION}; continue it with the code that wrote it"
             )
         rest = {name: value for name, value in fields.items() if name != "checksum"}
         if fields.get("checksum") != _checksum(rest):
@@ -131,9 +130,8 @@ def check_identity(
     if changed and not accept_change:
         raise InputError(
             f"the data are not those of {where}: {listed(changed, '; ')}. Its position of "
-            f"{record.data['sequences']} "
-            "sequences has no meaning there: give the same data, or --data.accept_change True to "
-            "continue with others"
+            f"{record.data['sequences']} sequences has no meaning there: give the same data, or "
+            "--data.accept_change True to continue with others"
         )
     return changed
 

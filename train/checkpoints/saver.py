@@ -142,9 +142,8 @@ class Saver:
             if time.monotonic() + pause > until:
                 raise StorageError(
                     f"{error}, in attempts over {seconds:g} s, so the run ends; nothing that was "
-                    "complete is lost, and "
-                    f"the run continues from {self._newest()} when it is started again with a disk "
-                    "that can be written"
+                    f"complete is lost, and the run continues from {self._newest()} when it is "
+                    "started again with a disk that can be written"
                 ) from error
             time.sleep(pause)
             self.watchdog.progress("an attempt to save")

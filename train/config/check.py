@@ -20,19 +20,16 @@ _RANGES = {
     "at least 1": (
         lambda value: value >= 1,
         "steps data.sequence_length data.batch_size data.microbatches checkpoint.every "
-        "checkpoint.keep eval.batches "
-        "report.every mesh.cpu_devices model.layers model.width model.heads model.kv_heads "
-        "model.mlp_width "
-        "model.vocab_size model.experts_per_token skip.limit profile.steps",
+        "checkpoint.keep eval.batches report.every mesh.cpu_devices model.layers model.width "
+        "model.heads model.kv_heads model.mlp_width model.vocab_size model.experts_per_token "
+        "skip.limit profile.steps",
     ),
     "at least 0": (
         lambda value: value >= 0,
         "seed optimizer.learning_rate optimizer.warmup_steps optimizer.weight_decay eval.every "
-        "eval.sample_tokens "
-        "model.experts model.shared_expert_width model.load_balance_weight model.router_z_weight "
-        "skip.spike_factor checkpoint.minutes checkpoint.permanent_every checkpoint.retry_seconds "
-        "report.hang_seconds "
-        "profile.start",
+        "eval.sample_tokens model.experts model.shared_expert_width model.load_balance_weight "
+        "model.router_z_weight skip.spike_factor checkpoint.minutes checkpoint.permanent_every "
+        "checkpoint.retry_seconds report.hang_seconds profile.start",
     ),
     "at least 0 and below 1": (
         lambda value: 0 <= value < 1,
@@ -48,21 +45,18 @@ _RANGES = {
     "above 0, or None": (
         lambda value: value is None or value > 0,
         "model.attention_scale model.attention_softcap model.alternating_window "
-        "model.logit_softcap report.peak_tflops "
-        "model.expert_width model.capacity_factor",
+        "model.logit_softcap report.peak_tflops model.expert_width model.capacity_factor",
     ),
     # The devices count steps in int32.
     "at most 2147483647": (lambda value: value < 2**31, "steps seed optimizer.warmup_steps"),
     "at most 2147483647, as devices count in int32": (
         lambda value: value is None or value < 2**31,
-        "data.sequence_length data.batch_size data.microbatches checkpoint.every "
-        "checkpoint.keep checkpoint.permanent_every eval.every eval.batches eval.sample_tokens "
-        "report.every skip.limit "
-        "profile.start profile.steps model.layers model.width model.heads model.kv_heads "
-        "model.head_dim "
-        "model.mlp_width model.vocab_size model.experts model.experts_per_token model.expert_width "
-        "model.shared_expert_width model.rope_original_length model.alternating_window "
-        "model.gathered_mib mesh.data "
+        "data.sequence_length data.batch_size data.microbatches checkpoint.every checkpoint.keep "
+        "checkpoint.permanent_every eval.every eval.batches eval.sample_tokens report.every "
+        "skip.limit profile.start profile.steps model.layers model.width model.heads "
+        "model.kv_heads model.head_dim model.mlp_width model.vocab_size model.experts "
+        "model.experts_per_token model.expert_width model.shared_expert_width "
+        "model.rope_original_length model.alternating_window model.gathered_mib mesh.data "
         "mesh.fsdp mesh.context mesh.model",
     ),
     f"at most {LARGEST_SLICE}, the chips of the largest TPU slice": (

@@ -103,8 +103,7 @@ def parse(arguments: Sequence[str]) -> Command:
         prog="train/run.py [CONFIG]",
         description=(
             "Trains a decoder with tensor parallelism. CONFIG is a preset file and must come "
-            "first. "
-            f"The defaults shown below are those of {preset.name}. --help SECTION shows one "
+            f"first. The defaults shown below are those of {preset.name}. --help SECTION shows one "
             "section alone."
         ),
         config=(tyro.conf.FlagCreatePairsOff,),
@@ -146,8 +145,7 @@ def load_preset(path: Path) -> Config:
     if not path.is_file():
         raise InputError(
             f"CONFIG must be a preset file such as configs/tiny.py: there is no file {path}; the "
-            "presets are in "
-            f"{DEFAULT_PRESET.parent}"
+            f"presets are in {DEFAULT_PRESET.parent}"
         )
     try:
         names = runpy.run_path(str(path), run_name=_PRESET_MODULE).items()

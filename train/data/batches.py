@@ -80,15 +80,13 @@ def split(
         if not len(training[name]):
             raise InputError(
                 f"data.validation_fraction={config.data.validation_fraction} leaves {border} of "
-                f"{size} tokens for "
-                f"training, fewer than one sequence of {length} + 1; lower it"
+                f"{size} tokens for training, fewer than one sequence of {length} + 1; lower it"
             )
         if config.eval.every and len(validation[name]) < batch_size:
             raise InputError(
                 f"the validation part of {corpus.name} must hold one batch of "
-                f"data.batch_size={batch_size} sequences: "
-                f"it has {len(validation[name])}; raise data.validation_fraction, or set "
-                "eval.every to 0"
+                f"data.batch_size={batch_size} sequences: it has {len(validation[name])}; raise "
+                "data.validation_fraction, or set eval.every to 0"
             )
     return training, validation
 
@@ -125,9 +123,8 @@ class TrainingBatches:
         if rest:
             raise InputError(
                 f"data.batch_size={self._batch_size} cannot continue after {state['sequences']} "
-                "sequences, which is no "
-                f"multiple of it; use a batch size that divides {state['sequences']}, or the "
-                "checkpoint of another step"
+                "sequences, which is no multiple of it; use a batch size that divides "
+                f"{state['sequences']}, or the checkpoint of another step"
             )
         self._iterator.set_state({"next_index": batches})
 

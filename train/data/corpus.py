@@ -80,10 +80,9 @@ class Corpus:
             index = int(np.argmax(window >= self.vocab_size))
             raise InputError(
                 f"{self.field}: token {start + index} of {self.name} is {window[index]} and no "
-                "longer below "
-                f"model.vocab_size={self.vocab_size}: its file was changed while the run read it; "
-                "put it back as it "
-                "was and start the run again, which continues from the newest checkpoint"
+                f"longer below model.vocab_size={self.vocab_size}: its file was changed while the "
+                "run read it; put it back as it was and start the run again, which continues from "
+                "the newest checkpoint"
             )
 
 
@@ -121,9 +120,8 @@ def open_source(
         elif config.tokenizer is not None:
             raise InputError(
                 f"{field} must be a .npy or .bin file of tokens where data.tokenizer is a name: "
-                f"{name} is text, and "
-                f"nothing says how to turn it into tokens of {config.tokenizer}; give its "
-                "tokenizer.json, or None"
+                f"{name} is text, and nothing says how to turn it into tokens of "
+                f"{config.tokenizer}; give its tokenizer.json, or None"
             )
         elif path is not None and path.is_file():
             file = MappedFile(path, lambda path: _map_text(path, field))
@@ -310,9 +308,8 @@ def _map_tokens(path: Path, dtype: np.dtype, field: str) -> np.ndarray:
         if path.stat().st_size % dtype.itemsize:
             raise InputError(
                 f"{field} must hold whole tokens: {path} has {path.stat().st_size} bytes, which is "
-                "no multiple of the "
-                f"{dtype.itemsize} bytes of a {dtype}; set data.token_dtype to what the file was "
-                "written with"
+                f"no multiple of the {dtype.itemsize} bytes of a {dtype}; set data.token_dtype to "
+                "what the file was written with"
             )
         return np.memmap(path, dtype, "r")
     try:
@@ -343,6 +340,5 @@ def _check_tokens(tokens: np.ndarray, name: str, vocab_size: int, field: str) ->
             index = int(np.argmax(chunk >= vocab_size))
             raise InputError(
                 f"token ids must be below model.vocab_size={vocab_size}: token {start + index} of "
-                f"{name} "
-                f"is {chunk[index]}; raise model.vocab_size, or check data.token_dtype"
+                f"{name} is {chunk[index]}; raise model.vocab_size, or check data.token_dtype"
             )

@@ -86,15 +86,13 @@ class MappedFile:
             before = f"what is hashed, {before}"
         raise InputError(
             f"{field}: {self.path} must stay as it is while a run reads it: it had {before}, and "
-            f"now it has {found}; "
-            f"{_ADVICE}"
+            f"now it has {found}; {_ADVICE}"
         )
 
 
 _ADVICE = (
     "nothing was saved since, so put the file back as it was and start the run again: it continues "
-    "from the newest "
-    "checkpoint"
+    "from the newest checkpoint"
 )
 
 

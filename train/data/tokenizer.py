@@ -67,9 +67,8 @@ class Tokenizer:
         if largest >= vocab_size:
             raise InputError(
                 f"{field} must match the vocabulary: {path} has tokens up to {largest}, and "
-                "model.vocab_size is "
-                f"{vocab_size}; use the tokenizer of this model, or a model.vocab_size of "
-                f"{largest + 1} or more"
+                f"model.vocab_size is {vocab_size}; use the tokenizer of this model, or a "
+                f"model.vocab_size of {largest + 1} or more"
             )
         return cls(
             f"tokenizer {hashlib.blake2b(content, digest_size=8).hexdigest()}", inner, prefix, path

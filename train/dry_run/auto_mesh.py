@@ -31,8 +31,7 @@ def mesh_of_topology(config: Config, topology: str, trust: Mode) -> Config:
     if "*" in topology:
         raise InputError(
             "--mesh auto must have a topology of one slice, because it does not know the network "
-            "between slices: got "
-            f"--topology {topology}; {_NAMED}"
+            f"between slices: got --topology {topology}; {_NAMED}"
         )
     devices = len(topology_devices(topology))
     with trusting(trust):
@@ -56,8 +55,7 @@ def mesh_of_run(config: Config, trust: Mode, *, setup: Setup | None = None) -> C
     if not may_have_tpus(config):
         raise InputError(
             "--mesh auto predicts the times of TPUs alone, and this run has "
-            f"mesh.platform={config.mesh.platform}: "
-            f"{_NAMED}"
+            f"mesh.platform={config.mesh.platform}: {_NAMED}"
         )
     machine = describe_machine(setup or setup_of(config))
     if machine["platform"] != "tpu" or machine["chip"] not in CHIPS:

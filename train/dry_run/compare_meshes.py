@@ -30,8 +30,8 @@ def compare_meshes(config: Config, topology: str, trust: Mode) -> int:
     if "*" in topology:
         raise InputError(
             "--compare-meshes must have a topology of one slice, because it does not know the "
-            f"network between slices: got --topology {topology}; use "
-            f"{topology.partition('*')[0]}, or a dry run of one mesh"
+            f"network between slices: got --topology {topology}; use {topology.partition('*')[0]}, "
+            "or a dry run of one mesh"
         )
     devices = len(topology_devices(topology))
     with trusting(trust):

@@ -112,8 +112,8 @@ def faster_mesh(config: Config, chip: Chip, mesh: Mapping[str, int], now: float)
         return ""
     figures = f"{time_text(best.seconds)} in {gib(best.needed)}"
     return (
-        f"{best.options} would take {figures}, where this mesh takes {time_text(now)}; --mesh "
-        "auto takes the fastest"
+        f"{best.options} would take {figures}, where this mesh takes {time_text(now)}; --mesh auto "
+        "takes the fastest"
     )
 
 

@@ -186,7 +186,6 @@ def _explain(
         if several_processes and _LOST_PROCESS.search(str(error)):
             return RESTART, (
                 f"another process of the run is gone ({first_line}), so this one ends; starting "
-                "all of them again "
-                "continues from the newest checkpoint"
+                "all of them again continues from the newest checkpoint"
             )
     return 1, ""

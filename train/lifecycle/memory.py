@@ -41,8 +41,8 @@ def check_memory(trainer: Trainer, config: Config, mesh: jax.sharding.Mesh) -> N
     parts = ", ".join(f"{gib(size)} for {name}" for name, size in needs.items())
     raise InputError(
         f"the run must fit the memory of {where}, which has {gib(has)}: it needs at least {parts}; "
-        "use smaller fields "
-        f"of model, a smaller data.batch_size than {config.data.batch_size}, or more devices"
+        f"use smaller fields of model, a smaller data.batch_size than {config.data.batch_size}, or "
+        "more devices"
     )
 
 

@@ -94,8 +94,7 @@ def agree_on_kernels() -> None:
         command = f"LIBTPU_INIT_ARGS='{flags}' {trust.COMMAND}" if flags else trust.COMMAND
         say(
             f"verify     no kernel has passed in every process; `{command} --distributed`, started "
-            "on every host "
-            "before the run, verifies them"
+            "on every host before the run, verifies them"
         )
 
 

@@ -190,9 +190,7 @@ class Watchdog:
             faulthandler.dump_traceback(file, all_threads=True)
         print_error(
             f"error: the run made no progress for {self._seconds:.0f} s after {self._last}, so the "
-            "process ends; its "
-            f"stacks are in {self._stacks}. Started again, it continues from the newest "
-            "checkpoint; "
-            "report.hang_seconds sets the time."
+            f"process ends; its stacks are in {self._stacks}. Started again, it continues from the "
+            "newest checkpoint; report.hang_seconds sets the time."
         )
         self._end(RESTART)

@@ -314,8 +314,8 @@ class Run:
             where = f"the last good checkpoint is {self.checkpoints.path(good)}, of step {good}"
         advice = (
             f", so the run was stopped and nothing was saved from there on; {where}. Starting "
-            "again repeats it: try a "
-            "lower optimizer.learning_rate, or --skip.nonfinite True if single batches are bad."
+            "again repeats it: try a lower optimizer.learning_rate, or --skip.nonfinite True if "
+            "single batches are bad."
         )
         return DivergedError(error.step, error.cause, advice)
 

@@ -136,8 +136,7 @@ def _lock(lock: IO[str], folder: Path) -> None:
                 holder = lock.read().strip() or "unknown"
                 raise InputError(
                     f"workdir {folder} is in use by another run ({holder}): wait for it to end, or "
-                    "choose another "
-                    "--workdir"
+                    "choose another --workdir"
                 ) from error
             time.sleep(0.05)
         except OSError as error:

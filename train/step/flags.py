@@ -150,13 +150,13 @@ def describe(config: Config, chip: str | None, flags: Mapping[str, str]) -> str:
         return f"flags      none are added, by --xla.flags{there}"
     if chip is None:
         return (
-            "flags      none: nothing here tells the kind of chip; --xla.flags name=value "
-            f"sets some{there}"
+            "flags      none: nothing here tells the kind of chip; --xla.flags name=value sets "
+            f"some{there}"
         )
     if config.mesh.model != 1:
         return (
-            f"flags      none (auto, {chip}): none is predicted to help where mesh.model is "
-            f"not 1{there}"
+            f"flags      none (auto, {chip}): none is predicted to help where mesh.model is not "
+            f"1{there}"
         )
     if chip in WHOLE_LAYERS:  # and the variable has them
         return f"flags      none are added (auto, {chip}){there}"

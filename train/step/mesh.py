@@ -143,9 +143,8 @@ def check_host_memory(config: Config, mesh: jax.sharding.Mesh) -> None:
     if (config.model.remat or "").startswith("offload") and "pinned_host" not in kinds:
         raise InputError(
             f"model.remat={config.model.remat} needs the memory 'pinned_host' of the host, which "
-            f"{device.platform} "
-            f"devices here lack (they have {', '.join(kinds)}); use --model.remat layer, or cheap "
-            "if memory allows it"
+            f"{device.platform} devices here lack (they have {', '.join(kinds)}); use "
+            "--model.remat layer, or cheap if memory allows it"
         )
 
 

@@ -13,8 +13,8 @@ from models.config import TransformerConfig
 
 # Of the experts of a layer, those that a token chooses are counted.
 FORMULA = (
-    "6 x matmul parameters + 12 x layers x heads x head features x sequence; recomputation "
-    "is not counted"
+    "6 x matmul parameters + 12 x layers x heads x head features x sequence; recomputation is not "
+    "counted"
 )
 
 

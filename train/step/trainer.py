@@ -265,6 +265,5 @@ def _check_overlap(config: Config, mesh: jax.sharding.Mesh) -> None:
     if any(axis.name == FSDP and axis.across_slices for axis in mesh_report(mesh)):
         raise InputError(
             "model.fsdp_overlap=prefetch_pallas sends along links, and mesh.fsdp goes across "
-            "slices, which none "
-            f"connects; put mesh.data across them, or use {other}"
+            f"slices, which none connects; put mesh.data across them, or use {other}"
         )

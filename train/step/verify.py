@@ -93,8 +93,7 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
     if failed:
         raise InputError(
             f"backend={config.backend} fails on this machine: {', '.join(sorted(failed))}; use "
-            "--backend auto, or "
-            "--verify off"
+            "--backend auto, or --verify off"
         )
     if copies := [
         r.verdict for r in bad if named and (r.case.op, r.case.backend) == ("prefetch", "pallas")

@@ -119,8 +119,8 @@ def _beside(
             f"nothing independent is there; the XLA flag {flag} moves it to the SparseCore", 0.0
         )
     text = (
-        f"run it beside {free[0][1].name}, on which it does not depend; the XLA flag {flag} "
-        "moves it to the SparseCore"
+        f"run it beside {free[0][1].name}, on which it does not depend; the XLA flag {flag} moves "
+        "it to the SparseCore"
     )
     return Advice(text, min(costs.seconds(computation, i), sum(seconds for seconds, _ in free)))
 
@@ -132,8 +132,7 @@ def _sum_gradients_beside(
     free = work.beside(computation, [i.name], [i.name], costs.seconds(computation, i))
     text = (
         "it sums gradients: flaxasync.nn.scan_with_prefetch, in place of nnx.scan over layers, "
-        "sums those "
-        "of each layer beside the backward pass of the others"
+        "sums those of each layer beside the backward pass of the others"
     )
     return Advice(text, min(costs.seconds(computation, i), sum(seconds for seconds, _ in free)))
 
@@ -201,8 +200,8 @@ def _save(costs: Costs, computation: Computation, i: Instruction) -> Advice:
     traffic = costs.memory_seconds(4 * i.shape.bytes)
     text = (
         "the backward pass computes it again: name its result, checkpoint_name(y, 'saved') of "
-        "jax.ad_checkpoint, and keep it, "
-        "jax.checkpoint(..., policy=jax.checkpoint_policies.save_only_these_names('saved')), for "
+        "jax.ad_checkpoint, and keep it, jax.checkpoint(..., "
+        "policy=jax.checkpoint_policies.save_only_these_names('saved')), for "
         f"{size_text(i.shape.bytes)} of memory in each layer"
     )
     return Advice(text, max(0.0, work - traffic))

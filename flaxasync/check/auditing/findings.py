@@ -45,8 +45,7 @@ CODES = {
         _ERROR,
         "the compiler copies a buffer that a transfer is reading or writing, and waits on the copy",
         "tie what reads the block between start and done (flaxasync.while_travelling, tie_refs); "
-        "unroll a staggered "
-        "loop by two (fori_loop(..., unroll=2)) or use the two slots of one Ref "
+        "unroll a staggered loop by two (fori_loop(..., unroll=2)) or use the two slots of one Ref "
         "(flaxasync.ppermute_start_slots)",
     ),
     "in-flight-read": Code(
@@ -100,9 +99,8 @@ CODES = {
         _WARNING,
         "the chip waits for a collective that has no start and done",
         "cut it into ring steps: all_gather_matmul, matmul_reduce_scatter or ring_attention of "
-        "flaxasync; where one of "
-        "them made it, backend='none' was named, or flaxasync.plan predicts that it is faster: "
-        "backend='xla' is a ring",
+        "flaxasync; where one of them made it, backend='none' was named, or flaxasync.plan "
+        "predicts that it is faster: backend='xla' is a ring",
     ),
     "loop-copies": Code(
         _WARNING,
@@ -113,9 +111,8 @@ CODES = {
         _WARNING,
         "a transfer carries a wider type than the program keeps of what arrives",
         "round before the transfer: preferred_element_type=jnp.bfloat16 in the einsum whose "
-        "product is summed over the "
-        "devices, or .astype before the sharding constraint; a sum over devices is then rounded in "
-        "each step",
+        "product is summed over the devices, or .astype before the sharding constraint; a sum over "
+        "devices is then rounded in each step",
     ),
     "not-scheduled": Code(
         _WARNING,

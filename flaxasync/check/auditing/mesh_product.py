@@ -86,12 +86,12 @@ def advice(module: HloModule, product: MeshProduct) -> str:
     )
     if "/flaxasync/ops/mesh_matmul.py" in module.tables:
         return (
-            f"{what}: backend='overlapped' of flaxasync.mesh_matmul and "
-            "flaxasync.nn.MeshLinear does it in one kernel"
+            f"{what}: backend='overlapped' of flaxasync.mesh_matmul and flaxasync.nn.MeshLinear "
+            "does it in one kernel"
         )
     return (
-        f"{what}: flaxasync.mesh_matmul in a shard_map, or the layer flaxasync.nn.MeshLinear, "
-        "does it in one kernel"
+        f"{what}: flaxasync.mesh_matmul in a shard_map, or the layer flaxasync.nn.MeshLinear, does "
+        "it in one kernel"
     )
 
 

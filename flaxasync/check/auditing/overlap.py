@@ -306,8 +306,8 @@ def _barrier_to_remove(
         return ""
     return (
         f"remove the jax.lax.optimization_barrier that makes what is sent wait for {work.name}: "
-        "neither needs the "
-        "other, and XLA runs such work inside its own transfers unless a barrier forbids it"
+        "neither needs the other, and XLA runs such work inside its own transfers unless a barrier "
+        "forbids it"
     )
 
 

@@ -110,8 +110,8 @@ def compile_for(
     if len(request["device_ids"]) > len(devices) or not known.issuperset(request["device_ids"]):
         raise ValueError(
             f"the function was lowered for {len(request['device_ids'])} devices that are not those "
-            f"of {topology}: "
-            f"make its mesh with topology_mesh({topology!r}, ...), or let it use the ambient mesh"
+            f"of {topology}: make its mesh with topology_mesh({topology!r}, ...), or let it use "
+            "the ambient mesh"
         )
     folder: str | os.PathLike[str] | None = None
     if keep_dumps is True:

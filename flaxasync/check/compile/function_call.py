@@ -45,8 +45,8 @@ class FunctionCall:
         if hasattr(fn, "partial_args"):
             raise TypeError(
                 "compile_for cannot move the arguments that nnx.jit_partial has bound to other "
-                "devices: give it "
-                "nnx.jit(fun), or functools.partial(nnx.jit(fun), ...), with these arguments"
+                "devices: give it nnx.jit(fun), or functools.partial(nnx.jit(fun), ...), with "
+                "these arguments"
             )
         if not callable(fn):
             raise TypeError(f"compile_for compiles a function: got {type(fn).__name__}")

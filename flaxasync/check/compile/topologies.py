@@ -70,8 +70,7 @@ def topology_mesh(
     if (size := math.prod(shape)) != len(devices):
         raise ValueError(
             f"axis_shapes must multiply to the {len(devices)} devices of {topology}: got {shape}, "
-            f"which is {size}; "
-            "change the mesh, or choose a topology of that size"
+            f"which is {size}; change the mesh, or choose a topology of that size"
         )
     ordered = order_slices(devices, shape, names)
     assert ordered is not None  # the devices of each slice fill its grid
@@ -99,8 +98,8 @@ def topology_devices(topology: str) -> list:
         match = None
     known = "; ".join(f"{family}: {', '.join(sizes)}" for family, sizes in TOPOLOGIES.items())
     wanted = (
-        f"topology must be one that libtpu describes, like 'v5e:2x4': got {topology!r}; "
-        f"there are {known}"
+        f"topology must be one that libtpu describes, like 'v5e:2x4': got {topology!r}; there are "
+        f"{known}"
     )
     if match:
         sizes = [int(n.lstrip("*")) for n in match.groups()[1:] if n]
@@ -157,8 +156,8 @@ def place_arguments(
         if mesh.size != len(devices):
             raise ValueError(
                 f"the mesh must have the {len(devices)} devices of {topology}: got "
-                f"{dict(mesh.shape)}, which is "
-                f"{mesh.size}; use topology_mesh({topology!r}, ...) or another topology"
+                f"{dict(mesh.shape)}, which is {mesh.size}; use topology_mesh({topology!r}, ...) "
+                "or another topology"
             )
     ambient: Any = jax.sharding.get_mesh()
     ambient_is_here = _is_of_topology(ambient, devices)
@@ -205,8 +204,8 @@ def _one_mesh(topology: str, here: set[Mesh], elsewhere: Sequence[Any]) -> Mesh:
     if len(axes) > 1 or len(here) > 1:
         raise ValueError(
             f"the arguments must lie on one mesh: got {', '.join(axes)}; give all of them "
-            "shardings on the same "
-            f"topology_mesh({topology!r}, ...), or on an AbstractMesh with its axes"
+            f"shardings on the same topology_mesh({topology!r}, ...), or on an AbstractMesh with "
+            "its axes"
         )
     mesh = elsewhere[0]
     return next(iter(here), None) or topology_mesh(
@@ -229,6 +228,6 @@ def _is_of_topology(mesh: Any, devices: list) -> bool:
 
 def busy_message(error: object) -> str:
     return (
-        f"libtpu is in use: {error}. Start the other process with "
-        "ALLOW_MULTIPLE_LIBTPU_LOAD=1, or wait for it"
+        f"libtpu is in use: {error}. Start the other process with ALLOW_MULTIPLE_LIBTPU_LOAD=1, or "
+        "wait for it"
     )

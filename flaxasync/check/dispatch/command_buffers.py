@@ -62,9 +62,8 @@ def command_buffer_flags(loops: LoopKind = "nested") -> str:
 
         raise NotImplementedError(
             f"jaxlib {jaxlib.__version__} does not take {LOOPS}: its while loops cannot be put "
-            "into command buffers; "
-            "give loops a trip count that is known when they are compiled, or install another "
-            "jaxlib"
+            "into command buffers; give loops a trip count that is known when they are compiled, "
+            "or install another jaxlib"
         )
     if _is_accepted(SMALL_GRAPHS):
         return f"{LOOPS} {SMALL_GRAPHS}"
@@ -99,8 +98,7 @@ def cuda_note(loops: LoopKind = "nested") -> tuple[bool | None, str]:
     if version < needed:
         return False, (
             f"CUDA {_version(version)} is older than {_version(needed)}, and {crash}: install "
-            f"{_version(needed)} or "
-            "later"
+            f"{_version(needed)} or later"
         )
     return True, f"CUDA {_version(version)} runs {loops} loops"
 

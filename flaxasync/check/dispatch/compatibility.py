@@ -232,8 +232,7 @@ def _of_decisions(platform: str, program: Program) -> list[_Judgement]:
     if platform == "tpu":
         reason = (
             "TPU text never notes a trip count, and needs none here: a TPU runs loops and branches "
-            "by itself; "
-            "dynamic_loops are those that could not be counted by hand"
+            "by itself; dynamic_loops are those that could not be counted by hand"
         )
         return [_Judgement(True, reason)]
     if platform not in _GPU:
@@ -259,8 +258,8 @@ def _of_decisions(platform: str, program: Program) -> list[_Judgement]:
     ):
         if found and may_capture_loops(os.environ.get("XLA_FLAGS", "")):
             reason = (
-                f"{what}: {_listed(found)}; XLA_FLAGS may put it into a command buffer, "
-                "which no text says"
+                f"{what}: {_listed(found)}; XLA_FLAGS may put it into a command buffer, which no "
+                "text says"
             )
             judged.append(_Judgement(None, reason, _MEASURE))
         elif found:
@@ -279,10 +278,8 @@ def _into_command_buffers(program: Program) -> str:
     kind: LoopKind = "nested" if program.has_nested_loops or program.late_branches else "dynamic"
     return (
         "give loops a trip count that is known when they are compiled (scan, or fori_loop with "
-        "Python bounds), or add "
-        f"{flags_for(*commands)} to XLA_FLAGS, which "
-        f"flaxasync.check.command_buffer_flags({kind!r}) tries "
-        f"({cuda_note(kind)[1]})"
+        f"Python bounds), or add {flags_for(*commands)} to XLA_FLAGS, which "
+        f"flaxasync.check.command_buffer_flags({kind!r}) tries ({cuda_note(kind)[1]})"
     )
 
 

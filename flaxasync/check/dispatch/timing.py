@@ -75,8 +75,7 @@ def measure_dispatch(
     if strange or not outputs:
         raise ValueError(
             "fn must return jax arrays, whose readiness can be waited for: got "
-            f"{', '.join(strange) or 'nothing'}; "
-            "pass a jitted function"
+            f"{', '.join(strange) or 'nothing'}; pass a jitted function"
         )
     jax.block_until_ready(outputs)
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(args)):

@@ -44,8 +44,7 @@ def timeline(
     if not module.is_scheduled:
         raise ValueError(
             f"{module.name or 'the text'} is not scheduled, so it has no order to put in time: "
-            "compile it first "
-            "(jitted.lower(...).compile(), or compile_for)"
+            "compile it first (jitted.lower(...).compile(), or compile_for)"
         )
     if copies not in ("bytes", "cycles", "simulated"):
         raise ValueError(f"copies must be 'cycles', 'bytes' or 'simulated': got {copies!r}")
@@ -90,14 +89,12 @@ def limits(module: HloModule, chip: str) -> list[str]:
     if any(map(_is_for_gpus, instructions)):
         notes.append(
             "this is a program for GPUs, whose times are not known: all times and gains are as on "
-            f"a {chip}; what runs "
-            "in a window, and the rules, are facts of the text"
+            f"a {chip}; what runs in a window, and the rules, are facts of the text"
         )
     if between_slices:
         notes.append(
             f"{_transfers(between_slices)} between slices, over a network whose speed the text "
-            "does not name: timed as "
-            f"on a link of a {chip}, which is faster"
+            f"does not name: timed as on a link of a {chip}, which is faster"
         )
     if with_host:
         rate = chip_named(chip).host_bandwidth

@@ -317,8 +317,8 @@ class Lockstep:
             if steps > most:
                 raise HloError(
                     f"'{i.name}' runs {steps:.3g} instructions on each of {len(self.devices)} "
-                    "devices, of which a "
-                    f"timeline steps through {most}: estimate its computations one by one",
+                    f"devices, of which a timeline steps through {most}: estimate its computations "
+                    "one by one",
                     i.line,
                     1,
                 )

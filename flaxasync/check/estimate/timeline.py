@@ -43,8 +43,8 @@ FROM_TEXT = (
 )
 KERNELS_PLAYED = (
     "from the text, and from kernels that were simulated one by one: prefer it to a timeline "
-    "without them, and play of "
-    "the whole program, in which all work, copies and collectives share HBM and links, to both"
+    "without them, and play of the whole program, in which all work, copies and collectives share "
+    "HBM and links, to both"
 )
 WHOLE_PLAYED = (
     "of the three predictions of a program, the simulation of the whole is the one to believe"

@@ -98,8 +98,8 @@ def compare(
         if mine != theirs:
             raise ValueError(
                 f"the baseline is of another program: its {name} is {mine}, and that of this "
-                f"program is {theirs}; "
-                "name the baseline of this program, or replace it with --update"
+                f"program is {theirs}; name the baseline of this program, or replace it with "
+                "--update"
             )
     changes = list(_changes(baseline, program, tolerances or Tolerances()))
     return Comparison(baseline, program, tuple(sorted(changes, key=lambda c: not c.worse)))

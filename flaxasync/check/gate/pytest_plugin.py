@@ -90,8 +90,7 @@ def _baseline(request: pytest.FixtureRequest, name: str) -> pathlib.Path:
     if owner is request or (owner is not None and owner.node.nodeid != request.node.nodeid):
         pytest.fail(
             f"{file} is the baseline of another program already, which {owner.node.nodeid} checks: "
-            "give each program "
-            "a name of its own, as in check_overlap(compiled, 'step')",
+            "give each program a name of its own, as in check_overlap(compiled, 'step')",
             pytrace=False,
         )
     used[file] = request

@@ -146,8 +146,8 @@ def read_baseline(path: str | os.PathLike) -> Summary:
         return Summary(**facts, rows=rows)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is not a baseline of format {FORMAT} ({type(error).__name__}: {error}); "
-            "write it again with --update"
+            f"{path} is not a baseline of format {FORMAT} ({type(error).__name__}: {error}); write "
+            "it again with --update"
         ) from error
 
 

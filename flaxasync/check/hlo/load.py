@@ -31,8 +31,8 @@ def module_of(compiled: Any) -> HloModule:
         return parse(compiled)
     if not hasattr(compiled, "as_text"):
         raise ValueError(
-            f"expected a compiled program or HLO text: got {type(compiled).__name__}; "
-            "pass jitted.lower(...).compile(), or its text"
+            f"expected a compiled program or HLO text: got {type(compiled).__name__}; pass "
+            "jitted.lower(...).compile(), or its text"
         )
     try:
         text = compiled.as_text()

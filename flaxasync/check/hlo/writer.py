@@ -35,8 +35,8 @@ def _format_computation(computation: Computation) -> str:
     signature = ", ".join(f"{p.name}: {p.shape.without_layout()}" for p in parameters)
     result = computation.root.shape.without_layout()
     head = (
-        f"{'ENTRY ' if computation.is_entry else ''}%{computation.name} ({signature}) -> "
-        f"{result} {{"
+        f"{'ENTRY ' if computation.is_entry else ''}%{computation.name} ({signature}) -> {result} "
+        f"{{"
     )
     lines = [head, *(f"  {_format_instruction(i)}" for i in computation.instructions)]
     thread = computation.execution_thread

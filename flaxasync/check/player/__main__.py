@@ -92,8 +92,7 @@ def _from_text(folder: pathlib.Path, topology: str | None) -> str:
     t = timeline(read_scheduled(folder), topology or read_note(folder).topology)
     return (
         f"From its text alone, it is estimated at {t.seconds * 1e3:.3f} ms, of which "
-        f"{t.exposed * 1e3:.3f} ms are "
-        "exposed communication (fa.check.timeline)."
+        f"{t.exposed * 1e3:.3f} ms are exposed communication (fa.check.timeline)."
     )
 
 

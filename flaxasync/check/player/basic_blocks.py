@@ -122,10 +122,8 @@ class Code:
                 if "sparse_core" in operation.name:
                     raise UnknownOperationError(
                         f"{self.program.name}: {operation.name} drives a SparseCore, which the "
-                        "player does not model; "
-                        f"at {self.program.location(index)}; to keep collectives off it, compile "
-                        "with "
-                        f"compiler_options={_OFF_THE_SPARSE_CORE}"
+                        f"player does not model; at {self.program.location(index)}; to keep "
+                        f"collectives off it, compile with compiler_options={_OFF_THE_SPARSE_CORE}"
                     )
 
     def _compile(self, start: int) -> BasicBlock:
@@ -231,8 +229,7 @@ class Code:
             return "[:1]"
         raise scalar.NoScalarError(
             f"{operation.name!r} that does not say whether the quotient or the remainder is meant, "
-            "as this version of "
-            "libtpu prints it,"
+            "as this version of libtpu prints it,"
         )
 
     def _scalar(self, text: str) -> str:

@@ -93,8 +93,7 @@ def read_program(name: str, bundles: pathlib.Path, original: pathlib.Path) -> Pr
     if not text.startswith(HEADER):
         raise DumpError(
             f"{bundles.name} does not begin like a bundle dump ({HEADER!r}): it comes from another "
-            "version of libtpu, "
-            "or is no bundle dump"
+            "version of libtpu, or is no bundle dump"
         )
     declared = original.read_text(errors="replace")
     return Program(

@@ -34,13 +34,12 @@ DEVICES_PER_CHIP = {"tpu7x": 2}  # one for every other chip
 _TOPOLOGY = re.compile(r"([a-z0-9]+):(\d+)x(\d+)(?:x(\d+))?")
 _V5E_ERROR = (
     "1 % on the totals of the published 2x2 study and 7 % on its phases (docs/player.md), two of "
-    "which calibrate HBM "
-    "and links, more on single waits; small programs, where latencies rule, were not compared"
+    "which calibrate HBM and links, more on single waits; small programs, where latencies rule, "
+    "were not compared"
 )
 _V6E_ERROR = (
     "2 % on the one kernel with a published time on v6e, and 3 % on its waits for HBM "
-    "(docs/player.md); "
-    "links and latencies of v6e are assumed"
+    "(docs/player.md); links and latencies of v6e are assumed"
 )
 _ASSUMED = "none of our own on {0}: the constants of {0} are assumed, see docs/player.md"
 
@@ -234,7 +233,6 @@ def places_of_partitions(
     if sorted(full) != sorted(in_order):
         raise MeshMismatchError(
             f"the order of the mesh must name each chip of {grid.name} {grid.cores} time(s), "
-            f"within {grid.shape}: "
-            f"got {tuple(chips)}"
+            f"within {grid.shape}: got {tuple(chips)}"
         )
     return full

@@ -99,8 +99,8 @@ class Dump:
                 return self.programs[name]
         raise DumpError(
             f"{self.folder} has no bundles for {instruction}: it holds "
-            f"{', '.join(sorted(self.programs)[:8])} ...; "
-            "compile again into an empty folder, with every final_bundles pass dumped"
+            f"{', '.join(sorted(self.programs)[:8])} ...; compile again into an empty folder, with "
+            "every final_bundles pass dumped"
         )
 
     @functools.cache  # noqa: B019, there is one dump in a simulation
@@ -138,8 +138,8 @@ def read_dump(folder: pathlib.Path) -> Dump:
     if (tops := sum(name == TOP for name, _, _ in files)) != 1:
         raise DumpError(
             f"{folder} holds the final bundles of {tops} programs, and must hold those of one: "
-            "compile one jitted "
-            f"function with --xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
+            f"compile one jitted function with --xla_jf_dump_to={folder} "
+            "--xla_jf_dump_llo_text=true "
             "--xla_jf_dump_llo_pass_label_regex=(final_bundles|original) into an empty folder, or "
             "let play() do it"
         )
@@ -187,8 +187,7 @@ def _read_complete(name: str, bundles: pathlib.Path, original: pathlib.Path | No
     if original is None:
         raise DumpError(
             f"{bundles.name} has no *-original.txt beside it, which declares its buffers: add "
-            "'original' to "
-            "--xla_jf_dump_llo_pass_label_regex"
+            "'original' to --xla_jf_dump_llo_pass_label_regex"
         )
     program = read_program(name, bundles, original)
     if name == TOP:

@@ -138,8 +138,7 @@ def kernel_times(
         if time.guessed:
             lines.append(
                 f"{names[0]} was simulated with 0 for scalars that the text of the program does "
-                "not determine; where "
-                "its own cost estimate is longer, that counts"
+                "not determine; where its own cost estimate is longer, that counts"
             )
     return found, tuple(lines)
 

@@ -89,8 +89,7 @@ class Machine:
             if self._blocks_run > MAX_BLOCKS:
                 raise UnsimulatedError(
                     f"device {self.device} ran {MAX_BLOCKS} blocks without an end, now in "
-                    f"{self.kernel} at "
-                    f"{self.code.program.location(self.position)}"
+                    f"{self.kernel} at {self.code.program.location(self.position)}"
                 )
             block = self.code.block(self.position)
             self._start = self.position

@@ -87,9 +87,8 @@ class Addresses:
         if (end := (buffer.address + units) * self._unit[space]) > _END[space]:
             raise UnsimulatedError(
                 f"the program's buffers in {space} need addresses up to {end:#x}, and the player "
-                "has them up to "
-                f"{_END[space]:#x}, as no two buffers share any: simulate its parts as programs of "
-                f"their own ({label})"
+                f"has them up to {_END[space]:#x}, as no two buffers share any: simulate its parts "
+                f"as programs of their own ({label})"
             )
         self._next[space] += units + _GAP[space] // self._unit[space]
         self._ordered[space].append(buffer)

@@ -233,9 +233,8 @@ class Result:
         if self.not_simulated:
             head += "not simulated, estimated at "
         head += (
-            f"{self.seconds * 1e3:.4f} ms, "
-            f"{slowest.share_of_peak:.1%} of peak, exposed communication "
-            f"{self.exposed * 1e3:.4f} ms"
+            f"{self.seconds * 1e3:.4f} ms, {slowest.share_of_peak:.1%} of peak, exposed "
+            f"communication {self.exposed * 1e3:.4f} ms"
         )
         if self.error is not None and self.measured is not None:
             head += f"; measured {self.measured * 1e3:.4g} ms, error {self.error:+.1%}"

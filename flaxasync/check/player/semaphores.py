@@ -123,9 +123,8 @@ class Semaphores:
         if value := machine.semaphores[semaphore]:
             raise LeftoverSemaphoreError(
                 f"device {machine.device}: {self._named(semaphore)} is {value} at the end of its "
-                "life in "
-                f"{machine.kernel}, {machine.location()}: a transfer or signal was not waited "
-                f"for{self._state.made_at(machine)}"
+                f"life in {machine.kernel}, {machine.location()}: a transfer or signal was not "
+                f"waited for{self._state.made_at(machine)}"
             )
 
     def end_program(self) -> None:

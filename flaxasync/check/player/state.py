@@ -129,8 +129,8 @@ class State:
         now = min(machine.now for machine in self.machines)
         where = next(machine.phase for machine in self.machines if machine.now == now)
         return (
-            f"simulating {len(self.machines)} devices, {self.chip.seconds(now) * 1e3:.3f} ms "
-            f"of the program, at {where}"
+            f"simulating {len(self.machines)} devices, {self.chip.seconds(now) * 1e3:.3f} ms of "
+            f"the program, at {where}"
         )
 
     def at(self, time: float, answer: Callable[[], None]) -> None:
@@ -144,8 +144,7 @@ class State:
         if number not in self._by_number:
             raise PlayerError(
                 f"{sender.kernel} on device {sender.device} addresses chip {chip}, which "
-                f"{self.grid.name} lacks: "
-                "name the topology that the program was compiled for"
+                f"{self.grid.name} lacks: name the topology that the program was compiled for"
             )
         return self._by_number[number]
 

@@ -194,10 +194,8 @@ class MemoryClaims:
                 earlier = other.transfer
                 raise RaceError(
                     f"device {claim.device}: {mine.name} in {mine.phase} ({mine.location}) "
-                    f"{claim.does} "
-                    f"{buffer.label if buffer else claim.space} while {earlier.name} of "
-                    f"{earlier.phase} "
-                    f"({earlier.location}) still {other.does} it"
+                    f"{claim.does} {buffer.label if buffer else claim.space} while {earlier.name} "
+                    f"of {earlier.phase} ({earlier.location}) still {other.does} it"
                 )
 
 
@@ -288,8 +286,7 @@ class TransferEngine:
             raise RaceError(
                 f"{transfer.phase}: device {machine.device} writes into device {target.device} "
                 f"({transfer.name}, {transfer.location}) without having heard that it has entered "
-                "the kernel: "
-                f"a barrier with the receiver is missing{self._state.made_at(machine)}"
+                f"the kernel: a barrier with the receiver is missing{self._state.made_at(machine)}"
             )
 
     def _fill_scalar_memory(self, machine: Machine, transfer: Transfer) -> None:

@@ -111,8 +111,8 @@ def check_vmem(caller: str, tiles: Tiles, need: Callable[[Tiles], int]) -> int:
         taken = f"which take {need(tiles) / MIB:.1f} MiB with all buffers"
         raise ValueError(
             f"{caller} needs tiles that fit in vector memory: got m={tiles.m}, k={tiles.k}, "
-            f"n={tiles.n}, {taken}, and {chip}; "
-            f"the largest of this form are m={fit.m}, k={fit.k}, n={fit.n}"
+            f"n={tiles.n}, {taken}, and {chip}; the largest of this form are m={fit.m}, k={fit.k}, "
+            f"n={fit.n}"
         )
     return need(tiles)
 

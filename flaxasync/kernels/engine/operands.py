@@ -99,16 +99,15 @@ def check_operand(caller: str, name: str, shape: tuple[int, ...], dtype: DType) 
     if jnp.dtype(dtype).name not in DTYPES:
         raise UnsupportedError(
             f"{caller} has kernels for {' and '.join(DTYPES)}: got {name} of "
-            f"{jnp.dtype(dtype).name}; cast it, or use "
-            "backend='none'"
+            f"{jnp.dtype(dtype).name}; cast it, or use backend='none'"
         )
     rows = sublanes(dtype)
     lanes = LANES
     if len(shape) != 2 or shape[0] % rows or shape[1] % lanes or 0 in shape:
         raise ValueError(
             f"{caller} needs {name} in whole hardware tiles, [multiple of {rows}, multiple of "
-            f"{lanes}] for "
-            f"{jnp.dtype(dtype).name}: got {list(shape)}; pad it, or use backend='none'"
+            f"{lanes}] for {jnp.dtype(dtype).name}: got {list(shape)}; pad it, or use "
+            "backend='none'"
         )
 
 

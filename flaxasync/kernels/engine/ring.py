@@ -108,8 +108,7 @@ def half_blocks(caller: str, name: str, length: int, unit: int, directions: int)
     if length % (directions * unit) and directions == 2:
         raise ValueError(
             f"{caller} sends half of the {name} each way: got {length}, needed a multiple of "
-            f"{2 * unit}; "
-            "use directions=1"
+            f"{2 * unit}; use directions=1"
         )
     return [
         pl.ds(direction * (length // directions), length // directions)

@@ -150,10 +150,8 @@ def plan(
     if most_k % LANES:
         raise ValueError(
             f"{caller} divides the contraction into blocks for a mesh of {size} x "
-            f"{columns_of_mesh}, in whole hardware "
-            f"tiles: got K={k * columns_of_mesh} in blocks of {most_k}, needed a multiple of "
-            f"{LANES}; pad K, or use "
-            "backend='none'"
+            f"{columns_of_mesh}, in whole hardware tiles: got K={k * columns_of_mesh} in blocks of "
+            f"{most_k}, needed a multiple of {LANES}; pad K, or use backend='none'"
         )
     if phases > 2 and directions != 1 and block % (2 * unit) == 0:
         both = 2
@@ -162,8 +160,7 @@ def plan(
     if directions == 2 and phases > 2 and both == 1:
         raise ValueError(
             f"{caller} sends half of the rows each way around {axis_names[1]!r}: got {m} rows of "
-            f"{dtype}, needed a "
-            f"multiple of {phases * 2 * unit}; use directions=1"
+            f"{dtype}, needed a multiple of {phases * 2 * unit}; use directions=1"
         )
 
     def fit(most: Tiles) -> Tiles:
@@ -204,11 +201,9 @@ def plan(
     else:
         raise UnsupportedError(
             f"{caller} has a semaphore for each block of w and each tile of rows that arrives, and "
-            "a TPU has "
-            f"{SEMAPHORES} for them: x {list(x.shape)} and w {list(w.shape)} in tiles of "
-            f"m={used.m}, k={used.k}, "
-            f"n={used.n} are {arrivals} arrivals; use larger tiles, a loop over columns of w, or "
-            "backend='serial'"
+            f"a TPU has {SEMAPHORES} for them: x {list(x.shape)} and w {list(w.shape)} in tiles of "
+            f"m={used.m}, k={used.k}, n={used.n} are {arrivals} arrivals; use larger tiles, a loop "
+            "over columns of w, or backend='serial'"
         )
     column = Ring(axis_names[0], size, 2 if size > 2 and directions != 1 else 1)
     row_tiling = RowTiling(Tiling((both,), both, 1), Tiling((side,), side, unit))

@@ -44,13 +44,11 @@ def _check_attention(old: nnx.MultiHeadAttention) -> None:
         if type(part := getattr(old, name)) is not kind:
             raise ValueError(
                 f"its {name} is a {type(part).__name__} and not a {kind.__name__}, whose "
-                "parameters ParallelAttention "
-                "reads without calling it: adapt separate layers"
+                "parameters ParallelAttention reads without calling it: adapt separate layers"
             )
     reasons = {
         "it decodes with a cache of keys and values: build the model with decode=False to train "
-        "it, and decode with "
-        "the plain one": old.decode or old.cached_key is not None,
+        "it, and decode with the plain one": old.decode or old.cached_key is not None,
         "its dropout is the same for the whole batch: give it broadcast_dropout=False": (
             old.dropout_rate and old.broadcast_dropout
         ),
@@ -121,8 +119,7 @@ def adapted_form(old: nnx.LoRA, base: Any, rule: Rule, options: Options) -> nnx.
         if rule not in fitting or options["axis_name"] != axis_name:
             raise ValueError(
                 f"it is around a {type(base).__name__} over {axis_name!r}, which stays as it is: "
-                "the rule for it is "
-                f"{fitting[0]!r}, with axis_name={axis_name!r}; got "
+                f"the rule for it is {fitting[0]!r}, with axis_name={axis_name!r}; got "
                 f"axis_name={options['axis_name']!r}"
             )
 
@@ -170,14 +167,12 @@ def _take_over(
         if type(plain) is not type(variable):
             raise ValueError(
                 f"its {name} is of type {type(plain).__name__}, and that of a parallel layer is of "
-                "type "
-                f"{type(variable).__name__}"
+                f"type {type(variable).__name__}"
             )
         if plain.shape[: len(stack)] != stack or plain.size != math.prod((*stack, *value.shape)):
             raise ValueError(
                 f"its {name} is {list(plain.shape)}, and not {list(value.shape)} after dimensions "
-                "of layers: make a "
-                "stack of layers with out_axes=0 of nnx.vmap"
+                "of layers: make a stack of layers with out_axes=0 of nnx.vmap"
             )
         sharding = value.sharding
         if isinstance(sharding, NamedSharding):

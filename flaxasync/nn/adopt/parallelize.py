@@ -194,8 +194,8 @@ def _with_bases(
         if chosen.setdefault(base, rule) != rule:
             raise ValueError(
                 f"parallelize cannot replace {path} by the rule {rule!r}: it adapts {base}, for "
-                "which another rule, or "
-                f"another layer that adapts it, says {chosen[base]!r}; give both the same rule"
+                f"which another rule, or another layer that adapts it, says {chosen[base]!r}; give "
+                "both the same rule"
             )
     return chosen
 
@@ -246,9 +246,8 @@ def _check_adapted(
             )
             raise ValueError(
                 f"parallelize cannot replace {path}, because nnx.LoRA would add arrays that are "
-                "sharded in different "
-                f"ways; it is at {holder}: give it the rule {chosen[path]!r}, and it becomes a "
-                "ParallelLoRA"
+                f"sharded in different ways; it is at {holder}: give it the rule {chosen[path]!r}, "
+                "and it becomes a ParallelLoRA"
             )
 
 
@@ -268,8 +267,7 @@ def _check_parameters_not_shared(
             if len(names := holders.get(id(variable), [])) > 1:
                 raise ValueError(
                     f"parallelize cannot replace {path}: {' and '.join(names)} are one parameter, "
-                    "and would be two; "
-                    "share the whole layer, or leave it out of the rules"
+                    "and would be two; share the whole layer, or leave it out of the rules"
                 )
 
 

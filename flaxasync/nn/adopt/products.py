@@ -49,14 +49,12 @@ class ParallelLoRA(nnx.LoRA):
         if not isinstance(base, ColumnParallelLinear | RowParallelLinear):
             raise ValueError(
                 "ParallelLoRA adapts ColumnParallelLinear and RowParallelLinear: got "
-                f"{type(base).__name__}; for "
-                "others use nnx.LoRA"
+                f"{type(base).__name__}; for others use nnx.LoRA"
             )
         if not base.shares.whole:
             raise ValueError(
                 f"ParallelLoRA got a {type(base).__name__} that pads its output, which "
-                "ParallelLoRA lacks; use "
-                "features that the axis divides"
+                "ParallelLoRA lacks; use features that the axis divides"
             )
         settings = base.settings
         column = isinstance(base, ColumnParallelLinear)
@@ -157,8 +155,8 @@ def parallel_dot_general(
         if kernel.ndim != 2 or given != (((x.ndim - 1,), (0,)), ((), ())):
             raise ValueError(
                 "parallel_dot_general contracts the last dimension of x with the first of a kernel "
-                "[in, out]: got "
-                f"x {list(x.shape)}, kernel {list(kernel.shape)} and {dimension_numbers}"
+                f"[in, out]: got x {list(x.shape)}, kernel {list(kernel.shape)} and "
+                f"{dimension_numbers}"
             )
         if out_sharding is not None:
             raise ValueError(

@@ -79,8 +79,7 @@ def quantize(model: nnx.Module, rules: Sequence[Any]) -> dict[str, Quantization]
             if is_inside and found[part] != quantization:
                 raise ValueError(
                     f"quantize needs one quantization for all of {path or 'the model'}: got "
-                    f"{quantization} for it and "
-                    f"{found[part]} for {part}; give a rule for {path}.*"
+                    f"{quantization} for it and {found[part]} for {part}; give a rule for {path}.*"
                 )
         if quantization is not None and layers[path].settings.dot_general is not lax.dot_general:
             raise ValueError(
@@ -114,10 +113,8 @@ def _quantization(rule: Any) -> Quantization | None:
     if weight != act or weight not in FORWARD or back not in BACKWARD:
         raise NotImplementedError(
             f"quantize got a rule for {rule.module_path!r} with weight_qtype={weight}, "
-            f"act_qtype={act} and "
-            f"bwd_qtype={back}: needed one of {', '.join(FORWARD)} for both weights and "
-            "activations, and "
-            "None, int8 or float8_e5m2 for gradients"
+            f"act_qtype={act} and bwd_qtype={back}: needed one of {', '.join(FORWARD)} for both "
+            "weights and activations, and None, int8 or float8_e5m2 for gradients"
         )
     if getattr(rule, "bwd_stochastic_rounding", None):
         rounding = "stochastic"

@@ -260,8 +260,7 @@ def attend_cached(
             of_which = f", of which {taken} are taken"
         raise ValueError(
             f"{name} has a cache for {batch} sequences of {length} rows{of_which}: got "
-            f"{x.shape[0]} sequences "
-            f"and {x.shape[1]} new rows; make a larger one with init_cache"
+            f"{x.shape[0]} sequences and {x.shape[1]} new rows; make a larger one with init_cache"
         )
     mask = scores_array(name, "mask", inputs.mask, (batch, 1, x.shape[1], length))
     call, linears, norms = make_call(layer, x, placement, placement)

@@ -164,8 +164,7 @@ class HeadAttention:
         if head_dim is None and features % heads:
             raise ValueError(
                 f"{layer}: features must be divisible by heads: got features={features}, "
-                f"heads={heads}; or give "
-                "head_dim"
+                f"heads={heads}; or give head_dim"
             )
         if head_dim is None:
             head_dim = features // heads
@@ -173,8 +172,7 @@ class HeadAttention:
         if made.rope_theta is not None and head_dim % 2:
             raise ValueError(
                 f"{layer}: rotary embedding rotates pairs, so head_dim must be even: got "
-                f"{head_dim}; "
-                "use an even head_dim, or rope_theta=None"
+                f"{head_dim}; use an even head_dim, or rope_theta=None"
             )
         if made.window is not None and made.window < 1:
             raise ValueError(
@@ -196,8 +194,7 @@ class HeadAttention:
             if lacking:
                 raise NotImplementedError(
                     f"{layer} over a split sequence lacks {lacking[0]}, because no device has all "
-                    "scores of a row: use "
-                    "a layer whose sequences are whole (context_axis=None)"
+                    "scores of a row: use a layer whose sequences are whole (context_axis=None)"
                 )
         return made
 

@@ -229,10 +229,8 @@ class ParallelAttention(AttentionLayer):
         elif placement.rows:
             raise ValueError(
                 f"{layer} needs all rows of a sequence on {placement.axis_name!r}: its input's "
-                "rows are "
-                f"sharded over {', '.join(map(repr, placement.rows))}, too; reshard it with "
-                "jax.reshard, or name that "
-                "axis with context_axis"
+                f"rows are sharded over {', '.join(map(repr, placement.rows))}, too; reshard it "
+                "with jax.reshard, or name that axis with context_axis"
             )
         kv_placement = self._place_keys(x, inputs, placement)
         if inputs.inputs_k is None:
@@ -259,8 +257,7 @@ class ParallelAttention(AttentionLayer):
             if features != self.query.in_features:
                 raise ValueError(
                     f"{layer} was built for {features} features of keys and values, and "
-                    f"{self.query.in_features} of "
-                    "queries: give inputs_k"
+                    f"{self.query.in_features} of queries: give inputs_k"
                 )
             return placement
         k = inputs.inputs_k
@@ -275,10 +272,9 @@ class ParallelAttention(AttentionLayer):
         if not fits or keys != values or keys.batch != placement.batch or keys.rows:
             raise ValueError(
                 f"{layer} needs inputs_k and inputs_v [{x.shape[0]}, rows, features] of one length "
-                "that are sharded "
-                f"alike, with the batch sharded as {placement.in_spec[0]}: got {list(k.shape)} "
-                f"sharded {keys.in_spec} "
-                f"and {list(v.shape)} sharded {values.in_spec}; reshard them with jax.reshard"
+                f"that are sharded alike, with the batch sharded as {placement.in_spec[0]}: got "
+                f"{list(k.shape)} sharded {keys.in_spec} and {list(v.shape)} sharded "
+                f"{values.in_spec}; reshard them with jax.reshard"
             )
         return keys
 
@@ -297,8 +293,7 @@ class ParallelAttention(AttentionLayer):
         if stream is None:
             raise ValueError(
                 f"{type(self).__name__} drops with dropout_rate={self.dropout_rate} and has no "
-                "stream to draw from: "
-                "give the call rngs, or deterministic=True"
+                "stream to draw from: give the call rngs, or deterministic=True"
             )
         return jax.random.key_data(stream.dropout() if isinstance(stream, nnx.Rngs) else stream())
 
@@ -331,6 +326,5 @@ def _check_split_sequence(
         if given is not None:
             raise NotImplementedError(
                 f"{layer} over a split sequence lacks {name}: leave context_axis out; causal, "
-                "window and segment_ids "
-                "say without it what attends to what"
+                "window and segment_ids say without it what attends to what"
             )

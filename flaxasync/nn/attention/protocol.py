@@ -92,8 +92,7 @@ class LikeMultiHeadAttention(nnx.Module):
         """
         raise NotImplementedError(
             f"{type(self).__name__} decodes with no cache of keys and values; decode with "
-            "ParallelSelfAttention, which "
-            "takes the same parameters"
+            "ParallelSelfAttention, which takes the same parameters"
         )
 
     def set_view(
@@ -116,8 +115,7 @@ class LikeMultiHeadAttention(nnx.Module):
         if (batch_size is None) != (max_length is None):
             raise ValueError(
                 f"{type(self).__name__} makes a cache of batch_size sequences of max_length rows: "
-                "got "
-                f"batch_size={batch_size} and max_length={max_length}; give both, or neither"
+                f"got batch_size={batch_size} and max_length={max_length}; give both, or neither"
             )
         if deterministic is not None:
             self.deterministic = deterministic
@@ -166,6 +164,5 @@ def check_qkv_sharding(
     if not isinstance(spec, PartitionSpec) or entries_of(spec, 4) != natural:
         raise NotImplementedError(
             f"{layer} shards queries, keys and values [b, s, heads, head_dim] as "
-            f"{spec_of(natural)}: got "
-            f"qkv_sharding={qkv_sharding}; leave it out"
+            f"{spec_of(natural)}: got qkv_sharding={qkv_sharding}; leave it out"
         )

@@ -202,9 +202,8 @@ class RingSelfAttention(AttentionLayer):
         if (not placement.rows_sharded and placement.size > 1) or placement.rows:
             raise ValueError(
                 f"RingSelfAttention needs its input's rows sharded over {placement.axis_name!r} "
-                "alone: got "
-                f"{placement.in_spec}; reshard it with jax.reshard, or use ParallelSelfAttention "
-                "for rows on two axes"
+                f"alone: got {placement.in_spec}; reshard it with jax.reshard, or use "
+                "ParallelSelfAttention for rows on two axes"
             )
         layout = self.attention.context_layout
         rows = placement.all_rows(x)

@@ -107,9 +107,8 @@ def ring_attention(
     if layout == "zigzag" and q.shape[1] % 2:
         raise ValueError(
             f"{op} with layout='zigzag' holds two equal chunks of the sequence on every device: "
-            "got "
-            f"{q.shape[1]} rows a device, needed an even number; pad the sequence to a multiple of "
-            f"{2 * size} rows"
+            f"got {q.shape[1]} rows a device, needed an even number; pad the sequence to a "
+            f"multiple of {2 * size} rows"
         )
     sequence = Sequence(layout, Mask(causal, window), q.shape[1], size)
     chunk = sequence.rows // sequence.chunks
@@ -240,10 +239,8 @@ def _choose_kernel(
         if not mesh.all_axes_mapped():
             raise UnsupportedError(
                 f"{op} with kernel='flash' needs every mesh axis of more than one device to be "
-                "mapped by "
-                "shard_map: XLA cannot partition a Pallas kernel; leave axis_names out of "
-                "jax.shard_map, or use "
-                "kernel='reference'"
+                "mapped by shard_map: XLA cannot partition a Pallas kernel; leave axis_names out "
+                "of jax.shard_map, or use kernel='reference'"
             )
         return Flash()
     if (
@@ -274,13 +271,13 @@ def _check_operands(
         )
     if (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
         raise ValueError(
-            f"{op} needs q and k of one batch, one share of rows and one head size: got "
-            f"q {list(q.shape)} and k {list(k.shape)}; lay both out alike"
+            f"{op} needs q and k of one batch, one share of rows and one head size: got q "
+            f"{list(q.shape)} and k {list(k.shape)}; lay both out alike"
         )
     if q.shape[2] % k.shape[2]:
         raise ValueError(
-            f"{op} shares each key-value head among equally many heads: got "
-            f"{q.shape[2]} heads and {k.shape[2]} key-value heads; use a multiple"
+            f"{op} shares each key-value head among equally many heads: got {q.shape[2]} heads and "
+            f"{k.shape[2]} key-value heads; use a multiple"
         )
     dtypes = {x.dtype for x in (q, k, v)}
     if len(dtypes) > 1 or q.dtype not in (jnp.float64, jnp.float32, jnp.bfloat16, jnp.float16):

@@ -195,7 +195,6 @@ def check_sequence_rows(caller: str, layout: str, rows: int, devices: int) -> No
         raise ValueError(
             f"{caller} with layout={layout!r} gives each of {devices} devices "
             f"{'two equal chunks' if layout == 'zigzag' else 'an equal share'} of the sequence: "
-            f"got {rows} rows, "
-            f"needed a multiple of {shares}; pad the sequence to {-(-rows // shares) * shares}"
-            ", with a segment id of its own for the padding"
+            f"got {rows} rows, needed a multiple of {shares}; pad the sequence to "
+            f"{-(-rows // shares) * shares}, with a segment id of its own for the padding"
         )

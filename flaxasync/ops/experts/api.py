@@ -174,8 +174,7 @@ def _takes_kernels(
         if not mesh.all_axes_mapped():
             raise UnsupportedError(
                 f"{op} with kernel='grouped' needs every mesh axis of more than one device to be "
-                "mapped by shard_map: "
-                "XLA cannot partition a Pallas kernel; use kernel='reference'"
+                "mapped by shard_map: XLA cannot partition a Pallas kernel; use kernel='reference'"
             )
         if len(weights.columns) == 1 or precision is not None:
             if len(weights.columns) == 1:
@@ -221,8 +220,7 @@ def _check(
     if x.ndim < 2 or ids.shape != weights.shape or ids.shape[:-1] != x.shape[:-1]:
         raise ValueError(
             f"{op} needs x [..., n, D], and ids and weights [..., n, k] of the same rows: got "
-            f"{list(x.shape)}, "
-            f"{list(ids.shape)} and {list(weights.shape)}"
+            f"{list(x.shape)}, {list(ids.shape)} and {list(weights.shape)}"
         )
     e, _, f = up = columns[0].shape if columns[0].ndim == 3 else (0, 0, 0)
     if (

@@ -309,8 +309,8 @@ def check_operands(op: str, xs: Arrays, ws: Operands, axis_name: str) -> int:
     if len(dtypes) > 1 or not jnp.issubdtype(xs[0].dtype, jnp.floating):
         raise ValueError(
             f"{op} needs all operands of one floating dtype: got "
-            f"{', '.join(sorted(map(str, dtypes)))}; "
-            "cast them before the call (the modules of flaxasync.nn do)"
+            f"{', '.join(sorted(map(str, dtypes)))}; cast them before the call (the modules of "
+            "flaxasync.nn do)"
         )
     for array in jax.tree.leaves((xs, ws)):
         check_mapped(op, array)
@@ -344,8 +344,7 @@ def _sum_of_products(
         if x_shard.shape[:-1] != xs[0].shape[:-1] or w_shard.shape[1] != ws[0].shape[1]:
             raise ValueError(
                 f"{op} sums x @ w over pairs of one shape: got {list(xs[0].shape)} @ "
-                f"{list(ws[0].shape)} "
-                f"and {list(x_shard.shape)} @ {list(w_shard.shape)}"
+                f"{list(ws[0].shape)} and {list(x_shard.shape)} @ {list(w_shard.shape)}"
             )
     *batch, rows, _ = xs[0].shape
     if op == "matmul_reduce_scatter" and rows % size:

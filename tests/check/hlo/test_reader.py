@@ -130,12 +130,12 @@ def test_a_list_of_attributes_goes_on_over_comments_and_line_breaks():
     it.
     """
     header = (
-        'HloModule m, origin_recovery_table={\n  {"a"} : {"b"},\n  "ENTRY %r { ROOT %p = '
-        'f32[] parameter(0) }"\n}\n'
+        'HloModule m, origin_recovery_table={\n  {"a"} : {"b"},\n  "ENTRY %r { ROOT %p = f32[] '
+        'parameter(0) }"\n}\n'
     )
     line = (
-        'ROOT %p = f32[] parameter(0), sharding={replicated} // not "closed"\n  // nor (this\n '
-        ' , metadata={op_name="//x"}'
+        'ROOT %p = f32[] parameter(0), sharding={replicated} // not "closed"\n  // nor (this\n  , '
+        'metadata={op_name="//x"}'
     )
     module = parse(f"{header}, is_scheduled=true, num_partitions=2\n\nENTRY %e {{\n  {line}\n}}\n")
     assert (module.is_scheduled, module.num_partitions) == (True, 2)

@@ -21,8 +21,8 @@ GEMMA = (
     "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m.content }}<end_of_turn>{% endfor %}"
 )
 MIXTRAL = (
-    "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{{ m.answer + "
-    "eos_token }}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{{ m.answer + eos_token "
+    "}}{% endfor %}"
 )
 TEXTS = {
     1: "<|im_end|>",
@@ -65,8 +65,8 @@ def test_the_separator_ends_no_turn(config, generation, eos, template, separator
 def test_the_choice_is_said():
     files = TokenFiles((1, 2), TEXTS, {}, (QWEN3,))
     said = (
-        "token 2 (<|endoftext|>) ends documents; token 1 (<|im_end|>) can end a turn of its "
-        "chat template"
+        "token 2 (<|endoftext|>) ends documents; token 1 (<|im_end|>) can end a turn of its chat "
+        "template"
     )
     assert choose_separator(files).reason == said
     assert choose_separator(TokenFiles((1,), TEXTS, {}, (QWEN3,))).reason == (

@@ -43,8 +43,8 @@ def test_a_report_validations_and_skipped_updates_have_lines_of_their_own(capsys
     )
     assert first.startswith("step 9: the update was skipped, loss 2.3457  grad norm 0.500")
     assert second == (
-        "step 10: validation loss 2.5000 nats per token, perplexity 12.18; "
-        "code loss not finite nats per token, perplexity not finite"
+        "step 10: validation loss 2.5000 nats per token, perplexity 12.18; code loss not finite "
+        "nats per token, perplexity not finite"
     )
 
 

@@ -164,8 +164,7 @@ def test_offloading_needs_memory_of_the_host(config, replace):
     check_host_memory(config, mesh)
     message = (
         "model.remat=offload_most needs the memory 'pinned_host' of the host, which npu devices "
-        "here lack (they have "
-        "device); use --model.remat layer, or cheap if memory allows it"
+        "here lack (they have device); use --model.remat layer, or cheap if memory allows it"
     )
     with pytest.raises(InputError, match=re.escape(message)):
         check_host_memory(offloads, mesh)

@@ -198,8 +198,7 @@ def test_a_run_of_several_processes_says_which_command_verifies_its_kernels(ran,
         agree_on_kernels()
         assert (
             "verify     no kernel has passed in every process; `python -m flaxasync.verify "
-            "--distributed`, started on "
-            "every host before the run, verifies them"
+            "--distributed`, started on every host before the run, verifies them"
         ) in capsys.readouterr().out
         trust.record(trust.Machine.here("v5e"), {"attention/flash": {"a case": "PASS"}})
         agree_on_kernels()
@@ -244,8 +243,8 @@ def test_a_machine_without_a_tpu_is_one_sentence(config, ran, monkeypatch):
     says.
     """
     says = (
-        "Unable to initialize backend 'tpu': NOT_FOUND: No device found. (set JAX_PLATFORMS='' "
-        "to choose another)"
+        "Unable to initialize backend 'tpu': NOT_FOUND: No device found. (set JAX_PLATFORMS='' to "
+        "choose another)"
     )
 
     def fail(setup):
@@ -259,8 +258,7 @@ def test_a_machine_without_a_tpu_is_one_sentence(config, ran, monkeypatch):
         verify_first(config, "auto")
     assert str(raised.value) == (
         "mesh.platform=tpu has no devices here (Unable to initialize backend 'tpu': NOT_FOUND: No "
-        "device found); use "
-        "--mesh.platform cpu, or plan with --dry-run --topology v5e:2x4"
+        "device found); use --mesh.platform cpu, or plan with --dry-run --topology v5e:2x4"
     )
 
 
