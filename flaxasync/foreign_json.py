@@ -123,7 +123,7 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-def _is_deeper(value: Any, most: int) -> bool:
+def _is_deeper(value: object, most: int) -> bool:
     """Says whether more than `most` arrays and objects are inside each other, looking at one level
     at a time.
     """

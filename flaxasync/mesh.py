@@ -18,6 +18,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractDevice, AxisType, Mesh
+from jaxtyping import PyTree
 
 from flaxasync import hardware
 from flaxasync.device_order import DeviceGrid, order_slices, slices_of
@@ -263,7 +264,7 @@ def cast_to_varying(x: jax.Array, axes: set[str] | frozenset[str]) -> jax.Array:
     return lax.pcast(x, missing, to="varying")
 
 
-def vary_like[T](tree: T, *others: Any, over: Collection[str] = ()) -> T:
+def vary_like[T](tree: T, *others: PyTree, over: Collection[str] = ()) -> T:
     """Casts all arrays of a pytree to vary over the mesh axes `over`, and over those of any array
     of other pytrees.
     """

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree
 
 type Index = int | jax.Array  # a Python int or a traced one
 type Block = Any  # what travels: a pytree of arrays
@@ -58,7 +59,7 @@ class Channel(Protocol):
     def read(self, state: State, turn: int) -> Block:
         """Returns the block that this device holds, which is being sent."""
 
-    def tie(self, state: State, values: Any) -> tuple[State, Any]:
+    def tie(self, state: State, values: PyTree) -> tuple[State, Any]:
         """Keeps the computation of `values` between the start and the done."""
 
     def hop(self, state: State, update: Update, turn: int) -> State:
@@ -458,7 +459,7 @@ def ring_visit(
     return tuple(map(add, map(add, sums, own_sums), rest)), carry
 
 
-def _tie(channels: list[Channel], states: list[State], values: Any) -> tuple[list[State], Any]:
+def _tie(channels: list[Channel], states: list[State], values: PyTree) -> tuple[list[State], Any]:
     tied = []
     for channel, state in zip(channels, states, strict=True):
         state, values = channel.tie(state, values)

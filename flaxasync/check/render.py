@@ -3,6 +3,7 @@ Chrome traces.
 """
 
 import json
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +24,7 @@ _COLOURS = {
 
 def save_picture(
     results: Timeline | Result | Sequence[Timeline | Result],
-    path: Any,
+    path: str | os.PathLike[str],
     *,
     titles: Sequence[str] = (),
 ) -> None:
@@ -47,7 +48,7 @@ def save_picture(
         draw_timelines([_timeline(result) for result in results], path, titles=titles)
 
 
-def save_trace(result: Timeline | Result, path: Any) -> None:
+def save_trace(result: Timeline | Result, path: str | os.PathLike[str]) -> None:
     """Writes a Chrome trace, the JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
     It has one process for each device, one thread for each lane, and times in microseconds. Its

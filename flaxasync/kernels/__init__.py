@@ -16,9 +16,9 @@ choose among them.
 
 All of them but the last four are built from `engine`, and are for use inside `jax.shard_map`, on
 local shards. The ops have checked the operands: float32 or bfloat16, all of one dtype, each batch
-in whole hardware tiles, on axes of two devices or more. Beside what its docstring names, a kernel refuses only tiles
-that exceed the chip's vector memory, with a ValueError. These arguments mean the same in each
-kernel:
+in whole hardware tiles, on axes of two devices or more. Beside what its docstring names, a kernel
+refuses only tiles that exceed the chip's vector memory, with a ValueError. These arguments mean the
+same in each kernel:
 
 ```
 tiles          the largest tiles of a product, of which the last may be partial; None: chosen

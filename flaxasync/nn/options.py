@@ -180,7 +180,7 @@ def _checked(layer: str, given: Settings) -> Settings:
     return settings
 
 
-def _check_function(layer: str, name: str, function: Any) -> None:
+def _check_function(layer: str, name: str, function: object) -> None:
     """Raises ValueError for a function that is not hashable or has state: the compiled program is
     kept for it.
     """
@@ -215,7 +215,7 @@ def of_settings(name: str) -> property:
     def get(layer: Any) -> Any:
         return getattr(layer.settings, name)
 
-    def put(layer: Any, value: Any) -> None:
+    def put(layer: Any, value: object) -> None:
         layer.settings = layer.settings.changed(type(layer).__name__, **{name: value})
 
     return property(get, put, doc=f"The option `{name}`.")
@@ -226,7 +226,7 @@ def fixed(name: str, get: Callable[[Any], Any]) -> property:
     never ignored.
     """
 
-    def put(layer: Any, value: Any) -> None:
+    def put(layer: Any, value: object) -> None:
         raise AttributeError(
             f"{type(layer).__name__}.{name} is {get(layer)!r} since the layer was built, and "
             f"cannot become {value!r}: build another layer"

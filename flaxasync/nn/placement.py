@@ -17,6 +17,7 @@ import jax
 from jax import lax
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import PyTree
 
 from flaxasync.mesh import mesh_axis_size, vary_like
 from flaxasync.ops import trust
@@ -84,7 +85,7 @@ class Placement:
             )
 
     def bind(
-        self, fn: Callable, static: Hashable, args: tuple, in_specs: tuple, out_specs: Any
+        self, fn: Callable, static: Hashable, args: tuple, in_specs: tuple, out_specs: PyTree
     ) -> Callable[[], Any]:
         """Returns a function without arguments that runs `fn(static, *shards)` on the shards of
         `args`.
@@ -277,7 +278,7 @@ class _MappedCall:
     fn: Callable
     static: Hashable
     in_specs: tuple
-    out_specs: Any
+    out_specs: PyTree
     axes: frozenset[str]
 
     def jitted(self, inline: bool | jax.Inline) -> Callable:
@@ -395,7 +396,7 @@ def axis_types() -> dict[str, AxisType]:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
 
-def reshard(spec: PartitionSpec, args: Any) -> Any:
+def reshard(spec: PartitionSpec, args: PyTree) -> Any:
     """Shards arrays as a layer needs them under Explicit axes: parameters that were loaded may be
     sharded otherwise.
     """

@@ -17,6 +17,7 @@ from jax import Array
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from flaxasync.mesh import check_tpu, mesh_axis_size
 from flaxasync.nn.fully_sharded import without_axis
@@ -27,7 +28,7 @@ from flaxasync.nn.prefetched_scan import Leaves, Scan, run
 def scan_with_prefetch(
     apply: Callable[..., Any],
     layers: nnx.Module,
-    x: Any,
+    x: PyTree,
     *args: Array,
     fsdp_axis: str | None,
     dtype: DTypeLike,
@@ -181,7 +182,7 @@ class _Parameters:
         `without` is an axis over which they were gathered.
         """
 
-        def apply(leaves: Leaves, x: Any, args: tuple[Array, ...]) -> Any:
+        def apply(leaves: Leaves, x: PyTree, args: tuple[Array, ...]) -> Any:
             module = nnx.merge(self.graph, jax.tree.unflatten(self.tree, leaves))
             if without is not None:
                 without_axis(module, without)

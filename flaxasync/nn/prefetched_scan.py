@@ -37,6 +37,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
+from jaxtyping import PyTree
 
 from flaxasync.mesh import platform, vary_like
 from flaxasync.ops.saved import STREAM
@@ -239,7 +240,7 @@ def _forward(
     return y, (stacked, last, kept, pull, whole, args)
 
 
-def _backward(scan: Scan, saved: tuple, dy: Any) -> tuple[Leaves, Leaves, Carried, None, None]:
+def _backward(scan: Scan, saved: tuple, dy: PyTree) -> tuple[Leaves, Leaves, Carried, None, None]:
     stacked, last, kept, pull, whole, args = saved
     layers = stacked[0].shape[0]
 

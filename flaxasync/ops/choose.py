@@ -182,7 +182,9 @@ def cannot_serve(op: str, backend: str, limit: str, instead: str) -> Unsupported
 
 
 def _check_named(op: str, requested: str, check: Callable[[str], None]) -> None:
-    """Raises as `decide` says unless the op has the backend that a caller named, and it can serve."""
+    """Raises as `decide` says unless the op has the backend that a caller named, and it can
+    serve.
+    """
     support = OPS[op]
     anywhere = f"backend={support.default!r}, which runs on every device"
     if requested not in support.backends:

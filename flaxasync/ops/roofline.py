@@ -2,10 +2,11 @@
 
     seconds = compute + exposed + overhead        overhead = once for each trip + a little for each step
 
-*compute* is the time of all products: each takes that of its FLOPs, or of its bytes in HBM, whichever
-is longer. *exposed* is the time of transfers that nothing hides. A backend has at most three constants,
-its `Rates`. Those of the collective matmuls are fitted to the played times of docs/plan.md. Everything
-else is a figure of the chip (`flaxasync.hardware`), or says which bytes move.
+*compute* is the time of all products: each takes that of its FLOPs, or of its bytes in HBM,
+whichever is longer. *exposed* is the time of transfers that nothing hides. A backend has at most
+three constants, its `Rates`. Those of the collective matmuls are fitted to the played times of
+docs/plan.md. Everything else is a figure of the chip (`flaxasync.hardware`), or says which bytes
+move.
 
 An op and its gradients are *trips* around a ring (R devices, rows m of each):
 
@@ -16,10 +17,13 @@ dw        R - 1 hops of a block as in gather; its rows are contracted: the weigh
 local     one product; nothing travels
 ```
 
-"none" takes products and collectives one after the other. "xla" and "pallas" take, for each hop, the
-longer one of the hop and of half a product: one half runs beside each direction's half-block. "fused"
-takes, for each trip, the longer one of all products and of all hops with half a product behind them.
-Sums over other mesh axes, such as those of gradients over data, are not counted: every backend has them.
+"none" takes products and collectives one after the other. "xla" and "pallas" take, for each hop,
+the
+longer one of the hop and of half a product: one half runs beside each direction's half-block.
+"fused" takes, for each trip, the longer one of all products and of all hops with half a product
+behind them.
+Sums over other mesh axes, such as those of gradients over data, are not counted: every backend has
+  them.
 """
 
 import dataclasses
@@ -63,8 +67,8 @@ EXPERTS = Rates(0.9, 5e-6, 35e-9)
 
 RESIDENT = 0.5  # the share of vector memory that XLA gives to one operand
 ALL_REDUCED = 11.5e-6
-"""If a device's share of a block takes this many seconds on a link, XLA reduces all sums to all devices
-and takes a part. That doubles the transfers."""
+"""If a device's share of a block takes this many seconds on a link, XLA reduces all sums to all
+devices and takes a part. That doubles the transfers."""
 LOOPLESS = (
     4  # the largest ring without a loop, where XLA sees that a block makes the same hops again
 )
@@ -508,7 +512,9 @@ def _costs(chip: Chip, ring: int, trips: Sequence[Trip], kernels: bool) -> dict[
 
 
 def _serial(chip: Chip, ring: int, trips: Sequence[Trip]) -> Cost:
-    """Predicts "none": XLA copies w into vector memory, beside an all-gather if that comes first."""
+    """Predicts "none": XLA copies w into vector memory, beside an all-gather if that comes
+    first.
+    """
     rates = MATMUL["none"]
     copy = _copy_seconds(chip, trips[0])
     if copy:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend.core import Primitive
 
 from flaxasync.mesh import UnsupportedError
 
@@ -47,7 +48,7 @@ _most = _offloading(
 )
 
 
-def save_matmuls(primitive: Any, *operands: Any, **parameters: Any) -> Any:
+def save_matmuls(primitive: Primitive, *operands: object, **parameters: object) -> Any:
     """Policy of `jax.checkpoint` that keeps the results of matmuls, those of collective matmuls
     included.
 
@@ -60,7 +61,7 @@ def save_matmuls(primitive: Any, *operands: Any, **parameters: Any) -> Any:
     return _matmuls(primitive, *operands, **parameters)
 
 
-def save_costly(primitive: Any, *operands: Any, **parameters: Any) -> Any:
+def save_costly(primitive: Primitive, *operands: object, **parameters: object) -> Any:
     """Policy of `jax.checkpoint` that keeps what is costly to compute or to transfer again.
 
     It keeps what `save_matmuls` keeps, the results of attention, and the gathered kernels of fully
@@ -71,7 +72,7 @@ def save_costly(primitive: Any, *operands: Any, **parameters: Any) -> Any:
     return _costly(primitive, *operands, **parameters)
 
 
-def offload_operands(primitive: Any, *operands: Any, **parameters: Any) -> Any:
+def offload_operands(primitive: Primitive, *operands: object, **parameters: object) -> Any:
     """Policy of `jax.checkpoint` that keeps the results of attention, and on the host what
     attention reads.
 
@@ -83,7 +84,7 @@ def offload_operands(primitive: Any, *operands: Any, **parameters: Any) -> Any:
     return _operands(primitive, *operands, **parameters)
 
 
-def offload_most(primitive: Any, *operands: Any, **parameters: Any) -> Any:
+def offload_most(primitive: Primitive, *operands: object, **parameters: object) -> Any:
     """Policy of `jax.checkpoint` that also offloads the results of attention, so that least stays
     on the device.
 
@@ -101,7 +102,7 @@ def first_only(op: str, why: str, instead: str) -> Callable[..., tuple[Any, ...]
     """
 
     @jax.custom_jvp
-    def identity(*operands: Any) -> tuple[Any, ...]:
+    def identity(*operands: object) -> tuple[Any, ...]:
         return operands
 
     @identity.defjvp

@@ -487,17 +487,19 @@ def _known_here(chip: str) -> Evidence:
     return Evidence("stored", verdicts, stored["times"])
 
 
-def _is_table(part: Any, is_entry: Callable[[Any], bool]) -> bool:
+def _is_table(part: object, is_entry: Callable[[object], bool]) -> bool:
     """Says whether a part of a file of verdicts is {name: {name: entry}}."""
     if not isinstance(part, dict) or not all(isinstance(row, dict) for row in part.values()):
         return False
     return all(is_entry(entry) for row in part.values() for entry in row.values())
 
 
-def _is_text(entry: Any) -> bool:
+def _is_text(entry: object) -> bool:
     return isinstance(entry, str)
 
 
-def _is_time(entry: Any) -> bool:
+def _is_time(entry: object) -> bool:
     """Says whether an entry is a time in seconds."""
-    return type(entry) in (int, float) and 0 < entry < math.inf
+    if isinstance(entry, bool) or not isinstance(entry, int | float):
+        return False
+    return 0 < entry < math.inf

@@ -25,6 +25,7 @@ import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import PyTree
 
 from flaxasync.mesh import device_at
 from flaxasync.ring import Block, Update
@@ -68,7 +69,7 @@ class FutureChannel:
         arrays, _ = state
         return jax.tree.unflatten(jax.tree.structure(self.block), arrays)
 
-    def tie(self, state: Futures, values: Any) -> tuple[Futures, Any]:
+    def tie(self, state: Futures, values: PyTree) -> tuple[Futures, Any]:
         arrays, futures = state
         tied = []
         for x in arrays:

@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 from jax import lax
+from jaxtyping import PyTree
 
 
-def tie(*values: Any) -> Any:
+def tie(*values: PyTree) -> Any:
     """Returns a tuple of `values`, of which none is available before all of them are computed; or
     the only value.
 
@@ -34,7 +35,7 @@ def tie(*values: Any) -> Any:
     return tied
 
 
-def while_travelling(x: Any, compute: Callable[..., Any], *operands: Any) -> tuple[Any, Any]:
+def while_travelling(x: PyTree, compute: Callable[..., Any], *operands: PyTree) -> tuple[Any, Any]:
     """Runs `compute(*operands)` between the start that returned `x` and the done that takes it.
 
     ```python

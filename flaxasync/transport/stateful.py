@@ -26,6 +26,7 @@ import jax.ffi
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jaxtyping import PyTree
 
 from flaxasync import mesh
 from flaxasync.ring import Block, Update
@@ -109,7 +110,7 @@ def keep() -> None:
     _keep_p.bind()
 
 
-def tie_refs(*refs: Ref, values: Any = None) -> Any:
+def tie_refs(*refs: Ref, values: PyTree = None) -> Any:
     """Orders all earlier operations on `refs`, and the computation of `values`, before all later
     operations on them.
 
@@ -160,7 +161,7 @@ class RefChannel:
     def read(self, state: list[Semaphores], turn: int) -> Block:
         return jax.tree.unflatten(self.structure, [refs[turn % 2][...] for refs in self.pairs])
 
-    def tie(self, state: list[Semaphores], values: Any) -> tuple[list[Semaphores], Any]:
+    def tie(self, state: list[Semaphores], values: PyTree) -> tuple[list[Semaphores], Any]:
         return state, tie_refs(*(ref for refs in self.pairs for ref in refs), values=values)
 
     def hop(self, state: list[Semaphores], update: Update, turn: int) -> list[Semaphores]:
@@ -200,7 +201,7 @@ def _new_pair(x: jax.Array) -> tuple[Ref, Ref]:
     return jax.new_ref(x), jax.new_ref(empty)
 
 
-def is_whole_ref(ref: Any) -> bool:
+def is_whole_ref(ref: object) -> bool:
     """Says whether this is a Ref, and neither a view of one nor an array."""
     return isinstance(ref, jax.core.Tracer | jax.Ref) and hasattr(jax.typeof(ref), "inner_aval")
 

@@ -13,12 +13,12 @@ those.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from flaxasync.mesh import declare_invarying, vary_like
 from flaxasync.ring import Index, Ring, ring_gather, ring_reduce
@@ -60,7 +60,7 @@ class Transfers:
             return tuple(transfer.done() for transfer in self.begun)
 
 
-def meanwhile[T](transfers: list[Transfers], compute: Callable[..., T], *operands: Any) -> T:
+def meanwhile[T](transfers: list[Transfers], compute: Callable[..., T], *operands: PyTree) -> T:
     """Returns `compute(*operands)`, which runs after direct transfers were started and before they
     are waited for.
 

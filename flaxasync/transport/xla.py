@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jaxtyping import PyTree
 
 from flaxasync import ring
 from flaxasync.ring import Block, Update
@@ -42,7 +43,7 @@ class XlaChannel:
     def read(self, state: Block, turn: int) -> Block:
         return state
 
-    def tie(self, state: Block, values: Any) -> tuple[Block, Any]:
+    def tie(self, state: Block, values: PyTree) -> tuple[Block, Any]:
         return state, values  # untied: the compute must be free to move across XLA's own permute
 
     def hop(self, state: Block, update: Update, turn: int) -> Block:

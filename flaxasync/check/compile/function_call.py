@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,25 +87,25 @@ class FunctionCall:
         return getattr(lowered, "lowered", lowered)
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> bool:
     """Says whether an argument is an array, or stands for one; other values may be static
     arguments.
     """
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic)
 
 
-def is_number(leaf: Any) -> bool:
+def is_number(leaf: object) -> bool:
     """Says whether an argument is a number of Python, which is an array unless it is static."""
     return isinstance(leaf, bool | int | float | complex)
 
 
-def _is_module(value: Any) -> bool:
+def _is_module(value: object) -> bool:
     """Says whether a value is a module, an optimizer or the like of Flax, without loading Flax."""
     flax = sys.modules.get("flax.nnx")
     return flax is not None and isinstance(value, flax.Pytree)
 
 
-def _jit(fn: Callable, arguments: Any) -> Any:
+def _jit(fn: Callable, arguments: PyTree) -> Any:
     """Returns the jitted function; by `nnx.jit`, which returns what the function changes, where
     modules are given.
     """

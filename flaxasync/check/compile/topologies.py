@@ -175,7 +175,7 @@ def place_arguments(
     else:
         single = SingleDeviceSharding(devices[0])
 
-    def placed(leaf: Any) -> Any:
+    def placed(leaf: object) -> Any:
         if not (is_array(leaf) or (is_number(leaf) and not arrays)):
             return leaf
         sharding = getattr(leaf, "sharding", None)
@@ -213,7 +213,7 @@ def _one_mesh(topology: str, here: set[Mesh], elsewhere: Sequence[Any]) -> Mesh:
     )
 
 
-def _is_of_topology(mesh: Any, devices: list) -> bool:
+def _is_of_topology(mesh: object, devices: list) -> bool:
     """Says whether the devices of a mesh are described ones (which exist on no machine) of the
     topology's kind.
     """

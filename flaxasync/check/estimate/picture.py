@@ -7,6 +7,7 @@ that they repeat. matplotlib and numpy are imported only when a picture is drawn
 """
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,7 +52,10 @@ class _Panel:
 
 
 def draw_timeline(
-    timeline: Timeline, path: Any, *, phase_of: Callable[[str], str] | None = None
+    timeline: Timeline,
+    path: str | os.PathLike[str],
+    *,
+    phase_of: Callable[[str], str] | None = None,
 ) -> None:
     """Draws a timeline as a PNG: the whole of it, and one iteration of each of its two longest
     loops.
@@ -79,7 +83,9 @@ def draw_timeline(
     _draw(panels, path, name_of)
 
 
-def draw_timelines(timelines: Sequence[Timeline], path: Any, *, titles: Sequence[str] = ()) -> None:
+def draw_timelines(
+    timelines: Sequence[Timeline], path: str | os.PathLike[str], *, titles: Sequence[str] = ()
+) -> None:
     """Draws several timelines as a PNG, below one another, on one scale of time. The default title
     is the program.
     """
@@ -115,7 +121,9 @@ def _panel(
     return _Panel(title, timeline, begin, end, {at: found[at] for at in order}, heights)
 
 
-def _draw(panels: Sequence[_Panel], path: Any, name_of: Callable[[str], str]) -> None:
+def _draw(
+    panels: Sequence[_Panel], path: str | os.PathLike[str], name_of: Callable[[str], str]
+) -> None:
     try:
         from matplotlib import rc_context
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import PyTree
 
 from flaxasync import hardware, mesh
 from flaxasync.hardware import MIB
@@ -21,10 +22,10 @@ FALLBACK = "v5e"  # chip whose vector memory is assumed if the kernel is traced 
 
 def call(
     body: Callable[..., None],
-    operands: Sequence[Any],  # arrays, or pytrees of arrays
+    operands: Sequence[PyTree],  # arrays, or pytrees of arrays
     *,
     name: str,
-    results: Sequence[Any],  # the types of the results, or pytrees of types
+    results: Sequence[PyTree],  # the types of the results, or pytrees of types
     scratch: Sequence[Ref],
     collective_id: int | None,
     vmem_bytes: int | None,  # the bytes of all buffers, or None where there are none

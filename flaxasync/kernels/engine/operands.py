@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import PyTree
 
 from flaxasync.mesh import UnsupportedError
 
@@ -60,7 +61,9 @@ class Tiles:
         return dataclasses.replace(self, **{longest: max(1, sides[longest] // 2)})
 
 
-def when(condition: Condition, use: Callable[..., None], *operands: Any, **named: Any) -> None:
+def when(
+    condition: Condition, use: Callable[..., None], *operands: PyTree, **named: PyTree
+) -> None:
     """Calls `use(*operands, **named)` in a kernel where a condition holds. The operands are
     computed in either case.
     """

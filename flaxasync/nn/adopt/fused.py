@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import PyTree
 
 from flaxasync.nn.linear import ColumnParallelProjections
 
@@ -88,7 +89,7 @@ def split_fused(module: nnx.Module, source: dict[str, Any], known: Set[str]) -> 
     return split
 
 
-def join_fused(params: Any, source: dict[str, Any], known: Set[str]) -> dict[str, Any]:
+def join_fused(params: PyTree, source: dict[str, Any], known: Set[str]) -> dict[str, Any]:
     """Returns the arrays of a source, with those of its projections side by side, where a module
     has a fused layer.
     """

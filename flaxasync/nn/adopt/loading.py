@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from flaxasync.nn.adopt.fused import join_fused, split_fused
 from flaxasync.nn.fully_sharded import StoredLayer
@@ -126,7 +127,7 @@ def variables_of(module: nnx.Module) -> dict[str, nnx.Variable]:
     }
 
 
-def _put(value: Any, target: Any, spec: P) -> jax.Array:
+def _put(value: jax.Array | np.ndarray, target: jax.ShapeDtypeStruct, spec: P) -> jax.Array:
     traced = isinstance(value, jax.core.Tracer)
     if not traced and not (isinstance(value, jax.Array) and not value.is_fully_addressable):
         value = np.asarray(value)
@@ -166,7 +167,7 @@ def _flatten(params: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _is_of_numbers(value: Any) -> bool:
+def _is_of_numbers(value: object) -> bool:
     """Says whether a list, or the first list in it, holds numbers, as an array that was written out
     does.
     """

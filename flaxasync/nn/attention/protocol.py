@@ -28,7 +28,7 @@ def _of_attention(name: str) -> property:
     def get(layer: Any) -> Any:
         return getattr(layer.attention, name)
 
-    def put(layer: Any, value: Any) -> None:
+    def put(layer: Any, value: object) -> None:
         layer.attention = layer.attention.changed(type(layer).__name__, **{name: value})
 
     return property(get, put, doc=f"The option `{name}`.")
@@ -81,7 +81,7 @@ class LikeMultiHeadAttention(nnx.Module):
         return self.settings.precision
 
     @precision.setter
-    def precision(self, value: Any) -> None:
+    def precision(self, value: object) -> None:
         name = type(self).__name__
         self.attention = self.attention.changed(name, precision=value)
         self.settings = self.settings.changed(name, precision=value)

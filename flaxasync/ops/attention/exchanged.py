@@ -45,6 +45,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import PyTree
 
 from flaxasync.hardware import Chip
 from flaxasync.ops.matmul.products import Arrays, Operands, dot, row_major, weight_gradient
@@ -141,8 +142,8 @@ def exchanged_attention(
     xs: Arrays,
     w: Array,
     out: Array,
-    constants: tuple[Any, ...],
-    shared: Any,
+    constants: tuple[PyTree, ...],
+    shared: PyTree,
 ) -> Arrays:
     """Returns y [r, k] of this device's rows [r, k] of each sequence; the head of this file has w
     and out.
@@ -158,8 +159,8 @@ def _forward(
     xs: Arrays,
     w: Array,
     out: Array,
-    constants: tuple[Any, ...],
-    shared: Any,
+    constants: tuple[PyTree, ...],
+    shared: PyTree,
 ) -> tuple[Arrays, tuple]:
     xs = _first_derivative_only(block, xs)
     quantization = block.projections.quantization

@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from flaxasync.kernels.attention_block import Mask, Product
 from flaxasync.ring import Index
@@ -65,7 +66,7 @@ class Sequence:
         """
         return self.hops < self.size - 1
 
-    def start(self, device: Index, chunk: Any) -> Any:
+    def start(self, device: Index, chunk: PyTree) -> Any:
         """Returns the position of the first row of a device's chunk."""
         if self.chunks == 1:
             return device * self.rows

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from flaxasync.kernels.engine.operands import LANES
 from flaxasync.ops.experts.assignments import Assignments
@@ -64,7 +65,7 @@ class Routes(NamedTuple):
 
 
 def exchange(
-    experts: Experts, way: Exchange, block: Block, carry: Any, work: Callable[..., Any]
+    experts: Experts, way: Exchange, block: Block, carry: PyTree, work: Callable[..., Any]
 ) -> tuple[Any, Any]:
     """Returns the sum of what all devices make of the block of this device, and the carry of this
     device's work.
@@ -83,7 +84,7 @@ def exchange(
         counts = None
     targets = {shift: (me + shift) % devices for shift in range(1, devices)}
     rows = {shift: rows_for(routes, limits, target, n) for shift, target in targets.items()}
-    results: dict[int, Any] = {}
+    results: dict[int, PyTree] = {}
     returning: dict[int, Moving] = {}
     held: dict[int, Block] = {0: block}
     for shifts in (*_arrive_together(devices), ()):
@@ -113,16 +114,16 @@ class Moving:
     """A block, or what was made of one, on its way; `done` returns what arrives."""
 
     transfers: Transfers  # of what was sent; in rows and the rest of it, packed, if it is direct
-    like: Any  # what is sent
+    like: PyTree  # what is sent
 
     def done(self) -> Any:
-        arrived: Any = self.transfers.done()[0]
+        arrived: PyTree = self.transfers.done()[0]
         if self.transfers.begun[0].future is None:
             return arrived
         return _joined(self.like, arrived)
 
 
-def _start(way: Exchange, block: Block, sent: Any, shift: int, counts: Array | None) -> Moving:
+def _start(way: Exchange, block: Block, sent: PyTree, shift: int, counts: Array | None) -> Moving:
     """Begins to send a block, or what was made of one, to the device `shift` positions onward.
 
     Rows of another device that were multiplied return by the shift that is opposite: as many as had
@@ -155,7 +156,7 @@ def _start(way: Exchange, block: Block, sent: Any, shift: int, counts: Array | N
     return Moving(Transfers([Transfer(x, future)], "arrive"), sent)
 
 
-def _split(tree: Any) -> tuple[list[Array], Any]:
+def _split(tree: PyTree) -> tuple[list[Array], Any]:
     """Returns the arrays that have a row for each row that travels, and the rest."""
     if isinstance(tree, Block):
         return [tree.x] + ([] if tree.dy is None else [tree.dy]), tree.assignments
@@ -164,7 +165,7 @@ def _split(tree: Any) -> tuple[list[Array], Any]:
     return ([tree], None)
 
 
-def _joined(like: Any, arrived: Sequence[Array]) -> Any:
+def _joined(like: PyTree, arrived: Sequence[Array]) -> Any:
     """Returns what was split, with the arrays that arrived in place of those of `like`."""
     _, rest = _split(like)
     if rest is None:
@@ -176,7 +177,10 @@ def _joined(like: Any, arrived: Sequence[Array]) -> Any:
 
 
 def _added(
-    experts: Experts, results: dict[int, Any], rows: dict[int, Array], first_tiles: dict[int, Array]
+    experts: Experts,
+    results: dict[int, PyTree],
+    rows: dict[int, Array],
+    first_tiles: dict[int, Array],
 ) -> Any:
     """Returns what this device made of its own block, with what came back added."""
     own = results.pop(0)

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from flaxasync.mesh import vary_like
 from flaxasync.ops.experts.assignments import Assignments, Tiles, TilesOf
@@ -91,7 +92,7 @@ def backward(
     x = lax.concatenate([b.x for b in blocks], 0)
     dy = lax.concatenate([b.dy for b in blocks if b.dy is not None], 0)
 
-    def add(tiles: Tiles, count: Array, carry: Any) -> tuple[Array, Array, Sums]:
+    def add(tiles: Tiles, count: Array, carry: PyTree) -> tuple[Array, Array, Sums]:
         dx, dweights, sums = carry
         is_in_loop = dx is not None  # where a carry keeps its structure: what is kept stays
         dx, dweight, found = experts.products.backward(dx, x, dy, weights, tiles, count)
@@ -138,9 +139,9 @@ def _for_each(
     experts: Experts,
     weights: Weights,
     blocks: tuple[Block, ...],
-    add: Callable[[Tiles, Array, Any], Any],
-    begin: Any,
-    zeros: Any,
+    add: Callable[[Tiles, Array, PyTree], PyTree],
+    begin: PyTree,
+    zeros: PyTree,
 ) -> Any:
     """Calls add(tiles, count of those with rows, carry) with some tiles after the other, and
     returns the carry.
@@ -162,7 +163,7 @@ def _for_each(
         if several and most <= 2 * some:
             some = most
 
-    def turn(number: Array, carry: Any) -> Any:
+    def turn(number: Array, carry: PyTree) -> Any:
         start = number * some
         return add(tiles_of.take(start, some), jnp.clip(tiles_of.count - start, 0, some), carry)
 

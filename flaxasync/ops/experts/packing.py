@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import PyTree
 
 
-def pack(tree: Any, features: int, dtype: jnp.dtype) -> Array:
+def pack(tree: PyTree, features: int, dtype: jnp.dtype) -> Array:
     """Returns all leaves as rows of unsigned integers [rows, features] with the size of `dtype`.
 
     A leaf [n, features] of such a size is n of the rows as it is. Integers, because floats that are
@@ -23,7 +24,7 @@ def pack(tree: Any, features: int, dtype: jnp.dtype) -> Array:
     return lax.concatenate([_to_rows(leaf, features, word) for leaf in jax.tree.leaves(tree)], 0)
 
 
-def unpack(rows: Array, like: Any) -> Any:
+def unpack(rows: Array, like: PyTree) -> Any:
     """Returns what was packed, a tree with the shapes and dtypes of `like`."""
     leaves, structure = jax.tree.flatten(like)
     start = 0

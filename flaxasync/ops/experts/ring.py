@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import PyTree
 
 from flaxasync.ops.experts import local
 from flaxasync.ops.experts.assignments import sort, unsort
@@ -68,7 +69,7 @@ def _multiply_fwd(
 
 
 def _multiply_bwd(
-    experts: Experts, ring: Ring | Exchange, saved: Any, dy: Array
+    experts: Experts, ring: Ring | Exchange, saved: PyTree, dy: Array
 ) -> tuple[Array, None, Array, Weights]:
     x, ids, weights, kernels, dy = _first_derivative_only(*saved, dy)
     blocks, places = _blocks(experts, ring, x, ids, weights, dy)
@@ -137,7 +138,7 @@ def block_shifts(ring: Ring | Exchange, rows: int) -> tuple[int, ...]:
 
 
 def _for_all_devices(
-    experts: Experts, ring: Ring | Exchange, blocks: Blocks, carry: Any, work: Work
+    experts: Experts, ring: Ring | Exchange, blocks: Blocks, carry: PyTree, work: Work
 ) -> tuple[tuple[Any, ...], Any]:
     """Returns the sum of what all devices make of each of this device's blocks, and the carry of
     this device's work.
@@ -160,14 +161,14 @@ def _for_all_devices(
     _, features = blocks[0].x.shape
     dtype = blocks[0].x.dtype
 
-    def packed(tree: Any) -> Array:
+    def packed(tree: PyTree) -> Array:
         return pack(tree, features, dtype)
 
     results = jax.eval_shape(lambda blocks: work(blocks, carry)[0], blocks)
     # halves can differ by a row
     result_of = {jax.eval_shape(packed, like).shape: like for like in results}
 
-    def visit(hop: Index, held: tuple[Array, ...], carry: Any) -> tuple[tuple[Array, ...], Any]:
+    def visit(hop: Index, held: tuple[Array, ...], carry: PyTree) -> tuple[tuple[Array, ...], Any]:
         unpacked = tuple(map(unpack, held, blocks))
         if not (isinstance(hop, int) and hop == 0):
             found, carry = work(unpacked, carry)
@@ -175,7 +176,7 @@ def _for_all_devices(
         found, carry = work(unpacked[:1], carry)
         return (packed(found[0]), *nothing(results[1:])), carry
 
-    def last(carry: Any) -> tuple[tuple[Array, ...], Any]:
+    def last(carry: PyTree) -> tuple[tuple[Array, ...], Any]:
         found, carry = work(blocks[1:], carry) if blocks[1:] else ((), carry)
         return (*nothing(results[:1]), *map(packed, found)), carry
 
@@ -199,7 +200,7 @@ def _for_all_devices(
     return tuple(map(unpack, sums, results)), carry
 
 
-def _add(arrived: Any, addend: Any) -> Any:
+def _add(arrived: PyTree, addend: PyTree) -> Any:
     """Adds what a device made of a block to the sum that arrived, each pair in the dtype that
     accumulates.
     """

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from flaxasync import mesh
 from flaxasync.mesh import vary_like
@@ -52,7 +53,7 @@ class RingExecutor:
         def all_rows(array: Array) -> Array:
             return uninitialised((*array.shape[:axis], rows, *array.shape[axis + 1 :]), array)
 
-        def write(block: Operand, row: Index, carry: Any) -> Any:
+        def write(block: Operand, row: Index, carry: PyTree) -> Any:
             def write_rows(x: Array, block: Array) -> Array:
                 return lax.dynamic_update_slice_in_dim(x, block, row, axis=axis)
 

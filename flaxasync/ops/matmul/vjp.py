@@ -37,6 +37,7 @@ from typing import Any, Protocol
 import jax
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import PyTree
 
 from flaxasync.ops.matmul.products import (
     Arrays,
@@ -202,7 +203,9 @@ def _gather_and_keep_fwd(
     return jax.vjp(lambda x, ws: executor.gather(x, ws, keep=True), x, ws)
 
 
-def _gather_and_keep_bwd(executor: Executor, pull: Callable[[Any], Any], gradients: Any) -> Any:
+def _gather_and_keep_bwd(
+    executor: Executor, pull: Callable[[PyTree], PyTree], gradients: PyTree
+) -> Any:
     return pull(gradients)
 
 
