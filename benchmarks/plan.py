@@ -10,10 +10,10 @@ Each case is one op, alone or with its gradients, as a jitted program. Its time 
 played program, without the copy that XLA adds where a kernel ends a program
 (docs/kernels/mesh_matmul.md). Each ring of a mesh has a w of its own, because the gradient of a
 shared w would be summed over "data", which is not part of the op. The constants of the model are
-fitted to this sample and to those of earlier seeds. XLA's own collectives are
-compiled as synchronous ones, because XLA splits the asynchronous all-gather of more than two
-devices into steps inside matmuls, which read tables that the player lacks. `plan` is asked about
-rings along a line of chips, but those are not played.
+fitted to this sample and to those of earlier seeds. XLA's own collectives are compiled as
+synchronous ones, because XLA splits the asynchronous all-gather of more than two devices into steps
+inside matmuls, which read tables that the player lacks. `plan` is asked about rings along a line of
+chips, but those are not played.
 """
 
 import collections

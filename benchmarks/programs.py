@@ -80,7 +80,7 @@ def play_or_synchronize(
     collectives.
 
     Returns the result, the compiled program, and a mark for its row of a table: "*" if its
-      collectives are synchronous.
+    collectives are synchronous.
     """
     try:
         return *play_program(topology, fn, *arguments), ""

@@ -11,9 +11,8 @@ operations XLA chooses. All of them use the attention kernel of `flaxasync.atten
 benchmarks/whole_step.py has the whole step of llama_8b.
 
 A * marks a program that had to be compiled with synchronous collectives. "Of peak" compares with
-all matmuls at the
-peak of the data sheet: the causal half of attention alone, and gradients as twice the forward pass.
-A play takes minutes; with --cache none is repeated.
+all matmuls at the peak of the data sheet: the causal half of attention alone, and gradients as
+twice the forward pass. A play takes minutes; with --cache none is repeated.
 """
 
 import dataclasses

@@ -18,10 +18,10 @@ def llama_8b() -> Config:
 
     The TPU compiler counts 11.8 GiB per device for a step on v5e:4x4, of which 5.6 GiB are float32
     parameters and the state of the optimizer, and 22.2 GiB on v6e:4x4, where the run chooses to
-    keep what is costly to compute again. A
-    larger batch is computed in parts: `--data.batch_size 1024 --data.microbatches 64` are four
-    million tokens per step, 13.5 GiB on v5e:4x4 with `--model.remat layer --model.fsdp_overlap
-    xla`. On 128 or 256 chips, give a batch that chips / 4 divides.
+    keep what is costly to compute again. A larger batch is computed in parts: `--data.batch_size
+    1024 --data.microbatches 64` are four million tokens per step, 13.5 GiB on v5e:4x4 with
+    `--model.remat layer --model.fsdp_overlap xla`. On 128 or 256 chips, give a batch that chips / 4
+    divides.
     """
     return Config(
         workdir="runs/llama_8b",

@@ -252,8 +252,8 @@ def _rings(box: Sizes) -> tuple[Path, ...]:
     """Rings through all points of a box: closed ones of single steps where there are any.
 
     They differ in the dimension along which most steps go, for dimensions that are not equally long
-    in links. A line
-    has two: from end to end, where a link may close it, and over every other point there and back.
+    in links. A line has two: from end to end, where a link may close it, and over every other point
+    there and back.
     """
     wide = [dimension for dimension, size in enumerate(box) if size > 1]
     rings = []

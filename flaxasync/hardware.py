@@ -1,19 +1,18 @@
 """The chips that the package knows: what one device of each can do, by its data sheet.
 
 A device is what JAX shows as one device: a whole v5e, v6e or v5p chip, and one of the two cores of
-  a tpu7x chip.
+a tpu7x chip.
 
 Sources. Peak rates, HBM bandwidths and ICI bandwidths are those of Google Cloud's pages on TPU v5e,
 v5p, v6e and TPU7x; the figures of a tpu7x chip are halved for one core. A link carries one
 direction of one port. The bidirectional ICI bandwidth of a chip, divided by its ports and by two
-directions, gives 50 GB/s (v5e) and 100 GB/s (others). Nine tenths
-of that arrive: 45 and 90 GB/s in the table of Austin et al., "How to Scale Your Model" (2025,
-chapter 2). The v5e study in docs/player.md agrees with 45 GB/s. Clocks are the
-`cycles_per_microsecond` that libtpu 0.0.51 writes into its schedules, and HBM sizes are those that
-it leaves to programs. The sizes of vector memory are those of
-`jax.experimental.pallas.tpu.get_tpu_info`. Peak rates of 8-bit products are those of the same pages
-of Google Cloud: of int8 on v5e, v5p and v6e, and of fp8 on TPU7x. The pages name none of the other
-type, and none is assumed.
+directions, gives 50 GB/s (v5e) and 100 GB/s (others). Nine tenths of that arrive: 45 and 90 GB/s in
+the table of Austin et al., "How to Scale Your Model" (2025, chapter 2). The v5e study in
+docs/player.md agrees with 45 GB/s. Clocks are the `cycles_per_microsecond` that libtpu 0.0.51
+writes into its schedules, and HBM sizes are those that it leaves to programs. The sizes of vector
+memory are those of `jax.experimental.pallas.tpu.get_tpu_info`. Peak rates of 8-bit products are
+those of the same pages of Google Cloud: of int8 on v5e, v5p and v6e, and of fp8 on TPU7x. The pages
+name none of the other type, and none is assumed.
 """
 
 import dataclasses
@@ -94,9 +93,8 @@ class Chip:
         """Says which dimensions of a whole slice close into rings.
 
         On v5e and v6e only the dimension of a full pod does. On v5p and tpu7x every dimension of a
-        slice of whole
-        4x4x4 cubes does, and none of a smaller slice: the optical switches that close the rings
-          join cubes.
+        slice of whole 4x4x4 cubes does, and none of a smaller slice: the optical switches that
+        close the rings join cubes.
 
         Args:
           sizes: The number of chips along each dimension of the slice.

@@ -44,10 +44,9 @@ def make_mesh(
 
     The blocks of a ring travel to the next device on an axis, so the links between the two decide
     what a hop costs. The last axis gets closed rings of single links wherever the network has them,
-    then the axis before it gets the shortest
-    hops that are left, and so on: put the axis with the most traffic, tensor parallelism, last.
-    `mesh_report` shows the result. No ring lies across slices: an axis before the last one is
-    divided among them.
+    then the axis before it gets the shortest hops that are left, and so on: put the axis with the
+    most traffic, tensor parallelism, last. `mesh_report` shows the result. No ring lies across
+    slices: an axis before the last one is divided among them.
 
     ```python
     mesh = fa.make_mesh((2, 4), ("data", "model"))                      # on a v5e:2x4: two squares of 2x2 chips
@@ -285,7 +284,7 @@ def declare_invarying(x: jax.Array, axes: set[str] | frozenset[str]) -> jax.Arra
     moves or is checked.
 
     It is for what permutes have made the same: JAX has no cast from varying to invarying, because
-      it cannot prove one.
+    it cannot prove one.
     """
     return _declare_invarying.bind(x, axes=tuple(sorted(axes)))
 

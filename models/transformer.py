@@ -2,9 +2,8 @@
 scan.
 
 The options of `TransformerConfig` make it the decoder of other families too, such as Qwen 3 and
-Gemma 2. With experts
-it is a mixture of experts: each layer then adds the losses of its router to a sum that goes through
-  the layers with x.
+Gemma 2. With experts it is a mixture of experts: each layer then adds the losses of its router to a
+sum that goes through the layers with x.
 
 The residual stream is sharded over the sequence: each device of the model axis holds its own rows
 of it. Norms and residuals run on those rows, and the parallel layers gather and scatter rows while

@@ -143,8 +143,8 @@ def stream(
     `ends`.
 
     A last character that may need tokens of the next part is held back. A decoder may write other
-    text for earlier
-    tokens when later ones follow: what was shown stays, and all that is different follows it.
+    text for earlier tokens when later ones follow: what was shown stays, and all that is different
+    follows it.
     """
     tokens = list(prompt)
     shown = ""

@@ -15,11 +15,10 @@ then        the finished blocks go around the ring once more
 ```
 
 Receive buffers are not acknowledged. In the reduction every device adds to every sum, so when a
-device has its sum of
-one tile, its neighbour has begun that tile, and has read all that it received for the tile before:
-two sets of receive buffers, used in turn, suffice. For the second round one set does. It begins
-when the own sum is there, to which the neighbour added its share after it had stored the tile
-before.
+device has its sum of one tile, its neighbour has begun that tile, and has read all that it received
+for the tile before: two sets of receive buffers, used in turn, suffice. For the second round one
+set does. It begins when the own sum is there, to which the neighbour added its share after it had
+stored the tile before.
 
 Tiles may hang over the edges of the result. What lies there is whatever the memory held. It
 travels, too, and is added up, but only to what lies there on other devices, and it is never stored.

@@ -13,9 +13,8 @@ neighbour                  + a b c d           + a b c d    adds them; sends on,
 ```
 
 A tile that arrives is needed one hop after it was sent, so it has the time of a whole block for its
-trip. Half of the
-tiles of a block go around the ring in each direction: in hop s a device works for the owner that is
-s + 1 devices behind it in that direction (`Ring.behind`).
+trip. Half of the tiles of a block go around the ring in each direction: in hop s a device works for
+the owner that is s + 1 devices behind it in that direction (`Ring.behind`).
 
 The receiver has two receive buffers for a block, used in turn. A tile is sent only after the
 receiver has acknowledged that it read the tile that lies there, which was sent two hops earlier.

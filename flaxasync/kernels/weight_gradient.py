@@ -20,7 +20,7 @@ Of 8-bit values the sums are int32, or float32 of fp8. Before they are rounded a
 multiplied with the scales of columns of x and of dy.
 
 XLA transposes x once, before the kernel: the matrix unit takes a left operand whose contraction
-  lies along lanes.
+lies along lanes.
 
 In the last hop of a chunk nothing is sent on, so the own block of the next chunk leaves then.
 
@@ -188,7 +188,7 @@ def gather_weight_gradient(
     in a product, and `tiles.n` columns of dy.
 
     Args beside those: scales: those of the columns of x, [k], and of each dy, [n], in float32, if x
-      and dys are 8-bit values. result: the dtype of the dws; that of x by default.
+    and dys are 8-bit values. result: the dtype of the dws; that of x by default.
     """
     size = lax.axis_size(axis_name)
     result = jnp.dtype(result or x.dtype)

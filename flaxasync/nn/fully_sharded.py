@@ -15,7 +15,7 @@ backward  dw_shard = reduce_scatter(dw)         summed in the dtype of the param
 ```
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
-  (2019), stage 3.
+(2019), stage 3.
 """
 
 import functools

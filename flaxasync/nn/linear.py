@@ -234,9 +234,8 @@ class ColumnParallelProjections(nnx.Module):
     ```
 
     `out_features` has the features of each output by its name, and the layers draw their parameters
-    in that order. Each
-    layer is an attribute: qkv.query is a `ColumnParallelLinear`, whose options and errors these
-      are.
+    in that order. Each layer is an attribute: qkv.query is a `ColumnParallelLinear`, whose options
+    and errors these are.
     """
 
     def __init__(

@@ -80,9 +80,8 @@ class Scan:
         back in their places.
 
         With one turn XLA copies all weights that were gathered, from where they arrived to where
-        the loop carries them.
-        What each of two turns keeps is stacked by itself: `lax.scan(..., unroll=2)` would join both
-          first, with copies.
+        the loop carries them. What each of two turns keeps is stacked by itself: `lax.scan(...,
+        unroll=2)` would join both first, with copies.
         """
         if self.backend == "pallas":
             return 2

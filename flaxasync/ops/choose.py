@@ -143,7 +143,7 @@ def if_available(op: str, requested: str | None) -> str | None:
     other ops have it.
 
     This is for layers: their `backend` is meant for all of their ops, and not every op has every
-      backend.
+    backend.
     """
     if requested in BACKENDS and requested not in OPS[op].backends:
         return None

@@ -18,12 +18,10 @@ local     one product; nothing travels
 ```
 
 "none" takes products and collectives one after the other. "xla" and "pallas" take, for each hop,
-the
-longer one of the hop and of half a product: one half runs beside each direction's half-block.
+the longer one of the hop and of half a product: one half runs beside each direction's half-block.
 "fused" takes, for each trip, the longer one of all products and of all hops with half a product
-behind them.
-Sums over other mesh axes, such as those of gradients over data, are not counted: every backend has
-  them.
+behind them. Sums over other mesh axes, such as those of gradients over data, are not counted: every
+backend has them.
 """
 
 import dataclasses

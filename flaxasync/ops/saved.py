@@ -65,9 +65,8 @@ def save_costly(primitive: Primitive, *operands: object, **parameters: object) -
     """Policy of `jax.checkpoint` that keeps what is costly to compute or to transfer again.
 
     It keeps what `save_matmuls` keeps, the results of attention, and the gathered kernels of fully
-    sharded layers. The
-    backward pass repeats what is between them: norms, rotary positions, activations. It is used as
-      `save_matmuls` is.
+    sharded layers. The backward pass repeats what is between them: norms, rotary positions,
+    activations. It is used as `save_matmuls` is.
     """
     return _costly(primitive, *operands, **parameters)
 

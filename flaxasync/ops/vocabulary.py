@@ -5,7 +5,7 @@ Device i of R on `axis_name` holds entries i * V/R .. (i + 1) * V/R. No device h
 table, or whole logits.
 
 Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
-  Parallelism" (2019).
+Parallelism" (2019).
 """
 
 import dataclasses

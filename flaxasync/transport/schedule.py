@@ -1,11 +1,11 @@
 """Keeps compute between a start and its done.
 
 XLA may run an operation at any time that its operands and users allow. Nothing connects the compute
-of a window to the
-transfer that it is to hide, so XLA may move it: XLA merges two windows that follow each other in
-straight-line code, and it computes a product that does not read the travelling block before the
-transfer begins (docs/async.md). `tie` makes the connection for transfers that kernels begin and
-end. XLA's own permute must stay unconnected: what its operand is tied to runs before it.
+of a window to the transfer that it is to hide, so XLA may move it: XLA merges two windows that
+follow each other in straight-line code, and it computes a product that does not read the travelling
+block before the transfer begins (docs/async.md). `tie` makes the connection for transfers that
+kernels begin and end. XLA's own permute must stay unconnected: what its operand is tied to runs
+before it.
 """
 
 from collections.abc import Callable

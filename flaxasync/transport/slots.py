@@ -20,9 +20,9 @@ y = slots[hops % 2]
 ```
 
 The slot is a scalar that the start kernel gets before it runs (scalar prefetch), so it may be
-traced. Both slots are
-one buffer to XLA, and a loop that carries it has no roles to swap: it needs no `unroll`. What the
-loop reads of the Ref is tied, as above, so that it stays between the start and the done.
+traced. Both slots are one buffer to XLA, and a loop that carries it has no roles to swap: it needs
+no `unroll`. What the loop reads of the Ref is tied, as above, so that it stays between the start
+and the done.
 """
 
 import jax

@@ -1,8 +1,8 @@
 """The process that opens the devices and runs cases, started by supervisor.py.
 
 It sends a description of the machine, and then an outcome for each case: {"measurement": {...}}, or
-"unsupported" or "error" with a message. It may hang or crash at any point: the
-supervisor knows from what was sent which case did it.
+"unsupported" or "error" with a message. It may hang or crash at any point: the supervisor knows
+from what was sent which case did it.
 """
 
 import dataclasses

@@ -105,7 +105,7 @@ def test_the_transfers_of_the_compiled_backward_pass_run_beside_its_products(tie
     and goes around.
 
     Negative test: if the products of partial sums are not tied, XLA adds what arrives within them,
-      and so waits.
+    and so waits.
     """
     if not tied:
         monkeypatch.setattr("flaxasync.ops.mesh_matmul.tie", lambda product: product)

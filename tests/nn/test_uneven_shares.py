@@ -61,9 +61,7 @@ def test_a_share_that_is_no_padding_needs_no_transfer():
     ]),
 ])  # fmt: skip
 def test_attention_is_that_of_nnx(heads, kv_heads, form, axis_type):
-    """Outputs, and gradients of all parameters in their dense shapes, of
-    `nnx.MultiHeadAttention`.
-    """
+    """Outputs, and gradients of all parameters in their dense shapes, of `nnx.MultiHeadAttention`."""
     rng, cross = np.random.default_rng(0), "cross" in form
     normalize = form.get("normalize_qk", False)
     plain = drawn(

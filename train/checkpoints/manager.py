@@ -319,7 +319,7 @@ def load_parameters(
     parameters, if the checkpoint has one.
 
     Returns the parameters, the folder of the checkpoint, and which part of it they are: "params",
-      or "ema".
+    or "ema".
     """
     folder, named = _find(epath.Path(location).expanduser())
     with Checkpoints(folder, read_only=True) as checkpoints:

@@ -134,9 +134,7 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SkipConfig:
-    """Updates that are not applied because their batch is bad; each one is written to
-    events.jsonl.
-    """
+    """Updates that are not applied because their batch is bad; each one is written to events.jsonl."""
 
     nonfinite: bool = False
     """Whether an update is skipped if its loss or gradient is not finite; otherwise the run stops

@@ -10,7 +10,7 @@ time of the last status change   it changes as well with the name, the owner or 
                                  somebody writes and sets the time of the write back; the content is then hashed again
 
 The file is held open, so that another file which takes its name changes nothing: the map is of the
-  first one.
+first one.
 """
 
 import concurrent.futures

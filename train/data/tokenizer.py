@@ -46,9 +46,7 @@ class Tokenizer:
 
     @classmethod
     def open(cls, path: Path, *, vocab_size: int, field: str = "data.tokenizer") -> Self:
-        """Reads a file, which must be a tokenizer and make no token that is not in the
-        vocabulary.
-        """
+        """Reads a file, which must be a tokenizer and make no token that is not in the vocabulary."""
         try:
             content = read_regular(path, most_bytes=MOST_BYTES)
         except OSError as error:

@@ -3,12 +3,11 @@ watchdog.
 
 After the first signal the run finishes the current step and saves it. A second Ctrl-C ends the
 process without saving. Before the first step, and after the last one is saved, there is nothing to
-save. A thread then ends the process if its
-main thread does not stop by itself: Python tells the main thread of a signal only between two of
-its instructions, and one of them may compile a program for an hour.
-If several processes train together, a signal to any of them stops all of them after the same step:
-JAX's runtime receives SIGTERM, informs every process, and agrees on the step, so all other signals
-are turned into SIGTERM there.
+save. A thread then ends the process if its main thread does not stop by itself: Python tells the
+main thread of a signal only between two of its instructions, and one of them may compile a program
+for an hour. If several processes train together, a signal to any of them stops all of them after
+the same step: JAX's runtime receives SIGTERM, informs every process, and agrees on the step, so all
+other signals are turned into SIGTERM there.
 """
 
 import contextlib

@@ -150,7 +150,7 @@ class TensorBoard(Sink):
     after `start` on.
 
     The writers of tensorboardX do not survive a full disk: one of them ends with a traceback, the
-      other one waits.
+    other one waits.
     """
 
     def __init__(self, folder: Path, *, start: int):

@@ -5,7 +5,7 @@ The devices decide within the step whether an update is skipped, so that the hos
 it and every process decides alike.
 
 Reference: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019,
-  https://arxiv.org/abs/1711.05101
+https://arxiv.org/abs/1711.05101
 """
 
 from typing import NamedTuple

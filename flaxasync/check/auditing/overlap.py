@@ -68,9 +68,7 @@ class Windows:
         return tuple(work), seconds if work else 0.0
 
     def hiding(self) -> set[tuple[str, str]]:
-        """Returns all work that was noted to hide a transfer, each as (computation,
-        instruction).
-        """
+        """Returns all work that was noted to hide a transfer, each as (computation, instruction)."""
         found: set[tuple[str, str]] = set()
         for name, changes in self._hiding.items():
             count = 0
@@ -297,9 +295,8 @@ def _barrier_to_remove(
     "" on any other.
 
     A compiled program has no barriers left: XLA drops them once they have ordered the schedule.
-      What remains is the
-    order, which XLA does not choose by itself: the work ends before the transfer begins, and hides
-      no other transfer.
+    What remains is the order, which XLA does not choose by itself: the work ends before the
+    transfer begins, and hides no other transfer.
     """
     before = computation.position[work.name] < computation.position[op.start.name]
     if op.spelling == "kernel" or not before or (computation.name, work.name) in hiding:

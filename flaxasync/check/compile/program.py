@@ -46,10 +46,9 @@ class CompiledProgram:
         """The bytes that a device needs: arguments, outputs, temporaries, code, and their total.
 
         An output that reuses the memory of a donated argument is counted with that argument only.
-        Temporaries are what
-        is left of all allocations, by which the compiler decides whether a program fits:
-        `temp_size_in_bytes` of libtpu 0.0.50 is greater for some programs with loops, by 6 GiB for
-        a step of an 8B model.
+        Temporaries are what is left of all allocations, by which the compiler decides whether a
+        program fits: `temp_size_in_bytes` of libtpu 0.0.50 is greater for some programs with loops,
+        by 6 GiB for a step of an 8B model.
         """
         m = self.memory
         arguments = m["argument_size_in_bytes"]

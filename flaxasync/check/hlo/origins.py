@@ -2,9 +2,8 @@
 call Python.
 
 Instructions that the compiler inserts often have no metadata. They are said to come from the
-nearest instruction that
-has some: what they wrap, then the values that they are made of, then their users, and last the loop
-  around them.
+nearest instruction that has some: what they wrap, then the values that they are made of, then their
+users, and last the loop around them.
 """
 
 import collections

@@ -1,9 +1,9 @@
 """The trip count of a while loop, if the program's text determines it.
 
 XLA notes `known_trip_count` on CPU and GPU, and never on TPU. Counting loops are therefore also
-recognized from their
-instructions: the condition compares a counter with a bound, the body adds a constant to the
-counter, and the counter begins at a constant. The trip count of any other loop is unknown.
+recognized from their instructions: the condition compares a counter with a bound, the body adds a
+constant to the counter, and the counter begins at a constant. The trip count of any other loop is
+unknown.
 """
 
 import math

@@ -3,8 +3,7 @@ it.
 
 A bundle is what the core issues in one cycle. In the text it is a list of operations between
 braces, separated by ` ;; `. Its address is printed before it, and the regions that begin at it are
-printed after it. Nothing is interpreted
-here: operands stay text.
+printed after it. Nothing is interpreted here: operands stay text.
 """
 
 import dataclasses

@@ -16,11 +16,10 @@ in the compiled HLO). Its rows are those of chips, and its order is taken to be 
 The code itself checks that the ring closes.
 
 The tables of other collectives of larger groups have other forms. A synchronous collective that
-reads such a table is
-timed as a ring on the links: it begins when the last device of a group arrives, and all of its
-devices leave together. Every result marks the instructions that were timed in this way. An
-asynchronous one is refused, because the model does not know what runs beside it. Collectives
-without a table compute their partners and are simulated from their bundles.
+reads such a table is timed as a ring on the links: it begins when the last device of a group
+arrives, and all of its devices leave together. Every result marks the instructions that were timed
+in this way. An asynchronous one is refused, because the model does not know what runs beside it.
+Collectives without a table compute their partners and are simulated from their bundles.
 """
 
 import dataclasses

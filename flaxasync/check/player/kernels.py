@@ -8,8 +8,7 @@ memory, and the kernel would not wait for HBM. That program is compiled and simu
 of the kernel on its slowest device is kept in the user's cache folder, by everything on which it
 depends. So every device enters the kernel at the same time, and nothing else uses the links or HBM
 meanwhile. The two halves of a start/done pair between devices are one program, in which nothing
-stands between
-them: their time is that of the transfer.
+stands between them: their time is that of the transfer.
 """
 
 import dataclasses

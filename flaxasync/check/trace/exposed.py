@@ -4,14 +4,13 @@ estimate of the program.
     python -m flaxasync.check trace PATH [--program HLO] [--module NAME] [--chip v5e] [--json]
 
 The exit status is 0, or 2 if the profile or the program cannot be read. Exposed communication is
-the time in which a
-device communicates and does not compute: the union of the intervals of communication less the union
-of those of compute. Adding the times of single instructions would count a moment as often as
-instructions share it, and would count a loop beside what runs in it. A Pallas kernel that sends and
-multiplies is one instruction, and counts as compute: what it waits for inside is not in a profile,
-but in the simulation of the program. The two halves of an asynchronous operation are no compute,
-whatever is under way. The program says which pairs of kernels communicate, and which fusions are
-such halves or hold a collective; without it, names do.
+the time in which a device communicates and does not compute: the union of the intervals of
+communication less the union of those of compute. Adding the times of single instructions would
+count a moment as often as instructions share it, and would count a loop beside what runs in it. A
+Pallas kernel that sends and multiplies is one instruction, and counts as compute: what it waits for
+inside is not in a profile, but in the simulation of the program. The two halves of an asynchronous
+operation are no compute, whatever is under way. The program says which pairs of kernels
+communicate, and which fusions are such halves or hold a collective; without it, names do.
 """
 
 import argparse

@@ -314,8 +314,7 @@ class RowTiling:
         """Calls `use(index, number of rows)` in a loop of the kernel: its code is there once.
 
         The index is that of a sub-block in a tile [batches, rows, ...]. The last sub-block of a
-        partial tile may have
-        more rows than the tile: then they are whatever the memory held.
+        partial tile may have more rows than the tile: then they are whatever the memory held.
         """
         group, within = split(tile, self.rows.count)
         rows = self.rows.size

@@ -29,7 +29,7 @@ around the row                  sums          sums  ...       results       resu
 ```
 
 With two directions, half of the rows of each tile travel the other way: they belong to device c + s
-  + 1 instead.
++ 1 instead.
 
 Everything that arrives has its own receive buffer and its own semaphore. So nothing is
 acknowledged.

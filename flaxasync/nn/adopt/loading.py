@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import PyTree
 
 from flaxasync.nn.adopt.fused import join_fused, split_fused
 from flaxasync.nn.fully_sharded import StoredLayer
@@ -48,10 +47,9 @@ def load(
     """Puts arrays into a model by their names, under the shardings that its layers need.
 
     `nnx.update` with plain arrays does not: it takes their shardings too, and their metadata.
-    Dimensions may be merged
-    or split: a kernel [in, heads, head_dim] of `nnx.MultiHeadAttention` is one [in, heads *
-    head_dim] here. A fused kernel is taken apart for `ColumnParallelProjections`, and those of a
-    module of parallel layers are put together.
+    Dimensions may be merged or split: a kernel [in, heads, head_dim] of `nnx.MultiHeadAttention` is
+    one [in, heads * head_dim] here. A fused kernel is taken apart for `ColumnParallelProjections`,
+    and those of a module of parallel layers are put together.
 
     Args:
       module: The model, on the ambient mesh. Parameters that are abstract, of `nnx.eval_shape`, get

@@ -119,7 +119,7 @@ def parallel_dot_general(
     layer.
 
     The kernel has to be sharded as that of the parallel layer: ("model", None) for "row", and for
-      "column"
+    "column"
 
     ```python
     nnx.Linear(

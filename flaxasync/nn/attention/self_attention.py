@@ -21,9 +21,9 @@ class ParallelSelfAttention(ParallelAttention):
     """`ParallelAttention` of one input, [b, s, features], as decoders have it.
 
     With `context_axis` the sequence is split over a second axis, and each device computes its own
-    heads for its own
-    rows: x is sharded by rows over (context_axis, axis_name), and keys and values travel along
-    context_axis as in `flaxasync.ring_attention`. Without it, rows are positions 0 .. s - 1.
+    heads for its own rows: x is sharded by rows over (context_axis, axis_name), and keys and values
+    travel along context_axis as in `flaxasync.ring_attention`. Without it, rows are positions 0 ..
+    s - 1.
 
     Arguments and errors are those of `ParallelAttention`, whose `kv_features` and `out_features`
     this layer lacks. By default it is causal, has rotary positions of base 10,000, and no biases
@@ -75,8 +75,8 @@ class ParallelSelfAttention(ParallelAttention):
 
         `segment_ids` [b, s] names the segment of each row, and a row attends only to rows of its
         own segment. The other arguments, and errors, are those of `ParallelAttention`, which has
-        inputs_k and inputs_v. With `decode` the
-        layer does not split the sequence: every device of `context_axis` has all rows.
+        inputs_k and inputs_v. With `decode` the layer does not split the sequence: every device of
+        `context_axis` has all rows.
         """
         layer = type(self).__name__
         refuse(layer, "use ParallelAttention", inputs_k=inputs_k, inputs_v=inputs_v)

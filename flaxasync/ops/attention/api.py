@@ -98,7 +98,7 @@ def ring_attention(
         asked for.
 
     Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context"
-      (2023).
+    (2023).
     """
     op = "ring_attention"
     size = mapped_axis_size(op, axis_name)

@@ -332,9 +332,9 @@ def times_as_fast(
 
     Rows that travel are an all_gather_matmul and a matmul_reduce_scatter, and weights that travel
     two all_gather_matmuls. Both forms compute the same attention. On top of the weights come the
-    exchanges that nothing
-    hides, and transposes: products have features as rows, and attention has positions as rows.
-    Either form may keep `gathered_bytes` of what it gathers: rows, or the weights of the inputs.
+    exchanges that nothing hides, and transposes: products have features as rows, and attention has
+    positions as rows. Either form may keep `gathered_bytes` of what it gathers: rows, or the
+    weights of the inputs.
     """
     b = sizes.batch
     r = sizes.rows

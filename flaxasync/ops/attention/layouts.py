@@ -151,9 +151,7 @@ def sequence_order(layout: AttentionLayout, rows: int, devices: int) -> np.ndarr
 
 
 def positions(layout: AttentionLayout, rows: int, axis_name: str) -> Array:
-    """Returns the positions of this device's `rows` rows, [rows]. For use inside
-    `jax.shard_map`.
-    """
+    """Returns the positions of this device's `rows` rows, [rows]. For use inside `jax.shard_map`."""
     device = lax.axis_index(axis_name)
     size = lax.axis_size(axis_name)
     row = jnp.arange(rows)

@@ -15,9 +15,8 @@ Saved are q, kv, o and the log-sum-exp of this device's rows, as they are; nothi
 saved, and p is computed again. `ring` has the loops over the blocks.
 
 `whole` is the rule of the flash kernel where no block travels. It takes q, k and v as projections
-return them, with
-their heads side by side, and returns their gradients so: XLA would move other forms from and to
-  these by copies.
+return them, with their heads side by side, and returns their gradients so: XLA would move other
+forms from and to these by copies.
 """
 
 import functools

@@ -127,7 +127,7 @@ def _start(way: Exchange, block: Block, sent: PyTree, shift: int, counts: Array 
     """Begins to send a block, or what was made of one, to the device `shift` positions onward.
 
     Rows of another device that were multiplied return by the shift that is opposite: as many as had
-      come.
+    come.
     """
     devices = lax.axis_size(way.axis_name)
     me = lax.axis_index(way.axis_name)

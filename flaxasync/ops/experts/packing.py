@@ -1,9 +1,8 @@
 """Arrays of several shapes and dtypes as the rows of one, so that they travel in one transfer.
 
 libtpu 0.0.52 schedules at most five permutes in flight. A block of a mixture and the sum behind it
-have seven arrays in
-each direction: sent one by one, those beyond the fifth waited until the products beside them were
-  over.
+have seven arrays in each direction: sent one by one, those beyond the fifth waited until the
+products beside them were over.
 """
 
 from typing import Any

@@ -1,6 +1,4 @@
-"""Kernels of a compiled program, each simulated once: `fa.check.timeline(program,
-kernels="play")`.
-"""
+"""Kernels of a compiled program, each simulated once: `fa.check.timeline(program, kernels="play")`."""
 
 import dataclasses
 import json

@@ -43,7 +43,7 @@ def instructions_that_make_outputs(program):
     the whole output.
 
     They are returned as two lists: those that multiply something into it, and those that only move
-      or fill it.
+    or fill it.
     """
     module, multiply, move = check.parse(program.text), [], []
     instructions = [(c, i) for c in module.computations.values() for i in c.instructions]
