@@ -3,11 +3,15 @@ other.
 """
 
 import ast
+import collections
 import functools
 import graphlib
 import pathlib
+import re
 
 import pytest
+
+from tests.test_plain import count
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -145,3 +149,34 @@ def test_files_that_import_each_other_are_found():
     assert cycle({"a": {"b"}, "b": {"a"}, "c": {"a"}}) is not None
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) is not None
     assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
+
+
+def budgets():
+    """Yields (folders, thousands of nodes) of each row of the table of layers in docs/design.md."""
+    table = (ROOT / "docs" / "design.md").read_text().partition("| budget |")[2]
+    for line in table.split("\n\n")[0].splitlines()[2:]:
+        _, _, folders, _, budget, *_ = line.split("|")
+        yield re.findall(r"`([\w/]+?)/?`", folders), float(budget)
+
+
+def nodes_of(folder):
+    """Counts the nodes of a folder, or of a module of the package."""
+    place = ROOT / folder if (ROOT / folder).is_dir() else ROOT / "flaxasync" / folder
+    files = place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]
+    return sum(count(file.read_text())["nodes"] for file in files)
+
+
+@pytest.mark.parametrize(("folders", "budget"), list(budgets()))
+def test_a_folder_keeps_to_its_budget(folders, budget):
+    assert folders
+    assert sum(map(nodes_of, folders)) <= 1000 * budget
+
+
+def test_no_public_class_name_stands_twice_in_a_layer():
+    places = collections.defaultdict(list)
+    for name, path in modules().items():
+        room = CHECK if within(name, CHECK) else layer(name)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[room, node.name].append(name)
+    assert {key: names for key, names in places.items() if len(names) > 1} == {}

@@ -37,7 +37,7 @@ _ONE_CPU = MeshConfig(data=1, model=1, platform="cpu", cpu_devices=1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Command:
+class ExportCommand:
     """Exports a checkpoint of a run as a folder that `transformers` loads."""
 
     workdir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="WORKDIR")]
@@ -61,14 +61,14 @@ class Command:
 def main(arguments: Sequence[str]) -> int:
     """Runs a command line and returns the exit code."""
     return exit_code(
-        lambda: _export(parse_as(Command, arguments, prog="train/export_checkpoint.py")),
+        lambda: _export(parse_as(ExportCommand, arguments, prog="train/export_checkpoint.py")),
         outcome="Nothing was exported",
         memory_advice="On a larger --mesh.model or --mesh.fsdp each device holds less of the "
         "parameters",
     )
 
 
-def _export(command: Command) -> None:
+def _export(command: ExportCommand) -> None:
     with as_input_errors(ValueError):
         require_local_folder(command.folder, "FOLDER")
     config = dataclasses.replace(load_config(command.workdir), mesh=command.mesh)
@@ -190,7 +190,7 @@ def _is_config(path: Path) -> bool:
 
 
 def _write(
-    command: Command,
+    command: ExportCommand,
     config: Config,
     params: Mapping[str, object],
     files: ExportedFiles,

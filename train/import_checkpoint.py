@@ -78,7 +78,7 @@ def imported():
 
 
 @dataclasses.dataclass(frozen=True)
-class Command:
+class ImportCommand:
     """Imports a checkpoint of the Llama 3, Qwen 3 or Gemma families into a workdir."""
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
@@ -100,14 +100,14 @@ class Command:
 def main(arguments: Sequence[str]) -> int:
     """Runs a command line and returns the exit code."""
     return exit_code(
-        lambda: _import(parse_as(Command, arguments, prog="train/import_checkpoint.py")),
+        lambda: _import(parse_as(ImportCommand, arguments, prog="train/import_checkpoint.py")),
         outcome="Nothing was imported",
         memory_advice="--param_dtype bfloat16, or a larger --mesh.model or --mesh.fsdp, needs less "
         "on each device",
     )
 
 
-def _import(command: Command) -> None:
+def _import(command: ImportCommand) -> None:
     with as_input_errors(ValueError):
         require_local_folder(command.folder, "FOLDER")
         require_local_folder(command.workdir, "--workdir")
@@ -180,7 +180,7 @@ def _kept_files(folder: Path) -> dict[str, Path]:
 
 
 def _open_tokenizer(
-    command: Command, model: TransformerConfig, kept: Mapping[str, Path]
+    command: ImportCommand, model: TransformerConfig, kept: Mapping[str, Path]
 ) -> "Tokenizer | None":
     """Opens the tokenizer of the folder, which must fit the model, if it has one."""
     if _TOKENIZER not in kept:
@@ -193,7 +193,11 @@ def _open_tokenizer(
 
 
 def _write(
-    command: Command, config: Config, family: Family, files: TensorFiles, kept: Mapping[str, Path]
+    command: ImportCommand,
+    config: Config,
+    family: Family,
+    files: TensorFiles,
+    kept: Mapping[str, Path],
 ) -> None:
     import jax
     import jax.numpy as jnp

@@ -28,7 +28,7 @@ from train.step.flags import set_flags
 
 
 @dataclasses.dataclass(frozen=True)
-class Command:
+class SampleCommand:
     """Continues a prompt with the newest checkpoint of a run or of an import."""
 
     workdir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="WORKDIR")]
@@ -74,12 +74,12 @@ def _run(arguments: Sequence[str]) -> None:
     if not arguments or (arguments[0].startswith("-") and not {"-h", "--help"} & set(arguments)):
         raise InputError("WORKDIR must come first; --help lists the options")
     config = Config("", 1) if arguments[0].startswith("-") else load_config(Path(arguments[0]))
-    default = Command(tyro.MISSING, mesh=config.mesh)  # the mesh of the run
-    command = parse_as(Command, arguments, prog="train/sample.py", default=default)
+    default = SampleCommand(tyro.MISSING, mesh=config.mesh)  # the mesh of the run
+    command = parse_as(SampleCommand, arguments, prog="train/sample.py", default=default)
     _sample(command, dataclasses.replace(config, mesh=command.mesh))
 
 
-def _sample(command: Command, config: Config) -> None:
+def _sample(command: SampleCommand, config: Config) -> None:
     for name, value, holds, needed in (
         ("temperature", command.temperature, command.temperature >= 0, "at least 0"),
         ("top_p", command.top_p, 0 < command.top_p <= 1, "above 0 and at most 1"),
@@ -166,7 +166,7 @@ def _without(shown: str, text: str) -> str:
     return text.removeprefix(os.path.commonprefix([shown, text]))  # noqa: RUF071 (these are no paths)
 
 
-def _prompt(command: Command) -> str:
+def _prompt(command: SampleCommand) -> str:
     if (command.prompt is None) == (command.prompt_file is None):
         raise InputError("give the text to continue, with --prompt or with --prompt_file")
     if command.prompt is not None:
@@ -187,7 +187,7 @@ def _prompt(command: Command) -> str:
 
 
 def _codec(
-    command: Command, config: Config
+    command: SampleCommand, config: Config
 ) -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], str]]:
     """Returns the functions that turn text into tokens and back."""
     name = command.tokenizer or config.data.tokenizer

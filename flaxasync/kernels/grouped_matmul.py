@@ -311,7 +311,7 @@ def divisors(size: int) -> Iterator[int]:
     return (side for side in range(unit, size + 1, unit) if size % side == 0)
 
 
-class Operands(NamedTuple):
+class GroupedOperands(NamedTuple):
     """The operands but for the table."""
 
     xs: Sequence[Ref]  # blocks [rows, k] in VMEM
@@ -333,7 +333,13 @@ class _Kernel:
     cores: int
 
     def __call__(
-        self, table: Ref, given: Operands, ys: Sequence[Ref], w_tiles: Ref, sums: Ref, slot: Ref
+        self,
+        table: Ref,
+        given: GroupedOperands,
+        ys: Sequence[Ref],
+        w_tiles: Ref,
+        sums: Ref,
+        slot: Ref,
     ) -> None:
         """Does one step of the grid: one block of each x times one block of each w.
 
@@ -433,7 +439,7 @@ class _Kernel:
     def multiply(
         self,
         at: GroupStep,
-        given: Operands,
+        given: GroupedOperands,
         ys: Sequence[Ref],
         w_tiles: IncomingTiles,
         half: Scalar,
@@ -514,7 +520,7 @@ def _call(
     kernel = _Kernel(blocks, transposed, len(xs), joined, epilogue, chip_in_use().cores)
     x_spec = pl.BlockSpec((rows, blocks.k), blocks.x_index)
     y_spec = pl.BlockSpec((rows, blocks.n), blocks.y_index)
-    specs = Operands([x_spec] * len(xs), [HBM] * len(ws), [y_spec] * len(operands))
+    specs = GroupedOperands([x_spec] * len(xs), [HBM] * len(ws), [y_spec] * len(operands))
     y = output((problem.m, n), xs[0], *xs[1:], *ws, *operands)
     (ys,) = pl.pallas_call(
         kernel,
@@ -536,5 +542,5 @@ def _call(
             bytes_accessed=problem.itemsize * problem.elements(blocks, readings=1),
         ),
         name=caller,
-    )(blocks.table(experts, tiles), Operands(list(xs), list(ws), list(operands)))
+    )(blocks.table(experts, tiles), GroupedOperands(list(xs), list(ws), list(operands)))
     return tuple(ys)

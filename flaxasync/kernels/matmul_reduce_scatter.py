@@ -154,7 +154,7 @@ class ReduceScatterSchedule:
         )
 
 
-class Operands(NamedTuple):
+class ReduceScatterOperands(NamedTuple):
     """The operands, in HBM."""
 
     xs: Sequence[Ref]  # [B, R, m, k_i]
@@ -164,7 +164,7 @@ class Operands(NamedTuple):
     beside: Sequence[Ref]  # of the weight gradients
 
 
-class Results(NamedTuple):
+class ReduceScatterResults(NamedTuple):
     """The results, in HBM."""
 
     y: Ref  # [B, m, n]
@@ -226,7 +226,9 @@ def matmul_reduce_scatter(
     more = beside.BesidePlan.of(gradients, result, available() - vmem_bytes)
     local = beside.operands(more, gradients)
 
-    def body(given: Operands, made: Results, scratch: ReduceScatterScratch) -> None:
+    def body(
+        given: ReduceScatterOperands, made: ReduceScatterResults, scratch: ReduceScatterScratch
+    ) -> None:
         others = None
         if scratch.beside is not None:
             others = beside.Beside(more, given.beside, made.dws, scratch.beside)
@@ -261,9 +263,9 @@ def matmul_reduce_scatter(
     dws = [of_result(each.padded.m, each.padded.n) for each in more.sums]
     (made,) = call(
         body,
-        [Operands(by_block, ws, laid_out, local)],
+        [ReduceScatterOperands(by_block, ws, laid_out, local)],
         name=CALLER,
-        results=[Results(of_result(batch, m, n), of_result(2, batch, m, n), dws)],
+        results=[ReduceScatterResults(of_result(batch, m, n), of_result(2, batch, m, n), dws)],
         scratch=[scratch],
         collective_id=collective_id,
         vmem_bytes=vmem_bytes + more.vmem_bytes,
@@ -406,8 +408,8 @@ class _Device:
     ring: Ring
     schedule: ReduceScatterSchedule
     tiles: MatmulTiles
-    operands: Operands
-    results: Results
+    operands: ReduceScatterOperands
+    results: ReduceScatterResults
     scratch: ReduceScatterScratch
     beside: beside.Beside | None
 

@@ -155,7 +155,7 @@ class WeightGradientScratch:
     recv_sem: Ref  # [BUFFER_SETS, directions, R - 1] DMA semaphores
 
 
-class Operands(NamedTuple):
+class WeightGradientOperands(NamedTuple):
     """The operands, in HBM."""
 
     x: Ref  # [k, B*m]
@@ -164,7 +164,7 @@ class Operands(NamedTuple):
     scales: Sequence[Ref]
 
 
-class Results(NamedTuple):
+class WeightGradientResults(NamedTuple):
     """The results, in HBM."""
 
     dws: Sequence[Ref]  # [k, n_i]
@@ -204,7 +204,9 @@ def gather_weight_gradient(
     chunks = schedule.chunks
     receive_buffers = (min(BUFFER_SETS, chunks.count), size - 1, chunks.size, batch * m)
 
-    def body(given: Operands, made: Results, scratch: WeightGradientScratch) -> None:
+    def body(
+        given: WeightGradientOperands, made: WeightGradientResults, scratch: WeightGradientScratch
+    ) -> None:
         device = _Device(ring, schedule, given, made, scratch)
         ring.enter(f"{CALLER} {len(dys)}", collective_id)
         device.run()
@@ -226,9 +228,9 @@ def gather_weight_gradient(
     dws = [output((k, n), x, *dys, dtype=result) for n in widths]
     (made,) = call(
         body,
-        [Operands(x_transposed, by_block, laid_out)],
+        [WeightGradientOperands(x_transposed, by_block, laid_out)],
         name=CALLER,
-        results=[Results(dws, output(receive_buffers, x, *dys))],
+        results=[WeightGradientResults(dws, output(receive_buffers, x, *dys))],
         scratch=[scratch],
         collective_id=collective_id,
         vmem_bytes=vmem_bytes,
@@ -305,8 +307,8 @@ def _rows(batch: int, m: int, unit: int, most: int, directions: int) -> RowTilin
 class _Device:
     ring: Ring
     schedule: WeightGradientSchedule
-    operands: Operands
-    results: Results
+    operands: WeightGradientOperands
+    results: WeightGradientResults
     scratch: WeightGradientScratch
 
     def run(self) -> None:

@@ -26,7 +26,7 @@ from flaxasync.check.dispatch.command_buffers import (
 )
 from flaxasync.check.dispatch.signals import (
     Callback,
-    Program,
+    DispatchedProgram,
     read_flags,
     read_path,
     read_program,
@@ -198,7 +198,7 @@ def _of_device(platform: str, devices: int) -> list[_Judgement]:
     return []
 
 
-def _of_callbacks(platform: str, devices: int, program: Program) -> _Judgement:
+def _of_callbacks(platform: str, devices: int, program: DispatchedProgram) -> _Judgement:
     """Judges calls into Python, including those that XLA has removed from the program."""
     what = "JAX has a callback for it that is not in the program's text, as when XLA has removed it"
     if program.callbacks:
@@ -227,7 +227,7 @@ def _of_callbacks(platform: str, devices: int, program: Program) -> _Judgement:
     )
 
 
-def _of_decisions(platform: str, program: Program) -> list[_Judgement]:
+def _of_decisions(platform: str, program: DispatchedProgram) -> list[_Judgement]:
     """Judges loops and branches for which a GPU must ask the host."""
     if platform == "tpu":
         reason = (
@@ -271,7 +271,7 @@ def _of_decisions(platform: str, program: Program) -> list[_Judgement]:
     return judged
 
 
-def _into_command_buffers(program: Program) -> str:
+def _into_command_buffers(program: DispatchedProgram) -> str:
     commands = ["WHILE"] * bool(program.dynamic_loops) + ["CONDITIONAL"] * bool(
         program.late_branches
     )

@@ -49,7 +49,7 @@ class Signal:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class DispatchedProgram:
     """What a text says: the calls into Python, and each loop and branch as "computation/instruction
     at file:line".
     """
@@ -71,7 +71,7 @@ class Program:
         return Signal("the program's text", unordered, ordered, bool(self.callbacks))
 
 
-def read_program(compiled: Any, platform: str) -> Program:
+def read_program(compiled: Any, platform: str) -> DispatchedProgram:
     """Reads the text of a compiled program.
 
     On CPU and GPU the text gives the trip counts that XLA's runtime uses. On TPU it never gives
@@ -82,11 +82,11 @@ def read_program(compiled: Any, platform: str) -> Program:
     except NotImplementedError:
         text = None
     if not text:
-        return Program(unread="this platform gives no text of a compiled program")
+        return DispatchedProgram(unread="this platform gives no text of a compiled program")
     try:
         module = parse(text)
     except HloError as error:
-        return Program(unread=f"the program's text could not be read ({error})")
+        return DispatchedProgram(unread=f"the program's text could not be read ({error})")
     callbacks = []
     loops = []
     branches = []
@@ -106,7 +106,7 @@ def read_program(compiled: Any, platform: str) -> Program:
                 or (platform == "tpu" and trip_count(module, i) is not None)
             ):
                 loops.append(place)
-    return Program(
+    return DispatchedProgram(
         callbacks=tuple(dict.fromkeys(callbacks)),
         dynamic_loops=tuple(loops),
         branches=tuple(branches),

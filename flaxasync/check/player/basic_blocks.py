@@ -71,7 +71,7 @@ class BasicBlock:
         return cost
 
 
-class Code:
+class BlockCode:
     """A program that is ready to be executed on a chip."""
 
     def __init__(

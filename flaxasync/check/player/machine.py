@@ -7,7 +7,7 @@ from collections import Counter, deque
 from typing import NamedTuple
 
 from flaxasync.check.player import matrix_unit
-from flaxasync.check.player.basic_blocks import Code, ExternalOperation
+from flaxasync.check.player.basic_blocks import BlockCode, ExternalOperation
 from flaxasync.check.player.chips import Coords
 from flaxasync.check.player.errors import PlayerError, UnsimulatedError
 from flaxasync.check.player.memory import LATE, Addresses
@@ -28,7 +28,7 @@ class Branch(NamedTuple):
 class Frame(NamedTuple):
     """The state of a caller, which is restored when the callee returns."""
 
-    code: Code
+    code: BlockCode
     position: int
     pending: Branch | None
 
@@ -40,7 +40,7 @@ class Machine:
     device: int
     coords: Coords
     addresses: Addresses
-    code: Code  # the program that runs,
+    code: BlockCode  # the program that runs,
     position: int  # and its next bundle
     parameters: dict[int, int]  # the address of each parameter of the program
     # what the runtime leaves in scalar memory, by the compiler's words for it
@@ -117,7 +117,7 @@ class Machine:
             self._units = matrix_unit.aged(self._units, time - self.now)
             self.now = time
 
-    def call(self, code: Code, operands: tuple) -> None:
+    def call(self, code: BlockCode, operands: tuple) -> None:
         """Enters another program, with its operands in the first registers."""
         self.stack.append(Frame(self.code, self.position, self._pending))
         self.code = code

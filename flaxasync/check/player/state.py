@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from flaxasync.check.estimate.timeline import Slice
-from flaxasync.check.player.basic_blocks import Code
+from flaxasync.check.player.basic_blocks import BlockCode
 from flaxasync.check.player.bundle_text import MARK_END, MARK_RUN, MARK_START, Operation
 from flaxasync.check.player.chips import ChipGrid, Coords, PlayedChip
 from flaxasync.check.player.dump import TOP, Dump
@@ -92,7 +92,9 @@ class State:
         self.addresses = Addresses(chip.hbm_unit)
         for program in dump.programs.values():
             self.addresses.add(program)
-        self.codes = {n: Code(p, self.addresses, chip, accept) for n, p in dump.programs.items()}
+        self.codes = {
+            n: BlockCode(p, self.addresses, chip, accept) for n, p in dump.programs.items()
+        }
         # The number of each partition's chip (and core), as programs address it.
         self.chips = [grid.chip_id(chip) * grid.cores + core for chip, core in places]
         # the words of the buffers that the runtime has filled
@@ -202,7 +204,7 @@ def _begins(operation: Operation) -> bool:
     return operation.unit == "scalar_parameter_address"
 
 
-def first_bundle(code: Code) -> int:
+def first_bundle(code: BlockCode) -> int:
     """Returns the bundle at which the program begins, after the last branch of the preamble."""
     first = 0
     for index, bundle in enumerate(code.program.bundles):

@@ -73,7 +73,7 @@ SHOWN = 12  # instructions and layers in the table
 _START = operator.attrgetter("start")
 
 
-class Program:
+class ProfiledProgram:
     """What is known of the instructions in a profile: what the text of the program says of them, if
     there is one.
     """
@@ -183,11 +183,11 @@ def measure_exposed(
         wanted = program
     else:
         wanted = matches[0]
-    known = Program(module)
+    known = ProfiledProgram(module)
     return [_times(device, wanted, known) for device in devices]
 
 
-def _times(device: DeviceProfile, program: str, known: Program) -> DeviceTimes:
+def _times(device: DeviceProfile, program: str, known: ProfiledProgram) -> DeviceTimes:
     if device.runs:
         runs = [run.interval for run in device.runs if run.program == program]
         events = [e for e in device.events if _within(e, runs)]
@@ -306,7 +306,7 @@ def subtract(intervals: Iterable[Interval], removed: Iterable[Interval]) -> list
 
 
 def _shares(
-    communicating: Sequence[Event], exposed: list[Interval], runs: int, known: Program
+    communicating: Sequence[Event], exposed: list[Interval], runs: int, known: ProfiledProgram
 ) -> list[Exposed]:
     """Divides the exposed time among the instructions."""
     by_name: dict[str, list[Event]] = {}

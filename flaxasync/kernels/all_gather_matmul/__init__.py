@@ -21,7 +21,7 @@ from jax import lax
 
 from flaxasync.kernels.all_gather_matmul import resident, stream
 from flaxasync.kernels.all_gather_matmul.stream import CALLER
-from flaxasync.kernels.all_gather_matmul.work import GatherWork, Operands, Results
+from flaxasync.kernels.all_gather_matmul.work import GatherOperands, GatherResults, GatherWork
 from flaxasync.kernels.engine.call import call
 from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
 from flaxasync.kernels.engine.matmul import Epilogue, laid_out_scales
@@ -83,7 +83,9 @@ def all_gather_matmul(
     plan = _plan(work)
     streams = isinstance(plan, stream.StreamSchedule)
 
-    def body(given: Operands, made: Results, scratch: Ref, semaphores: GatherSemaphores) -> None:
+    def body(
+        given: GatherOperands, made: GatherResults, scratch: Ref, semaphores: GatherSemaphores
+    ) -> None:
         device: stream.Stream | resident.Resident
         if isinstance(plan, stream.StreamSchedule):
             gather = Gather(ring, plan.work.layout, given.x, made.gathered, semaphores)
@@ -101,7 +103,7 @@ def all_gather_matmul(
     y_widths = widths
     if epilogue is not None:
         y_widths = widths[:1] * epilogue.results
-    results = Results([of_rows(n, result) for n in y_widths], None, None)
+    results = GatherResults([of_rows(n, result) for n in y_widths], None, None)
     if isinstance(plan, stream.StreamSchedule) and measured is not None:
         lanes = plan.tiles.columns.count * LANES
         results = results._replace(maxima=of_rows(lanes, jnp.float32))
@@ -116,7 +118,7 @@ def all_gather_matmul(
     read_bytes = itemsize * (plan.elements_read + rows * keep_gathered * k)
     (made,) = call(
         body,
-        [Operands(x, ws, of_epilogue, laid_out)],
+        [GatherOperands(x, ws, of_epilogue, laid_out)],
         name=CALLER,
         results=[results],
         scratch=[plan.scratch(), GatherSemaphores.allocate(plan.work.layout, size)],

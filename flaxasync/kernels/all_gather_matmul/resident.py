@@ -23,7 +23,7 @@ from flaxasync.kernels.all_gather_matmul.resident_schedule import (
     TaskSizes,
     schedule,
 )
-from flaxasync.kernels.all_gather_matmul.work import GatherWork, Operands, Results
+from flaxasync.kernels.all_gather_matmul.work import GatherOperands, GatherResults, GatherWork
 from flaxasync.kernels.engine.call import SEMAPHORES, available, chip_in_use
 from flaxasync.kernels.engine.gather import Gather
 from flaxasync.kernels.engine.matmul import dot
@@ -39,7 +39,7 @@ CHUNK_ROWS = 128  # rows of an arrival, at least, where half-blocks travel in se
 W_SLOTS = 3  # tiles of w in vector memory, at most
 TASKS = 256  # products of an arrival and a tile of w, at most: the table of tasks has no more
 
-# Results wait in HBM's queue behind tiles of w, so many of them may be leaving at once.
+# GatherResults wait in HBM's queue behind tiles of w, so many of them may be leaving at once.
 OUT_SLOTS = 24  # results of an arrival, at most
 OUT_ROWS = 3072  # rows of all these results, at most, unless they are fewer than two products
 
@@ -166,8 +166,8 @@ def _plan_of(work: GatherWork, columns: Tiling, most_rows: int) -> ResidentPlan 
 class Resident:
     plan: ResidentPlan
     gather: Gather
-    operands: Operands
-    results: Results
+    operands: GatherOperands
+    results: GatherResults
     keep_gathered: bool
     scratch: ResidentScratch
 

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from flaxasync.kernels.all_gather_matmul.work import GatherWork, Operands, Results
+from flaxasync.kernels.all_gather_matmul.work import GatherOperands, GatherResults, GatherWork
 from flaxasync.kernels.engine.call import available, check_vmem, chip_in_use, matmul_bytes
 from flaxasync.kernels.engine.gather import Gather
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles, Scales
@@ -229,8 +229,8 @@ def _plan_of(work: GatherWork) -> StreamSchedule:
 class Stream:
     schedule: StreamSchedule
     gather: Gather
-    operands: Operands
-    results: Results
+    operands: GatherOperands
+    results: GatherResults
     keep_gathered: bool
     scratch: StreamScratch
 

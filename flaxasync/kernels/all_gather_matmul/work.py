@@ -31,7 +31,7 @@ class GatherWork:
         return self.size * self.layout.chunks
 
 
-class Operands(NamedTuple):
+class GatherOperands(NamedTuple):
     """The operands, in HBM."""
 
     x: Ref  # [B, m, k]
@@ -41,7 +41,7 @@ class Operands(NamedTuple):
     scales: Sequence[Ref]
 
 
-class Results(NamedTuple):
+class GatherResults(NamedTuple):
     """The results, in HBM."""
 
     ys: Sequence[Ref]  # [B, R, m, n]

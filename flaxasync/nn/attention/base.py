@@ -24,7 +24,7 @@ from jaxtyping import Array
 
 from flaxasync.kernels.attention_block import Mask
 from flaxasync.nn.attention import exchange
-from flaxasync.nn.attention.exchange import Call, Weights, project_inputs, project_output
+from flaxasync.nn.attention.exchange import AttentionCall, Weights, project_inputs, project_output
 from flaxasync.nn.attention.heads import HeadAttention, Inputs, Norms
 from flaxasync.nn.attention.protocol import LikeMultiHeadAttention, check_qkv_sharding
 from flaxasync.nn.linear import (
@@ -108,7 +108,7 @@ def make_call(
     kv_placement: Placement,
     *,
     is_causal: bool = False,
-) -> tuple[Call, tuple[Linear, ...], Norms]:
+) -> tuple[AttentionCall, tuple[Linear, ...], Norms]:
     """Returns what is static in a call, and the parameters. The inputs of queries and of keys are
     sharded as told.
     """
@@ -126,7 +126,7 @@ def make_call(
     if not splits_heads:
         # it is that of ring attention; projections are local
         settings = dataclasses.replace(settings, backend=None)
-    call = Call(
+    call = AttentionCall(
         settings,
         parts,
         splits_heads and placement.rows_sharded,
@@ -160,7 +160,7 @@ def run(
 
 
 def _apply(
-    call: Call, x: Array, linears: tuple[Linear, ...], norms: Norms, inputs: Inputs[Array]
+    call: AttentionCall, x: Array, linears: tuple[Linear, ...], norms: Norms, inputs: Inputs[Array]
 ) -> Array:
     """Applies a layer to the shards of this device, inside shard_map."""
     weights = Weights(*call.take(x, linears))
@@ -173,7 +173,7 @@ def _apply(
     return project_output(call, heads, weights.out)
 
 
-def _take_inputs(call: Call, x: Array, inputs: Inputs[Array]) -> Inputs[Array]:
+def _take_inputs(call: AttentionCall, x: Array, inputs: Inputs[Array]) -> Inputs[Array]:
     """Returns the mask and the bias of this device's heads, and a key of its own, for its part of
     the batch.
     """
@@ -284,7 +284,7 @@ def attend_cached(
 
 
 def _attend_new_rows(
-    call: Call,
+    call: AttentionCall,
     x: Array,
     linears: tuple[Linear, ...],
     norms: Norms,

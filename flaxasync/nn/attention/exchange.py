@@ -44,7 +44,7 @@ class Weights(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call(shards.Call):
+class AttentionCall(shards.Call):
     """What is static in a call. Hashable. The parts are in the order of `Weights`."""
 
     attention: HeadAttention
@@ -53,7 +53,9 @@ class Call(shards.Call):
     kv_rows_sharded: bool
 
 
-def project_inputs(call: Call, x: Array, w: Weights, inputs: Inputs[Array]) -> tuple[Array, ...]:
+def project_inputs(
+    call: AttentionCall, x: Array, w: Weights, inputs: Inputs[Array]
+) -> tuple[Array, ...]:
     """Returns queries, keys and values. Projections of one input share one gather of it."""
     key = inputs.inputs_k
     value = inputs.inputs_v
@@ -74,14 +76,14 @@ def project_inputs(call: Call, x: Array, w: Weights, inputs: Inputs[Array]) -> t
     )
 
 
-def project_output(call: Call, heads: Array, out: Linear) -> Array:
+def project_output(call: AttentionCall, heads: Array, out: Linear) -> Array:
     """Returns the output of the layer from that of the heads, [b, s, h * d]."""
     if call.splits_heads:
         return shards.row(heads, out, call.settings, rows_sharded=call.rows_sharded)
     return shards.column(heads, (out,), call.settings, rows_sharded=False)[0]
 
 
-def choose(call: Call, x: Array, weights: Weights, inputs: Inputs[Array]) -> Form | None:
+def choose(call: AttentionCall, x: Array, weights: Weights, inputs: Inputs[Array]) -> Form | None:
     """Says what exchanges heads; None where rows travel. Raises NotImplementedError if heads must
     travel but cannot.
     """
@@ -144,7 +146,12 @@ def choose(call: Call, x: Array, weights: Weights, inputs: Inputs[Array]) -> For
 
 
 def apply(
-    call: Call, form: Form, x: Array, weights: Weights, norms: Norms, segment_ids: Array | None
+    call: AttentionCall,
+    form: Form,
+    x: Array,
+    weights: Weights,
+    norms: Norms,
+    segment_ids: Array | None,
 ) -> Array:
     """Applies a layer to this device's rows [b, s / R, k], inside shard_map; the segment ids are
     [b, s].

@@ -30,7 +30,7 @@ from jaxtyping import PyTree
 
 from flaxasync.kernels.engine.operands import LANES
 from flaxasync.ops.experts.assignments import Assignments
-from flaxasync.ops.experts.local import Block, BlockGradients, Experts
+from flaxasync.ops.experts.local import BlockGradients, ExpertBlock, Experts
 from flaxasync.ops.experts.packing import pack, unpack
 from flaxasync.ring import Index, permutation
 from flaxasync.transport import counted_rows
@@ -65,7 +65,7 @@ class Routes(NamedTuple):
 
 
 def exchange(
-    experts: Experts, way: Exchange, block: Block, carry: PyTree, work: Callable[..., Any]
+    experts: Experts, way: Exchange, block: ExpertBlock, carry: PyTree, work: Callable[..., Any]
 ) -> tuple[Any, Any]:
     """Returns the sum of what all devices make of the block of this device, and the carry of this
     device's work.
@@ -86,7 +86,7 @@ def exchange(
     rows = {shift: rows_for(routes, limits, target, n) for shift, target in targets.items()}
     results: dict[int, PyTree] = {}
     returning: dict[int, Moving] = {}
-    held: dict[int, Block] = {0: block}
+    held: dict[int, ExpertBlock] = {0: block}
     for shifts in (*_arrive_together(devices), ()):
         with jax.named_scope("send_rows"):
             sent = {
@@ -123,7 +123,9 @@ class Moving:
         return _joined(self.like, arrived)
 
 
-def _start(way: Exchange, block: Block, sent: PyTree, shift: int, counts: Array | None) -> Moving:
+def _start(
+    way: Exchange, block: ExpertBlock, sent: PyTree, shift: int, counts: Array | None
+) -> Moving:
     """Begins to send a block, or what was made of one, to the device `shift` positions onward.
 
     Rows of another device that were multiplied return by the shift that is opposite: as many as had
@@ -158,7 +160,7 @@ def _start(way: Exchange, block: Block, sent: PyTree, shift: int, counts: Array 
 
 def _split(tree: PyTree) -> tuple[list[Array], Any]:
     """Returns the arrays that have a row for each row that travels, and the rest."""
-    if isinstance(tree, Block):
+    if isinstance(tree, ExpertBlock):
         return [tree.x] + ([] if tree.dy is None else [tree.dy]), tree.assignments
     if isinstance(tree, BlockGradients):
         return ([tree.dx], tree.dweights)
@@ -171,8 +173,8 @@ def _joined(like: PyTree, arrived: Sequence[Array]) -> Any:
     if rest is None:
         return arrived[0]
     unpacked = unpack(arrived[-1], rest)
-    if isinstance(like, Block):
-        return Block(arrived[0], unpacked, *arrived[1:-1])
+    if isinstance(like, ExpertBlock):
+        return ExpertBlock(arrived[0], unpacked, *arrived[1:-1])
     return BlockGradients(arrived[0], unpacked)
 
 
@@ -195,7 +197,7 @@ def _added(
     return jax.tree.unflatten(jax.tree.structure(own), [sums, *tiles])
 
 
-def bounds(experts: Experts, block: Block, devices: int, direct: bool = False) -> Bounds:
+def bounds(experts: Experts, block: ExpertBlock, devices: int, direct: bool = False) -> Bounds:
     """Returns the most rows and tiles that a device sends to another one."""
     n, _ = block.x.shape
     tiles, t = block.assignments.rows.shape
@@ -255,8 +257,8 @@ def rows_for(routes: Routes, limits: Bounds, target: Index, n: int) -> Array:
 
 
 def _block_for(
-    block: Block, routes: Routes, limits: Bounds, target: Index, rows: Array, devices: int
-) -> Block:
+    block: ExpertBlock, routes: Routes, limits: Bounds, target: Index, rows: Array, devices: int
+) -> ExpertBlock:
     """Returns what goes to a device. The tiles behind its own are of other devices; it does not
     count them.
     """
@@ -274,7 +276,9 @@ def _block_for(
         dy = None
     else:
         dy = take(block.dy)
-    return Block(take(block.x), Assignments(places, weights, jnp.where(of_target, tiles, 0)), dy)
+    return ExpertBlock(
+        take(block.x), Assignments(places, weights, jnp.where(of_target, tiles, 0)), dy
+    )
 
 
 def _add_tiles(own: Array, parts: tuple[Array, ...], firsts: list[Array]) -> Array:

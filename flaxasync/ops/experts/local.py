@@ -39,7 +39,7 @@ class Experts:
     products: Products
 
 
-class Block(NamedTuple):
+class ExpertBlock(NamedTuple):
     """What travels: rows [n, D], their assignments and, backward, the cotangents of their outputs
     [n, D].
     """
@@ -65,7 +65,7 @@ class Sums(NamedTuple):
     kept: ToAdd | None = None
 
 
-def forward(experts: Experts, weights: Weights, blocks: tuple[Block, ...]) -> Arrays:
+def forward(experts: Experts, weights: Weights, blocks: tuple[ExpertBlock, ...]) -> Arrays:
     """Returns what the experts of this device make of each block, [n, D], in its dtype or that
     which accumulates.
     """
@@ -80,7 +80,7 @@ def forward(experts: Experts, weights: Weights, blocks: tuple[Block, ...]) -> Ar
 
 
 def backward(
-    experts: Experts, weights: Weights, blocks: tuple[Block, ...], sums: Sums
+    experts: Experts, weights: Weights, blocks: tuple[ExpertBlock, ...], sums: Sums
 ) -> tuple[tuple[BlockGradients, ...], Sums]:
     """Returns the gradients of each block, and adds those of the weights to `sums`.
 
@@ -138,7 +138,7 @@ def _no_gradients(weights: Weights) -> Weights:
 def _for_each(
     experts: Experts,
     weights: Weights,
-    blocks: tuple[Block, ...],
+    blocks: tuple[ExpertBlock, ...],
     add: Callable[[Tiles, Array, PyTree], PyTree],
     begin: PyTree,
     zeros: PyTree,

@@ -31,14 +31,14 @@ from jaxtyping import PyTree
 from flaxasync.ops.experts import local
 from flaxasync.ops.experts.assignments import sort, unsort
 from flaxasync.ops.experts.exchange import Exchange, exchange
-from flaxasync.ops.experts.local import Block, BlockGradients, Experts, Sums
+from flaxasync.ops.experts.local import BlockGradients, ExpertBlock, Experts, Sums
 from flaxasync.ops.experts.packing import pack, unpack
 from flaxasync.ops.experts.products import Weights
 from flaxasync.ops.matmul.products import accumulator_dtype
 from flaxasync.ops.saved import PRODUCT, first_only
 from flaxasync.ring import Index, Ring, ring_visit, shifts, split_rows
 
-type Blocks = tuple[Block, ...]
+type Blocks = tuple[ExpertBlock, ...]
 # (blocks, carry) -> (result of each, carry)
 type Work = Callable[[Blocks, Any], tuple[tuple[Any, ...], Any]]
 
@@ -123,7 +123,7 @@ def _blocks(
             capacity=experts.capacity,
             tile_rows=experts.tile_rows,
         )
-        blocks.append(Block(x[mine], found, None if dy is None else dy[mine]))
+        blocks.append(ExpertBlock(x[mine], found, None if dy is None else dy[mine]))
         places.append(place)
     return tuple(blocks), places
 

@@ -18,7 +18,7 @@ from flaxasync.check.player import (
     matrix_unit,
 )
 from flaxasync.check.player import scalar_operations as scalar
-from flaxasync.check.player.basic_blocks import Code
+from flaxasync.check.player.basic_blocks import BlockCode
 from flaxasync.check.player.bundle_text import HEADER, parse_operation, read_program
 from flaxasync.check.player.chips import PLAYED_CHIPS, chip_grid, places_of_partitions, played_chip
 from flaxasync.check.player.errors import DumpError
@@ -177,7 +177,7 @@ def code_of(folder, *bundles):
     text = "".join(
         f"   {index:#x}   :  {{ {operations} }}\n" for index, operations in enumerate(bundles)
     )
-    return Code(write(folder, text), Addresses(512), PLAYED_CHIPS["v5e"], frozenset())
+    return BlockCode(write(folder, text), Addresses(512), PLAYED_CHIPS["v5e"], frozenset())
 
 
 @pytest.mark.parametrize("name", ["vpop.sfrf", "spop.sfrf"])
@@ -226,7 +226,7 @@ def test_what_a_program_reads_of_a_division(tmp_path, comment, pops, read):
         tmp_path,
         f"     0   :  {{ %7 = sdivrem.u32 %s1_s1, %s2_s2{comment} }}\n   0x1   :  {{ {popped}}}\n",
     )
-    code = Code(program, Addresses(512), played_chip("v5e"), frozenset())
+    code = BlockCode(program, Addresses(512), played_chip("v5e"), frozenset())
     if read is None:
         with pytest.raises(
             UnknownOperationError,

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from flaxasync.ops.experts import api, exchange
 from flaxasync.ops.experts.assignments import sort as assignments_of
-from flaxasync.ops.experts.local import Block, Experts, _for_each
+from flaxasync.ops.experts.local import ExpertBlock, Experts, _for_each
 from flaxasync.ops.experts.products import Grouped, OneTile, Weights
 from tests.kernels.conftest import assert_close, run
 from tests.simulator import split_pairs
@@ -283,7 +283,7 @@ def test_an_exchange_sends_a_row_once_to_each_device_that_needs_it():
         options = {"parts": 2, "capacity": capacity, "tile_rows": 8}
         assignments, _ = assignments_of(ids, np.ones(ids.shape, np.float32), 8, **options)
         experts = Experts("ring", "experts", 8, 2, 8, 2, capacity, OneTile(jax.nn.silu))
-        limits = exchange.bounds(experts, Block(np.zeros((6, 4), np.float32), assignments), 4)
+        limits = exchange.bounds(experts, ExpertBlock(np.zeros((6, 4), np.float32), assignments), 4)
         assert limits.rows == room
         routes = exchange.find_routes(assignments, 6, 4, limits)
         sent = [exchange.rows_for(routes, limits, device, 6).tolist() for device in range(4)]
@@ -315,7 +315,7 @@ def test_the_kernels_multiply_all_tiles_at_once_where_a_capacity_bounds_them(hel
         return jnp.zeros(())
 
     _for_each(
-        experts, weights, (Block(jnp.zeros((8, 128)), assignments),), add, None, jnp.zeros(())
+        experts, weights, (ExpertBlock(jnp.zeros((8, 128)), assignments),), add, None, jnp.zeros(())
     )
     assert found == [False, *[True] * loops]
 
