@@ -79,18 +79,13 @@ def test_a_backend_that_cannot_run_is_refused(name, devices):
             assert call(name, nnx.eval_shape(lambda: make(backend="xla")), spec) is not None
 
 
-def test_a_backend_of_another_op_is_no_error():
-    """The backend "exchange" is one of `fa.matmul_all_reduce`, of the down projection; up and gate
-    choose.
-    """
+def test_a_backend_that_only_experts_have_is_refused():
+    """`fa.expert_mlp` has the backend "exchange", and no matmul of an MLP does."""
     with jax.set_mesh(make_mesh(2, 4)):
         mlp = nnx.eval_shape(
             lambda: fa.nn.ParallelMLP(16, 16, backend="exchange", rngs=nnx.Rngs(0))
         )
-        with pytest.raises(
-            UnsupportedError,
-            match="matmul_all_reduce with backend='exchange' is made of TPU kernels",
-        ):
+        with pytest.raises(UnsupportedError, match="matmul_all_reduce has no 'exchange' backend"):
             call("ParallelMLP", mlp, SAME)
 
 
