@@ -89,12 +89,14 @@ def agree_on_kernels() -> None:
         return
     evidence = trust.known(mesh.chip_name())
     if evidence.rule == "stored" and trust.PASSED not in evidence.verdicts.values():
-        # a part of what a verdict depends on
+        # The flags are a part of what a verdict depends on.
         flags = os.environ.get("LIBTPU_INIT_ARGS", "").strip()
-        command = f"LIBTPU_INIT_ARGS='{flags}' {trust.COMMAND}" if flags else trust.COMMAND
+        command = trust.COMMAND
+        if flags:
+            command = f"LIBTPU_INIT_ARGS='{flags}' {command}"
         say(
-            f"verify     no kernel has passed in every process; `{command} --distributed`, started "
-            "on every host before the run, verifies them"
+            f"verify     no kernel has passed on the host of process 0; `{command}` there, before "
+            "the run, verifies them; docs/tpu.md says how on a pod"
         )
 
 

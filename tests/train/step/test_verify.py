@@ -197,8 +197,8 @@ def test_a_run_of_several_processes_says_which_command_verifies_its_kernels(ran,
     ):
         agree_on_kernels()
         assert (
-            "verify     no kernel has passed in every process; `python -m flaxasync.verify "
-            "--distributed`, started on every host before the run, verifies them"
+            "verify     no kernel has passed on the host of process 0; `python -m "
+            "flaxasync.verify` there, before the run, verifies them; docs/tpu.md says how on a pod"
         ) in capsys.readouterr().out
         trust.record(trust.Machine.here("v5e"), {"attention/flash": {"a case": "PASS"}})
         agree_on_kernels()
