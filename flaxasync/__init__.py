@@ -2,23 +2,16 @@
 
 Layers, as `nnx.Module`s on global arrays and the ambient mesh:
 
-  nn.ColumnParallelLinear    Dense layer that splits its output features; gathers rows while it
-                             multiplies.
-  nn.RowParallelLinear       Dense layer that splits its input features; reduce-scatters rows while
-                             it multiplies.
-  nn.MeshLinear              Dense layer over two mesh axes, of rows and of features: mesh_matmul as
-                             a layer.
-  nn.ParallelMLP             MLP with split hidden features; gate and up share one gather of the
-                             input.
+  nn.ColumnParallelLinear    Dense layer that splits output features; gathers rows meanwhile.
+  nn.RowParallelLinear       Dense layer that splits input features; reduce-scatters meanwhile.
+  nn.MeshLinear              Dense layer over two mesh axes: mesh_matmul as a layer.
+  nn.ParallelMLP             MLP with split hidden features; gate and up share one gather.
   nn.ParallelMoE             Mixture of experts that rows visit; a drop-in for the MLP.
   nn.RouterOptions           How its router chooses experts.
   nn.Routing                 Losses and statistics of the choice.
-  nn.ParallelSelfAttention   Self-attention with split heads; query, key and value share one gather
-                             of the input.
-  nn.ParallelAttention       The same for other inputs of keys and values: the parallel
-                             nnx.MultiHeadAttention.
-  nn.RingSelfAttention       Self-attention over a split sequence; keys and values travel around a
-                             ring.
+  nn.ParallelSelfAttention   Self-attention with split heads; q, k and v share one gather.
+  nn.ParallelAttention       The same for other keys and values, as nnx.MultiHeadAttention.
+  nn.RingSelfAttention       Self-attention over a split sequence; keys and values travel.
   nn.VocabParallelEmbed      Embedding with a split vocabulary.
   nn.linear_cross_entropy    Loss of an output layer whose logits are never in memory at once.
   nn.softmax_cross_entropy   Loss of logits that stay split over the vocabulary.
@@ -27,12 +20,9 @@ Layers, as `nnx.Module`s on global arrays and the ambient mesh:
   nn.ColumnParallelProjections  Several column-parallel layers that share one gather of their input.
   nn.ParallelLoRA            Low-rank adaptation of a parallel Dense layer: the parallel nnx.LoRA.
   nn.parallel_dot_general    A dot_general for nnx.Linear that does the product of a parallel layer.
-  nn.scan_with_prefetch      Scan over fully sharded layers that gathers the next layer's weights
-                             while one computes.
-  nn.parallelize             Replaces the layers of a model by parallel ones, by the paths of its
-                             modules.
-  nn.Fused                   A rule of parallelize for a layer that computes several projections
-                             side by side.
+  nn.scan_with_prefetch      Scan over layers that gathers the next layer's weights in advance.
+  nn.parallelize             Replaces the layers of a model by parallel ones, by their paths.
+  nn.Fused                   A rule of parallelize for several projections side by side.
   nn.quantize                Quantises the parallel layers of a model, by rules of qwix.
   nn.Replaced                A layer that parallelize replaced.
   nn.load                    Puts plain arrays into a parallel model, by names, under its shardings.
@@ -50,33 +40,26 @@ Ops on the local shards of a `jax.shard_map`:
   matmul_reduce_scatter      Multiplies and sums over devices; each device ends with its own rows.
   matmul_all_reduce          Multiplies and sums over devices; each device ends with all rows.
   Quantization               How the matmuls of an op or a layer are quantised to 8 bits.
-  save_matmuls               Policy of jax.checkpoint that keeps the results of matmuls, those of
-                             these ops included.
-  save_costly                Policy of jax.checkpoint that also keeps the results of attention and
-                             gathered kernels.
-  offload_operands           Policy of jax.checkpoint that keeps in the memory of the host what
-                             attention reads.
-  offload_most               Policy of jax.checkpoint that keeps there what attention returns, too.
-  mesh_matmul                Multiplies operands that split the contraction over different mesh
-                             axes.
-  expert_mlp                 Applies to each row the experts that it chose, while rows travel
-                             between devices.
+  save_matmuls               Policy of jax.checkpoint that keeps the results of matmuls.
+  save_costly                Policy that also keeps the results of attention and gathered kernels.
+  offload_operands           Policy that keeps on the host what attention reads.
+  offload_most               Policy that keeps there what attention returns, too.
+  mesh_matmul                Multiplies operands that split the contraction over two mesh axes.
+  expert_mlp                 Applies to each row the experts that it chose, while rows travel.
   ring_attention             Exact attention over a sequence that is split over devices.
   attention                  The same attention over the rows of one device.
   sequence_order             Order in which a layout places the positions of a sequence.
 
 Asynchronous transfers, as pairs of a start and a done:
 
-  ppermute                   Sends a block to a neighbour on a ring and waits for the one that
-                             arrives.
+  ppermute                   Sends a block to a neighbour on a ring, and waits for one.
   ppermute_start             Begins sending a block.
   ppermute_done              Waits for the block that arrives.
   ppermute_start_stateful    Begins sending what one Ref holds to another Ref of a neighbour.
   ppermute_done_stateful     Waits for both ends of such a transfer.
   ppermute_start_slots       Begins sending one slot of a Ref to the other slot of a neighbour.
   ppermute_done_slots        Waits for both ends of such a transfer.
-  tie_refs                   Orders operations on Refs, so that what reads them stays between a
-                             start and its done.
+  tie_refs                   Orders operations on Refs between a start and its done.
   copy_start                 Begins copying an array within a device.
   copy_done                  Waits for the copy.
   slice_start                Begins copying one row of an array within a device.
@@ -88,8 +71,7 @@ Meshes, choosing and checking:
   make_mesh                  Makes a mesh whose axes are rings of neighbouring chips.
   mesh_report                Reports how far apart neighbours on each axis of a mesh are.
   plan                       Predicts the time of each backend of an op on a chip, and chooses one.
-  check                      Reads compiled TPU programs: what overlaps, what is unsafe, how long it
-                             takes.
+  check                      Reads compiled TPU programs: overlap, hazards, time.
 """
 
 import importlib

@@ -17,8 +17,8 @@ from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.tiling import RowTiling, Tiling
 from flaxasync.kernels.weight_gradient import (
-    Operands,
-    Results,
+    WeightGradientOperands,
+    WeightGradientResults,
     WeightGradientSchedule,
     gather_weight_gradient,
 )
@@ -139,7 +139,7 @@ def events_of_a_device(size, chunks):
     rows = RowTiling.of(1, 128, 128, 128)
     columns = Tiling((128,), 128)
     schedule = WeightGradientSchedule(size, Tiling((chunks * 128,), 128), rows, columns, 1)
-    refs = Operands(Anything(), (), ()), Results((), Anything())
+    refs = WeightGradientOperands(Anything(), (), ()), WeightGradientResults((), Anything())
     device = Recorded(Ring("ring", size, 1), schedule, *refs, scratch=None)
     with jax.disable_jit():  # or else both sides of every condition would be traced
         for step in range(schedule.grid.steps):
