@@ -125,8 +125,9 @@ def place(
     features: int | None,
     rows_axis: str | None = None,
 ) -> Placement:
-    """Reads how `x` [..., rows, features] is sharded. `axis_name` may split the dimension `sharded`
-    alone.
+    """Reads how `x` [..., rows, features] is sharded.
+
+    `axis_name` may split the dimension `sharded` alone.
 
     `features` is the number for which the layer was built, on all devices of the axis together;
     None takes any. A second axis of the layer, `rows_axis`, splits the rows; where `axis_name`

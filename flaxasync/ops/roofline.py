@@ -67,9 +67,8 @@ RESIDENT = 0.5  # the share of vector memory that XLA gives to one operand
 ALL_REDUCED = 11.5e-6
 """If a device's share of a block takes this many seconds on a link, XLA reduces all sums to all
 devices and takes a part. That doubles the transfers."""
-LOOPLESS = (
-    4  # the largest ring without a loop, where XLA sees that a block makes the same hops again
-)
+# The largest ring without a loop, where XLA sees that a block makes the same hops again.
+LOOPLESS = 4
 LARGEST_BLOCK = 80 * 2**20
 """The largest block of partial sums, in elements, for which the kernel has semaphores, whatever its
 sides. Among 5149 random shapes of 20 to 140 Mi elements, it refused no block below 86 Mi."""
