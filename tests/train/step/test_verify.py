@@ -350,4 +350,4 @@ def test_the_check_before_a_run_of_a_preset(name, replace, capsys):
     assert not any(line.startswith(("WRONG", "HUNG", "CRASHED")) for line in lines)
     passed = [line for line in lines if line.startswith(("PASS", "SLOWER"))]
     assert any(" ms  simulated" in line for line in passed)
-    assert all(" ms simulated" in line or "no time: " in line for line in passed)
+    assert all(" ms  simulated" in line or "no time: " in line for line in passed)
