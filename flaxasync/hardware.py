@@ -39,8 +39,9 @@ class Chip:
       vmem_bytes: The vector memory of one core, in bytes.
       hop_latency: The latency of one hop, in seconds, from the same table as the link bandwidth. It
         matters only to small transfers.
-      hbm_efficiency: The share of `hbm_bandwidth` that a copy reaches. On v5e a copy of 128 MiB was
-        measured at 0.41 ms, which is 0.81; the other chips are assumed to reach the same share.
+      hbm_efficiency: The share of `hbm_bandwidth` that a copy reaches. On v5e a copy of 128 MiB,
+        which reads and writes them, was measured at 0.41 ms in the study of docs/player.md; the
+        other chips are assumed to reach the same share.
       memory_latency: The seconds from the last byte of a transfer within the device until its
         semaphore rises, from the 128-row blocks of JAX's matmul tutorial on v5e; assumed for the
         other chips.
@@ -72,7 +73,7 @@ class Chip:
     wraps_at: int
     vmem_bytes: int
     hop_latency: float = 1e-6
-    hbm_efficiency: float = 0.81
+    hbm_efficiency: float = 0.801
     memory_latency: float = 0.45e-6
     vmem_bytes_per_cycle: float = 2500
     vmem_relayout_bytes_per_cycle: float = 240

@@ -2,8 +2,8 @@
 topology.
 
 Peak rates, bandwidths and clocks are those of `flaxasync.hardware`, which takes them from data
-sheets and from the compiler. This table adds the timing of the matrix units, and the efficiencies
-of memory and links. Only v5e was calibrated on measurements. The numbers of other chips that are
+sheets and from the compiler, and so is the efficiency of HBM. This table adds the timing of the
+matrix units, and the efficiency of links. Only v5e was calibrated on measurements. The numbers of other chips that are
 marked "assumed" were not measured, and results on those chips say so.
 
 | number | v5e | other chips |
@@ -12,7 +12,6 @@ marked "assumed" were not measured, and results on those chips say so.
 | `occupancy` bf16 | 16: 4 units x 16x128x128 MACs / 16 cycles x 1.5 GHz = 197 TFLOP/s, the data sheet | likewise |
 | `occupancy` 8 bits | 16, for 32 rows: the int8 rate of the data sheet, twice that of bf16 | likewise; fp8 on tpu7x |
 | `occupancy` others | 8: as many rows in a cycle | likewise; libtpu issues a float32 multiply every 4 cycles on v6e |
-| `hbm_efficiency` | 0.801: a 128 MiB copy (read + write) in 0.41 ms, published with the 2x2 study | assumed equal |
 | `link_efficiency` | 1.0367: a 128 MiB permute in 2.877 ms, same study | assumed 1 |
 | `remote_latency`, `sync_latency` | 1 us, assumed: the sizes of the study do not resolve it | assumed equal |
 | `link_latency` | 0, assumed; few rows depend on it | assumed equal |
@@ -59,9 +58,8 @@ class PlayedChip:
     push: int  # cycles for which one weight push occupies the port of its unit
     latency: int  # cycles from a vmatmul to its first result
     results: Mapping[str, int]  # the number of pops for one vmatmul, by type
-    # the share of the data sheet's bandwidth that transfers reach on links,
+    # the share of the data sheet's bandwidth that transfers reach on links
     link_efficiency: float = 1.0
-    hbm_efficiency: float = 0.801  # and in HBM
     # seconds from the last byte of a transfer between chips until its semaphore rises; those of one
     # within a chip are in the data sheet
     remote_latency: float = 1e-6
@@ -89,7 +87,7 @@ class PlayedChip:
     @property
     def hbm(self) -> float:
         """Bytes per second of one core's HBM, reads and writes together."""
-        return self.sheet.hbm_bandwidth * self.hbm_efficiency / self.cores
+        return self.sheet.hbm_bandwidth * self.sheet.hbm_efficiency / self.cores
 
     @property
     def link(self) -> float:

@@ -96,7 +96,7 @@ def play_dump(
       coords: The chip of each partition, in the order of the mesh. By default those in the note;
         without a note, the chips in the order of their numbers.
       chip: A chip whose numbers differ from those of the table, like
-        `dataclasses.replace(played_chip("v5e"), hbm_efficiency=1.0)`.
+        `dataclasses.replace(played_chip("v5e"), link_efficiency=1.0)`.
       measured, accept: As for `play`.
 
     Raises:

@@ -210,7 +210,7 @@ def test_an_empty_window_names_the_longest_work_that_could_move_in():
         f"ROOT %t = ({ROWS}, {WEIGHT}, {ROWS}) tuple(%short, %long, %done)",
     )
     found = finding_of(text, code="empty-window")
-    assert "long (101 us, model.py:12) could run inside" in found.message
+    assert "long (102 us, model.py:12) could run inside" in found.message
     assert found.gain == pytest.approx(in_memory((2 * 2048 + 2 * 4096) * 4096 * 2), rel=1e-3)
 
 
