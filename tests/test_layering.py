@@ -159,6 +159,7 @@ def budgets():
         yield re.findall(r"`([\w/]+?)/?`", folders), float(budget)
 
 
+@functools.cache
 def nodes_of(folder):
     """Counts the nodes of a folder, or of a module of the package."""
     place = ROOT / folder if (ROOT / folder).is_dir() else ROOT / "flaxasync" / folder

@@ -48,7 +48,7 @@ def causal_attention(recipe):
     return attend
 
 
-@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("pairs", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_recipe_computes_the_loss_of_the_decoder(pairs, monkeypatch):
     monkeypatch.setattr(recipes, "attention_of", causal_attention)
     rng, mesh = (

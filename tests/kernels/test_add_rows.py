@@ -15,7 +15,9 @@ from tests.simulator.split_pairs import quick_callbacks
 ROWS, N = 128, 32  # of a tile, and of the result
 
 
-@pytest.mark.parametrize(("dtype", "tiles"), [("float32", 2), ("bfloat16", 1), ("float32", 0)])
+@pytest.mark.parametrize(("dtype", "tiles"), [
+    ("float32", 2), ("float32", 0), pytest.param("bfloat16", 1, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_adds_scaled_rows_of_live_tiles(dtype, tiles):
     values, scale = draw((3 * ROWS, 256), dtype), draw((3, ROWS), seed=1)
     # N: a row of padding

@@ -123,7 +123,6 @@ def case(form, *, slow=True, batch=2, k=256, **options):
             keep_gathered=True,
             tiles=Tiles(32, 128, 256),
             mode="eager",
-            slow=False,
         ),
         case(
             "w comes again",
@@ -140,7 +139,6 @@ def case(form, *, slow=True, batch=2, k=256, **options):
             widths=[256],
             keep_gathered=True,
             tiles=Tiles(16, 128, 256),
-            slow=False,
         ),
         case(
             "in chunks",
@@ -161,7 +159,6 @@ def case(form, *, slow=True, batch=2, k=256, **options):
             widths=[640],
             directions=1,
             tiles=Tiles(512, 128, 256),
-            slow=False,
         ),
         case(
             "x stays",
@@ -241,6 +238,7 @@ def test_chunks_are_for_links_that_bind_and_a_w_that_stays():
         assert plan.work.layout.chunks == chunks
 
 
+@pytest.mark.slow
 def test_an_operand_that_is_not_waited_for_is_seen(monkeypatch):
     """A negative test: an epilogue sees tiles of its operands that have not arrived."""
     wait = MatmulTiles.wait_result
@@ -269,6 +267,7 @@ def test_a_result_that_overwrites_one_that_leaves_is_seen(monkeypatch):
         run(2, 1, 16, 128, [384], mode="eager", directions=1, tiles=Tiles(64, 128, 128))
 
 
+@pytest.mark.slow
 def test_a_transfer_beyond_an_array_is_seen(monkeypatch):
     """A negative test: these are rows of a block that no device has, and the kernel checks
     nothing.

@@ -84,7 +84,7 @@ def test_they_give_what_the_reference_gives(window, segments, q_rows, square, mo
 @pytest.mark.parametrize(
     ("head", "window", "by_segment"),
     [
-        (64, 200, False),
+        pytest.param(64, 200, False, marks=pytest.mark.slow),
         pytest.param(128, None, False, marks=pytest.mark.slow),
         pytest.param(128, 200, False, marks=pytest.mark.slow),
         (128, None, True),

@@ -128,7 +128,11 @@ def test_an_epilogue_of_two_products_of_one_x():
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(
     ("adds", "sides", "times"),
-    [(False, (128, 256), 1), (True, (256, 128), 1), (False, (256, 256), 2)],
+    [
+        pytest.param(False, (128, 256), 1, marks=pytest.mark.slow),
+        (True, (256, 128), 1),
+        (False, (256, 256), 2),
+    ],
 )
 def test_weight_gradients(adds, sides, times, monkeypatch):
     """Blocks of dw are stored several times; of six experts, the first and two others have no

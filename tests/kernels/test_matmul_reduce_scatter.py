@@ -68,11 +68,14 @@ SMALL_PARTS = tiling, "SUB_BLOCK", 16
         ),
         # nothing can be fetched ahead of its sum
         (2, None, {"directions": 2, "m": 8, "n": 128, "mode": "eager"}),
-        # batches 2 + 1
-        (3, None, RAGGED | {"batch": 3, "m": 16, "ks": (640, 384), "n": 256, "dtype": "bfloat16"}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                (
+                    3,
+                    None,
+                    RAGGED | {"batch": 3, "m": 16, "ks": (640, 384), "n": 256, "dtype": "bfloat16"},
+                ),  # batches 2 + 1
                 (2, None, {"directions": 1}),  # the neighbour is one and the same
                 (4, None, {"m": 64, "ks": (384,), "transposed": True, "mode": "eager"}),
                 (

@@ -41,7 +41,10 @@ def compiled_layer(backend):
         return check.compile_for("v5e:2x4", layer, params, x, compiler_options=check.HLO_ONLY)
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas", "stateful"])
+@pytest.mark.parametrize(
+    "backend",
+    ["pallas", *(pytest.param(name, marks=pytest.mark.slow) for name in ("xla", "stateful"))],
+)
 def test_the_loop_has_two_turns_no_copy_of_what_travels_and_compute_in_every_window(backend):
     program = compiled_layer(backend)
     module, audit = check.parse(program.as_text()), check.audit(program)

@@ -191,10 +191,10 @@ def in_float32(x, w, dimension_numbers, **options):
     )
 
 
-@pytest.mark.parametrize(
-    "given", [{"preferred_element_type": jnp.float32}, {"dot_general": in_float32}]
-)
-@pytest.mark.parametrize("form", FORMS)
+WIDER = {"preferred_element_type": jnp.float32}, {"dot_general": in_float32}
+
+
+@pytest.mark.parametrize(("form", "given"), list(zip(FORMS, (*WIDER, *WIDER[::-1]), strict=True)))
 def test_products_that_are_wider_than_the_computation(form, given):
     """They are not rounded to the dtype of the computation on the way, as those of nnx.Linear are
     not.

@@ -150,9 +150,8 @@ def test_forward_mode_is_refused_by_its_reason():
 @pytest.mark.parametrize(
     "kind",
     [
-        "mlp",
         "column",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("attention", "embed")),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mlp", "attention", "embed")),
     ],
 )
 def test_vmap_over_a_sharded_batch(kind):

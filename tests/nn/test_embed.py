@@ -35,9 +35,9 @@ def embed_pair(size, **options):
 
 @pytest.mark.parametrize(("size", "rows", "options", "form"), [
     *((size, 3 * size, {"backend": backend}, {})
-      for size, backend in [(1, "none"), (2, "xla"), (3, "none"), (5, "xla"), (8, "xla")]),
+      for size, backend in [(1, "none"), (3, "none"), (8, "xla")]),
     *((4, 8, {}, {"data": 2, "axis_type": axis_type, "dtype": dtype})
-      for axis_type in (AxisType.Explicit, AxisType.Auto) for dtype in ("float32", "bfloat16")),
+      for axis_type, dtype in ((AxisType.Explicit, "bfloat16"), (AxisType.Auto, "float32"))),
     (4, 7, {"layout": "replicated"}, {"data": 2, "y_spec": SAME}),
     (4, 8, {"backend": "fused"}, {}),  # a look-up lacks it, and chooses another
 ])  # fmt: skip
@@ -100,8 +100,7 @@ def test_gradients_of_one_id_are_summed_in_float32_for_a_parameter_in_bfloat16(l
     )
 
 
-@pytest.mark.parametrize("layout", ["sequence", "replicated"])
-@pytest.mark.parametrize("entries", [8, 7])
+@pytest.mark.parametrize(("entries", "layout"), [(7, "sequence"), (8, "replicated")])
 def test_an_id_outside_the_vocabulary_gives_nan_and_no_gradient(layout, entries):
     """Also where the number is that of an entry that pads the vocabulary."""
     with jax.set_mesh(make_mesh(1, 4)):
@@ -129,8 +128,7 @@ def attend(layer, x):
     return layer.attend(x)
 
 
-@pytest.mark.parametrize("spec", [ROWS, SAME])
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(("spec", "axis_type"), [(ROWS, AxisType.Auto), (SAME, AxisType.Explicit)])
 def test_attend_is_that_of_nnx_embed(spec, axis_type):
     form = {"axis_type": axis_type, "x_spec": spec, "y_spec": COLUMNS}
     check_parity(*embed_pair(4), (2, 8, 8), size=4, data=2, apply=attend, **form)
@@ -140,10 +138,10 @@ OPTIONS = {"ignore": -100, "label_smoothing": 0.1, "z_loss": 0.01}
 
 
 @pytest.mark.parametrize(("size", "axis_type", "dtype", "options", "vocab"), [
-    (1, AxisType.Auto, "float32", {}, 4), (2, AxisType.Explicit, "float32", {}, 8),
-    (3, AxisType.Auto, "float32", {}, 12), (5, AxisType.Explicit, "float32", {}, 20),
-    (8, AxisType.Explicit, "float32", {}, 32), (8, AxisType.Auto, "float32", {}, 32),
-    (4, AxisType.Explicit, "float32", OPTIONS, 13), (4, AxisType.Explicit, "float64", OPTIONS, 13),
+    (3, AxisType.Auto, "float32", {}, 12), (4, AxisType.Explicit, "float64", OPTIONS, 13),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        (1, AxisType.Auto, "float32", {}, 4), (8, AxisType.Explicit, "float32", {}, 32),
+    ]),
 ])  # fmt: skip
 def test_cross_entropy_and_its_derivatives(size, axis_type, dtype, options, vocab):
     """With and without ignored targets, label smoothing, z-loss and a padded vocabulary."""

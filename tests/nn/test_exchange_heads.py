@@ -37,17 +37,21 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
     [
         (8, 4, {"use_bias": True, "backend": "none"}, {"size": 4}),
         (6, 3, {"backend": "xla", "gathered_bytes": 2**20}, {"size": 3}),
-        (
-            8,
-            4,
-            {"backend": "none", "causal": False, "window": 3},
-            {"size": 4, "data": 2, "axis_type": AxisType.Auto},
-        ),
-        (6, 2, {"backend": "none"}, {"size": 4}),  # heads that the axis does not divide
-        (4, 4, {}, {"size": 4, "dtype": "bfloat16"}),
         (4, 4, {"gathered_bytes": 2**20}, {"size": 4, "dtype": "bfloat16"}),
-        pytest.param(
-            16, 8, {"rope_theta": None, "backend": "xla"}, {"size": 8}, marks=pytest.mark.slow
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                # heads that the axis does not divide
+                (6, 2, {"backend": "none"}, {"size": 4}),
+                (
+                    8,
+                    4,
+                    {"backend": "none", "causal": False, "window": 3},
+                    {"size": 4, "data": 2, "axis_type": AxisType.Auto},
+                ),
+                (4, 4, {}, {"size": 4, "dtype": "bfloat16"}),
+                (16, 8, {"rope_theta": None, "backend": "xla"}, {"size": 8}),
+            ]
         ),
     ],
 )
@@ -171,6 +175,7 @@ def test_a_second_derivative_through_direct_copies_is_refused_by_name():
             )
 
 
+@pytest.mark.slow
 def test_a_result_that_is_used_before_it_has_arrived_is_caught(monkeypatch):
     """The negative test of the simulator's run: nothing waits for what this device's heads
     receive.

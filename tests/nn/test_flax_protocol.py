@@ -229,20 +229,16 @@ def test_a_view_decodes_with_a_cache_of_its_own():
             ring(ones((2, 8, 8), P(None, "model", None)))
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
-@pytest.mark.parametrize(
-    ("name", "given", "wanted"),
-    [
-        ("ColumnParallelLinear", ROWS, SAME),
-        ("RowParallelLinear", COLUMNS, SAME),
-        ("RowParallelLinear", COLUMNS, COLUMNS),
-        ("ParallelMLP", ROWS, COLUMNS),
-        ("ParallelMoE", ROWS, SAME),
-        ("ParallelSelfAttention", ROWS, COLUMNS),
-        ("ParallelLoRA", COLUMNS, SAME),
-        ("VocabParallelEmbed", TOKENS, SAME),
-    ],
-)
+@pytest.mark.parametrize(("name", "given", "wanted", "axis_type"), [
+    ("ColumnParallelLinear", ROWS, SAME, AxisType.Explicit),
+    ("RowParallelLinear", COLUMNS, SAME, AxisType.Auto),
+    ("RowParallelLinear", COLUMNS, COLUMNS, AxisType.Explicit),
+    ("ParallelMLP", ROWS, COLUMNS, AxisType.Auto),
+    ("ParallelMoE", ROWS, SAME, AxisType.Explicit),
+    ("ParallelSelfAttention", ROWS, COLUMNS, AxisType.Auto),
+    ("ParallelLoRA", COLUMNS, SAME, AxisType.Explicit),
+    ("VocabParallelEmbed", TOKENS, SAME, AxisType.Auto),
+])  # fmt: skip
 def test_out_sharding_says_how_the_output_is_sharded(name, given, wanted, axis_type):
     mesh = make_mesh(2, 4, axis_type)
     with jax.set_mesh(mesh):

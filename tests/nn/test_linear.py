@@ -69,8 +69,8 @@ MESHES = [
     sparse(
         FORMS,
         MESHES,
-        keep=lambda form, mesh: (form + mesh) % 2 == 0,
-        slow=lambda form, mesh: mesh in (3, 4, 5),
+        keep=lambda form, mesh: (form + mesh) % 4 == 0,
+        slow=lambda form, mesh: (form + mesh) % 4 == 2,
     ),
 )
 def test_parity(form, on):
@@ -198,7 +198,7 @@ def mlp_pair(size, *, backend=None, **options):
     [
         *(
             ({"gated": gated, "use_bias": not gated}, 3 * size, {"size": size})
-            for size, gated in [(1, True), (2, False), (3, True), (5, False), (8, True)]
+            for size, gated in [(1, True), (2, False), (3, True)]
         ),
         *(
             (
@@ -207,12 +207,11 @@ def mlp_pair(size, *, backend=None, **options):
                 {"size": 4, "data": 2, "axis_type": axis_type, "dtype": dtype},
             )
             for axis_type, backend, dtype in [
-                (AxisType.Explicit, "xla", "float32"),
                 (AxisType.Explicit, "none", "bfloat16"),
-                (AxisType.Auto, "xla", "bfloat16"),
-                (AxisType.Auto, "none", "float32"),
+                (AxisType.Auto, "xla", "float32"),
             ]
         ),
+        pytest.param({"gated": True, "use_bias": False}, 24, {"size": 8}, marks=pytest.mark.slow),
         ({"use_bias": True}, 7, {"size": 4, "x_spec": SAME, "y_spec": SAME}),
     ],
 )

@@ -42,9 +42,11 @@ def in_shares(shares, quantization):
 
 @pytest.mark.parametrize(("form", "quantization"), [
     ("column, rows sharded", fa.Quantization("int8")),
-    ("column, rows the same", fa.Quantization("fp8")),
     ("row, rows sharded", fa.Quantization("fp8")),
-    ("row, rows the same", fa.Quantization("int8", "fp8", rounding="nearest")),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("column, rows the same", fa.Quantization("fp8")),
+        ("row, rows the same", fa.Quantization("int8", "fp8", rounding="nearest")),
+    ]),
 ])  # fmt: skip
 def test_a_layer_is_the_plain_layer_with_quantised_products(form, quantization):
     make, options, x_spec, y_spec = FORMS[form]
@@ -54,9 +56,9 @@ def test_a_layer_is_the_plain_layer_with_quantised_products(form, quantization):
 
 
 @pytest.mark.parametrize(("name", "scale"), [
-    ("column_uneven", "vector"), ("row", "vector"), ("row", "tensor"),
+    ("row", "tensor"),
     *(pytest.param(name, "vector", marks=pytest.mark.slow)
-      for name in ("attention", "column_pad", "projections", "ring")),
+      for name in ("column_uneven", "attention", "column_pad", "projections", "ring")),
 ])  # fmt: skip
 def test_a_fully_sharded_layer_computes_the_same(name, scale):
     """Kernels are quantised before they are gathered; the devices that share a column have one

@@ -298,7 +298,10 @@ def test_a_link_that_leads_nowhere_is_in_the_way_of_an_import(name, folder, tmp_
     refuses(import_checkpoint.main, f"run has {name}", folder, "--workdir", tmp_path / "run", *MESH)
 
 
-@pytest.mark.parametrize("kind", ["folder", "here", "link", "link to nothing", "disk", "left"])
+@pytest.mark.parametrize("kind", [
+    "here", "left", "link to nothing",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("folder", "link", "disk")),
+])  # fmt: skip
 def test_an_export_fills_a_folder_and_does_not_replace_it(
     kind, imported, tmp_path, monkeypatch, capsys
 ):

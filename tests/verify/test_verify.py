@@ -80,6 +80,7 @@ def test_the_matmuls_are_verified_in_the_eight_bit_types_of_a_chip(chip, kinds):
     assert found == set(itertools.product(cases.MATMULS, ("none", "fused"), kinds))
 
 
+@pytest.mark.slow
 def test_a_kernel_in_eight_bits_is_compared_with_the_plain_backend_and_that_with_the_formula():
     """What is not rounded differs by more than kernels may, and by less than the plain backend
     may.
@@ -108,7 +109,9 @@ def test_a_kernel_in_eight_bits_is_compared_with_the_plain_backend_and_that_with
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.slow if case.is_pair else [], id=case.label)
+        pytest.param(
+            case, marks=pytest.mark.slow if case.is_pair or case.quantization else [], id=case.label
+        )
         # both numbers of directions, and both of these backends, have the same shapes
         for case in every_case("tpu", 8)
         if case.directions != 1 and case.backend != "stateful"

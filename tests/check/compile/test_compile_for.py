@@ -134,6 +134,7 @@ def test_host_callbacks_compile(mesh):
     }
 
 
+@pytest.mark.slow
 def test_after_a_compiler_died_the_next_call_works(matmul):
     compile_for("v5e:2x2", *matmul)
     os.kill(shared_process().process.pid, signal.SIGSEGV)

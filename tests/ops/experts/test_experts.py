@@ -124,7 +124,7 @@ CASES = [  # devices, experts, k, backend, directions, route
     pytest.param(2, 4, 1, "xla", 2, "one", marks=pytest.mark.slow),
     (1, 4, 2, "xla", 1, "even"),
     (4, 8, 2, "exchange", 1, "zipf"),
-    (2, 4, 1, "exchange", 1, "one"),
+    pytest.param(2, 4, 1, "exchange", 1, "one", marks=pytest.mark.slow),
 ]
 
 
@@ -139,11 +139,9 @@ def test_agrees_with_all_experts_on_all_rows(devices, experts, k, backend, direc
 @pytest.mark.parametrize(
     ("devices", "experts", "k", "backend", "route"),
     [
-        (1, 8, 8, "none", "zipf"),
         (2, 60, 8, "xla", "even"),
         (3, 60, 1, "none", "zipf"),
         (4, 128, 2, "none", "one"),
-        (4, 128, 8, "xla", "zipf"),
         (8, 8, 8, "none", "even"),
         (8, 128, 1, "xla", "zipf"),
         (1, 4, 2, "exchange", "even"),
@@ -376,7 +374,7 @@ def test_bfloat16_adds_in_float32():
 @pytest.mark.slow  # simulated kernels take a minute
 @pytest.mark.parametrize(
     ("backend", "route", "dtype"),
-    [("xla", "zipf", "float32"), ("none", "one", "bfloat16"), ("exchange", "zipf", "float32")],
+    [("none", "one", "bfloat16"), ("exchange", "zipf", "float32")],
 )
 def test_kernels_on_simulated_tpus(backend, route, dtype):
     """With one choice, and all for one expert, there are experts and a device that have no rows."""

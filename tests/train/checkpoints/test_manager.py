@@ -59,9 +59,10 @@ def assert_equal(state, other):
     )
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"data": 2, "model": 4}, {"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2}]
-)
+@pytest.mark.parametrize("sizes", [
+    {"data": 2, "fsdp": 2, "model": 2},
+    pytest.param({"data": 4, "model": 2}, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_state_is_restored_bit_by_bit_onto_any_mesh(
     sizes, config, identity, trainer, trainer_of, folder
 ):
@@ -254,7 +255,10 @@ def reads_abandoned():
 
 @ignore_abandoned_reads
 @pytest.mark.usefixtures("reads_abandoned")
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.parametrize("damage", [
+    pytest.param(damage, marks=[] if damage is flip else pytest.mark.slow, id=name)
+    for name, damage in DAMAGE.items()
+])  # fmt: skip
 def test_damage_to_any_file_is_reported_or_harmless(damage, identity, trainer, folder, tmp_path):
     """After damage to any one file of the newest checkpoint, restoring reports the damage or gives
     the same state.

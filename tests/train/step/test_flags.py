@@ -191,6 +191,7 @@ def test_the_chip_is_known_by_its_pci_device_and_else_by_the_type_of_the_machine
         assert chip_of_machine() == chip
 
 
+@pytest.mark.slow
 def test_a_checkpoint_records_the_flags_and_a_resume_says_which_are_others(
     run, monkeypatch, config
 ):

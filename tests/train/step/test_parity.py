@@ -131,20 +131,13 @@ def check_shards(state, mesh):
 @pytest.mark.parametrize(
     ("sizes", "backend", "overlap", "remat"),
     [
-        (ALONE, "xla", "xla", "none"),
         ((2, 1, 1, 4), "xla", "xla", "none"),
-        ((2, 1, 1, 4), "none", "xla", "none"),
         ((1, 1, 1, 8), "xla", "xla", "none"),  # the only ring here whose loop has a body
         # the program of a real run
         pytest.param((2, 1, 1, 4), "xla", "xla", "none", marks=[pytest.mark.optimized, SLOW]),
-        *(
-            pytest.param(sizes, "xla", "xla", "none", marks=SLOW)
-            for sizes in [(8, 1, 1, 1), (1, 1, 4, 2)]
-        ),
-        *(
-            pytest.param(sizes, "auto", "xla", "none", marks=SLOW)
-            for sizes in [(1, 8, 1, 1), (2, 2, 1, 2)]
-        ),
+        *(pytest.param(sizes, "xla", "xla", "none", marks=SLOW) for sizes in [ALONE, (1, 1, 4, 2)]),
+        pytest.param((2, 1, 1, 4), "none", "xla", "none", marks=SLOW),
+        pytest.param((2, 2, 1, 2), "auto", "xla", "none", marks=SLOW),
         pytest.param((1, 4, 1, 2), "auto", "prefetch", "layer", marks=SLOW),
         pytest.param((1, 2, 2, 2), "auto", "prefetch", "none", marks=SLOW),
         pytest.param((2, 2, 1, 2), "auto", "prefetch", "cheap", marks=SLOW),
@@ -170,7 +163,6 @@ def test_losses_match_those_of_one_device_and_the_state_stays_sharded(
             {"quantization": "int8", "quantization_backward": "int8"},
             marks=SLOW,
         ),
-        pytest.param((1, 1, 1, 2), "none", {"quantization": "int8"}, marks=SLOW),
         pytest.param((2, 1, 1, 4), "none", {"quantization": "fp8"}, marks=SLOW),
     ],
 )
@@ -182,15 +174,19 @@ def test_steps_in_8_bits_learn_as_those_of_one_device_do(losses, alone, sizes, b
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "separator"), [((2, 1, 1, 4), None), ((1, 2, 2, 2), 2)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "separator", "counts"),
+    [((2, 1, 1, 4), None, (1, 2)), ((1, 2, 2, 2), 2, (1, 4))],
+    ids=str,
+)
 def test_micro_batches_have_the_losses_of_the_whole_batch(
-    on, replace, trainer_of, sizes, separator
+    on, replace, trainer_of, sizes, separator, counts
 ):
     # A token of these rows is 2 now and then, but not equally often in each micro-batch.
     config, mesh = on(sizes, data={"batch_size": 16, "separator": separator})
     with jax.set_mesh(mesh):
         began, histories, totals = None, [], []
-        for count in (1, 2, 4):
+        for count in counts:
             changed = replace(config, data={"microbatches": count})
             trainer = trainer_of(changed, mesh)
             if began is None:
