@@ -1,6 +1,4 @@
-"""What an audit can find, with an example of each code in docs/check.md; and `Audit`, the result of
-an audit.
-"""
+"""What an audit can find, which docs/check.md lists; and `Audit`, the result of an audit."""
 
 import dataclasses
 import enum
