@@ -96,6 +96,7 @@ def test_scaled_sums_are_reduced(dtype):
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [
     (jnp.int8, jnp.int8, "eager"), *(pytest.param(case, marks=pytest.mark.slow) for case in [
         (jnp.int8, jnp.int8, "on_wait"), (jnp.float8_e4m3fn, jnp.float8_e5m2, "eager"),

@@ -194,6 +194,7 @@ def test_a_wait_that_is_left_out_is_seen(slots, what, wrong, monkeypatch):
         assert_close(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreter")
 def test_two_cores_share_the_outer_blocks(monkeypatch):
     """Each core begins with nothing fetched and leaves nothing behind, whichever blocks it gets."""

@@ -80,7 +80,7 @@ def test_many_gradients_of_one_id_are_not_lost_in_bfloat16():
     np.testing.assert_array_equal(np.asarray(grads["embedding"][...])[0], 512.0)
 
 
-@pytest.mark.parametrize("layout", ["sequence", "replicated"])
+@pytest.mark.parametrize("layout", [pytest.param("sequence", marks=pytest.mark.slow), "replicated"])
 def test_gradients_of_one_id_are_summed_in_float32_for_a_parameter_in_bfloat16(layout):
     """Summed one by one in bfloat16, 4096 ones stop at 256, or where a tree of sums stops."""
     rows = 4096

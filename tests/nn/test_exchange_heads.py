@@ -306,6 +306,7 @@ def form(topology, batch, exchange=None):
     )
 
 
+@pytest.mark.slow
 def test_a_layer_chooses_what_is_predicted_to_be_faster_where_it_is_trusted():
     assert form("v6e:2x4", 4) == "direct"
     assert form("v5e:2x4", 1) is None

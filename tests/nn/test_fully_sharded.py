@@ -214,6 +214,7 @@ def test_annotations_of_the_user_are_honoured_and_swapped_for_the_kernels_of_the
     assert "kernel_init" in options or layer.down.kernel.get_metadata()["mine"] == 1
 
 
+@pytest.mark.slow
 def test_what_the_map_splits_is_gathered_and_a_parameter_that_lost_its_sharding_is_refused_and_loaded_again():
     make, spec_x, features = LAYERS["mlp"]
     x, _ = data(features)

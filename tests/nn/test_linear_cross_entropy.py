@@ -122,6 +122,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(mesh, axis_type, entries, 
     check(make_mesh(*mesh, axis_type), output_of, arrays(24, entries), **options)
 
 
+@pytest.mark.slow
 def test_rows_that_are_not_split():
     check(make_mesh(2, 4), column, arrays(7, 24), x_spec=TOKENS)
 
@@ -145,7 +146,7 @@ def test_fully_sharded(axis_type):
 
 
 # 25 entries are padded, and lie on the devices by features
-@pytest.mark.parametrize("vocabulary", [24, 25])
+@pytest.mark.parametrize("vocabulary", [pytest.param(24, marks=pytest.mark.slow), 25])
 def test_inside_shard_map_the_mean_is_that_of_all_devices(vocabulary):
     """Where nothing weighs rows, and every mesh axis is mapped, as in a scan that prefetches."""
     x, kernel, targets, _ = arrays(8, vocabulary)

@@ -63,6 +63,7 @@ def test_parity(shape, axis_type):
     parity(mesh_of(shape, axis_type))
 
 
+@pytest.mark.slow
 def test_parity_in_other_forms():
     # four devices cannot share 6 rows of the kernel: gradients of XLA
     parity(mesh_of((2, 2)), features=6)

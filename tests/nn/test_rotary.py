@@ -37,9 +37,9 @@ def test_policies_that_keep_products_keep_none_of_the_rotation(policy, capsys):
     assert "f32[2,16,4,128]" not in kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "shape", "rounding"), [
-    ("float32", (2, 16, 3, 128), 2**-20),
-    pytest.param("bfloat16", (1, 544, 2, 256), 2**-7, marks=pytest.mark.slow),
+    ("float32", (2, 16, 3, 128), 2**-20), ("bfloat16", (1, 544, 2, 256), 2**-7),
 ])  # fmt: skip
 def test_the_kernel_rotates_as_xla_does(dtype, shape, rounding):
     x, dy = (jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype) for seed in (0, 1))

@@ -294,7 +294,8 @@ def test_an_exchange_sends_a_row_once_to_each_device_that_needs_it():
 
 
 @pytest.mark.parametrize(
-    ("held", "capacity", "loops"), [(1, 8, False), (2, 8, False), (1, None, True)]
+    ("held", "capacity", "loops"),
+    [(1, 8, False), pytest.param(2, 8, False, marks=pytest.mark.slow), (1, None, True)],
 )
 def test_the_kernels_multiply_all_tiles_at_once_where_a_capacity_bounds_them(held, capacity, loops):
     """Also where a device holds one expert, whose rows are one tile: a loop would have a kernel for

@@ -109,6 +109,7 @@ def test_the_ring_has_no_all_gather_and_one_all_reduce_over_data_per_gradient(co
     assert collections.Counter(filter(None, reduced)) == gradients
 
 
+@pytest.mark.slow
 def test_the_gathering_backend_has_the_collectives_that_the_ring_lacks(compiled):
     """The negative test: the same search finds all-gathers and reduce-scatters where there are
     some.

@@ -132,7 +132,8 @@ def check_shards(state, mesh):
     ("sizes", "backend", "overlap", "remat"),
     [
         ((2, 1, 1, 4), "xla", "xla", "none"),
-        ((1, 1, 1, 8), "xla", "xla", "none"),  # the only ring here whose loop has a body
+        # the only ring here whose loop has a body
+        pytest.param((1, 1, 1, 8), "xla", "xla", "none", marks=SLOW),
         # the program of a real run
         pytest.param((2, 1, 1, 4), "xla", "xla", "none", marks=[pytest.mark.optimized, SLOW]),
         *(pytest.param(sizes, "xla", "xla", "none", marks=SLOW) for sizes in [ALONE, (1, 1, 4, 2)]),
