@@ -2,6 +2,7 @@
 simulation.
 """
 
+import contextlib
 import gzip
 import hashlib
 import importlib.metadata
@@ -11,7 +12,7 @@ import pathlib
 import pickle
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -136,16 +137,29 @@ def kept(folder: pathlib.Path | None, facts: object, make: Callable[[], Any]) ->
     return json.loads(file.read_text())
 
 
+@contextlib.contextmanager
+def without_lines() -> Iterator[None]:
+    """Lowered programs do not say at which lines of the sources their kernels were written."""
+    before = jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_in_locations_limit", before)
+
+
 def compile_once(
     folder: pathlib.Path, name: str, topology: str, fn: Any, *arguments: Any
 ) -> check.CompiledProgram:
     """Compiles a jitted function for its HLO, or reads what an earlier call left in the folder.
 
     The file is that of the lowered function, the flags of libtpu in the environment, and the
-    compiler.
+    compiler. Code that moves but computes the same finds its file again.
     """
     versions = [importlib.metadata.version(package) for package in ("jaxlib", "libtpu")]
-    content = repr((topology, fn.lower(*arguments).as_text(), os.environ.get(FLAGS), versions))
+    with without_lines():
+        lowered = fn.lower(*arguments).as_text()
+    content = repr((topology, lowered, os.environ.get(FLAGS), versions))
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]
     # names of files have 255 letters
     file = folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', name)[:200]}-{digest}.pickle.gz"
