@@ -39,9 +39,8 @@ from benchmarks.programs import array, compile_once, play_program
 from benchmarks.table import write_rows
 from flaxasync import check
 from flaxasync.check.estimate.timeline import Timeline
-from train.config import Config, XlaConfig
 from train.metrics.output import gib
-from train.step.flags import flags_of
+from train.step.flags import added, parse
 
 FLAGS = """
     xla_tpu_scoped_vmem_limit_kib=98304 xla_tpu_use_minor_sharding_for_major_trivial_input=true
@@ -106,8 +105,7 @@ class Recipe:
     @property
     def compiling(self) -> AbstractContextManager:
         """Sets its flags for one block of code."""
-        config = Config(workdir="", steps=1, xla=XlaConfig(flags=self.flags))
-        return flags_of(config, self.topology.partition(":")[0])
+        return added(parse(self.flags))
 
     @property
     def head_dim(self) -> int:

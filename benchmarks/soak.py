@@ -120,7 +120,7 @@ def start(work: Path, *options: str) -> subprocess.Popen:
         str(STEPS),
         *options,
     ]
-    quiet = ("--eval.every", "0", "--eval.sample_tokens", "0", "--checkpoint.every", "25")
+    quiet = ("--eval.every", "0", "--checkpoint.every", "25")
     return subprocess.Popen([*command, *quiet], cwd=SCRIPT.parents[1], stdout=subprocess.DEVNULL)
 
 

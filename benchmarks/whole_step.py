@@ -27,9 +27,9 @@ from flaxasync import check
 from flaxasync.check.estimate.phases import Phases
 from flaxasync.ops.trust import trusting
 from models.config import Remat
-from train.config import Config, XlaConfig
+from train.config import Config
 from train.metrics.output import gib, time_text
-from train.step.flags import flags_of
+from train.step.flags import added, flags_of, parse
 from train.step.mesh import mesh_over
 from train.step.products import model_flops_per_token
 from train.step.trainer import Trainer
@@ -69,14 +69,13 @@ class Case:
     model: Literal["8B", "70B"] = "8B"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights and moments
     kind: Literal["int8"] | None = None  # of all products of the decoder layers, gradients too
-    flags: str = "auto"  # `--xla.flags`
+    flags: str = ""  # beside those of `--xla.flags auto`
 
 
 # On v5e and v5p libtpu takes the flags of v6e except the limit of scoped vector memory, which is
 # that of the chip.
 V5P = FLAGS.replace("98304", "49152") + WITHOUT_COLLECTIVE_MATMUL
-# What `auto` sets on v6e, and a schedule for less memory.
-LEAN = "xla_tpu_scoped_vmem_limit_kib=98304 xla_tpu_scheduler_percent_shared_memory_limit=75"
+LEAN = "xla_tpu_scheduler_percent_shared_memory_limit=75"  # a schedule for less memory
 CASES: tuple[Case | Recipe, ...] = (
     Case("v6e:4x4", (1, 4, 4), 1, 4096, overlap="prefetch_pallas", kept=128),
     Case("v6e:4x4", (1, 16, 1), 3, 8192, "offload", "prefetch_pallas"),
@@ -124,7 +123,6 @@ def config_of(case: Case) -> Config:
             quantization_backward=case.kind,
             quantization_weights=case.kind,
         ),
-        xla=XlaConfig(case.flags),
         data=dataclasses.replace(
             config.data,
             batch_size=case.sequences * chips,
@@ -138,6 +136,7 @@ def compiled(case: Case, folder: pathlib.Path) -> check.CompiledProgram:
     config = config_of(case)
     mesh = mesh_over(check.topology_devices(case.topology), config.mesh, case.topology)
     with (
+        added(parse(case.flags)),
         flags_of(config, case.topology.partition(":")[0]),
         jax.set_mesh(mesh),
         trusting("predicted"),

@@ -34,6 +34,6 @@ def long_context() -> Config:
         data=DataConfig(sequence_length=8192, batch_size=1),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=10),
         checkpoint=CheckpointConfig(every=25),
-        eval=EvalConfig(every=50, batches=1, sample_tokens=0),
+        eval=EvalConfig(every=50, batches=1),
         report=ReportConfig(every=5),
     )

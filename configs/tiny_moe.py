@@ -35,6 +35,6 @@ def tiny_moe() -> Config:
         data=DataConfig(sequence_length=128, batch_size=16),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50),
         checkpoint=CheckpointConfig(every=100),
-        eval=EvalConfig(every=100, batches=8, sample_tokens=96),
+        eval=EvalConfig(every=100, batches=8),
         report=ReportConfig(every=10),
     )

@@ -46,14 +46,8 @@ class ExportCommand:
     """Folder to write; it must not exist, or be empty, as a mount point may be."""
     step: int | None = None
     """Step of the checkpoint; None for the newest one."""
-    parameters: Literal["evaluated", "trained"] = "evaluated"
-    """The parameters that validation uses, a running mean if there is one, or those that training
-    goes on with.
-    """
     dtype: Literal["float32", "bfloat16"] | None = None
-    """The dtype in the files; None for that of the parameters in the checkpoint, where a running
-    mean is float32.
-    """
+    """The dtype in the files; None for that of the parameters in the checkpoint."""
     mesh: MeshConfig = _ONE_CPU
     """The devices that the parameters are restored onto."""
 
@@ -88,13 +82,9 @@ def _export(command: ExportCommand) -> None:
     mesh = open_model_mesh(config)
     with jax.set_mesh(mesh), _prepared(command.folder, target) as place:
         trainer = Trainer(config, mesh)
-        evaluated = command.parameters == "evaluated"
-        params, path, part = load_parameters(
-            command.workdir, config, trainer, step=command.step, evaluated=evaluated
-        )
+        params, path = load_parameters(command.workdir, config, trainer, step=command.step)
         _write(command, config, params, files, place)
-    which = "the running mean of the parameters" if part == "ema" else "the parameters"
-    print_line(f"exported   {which} of {path} as {command.folder}")
+    print_line(f"exported   the parameters of {path} as {command.folder}")
     print_line(f"tokenizer  {files.tokenizer}")
 
 

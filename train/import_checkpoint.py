@@ -215,7 +215,7 @@ def _write(
         abstract: Any = Trainer(config, mesh).abstract_state().params
         with as_input_errors(ValueError):
             params = import_parameters(files, family, abstract, percent_printer("imported"))
-        state = TrainState(params, None, jnp.int32(0), jax.random.key_data(jax.random.key(0)))
+        state = TrainState(params, None, jnp.int32(0))
         for left in work.root.glob(f"{_UNFINISHED}*"):  # by an import that was killed
             shutil.rmtree(left)
         with tempfile.TemporaryDirectory(dir=work.root, prefix=_UNFINISHED) as temporary:

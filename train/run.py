@@ -48,16 +48,12 @@ def _run(arguments: Sequence[str]) -> int:
         print(as_json(command.config), end="")
         return COMPLETE
     # The command line is checked before JAX is imported, which takes seconds.
-    if command.mesh == "auto" and not command.compare_meshes:
+    if command.mesh == "auto":
         command = dataclasses.replace(command, config=_with_best_mesh(command))
-    if command.topology is not None and command.compare_meshes:
-        from train.dry_run.compare_meshes import compare_meshes
-
-        return compare_meshes(command.config, command.topology, command.trust)
     if command.topology is not None:
         from train.dry_run.command import dry_run
 
-        return dry_run(command.config, command.topology, command.trust, command.kernels)
+        return dry_run(command.config, command.topology, command.kernels)
     flags = set_flags(command.config)
     # Several processes share the chips, so none can verify alone what it would use: they agree on
     # what is stored.
@@ -77,7 +73,7 @@ def _with_best_mesh(command: Command) -> Config:
     from train.dry_run.auto_mesh import mesh_of_run, mesh_of_topology
 
     if command.topology is not None:
-        return mesh_of_topology(command.config, command.topology, command.trust)
+        return mesh_of_topology(command.config, command.topology)
     # What passes in the verification that follows will be trusted.
     return mesh_of_run(command.config, "verified" if command.verify == "off" else "predicted")
 

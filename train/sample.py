@@ -45,12 +45,8 @@ class SampleCommand:
     """Tokens are drawn from the most likely ones whose probabilities add up to this (0 to 1)."""
     max_tokens: int = 128
     """The most tokens to generate (tokens)."""
-    cache: int | None = None
-    """Room for prompt and continuation; None for as many as both can have (tokens)."""
     seed: int = 0
     """Seed of the draw (integer)."""
-    batch: int = 1
-    """Continuations of the prompt, generated side by side (sequences)."""
     step: int | None = None
     """Step of the checkpoint; None for the newest one."""
     tokenizer: str | None = None
@@ -64,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     return exit_code(
         lambda: _run(arguments),
         outcome="No checkpoint was changed",
-        memory_advice="A smaller --batch or --cache, or a larger --mesh.model or --mesh.fsdp, "
+        memory_advice="A smaller --max_tokens, or a larger --mesh.model or --mesh.fsdp, "
         "needs less on a device",
         reader_may_leave=True,
     )
@@ -84,19 +80,14 @@ def _sample(command: SampleCommand, config: Config) -> None:
         ("temperature", command.temperature, command.temperature >= 0, "at least 0"),
         ("top_p", command.top_p, 0 < command.top_p <= 1, "above 0 and at most 1"),
         ("max_tokens", command.max_tokens, command.max_tokens >= 1, "at least 1"),
-        ("batch", command.batch, command.batch >= 1, "at least 1"),
     ):
         if not holds:
             raise InputError(f"--{name} must be {needed}: got {value}")
     encode, decode = _codec(command, config)
     prompt = np.asarray(encode(_prompt(command)), np.int32)
-    length = prompt.size + command.max_tokens if command.cache is None else command.cache
-    if prompt.size < 1 or prompt.size + command.max_tokens > length:
-        raise InputError(
-            "the prompt must have 1 token or more, and fit --cache with --max_tokens: got "
-            f"{prompt.size} tokens and max_tokens={command.max_tokens} in a cache of {length}; "
-            "shorten it, or raise --cache"
-        )
+    length = prompt.size + command.max_tokens
+    if not prompt.size:
+        raise InputError("the prompt must have 1 token or more: got none")
 
     if flags := set_flags(config):  # those of the run, with which its kernels were verified
         print(f"# {flags}", file=sys.stderr)
@@ -111,26 +102,18 @@ def _sample(command: SampleCommand, config: Config) -> None:
     mesh = open_model_mesh(config)
     with jax.set_mesh(mesh):
         trainer = Trainer(config, mesh)
-        params, path, _ = load_parameters(
-            command.workdir, config, trainer, step=command.step, evaluated=True
-        )
+        params, path = load_parameters(command.workdir, config, trainer, step=command.step)
         print(f"# {path}", file=sys.stderr)
-        generator = Generator(trainer.model, batch=command.batch, length=length)
+        generator = Generator(trainer.model, batch=1, length=length)
         sampling = Sampling(
             jax.random.key(command.seed), np.float32(command.temperature), np.float32(command.top_p)
         )
         parts = generator.run(params, prompt, sampling, count=command.max_tokens)
         ends = {config.data.separator, *config.eval.stop_tokens}
-        if command.batch == 1:
-            for text in stream(decode, prompt.tolist(), (part[0].tolist() for part in parts), ends):
-                print(text, end="", flush=True)
-            print()
-            return
-        rows = np.concatenate(list(parts), axis=1)
-    for number, row in enumerate(rows, start=1):
-        print(
-            f"--- {number}\n" + "".join(stream(decode, prompt.tolist(), iter([row.tolist()]), ends))
-        )
+        rows = (part[0].tolist() for part in parts)
+        for text in stream(decode, prompt.tolist(), rows, ends):
+            print(text, end="", flush=True)
+        print()
 
 
 def stream(

@@ -42,7 +42,7 @@ def minuscule(text: Path, workdir: Path, platform: str) -> Config:
         data=DataConfig(path=str(text), sequence_length=16, batch_size=8),
         optimizer=RISING,
         checkpoint=CheckpointConfig(every=7),
-        eval=EvalConfig(every=20, batches=2, sample_tokens=8),
+        eval=EvalConfig(every=20, batches=2),
         report=ReportConfig(every=1),
     )
 
@@ -101,7 +101,7 @@ def text(tmp_path_factory) -> Path:
 def config(text, tmp_path) -> Config:
     """The configuration of the minuscule run on all eight devices of the test process."""
     config = dataclasses.replace(minuscule(text, tmp_path / "run", "auto"), steps=20)
-    evaluation = {"every": 10, "sample_tokens": 4}
+    evaluation = {"every": 10}
     return replace(config, checkpoint={"every": 5, "keep": 2}, eval=evaluation, report={"every": 2})
 
 

@@ -220,7 +220,7 @@ def assert_exact(folder, workdir):
     assert config.model == TransformerConfig(**read_config(given)[1])
     mesh = make_training_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        params, _, _ = load_parameters(workdir, config, Trainer(config, mesh))
+        params, _ = load_parameters(workdir, config, Trainer(config, mesh))
     tensors = tensors_of(folder)
     np.testing.assert_array_equal(
         params["embed"]["embedding"], tensors["model.embed_tokens.weight"]

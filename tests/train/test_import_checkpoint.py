@@ -7,12 +7,10 @@ import fcntl
 import json
 import logging
 import os
-import re
 import resource
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -23,10 +21,9 @@ from tests.train.data.test_tokenizer import train_tokenizer
 from tests.train.runs import lines_of
 from train import export_checkpoint, import_checkpoint, run, sample
 from train.checkpoints.manager import Checkpoints, load_parameters
-from train.checkpoints.record import RunIdentity, architecture
 from train.config.command import load_config, load_preset, parse
 from train.step.mesh import make_mesh as make_training_mesh
-from train.step.trainer import Trainer, TrainState
+from train.step.trainer import Trainer
 
 MESH = ["--mesh.platform", "auto", "--mesh.data", "2", "--mesh.model", "4"]
 CONFIG = dataclasses.replace(
@@ -148,44 +145,6 @@ def test_an_import_and_an_export_go_on_when_nobody_reads_their_output(
             assert command.main([*map(str, arguments), *MESH]) == 0
     assert (workdir / "preset.py").is_file()
     assert (out / "config.json").is_file()
-
-
-@pytest.mark.slow
-def test_the_parameters_that_validation_uses_are_exported(folder, tmp_path, capsys):
-    workdir = tmp_path / "run"
-    assert run_import(folder, workdir) == 0
-    save_with_running_mean(workdir)
-    for name, options, factor, which in (
-        ("mean", [], 2, "the running mean of the parameters of"),
-        ("trained", ["--parameters", "trained"], 1, "the parameters of"),
-    ):
-        capsys.readouterr()
-        assert export_checkpoint.main([str(workdir), str(tmp_path / name), *MESH, *options]) == 0
-        assert f"exported   {which} " in capsys.readouterr().out
-        before, after = (
-            load_file(place / "model.safetensors") for place in (folder, tmp_path / name)
-        )
-        assert all((factor * before[key] == after[key]).all() for key in before)
-
-
-def save_with_running_mean(workdir):
-    """Saves the imported parameters as those of step 7, with a running mean of twice their
-    values.
-    """
-    config = load_config(workdir)
-    mesh = make_training_mesh(config.mesh)
-    with jax.set_mesh(mesh), Checkpoints(workdir / "checkpoints", keep=1) as checkpoints:
-        params, _, _ = load_parameters(workdir, config, Trainer(config, mesh))
-        state = TrainState(
-            params,
-            None,
-            jnp.int32(7),
-            jax.random.key_data(jax.random.key(0)),
-            jax.tree.map(lambda x: 2 * x, params),
-        )
-        identity = RunIdentity({}, {}, architecture(config))
-        checkpoints.save(7, state, data={"sequences": 0}, tokens=0, identity=identity)
-        checkpoints.wait()
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -498,8 +457,6 @@ def test_from_transformers_and_back(tmp_path, text, capsys):
         2,
         "--optimizer.learning_rate",
         3e-3,
-        "--eval.sample_tokens",
-        8,
         "--report.every",
         1,
     ]
@@ -507,7 +464,6 @@ def test_from_transformers_and_back(tmp_path, text, capsys):
     losses = [line["loss"] for line in lines_of(workdir)]
     assert len(losses) == 20
     assert losses[-1] < losses[0] - 0.5, "it learns"
-    assert "\u2502" in (workdir / "sample.txt").read_text()
 
     capsys.readouterr()
     assert (
@@ -518,23 +474,9 @@ def test_from_transformers_and_back(tmp_path, text, capsys):
     )
     shown = capsys.readouterr().out
     assert shown.startswith("the quick")
-    assert (
-        sample.main(
-            [
-                str(workdir),
-                "--prompt",
-                "the",
-                "--batch",
-                "2",
-                "--top_p",
-                "0.9",
-                "--max_tokens",
-                "20",
-            ]
-        )
-        == 0
-    )
-    assert re.match(r"--- 1\nthe(.|\n)*\n--- 2\nthe", capsys.readouterr().out)
+    drawn = [str(workdir), "--prompt", "the", "--top_p", "0.9", "--max_tokens", "20"]
+    assert sample.main(drawn) == 0
+    assert capsys.readouterr().out.startswith("the")
 
     assert export_checkpoint.main([str(workdir), str(out), *MESH]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
@@ -552,7 +494,7 @@ def test_from_transformers_and_back(tmp_path, text, capsys):
     padded = np.pad(tokens.numpy().astype(np.int32), ((0, 1), (0, 16 - length)))
     with jax.set_mesh(mesh):
         trainer = Trainer(config, mesh)
-        params, path, _ = load_parameters(workdir, config, trainer)
+        params, path = load_parameters(workdir, config, trainer)
         logits = jax.jit(lambda params, tokens: trainer.model(params)(tokens))(
             params, jax.device_put(padded, jax.P("data"))
         )

@@ -76,12 +76,9 @@ def test_every_command_runs_beside_a_wheel_and_from_another_folder(
         3,
         "--eval.every",
         0,
-        "--eval.sample_tokens",
-        0,
         "--workdir",
         "run",
     )
     assert "/checkpoints/3, run/metrics.jsonl" in out
-    assert call("report.py", "run") == "run/report.html\n"
     for script in ("sample.py", "export_checkpoint.py", "import_checkpoint.py"):
         assert f"usage: train/{script}" in call(script, "--help")

@@ -15,7 +15,7 @@ from flaxasync.check.trace.exposed import measure_exposed
 from flaxasync.check.trace.profile import read_profile
 from tests.train.runs import checkpoints_of, contents, events_of, lines_of
 
-QUIET = ("--eval.every", 0, "--eval.sample_tokens", 0)
+QUIET = ("--eval.every", 0)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,6 @@ def test_a_run_completes_and_continues_with_more_steps(run, finished):
         "events.jsonl",
         "tensorboard",
         "loss.png",
-        "sample.txt",
         "checkpoints",
         ".lock",
         "program.txt.gz",
@@ -78,13 +77,6 @@ def test_a_run_completes_and_continues_with_more_steps(run, finished):
     assert "changed    steps was 12 and is 14" in out
     assert f"resumed    {finished / 'checkpoints' / '12'}" in out
     assert [line["step"] for line in lines_of(finished)] == list(range(1, 15))
-
-
-def test_a_run_without_its_sample_makes_it_at_the_next_start(run, finished):
-    sample = (finished / "sample.txt").read_text()
-    (finished / "sample.txt").unlink()
-    assert run("--steps", 12)[0] == 0
-    assert (finished / "sample.txt").read_text() == sample
 
 
 @pytest.mark.slow
@@ -124,7 +116,7 @@ def test_several_sources_and_evaluation_sets_have_losses_of_their_own(trained, t
     other = tmp_path / "other.txt"
     other.write_text("another language altogether, over and over again\n" * 200)
     sources = ("--data.path", "None", "--data.sources", "code", text, 3.0, "prose", other, 1.0)
-    work = trained("mixed", *sources, "--eval.sets", "held_out", other, "--eval.sample_tokens", 0)
+    work = trained("mixed", *sources, "--eval.sets", "held_out", other)
     last = lines_of(work)[-1]
     for name in ("code", "prose", "held_out", "validation"):
         assert last[f"{name}_perplexity"] == pytest.approx(np.exp(last[f"{name}_loss"]))

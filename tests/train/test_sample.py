@@ -96,15 +96,11 @@ def workdir(tmp_path, config):
         ([], "give the text to continue, with --prompt or with --prompt_file"),
         (["--prompt", "a", "--prompt_file", "b"], "give the text to continue"),
         (["--prompt_file", "/none"], "--prompt_file must be text in UTF-8"),
-        (["--prompt", ""], "got 0 tokens"),
+        (["--prompt", ""], "the prompt must have 1 token or more: got none"),
         (["--prompt", "caf\udce9"], r"--prompt must be text in UTF-8: got b'caf\xe9'"),
-        (
-            ["--prompt", "abc", "--max_tokens", "8", "--cache", "10"],
-            "got 3 tokens and max_tokens=8 in a cache of 10",
-        ),
         (["--prompt", "a", "--top_p", "0"], "--top_p must be above 0 and at most 1: got 0.0"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature must be at least 0"),
-        (["--prompt", "a", "--batch", "0"], "--batch must be at least 1"),
+        (["--prompt", "a", "--max_tokens", "0"], "--max_tokens must be at least 1"),
         (["--prompt", "a"], "must be the workdir of a run"),
     ],
 )

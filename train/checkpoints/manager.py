@@ -310,16 +310,12 @@ def load_parameters(
     trainer: Trainer,
     *,
     step: int | None = None,
-    evaluated: bool = False,
-) -> tuple[PyTree, epath.Path, str]:
+) -> tuple[PyTree, epath.Path]:
     """Reads the parameters of a checkpoint, whose architecture must be that of the configuration.
 
     `location` is the workdir of a run or of an import, a folder of checkpoints, or one of its
-    checkpoints; without a `step` the newest one is read. `evaluated` takes the running mean of the
-    parameters, if the checkpoint has one.
-
-    Returns the parameters, the folder of the checkpoint, and which part of it they are: "params",
-    or "ema".
+    checkpoints; without a `step` the newest one is read. Returns the parameters and the folder of
+    the checkpoint.
     """
     folder, named = _find(epath.Path(location).expanduser())
     with Checkpoints(folder, read_only=True) as checkpoints:
@@ -328,19 +324,16 @@ def load_parameters(
         chosen = checkpoints.choose(named)
         record = checkpoints.record(chosen)
         check_parameters(record, config, where=str(checkpoints.path(chosen)))
-        part = "params"
         stored = record.architecture["model.param_dtype"]
-        if evaluated and "ema" in record.parts:
-            part = "ema"
-        if part == "ema" or record.architecture["optimizer.master_copies"]:
+        if record.architecture["optimizer.master_copies"]:
             stored = "float32"
         dtype = jnp.dtype(stored)
         params = trainer.abstract_state().params
         abstract = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), params
         )
-        arrays = checkpoints.read_arrays(chosen, {part: abstract}, record)
-        return arrays[part], checkpoints.path(chosen), part
+        arrays = checkpoints.read_arrays(chosen, {"params": abstract}, record)
+        return arrays["params"], checkpoints.path(chosen)
 
 
 def unused_path(path: epath.Path) -> epath.Path:

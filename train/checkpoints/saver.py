@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 
 import jax
-from jax.experimental import multihost_utils
 
 from train.checkpoints.manager import Checkpoints
 from train.checkpoints.record import RunIdentity
@@ -43,26 +42,14 @@ class Saver:
     identity: RunIdentity
     watchdog: Watchdog
     before_save: Callable[[], None]  # called before every save; it may raise to prevent it
-    _saved_at: float = dataclasses.field(default_factory=time.monotonic, init=False)
     # the last step that `poll` has saved
     _saved_instead: int = dataclasses.field(default=-1, init=False)
 
     def is_due(self, step: int) -> bool:
-        """Returns whether a checkpoint of this step is due; every process gets the same answer."""
+        """Returns whether a checkpoint of this step is due."""
         config = self.config.checkpoint
-        if step % config.every == 0 or (
-            config.permanent_every and step % config.permanent_every == 0
-        ):
-            return True
-        # The clock of the first process decides for all. Asking it makes the host wait for the
-        # devices, so it is asked only where the host has waited for a report.
-        if not config.minutes or (jax.process_count() > 1 and step % self.config.report.every):
-            return False
-        return bool(
-            multihost_utils.broadcast_one_to_all(
-                time.monotonic() - self._saved_at >= 60 * config.minutes
-            )
-        )
+        intervals = filter(None, (config.every, config.permanent_every))
+        return any(step % interval == 0 for interval in intervals)
 
     def save(self, step: int, state: TrainState) -> None:
         """Saves a step, but first checks that every loss up to it is finite and writes every line
@@ -79,7 +66,6 @@ class Saver:
             self._write(step, state)
         except OSError as error:
             self._retry(step, state, error)
-        self._saved_at = time.monotonic()
 
     def poll(self, step: int, state: TrainState) -> None:
         """Notices that the last checkpoint is complete, or that it could not be written and this

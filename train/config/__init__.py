@@ -118,10 +118,6 @@ class OptimizerConfig:
     """Global norm to which larger gradients are scaled down; inf turns clipping off (units of the
     gradient).
     """
-    ema_decay: float = 0.0
-    """Decay of a running mean of the parameters, which validation and samples use; 0 keeps none
-    (per step, 0 to 1).
-    """
     first_moment_dtype: Literal["float32", "bfloat16"] | None = None
     """Type in which Adam's running mean of the gradients is kept; None for that of the parameters
     that it updates.
@@ -158,10 +154,6 @@ class CheckpointConfig:
     """
     every: int = 500
     """Interval between checkpoints; the last step is always saved (steps)."""
-    minutes: float = 0.0
-    """Longest time between checkpoints, which adds some if steps are slow; 0 sets no such limit
-    (minutes).
-    """
     keep: int = 3
     """Number of newest checkpoints to keep; older ones are deleted (checkpoints)."""
     permanent_every: int = 0
@@ -174,7 +166,7 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    """Validation, and the text that is generated at the end."""
+    """Validation, and what ends a text."""
 
     every: int = 500
     """Interval between validations; 0 turns them off (steps)."""
@@ -187,12 +179,6 @@ class EvalConfig:
     stop_tokens: tuple[int, ...] = ()
     """Tokens that end a text of train/sample.py, beside data.separator; an import sets them
     (tokens).
-    """
-    sample_tokens: int = 128
-    """Number of tokens to generate when the run is complete; 0 generates none (tokens)."""
-    temperature: float = 0.8
-    """Temperature of sampling; below 1 favours likely tokens, above 1 unlikely ones (divisor of the
-    logits).
     """
 
 
@@ -208,9 +194,6 @@ class ReportConfig:
     """Time without any progress after which the process ends, to be started again; 0 waits forever
     (seconds).
     """
-    peak_tflops: float | None = None
-    """Peak rate of one device, for the utilization; None takes that of bfloat16, also with a
-    model.quantization, from the chip table (1e12 FLOP per second)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,10 +210,10 @@ class ProfileConfig:
 class XlaConfig:
     """How the TPU compiler is told to compile the run."""
 
-    flags: str = "auto"
-    """Flags of libtpu, as "name=value name=value", that are set before JAX starts; auto takes those
-    that are predicted to help on the chip, and none sets none. Flags in LIBTPU_INIT_ARGS stay as
-    they are."""
+    flags: Literal["auto", "none"] = "auto"
+    """Whether the flags of libtpu that are predicted to help on the chip are set before JAX starts.
+    Those in LIBTPU_INIT_ARGS stay as they are.
+    """
 
 
 @dataclasses.dataclass(frozen=True)

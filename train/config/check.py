@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import math
 import os
-import re
 
 from train.config import Config, flatten
 from train.lifecycle.errors import InputError, cut, listed
@@ -27,32 +26,32 @@ _RANGES = {
     "at least 0": (
         lambda value: value >= 0,
         "seed optimizer.learning_rate optimizer.warmup_steps optimizer.weight_decay eval.every "
-        "eval.sample_tokens model.experts model.shared_expert_width model.load_balance_weight "
-        "model.router_z_weight skip.spike_factor checkpoint.minutes checkpoint.permanent_every "
+        "model.experts model.shared_expert_width model.load_balance_weight "
+        "model.router_z_weight skip.spike_factor checkpoint.permanent_every "
         "checkpoint.retry_seconds report.hang_seconds profile.start",
     ),
     "at least 0 and below 1": (
         lambda value: 0 <= value < 1,
-        "data.validation_fraction optimizer.b1 optimizer.b2 optimizer.ema_decay",
+        "data.validation_fraction optimizer.b1 optimizer.b2",
     ),
     "0 to 1": (lambda value: 0 <= value <= 1, "optimizer.decay_floor optimizer.decay_fraction"),
     "above 0": (
         lambda value: value > 0,
-        "optimizer.epsilon eval.temperature model.rope_theta model.norm_epsilon model.rope_factor "
+        "optimizer.epsilon model.rope_theta model.norm_epsilon model.rope_factor "
         "model.rope_low_frequency model.rope_high_frequency model.rope_original_length "
         "mesh.heartbeat_seconds",
     ),
     "above 0, or None": (
         lambda value: value is None or value > 0,
         "model.attention_scale model.attention_softcap model.alternating_window "
-        "model.logit_softcap report.peak_tflops model.expert_width model.capacity_factor",
+        "model.logit_softcap model.expert_width model.capacity_factor",
     ),
     # The devices count steps in int32.
     "at most 2147483647": (lambda value: value < 2**31, "steps seed optimizer.warmup_steps"),
     "at most 2147483647, as devices count in int32": (
         lambda value: value is None or value < 2**31,
         "data.sequence_length data.batch_size data.microbatches checkpoint.every checkpoint.keep "
-        "checkpoint.permanent_every eval.every eval.batches eval.sample_tokens report.every "
+        "checkpoint.permanent_every eval.every eval.batches report.every "
         "skip.limit profile.start profile.steps model.layers model.width model.heads "
         "model.kv_heads model.head_dim model.mlp_width model.vocab_size model.experts "
         "model.experts_per_token model.expert_width model.shared_expert_width "
@@ -95,10 +94,7 @@ def check(config: Config) -> None:
     is_validated = data.validation_fraction > 0 or not config.eval.every
     ends_documents = data.separator is None or 0 <= data.separator < vocabulary
     are_tokens = all(0 <= token < vocabulary for token in config.eval.stop_tokens)
-    leaves_a_prompt = config.eval.sample_tokens < length
     is_local = config.workdir and "://" not in config.workdir
-    flags = config.xla.flags
-    are_flags = flags in ("auto", "none") or re.fullmatch(r"\s*((--)?\w+=\S+(\s+|$))+", flags)
     no_copies = (
         f"False where model.param_dtype={model.param_dtype}, which needs no copies in float32"
     )
@@ -125,12 +121,6 @@ def check(config: Config) -> None:
         ),
         ("data.separator", ends_documents, f"a token below model.vocab_size={vocabulary}"),
         ("eval.stop_tokens", are_tokens, f"tokens below model.vocab_size={vocabulary}"),
-        (
-            "eval.sample_tokens",
-            leaves_a_prompt,
-            f"below data.sequence_length={length}, to leave a prompt",
-        ),
-        ("xla.flags", are_flags, 'auto, none, or flags of libtpu as "name=value name=value"'),
     ):
         _require(holds, name, values[name], needed)
     _check_locations(config)

@@ -49,15 +49,8 @@ class Command:
     """Compile the training step for --topology and report memory and estimated speed, without
     running it.
     """
-    compare_meshes: bool = False
-    """Rank all meshes of --topology by predicted time and memory, and report a table."""
-    verify: Literal["auto", "off", "full"] = "auto"
-    """What is verified before a run on TPUs: the kernels of this configuration, once (auto),
-    nothing, or every op.
-    """
-    trust: Literal["predicted", "verified"] = "predicted"
-    """Kernels that --dry-run takes: those predicted to be fastest, or only those that were verified
-    on such a chip.
+    verify: Literal["auto", "off"] = "auto"
+    """What is verified before a run on TPUs: the kernels of this configuration, once, or nothing.
     """
     kernels: Literal["play", "estimate"] = "play"
     """Times of kernels in --dry-run: each distinct one is simulated once, or takes what its own
@@ -231,10 +224,6 @@ def _check_modes(command: Command) -> None:
         raise InputError(
             f"--dry-run and --topology go together: got only {only}; write --dry-run --topology "
             "v5e:2x4"
-        )
-    if command.compare_meshes and not command.dry_run:
-        raise InputError(
-            "--compare_meshes belongs to a dry run: add --dry-run --topology v5e:4x4, for example"
         )
     if command.resume not in ("latest", "none") and not is_step(command.resume):
         raise InputError(

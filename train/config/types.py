@@ -10,6 +10,8 @@ import types
 import typing
 from typing import Any
 
+import typeguard
+
 from train.lifecycle.errors import InputError, cut
 
 _NAMES = {
@@ -34,34 +36,24 @@ def check_types(config: object, *, where: str, prefix: str = "") -> None:
 
 
 def is_of_type(value: object, kind: Any) -> bool:
-    """Says whether a value is of the type of a field, for the kinds of types that configurations
-    have.
+    """Says whether a value is of the type of a field. For Python, a bool is an integer, too; here
+    it is none.
     """
-    if isinstance(kind, typing.TypeAliasType):
-        return is_of_type(value, kind.__value__)
-    origin = typing.get_origin(kind)
-    arguments = typing.get_args(kind)
-    if origin is typing.Literal:
-        return any(type(value) is type(choice) and value == choice for choice in arguments)
-    if origin in (types.UnionType, typing.Union):
-        return any(is_of_type(value, one) for one in arguments)
-    if origin is tuple:
-        return isinstance(value, tuple) and _elements_are_of_type(value, arguments)
-    if kind is bool:
-        return isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(value, kind)
-
-
-def _elements_are_of_type(value: tuple[object, ...], kinds: tuple[Any, ...]) -> bool:
-    if kinds[-1:] == (Ellipsis,):
-        return all(is_of_type(element, kinds[0]) for element in value)
-    if len(value) != len(kinds):
+    if kind is not bool and _has_bool(value):
         return False
-    return all(is_of_type(element, kind) for element, kind in zip(value, kinds, strict=True))
+    try:
+        typeguard.check_type(
+            value, kind, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS
+        )
+    except typeguard.TypeCheckError:
+        return False
+    return True
+
+
+def _has_bool(value: object) -> bool:
+    if isinstance(value, tuple):
+        return any(map(_has_bool, value))
+    return isinstance(value, bool)
 
 
 def describe(kind: Any) -> str:

@@ -24,7 +24,7 @@ from train.step.verify import describe_machine, setup_of
 _NAMED = "give --mesh.data, --mesh.fsdp, --mesh.context and --mesh.model"
 
 
-def mesh_of_topology(config: Config, topology: str, trust: Mode) -> Config:
+def mesh_of_topology(config: Config, topology: str) -> Config:
     """Returns a configuration with the mesh that is predicted to be the fastest for a topology, and
     prints it.
     """
@@ -34,8 +34,7 @@ def mesh_of_topology(config: Config, topology: str, trust: Mode) -> Config:
             f"between slices: got --topology {topology}; {_NAMED}"
         )
     devices = len(topology_devices(topology))
-    with trusting(trust):
-        return best_mesh(config, CHIPS[topology.partition(":")[0]], devices)
+    return best_mesh(config, CHIPS[topology.partition(":")[0]], devices)
 
 
 def mesh_of_run(config: Config, trust: Mode, *, setup: Setup | None = None) -> Config:

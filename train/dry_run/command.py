@@ -13,31 +13,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
-from jaxtyping import PyTree
 
 from flaxasync import check
 from flaxasync.check.estimate.phases import Phases
 from flaxasync.check.estimate.picture import draw_timeline
 from flaxasync.check.estimate.timeline import SOURCES
 from flaxasync.check.progress import progress
-from flaxasync.ops.trust import Mode, trusting
+from flaxasync.ops import trust
 from train.config import Config
 from train.dry_run.forms import choose_and_say, what_fits
 from train.dry_run.memory import predicted_memory
 from train.lifecycle.errors import InputError, as_input_errors
+from train.lifecycle.memory import bytes_on_device
 from train.metrics.output import gib, say, time_text
-from train.step.flags import flags_of, in_effect, require_known
+from train.step.flags import flags_of, in_effect
 from train.step.mesh import check_fits_mesh, mesh_over
 from train.step.products import FORMULA, model_flops_per_token
 from train.step.trainer import Trainer, TrainState, backend_limits_are_input_errors
 
 COMPILE_SECONDS = 1200  # time limit of one compilation
 LISTED = 5  # number of causes of waits, and of kinds of findings, that the text names
-KERNELS = {
-    "predicted": "those predicted to be fastest",
-    "verified": "only those that are verified for this chip",
-}
 MEMORY = """\
 memory     {verdict}: {needed} per device for batch {data.batch_size} x {data.sequence_length} \
 tokens; {available} are available
@@ -62,7 +57,6 @@ recomputed products included
 def dry_run(
     config: Config,
     topology: str,
-    trust: Mode = "predicted",
     kernels: Literal["play", "estimate"] = "play",
 ) -> int:
     """Prints a report on a run, saves its details in the folder `dry_run` of the workdir, and
@@ -72,10 +66,12 @@ def dry_run(
     chip = topology.partition(":")[0]
     mesh = mesh_over(topology_devices(topology), config.mesh, topology)
     check_fits_mesh(config, mesh.shape)
-    say(f"kernels    {KERNELS[trust]} (--trust {trust})")
-    require_known(config, chip)
+    kind = "those predicted to be fastest"
+    if not trust.is_assumed():
+        kind = f"those that {trust.VARIABLE} trusts"
+    say(f"kernels    {kind}")
     folder = Path(config.workdir) / "dry_run"
-    with flags_of(config, chip) as flags, jax.set_mesh(mesh), trusting(trust):
+    with flags_of(config, chip) as flags, jax.set_mesh(mesh):
         say(flags)
         config = choose_and_say(config, mesh)
         say(f"compiling  for {topology} ...")
@@ -172,8 +168,8 @@ def step_figures(
     length = config.data.sequence_length
     flops = check.CHIPS[program.chip].flops
     kinds = program.bytes_by_kind
-    params = _bytes_per_device(state.params)
-    optimizer = _bytes_per_device(state.opt_state)
+    params = bytes_on_device(state.params)
+    optimizer = bytes_on_device(state.opt_state)
     speed = config.data.batch_size * length / t.seconds
     needed = model_flops_per_token(model, length)
     causal = model_flops_per_token(model, length, causal=True)
@@ -291,11 +287,3 @@ def _audit_lines(audit: check.Audit) -> list[str]:
         lines.append(f"           {first[code].severity} {code} x{count}: {first[code].message}")
         lines.append(f"               remedy: {first[code].remedy}")
     return lines
-
-
-def _bytes_per_device(tree: PyTree) -> int:
-    """Returns the bytes that the arrays of a tree occupy on one device."""
-    return sum(
-        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )

@@ -21,8 +21,7 @@ from flaxasync.mesh import mesh_report
 from flaxasync.ops import trust
 from models.config import FsdpOverlap, Remat
 from train.config import Config, replace_options
-from train.dry_run.memory import predicted_memory
-from train.dry_run.prediction import Prediction, form_options, predict
+from train.dry_run.prediction import Prediction, predict
 from train.lifecycle.errors import InputError, as_input_errors
 from train.metrics.output import gib, print_line, say, time_text
 from train.step.mesh import AXES, FSDP, check_fits_mesh, mesh_shape
@@ -34,6 +33,7 @@ layers.
 ROOM = 0.9  # share of the memory that a form may need if there is one that needs less
 MUCH = 1.1  # a mesh is named instead of that of a run if it is predicted to be as many times faster
 DIRECT = "prefetch_pallas"
+RUNNERS_UP = 5  # meshes that `--mesh auto` names beside the one that it takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,25 +45,14 @@ class Choice:
     instead: str = ""  # which form would be faster, and why it is not taken; "" if there is none
 
 
-def choose(
-    config: Config,
-    chip: Chip | None,
-    mesh: Mapping[str, int],
-    *,
-    linked: bool = True,
-    memory: int | None = None,
-) -> Choice:
+def choose(config: Config, chip: Chip, mesh: Mapping[str, int], *, linked: bool = True) -> Choice:
     """Chooses what `model.remat` and `model.fsdp_overlap` leave open, for a mesh that the run
     divides over.
 
-    `chip` is None where no time is predicted. XLA then hides what it can, and as little is computed
-    again as `memory` allows, in bytes of a device; None for any. `linked` says whether links
-    connect the devices of fsdp, which go across slices otherwise.
+    `linked` says whether links connect the devices of fsdp, which go across slices otherwise.
     """
     if None not in (config.model.remat, config.model.fsdp_overlap):
         return Choice(config)
-    if chip is None:
-        return _choose_by_memory(config, mesh, memory)
     found = _forms(config, chip, mesh, linked=linked)
     best = _fastest(found, chip)
     chosen = f"{best.form} ({_reason(best, len(found), 'forms')})"
@@ -81,20 +70,17 @@ def choose(
 
 def choose_and_say(config: Config, mesh: jax.sharding.Mesh) -> Config:
     """Chooses the form for a mesh, which is set, and prints on TPUs what was chosen, and instead of
-    what.
+    what. Where no time is predicted, XLA hides what it can, and nothing is computed again.
     """
     chip = ambient_mesh.chip()
-    instead = []
     if chip is None:
-        memory = (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit")
-        choice = choose(config, None, mesh.shape, memory=memory)
-    else:
-        across_slices = [axis.name for axis in mesh_report(mesh) if axis.across_slices]
-        choice = choose(config, chip, mesh.shape, linked=FSDP not in across_slices)
-        instead.append(choice.instead)
-        if not across_slices:
-            now = predict(choice.config, chip, mesh.shape).seconds
-            instead.append(faster_mesh(config, chip, mesh.shape, now))
+        return with_form(config, config.model.remat or "none", config.model.fsdp_overlap or "xla")
+    across_slices = [axis.name for axis in mesh_report(mesh) if axis.across_slices]
+    choice = choose(config, chip, mesh.shape, linked=FSDP not in across_slices)
+    instead = [choice.instead]
+    if not across_slices:
+        now = predict(choice.config, chip, mesh.shape).seconds
+        instead.append(faster_mesh(config, chip, mesh.shape, now))
     if ambient_mesh.platform() == "tpu":
         if choice.chosen:
             say(f"chosen     {choice.chosen}")
@@ -119,12 +105,14 @@ def faster_mesh(config: Config, chip: Chip, mesh: Mapping[str, int], now: float)
 
 def best_mesh(config: Config, chip: Chip, devices: int) -> Config:
     """Returns a configuration whose mesh is the fastest that fits some devices, by prediction, and
-    prints its sizes.
+    prints its sizes and those that come next.
     """
-    ranked = rank(config, chip, devices)
-    reason = _reason(ranked[0], len(ranked), "meshes")
-    print_line(f"mesh       {ranked[0].mesh_options} (auto: {reason})")
-    return with_mesh(config, tuple(ranked[0].sizes.values()))
+    best, *others = rank(config, chip, devices)
+    reason = _reason(best, 1 + len(others), "meshes")
+    print_line(f"mesh       {best.mesh_options} (auto: {reason})")
+    for other in filter(_fits, others[:RUNNERS_UP]):
+        print_line(f"           then {_named(other.sizes)} with {other.form}: {_figures(other)}")
+    return with_mesh(config, tuple(best.sizes.values()))
 
 
 def rank(config: Config, chip: Chip, devices: int) -> list[Prediction]:
@@ -144,7 +132,7 @@ def rank(config: Config, chip: Chip, devices: int) -> list[Prediction]:
         try:
             check_fits_mesh(config, shape)
         except InputError as error:
-            named = f"{' x '.join(AXES)} = {' x '.join(map(str, sizes))}"
+            named = _named(dict(zip(AXES, sizes, strict=True)))
             refusal = f"{named} is refused because {error}"
         else:
             predictions.append(_fastest(_forms(config, chip, shape), chip))
@@ -199,21 +187,6 @@ def with_form(config: Config, remat: Remat | None, overlap: FsdpOverlap | None) 
     return replace_options(config, {"model.remat": remat, "model.fsdp_overlap": overlap})
 
 
-def _choose_by_memory(config: Config, mesh: Mapping[str, int], memory: int | None) -> Choice:
-    """Chooses the form that computes least again of those that `memory` has room for."""
-    overlap = config.model.fsdp_overlap or "xla"
-    remats = AUTOMATIC
-    if config.model.remat is not None:
-        remats = (config.model.remat,)
-    for remat in remats:
-        chosen = with_form(config, remat, overlap)
-        needed = sum(predicted_memory(chosen, mesh).values())
-        if memory is None or needed <= ROOM * memory:
-            break
-    form = form_options(remat, overlap)
-    return Choice(chosen, f"{form}: no time is predicted for these devices")
-
-
 def _forms(
     config: Config, chip: Chip, mesh: Mapping[str, int], *, linked: bool = True
 ) -> list[Prediction]:
@@ -263,12 +236,23 @@ def _reason(best: Prediction, count: int, kind: str) -> str:
     why = f"the fastest of {count} {kind} that fits"
     if not best.fits:
         why = f"the smallest of {count} {kind}, none fits"
-    figures = f"{time_text(best.seconds)} in {gib(best.needed)} of {gib(best.available)}"
-    return f"{why}, by prediction: {figures}"
+    return f"{why}, by prediction: {_figures(best)}"
+
+
+def _figures(one: Prediction) -> str:
+    return f"{time_text(one.seconds)} in {gib(one.needed)} of {gib(one.available)}"
+
+
+def _named(sizes: Mapping[str, int]) -> str:
+    return f"{' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))}"
 
 
 def _seconds(one: Prediction) -> float:
     return one.seconds
+
+
+def _fits(one: Prediction) -> bool:
+    return one.fits
 
 
 def _needed(one: Prediction) -> int:

@@ -52,7 +52,7 @@ def predicted_memory(
     parameters       their number x bytes / (fsdp x model); in float32 if the run keeps master
                      copies, whose copies in model.param_dtype count with the gradients
     optimizer state  two moments like the parameters, the first one in
-                     optimizer.first_moment_dtype; a float32 running mean if the run keeps one
+                     optimizer.first_moment_dtype
     gradients        like the parameters; with micro-batches a float32 sum beside them
     kept             for each layer what `model.remat` keeps, with none and cheap its gathered
                      kernels too, but for a scan that prefetches, which with none keeps all
@@ -90,7 +90,7 @@ def predicted_memory(
     kept = layers * sum(values[name] for name in keeps)
     sizes = {
         "parameters": share * state,
-        "optimizer state": share * (moments + 4 * bool(optimizer.ema_decay)),
+        "optimizer state": share * moments,
         "gradients": share * gradient,
         "kept": kept,
         "working": _working(here, values, kept, share * here.stored),

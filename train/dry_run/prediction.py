@@ -77,7 +77,7 @@ class Prediction:
     @property
     def form(self) -> str:
         """The options of the command line that name the form."""
-        return form_options(self.remat, self.overlap)
+        return f"--model.remat {self.remat} --model.fsdp_overlap {self.overlap}"
 
     @property
     def options(self) -> str:
@@ -132,10 +132,6 @@ class Transfers(NamedTuple):
     gather: float  # over fsdp
     scatter: float  # of the gradients over fsdp
     reduce: float  # of the gradients' shards over data
-
-
-def form_options(remat: Remat, overlap: FsdpOverlap) -> str:
-    return f"--model.remat {remat} --model.fsdp_overlap {overlap}"
 
 
 def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:

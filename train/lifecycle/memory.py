@@ -52,9 +52,9 @@ def least_bytes(trainer: Trainer, config: Config, mesh: jax.sharding.Mesh) -> di
     tokens = config.data.batch_size * config.data.sequence_length // config.data.microbatches
     layer_input = tokens * config.model.width * jnp.dtype(config.model.dtype).itemsize
     return {
-        "the parameters, their gradients and the optimizer's state": _bytes_of(state)
-        + _bytes_of(state.params),
-        "the tokens of a batch": _bytes_of(trainer.abstract_batch()),
+        "the parameters, their gradients and the optimizer's state": bytes_on_device(state)
+        + bytes_on_device(state.params),
+        "the tokens of a batch": bytes_on_device(trainer.abstract_batch()),
         "the input of a layer": layer_input // mesh.size,
     }
 
@@ -72,8 +72,8 @@ def host_memory() -> int:
     return min(sizes)
 
 
-def _bytes_of(tree: PyTree) -> int:
-    """Returns the bytes of the shards of one device of abstract arrays."""
+def bytes_on_device(tree: PyTree) -> int:
+    """Returns the bytes that the arrays of a tree, which may be abstract, occupy on one device."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         total += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

@@ -103,8 +103,8 @@ def agree_on_kernels() -> None:
 def compile_steps(
     trainer: Trainer, config: Config, work: Workdir, events: Events
 ) -> tuple[jax.stages.Compiled, jax.stages.Compiled | None]:
-    """Compiles the training step, whose text `train/report.py` reads, and the evaluation step if
-    there are any.
+    """Compiles the training step, whose text the workdir gets, and the evaluation step if there
+    is one.
     """
     began = time.monotonic()
     with backend_limits_are_input_errors(config):

@@ -1,4 +1,4 @@
-"""A run from its start to its end: opens its parts, continues it, trains, and generates the sample.
+"""A run from its start to its end: opens its parts, continues it, and trains.
 
 `train/run.py` imports this file after the command line has been checked, because it imports JAX.
 """
@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 from etils import epath
-from jax.experimental import multihost_utils
 
 from flaxasync.check.progress import progress
 from train.checkpoints.manager import Checkpoints, load_parameters, unused_path
@@ -33,11 +32,11 @@ from train.lifecycle.preparation import (
 from train.lifecycle.stopping import StopRequest, Watchdog
 from train.lifecycle.workdir import Workdir, open_workdir
 from train.metrics.lines import Events, provenance
-from train.metrics.output import say, write_atomically
+from train.metrics.output import say
 from train.metrics.recorder import Recorder
 from train.metrics.sinks import open_recorder
 from train.step import flags
-from train.step.evaluation import Evaluation, generate, render
+from train.step.evaluation import Evaluation
 from train.step.mesh import check_fits_mesh, check_host_memory, configure_jax, make_mesh, mesh_shape
 from train.step.microbatches import what_differs
 from train.step.trainer import Trainer, TrainState, backend_limits_are_input_errors
@@ -108,9 +107,7 @@ class Run:
             with backend_limits_are_input_errors(config):
                 trainer = Trainer(config, self.mesh)
             check_memory(trainer, config, self.mesh)
-            has_sample = work.sample.exists() or not config.eval.sample_tokens
-            # The first process decides, because the others may not see the workdir.
-            if start >= config.steps and multihost_utils.broadcast_one_to_all(has_sample):
+            if start >= config.steps:
                 where = str(self.checkpoints.path(start))
                 record = self.checkpoints.record(start)
                 accepts = config.data.accept_change
@@ -134,12 +131,15 @@ class Run:
             events.add(
                 "start", step=start, steps=config.steps, devices=devices, **facts, **provenance()
             )
-            if start < config.steps:
-                state, step = self._train(trainer, events, state, start, tokens)
-                if step < config.steps:
-                    return self.stop.exit_code
-            assert state is not None
-            self._finish(trainer, state, events)
+            step = self._train(trainer, events, state, start, tokens)
+            if step < config.steps:
+                return self.stop.exit_code
+            self.stop.end_at_once(f"after step {step}, which is saved")
+            events.add("complete", step=step)
+            say(
+                f"done       {self.checkpoints.path(step)}, {work.metrics}, {work.plot}, "
+                f"{work.tensorboard}"
+            )
         return COMPLETE
 
     def _show_setup(self, parameters: int, changes: list[str]) -> None:
@@ -186,7 +186,7 @@ class Run:
                 say(f"changed    {change}, so that sums may be rounded otherwise")
             return trainer.complete(state), record.tokens, accepted + other_flags
         if config.init_from is not None:
-            params, path, _ = load_parameters(config.init_from, config, trainer)
+            params, path = load_parameters(config.init_from, config, trainer)
             say(f"parameters from {path}")
             return trainer.start_from(params), 0, []
         return None, 0, []
@@ -209,10 +209,8 @@ class Run:
 
     def _train(
         self, trainer: Trainer, events: Events, state: TrainState | None, start: int, tokens: int
-    ) -> tuple[TrainState, int]:
-        """Trains from step `start` to the end or until a stop is requested; returns the state and
-        its step.
-        """
+    ) -> int:
+        """Trains from step `start` to the end or until a stop is requested; returns the last step."""
         config = self.config
         work = self.work
         stop = self.stop
@@ -226,7 +224,7 @@ class Run:
                 f"stopped by {stop.signal.name} before the first step; there was nothing new to "
                 "save"
             )
-            return state, start
+            return start
         if jax.process_index() == 0:
             work.begin(config)
         with contextlib.ExitStack() as stack:
@@ -262,7 +260,7 @@ class Run:
             )
             stop.end_at_once(None)
             try:
-                state, step = loop.run(state, start=start)
+                step = loop.run(state, start=start)
             except DivergedError as error:
                 events.add("diverged", step=error.step, cause=str(error))
                 raise self._with_advice(error) from error
@@ -273,7 +271,7 @@ class Run:
                 f"{self.checkpoints.path(step)}"
             )
             say(f"start again with --workdir {config.workdir} to continue")
-        return state, step
+        return step
 
     def _require_unchanged(self) -> None:
         """Checks that the workdir and the data are still those with which the run began; otherwise
@@ -282,29 +280,6 @@ class Run:
         self.work.require_lock()
         for corpus in self.read:
             corpus.require_unchanged()
-
-    def _finish(self, trainer: Trainer, state: TrainState, events: Events) -> None:
-        """Generates the sample, whose file marks the run as complete."""
-        config = self.config
-        work = self.work
-        self.stop.end_at_once(
-            f"after step {config.steps}, which is saved; started again, the run makes the sample"
-        )
-        if config.eval.sample_tokens:
-            source, corpus = next(iter(self.corpora.items()))
-            windows = (
-                self.validation[source] if len(self.validation[source]) else self.training[source]
-            )
-            with progress("generating the sample"):
-                text = render(corpus, *generate(trainer, state, windows[0], config))
-            say(f"sample     (the model continues after \u2502)\n{text}")
-            if jax.process_index() == 0:
-                write_atomically(work.sample, text + "\n")
-        events.add("complete", step=config.steps)
-        say(
-            f"done       {self.checkpoints.path(config.steps)}, {work.metrics}, {work.plot}, "
-            f"{work.tensorboard}"
-        )
 
     def _with_advice(self, error: DivergedError) -> DivergedError:
         self.checkpoints.wait()
@@ -338,9 +313,9 @@ class Loop:
     watchdog: Watchdog
     profiler: "Profiler"
 
-    def run(self, state: TrainState, *, start: int) -> tuple[TrainState, int]:
-        """Trains from step `start`, whose state is donated, to the last step or a stop, and saves
-        the final state.
+    def run(self, state: TrainState, *, start: int) -> int:
+        """Trains from step `start`, whose state is donated, to the last step or a stop, saves the
+        final state, and returns its step.
 
         Reports are one interval late: when the host waits for a report, one more interval of steps
         has already been dispatched, so the devices never run out of work. After a DivergedError
@@ -366,9 +341,7 @@ class Loop:
                 self.recorder.add(step, **metrics)
                 last = step == config.steps
                 if self.eval_step is not None and (last or step % config.eval.every == 0):
-                    self.recorder.add(
-                        step, **self.evaluation.run(self.eval_step, self.trainer.evaluated(state))
-                    )
+                    self.recorder.add(step, **self.evaluation.run(self.eval_step, state.params))
                 if step % config.report.every == 0:
                     self.recorder.report(step - config.report.every)
                 if step == first_report:
@@ -384,7 +357,7 @@ class Loop:
                     break
         with progress(f"writing the checkpoint of step {step}"):
             self.saver.finish(step, state)
-        return state, step
+        return step
 
 
 def changed_fields(config: Config) -> dict[str, dict[str, Any]]:

@@ -31,7 +31,6 @@ class Workdir:
         self.events = root / "events.jsonl"
         self.tensorboard = root / "tensorboard"
         self.plot = root / "loss.png"
-        self.sample = root / "sample.txt"
         self.program = root / "program.txt.gz"
         self.checkpoints = root / "checkpoints"
         self.set_aside = root / "set_aside"
@@ -61,7 +60,6 @@ class Workdir:
             self.metrics,
             self.events,
             self.plot,
-            self.sample,
             self.program,
             self.stacks,
         )
@@ -91,16 +89,15 @@ class Workdir:
         except (JsonError, AttributeError):
             return []
         unimportant = {"workdir": config.workdir, "data.accept_change": config.data.accept_change}
-        return differences(saved | unimportant, flat_fields(config))
+        now = flat_fields(config)
+        known = {name: value for name, value in saved.items() if name in now}
+        return differences(known | unimportant, now)
 
     def begin(self, config: Config) -> None:
-        """Writes config.json, and removes what killed processes left and the sample, which marks a
-        run as complete.
-        """
+        """Writes config.json, and removes what killed processes left."""
         for temporary in self.root.glob(".*.tmp"):
             temporary.unlink(missing_ok=True)
         write_atomically(self.config, as_json(config))
-        self.sample.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

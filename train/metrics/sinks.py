@@ -2,17 +2,14 @@
 of the losses.
 """
 
-import contextlib
 import datetime
 import struct
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import jax
 import numpy as np
-import rich.progress
 from tensorboardX.proto import event_pb2, summary_pb2
 from tensorboardX.record_writer import masked_crc32c
 
@@ -47,18 +44,16 @@ def open_recorder(
     """Opens the recorder of a run that has done `start` steps, and its sinks, which only the first
     process has.
     """
-    peak = config.report.peak_tflops
     chip = chip_of_device(mesh.devices.flat[0].device_kind)
+    peak = None
+    if chip is not None:
+        peak = chip.flops * mesh.size
     pace = Pace(
         tokens_per_step=config.data.batch_size * config.data.sequence_length,
         steps_before=start,
         tokens_before=tokens_before,
         flops_per_token=model_flops_per_token(config.model, config.data.sequence_length),
-        peak_flops=peak * 1e12 * mesh.size
-        if peak is not None
-        else chip.flops * mesh.size
-        if chip
-        else None,
+        peak_flops=peak,
     )
     sinks = list[Sink]()
     if jax.process_index() == 0:
@@ -70,52 +65,27 @@ def open_recorder(
         ]
         pace.began, pace.productive = (*starts, pace.began)[0], metrics.seconds
         views = [TensorBoard(work.tensorboard, start=start), LossPicture(work.metrics, work.plot)]
-        sinks = [metrics, *views, Progress(start=start, steps=config.steps)]
+        sinks = [metrics, *views, Progress(steps=config.steps)]
     return Recorder(sinks, pace, events, skip_limit=config.skip.limit)
 
 
 class Progress(Sink):
-    """Shows the newest line, live in a terminal, and prints a line for each validation and each
-    skipped update.
-    """
+    """Prints a line for each report, each validation and each skipped update."""
 
-    def __init__(self, *, start: int, steps: int):
-        columns = ("step {task.completed}/{task.total}", "{task.description}")
-        texts = [rich.progress.TextColumn(column) for column in columns]
-        self._bar = rich.progress.Progress(
-            *texts, refresh_per_second=4, disable=not sys.stdout.isatty()
-        )
-        self._task = self._bar.add_task("starting", total=steps, completed=start)
-        self._bar.start()
+    def __init__(self, *, steps: int):
         self._steps = steps
 
     def write(self, lines: Iterable[Line]) -> None:
         for line in lines:
             if line.get("skipped"):
-                self._print(f"step {line['step']}: the update was skipped, {describe(line)}")
+                print_line(f"step {line['step']}: the update was skipped, {describe(line)}")
             if "validation_loss" in line:
-                self._print(describe_validation(line))
+                print_line(describe_validation(line))
         # of the newest line
         step = line["step"]
-        seconds = line.get("step_seconds") or 0
-        text = (
-            f"{describe(line)}  eta "
-            f"{datetime.timedelta(seconds=round(seconds * (self._steps - step)))}"
-        )
-        self._bar.update(self._task, completed=step, description=text)
-        if self._bar.disable:
-            print_line(f"step {step}/{self._steps}  {text}")
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # the terminal was closed
-            self._bar.stop()
-
-    def _print(self, text: str) -> None:
-        if self._bar.disable:
-            print_line(text)
-        else:
-            with contextlib.suppress(OSError):
-                self._bar.print(text, highlight=False)
+        seconds = (line.get("step_seconds") or 0) * (self._steps - step)
+        left = datetime.timedelta(seconds=round(seconds))
+        print_line(f"step {step}/{self._steps}  {describe(line)}  eta {left}")
 
 
 def describe(line: Line) -> str:

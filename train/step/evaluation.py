@@ -1,6 +1,4 @@
-"""How good the model of a run is: its loss on held-out data, and the sample that it writes when the
-run is complete.
-"""
+"""How good the model of a run is: its loss on held-out data."""
 
 from collections.abc import Callable
 
@@ -9,15 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from models.generation import Generator, Sampling
 from train.config import Config
 from train.data.batches import ValidationBatches, Windows
-from train.data.corpus import Corpus, open_source
-from train.data.tokenizer import decode_bytes
+from train.data.corpus import open_source
 from train.lifecycle.errors import InputError
-from train.step.trainer import Trainer, TrainState
 
-PROMPT_TOKENS = 32  # most tokens of the prompt of the sample
 MAIN = "validation"  # name of the validation part of the data, or of all data sources together
 
 
@@ -69,37 +63,6 @@ class Evaluation:
             ]
             losses[f"{MAIN}_loss"] = sum(weighted[1:], weighted[0])
         return losses
-
-
-def generate(
-    trainer: Trainer, state: TrainState, prompt: np.ndarray, config: Config
-) -> tuple[list[int], list[int]]:
-    """Continues a prompt by `eval.sample_tokens` tokens, drawn with `eval.temperature`; the same
-    state draws the same.
-
-    Returns the first tokens of the prompt, of which at most PROMPT_TOKENS are used, and no more
-    than a sequence of training has room for beside the generated ones; and the generated tokens.
-    """
-    length = config.data.sequence_length
-    count = config.eval.sample_tokens
-    used = prompt[: min(PROMPT_TOKENS, length - count, prompt.size)]
-    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-    generator = Generator(trainer.model, batch=1, length=used.size + count)
-    sampling = Sampling(key, np.float32(config.eval.temperature))
-    parts = generator.run(trainer.evaluated(state), used, sampling, count=count)
-    return used.tolist(), np.concatenate(list(parts), axis=1)[0].tolist()
-
-
-def render(corpus: Corpus, prompt: list[int], generated: list[int]) -> str:
-    """Formats the prompt and its continuation, as text if the tokens are bytes or have a tokenizer,
-    else as ids.
-    """
-    if corpus.tokenizer is None and not corpus.is_text:
-        return f"{prompt} \u2502 {generated}"
-    decode = decode_bytes
-    if corpus.tokenizer is not None:
-        decode = corpus.tokenizer.decode
-    return f"{decode(prompt)}\u2502{decode(generated)}"
 
 
 def _open_set(name: str, path: str, config: Config) -> Windows:

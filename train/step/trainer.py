@@ -33,10 +33,6 @@ class TrainState:
         optax.OptState
     )  # of the optax optimizer, whose moments are sharded as the parameters are
     step: jax.Array  # number of steps that are done, an int32 scalar
-    # random key of the run, uint32 [2]; whatever is drawn at a step folds the step into it
-    key: jax.Array
-    # running mean of the parameters in float32, if `optimizer.ema_decay` is above 0
-    ema: PyTree = None
     guard: GuardState | None = None  # of what skips updates, if any may be skipped
 
 
@@ -72,13 +68,10 @@ class Trainer:
         """Adds the parts of the state that a checkpoint lacks, because this run keeps them and that
         one did not.
         """
-        ema = state.ema
-        guard = state.guard
-        if self._config.optimizer.ema_decay and ema is None:
-            ema = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), state.params)
-        if is_on(self._config.skip) and guard is None:
-            guard = jax.jit(lambda applied: init_guard()._replace(applied=applied))(state.step)
-        return dataclasses.replace(state, ema=ema, guard=guard)
+        if not is_on(self._config.skip) or state.guard is not None:
+            return state
+        guard = jax.jit(lambda applied: init_guard()._replace(applied=applied))(state.step)
+        return dataclasses.replace(state, guard=guard)
 
     def abstract_state(self) -> TrainState:
         """Returns the shape, type and sharding of every array of the state without making any."""
@@ -113,16 +106,8 @@ class Trainer:
         total = jax.ShapeDtypeStruct(
             (2,), jnp.float32, sharding=jax.NamedSharding(self._mesh, jax.P())
         )
-        params = self.evaluated(self.abstract_state())
+        params = self.abstract_state().params
         return self.eval_step.lower(params, total, *self.abstract_batch()).compile()
-
-    def evaluated(self, state: TrainState) -> PyTree:
-        """Returns the parameters that validation and samples use: their running mean, if there is
-        one.
-        """
-        if state.ema is None:
-            return state.params
-        return state.ema
 
     def model(self, params: PyTree) -> Transformer:
         """Returns the model with the given parameters, which are cast to its parameter type if they
@@ -142,20 +127,15 @@ class Trainer:
 
     def _init(self, seed: int, params: PyTree = None) -> TrainState:
         optimizer = self._config.optimizer
-        params_key, run_key = jax.random.split(jax.random.key(seed))
         if params is None:
-            params = nnx.to_pure_dict(nnx.split(self._build(params_key))[1])
+            key, _ = jax.random.split(jax.random.key(seed))
+            params = nnx.to_pure_dict(nnx.split(self._build(key))[1])
         if optimizer.master_copies:
             params = optax.tree.cast(params, jnp.float32)
-        ema = None
         guard = None
-        if optimizer.ema_decay:
-            ema = optax.tree.cast(params, jnp.float32)
         if is_on(self._config.skip):
             guard = init_guard()
-        opt_state = self._optimizer.init(params)
-        key = jax.random.key_data(run_key)
-        return TrainState(params, opt_state, jnp.int32(0), key, ema=ema, guard=guard)
+        return TrainState(params, self._optimizer.init(params), jnp.int32(0), guard)
 
     def _loss(self, params: PyTree, *batch: jax.Array) -> tuple[jax.Array, Parts]:
         """Returns what training minimizes and, with experts, the metrics that are its parts."""
@@ -225,16 +205,7 @@ class Trainer:
                 )
                 metrics["skipped"] = skip
             metrics["learning_rate"] = jnp.asarray(self._schedule(updates_done), jnp.float32)
-            ema = state.ema
-            if ema is not None:
-                decay = self._config.optimizer.ema_decay
-                newest = optax.tree.cast(params, jnp.float32)
-                ema = jax.tree.map(
-                    lambda mean, leaf: decay * mean + (1 - decay) * leaf, ema, newest
-                )
-                if guard is not None:
-                    ema = optax.tree.where(skip, state.ema, ema)
-        return TrainState(params, opt_state, state.step + 1, state.key, ema, guard), metrics
+        return TrainState(params, opt_state, state.step + 1, guard), metrics
 
     def _eval_step(self, params: PyTree, total: jax.Array, *batch: jax.Array) -> jax.Array:
         # Each batch takes the total of the batch before it, so that the batches run one after the

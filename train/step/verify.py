@@ -18,7 +18,7 @@ from flaxasync.hardware import CHIPS
 from flaxasync.kernels.flash_attention import unsupported as flash_lacks
 from flaxasync.ops import trust
 from flaxasync.verify.__main__ import record_verdicts, verify
-from flaxasync.verify.cases import IN_8_BITS, PAIRS, Case, list_cases
+from flaxasync.verify.cases import IN_8_BITS, PAIRS, Case
 from flaxasync.verify.child import Setup
 from flaxasync.verify.supervisor import MachineError, describe
 from flaxasync.verify.verdict import Verdict
@@ -29,7 +29,7 @@ from train.step.flags import may_have_tpus
 from train.step.mesh import CONTEXT, FSDP, axis_sizes, batch_shards, infer_sizes, no_devices
 from train.step.products import local_heads, products_of_a_layer
 
-type Verify = Literal["auto", "off", "full"]
+type Verify = Literal["auto", "off"]
 # what `fa.plan` may choose for the collective matmuls of a training step
 KERNELS = ("pallas", "fused")
 LIMIT = 120  # seconds for one case
@@ -41,9 +41,8 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
     """Verifies what a run on TPUs would use, unless that is known or not wanted; `setup` starts
     child processes.
 
-    The mode "auto" verifies the ops and shapes of the configuration if they have no verdicts,
-    "full" verifies every op each time, at the shapes of `python -m flaxasync.verify`, and "off"
-    nothing.
+    The mode "auto" verifies the ops and shapes of the configuration if they have no verdicts, and
+    "off" nothing.
     """
     if (
         mode == "off"
@@ -55,24 +54,14 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
     # A form that was named and failed is verified again, and ends the run again.
     named = config.model.fsdp_overlap == "prefetch_pallas"
     enough = (Verdict.PASS, Verdict.SLOWER) if named or config.backend != "auto" else tuple(Verdict)
-    if (
-        mode == "auto"
-        and min(sizes.values()) > 0
-        and _have_verdicts(cases_of(config, sizes), enough)
-    ):
+    if min(sizes.values()) > 0 and _have_verdicts(cases_of(config, sizes), enough):
         return
     setup = setup or setup_of(config)
     machine = describe_machine(setup, "; --verify off skips this")
     if machine["platform"] != "tpu":
         return
-    devices = machine["devices"]
-    sizes = infer_sizes(sizes, devices, "tpu")
-    cases = (
-        list_cases("tpu", devices, chip=machine["chip"], quick=False)
-        if mode == "full"
-        else cases_of(config, sizes)
-    )
-    if mode == "auto" and _have_verdicts(cases, enough):  # of the sizes that were inferred
+    cases = cases_of(config, infer_sizes(sizes, machine["devices"], "tpu"))
+    if _have_verdicts(cases, enough):  # of the sizes that were inferred
         return
     print_line(f"verify     {len(cases)} cases on {machine['kind']}, once; --verify off skips this")
     results = verify(cases, machine, setup, quick=True)

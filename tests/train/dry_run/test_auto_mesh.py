@@ -1,23 +1,29 @@
-"""Tests of `--mesh auto`: the mesh that a dry run or a run takes, that a run keeps it, and what is
-refused.
+"""Tests of `--mesh auto`: the mesh that a dry run or a run takes, that a run keeps it, what is
+refused, and that the compiled step of the best mesh is as predicted.
 """
 
 import dataclasses
 import math
 import pathlib
+import re
 
+import jax
 import pytest
 
+from benchmarks import scaling
 from configs.llama_8b import llama_8b
 from flaxasync import check
 from flaxasync.hardware import CHIPS
 from flaxasync.ops.trust import trusting
+from tests.check.jaxlib_counts import counts, counts_of_jaxlib
 from train.config import Config, MeshConfig
 from train.config.command import as_json
 from train.dry_run.auto_mesh import mesh_of_run
-from train.dry_run.forms import rank
+from train.dry_run.command import compile_step
+from train.dry_run.forms import rank, with_form, with_mesh
 from train.run import main
-from train.step.mesh import axis_sizes
+from train.step.flags import flags_of
+from train.step.mesh import axis_sizes, mesh_over
 
 PRESET = str(pathlib.Path(__file__).parents[3] / "configs" / "llama_8b.py")
 LONG = [
@@ -64,6 +70,10 @@ def test_a_dry_run_takes_the_mesh_that_is_predicted_to_be_the_fastest(printed):
     lines = printed("--mesh", "auto")
     (line,) = [line for line in lines if "--mesh" in line]
     assert line.startswith(f"mesh       {SHARDED} (auto: the fastest of ")
+    others = [line for line in lines if line.startswith("           then data x fsdp")]
+    times = [float(re.search(r": ([\d.]+) s in", line)[1]) for line in others]
+    assert 2 <= len(times) <= 5
+    assert times == sorted(times)
     assert any(line.startswith("flags      xla_tpu_scoped_vmem_limit_kib") for line in lines), (
         "the flags of model 1"
     )
@@ -151,3 +161,36 @@ def test_unknown_chips_are_refused(machine, config):
         match=r"the times of known TPUs alone, and here are TPU v6 lite: give --mesh.data",
     ):
         mesh_of_run(config, "predicted")
+
+
+@pytest.mark.parametrize(("preset", "chip", "chips"), [
+    ("llama_8b", "v5e", 16), ("llama_70b", "v5p", 8), ("llama_70b", "v5p", 64)
+])  # fmt: skip
+def test_the_table_of_the_document_is_what_the_command_makes(preset, chip, chips):
+    document = (pathlib.Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
+    rows = [
+        tuple(cell.strip() for cell in line.strip("|").split("|")) for line in document.splitlines()
+    ]
+    assert scaling.predicted(preset, chip, chips) in rows
+
+
+@pytest.mark.slow  # two minutes of processor time
+def test_the_8b_preset_fits_16_chips_of_v5e_nearly_as_predicted_and_is_read_as_jaxlib_reads_it():
+    """It is compiled for v5e, because jaxlib's parser aborts on the SparseCore gathers of programs
+    for v5p.
+    """
+    config = with_form(llama_8b(), "layer", "xla")
+    assert config.data.batch_size == 16
+    assert config.data.sequence_length == 4096
+    assert config.model.param_dtype == "float32"
+    best = rank(config, CHIPS["v5e"], 16)[0]
+    config = with_mesh(config, tuple(best.sizes.values()))
+    mesh = mesh_over(check.topology_devices("v5e:4x4"), config.mesh, "v5e:4x4")
+    with flags_of(config, "v5e"), jax.set_mesh(mesh), trusting("predicted"):
+        _, program = compile_step(config, "v5e:4x4", mesh)
+    assert program.bytes_by_kind["total"] == pytest.approx(best.needed, rel=0.15)
+    assert check.timeline(program).seconds == pytest.approx(best.seconds, rel=0.15)
+    text = program.as_text()
+    read = check.parse(text)
+    assert counts_of_jaxlib([text]) == [counts(read)]
+    assert check.parse(check.format_module(read)) == read

@@ -14,7 +14,7 @@ import pytest
 
 from flaxasync import check
 from flaxasync.check.progress import progress
-from flaxasync.ops.trust import is_assumed
+from flaxasync.ops.trust import VARIABLE, is_assumed
 from train.config.command import load_preset
 from train.dry_run import command as dry_run_module
 from train.lifecycle.errors import InputError
@@ -75,7 +75,7 @@ def test_a_dry_run_reports_memory_and_estimated_speed(dry_run, tmp_path):
     assert re.search(r"speed +[\d,]+ tokens/s, .* MFU [\d.]+% of 197 TFLOP/s", out)
     assert "model FLOPs:" in out
     assert "nothing was run" in out
-    assert "kernels    those predicted to be fastest (--trust predicted)" in out
+    assert "kernels    those predicted to be fastest\n" in out
     assert re.search(r"audit +ok: \d+ transfers per step", out)
 
     folder = tmp_path / "run" / "dry_run"
@@ -95,14 +95,18 @@ def test_a_dry_run_reports_memory_and_estimated_speed(dry_run, tmp_path):
     assert not (tmp_path / "run" / "config.json").exists(), "a dry run must not start a run"
 
 
-@pytest.mark.parametrize("mode", ["predicted", "verified"])
-def test_the_kernels_are_those_predicted_or_only_those_verified(mode, preset, monkeypatch):
+@pytest.mark.parametrize("trusted", ["", "none"])
+def test_the_kernels_are_those_predicted_or_only_those_verified(
+    trusted, preset, monkeypatch, capsys
+):
     def stop(*args, **options):
         raise RuntimeError(f"assumed: {is_assumed()}")
 
     monkeypatch.setattr(check, "compile_for", stop)
-    with pytest.raises(InputError, match=f"assumed: {mode == 'predicted'}"):
-        dry_run_module.dry_run(load_preset(preset("auto")), "v5e:2x4", mode)
+    monkeypatch.setenv(VARIABLE, trusted)
+    with pytest.raises(InputError, match=f"assumed: {not trusted}"):
+        dry_run_module.dry_run(load_preset(preset("auto")), "v5e:2x4")
+    assert (f"kernels    those that {VARIABLE} trusts" in capsys.readouterr().out) == bool(trusted)
 
 
 def test_a_step_that_does_not_fit_says_by_how_much_and_what_would(

@@ -23,7 +23,7 @@ from train.lifecycle.workdir import open_workdir
 from train.run import main
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
-LOSSES_ONLY = ("--eval.every", 0, "--eval.sample_tokens", 0)
+LOSSES_ONLY = ("--eval.every", 0)
 FOREVER = (*LOSSES_ONLY, "--steps", 100_000, "--checkpoint.every", 100_000)
 TOGETHER = ("--mesh.distributed", "True", "--mesh.cpu_devices", 4)
 SECONDS = 30  # within which all processes end when one is gone

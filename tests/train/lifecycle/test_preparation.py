@@ -33,9 +33,7 @@ def print_in_the_loss(monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_reports_the_line_of_a_print_in_the_model(preset, capsys, print_in_the_loss):
-    code = main(
-        [str(preset("auto")), "--steps", "1", "--eval.every", "0", "--eval.sample_tokens", "0"]
-    )
+    code = main([str(preset("auto")), "--steps", "1", "--eval.every", "0"])
     assert code == 0
     (line,) = re.findall("^dispatch.*", capsys.readouterr().out, re.MULTILINE)
     assert f"jax.debug.print at {print_in_the_loss} calls Python on the host" in line

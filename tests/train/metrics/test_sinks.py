@@ -4,7 +4,6 @@ of a run.
 
 import json
 import struct
-import sys
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ LINE = {
 
 
 def shown(lines, capsys):
-    progress = Progress(start=10, steps=40)
+    progress = Progress(steps=40)
     progress.write(lines)
     progress.close()
     return capsys.readouterr().out.splitlines()
@@ -46,14 +45,6 @@ def test_a_report_validations_and_skipped_updates_have_lines_of_their_own(capsys
         "step 10: validation loss 2.5000 nats per token, perplexity 12.18; code loss not finite "
         "nats per token, perplexity not finite"
     )
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_terminal_gets_the_live_line(terminal, capsys, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
-    text = "\n".join(shown([{**LINE, "validation_loss": 2.5}], capsys))
-    assert "step 20: validation loss 2.5000" in text
-    assert ("\x1b[" in text) == terminal, "only a terminal is drawn on"
 
 
 def events_in(folder):

@@ -1,5 +1,5 @@
-"""Tests of train/step/trainer.py and evaluation.py: the train state, the steps, their options, and
-the sample.
+"""Tests of train/step/trainer.py: the train state, the steps, their options, and what the model
+writes.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from train.step.evaluation import generate
+from models.generation import Generator, Sampling
 from train.step.mesh import make_mesh, token_spec
 from train.step.trainer import Trainer
 
@@ -88,22 +88,6 @@ def test_a_mixture_trains_reports_the_losses_of_its_routers_and_is_validated_wit
     assert first["load_balance"] > 1
     assert first["router_z"] > 0
     assert last["loss"] < first["loss"] - 0.5
-
-
-@pytest.mark.slow
-def test_the_running_mean_follows_the_parameters(config, mesh, replace, batch):
-    trainer = Trainer(replace(config, optimizer={"ema_decay": 0.75}), mesh)
-    state = trainer.init()
-    expected = jax.tree.map(lambda leaf: np.array(leaf, np.float32), state.params)
-    for _ in range(3):
-        state, _ = trainer.train_step(state, *batch)
-        expected = jax.tree.map(
-            lambda mean, leaf: 0.75 * mean + 0.25 * np.asarray(leaf), expected, state.params
-        )
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), state.ema, expected
-    )
-    assert trainer.evaluated(state) is state.ema
 
 
 @pytest.mark.slow
@@ -191,27 +175,25 @@ def test_documents_do_not_see_each_other(config, mesh, trainer_of):
     assert np.abs(together[0] - together[1]).max() > 1e-3
 
 
+def most_likely(trainer, state, prompt):
+    """Returns the four most likely tokens after a prompt."""
+    generator = Generator(trainer.model, batch=1, length=len(prompt) + 4)
+    sampling = Sampling(jax.random.key(0), np.float32(0))
+    parts = generator.run(state.params, np.array(prompt, np.int32), sampling, count=4)
+    return np.concatenate(list(parts), axis=1)[0].tolist()
+
+
 @pytest.mark.slow
-def test_near_temperature_zero_every_token_is_the_most_likely_one(config, trainer, replace):
+def test_every_token_of_a_generated_text_is_the_most_likely_one(config, trainer):
     """The reference has other padding on the right, so this also proves that the padding has no
     influence.
     """
     state = trainer.init()
-    used, text = drawn = generate(trainer, state, np.arange(17), config)
-    assert used == list(range(12)), (
-        "eval.sample_tokens=4 of 16 leave room for 12 tokens of the prompt"
-    )
-    assert len(text) == 4
-    assert all(0 <= token < config.model.vocab_size for token in text)
-    assert drawn == generate(trainer, state, np.arange(17), config), (
-        "the same state gives the same text"
-    )
-    config = replace(config, eval={"temperature": 1e-6})
-    used, text = generate(trainer, state, np.arange(17), config)
+    prompt = list(range(12))
     window = np.full((config.data.batch_size, config.data.sequence_length), 99, np.int32)
-    window[:, : len(used)] = used
+    window[:, : len(prompt)] = prompt
     forward = jax.jit(lambda params, window: trainer.model(params)(window))
-    for position, token in enumerate(text, start=len(used)):
+    for position, token in enumerate(most_likely(trainer, state, prompt), start=len(prompt)):
         logits = np.asarray(
             forward(state.params, jax.device_put(window, trainer.abstract_batch()[0].sharding))
         )
@@ -223,8 +205,8 @@ def test_near_temperature_zero_every_token_is_the_most_likely_one(config, traine
 def test_the_text_is_the_same_on_a_mesh_that_splits_sequences(config, replace, trainer_of):
     texts = []
     for sizes in ({"data": 2, "context": 2, "model": 2}, {"data": 2, "model": 4}):
-        now = replace(config, mesh={"context": 1} | sizes, eval={"temperature": 1e-6})
+        now = replace(config, mesh={"context": 1} | sizes)
         with jax.set_mesh(make_mesh(now.mesh)):
             trainer = trainer_of(now, jax.sharding.get_mesh())
-            texts.append(generate(trainer, trainer.init(), np.arange(17), now))
+            texts.append(most_likely(trainer, trainer.init(), range(12)))
     assert texts[0] == texts[1]

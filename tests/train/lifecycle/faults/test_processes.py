@@ -169,9 +169,9 @@ def test_clock(jump, place, expected):
     code = f"""
 _clock = _time.time
 def _delay(batch):
-    if batch == 3:  # before the first checkpoint is being written, whose time limit is by that clock
+    if batch == 3:  # before the first checkpoint is written
         _time.time = lambda: _clock() + {jump}
     return 0.03
 """
-    place.goes_on(expected, "--checkpoint.minutes", 1, code=code)
+    place.goes_on(expected, code=code)
     assert all(0 <= line["goodput"] <= 1 for line in lines_of(place.work))
