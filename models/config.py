@@ -12,29 +12,10 @@ type Remat = Literal["none", "cheap", "dots", "layer", "offload", "offload_most"
 type FsdpOverlap = Literal["xla", "prefetch", "prefetch_pallas"]
 type ContextLayout = Literal["zigzag", "contiguous"]
 
-HOW_IT_RUNS = frozenset(
-    {
-        "dtype",
-        "remat",
-        "fsdp_overlap",
-        "gathered_mib",
-        "exchange_heads",
-        "capacity_factor",
-        "load_balance_weight",
-        "router_z_weight",
-        "quantization",
-        "quantization_backward",
-        "quantization_weights",
-    }
-)
-"""The fields of `TransformerConfig` that say how a model is computed or trained, and not what it
-is.
-"""
-
 
 @dataclasses.dataclass(frozen=True)
-class TransformerConfig:
-    """The architecture, and how it is computed."""
+class Architecture:
+    """What a model is."""
 
     vocab_size: int = 256
     """The entries of the vocabulary. Bytes need 256. A multiple of the model axis saves an
@@ -73,16 +54,6 @@ class TransformerConfig:
     """
     normalize_expert_weights: bool = True
     """Whether the weights of the experts of a token are divided by their sum."""
-    load_balance_weight: float = 0.01
-    """The factor of the load-balancing loss, which is 1 where experts are chosen evenly, in the
-    loss of training.
-    """
-    router_z_weight: float = 0.0
-    """The factor of the mean of logsumexp(router logits)**2 in the loss of training."""
-    capacity_factor: float | None = None
-    """Drops the last tokens of an expert beyond this factor times the mean of all experts; None
-    drops none.
-    """
     head_dim: int | None = None
     """The features of a head, an even number; None for width / heads."""
     activation: Literal["silu", "gelu"] = "silu"
@@ -133,10 +104,40 @@ class TransformerConfig:
     """Logits l become c * tanh(l / c) with this c; None for as they are."""
     tie_embeddings: bool = False
     """Whether the output projection is the transposed embedding."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of activations and of the operands of matmuls, which accumulate in float32."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the parameters and of the optimizer's state."""
+
+    @property
+    def head_features(self) -> int:
+        """The features of a head."""
+        if self.head_dim is None:
+            return self.width // self.heads
+        return self.head_dim
+
+    @property
+    def expert_features(self) -> int:
+        """The hidden features of an expert."""
+        if self.expert_width is None:
+            return self.mlp_width
+        return self.expert_width
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """How a model is computed or trained."""
+
+    load_balance_weight: float = 0.01
+    """The factor of the load-balancing loss, which is 1 where experts are chosen evenly, in the
+    loss of training.
+    """
+    router_z_weight: float = 0.0
+    """The factor of the mean of logsumexp(router logits)**2 in the loss of training."""
+    capacity_factor: float | None = None
+    """Drops the last tokens of an expert beyond this factor times the mean of all experts; None
+    drops none.
+    """
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype of activations and of the operands of matmuls, which accumulate in float32."""
     remat: Remat | None = None
     """What the backward pass does again: nothing; only what is cheap, so neither matmuls nor
     attention nor gathers of kernels; all but matmuls ("dots"); or each whole layer. "offload" keeps
@@ -170,19 +171,14 @@ class TransformerConfig:
     the data axis while the rest of it computes backward. None lets the trainer choose what is
     predicted to be the fastest of those that are trusted; elsewhere it means "xla"."""
 
-    @property
-    def head_features(self) -> int:
-        """The features of a head."""
-        if self.head_dim is None:
-            return self.width // self.heads
-        return self.head_dim
 
-    @property
-    def expert_features(self) -> int:
-        """The hidden features of an expert."""
-        if self.expert_width is None:
-            return self.mlp_width
-        return self.expert_width
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig(RunOptions, Architecture):
+    """The architecture, and how it is computed: the options of both, under their names."""
+
+
+HOW_IT_RUNS = frozenset(field.name for field in dataclasses.fields(RunOptions))
+"""The fields of `TransformerConfig` that do not say what a model is."""
 
 
 def check_fits(
