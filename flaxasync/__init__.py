@@ -19,11 +19,9 @@ Layers, as `nnx.Module`s on global arrays and the ambient mesh:
   nn.RopeScaling             Scaling of its frequencies for longer sequences.
   nn.ColumnParallelProjections  Several column-parallel layers that share one gather of their input.
   nn.ParallelLoRA            Low-rank adaptation of a parallel Dense layer: the parallel nnx.LoRA.
-  nn.parallel_dot_general    A dot_general for nnx.Linear that does the product of a parallel layer.
   nn.scan_with_prefetch      Scan over layers that gathers the next layer's weights in advance.
   nn.parallelize             Replaces the layers of a model by parallel ones, by their paths.
   nn.Fused                   A rule of parallelize for several projections side by side.
-  nn.quantize                Quantises the parallel layers of a model, by rules of qwix.
   nn.Replaced                A layer that parallelize replaced.
   nn.load                    Puts plain arrays into a parallel model, by names, under its shardings.
   nn.Loaded                  What load did, name by name.

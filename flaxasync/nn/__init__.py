@@ -3,11 +3,9 @@
 from flaxasync.nn.adopt.fused import Fused as Fused
 from flaxasync.nn.adopt.loading import Loaded as Loaded
 from flaxasync.nn.adopt.loading import load as load
+from flaxasync.nn.adopt.lora import ParallelLoRA as ParallelLoRA
 from flaxasync.nn.adopt.parallelize import Replaced as Replaced
 from flaxasync.nn.adopt.parallelize import parallelize as parallelize
-from flaxasync.nn.adopt.products import ParallelLoRA as ParallelLoRA
-from flaxasync.nn.adopt.products import parallel_dot_general as parallel_dot_general
-from flaxasync.nn.adopt.quantize import quantize as quantize
 from flaxasync.nn.attention.heads import AttentionOptions as AttentionOptions
 from flaxasync.nn.attention.heads import ParallelAttentionOptions as ParallelAttentionOptions
 from flaxasync.nn.attention.layer import ParallelAttention as ParallelAttention

@@ -89,6 +89,13 @@ def test_replaced_layers_keep_their_functions():
     check_replaced(drawn(Model), make_mesh(2, 4), replace)
 
 
+def gathering(x, w, dimension_numbers, **options):
+    """Multiplies all rows, as the layer does that calls it."""
+    return lax.dot_general(
+        lax.all_gather(x, "model", axis=1, tiled=True), w, dimension_numbers, **options
+    )
+
+
 def test_functions_that_a_layer_cannot_use():
     with jax.set_mesh(make_mesh(2, 4)):
         for make in (fa.nn.RowParallelLinear, fa.nn.ParallelMLP, fa.nn.ParallelAttention):
@@ -98,14 +105,8 @@ def test_functions_that_a_layer_cannot_use():
             )
             with pytest.raises(NotImplementedError, match=message):
                 make(8, 8, dot_general=differentiable, backend="xla", rngs=nnx.Rngs(0))
-        product = fa.nn.parallel_dot_general("column")
         collective = drawn(
-            lambda: fa.nn.ColumnParallelLinear(
-                8,
-                16,
-                dot_general=lambda *given, **options: product(*given, **options),
-                rngs=nnx.Rngs(0),
-            )
+            lambda: fa.nn.ColumnParallelLinear(8, 16, dot_general=gathering, rngs=nnx.Rngs(0))
         )
         message = r"dot_general returned \[1, 32, \d\] .* needed \[1, 8, 4\]; it must be a local"
         with pytest.raises(ValueError, match=message):
@@ -155,14 +156,10 @@ class Frozen(Unhashable):
             "a dot_general of type Unhashable, which is not hashable: .* a dataclass with "
             "frozen=True",
         ),
-        (
-            lambda: fa.nn.parallel_dot_general("row", layout="replicated"),
-            "parallel_dot_general as dot_general, and",
-        ),
     ],
 )
-def test_functions_with_state_or_collectives(make, message):
-    """They would be left out of the model, or do the collectives of a layer twice."""
+def test_functions_with_state(make, message):
+    """Their state would be left out of the model."""
     with jax.set_mesh(make_mesh(2, 4)):
         with pytest.raises(ValueError, match=f"RowParallelLinear got {message}"):
             fa.nn.RowParallelLinear(8, 8, layout="replicated", dot_general=make(), rngs=nnx.Rngs(0))

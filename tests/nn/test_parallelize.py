@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from tests.nn.conftest import COLUMNS, ROWS, Block, check_replaced, drawn, make_mesh, ones, permutes
+from tests.nn.conftest import ROWS, Block, check_replaced, drawn, make_mesh, ones, permutes
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -204,49 +204,6 @@ def test_layers_in_plain_containers_are_refused(container):
         ):
             fa.nn.parallelize(model, {"dict.first": "column", "plain.**": "column"})
         assert type(model.first) is nnx.Linear
-
-
-@pytest.mark.parametrize("split", ["column", "row"])
-def test_a_dot_general_for_layers_that_stay(split):
-    """The same product, and the same collectives, as those of the parallel layer."""
-    cls, spec, kernel_spec = {
-        "column": (fa.nn.ColumnParallelLinear, ROWS, (None, "model")),
-        "row": (fa.nn.RowParallelLinear, COLUMNS, ("model", None)),
-    }[split]
-
-    with jax.set_mesh(make_mesh(2, 4)):
-        x = jax.device_put(
-            np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32), spec
-        )
-        theirs = drawn(
-            lambda: nnx.Linear(
-                16,
-                16,
-                dot_general=fa.nn.parallel_dot_general(split),
-                kernel_metadata={"out_sharding": kernel_spec},
-                bias_metadata={"out_sharding": ("model",) if split == "column" else (None,)},
-                rngs=nnx.Rngs(0),
-            )
-        )
-        ours = drawn(lambda: cls(16, 16, rngs=nnx.Rngs(0)))
-        assert permutes(theirs, x) == permutes(ours, x) > 0
-        np.testing.assert_allclose(theirs(x), ours(x), rtol=1e-6)
-
-
-def test_a_dot_general_refuses_other_products():
-    with pytest.raises(
-        ValueError, match="parallel_dot_general got 'diagonal': it must be 'column' or 'row'"
-    ):
-        fa.nn.parallel_dot_general("diagonal")
-    multiply = fa.nn.parallel_dot_general("column")
-    with jax.set_mesh(make_mesh(2, 4)):
-        x, kernel = np.ones((2, 8, 16), np.float32), np.ones((16, 16), np.float32)
-        with pytest.raises(
-            ValueError, match="contracts the last dimension of x with the first of a kernel"
-        ):
-            multiply(x, kernel, (((2,), (1,)), ((), ())))
-        with pytest.raises(ValueError, match="shards its output itself"):
-            multiply(x, kernel, (((2,), (0,)), ((), ())), out_sharding=P())
 
 
 def test_projections_of_one_input_share_one_gather():

@@ -1,7 +1,5 @@
 """Layers in 8 bits: against plain layers that multiply so, fully sharded, and what is refused."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -169,109 +167,20 @@ def test_what_is_refused():
             fa.nn.linear_cross_entropy(x, output, np.zeros((2, 8), np.int32))
 
 
-@dataclasses.dataclass
-class Rule:
-    """The attributes of a `qwix.QtRule` that its own test below does not set."""
-
-    module_path: str = ".*"
-    op_names: tuple = ()
-    weight_qtype: str | None = "int8"
-    act_qtype: str | None = "int8"
-    bwd_qtype: str | None = None
-    tile_size: int | None = None
-
-
-def model_of_layers():
-    rngs = nnx.Rngs(0)
-    return nnx.Dict(
-        mlp=fa.nn.ParallelMLP(16, 32, rngs=rngs), out=fa.nn.ColumnParallelLinear(16, 32, rngs=rngs)
-    )
-
-
-def test_rules_of_qwix_choose_layers_by_their_paths():
+def test_layers_are_quantised_after_they_were_built():
     with jax.set_mesh(make_mesh(2, 4)):
-        model = drawn(model_of_layers)
-        exact, x = model.mlp(ones((2, 8, 16), ROWS)), ones((2, 8, 16), ROWS)
-        rules = [
-            Rule("mlp.*", bwd_qtype="float8_e5m2"),
-            Rule("ou.", weight_qtype=None, act_qtype=None),
-            Rule("o.*"),
-        ]
-        with pytest.raises(
-            ValueError, match=r"a rule for 'o\.\*', which no layer takes; the layers are mlp/down, "
-        ):
-            fa.nn.quantize(model, rules)
-        done = fa.nn.quantize(model, rules[:2])
-        assert set(done) == {"mlp", "mlp/up", "mlp/gate", "mlp/down"}
-        assert set(done.values()) == {fa.Quantization("int8", "fp8", "nearest")}
-        assert model.mlp.settings.quantization == model.mlp.up.quantization == done["mlp"]
+        model = drawn(
+            lambda: nnx.Dict(
+                mlp=fa.nn.ParallelMLP(16, 32, rngs=nnx.Rngs(0)),
+                out=fa.nn.ColumnParallelLinear(16, 32, rngs=nnx.Rngs(0)),
+            )
+        )
+        x = ones((2, 8, 16), ROWS)
+        exact = model.mlp(x)
+        for _, layer in nnx.iter_modules(model):
+            if isinstance(layer, fa.nn.ParallelMLP):
+                layer.quantization = "int8"
+        assert model.mlp.quantization == fa.Quantization("int8")
         assert model.out.quantization is None
         error = np.abs(model.mlp(x) - exact).max() / np.abs(exact).max()
         assert 1e-4 < error < 0.05
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "rule"),
-    [
-        (
-            ValueError,
-            "one quantization for all of mlp: got None for it and Quantization.* for mlp/up; give "
-            "a rule for mlp",
-            Rule("mlp/up"),
-        ),
-        (NotImplementedError, "with tile_size=32: leave it out", Rule(tile_size=32)),
-        (
-            NotImplementedError,
-            "weight_qtype=int8, act_qtype=None and bwd_qtype=None: needed",
-            Rule(act_qtype=None),
-        ),
-        (
-            NotImplementedError,
-            "weight_qtype=int4, act_qtype=int4 .*: needed one of int8, float8_e4m3fn",
-            Rule(weight_qtype="int4", act_qtype="int4"),
-        ),
-    ],
-)
-def test_rules_that_the_layers_cannot_follow_change_nothing(error, message, rule):
-    with jax.set_mesh(make_mesh(2, 4)):
-        model = drawn(model_of_layers)
-        with pytest.raises(error, match=message):
-            fa.nn.quantize(model, [rule])
-        assert model.mlp.up.quantization is model.out.quantization is None
-
-
-def test_a_model_that_is_itself_a_layer():
-    with jax.set_mesh(make_mesh(2, 4)):
-        mlp = drawn(lambda: fa.nn.ParallelMLP(16, 32, rngs=nnx.Rngs(0)))
-        with pytest.raises(
-            ValueError,
-            match=r"for all of the model: got None for it and .* for up; give a rule for \.\*",
-        ):
-            fa.nn.quantize(mlp, [Rule("up")])
-        assert mlp.up.quantization is None
-        assert set(fa.nn.quantize(mlp, [Rule()])) == {"", "up", "gate", "down"}
-        assert (
-            mlp.settings.quantization
-            == mlp.up.quantization
-            == fa.Quantization("int8", rounding="nearest")
-        )
-
-
-@pytest.mark.slow  # qwix comes with what the slow tests need
-def test_a_rule_of_qwix_itself():
-    import qwix
-
-    rule = qwix.QtRule(
-        module_path="out",
-        weight_qtype="int8",
-        act_qtype="int8",
-        bwd_qtype="int8",
-        bwd_stochastic_rounding="uniform",
-    )
-    with jax.set_mesh(make_mesh(2, 4)):
-        model = drawn(model_of_layers)
-        assert fa.nn.quantize(model, [rule]) == {"out": fa.Quantization("int8", "int8")}
-        assert fa.nn.quantize(
-            model, [qwix.QuantizationRule(weight_qtype="float8_e4m3fn", act_qtype="float8_e4m3fn")]
-        )
-        assert model.mlp.up.quantization == fa.Quantization("fp8", rounding="nearest")

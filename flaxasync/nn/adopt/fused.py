@@ -75,7 +75,7 @@ def split_fused(module: nnx.Module, source: dict[str, Any], known: Set[str]) -> 
     for fused, parts in _fused_arrays(module):
         if fused not in source or fused in known:
             continue
-        value = _on_host(split.pop(fused))
+        value = on_host(split.pop(fused))
         if value.shape[-1] != sum(parts.values()):
             names = ", ".join(name.split(".")[-2] for name in parts)
             raise ValueError(
@@ -97,14 +97,14 @@ def join_fused(params: PyTree, source: dict[str, Any], known: Set[str]) -> dict[
     for fused, parts in _fused_arrays(params):
         if fused not in known or not parts.keys() <= joined.keys():
             continue
-        values = [_on_host(joined.pop(name)) for name in parts]
+        values = [on_host(joined.pop(name)) for name in parts]
         are_on_host = all(isinstance(value, np.ndarray) for value in values)
         numpy = np if are_on_host else jnp
         joined[fused] = numpy.concatenate(values, axis=-1)
     return joined
 
 
-def _on_host(value: Any) -> Any:
+def on_host(value: Any) -> Any:
     """Returns an array in the memory of this process, where it is there: slices of a sharded one
     are restricted.
     """

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.nn.adopt.fused import join_fused, split_fused
+from flaxasync.nn.adopt.fused import join_fused, on_host, split_fused
 from flaxasync.nn.fully_sharded import StoredLayer
 from flaxasync.nn.placement import put
 
@@ -126,13 +126,10 @@ def variables_of(module: nnx.Module) -> dict[str, nnx.Variable]:
 
 
 def _put(value: jax.Array | np.ndarray, target: jax.ShapeDtypeStruct, spec: P) -> jax.Array:
-    traced = isinstance(value, jax.core.Tracer)
-    if not traced and not (isinstance(value, jax.Array) and not value.is_fully_addressable):
-        value = np.asarray(value)
-    value = value.reshape(target.shape).astype(target.dtype)
+    array = on_host(value).reshape(target.shape).astype(target.dtype)
     if jax.sharding.get_abstract_mesh().empty:
-        return jnp.asarray(value)
-    return put(value, spec)
+        return jnp.asarray(array)
+    return put(array, spec)
 
 
 def _flatten(params: Any, prefix: str = "") -> dict[str, Any]:

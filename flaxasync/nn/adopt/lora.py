@@ -1,22 +1,16 @@
-"""Products of parallel layers beside plain ones: low-rank adaptation, and a `dot_general` for an
-`nnx.Linear`.
-"""
+"""Low-rank adaptation of parallel Dense layers."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal
 
 import jax
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, multiply, with_dtype
-from flaxasync.nn.options import Settings
 from flaxasync.nn.out_sharding import OutSharding, layout_for, output_spec, shard_output
-from flaxasync.nn.placement import Layout, check_output_layout, put
+from flaxasync.nn.placement import put
 
 
 class ParallelLoRA(nnx.LoRA):
@@ -96,86 +90,12 @@ class ParallelLoRA(nnx.LoRA):
         settings = with_dtype(plain, x, a, b)
         # the adapted layer takes what was promoted with the factors, as in nnx.LoRA
         x = x.astype(settings.dtype)
-        y = base.bind(x, layout)()
+        apply, args = base.mapped(x, layout)
+        y = apply(*args)
         if base.dim == 1:
-            low_rank = multiply(
-                "ParallelLoRA", x @ a.astype(x.dtype), b, settings, base.dim, layout
-            )
+            low_rank = multiply("ParallelLoRA", x @ a.astype(x.dtype), b, settings, 1, layout)
         else:
-            hidden = multiply("ParallelLoRA", x, a, settings, base.dim, layout)
+            hidden = multiply("ParallelLoRA", x, a, settings, 0, layout)
             low_rank = hidden @ b.astype(hidden.dtype)
         with jax.numpy_dtype_promotion("standard"):  # the layer may prefer another dtype
             return shard_output(y + low_rank, spec)
-
-
-def parallel_dot_general(
-    split: Literal["column", "row"],
-    *,
-    axis_name: str = "model",
-    layout: Layout = "sequence",
-    backend: str | None = None,
-) -> Callable[..., Array]:
-    """Returns a `dot_general` for `nnx.Linear` that does the product of a column- or row-parallel
-    layer.
-
-    The kernel has to be sharded as that of the parallel layer: ("model", None) for "row", and for
-    "column"
-
-    ```python
-    nnx.Linear(
-        64, 256, dot_general=fa.nn.parallel_dot_general("column"),
-        kernel_metadata={"out_sharding": (None, "model")}, bias_metadata={"out_sharding": ("model",)}, rngs=rngs,
-    )
-    ```
-
-    Args:
-      split: "column", as `ColumnParallelLinear`, or "row", as `RowParallelLinear`.
-      axis_name: The mesh axis that splits the kernel.
-      layout: How the rows of the output of "row" lie: "sequence" or "replicated".
-      backend: What executes the product; see `flaxasync.all_gather_matmul`.
-
-    Raises:
-      ValueError: `split` or `layout` is unknown. A call raises it for operands that are no input
-        and kernel of `nnx.Linear`, or are not sharded as they have to be.
-    """
-    if split not in ("column", "row"):
-        raise ValueError(f"parallel_dot_general got {split!r}: it must be 'column' or 'row'")
-    check_output_layout("parallel_dot_general", layout)
-
-    def dot_general(
-        x: Array,
-        kernel: Array,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: DTypeLike | None = None,
-        out_sharding: Any = None,
-    ) -> Array:
-        contracting, batch = dimension_numbers
-        given = tuple(map(tuple, contracting)), tuple(map(tuple, batch))
-        if kernel.ndim != 2 or given != (((x.ndim - 1,), (0,)), ((), ())):
-            raise ValueError(
-                "parallel_dot_general contracts the last dimension of x with the first of a kernel "
-                f"[in, out]: got x {list(x.shape)}, kernel {list(kernel.shape)} and "
-                f"{dimension_numbers}"
-            )
-        if out_sharding is not None:
-            raise ValueError(
-                "parallel_dot_general shards its output itself: leave out_sharding out"
-            )
-        settings = Settings(
-            axis_name=axis_name,
-            backend=backend,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-        )
-        return multiply(
-            "parallel_dot_general",
-            x,
-            kernel,
-            with_dtype(settings, x, kernel),
-            int(split == "column"),
-            layout,
-        )
-
-    dot_general.has_collectives = True  # type: ignore[attr-defined]  # parallel layers refuse it as their own product
-    return dot_general

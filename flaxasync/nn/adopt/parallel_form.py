@@ -3,19 +3,18 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
-from flax.typing import DotGeneralT
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flaxasync.nn.adopt.fused import Fused, parts_of
 from flaxasync.nn.adopt.loading import variables_of
-from flaxasync.nn.adopt.products import ParallelLoRA
+from flaxasync.nn.adopt.lora import ParallelLoRA
 from flaxasync.nn.attention.layer import ParallelAttention
 from flaxasync.nn.embed import VocabParallelEmbed
 from flaxasync.nn.linear import ColumnParallelLinear, ColumnParallelProjections, RowParallelLinear
@@ -26,11 +25,26 @@ type Rule = Literal[
 ]
 type Options = dict[str, Any]
 
-# Options that a plain layer and the parallel one both have, under one name.
-EMBED_OPTIONS = ("dtype", "param_dtype", "promote_dtype")
-SHARED_OPTIONS = ("use_bias", "dtype", "param_dtype", "precision")
-LINEAR_OPTIONS = (*SHARED_OPTIONS, "dot_general", "promote_dtype", "preferred_element_type")
-ATTENTION_OPTIONS = (*SHARED_OPTIONS, "normalize_qk", "dropout_rate", "deterministic")
+
+def _same(*names: str) -> dict[str, str]:
+    """Returns keywords that are attributes of the plain layer, too."""
+    return dict(zip(names, names, strict=True))
+
+
+# The keywords of parallel layers that are taken from a plain one, with its attributes.
+_EMBED = _same("dtype", "param_dtype", "promote_dtype")
+_SHARED = _same("use_bias", "dtype", "param_dtype", "precision")
+_LINEAR = _SHARED | _same("dot_general", "promote_dtype", "preferred_element_type")
+_ATTENTION = (
+    _SHARED
+    | _same("normalize_qk", "dropout_rate", "deterministic", "head_dim", "out_features")
+    | {
+        "kv_heads": "num_kv_heads",
+        "kv_features": "in_kv_features",
+        "promote_dtype": "qkv_promote_dtype",
+        "dot_general": "qkv_dot_general",  # None stands for the default
+    }
+)
 
 
 def _check_attention(old: nnx.MultiHeadAttention) -> None:
@@ -75,14 +89,30 @@ class Form:
     """What a rule replaces, and how the parallel layer is made."""
 
     replaces: tuple[type[nnx.Module], ...]
-    make: Callable[[Any, Options], nnx.Module]  # of a plain layer that is no adapter
+    makes: Callable[..., nnx.Module]
+    sizes: tuple[str, str]  # the attributes of a plain layer that are the first arguments
+    options: Mapping[str, str]
+    check: Callable[[Any], None] = lambda old: None  # raises ValueError for what cannot be replaced
     parts: Mapping[str, int] | None = None  # the features of each part, where the output has parts
+
+    def make(self, old: Any, options: Options) -> nnx.Module:
+        """Makes the layer for a plain one; for an `nnx.LoRA` around that, with an adapter around
+        it.
+        """
+        if isinstance(old, nnx.LoRA):
+            base: Any = self.make(_adapted(old), options)
+            return ParallelLoRA(base, old.lora_a.shape[-1], rngs=nnx.Rngs(0))
+        self.check(old)
+        sizes = (getattr(old, name) for name in self.sizes)
+        kept = {keyword: getattr(old, name) for keyword, name in self.options.items()}
+        return self.makes(*sizes, rngs=nnx.Rngs(0), **kept, **options)
 
 
 def form_of(rule: Rule | Fused) -> Form:
     """Returns the form of a rule."""
     if isinstance(rule, Fused):
-        return Form((nnx.Linear,), functools.partial(_fused, rule=rule), rule.parts)
+        makes = functools.partial(_projections, rule)
+        return Form((nnx.Linear,), makes, _LINEAR_SIZES, _LINEAR, parts=rule.parts)
     return RULES[rule]
 
 
@@ -92,68 +122,20 @@ def parallel_form(old: Any, rule: Rule | Fused, options: Options) -> nnx.Module:
     """
     form = form_of(rule)
     layer: Any = nnx.eval_shape(lambda: form.make(old, options))
-    _take_over(layer, old, parts=form.parts)
+    _take_over(layer, old, form.parts)
     if isinstance(layer, ParallelAttention):
         layer.rngs = old.rngs if old.dropout_rate else nnx.data(None)
     return layer
 
 
-def adapted_form(old: nnx.LoRA, base: Any, rule: Rule, options: Options) -> nnx.Module:
-    """Returns the layer for an `nnx.LoRA`, around the parallel layer that is in the place of the
-    adapted one.
-    """
-    adapted: Any = old.base_module
-    if type(adapted) not in (nnx.Linear, ColumnParallelLinear, RowParallelLinear):
-        raise ValueError(
-            f"it is around a {type(adapted).__name__}, and the rules are those of nnx.Linear"
-        )
-    dtypes = [(layer.dtype, layer.param_dtype, layer.promote_dtype) for layer in (old, adapted)]
-    if dtypes[0] != dtypes[1]:
-        raise ValueError(
-            "its dtype, param_dtype or promote_dtype is not that of the layer that it adapts"
-        )
-    if base is adapted:  # a parallel layer, which stays as it is
-        row: Rule = "row" if base.layout == "sequence" else "row_replicated"
-        fitting = ("column", "logits") if isinstance(base, ColumnParallelLinear) else (row,)
-        axis_name = base.settings.axis_name
-        if rule not in fitting or options["axis_name"] != axis_name:
-            raise ValueError(
-                f"it is around a {type(base).__name__} over {axis_name!r}, which stays as it is: "
-                f"the rule for it is {fitting[0]!r}, with axis_name={axis_name!r}; got "
-                f"axis_name={options['axis_name']!r}"
-            )
-
-    def factors() -> ParallelLoRA:
-        layer = ParallelLoRA(base, old.lora_a.shape[-1], rngs=nnx.Rngs(0))
-        # its parameters may be abstract already, and are none of this program
-        layer.base_module = nnx.data(None)
-        return layer
-
-    layer: Any = nnx.eval_shape(factors)
-    layer.base_module = base
-    _take_over(layer, old, without="base_module")
-    return layer
-
-
-def _take_over(
-    layer: nnx.Module,
-    old: nnx.Module,
-    without: str | None = None,
-    parts: Mapping[str, int] | None = None,
-) -> None:
+def _take_over(layer: nnx.Module, old: nnx.Module, parts: Mapping[str, int] | None) -> None:
     """Gives the abstract parameters of a layer the leading dimensions, dtypes and metadata of those
     of a plain one.
 
     How they are sharded is the layer's. The plain one may be of several `parts` side by side.
     """
-    before, after = (
-        {
-            name: variable
-            for name, variable in variables_of(one).items()
-            if name.split(".")[0] != without
-        }
-        for one in (old, layer)
-    )
+    before = variables_of(old)
+    after = variables_of(layer)
     if parts is not None:
         before = parts_of(before, parts)
     if before.keys() != after.keys():
@@ -202,62 +184,55 @@ def _stack(old: nnx.Module) -> tuple[int, ...]:
     return getattr(old, name).shape[:-2]
 
 
-def _options_of(old: nnx.Module, names: Sequence[str]) -> Options:
-    """Returns the values of options that a plain layer and the parallel one both have."""
-    return {name: getattr(old, name) for name in names}
-
-
-def _linear(
-    cls: Callable[..., nnx.Module], old: nnx.Linear, options: Options, **more: Any
-) -> nnx.Module:
-    kept = _options_of(old, LINEAR_OPTIONS)
-    return cls(old.in_features, old.out_features, rngs=nnx.Rngs(0), **kept, **options, **more)
-
-
-def _fused(old: nnx.Linear, options: Options, rule: Fused) -> ColumnParallelProjections:
-    if sum(rule.parts.values()) != old.out_features:
+def _adapted(old: nnx.LoRA) -> nnx.Linear:
+    """Returns the layer that is adapted. Raises ValueError unless a `ParallelLoRA` does the
+    same.
+    """
+    adapted = old.base_module
+    if type(adapted) is not nnx.Linear:
         raise ValueError(
-            f"it has {old.out_features} features, and the parts of its rule are {rule}"
+            f"it is around a {type(adapted).__name__}, and the rules are those of nnx.Linear: "
+            "around a parallel layer put flaxasync.nn.ParallelLoRA in its place"
         )
-    kept = _options_of(old, LINEAR_OPTIONS)
-    return ColumnParallelProjections(
-        old.in_features, rule.parts, rngs=nnx.Rngs(0), **kept, **options
-    )
+    dtypes = [(layer.dtype, layer.param_dtype, layer.promote_dtype) for layer in (old, adapted)]
+    if dtypes[0] != dtypes[1]:
+        raise ValueError(
+            "its dtype, param_dtype or promote_dtype is not that of the layer that it adapts"
+        )
+    return adapted
 
 
-def _embed(old: nnx.Embed, options: Options, *, layout: Layout) -> nnx.Module:
-    kept = _options_of(old, EMBED_OPTIONS)
-    return VocabParallelEmbed(
-        old.num_embeddings, old.features, layout=layout, rngs=nnx.Rngs(0), **kept, **options
-    )
+def _projections(
+    rule: Fused, in_features: int, out_features: int, **options: Any
+) -> ColumnParallelProjections:
+    if sum(rule.parts.values()) != out_features:
+        raise ValueError(f"it has {out_features} features, and the parts of its rule are {rule}")
+    return ColumnParallelProjections(in_features, rule.parts, **options)
 
 
-def _attention(old: nnx.MultiHeadAttention, options: Options) -> nnx.Module:
-    _check_attention(old)
-    return ParallelAttention(
-        old.in_features,
-        old.num_heads,
-        kv_heads=old.num_kv_heads,
-        head_dim=old.head_dim,
-        kv_features=old.in_kv_features,
-        out_features=old.out_features,
-        promote_dtype=old.qkv_promote_dtype,
-        dot_general=cast(DotGeneralT, old.qkv_dot_general),  # None stands for the default
-        rngs=nnx.Rngs(0),
-        **_options_of(old, ATTENTION_OPTIONS),
-        **options,
-    )
+def _of_linear(cls: type[nnx.Module], **more: Any) -> Form:
+    makes = functools.partial(cls, **more)
+    return Form((nnx.Linear, nnx.LoRA), makes, _LINEAR_SIZES, _LINEAR)
 
 
-_LINEAR = (nnx.Linear, nnx.LoRA)
+def _of_embed(layout: Layout) -> Form:
+    makes = functools.partial(VocabParallelEmbed, layout=layout)
+    return Form((nnx.Embed,), makes, ("num_embeddings", "features"), _EMBED)
+
+
+_LINEAR_SIZES = ("in_features", "out_features")
 RULES: dict[Rule, Form] = {
-    "column": Form(_LINEAR, functools.partial(_linear, ColumnParallelLinear)),
-    "logits": Form(_LINEAR, functools.partial(_linear, ColumnParallelLinear, pad=True)),
-    "row": Form(_LINEAR, functools.partial(_linear, RowParallelLinear)),
-    "row_replicated": Form(
-        _LINEAR, functools.partial(_linear, RowParallelLinear, layout="replicated")
+    "column": _of_linear(ColumnParallelLinear),
+    "logits": _of_linear(ColumnParallelLinear, pad=True),
+    "row": _of_linear(RowParallelLinear),
+    "row_replicated": _of_linear(RowParallelLinear, layout="replicated"),
+    "embed": _of_embed("sequence"),
+    "embed_replicated": _of_embed("replicated"),
+    "attention": Form(
+        (nnx.MultiHeadAttention,),
+        ParallelAttention,
+        ("in_features", "num_heads"),
+        _ATTENTION,
+        check=_check_attention,
     ),
-    "embed": Form((nnx.Embed,), functools.partial(_embed, layout="sequence")),
-    "embed_replicated": Form((nnx.Embed,), functools.partial(_embed, layout="replicated")),
-    "attention": Form((nnx.MultiHeadAttention,), _attention),
 }

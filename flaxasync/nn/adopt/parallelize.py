@@ -4,7 +4,7 @@ modules.
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,6 @@ from flaxasync.nn.adopt.parallel_form import (
     RULES,
     Options,
     Rule,
-    adapted_form,
     form_of,
     parallel_form,
 )
@@ -77,8 +76,8 @@ def parallelize(
     fa.nn.Fused(...)    nnx.Linear -> ColumnParallelProjections, each part of its output split by itself
     ```
 
-    The rules of `nnx.Linear` turn an `nnx.LoRA` around one into a `ParallelLoRA`; around a parallel
-    layer, that layer stays as it is. A layer that several modules share is replaced in all of them.
+    The rules of `nnx.Linear` turn an `nnx.LoRA` around one into a `ParallelLoRA` around the
+    parallel layer. A layer that several modules share is replaced in all of them.
     A layer that `nnx.vmap` made becomes a stack of parallel layers, for `nnx.scan`. A function that
     makes a model and calls this may be traced: by `nnx.jit`, which makes the parameters sharded,
     and by `nnx.eval_shape`, for a checkpoint that is restored onto another mesh.
@@ -111,29 +110,22 @@ def parallelize(
                 "flaxasync.nn.Fused"
             )
     modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model) if path}
-    asked = _match(modules, rules)
-    chosen = _with_bases(modules, asked)
+    every = {"": model} | modules
+    chosen = _without_adapted(every, _match(modules, rules))
     options = {"axis_name": axis_name, "fsdp_axis": fsdp_axis, "backend": backend}
-    new: dict[str, nnx.Module] = {}
-    # bases before their adapters
-    for path in sorted(chosen, key=lambda path: isinstance(modules[path], nnx.LoRA)):
-        new[path] = _new_layer(path, chosen[path], options, modules, new)
-    places = _places([model, *modules.values()], {id(modules[path]): path for path in new})
-    _check_adapted(modules, chosen, places)
-    _check_parameters_not_shared({"": model} | modules, new)
+    new = {path: _new_layer(path, modules[path], rule, options) for path, rule in chosen.items()}
+    places = _places(every.values(), {id(modules[path]): path for path in new})
+    _check_parameters_not_shared(every, new)
     for path, layer in new.items():
         values = [variable.get_value() for variable in variables_of(modules[path]).values()]
         # as `nnx.eval_shape` makes them
         if not any(isinstance(value, jax.ShapeDtypeStruct) for value in values):
             load(layer, modules[path])
     done = []
-    for path in (path for path in modules if path in new):
+    for path, layer in new.items():
         old = modules[path]
-        layer = new[path]
         for parent, name in places[path]:
             setattr(parent, name, layer)
-        if path not in asked and all(isinstance(parent, nnx.LoRA) for parent, _ in places[path]):
-            continue  # it is a part of the layers that adapt it
         shapes = {
             ".".join(map(str, p)): v.shape
             for p, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))
@@ -178,39 +170,52 @@ def _match(
     return {path: chosen[path][1] for path in modules if path in chosen}
 
 
-def _with_bases(
+def _without_adapted(
     modules: Mapping[str, nnx.Module], asked: Mapping[str, Rule | Fused]
 ) -> dict[str, Rule | Fused]:
-    """Returns the rules, with those of the plain layers that are adapted, of which each becomes one
-    parallel layer.
+    """Returns the rules without those of layers that are replaced as a part of the `nnx.LoRA`
+    around them.
+
+    Raises ValueError for an `nnx.LoRA` that would stay around a layer that is replaced, and for one
+    whose layer another module has, too.
     """
     paths = {id(module): path for path, module in modules.items()}
     chosen = dict(asked)
-    for path, rule in asked.items():
-        layer = modules[path]
-        if not isinstance(layer, nnx.LoRA) or type(layer.base_module) is not nnx.Linear:
+    for path, adapter in modules.items():
+        if not isinstance(adapter, nnx.LoRA) or id(adapter.base_module) not in paths:
             continue
-        base = paths[id(layer.base_module)]
-        if chosen.setdefault(base, rule) != rule:
+        base = paths[id(adapter.base_module)]
+        if path not in asked and base in asked:
+            holder = path or "the root of the model, which must be in a module such as an nnx.Dict"
             raise ValueError(
-                f"parallelize cannot replace {path} by the rule {rule!r}: it adapts {base}, for "
-                f"which another rule, or another layer that adapts it, says {chosen[base]!r}; give "
-                "both the same rule"
+                f"parallelize cannot replace {base}, because nnx.LoRA would add arrays that are "
+                f"sharded in different ways; it is at {holder}: give it the rule {asked[base]!r}, "
+                "and it becomes a ParallelLoRA"
+            )
+        if path not in asked:
+            continue
+        if chosen.pop(base, asked[path]) != asked[path]:
+            raise ValueError(
+                f"parallelize cannot replace {path} by the rule {asked[path]!r}: it adapts {base}, "
+                f"for which another rule says {asked[base]!r}; give both the same rule"
+            )
+        holders = [
+            value
+            for module in modules.values()
+            for value in vars(module).values()
+            if value is adapter.base_module
+        ]
+        if len(holders) > 1:
+            raise ValueError(
+                f"parallelize cannot replace {path}: it adapts {base}, which another module has, "
+                "too; take nnx.LoRA away, and put flaxasync.nn.ParallelLoRA around the parallel "
+                "layer"
             )
     return chosen
 
 
-def _new_layer(
-    path: str,
-    rule: Rule | Fused,
-    options: Options,
-    modules: Mapping[str, nnx.Module],
-    new: Mapping[str, nnx.Module],
-) -> nnx.Module:
-    """Returns the parallel layer for the layer at a path. The layers that it may adapt are in `new`
-    already.
-    """
-    old = modules[path]
+def _new_layer(path: str, old: nnx.Module, rule: Rule | Fused, options: Options) -> nnx.Module:
+    """Returns the parallel layer for the layer at a path."""
     kinds = form_of(rule).replaces
     if type(old) not in kinds:
         names = " and ".join(kind.__name__ for kind in kinds)
@@ -218,37 +223,12 @@ def _new_layer(
             f"parallelize: {path} is a {type(old).__name__}, and {rule!r} replaces {names}"
         )
     try:
-        if not isinstance(old, nnx.LoRA):
-            return parallel_form(old, rule, options)
-        assert not isinstance(rule, Fused)  # it takes no adapter
-        bases = (layer for base, layer in new.items() if modules[base] is old.base_module)
-        return adapted_form(old, next(bases, old.base_module), rule, options)
+        return parallel_form(old, rule, options)
     except (ValueError, NotImplementedError) as error:
         raise ValueError(
             f"parallelize cannot replace {path} by the rule {rule!r}: {error}; or leave it out of "
             "the rules"
         ) from error
-
-
-def _check_adapted(
-    modules: Mapping[str, nnx.Module],
-    chosen: Mapping[str, Rule | Fused],
-    places: Mapping[str, list[tuple[nnx.Module, str]]],
-) -> None:
-    """Raises ValueError for an `nnx.LoRA` that would stay around a layer that is replaced."""
-    paths = {id(module): path for path, module in modules.items()}
-    for path, found in places.items():
-        for parent, _ in found:
-            if not isinstance(parent, nnx.LoRA) or paths.get(id(parent)) in chosen:
-                continue
-            holder = paths.get(
-                id(parent), "the root of the model, which must be in a module such as an nnx.Dict"
-            )
-            raise ValueError(
-                f"parallelize cannot replace {path}, because nnx.LoRA would add arrays that are "
-                f"sharded in different ways; it is at {holder}: give it the rule {chosen[path]!r}, "
-                "and it becomes a ParallelLoRA"
-            )
 
 
 def _check_parameters_not_shared(
@@ -272,7 +252,7 @@ def _check_parameters_not_shared(
 
 
 def _places(
-    parents: list[nnx.Module], paths: Mapping[int, str]
+    parents: Iterable[nnx.Module], paths: Mapping[int, str]
 ) -> dict[str, list[tuple[nnx.Module, str]]]:
     """Returns the attributes that hold each layer, as modules and names. `paths` has the path of
     each by id().
