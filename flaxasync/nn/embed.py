@@ -15,7 +15,7 @@ from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn import shards
 from flaxasync.nn.fully_sharded import StoredLayer, stored_parameter
 from flaxasync.nn.linear import with_dtype
-from flaxasync.nn.options import LayerOptions, of_settings, settings_of
+from flaxasync.nn.options import LayerOptions, settings_of
 from flaxasync.nn.out_sharding import OutSharding, layout_for, output_spec, shard_output
 from flaxasync.nn.placement import Layout, check_divides, check_output_layout, place, place_tokens
 from flaxasync.nn.shards import Call, Linear, Part
@@ -54,7 +54,6 @@ class VocabParallelEmbed(StoredLayer):
 
     names = ("embedding",)
     stored: tuple[jax.P]
-    dtype, param_dtype, promote_dtype = map(of_settings, ("dtype", "param_dtype", "promote_dtype"))
 
     def __init__(
         self,
@@ -118,7 +117,7 @@ class VocabParallelEmbed(StoredLayer):
         backend = choose.if_available("lookup_reduce_scatter", self.settings.backend)
         call = self._call(layout == "sequence", table, backend=backend, inexact=False)
         in_specs = placement.token_spec(), call.specs[0]
-        y = placement.bind(_lookup, call, (ids, (table, None)), in_specs, placement.spec(layout))()
+        y = placement.run(_lookup, call, (ids, (table, None)), in_specs, placement.spec(layout))
         return shard_output(y, spec)
 
     def attend(
@@ -139,9 +138,8 @@ class VocabParallelEmbed(StoredLayer):
         call = self._call(placement.rows_sharded, query, table, backend=self.settings.backend)
         in_specs = (placement.in_spec, call.specs[0])
         out_spec = placement.spec(features=True)
-        return shard_output(
-            placement.bind(_attend, call, (query, (table, None)), in_specs, out_spec)(), spec
-        )
+        y = placement.run(_attend, call, (query, (table, None)), in_specs, out_spec)
+        return shard_output(y, spec)
 
     def _call(
         self, rows_sharded: bool, *arrays: Array, backend: str | None, **promotion: bool
@@ -216,11 +214,9 @@ def softmax_cross_entropy(
             f"targets {list(targets.shape)}"
         )
     options = vocabulary.LossOptions(ignore, label_smoothing, z_loss, vocab_size)
-    args = (logits, targets)
-    in_specs = (placement.in_spec, placement.token_spec())
-    return placement.bind(
-        _cross_entropy, (axis_name, options), args, in_specs, placement.token_spec()
-    )()
+    tokens = placement.token_spec()
+    in_specs = (placement.in_spec, tokens)
+    return placement.run(_cross_entropy, (axis_name, options), (logits, targets), in_specs, tokens)
 
 
 def _lookup(call: Call, ids: Array, linear: Linear) -> Array:

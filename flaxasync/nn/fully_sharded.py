@@ -18,6 +18,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 (2019), stage 3.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from flaxasync.mesh import cast_to_varying, mesh_axis_size
-from flaxasync.nn.options import Settings
+from flaxasync.nn.options import Configured, Settings
 from flaxasync.nn.placement import Entry, axes_of, axis_types, entries_of, put, spec_of
 from flaxasync.ops.quantization import Operand, Quantization, Quantized, quantize
 from flaxasync.ops.saved import PARAMETER
@@ -43,7 +44,7 @@ from flaxasync.ops.saved import PARAMETER
 _ANNOTATIONS = ("out_sharding", "sharding_names", "sharding_rules")
 
 
-class StoredLayer(nnx.Module):
+class StoredLayer(Configured):
     """A layer that keeps how its parameters are stored, because `nnx.update` may replace their
     metadata.
     """
@@ -249,7 +250,8 @@ def gather(
                     once = quantization
                 else:
                     once = None
-                whole = _gather(whole, axis, dim, jnp.dtype(dtype), whole.dtype, once)
+                trip = _Trip(axis, dim, jnp.dtype(dtype), whole.dtype, once)
+                whole = _gather(trip, whole)
             else:  # the batch is the same on all devices of the axis, and so is the gradient
                 whole = lax.all_gather(
                     whole.astype(dtype), axis, axis=dim, tiled=True, to="invarying"
@@ -259,56 +261,47 @@ def gather(
     return checkpoint_name(whole, PARAMETER)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
-def _gather(
-    shard: Array,
-    axis: str,
-    dim: int,
-    dtype: jnp.dtype,
-    stored: jnp.dtype,
-    quantization: Quantization | None,
-) -> Operand:
-    shard = shard.astype(dtype)
+@dataclasses.dataclass(frozen=True)
+class _Trip:
+    """What is static where a parameter is gathered along one dimension."""
+
+    axis: str
+    dim: int
+    dtype: jnp.dtype  # in which it travels
+    stored: jnp.dtype  # in which its gradient is summed
+    quantization: Quantization | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(trip: _Trip, shard: Array) -> Operand:
+    axis = trip.axis
+    quantization = trip.quantization
+    travelling = shard.astype(trip.dtype)
     if quantization is None:
-        return lax.all_gather(shard, axis, axis=dim, tiled=True)
+        return lax.all_gather(travelling, axis, axis=trip.dim, tiled=True)
     # the product contracts dimension 0 of a kernel
-    shared = dim == 0 or quantization.scale == "tensor"
-    quantized = quantize(
-        shard, quantization.forward, 0, scale=quantization.scale, over=(axis,) if shared else ()
-    )
-    values = lax.all_gather(quantized.values, axis, axis=dim, tiled=True)
-    if dim == 0:
+    shared = trip.dim == 0 or quantization.scale == "tensor"
+    over = (axis,) if shared else ()
+    quantized = quantize(travelling, quantization.forward, 0, scale=quantization.scale, over=over)
+    values = lax.all_gather(quantized.values, axis, axis=trip.dim, tiled=True)
+    if trip.dim == 0:
         scales = quantized.scales
     else:
         scales = lax.all_gather(quantized.scales, axis, axis=0, tiled=True)
-    return Quantized(values, scales, dtype, jnp.zeros_like(values, dtype))
+    return Quantized(values, scales, trip.dtype, jnp.zeros_like(values, trip.dtype))
 
 
-def _gather_fwd(
-    shard: Array,
-    axis: str,
-    dim: int,
-    dtype: jnp.dtype,
-    stored: jnp.dtype,
-    quantization: Quantization | None,
-) -> tuple[Operand, None]:
-    return _gather(shard, axis, dim, dtype, stored, quantization), None
+def _gather_fwd(trip: _Trip, shard: Array) -> tuple[Operand, None]:
+    return _gather(trip, shard), None
 
 
-def _gather_bwd(
-    axis: str,
-    dim: int,
-    dtype: jnp.dtype,
-    stored: jnp.dtype,
-    quantization: Quantization | None,
-    _: None,
-    gradient: Operand,
-) -> tuple[Array]:
+def _gather_bwd(trip: _Trip, _: None, gradient: Operand) -> tuple[Array]:
     if isinstance(gradient, Quantized):
         dw = gradient.weight
     else:
         dw = gradient
-    return (lax.psum_scatter(dw.astype(stored), axis, scatter_dimension=dim, tiled=True),)
+    dw = dw.astype(trip.stored)
+    return (lax.psum_scatter(dw, trip.axis, scatter_dimension=trip.dim, tiled=True),)
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)

@@ -18,7 +18,13 @@ from jaxtyping import Array, Float
 from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn import shards
 from flaxasync.nn.fully_sharded import StoredLayer, check_sharded, stored_parameter
-from flaxasync.nn.options import LinearOptions, Settings, fixed_setting, of_settings, settings_of
+from flaxasync.nn.options import (
+    ConfiguredProducts,
+    LinearOptions,
+    Settings,
+    fixed_setting,
+    settings_of,
+)
 from flaxasync.nn.out_sharding import OutSharding, layout_for, output_spec, shard_output
 from flaxasync.nn.placement import Layout, Placement, check_divides, check_output_layout, place
 from flaxasync.nn.shards import Call, Linear, Part
@@ -34,8 +40,6 @@ class DenseLayer(StoredLayer):
     stored: tuple[P, P | None]
     shares: Shares
     dim: ClassVar[int] = 1  # the dimension of the kernel that is shared out
-    dtype, param_dtype, precision = map(of_settings, ("dtype", "param_dtype", "precision"))
-    promote_dtype = of_settings("promote_dtype")
     use_bias, kernel_init, bias_init = map(fixed_setting, ("use_bias", "kernel_init", "bias_init"))
 
     def _add_parameters(
@@ -70,12 +74,9 @@ class DenseLayer(StoredLayer):
         return Part(*self.stored, self.shares, self.dim)
 
 
-class _ParallelLinear(DenseLayer):
+class _ParallelLinear(DenseLayer, ConfiguredProducts):
     layout: Layout = "replicated"
     pad: bool = False
-    dot_general, quantization, preferred_element_type = map(
-        of_settings, ("dot_general", "quantization", "preferred_element_type")
-    )
 
     def __init__(
         self,
@@ -113,16 +114,16 @@ class _ParallelLinear(DenseLayer):
         """
         axis_name = self.settings.axis_name
         spec = output_spec(type(self).__name__, out_sharding, axis_name)
-        y = self.bind(inputs, layout_for(spec, inputs.ndim, axis_name, self.layout))()
-        return shard_output(y, spec)
+        apply, args = self.mapped(inputs, layout_for(spec, inputs.ndim, axis_name, self.layout))
+        return shard_output(apply(*args), spec)
 
-    def bind(self, x: Array, layout: Layout) -> Callable[[], Array]:
-        """Returns the function that applies the layer. `layout` is that of the output of a
-        row-parallel layer.
+    def mapped(self, x: Array, layout: Layout) -> tuple[Callable[..., Array], tuple]:
+        """Returns the function that applies the layer, and its arguments; see `Placement.mapped`.
+
+        `layout` is that of the output of a row-parallel layer.
         """
         name = type(self).__name__
-        linear = self.parameters()
-        return _bind(name, x, self.in_features, linear, self.settings, self.part, layout, self.pad)
+        return _mapped(name, x, self.parameters(), self.settings, self.part, layout, self.pad)
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -274,10 +275,9 @@ class ColumnParallelProjections(nnx.Module):
             features,
         )
         call, linears = call_of(settings, inputs, placement, *layers)
+        in_specs = (placement.in_spec, call.specs)
         out_specs = (placement.spec(features=True),) * len(layers)
-        ys = placement.bind(
-            _project, call, (inputs, linears), (placement.in_spec, call.specs), out_specs
-        )()
+        ys = placement.run(_project, call, (inputs, linears), in_specs, out_specs)
         return tuple(shard_output(y, spec) for y in ys)
 
 
@@ -285,52 +285,41 @@ def _project(call: Call, x: Array, linears: tuple[Linear, ...]) -> tuple[Array, 
     return shards.column(x, call.take(x, linears), call.settings, rows_sharded=call.rows_sharded)
 
 
-def _bind(
+def _mapped(
     caller: str,
     x: Array,
-    in_features: int,
     linear: Linear,
     settings: Settings,
     part: Part,
     layout: Layout,
     pad: bool,
-) -> Callable[[], Array]:
-    """Returns the function that multiplies x with the kernel and adds the bias.
-
-    A layer calls that function itself, which keeps this one out of the tracebacks of what happens
-    in the layer.
+) -> tuple[Callable[..., Array], tuple]:
+    """Returns the function that multiplies x with the kernel and adds the bias, and its arguments;
+    see `Placement.mapped`.
     """
-    column = part.dim == 1
-    if column:
+    axis_name = settings.axis_name
+    features = linear[0].shape[0]
+    if part.dim == 1:
         apply = _padded_column if pad else _column
-    else:
-        apply = _row
-    placement = place(
-        caller,
-        x,
-        settings.axis_name,
-        settings.in_spec,
-        "rows" if column else "features",
-        in_features,
-    )
-    if not column:
-        placement.check_output_rows(caller, x.shape[-2], layout)
-    if column:
+        placement = place(caller, x, axis_name, settings.in_spec, "rows", features)
         rows_sharded = placement.rows_sharded
-    else:
-        rows_sharded = layout == "sequence"
-    call = Call(with_dtype(settings, x, *linear), (part,), rows_sharded)
-    if column:
         out_spec = placement.spec(features=True)
     else:
+        apply = _row
+        placement = place(caller, x, axis_name, settings.in_spec, "features", features)
+        placement.check_output_rows(caller, x.shape[-2], layout)
+        rows_sharded = layout == "sequence"
         out_spec = placement.spec(layout)
-    return placement.bind(apply, call, (x, (linear,)), (placement.in_spec, call.specs), out_spec)
+    call = Call(with_dtype(settings, x, *linear), (part,), rows_sharded)
+    return placement.mapped(apply, call, (x, (linear,)), (placement.in_spec, call.specs), out_spec)
 
 
 def _column(call: Call, x: Array, linears: tuple[Linear]) -> Array:
     (linear,) = call.take(x, linears)
-    multiply = shards.bind_columns(x, (linear,), call.settings, rows_sharded=call.rows_sharded)
-    return shards.finish(multiply()[0], linear[1], call.settings)
+    settings = call.settings
+    multiply = shards.column_product(settings, rows_sharded=call.rows_sharded)
+    (y,) = multiply(*shards.operands(x, (linear,), settings))
+    return shards.finish(y, linear[1], settings)
 
 
 def _padded_column(call: Call, x: Array, linears: tuple[Linear]) -> Array:
@@ -339,7 +328,10 @@ def _padded_column(call: Call, x: Array, linears: tuple[Linear]) -> Array:
 
 def _row(call: Call, x: Array, linears: tuple[Linear]) -> Array:
     (linear,) = call.take(x, linears)
-    return shards.row(x, linear, call.settings, rows_sharded=call.rows_sharded)
+    settings = call.settings
+    multiply = shards.row_product(settings, rows_sharded=call.rows_sharded)
+    x, (kernel,) = shards.operands(x, (linear,), settings)
+    return shards.finish(multiply(x, kernel), linear[1], settings)
 
 
 def multiply(
@@ -360,7 +352,8 @@ def multiply(
         spec = P(axis_name, None)
     check_sharded(caller, "kernel", kernel, spec)
     part = Part(spec, None, shares, dim)
-    return _bind(caller, x, kernel.shape[0], (kernel, None), settings, part, layout, pad=False)()
+    apply, args = _mapped(caller, x, (kernel, None), settings, part, layout, pad=False)
+    return apply(*args)
 
 
 def call_of(

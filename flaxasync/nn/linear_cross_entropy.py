@@ -111,7 +111,7 @@ def linear_cross_entropy(
     )
     tokens = placement.token_spec()
     in_specs = placement.in_spec, call.specs[0], tokens, tokens
-    return placement.bind(_mean, (call, loss), (x, linear, targets, weights), in_specs, jax.P())()
+    return placement.run(_mean, (call, loss), (x, linear, targets, weights), in_specs, jax.P())
 
 
 def _mean(

@@ -127,9 +127,8 @@ class MeshLinear(DenseLayer):
         call = Call(with_dtype(self.settings, inputs, *linear), (self.part,), True)
         static = (call, self.axis_names)
         in_specs = (placement.in_spec, call.specs)
-        return shard_output(
-            placement.bind(_apply, static, (inputs, (linear,)), in_specs, placement.spec())(), spec
-        )
+        y = placement.run(_apply, static, (inputs, (linear,)), in_specs, placement.spec())
+        return shard_output(y, spec)
 
 
 def _apply(static: tuple[Call, tuple[str, str]], x: Array, linears: tuple[Linear]) -> Array:

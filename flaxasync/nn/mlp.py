@@ -10,14 +10,14 @@ from jaxtyping import Array, Float
 
 from flaxasync.nn import shards
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear, call_of, check_no_adapter
-from flaxasync.nn.options import LinearOptions, of_settings, settings_of
+from flaxasync.nn.options import ConfiguredProducts, LinearOptions, Settings, settings_of
 from flaxasync.nn.out_sharding import OutSharding, output_spec, shard_output
 from flaxasync.nn.placement import place
 from flaxasync.nn.shards import Call, Linear
-from flaxasync.ops.matmul.mlp import Activation, activate
+from flaxasync.ops.matmul.mlp import Activation, activate, parallel_mlp
 
 
-class ParallelMLP(nnx.Module):
+class ParallelMLP(ConfiguredProducts):
     """Column-parallel up (and gate), an activation, row-parallel down.
 
     ```
@@ -38,12 +38,6 @@ class ParallelMLP(nnx.Module):
       **options: See `flaxasync.nn.LinearOptions`. `use_bias` is False by default. `in_spec` and
         errors are those of `ColumnParallelLinear`.
     """
-
-    dtype, param_dtype, precision = map(of_settings, ("dtype", "param_dtype", "precision"))
-    promote_dtype, dot_general = map(of_settings, ("promote_dtype", "dot_general"))
-    preferred_element_type, quantization = map(
-        of_settings, ("preferred_element_type", "quantization")
-    )
 
     def __init__(
         self,
@@ -81,21 +75,26 @@ class ParallelMLP(nnx.Module):
         call, linears = call_of(settings, inputs, placement, *columns, self.down)
         static = (call, self.activation)
         in_specs = (placement.in_spec, call.specs)
-        return shard_output(
-            placement.bind(_mlp, static, (inputs, linears), in_specs, placement.in_spec)(), spec
-        )
+        apply, args = placement.mapped(_mlp, static, (inputs, linears), in_specs, placement.in_spec)
+        return shard_output(apply(*args), spec)
 
 
 def _mlp(static: tuple[Call, Activation], x: Array, linears: tuple[Linear, ...]) -> Array:
     call, activation = static
     settings = call.settings
     *columns, down = call.take(x, linears)
-    if call.rows_sharded:
-        y = shards.mlp(x, columns, down, activation, settings)
-    else:
-        y = None
-    if y is not None:
-        return y
+    if call.rows_sharded and _is_one_op(columns, settings):
+        x, kernels = shards.operands(x, (*columns, down), settings)
+        y = parallel_mlp(
+            x,
+            kernels[:-1],
+            kernels[-1],
+            settings.axis_name,
+            activation,
+            gathered_bytes=settings.gathered_bytes,
+            **settings.of_products(),
+        )
+        return shards.finish(y, down[1], settings)
 
     # otherwise all that lies between products and h would be saved: six arrays instead of two
     @jax.checkpoint
@@ -105,3 +104,14 @@ def _mlp(static: tuple[Call, Activation], x: Array, linears: tuple[Linear, ...])
         )
 
     return finish(shards.column(x, columns, settings, rows_sharded=call.rows_sharded), down)
+
+
+def _is_one_op(columns: list[Linear], settings: Settings) -> bool:
+    """Says whether `parallel_mlp` does what `column`, the activation and `row` do, on rows that are
+    sharded.
+    """
+    return (
+        all(bias is None for _, bias in columns)
+        and not shards.multiplies_locally(settings)
+        and settings.preferred_element_type in (None, settings.dtype)
+    )

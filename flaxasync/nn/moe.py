@@ -18,7 +18,7 @@ from flaxasync.nn import shards
 from flaxasync.nn.fully_sharded import StoredLayer, stored_parameter
 from flaxasync.nn.linear import WholeLinear, with_dtype
 from flaxasync.nn.mlp import ParallelMLP
-from flaxasync.nn.options import ExpertOptions, Settings, of_settings, settings_of
+from flaxasync.nn.options import ExpertOptions, Settings, settings_of
 from flaxasync.nn.out_sharding import OutSharding, output_spec, shard_output
 from flaxasync.nn.placement import check_divides, place
 from flaxasync.nn.router import RouterOptions, Routing, route, routing
@@ -82,8 +82,6 @@ class ParallelMoE(StoredLayer):
     """
 
     names = ("up", "gate", "down")
-    dtype, param_dtype, precision = map(of_settings, ("dtype", "param_dtype", "precision"))
-    promote_dtype = of_settings("promote_dtype")
 
     def __init__(
         self,
@@ -204,7 +202,7 @@ class ParallelMoE(StoredLayer):
         args = x, linears, None if selection_bias is None else selection_bias[...]
         in_specs = (placement.in_spec, call.specs, P(None))
         out_specs = (placement.in_spec, P())
-        y, routing = placement.bind(_apply, static, args, in_specs, out_specs)()
+        y, routing = placement.run(_apply, static, args, in_specs, out_specs)
         return (y if self.shared is None else y + self.shared(x)), routing
 
 

@@ -137,6 +137,14 @@ class Settings:
     quantization: Quantization | None = None
     preferred_element_type: DTypeLike | None = None
 
+    def of_products(self) -> dict[str, Any]:
+        """Returns the keywords that all ops of Dense layers take."""
+        return {
+            "backend": self.backend,
+            "precision": self.precision,
+            "quantization": self.quantization,
+        }
+
     def changed(self, layer: str, **changes: Any) -> "Settings":
         """Returns the settings with changes, once it is checked that they go with each other."""
         return _checked(layer, dataclasses.replace(self, **changes))
@@ -190,11 +198,6 @@ def _check_function(layer: str, name: str, function: object) -> None:
             "would be left out of the model and of its gradients: give it a pure function of the "
             "operands"
         )
-    if getattr(function, "has_collectives", False):
-        raise ValueError(
-            f"{layer} got parallel_dot_general as {name}, and does that product itself: leave "
-            f"{name} out, or give the layer a local product"
-        )
     try:
         hash(function)
     except TypeError:
@@ -219,6 +222,24 @@ def of_settings(name: str) -> property:
         layer.settings = layer.settings.changed(type(layer).__name__, **{name: value})
 
     return property(get, put, doc=f"The option `{name}`.")
+
+
+class Configured(nnx.Module):
+    """A layer with the options of `LayerOptions`, under the names of Flax's layers."""
+
+    settings: Settings
+    dtype = of_settings("dtype")
+    param_dtype = of_settings("param_dtype")
+    precision: Any = of_settings("precision")
+    promote_dtype = of_settings("promote_dtype")
+
+
+class ConfiguredProducts(Configured):
+    """One whose products have the options of `LinearOptions`, too."""
+
+    dot_general = of_settings("dot_general")
+    quantization = of_settings("quantization")
+    preferred_element_type = of_settings("preferred_element_type")
 
 
 def fixed(name: str, get: Callable[[Any], Any]) -> property:

@@ -84,24 +84,32 @@ class Placement:
                 f"{-(-rows // devices) * devices}, or use layout='replicated'"
             )
 
-    def bind(
+    def run(
         self, fn: Callable, static: Hashable, args: tuple, in_specs: tuple, out_specs: PyTree
-    ) -> Callable[[], Any]:
-        """Returns a function without arguments that runs `fn(static, *shards)` on the shards of
-        `args`.
+    ) -> Any:
+        """Runs `fn(static, *shards)` on the shards of `args`; see `mapped`."""
+        apply, given = self.mapped(fn, static, args, in_specs, out_specs)
+        return apply(*given)
+
+    def mapped(
+        self, fn: Callable, static: Hashable, args: tuple, in_specs: tuple, out_specs: PyTree
+    ) -> tuple[Callable[..., Any], tuple]:
+        """Returns the function of global arrays that runs `fn(static, *shards)` on their shards,
+        and `args` as it takes them.
 
         It runs `fn` under `jax.shard_map`, or directly inside one. A spec stands for all arrays of
-        an argument that is a pytree; None has none. The layer calls the function, so that no
+        an argument that is a pytree; None has none. The layer applies the function, so that no
         function of this file is between the layer and `fn` in a traceback. Outside of `jax.jit` the
         program is compiled once for each `fn`, `static` and type of `args`, so `fn` must not be a
         closure, which would be a new one in every call.
         """
+        given = args
         if self.manual:
             mapped: Callable = functools.partial(fn, static)
         else:
             types = axis_types()
             if all(kind == AxisType.Explicit for kind in types.values()):
-                args = jax.tree.map(reshard, in_specs, args)
+                given = jax.tree.map(reshard, in_specs, args)
             axes = frozenset(name for name, kind in types.items() if kind != AxisType.Manual)
             if len(axes) == len(types):
                 # stands for all axes but those of `jax.vmap`, which takes an axis away
@@ -111,9 +119,9 @@ class Placement:
                 mapped = _compiled(call)
             else:
                 mapped = _traced(call)
-        if args[0].size:
-            return functools.partial(mapped, *args)
-        return functools.partial(_empty, jax.eval_shape(mapped, *args))
+        if args[0].size == 0:
+            mapped = functools.partial(_empty, mapped)
+        return mapped, given
 
 
 def place(
@@ -343,10 +351,11 @@ def _traced(call: _MappedCall) -> Callable:
     return found
 
 
-def _empty(y: jax.ShapeDtypeStruct) -> jax.Array:
+def _empty(mapped: Callable, *args: PyTree) -> jax.Array:
     """Returns the output of a layer for an input without elements. Collectives without elements
     never end on a CPU.
     """
+    y = jax.eval_shape(mapped, *args)
     if y.sharding is None:
         spec = PartitionSpec()
     else:

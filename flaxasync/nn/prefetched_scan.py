@@ -107,12 +107,13 @@ class Scan:
         return jax.vjp(apply, whole, x, args, saveable_args=(False, True, False))
 
     def backward(
-        self, kept: Kept, args: tuple[Array, ...], whole: Leaves, dy: Carried
+        self, args: tuple[Array, ...], whole: Leaves, kept: Kept, dy: Carried
     ) -> tuple[Leaves, Carried]:
         """Returns the gradients of the whole weights of one layer and of its input."""
+        varying = vary_like(whole, dy)
         if self.policy is None:
-            return jax.vjp(lambda whole, x: self.apply(whole, x, args), whole, kept)[1](dy)
-        kept.args_res = [whole, kept.args_res[1], args]
+            return jax.vjp(lambda whole, x: self.apply(whole, x, args), varying, kept)[1](dy)
+        kept.args_res = [varying, kept.args_res[1], args]
         return kept(dy)[:2]
 
     def gather_layer(self, stacked: Leaves, layer: Any) -> Transfers:
@@ -243,8 +244,7 @@ def _backward(scan: Scan, saved: tuple, dy: PyTree) -> tuple[Leaves, Leaves, Car
     stacked, last, kept, pull, whole, args = saved
     layers = stacked[0].shape[0]
 
-    def pull_layer(whole: Leaves, kept: Kept, dy: Carried) -> tuple[Leaves, Carried]:
-        return scan.backward(kept, args, vary_like(whole, dy), dy)
+    pull_layer = functools.partial(scan.backward, args)
 
     def turn(carry: tuple, layer: Array, kept: Kept) -> tuple:
         dy, whole, gradients, sums = carry
@@ -274,32 +274,43 @@ def _backward(scan: Scan, saved: tuple, dy: PyTree) -> tuple[Leaves, Leaves, Car
     if pull is not None:
         dlast, dy = pull(dy)
         leaving = [scan.reduce(last, dlast, scan.finish_dims)]
+    initial = _before_any_layer(scan, stacked, whole, dy)
     stacks, rest = kept
     in_loop = layers - len(rest)
-    none = () if scan.axis is None else tuple(jnp.zeros_like(leaf) for leaf in vary_like(whole, dy))
-    sums = tuple(  # every layer is written
-        vary_like(lax.empty(leaf.shape, leaf.dtype), leaf, () if at_once else dy)
-        for leaf, at_once in zip(stacked, map(scan.sums_at_once, whole), strict=True)
-    )
 
     def after_loop(dy: Carried) -> tuple:
-        carry = dy, whole, none, sums
+        carry = dy, whole, *initial
         for n in reversed(range(len(rest))):
             carry = turn(carry, jnp.int32(in_loop + n), rest[n])
         return carry
 
     carry = meanwhile(leaving, after_loop, dy)
-    for transfers in leaving:
-        # whole gradients and what arrived of others end here
+    for transfers in leaving:  # whole gradients and what arrived of others end here
         dlast, carry = tie(transfers.done(), carry)
-    steps = jnp.arange(0, in_loop, scan.turns, dtype=jnp.int32), stacks
-    (dx, _, gradients, sums), _ = lax.scan(body, carry, steps, reverse=True)
+    firsts = jnp.arange(0, in_loop, scan.turns, dtype=jnp.int32)
+    (dx, _, gradients, sums), _ = lax.scan(body, carry, (firsts, stacks), reverse=True)
     if scan.axis is not None:
         sums = _write(sums, scan.reduce(stacked, gradients, scan.dims).done(), 0)
     return tuple(map(_sum_like, sums, stacked)), tuple(map(_sum_like, dlast, last)), dx, None, None
 
 
 run.defvjp(_forward, _backward)
+
+
+def _before_any_layer(
+    scan: Scan, stacked: Leaves, whole: Leaves, dy: Carried
+) -> tuple[Leaves, Leaves]:
+    """Returns the whole gradients of no layer, and room for those of all layers, of which every one
+    is written.
+    """
+    waiting: Leaves = ()
+    if scan.axis is not None:
+        waiting = tuple(jnp.zeros_like(leaf) for leaf in vary_like(whole, dy))
+    sums = tuple(
+        vary_like(lax.empty(leaf.shape, leaf.dtype), leaf, () if at_once else dy)
+        for leaf, at_once in zip(stacked, map(scan.sums_at_once, whole), strict=True)
+    )
+    return waiting, sums
 
 
 def _sum_like(gradient: Array, leaf: Array) -> Array:

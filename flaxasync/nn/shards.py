@@ -27,7 +27,6 @@ from flaxasync.ops.matmul.api import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from flaxasync.ops.matmul.mlp import Activation, parallel_mlp
 from flaxasync.ops.matmul.products import dot
 from flaxasync.ops.matmul.vjp import multiply
 from flaxasync.ops.quantization import Operand, Quantized, check_chip
@@ -101,96 +100,55 @@ def column(
     """Multiplies one input with several column-parallel kernels [k, n]: all rows, this device's
     columns of each.
     """
-    ys: Sequence[Array] = bind_columns(x, linears, settings, rows_sharded=rows_sharded)()
+    x, kernels = operands(x, linears, settings)
+    ys = column_product(settings, rows_sharded=rows_sharded)(x, kernels)
     return tuple(finish(y, bias, settings) for y, (_, bias) in zip(ys, linears, strict=True))
-
-
-def bind_columns(
-    x: Array, linears: Sequence[Linear], settings: Settings, *, rows_sharded: bool
-) -> Callable[[], Any]:
-    """Returns the function of the products of `column` without biases. Its caller calls it, as that
-    of `bind`.
-    """
-    x = x.astype(settings.dtype)
-    kernels = tuple(cast(kernel, x, settings.dtype) for kernel, _ in linears)
-    if multiplies_locally(settings):
-        if rows_sharded:
-            rows = lax.all_gather(x, settings.axis_name, axis=x.ndim - 2, tiled=True)
-        else:
-            rows = x
-        return lambda: [_multiply(rows, kernel, settings) for kernel in kernels]
-    if not rows_sharded:
-        choose.check_backend("all_gather_matmul", settings.backend)
-        return lambda: [_local_product(x, kernel, settings) for kernel in kernels]
-    return functools.partial(
-        all_gather_matmul,
-        x,
-        kernels,
-        settings.axis_name,
-        backend=settings.backend,
-        precision=settings.precision,
-        gathered_bytes=settings.gathered_bytes,
-        quantization=settings.quantization,
-    )
 
 
 def row(x: Array, linear: Linear, settings: Settings, *, rows_sharded: bool) -> Array:
     """Multiplies this device's columns of x with its rows of a kernel, and sums over all devices:
     its rows, or all.
     """
-    kernel, bias = linear
+    x, (kernel,) = operands(x, (linear,), settings)
+    y = row_product(settings, rows_sharded=rows_sharded)(x, kernel)
+    return finish(y, linear[1], settings)
+
+
+def operands(
+    x: Array, linears: Sequence[Linear], settings: Settings
+) -> tuple[Array, tuple[Operand, ...]]:
+    """Returns an input and kernels in the dtype of the computation; see `cast`."""
     x = x.astype(settings.dtype)
-    kernel = cast(kernel, x, settings.dtype)
-    if multiplies_locally(settings):
-        y = _multiply(x, kernel, settings)
-        if rows_sharded:
-            y = lax.psum_scatter(y, settings.axis_name, scatter_dimension=y.ndim - 2, tiled=True)
-        else:
-            y = lax.psum(y, settings.axis_name)
-    else:
-        if rows_sharded:
-            op = matmul_reduce_scatter
-        else:
-            op = matmul_all_reduce
-        y = op(
-            x,
-            kernel,
-            settings.axis_name,
-            backend=settings.backend,
-            precision=settings.precision,
-            quantization=settings.quantization,
-        )
-    return finish(y, bias, settings)
+    return x, tuple(cast(kernel, x, settings.dtype) for kernel, _ in linears)
 
 
-def mlp(
-    x: Array, columns: Sequence[Linear], down: Linear, activation: Activation, settings: Settings
-) -> Array | None:
-    """Applies an MLP to this device's rows of x; None where it is not one op, and `column` and
-    `row` do the same.
+def column_product(
+    settings: Settings, *, rows_sharded: bool
+) -> Callable[[Array, tuple[Operand, ...]], Sequence[Array]]:
+    """Returns the function (x, kernels) -> products that `column` applies: an op, or the products
+    of one device.
     """
-    biases = [bias for _, bias in columns if bias is not None]
-    if (
-        biases
-        or multiplies_locally(settings)
-        or settings.preferred_element_type not in (None, settings.dtype)
-    ):
-        return None
-    x = x.astype(settings.dtype)
-    ws = tuple(cast(kernel, x, settings.dtype) for kernel, _ in columns)
-    w_down = cast(down[0], x, settings.dtype)
-    y = parallel_mlp(
-        x,
-        ws,
-        w_down,
-        settings.axis_name,
-        activation,
-        backend=settings.backend,
-        precision=settings.precision,
+    if multiplies_locally(settings) or not rows_sharded:
+        return functools.partial(_multiply_locally, settings, rows_sharded)
+    return functools.partial(
+        all_gather_matmul,
+        axis_name=settings.axis_name,
         gathered_bytes=settings.gathered_bytes,
-        quantization=settings.quantization,
+        **settings.of_products(),
     )
-    return finish(y, down[1], settings)
+
+
+def row_product(settings: Settings, *, rows_sharded: bool) -> Callable[[Array, Operand], Array]:
+    """Returns the function (x, kernel) -> product that `row` applies: an op, or a product and a
+    sum.
+    """
+    if multiplies_locally(settings):
+        return functools.partial(_multiply_and_sum, settings, rows_sharded)
+    if rows_sharded:
+        op = matmul_reduce_scatter
+    else:
+        op = matmul_all_reduce
+    return functools.partial(op, axis_name=settings.axis_name, **settings.of_products())
 
 
 def cast(parameter: Operand, x: Array, dtype: DTypeLike | None) -> Operand:
@@ -203,6 +161,26 @@ def cast(parameter: Operand, x: Array, dtype: DTypeLike | None) -> Operand:
     if isinstance(parameter, Quantized):
         return parameter
     return parameter.astype(dtype)
+
+
+def _multiply_locally(
+    settings: Settings, rows_sharded: bool, x: Array, kernels: tuple[Operand, ...]
+) -> list[Array]:
+    """Returns the products of all rows, which are gathered first if they are sharded."""
+    if not multiplies_locally(settings):
+        choose.check_backend("all_gather_matmul", settings.backend)
+        return [_local_product(x, kernel, settings) for kernel in kernels]
+    rows = x
+    if rows_sharded:
+        rows = lax.all_gather(x, settings.axis_name, axis=x.ndim - 2, tiled=True)
+    return [_multiply(rows, kernel, settings) for kernel in kernels]
+
+
+def _multiply_and_sum(settings: Settings, rows_sharded: bool, x: Array, kernel: Operand) -> Array:
+    y = _multiply(x, kernel, settings)
+    if rows_sharded:
+        return lax.psum_scatter(y, settings.axis_name, scatter_dimension=y.ndim - 2, tiled=True)
+    return lax.psum(y, settings.axis_name)
 
 
 def _local_product(x: Array, kernel: Operand, settings: Settings) -> Array:

@@ -156,7 +156,10 @@ def run(
         dropout_key=P(None),
     )
     in_specs = placement.in_spec, call.specs, P(None), specs
-    return placement.bind(_apply, call, (x, linears, norms, inputs), in_specs, placement.in_spec)()
+    apply, args = placement.mapped(
+        _apply, call, (x, linears, norms, inputs), in_specs, placement.in_spec
+    )
+    return apply(*args)
 
 
 def _apply(
@@ -276,9 +279,7 @@ def attend_cached(
         scores_spec(mask, placement, batch),
     )
     out_specs = placement.in_spec, heads, heads
-    y, keys[...], values[...] = placement.bind(
-        _attend_new_rows, call, arguments, specs, out_specs
-    )()
+    y, keys[...], values[...] = placement.run(_attend_new_rows, call, arguments, specs, out_specs)
     index[...] += x.shape[1]
     return y
 

@@ -183,17 +183,16 @@ class ParallelAttention(AttentionLayer):
         if inputs_v is not None and inputs_k is None:
             raise ValueError(f"{layer} got inputs_v without inputs_k; give both, or inputs_k alone")
         inputs = Inputs(inputs_k, inputs_v, mask=mask, bias=bias)
-        spec = output_spec(layer, out_sharding, self.settings.axis_name)
-        if self.decodes(decode):
-            return shard_output(attend_cached(self, inputs_q, inputs, qkv_sharding), spec)
-        key = self._dropout_key(deterministic, rngs)
-        y = self._attend(
+        return self._attend(
             inputs_q,
-            inputs._replace(dropout_key=key),
+            inputs,
+            decode=decode,
+            deterministic=deterministic,
+            rngs=rngs,
             is_causal=is_causal,
+            out_sharding=out_sharding,
             qkv_sharding=qkv_sharding,
         )
-        return shard_output(y, spec)
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> None:
         """Makes an empty cache of keys and values in `dtype`, as
@@ -218,10 +217,23 @@ class ParallelAttention(AttentionLayer):
         self.cache_index = nnx.Cache(jnp.zeros(tuple(stack), jnp.int32))
 
     def _attend(
-        self, x: Array, inputs: Inputs[Array], *, is_causal: bool, qkv_sharding: OutSharding
+        self,
+        x: Array,
+        inputs: Inputs[Array],
+        *,
+        decode: bool | None,
+        deterministic: bool | None,
+        rngs: nnx.Rngs | nnx.RngStream | None,
+        is_causal: bool,
+        out_sharding: OutSharding,
+        qkv_sharding: OutSharding,
     ) -> Array:
         layer = type(self).__name__
         attention = self.attention
+        spec = output_spec(layer, out_sharding, self.settings.axis_name)
+        if self.decodes(decode):
+            return shard_output(attend_cached(self, x, inputs, qkv_sharding), spec)
+        dropout_key = self._dropout_key(deterministic, rngs)
         placement = place_input(self, x, inputs.segment_ids, attention.context_axis)
         check_qkv_sharding(layer, qkv_sharding, placement, splits_heads=True)
         if attention.context_axis is not None:
@@ -240,14 +252,9 @@ class ParallelAttention(AttentionLayer):
         shape = x.shape[0], attention.heads, placement.all_rows(x), kv_placement.all_rows(keys)
         mask = scores_array(layer, "mask", inputs.mask, shape)
         bias = scores_array(layer, "bias", inputs.bias, shape)
-        return run(
-            self,
-            x,
-            inputs._replace(mask=mask, bias=bias),
-            placement,
-            kv_placement,
-            is_causal=is_causal,
-        )
+        checked = inputs._replace(mask=mask, bias=bias, dropout_key=dropout_key)
+        y = run(self, x, checked, placement, kv_placement, is_causal=is_causal)
+        return shard_output(y, spec)
 
     def _place_keys(self, x: Array, inputs: Inputs[Array], placement: Placement) -> Placement:
         """Reads how the inputs of keys and values are sharded, and checks them."""

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from flaxasync.nn.attention.heads import HeadAttention
 from flaxasync.nn.linear import DenseLayer
-from flaxasync.nn.options import Settings, fixed, fixed_setting, of_settings
+from flaxasync.nn.options import ConfiguredProducts, fixed, fixed_setting
 from flaxasync.nn.out_sharding import OutSharding
 from flaxasync.nn.placement import Placement, entries_of, spec_of
 
@@ -34,10 +34,9 @@ def _of_attention(name: str) -> property:
     return property(get, put, doc=f"The option `{name}`.")
 
 
-class LikeMultiHeadAttention(nnx.Module):
+class LikeMultiHeadAttention(ConfiguredProducts):
     """The attributes and views of `nnx.MultiHeadAttention`, under its names."""
 
-    settings: Settings
     attention: HeadAttention
     query: DenseLayer
     key: DenseLayer
@@ -56,12 +55,6 @@ class LikeMultiHeadAttention(nnx.Module):
     out_features = fixed("out_features", lambda layer: layer.out.out_features)
     normalize_qk = fixed("normalize_qk", lambda layer: layer.attention.normalize_qk)
     use_bias = fixed_setting("use_bias")
-    dtype = of_settings("dtype")
-    param_dtype = of_settings("param_dtype")
-    promote_dtype = of_settings("promote_dtype")
-    dot_general = of_settings("dot_general")
-    quantization = of_settings("quantization")
-    preferred_element_type = of_settings("preferred_element_type")
     # One function for all four projections, which `promote_dtype` and `dot_general` set.
     qkv_promote_dtype = fixed("qkv_promote_dtype", lambda layer: layer.settings.promote_dtype)
     out_promote_dtype = fixed("out_promote_dtype", lambda layer: layer.settings.promote_dtype)

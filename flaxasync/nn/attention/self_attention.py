@@ -7,7 +7,7 @@ from typing import Unpack
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from flaxasync.nn.attention.base import AttentionLayer, attend_cached, place_input, run
+from flaxasync.nn.attention.base import AttentionLayer, place_input, run
 from flaxasync.nn.attention.heads import HeadAttention, Inputs, ParallelAttentionOptions
 from flaxasync.nn.attention.layer import ParallelAttention
 from flaxasync.nn.attention.protocol import check_qkv_sharding, refuse
@@ -82,17 +82,16 @@ class ParallelSelfAttention(ParallelAttention):
         refuse(layer, "use ParallelAttention", inputs_k=inputs_k, inputs_v=inputs_v)
         refuse(layer, "leave it out", sow_weights=sow_weights, input_positions=input_positions)
         inputs = Inputs(segment_ids=segment_ids, mask=mask, bias=bias)
-        spec = output_spec(layer, out_sharding, self.settings.axis_name)
-        if self.decodes(decode):
-            return shard_output(attend_cached(self, inputs_q, inputs, qkv_sharding), spec)
-        key = self._dropout_key(deterministic, rngs)
-        y = self._attend(
+        return self._attend(
             inputs_q,
-            inputs._replace(dropout_key=key),
+            inputs,
+            decode=decode,
+            deterministic=deterministic,
+            rngs=rngs,
             is_causal=is_causal,
+            out_sharding=out_sharding,
             qkv_sharding=qkv_sharding,
         )
-        return shard_output(y, spec)
 
 
 class RingSelfAttention(AttentionLayer):
