@@ -4,8 +4,8 @@ modules.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -111,11 +111,12 @@ def parallelize(
             )
     modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model) if path}
     every = {"": model} | modules
-    chosen = _without_adapted(every, _match(modules, rules))
+    holders = _holders(every)
+    chosen = _without_adapted(every, _match(modules, rules), holders)
     options = {"axis_name": axis_name, "fsdp_axis": fsdp_axis, "backend": backend}
     new = {path: _new_layer(path, modules[path], rule, options) for path, rule in chosen.items()}
-    places = _places(every.values(), {id(modules[path]): path for path in new})
-    _check_parameters_not_shared(every, new)
+    for path in new:
+        _check_held(path, modules[path], holders)
     for path, layer in new.items():
         values = [variable.get_value() for variable in variables_of(modules[path]).values()]
         # as `nnx.eval_shape` makes them
@@ -124,8 +125,8 @@ def parallelize(
     done = []
     for path, layer in new.items():
         old = modules[path]
-        for parent, name in places[path]:
-            setattr(parent, name, layer)
+        for holder in holders[id(old)]:
+            setattr(holder.module, holder.name, layer)
         shapes = {
             ".".join(map(str, p)): v.shape
             for p, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))
@@ -143,6 +144,31 @@ def parallelize(
     if verbose:
         print("\n".join(map(str, done)))
     return done
+
+
+class _Holder(NamedTuple):
+    """A module that has a layer or a parameter, and the attribute that is it; "" where it is in a
+    tuple, list or dict.
+    """
+
+    path: str
+    module: nnx.Module
+    name: str
+
+
+def _holders(modules: Mapping[str, nnx.Module]) -> dict[int, list[_Holder]]:
+    """Returns what has each module and each variable of a model, by the id() of that."""
+    found: dict[int, list[_Holder]] = {}
+    for path, module in modules.items():
+        for name, value in vars(module).items():
+            if isinstance(value, nnx.Module | nnx.Variable):
+                found.setdefault(id(value), []).append(_Holder(path, module, name))
+                continue
+            for inner in jax.tree.leaves(
+                value, is_leaf=lambda value: isinstance(value, nnx.Module)
+            ):
+                found.setdefault(id(inner), []).append(_Holder(path, module, ""))
+    return found
 
 
 def _match(
@@ -171,7 +197,9 @@ def _match(
 
 
 def _without_adapted(
-    modules: Mapping[str, nnx.Module], asked: Mapping[str, Rule | Fused]
+    modules: Mapping[str, nnx.Module],
+    asked: Mapping[str, Rule | Fused],
+    holders: Mapping[int, list[_Holder]],
 ) -> dict[str, Rule | Fused]:
     """Returns the rules without those of layers that are replaced as a part of the `nnx.LoRA`
     around them.
@@ -199,13 +227,7 @@ def _without_adapted(
                 f"parallelize cannot replace {path} by the rule {asked[path]!r}: it adapts {base}, "
                 f"for which another rule says {asked[base]!r}; give both the same rule"
             )
-        holders = [
-            value
-            for module in modules.values()
-            for value in vars(module).values()
-            if value is adapter.base_module
-        ]
-        if len(holders) > 1:
+        if len(holders[id(adapter.base_module)]) > 1:
             raise ValueError(
                 f"parallelize cannot replace {path}: it adapts {base}, which another module has, "
                 "too; take nnx.LoRA away, and put flaxasync.nn.ParallelLoRA around the parallel "
@@ -231,48 +253,22 @@ def _new_layer(path: str, old: nnx.Module, rule: Rule | Fused, options: Options)
         ) from error
 
 
-def _check_parameters_not_shared(
-    modules: Mapping[str, nnx.Module], new: Mapping[str, nnx.Module]
-) -> None:
-    """Raises ValueError for a parameter that a layer shares with another module: the parallel layer
-    has its own.
+def _check_held(path: str, old: nnx.Module, holders: Mapping[int, list[_Holder]]) -> None:
+    """Raises ValueError for a layer that cannot be replaced where it is, or that shares a parameter
+    with another module: the parallel layer has its own.
     """
-    holders: dict[int, list[str]] = {}
-    for path, module in modules.items():
-        for name, value in vars(module).items():
-            if isinstance(value, nnx.Variable):
-                holders.setdefault(id(value), []).append(f"{path}.{name}".lstrip("."))
-    for path in new:
-        for variable in variables_of(modules[path]).values():
-            if len(names := holders.get(id(variable), [])) > 1:
-                raise ValueError(
-                    f"parallelize cannot replace {path}: {' and '.join(names)} are one parameter, "
-                    "and would be two; share the whole layer, or leave it out of the rules"
-                )
-
-
-def _places(
-    parents: Iterable[nnx.Module], paths: Mapping[int, str]
-) -> dict[str, list[tuple[nnx.Module, str]]]:
-    """Returns the attributes that hold each layer, as modules and names. `paths` has the path of
-    each by id().
-    """
-    places: dict[str, list[tuple[nnx.Module, str]]] = {path: [] for path in paths.values()}
-    nested = set()
-    for parent in {id(parent): parent for parent in parents}.values():
-        for name, value in vars(parent).items():
-            if id(value) in paths:
-                places[paths[id(value)]].append((parent, name))
-            else:
-                inside = jax.tree.leaves(value, is_leaf=lambda value: isinstance(value, nnx.Module))
-                nested |= {paths[id(layer)] for layer in inside if id(layer) in paths}
-    for path, found in places.items():
-        if path in nested or not found:
+    if any(not holder.name for holder in holders[id(old)]):
+        raise ValueError(
+            f"parallelize cannot replace {path}: it is in a tuple, list or dict; use nnx.List "
+            "or nnx.Dict"
+        )
+    for variable in variables_of(old).values():
+        names = [f"{holder.path}.{holder.name}".lstrip(".") for holder in holders[id(variable)]]
+        if len(names) > 1:
             raise ValueError(
-                f"parallelize cannot replace {path}: it is in a tuple, list or dict; use nnx.List "
-                "or nnx.Dict"
+                f"parallelize cannot replace {path}: {' and '.join(names)} are one parameter, "
+                "and would be two; share the whole layer, or leave it out of the rules"
             )
-    return places
 
 
 def _place_rest(model: nnx.Module) -> None:
