@@ -189,26 +189,28 @@ class ParallelMoE(StoredLayer):
             self.router.part,
             *(Part(spec, None, self.shares, self.dims[name]) for name, spec in self.specs.items()),
         )
-        call = Call(with_dtype(settings, x, *kernels[0]), parts, placement.rows_sharded)
-        static = _Static(
-            call,
-            self.experts_per_token,
-            self.experts,
-            self.router_options,
-            self.capacity_factor,
-            self.activation,
-            self.split,
+        call = _ExpertCall(
+            with_dtype(settings, x, *kernels[0]),
+            parts,
+            placement.rows_sharded,
+            k=self.experts_per_token,
+            experts=self.experts,
+            router=self.router_options,
+            capacity_factor=self.capacity_factor,
+            activation=self.activation,
+            split=self.split,
         )
         args = x, linears, None if selection_bias is None else selection_bias[...]
         in_specs = (placement.in_spec, call.specs, P(None))
         out_specs = (placement.in_spec, P())
-        y, routing = placement.run(_apply, static, args, in_specs, out_specs)
+        y, routing = placement.run(_apply, call, args, in_specs, out_specs)
         return (y if self.shared is None else y + self.shared(x)), routing
 
 
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    call: Call
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ExpertCall(Call):
+    """What is static in a call. The parts are those of the router and of the experts' kernels."""
+
     k: int
     experts: int
     router: RouterOptions
@@ -218,11 +220,11 @@ class _Static:
 
 
 def _apply(
-    static: _Static, x: Array, linears: tuple[Linear, ...], bias: Array | None
+    call: _ExpertCall, x: Array, linears: tuple[Linear, ...], bias: Array | None
 ) -> tuple[Array, Routing]:
-    settings = static.call.settings
-    axis_name = static.call.settings.axis_name
-    (router, _), *kernels = static.call.take(x, linears)
+    settings = call.settings
+    axis_name = settings.axis_name
+    (router, _), *kernels = call.take(x, linears)
     wide = jnp.promote_types(jnp.float32, x.dtype)
     logits = lax.dot_general(
         x.astype(wide),
@@ -230,19 +232,19 @@ def _apply(
         (((x.ndim - 1,), (0,)), ((), ())),
         precision=lax.Precision.HIGHEST,
     )
-    choice = route(logits, static.k, static.router, bias)
+    choice = route(logits, call.k, call.router, bias)
     rows = x.astype(settings.dtype).reshape(-1, x.shape[-1])
-    chosen = choice.ids.reshape(-1, static.k)
-    factors = choice.weights.reshape(-1, static.k)
+    chosen = choice.ids.reshape(-1, call.k)
+    factors = choice.weights.reshape(-1, call.k)
     count = rows.shape[0]
-    if not static.call.rows_sharded:  # every device has all rows, and takes its part of them
+    if not call.rows_sharded:  # every device has all rows, and takes its part of them
         shares = Shares.equal(count, lax.axis_size(axis_name))
         rows, chosen, factors = (
             shares.local_entries(y, axis_name, 0) for y in (rows, chosen, factors)
         )
     capacity = None
-    if static.capacity_factor is not None:
-        capacity = max(1, int(static.capacity_factor * rows.shape[0] * static.k / static.experts))
+    if call.capacity_factor is not None:
+        capacity = max(1, int(call.capacity_factor * rows.shape[0] * call.k / call.experts))
     up, *gate, down = (shards.cast(kernel, x, settings.dtype) for kernel, _ in kernels)
     y = expert_mlp(
         rows,
@@ -252,19 +254,19 @@ def _apply(
         up,
         down,
         axis_name,
-        activation=static.activation,
-        split=static.split,
+        activation=call.activation,
+        split=call.split,
         capacity=capacity,
         precision=settings.precision,
         backend=if_available("expert_mlp", settings.backend),
     )
-    if not static.call.rows_sharded:
+    if not call.rows_sharded:
         y = lax.all_gather(y, axis_name, axis=0, tiled=True, to="invarying")[:count]
     if capacity is None:
         left_out = jnp.int32(0)
     else:
-        left_out = dropped(chosen, static.experts, capacity)
-    if capacity is not None and not static.call.rows_sharded:
+        left_out = dropped(chosen, call.experts, capacity)
+    if capacity is not None and not call.rows_sharded:
         left_out = lax.psum(left_out, axis_name)
     return y.reshape(x.shape), routing(logits, choice, left_out, jax.typeof(x).mat.varying)
 
