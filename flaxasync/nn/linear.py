@@ -123,7 +123,9 @@ class _ParallelLinear(DenseLayer, ConfiguredProducts):
         `layout` is that of the output of a row-parallel layer.
         """
         name = type(self).__name__
-        return _mapped(name, x, self.parameters(), self.settings, self.part, layout, self.pad)
+        linear = self.parameters()
+        features = self.in_features
+        return _mapped(name, x, features, linear, self.settings, self.part, layout, self.pad)
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -288,6 +290,7 @@ def _project(call: Call, x: Array, linears: tuple[Linear, ...]) -> tuple[Array, 
 def _mapped(
     caller: str,
     x: Array,
+    features: int,
     linear: Linear,
     settings: Settings,
     part: Part,
@@ -298,7 +301,6 @@ def _mapped(
     see `Placement.mapped`.
     """
     axis_name = settings.axis_name
-    features = linear[0].shape[0]
     if part.dim == 1:
         apply = _padded_column if pad else _column
         placement = place(caller, x, axis_name, settings.in_spec, "rows", features)
@@ -352,7 +354,8 @@ def multiply(
         spec = P(axis_name, None)
     check_sharded(caller, "kernel", kernel, spec)
     part = Part(spec, None, shares, dim)
-    apply, args = _mapped(caller, x, (kernel, None), settings, part, layout, pad=False)
+    features = kernel.shape[0]
+    apply, args = _mapped(caller, x, features, (kernel, None), settings, part, layout, pad=False)
     return apply(*args)
 
 
