@@ -133,23 +133,31 @@ def test_parameters_are_those_of_nnx_linear_and_sharded_as_their_metadata_says(a
     assert down.kernel[...].sharding.spec == P("model", None)
 
 
-def test_inside_a_shard_map_of_the_caller():
+@pytest.mark.parametrize(
+    ("cls", "kernel", "x_spec", "y_spec"),
+    [
+        (fa.nn.ColumnParallelLinear, P(None, "model"), ROWS, COLUMNS),
+        (fa.nn.RowParallelLinear, P("model", None), COLUMNS, ROWS),
+    ],
+)
+def test_inside_a_shard_map_of_the_caller(cls, kernel, x_spec, y_spec):
     """If the axis is mapped already, input and parameters are local shards; types say how the input
     is sharded.
     """
     x = np.random.default_rng(0).standard_normal((2, 8, 8)).astype(np.float32)
     with jax.set_mesh(make_mesh(2, 4)):
-        layer = drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, use_bias=False, rngs=nnx.Rngs(0)))
+        layer = drawn(lambda: cls(8, 12, use_bias=False, rngs=nnx.Rngs(0)))
         graph, state = nnx.split(layer)
-        apply, form = (
-            lambda state, x: nnx.merge(graph, state)(x),
-            {"in_specs": (P(None, "model"), ROWS)},
-        )
-        y = jax.jit(jax.shard_map(apply, **form, out_specs=COLUMNS))(state, jax.device_put(x, ROWS))
+        specs = {"in_specs": (kernel, x_spec), "out_specs": y_spec}
+        given = state, jax.device_put(x, x_spec)
+
+        def apply(state, x):
+            return nnx.merge(graph, state)(x)
+
+        y = jax.jit(jax.shard_map(apply, **specs))(*given)
         np.testing.assert_allclose(y, x @ np.asarray(layer.kernel[...]), rtol=1e-4, atol=1e-5)
-        untyped = jax.shard_map(apply, **form, out_specs=COLUMNS, check_vma=False)
         with pytest.raises(ValueError, match="check_vma=False hides it"):
-            jax.eval_shape(untyped, state, jax.device_put(x, ROWS))
+            jax.eval_shape(jax.shard_map(apply, **specs, check_vma=False), *given)
 
 
 @pytest.mark.optimized
