@@ -28,7 +28,7 @@ type Index = int | jax.Array  # a Python int or a traced one
 type Block = Any  # what travels: a pytree of arrays
 type Carry = Any  # what stays on the device: a pytree of arrays
 type State = Any  # what a loop carries for a channel: a pytree of arrays
-type Counted = tuple[Index, tuple[list[State], Carry]]  # the number of the hop, and its state
+type Counted = tuple[Index, list[State], Carry]  # the number of the hop, and its states
 type Update = Callable[[Block], Block] | None
 
 
@@ -125,8 +125,7 @@ def split_rows(rows: int, parts: int) -> tuple[tuple[int, int], ...]:
 
 
 def staggered_loop(
-    transport: Transport,
-    axis_name: str,
+    ring: Ring,
     blocks: tuple[Block, ...],
     carry: Carry,
     window: Callable[[Index, tuple[Block, ...], Carry], tuple[tuple[Block, ...], Carry]],
@@ -134,7 +133,6 @@ def staggered_loop(
     shifts: tuple[int, ...],
     hops: int,
     merge: Callable[[Block, Block], Block] | None = None,
-    unroll: int = 2,
 ) -> tuple[tuple[Block, ...], Carry]:
     """Sends `blocks` along the ring `hops` times, and runs `window` while each transfer is under
     way.
@@ -170,8 +168,8 @@ def staggered_loop(
     `ring_visit` below nine devices.
 
     Args:
-      transport: What moves a block.
-      axis_name: The ring's mesh axis.
+      ring: How blocks travel; it has a transport. Turns that do not fill a body of `unroll` turns
+        are written out after the loop.
       blocks: One pytree for each direction; all of its arrays travel together.
       carry: A pytree that `window` updates.
       window: `(hop, blocks, carry) -> (addends, carry)`. `hop` is an int or, in the loop, a traced
@@ -182,7 +180,6 @@ def staggered_loop(
         1.
       merge: `(arrived, addend) -> block`, called for one block at a time. By default what arrived
         travels on as it is.
-      unroll: Turns in one loop body. Turns that do not fill a body are written out after the loop.
 
     Returns:
       The blocks after the last hop, which no window has used yet, and the carry.
@@ -190,11 +187,13 @@ def staggered_loop(
     Raises:
       ValueError: The transport's buffers would be copied in a loop body of `unroll` turns.
     """
-    transport.check_unroll(unroll)
+    assert ring.transport is not None
+    ring.transport.check_unroll(ring.unroll)
     if hops == 0:
         return blocks, carry
     channels = [
-        transport.open(b, axis_name, shift=shift) for b, shift in zip(blocks, shifts, strict=True)
+        ring.transport.open(block, ring.axis_name, shift=shift)
+        for block, shift in zip(blocks, shifts, strict=True)
     ]
 
     def run_window(
@@ -215,41 +214,32 @@ def staggered_loop(
             states, (addends, carry) = _tie(channels, states, (addends, carry))
         return states, [_merging(merge, addend) for addend in addends], carry
 
-    def one_turn(
-        hop: Index, state: tuple[list[State], Carry], turn: int
-    ) -> tuple[list[State], Carry]:
-        states, carry = state
-        states, updates, carry = run_window(hop, states, carry, turn)
-        with jax.named_scope("hop"):
-            turned = zip(channels, states, updates, strict=True)
-            return [channel.hop(state, update, turn) for channel, state, update in turned], carry
-
-    def turns(first: int, count: int, counted: Counted) -> Counted:
-        hop, state = counted
+    def turns(_: Index, counted: Counted, first: int = 1, count: int = ring.unroll) -> Counted:
+        """Makes `count` turns; the number of the first one has the parity of `first`."""
+        hop, states, carry = counted
         for turn in range(first, first + count):
             following = hop + 1
-            state = one_turn(hop, state, turn)
+            states, updates, carry = run_window(hop, states, carry, turn)
+            with jax.named_scope("hop"):
+                turned = zip(channels, states, updates, strict=True)
+                states = [channel.hop(state, update, turn) for channel, state, update in turned]
             hop = following
-        return hop, state
-
-    def loop_body(_: Index, counted: Counted) -> Counted:
-        return turns(1, unroll, counted)
+        return hop, states, carry
 
     with jax.named_scope("hop"):
-        state = ([channel.start() for channel in channels], carry)
+        counted: Counted = (0, [channel.start() for channel in channels], carry)
     if hops > 1:
-        state = one_turn(0, state, 0)
+        counted = turns(0, counted, first=0, count=1)
     # Where the loop would run its body only once, all turns are written without a loop. Turns after
     # the loop take their number from the loop's counter. With a constant, their compute would
     # depend on nothing in the loop, and XLA would hoist it out of the ring and keep its results.
-    bodies = (hops - 2) // unroll
-    counted: Counted = (1, state)
+    bodies = (hops - 2) // ring.unroll
     if bodies >= 2:
-        counted = lax.fori_loop(0, bodies, loop_body, (jnp.int32(1), state))
+        counted = lax.fori_loop(0, bodies, turns, (jnp.int32(1), *counted[1:]))
     else:
         bodies = 0
-    _, state = turns(1 + bodies * unroll, max(hops - 2, 0) - bodies * unroll, counted)
-    states, carry = state
+    rest = max(hops - 2, 0) - bodies * ring.unroll
+    _, states, carry = turns(0, counted, first=1 + bodies * ring.unroll, count=rest)
     states, updates, carry = run_window(hops - 1, states, carry, hops - 1)
     with jax.named_scope("hop"):
         ends = zip(channels, states, updates, strict=True)
@@ -307,16 +297,7 @@ def ring_gather(
         return blocks, carry
 
     blocks = tuple(rows_of(start, count) for start, count in row_ranges)
-    blocks, carry = staggered_loop(
-        ring.transport,
-        ring.axis_name,
-        blocks,
-        carry,
-        window,
-        shifts=block_shifts,
-        hops=size - 1,
-        unroll=ring.unroll,
-    )
+    blocks, carry = staggered_loop(ring, blocks, carry, window, shifts=block_shifts, hops=size - 1)
     return window(size - 1, blocks, carry)[1]
 
 
@@ -363,15 +344,13 @@ def ring_reduce(
         return (arrived.astype(addend.dtype) + addend).astype(dtype)
 
     reduced, _ = staggered_loop(
-        ring.transport,
-        ring.axis_name,
+        ring,
         tuple(addend.astype(dtype) for addend in addends(0)),
         None,
         lambda hop, blocks, carry: (addends(hop + 1), carry),
         shifts=block_shifts,
         hops=size - 1,
         merge=merge,
-        unroll=ring.unroll,
     )
     if len(reduced) == 1:
         return reduced[0]
@@ -418,10 +397,7 @@ def ring_visit(
     Returns:
       The sum for each of this device's blocks, and the carry.
     """
-    assert ring.transport is not None
-    onward = functools.partial(
-        staggered_loop, ring.transport, ring.axis_name, shifts=shifts, unroll=ring.unroll
-    )
+    onward = functools.partial(staggered_loop, ring, shifts=shifts)
 
     def own(_: Index, blocks: tuple[Block, ...], carry: Carry) -> tuple[tuple[Block, ...], Carry]:
         return blocks, visit(0, blocks, carry)

@@ -100,7 +100,9 @@ def test_every_window_stands_between_a_start_and_its_done(hops):
         recorder.log.append("window")
         return blocks, [*carry, hop]
 
-    blocks, carry = ring.staggered_loop(recorder, "x", (0,), [], window, shifts=(1,), hops=hops)
+    blocks, carry = ring.staggered_loop(
+        ring.Ring("x", recorder), (0,), [], window, shifts=(1,), hops=hops
+    )
     assert recorder.log == ["start", "window", "done"] * hops
     assert carry == list(range(hops))
     assert blocks == (hops,)
@@ -199,14 +201,12 @@ def test_both_directions_bring_every_block(size, unroll):
 
         blocks, seen = ({"k": x, "v": -x}, x), cast_to_varying(jnp.zeros((size, 2), x.dtype), {"x"})
         blocks, seen = ring.staggered_loop(
-            transport.get("xla"),
-            "x",
+            ring.Ring("x", transport.get("xla"), unroll=unroll),
             blocks,
             seen,
             window,
             shifts=(1, -1),
             hops=size - 1,
-            unroll=unroll,
         )
         return window(size - 1, blocks, seen)[1][None]
 

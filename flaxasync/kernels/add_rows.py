@@ -20,7 +20,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.call import available, vmem_limit
 from flaxasync.kernels.engine.operands import (
     DTYPES,
     LANES,
@@ -30,6 +29,7 @@ from flaxasync.kernels.engine.operands import (
     output,
     sublanes,
 )
+from flaxasync.kernels.engine.vector_memory import available, vmem_limit
 from flaxasync.mesh import UnsupportedError
 
 UNROLLED = 16  # rows that are added in one turn of a loop

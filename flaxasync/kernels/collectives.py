@@ -32,12 +32,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.call import call, check_vmem, fitting, vmem_limit
 from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
-from flaxasync.kernels.engine.operands import LANES, Ref, Tiles, aligned, output, sublanes, when
+from flaxasync.kernels.engine.operands import (
+    HBM,
+    LANES,
+    Ref,
+    Tiles,
+    aligned,
+    output,
+    sublanes,
+    when,
+)
 from flaxasync.kernels.engine.ring import Ring, choose_directions, half_blocks
 from flaxasync.kernels.engine.slots import start_send, wait
 from flaxasync.kernels.engine.tiling import Tiling, remainder
+from flaxasync.kernels.engine.vector_memory import check_vmem, fitting, vmem_limit
 
 TILES = Tiles(1024, 1, 1024)  # of the result of an all-reduce; there is no k
 
@@ -75,18 +84,22 @@ def all_gather(
             gather.finish()
 
     moved = x.size * x.dtype.itemsize
-    (gathered,) = call(
+    semaphores: Ref = GatherSemaphores.allocate(layout, size)
+    gathered = pl.pallas_call(
         body,
-        [x.reshape(1, m, n)],
+        out_shape=output((1, size, m, n), x),
+        in_specs=[HBM],
+        out_specs=HBM,
+        scratch_shapes=[semaphores],
+        compiler_params=pltpu.CompilerParams(collective_id=collective_id),
+        cost_estimate=pl.CostEstimate(
+            flops=0,
+            transcendentals=0,
+            bytes_accessed=2 * size * moved,
+            remote_bytes_transferred=(size - 1) * moved,
+        ),
         name=caller,
-        results=[output((1, size, m, n), x)],
-        scratch=[GatherSemaphores.allocate(layout, size)],
-        collective_id=collective_id,
-        vmem_bytes=None,
-        flops=0,
-        hbm_bytes=2 * size * moved,
-        sent=(size - 1) * moved,
-    )
+    )(x.reshape(1, m, n))
     return gathered.reshape(size * m, n)
 
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.call import check_vmem, matmul_bytes, vmem_limit
 from flaxasync.kernels.engine.matmul import accumulate, dot
 from flaxasync.kernels.engine.operands import Ref, Tiles, output
 from flaxasync.kernels.engine.tiling import SUB_BLOCK, Tiling
+from flaxasync.kernels.engine.vector_memory import check_vmem, matmul_bytes, vmem_limit
 
 TILES = Tiles(512, 1024, 1024)
 

@@ -38,7 +38,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.call import available, chip_in_use, vmem_limit
 from flaxasync.kernels.engine.matmul import Epilogue, accumulate, dot
 from flaxasync.kernels.engine.operands import (
     DTYPES,
@@ -53,6 +52,7 @@ from flaxasync.kernels.engine.operands import (
 )
 from flaxasync.kernels.engine.slots import IncomingTiles, start_copy
 from flaxasync.kernels.engine.tiling import Tiling, split
+from flaxasync.kernels.engine.vector_memory import available, chip_in_use, vmem_limit
 from flaxasync.mesh import UnsupportedError
 
 SUB_BLOCK = 512  # rows of y that are multiplied at once

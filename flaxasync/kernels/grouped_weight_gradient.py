@@ -34,7 +34,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.call import available, chip_in_use, vmem_limit
 from flaxasync.kernels.engine.matmul import dot
 from flaxasync.kernels.engine.operands import (
     HBM,
@@ -50,6 +49,7 @@ from flaxasync.kernels.engine.operands import (
 )
 from flaxasync.kernels.engine.slots import OutgoingTiles, start_copy, wait
 from flaxasync.kernels.engine.tiling import split
+from flaxasync.kernels.engine.vector_memory import available, chip_in_use, vmem_limit
 from flaxasync.kernels.grouped_matmul import (
     STEP_SECONDS,
     check_grouped,

@@ -35,7 +35,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine import beside
-from flaxasync.kernels.engine.call import SEMAPHORES, available, call, check_vmem, matmul_bytes
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles, Scales, laid_out_scales
 from flaxasync.kernels.engine.operands import (
     LANES,
@@ -45,6 +44,7 @@ from flaxasync.kernels.engine.operands import (
     Ref,
     Scalar,
     Tiles,
+    in_hbm,
     output,
     sublanes,
     when,
@@ -52,6 +52,13 @@ from flaxasync.kernels.engine.operands import (
 from flaxasync.kernels.engine.ring import Acknowledgements, Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, wait
 from flaxasync.kernels.engine.tiling import IterationGrid, RowTiling, Tiling, remainder, split
+from flaxasync.kernels.engine.vector_memory import (
+    SEMAPHORES,
+    available,
+    check_vmem,
+    matmul_bytes,
+    vmem_limit,
+)
 from flaxasync.mesh import UnsupportedError
 
 CALLER = "matmul_reduce_scatter"
@@ -239,7 +246,7 @@ def matmul_reduce_scatter(
     def of_result(*shape: int) -> jax.ShapeDtypeStruct:
         return output(shape, *xs, *ws, *local, dtype=result)
 
-    scratch = ReduceScatterScratch(
+    scratch: Ref = ReduceScatterScratch(
         matmul=used.scratch(
             dtype,
             ws[0].dtype,
@@ -261,18 +268,26 @@ def matmul_reduce_scatter(
     streamed = sum(ks) * (size * used.columns.count * batch * m + w_trips * n) * dtype.itemsize
     by_block = [x.reshape(batch, size, m, -1) for x in xs]
     dws = [of_result(each.padded.m, each.padded.n) for each in more.sums]
-    (made,) = call(
+    operands = ReduceScatterOperands(by_block, ws, laid_out, local)
+    results = ReduceScatterResults(of_result(batch, m, n), of_result(2, batch, m, n), dws)
+    (made,) = pl.pallas_call(
         body,
-        [ReduceScatterOperands(by_block, ws, laid_out, local)],
+        out_shape=(results,),
+        in_specs=in_hbm((operands,)),
+        out_specs=in_hbm((results,)),
+        scratch_shapes=[scratch],
+        compiler_params=pltpu.CompilerParams(
+            collective_id=collective_id,
+            vmem_limit_bytes=vmem_limit(vmem_bytes + more.vmem_bytes),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * batch * all_rows * sum(ks) * n + more.flops,
+            transcendentals=0,
+            bytes_accessed=streamed + (2 * size - 1) * block_bytes + more.hbm_bytes,
+            remote_bytes_transferred=(size - 1) * block_bytes,
+        ),
         name=CALLER,
-        results=[ReduceScatterResults(of_result(batch, m, n), of_result(2, batch, m, n), dws)],
-        scratch=[scratch],
-        collective_id=collective_id,
-        vmem_bytes=vmem_bytes + more.vmem_bytes,
-        flops=2 * batch * all_rows * sum(ks) * n + more.flops,
-        hbm_bytes=streamed + (2 * size - 1) * block_bytes + more.hbm_bytes,
-        sent=(size - 1) * block_bytes,
-    )
+    )(operands)
     sums = zip(made.dws, more.sums, strict=True)
     return made.y, *(dw[: each.shape[0], : each.shape[1]] for dw, each in sums)
 

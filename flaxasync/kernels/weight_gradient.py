@@ -45,7 +45,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.call import available, call, check_vmem, matmul_bytes
 from flaxasync.kernels.engine.matmul import Scales, accumulate, dot, laid_out_scales, sums_dtype
 from flaxasync.kernels.engine.operands import (
     LANES,
@@ -56,6 +55,7 @@ from flaxasync.kernels.engine.operands import (
     Tiles,
     aligned,
     beginning,
+    in_hbm,
     output,
     sublanes,
     when,
@@ -70,6 +70,7 @@ from flaxasync.kernels.engine.tiling import (
     remainder,
     split,
 )
+from flaxasync.kernels.engine.vector_memory import available, check_vmem, matmul_bytes, vmem_limit
 
 CALLER = "gather_weight_gradient"
 # columns of x, rows and columns of dy, at most, where no tiles are asked for
@@ -213,7 +214,7 @@ def gather_weight_gradient(
 
     dma = pltpu.SemaphoreType.DMA
     n = schedule.columns.size
-    scratch = WeightGradientScratch(
+    scratch: Ref = WeightGradientScratch(
         x=IncomingTiles.allocate(2, (chunks.size, schedule.rows.size), x.dtype),
         y=IncomingTiles.allocate(2, (*schedule.rows.shape, n), dys[0].dtype),
         outgoing=OutgoingTiles.allocate(OUTGOING, (chunks.size, n), result),
@@ -226,18 +227,26 @@ def gather_weight_gradient(
     x_transposed = x.reshape(batch * m, k).T
     by_block = [dy.reshape(batch, size, m, -1) for dy in dys]
     dws = [output((k, n), x, *dys, dtype=result) for n in widths]
-    (made,) = call(
+    operands = WeightGradientOperands(x_transposed, by_block, laid_out)
+    results = WeightGradientResults(dws, output(receive_buffers, x, *dys))
+    (made,) = pl.pallas_call(
         body,
-        [WeightGradientOperands(x_transposed, by_block, laid_out)],
+        out_shape=(results,),
+        in_specs=in_hbm((operands,)),
+        out_specs=in_hbm((results,)),
+        scratch_shapes=[scratch],
+        compiler_params=pltpu.CompilerParams(
+            collective_id=collective_id,
+            vmem_limit_bytes=vmem_limit(vmem_bytes),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * size * x.size * sum(widths),
+            transcendentals=0,
+            bytes_accessed=itemsize * streamed + k * sum(widths) * result.itemsize,
+            remote_bytes_transferred=(size - 1) * x.size * itemsize,
+        ),
         name=CALLER,
-        results=[WeightGradientResults(dws, output(receive_buffers, x, *dys))],
-        scratch=[scratch],
-        collective_id=collective_id,
-        vmem_bytes=vmem_bytes,
-        flops=2 * size * x.size * sum(widths),
-        hbm_bytes=itemsize * streamed + k * sum(widths) * result.itemsize,
-        sent=(size - 1) * x.size * itemsize,
-    )
+    )(operands)
     return tuple(made.dws)
 
 

@@ -221,7 +221,7 @@ def gather(
     axis_name: str,
     dtype: DTypeLike | None,
     quantization: Quantization | None = None,
-) -> Operand:
+) -> Any:
     """Returns a parameter, inside shard_map, as the layer needs it, and in `dtype` if it had to be
     gathered.
 
@@ -234,7 +234,7 @@ def gather(
     """
     varying = jax.typeof(like).mat.varying - {axis_name}
     held = jax.typeof(parameter).mat.varying
-    whole = parameter
+    whole: Any = parameter
     trips = [
         (dim, axis)
         for dim, entry in enumerate(stored or ())

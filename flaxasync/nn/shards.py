@@ -31,7 +31,8 @@ from flaxasync.ops.matmul.products import dot
 from flaxasync.ops.matmul.vjp import multiply
 from flaxasync.ops.quantization import Operand, Quantized, check_chip
 
-type Linear = tuple[Operand, Array | None]  # kernel, bias
+# kernel, an `Operand` that is quantised only where the layer has a quantization, and bias
+type Linear = tuple[Any, Array | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +152,7 @@ def row_product(settings: Settings, *, rows_sharded: bool) -> Callable[[Array, O
     return functools.partial(op, axis_name=settings.axis_name, **settings.of_products())
 
 
-def cast(parameter: Operand, x: Array, dtype: DTypeLike | None) -> Operand:
+def cast(parameter: Operand, x: Array, dtype: DTypeLike | None) -> Any:
     """Returns a parameter that varies over the mesh axes over which `x` varies, in the dtype of the
     computation.
 

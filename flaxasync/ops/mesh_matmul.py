@@ -244,7 +244,7 @@ def _mesh_matmul_bwd(call: _Call, saved: tuple[Array, Array], do: Array) -> tupl
         if not typed or columns in jax.typeof(rhs).mat.varying:
             return dlhs, lax.dynamic_update_slice_in_dim(jnp.zeros_like(rhs), dw, first, axis=0)
         _, drhs = RingExecutor(around_row.ring(columns)).gather(dw, (), keep=True)
-        assert drhs is not None
+        assert isinstance(drhs, Array)
         return dlhs, declare_invarying(drhs, {columns})
 
 

@@ -37,7 +37,7 @@ from flaxasync.hardware import Chip
 from flaxasync.mesh import UnsupportedError, vary_like
 from flaxasync.ops.saved import first_only
 
-type Operand = Any  # an array, or a `Quantized` that stands for one
+type Operand = Array | Quantized
 
 Kind = Literal["int8", "fp8"]
 Rounding = Literal["stochastic", "nearest"]
@@ -326,11 +326,12 @@ def weight_operands(
       others_are_cotangents: Whether `others` are cotangents; otherwise `travelled` is one.
     """
     whole = tuple(dequantize(other) for other in others)
-    if quantization is None:
-        kind = None
-    else:
-        kind = getattr(quantization, products)
-    if quantization is None or kind != quantization.forward:  # `travelled` has its values
+    kind = getattr(quantization, products, None)
+    if (
+        quantization is None
+        or not isinstance(travelled, Quantized)
+        or kind != quantization.forward  # of which `travelled` has its values
+    ):
         return travelled if axis_name is not None else dequantize(travelled), whole
     of_rows = travelled.scales
     rows = tuple(range(whole[0].ndim - 1))
@@ -351,16 +352,14 @@ def weight_operands(
     return Quantized(travelled.values, ones, travelled.dtype), tuple(map(rescaled, whole))
 
 
-def cotangents(ws: tuple[Operand, ...], dws: tuple[Array, ...]) -> tuple[Any, ...]:
+def cotangents(ws: tuple[Operand, ...], dws: tuple[Array, ...]) -> tuple[Operand, ...]:
     """Returns the cotangents of the weights that an op was given, of which `ws` were saved."""
-
-    def of(w: Operand, dw: Array) -> Any:
-        if not isinstance(w, Quantized) or w.weight is None:
-            return dw
-        none: Any = None  # integers and scales have no cotangent
-        return dataclasses.replace(w, values=none, scales=none, weight=dw)
-
-    return tuple(of(w, dw) for w, dw in zip(ws, dws, strict=True))
+    none: Any = None  # integers and scales have no cotangent
+    found: list[Operand] = list(dws)
+    for number, w in enumerate(ws):
+        if isinstance(w, Quantized) and w.weight is not None:
+            found[number] = dataclasses.replace(w, values=none, scales=none, weight=dws[number])
+    return tuple(found)
 
 
 _first_derivative_only = first_only(

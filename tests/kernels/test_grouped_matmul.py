@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from flaxasync import check, hardware
 from flaxasync.kernels import grouped_weight_gradient
-from flaxasync.kernels.engine.call import available
 from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
+from flaxasync.kernels.engine.vector_memory import available
 from flaxasync.kernels.grouped_matmul import Blocks, grouped_matmul, grouped_sum
 from flaxasync.kernels.grouped_weight_gradient import Factors
 from flaxasync.kernels.grouped_weight_gradient import grouped_weight_gradient as weight_gradients

@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 from flaxasync.kernels import matmul_reduce_scatter as reduce_scatter_form
 from flaxasync.kernels.engine import tiling
-from flaxasync.kernels.engine.call import SEMAPHORES
 from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.engine.ring import Acknowledgements
 from flaxasync.kernels.engine.tiling import Tiling
+from flaxasync.kernels.engine.vector_memory import SEMAPHORES
 from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from flaxasync.ops.roofline import LARGEST_BLOCK
 from tests.kernels.conftest import as_float32, assert_close, draw

@@ -7,7 +7,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 from flaxasync import check, hardware
-from flaxasync.kernels.engine.call import available, vmem_limit
+from flaxasync.kernels.engine.vector_memory import available, vmem_limit
 
 
 def through_vector_memory(x, size):

@@ -18,15 +18,17 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.all_gather_matmul import resident, stream
 from flaxasync.kernels.all_gather_matmul.stream import CALLER
 from flaxasync.kernels.all_gather_matmul.work import GatherOperands, GatherResults, GatherWork
-from flaxasync.kernels.engine.call import call
 from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
 from flaxasync.kernels.engine.matmul import Epilogue, laid_out_scales
-from flaxasync.kernels.engine.operands import LANES, DType, Ref, Tiles, output, sublanes
+from flaxasync.kernels.engine.operands import LANES, DType, Ref, Tiles, in_hbm, output, sublanes
 from flaxasync.kernels.engine.ring import Ring
+from flaxasync.kernels.engine.vector_memory import vmem_limit
 
 
 def all_gather_matmul(
@@ -116,18 +118,26 @@ def all_gather_matmul(
     of_epilogue = [operand.reshape(batch, size, m, -1) for operand in operands]
     rows = size * batch * m
     read_bytes = itemsize * (plan.elements_read + rows * keep_gathered * k)
-    (made,) = call(
+    scratch: Ref = [plan.scratch(), GatherSemaphores.allocate(plan.work.layout, size)]
+    all_operands = GatherOperands(x, ws, of_epilogue, laid_out)
+    (made,) = pl.pallas_call(
         body,
-        [GatherOperands(x, ws, of_epilogue, laid_out)],
+        out_shape=(results,),
+        in_specs=in_hbm((all_operands,)),
+        out_specs=in_hbm((results,)),
+        scratch_shapes=scratch,
+        compiler_params=pltpu.CompilerParams(
+            collective_id=collective_id,
+            vmem_limit_bytes=vmem_limit(plan.vmem_bytes),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * rows * k * sum(widths),
+            transcendentals=0,
+            bytes_accessed=read_bytes + result.itemsize * rows * sum(y_widths),
+            remote_bytes_transferred=(size - 1) * x.size * itemsize,
+        ),
         name=CALLER,
-        results=[results],
-        scratch=[plan.scratch(), GatherSemaphores.allocate(plan.work.layout, size)],
-        collective_id=collective_id,
-        vmem_bytes=plan.vmem_bytes,
-        flops=2 * rows * k * sum(widths),
-        hbm_bytes=read_bytes + result.itemsize * rows * sum(y_widths),
-        sent=(size - 1) * x.size * itemsize,
-    )
+    )(all_operands)
     ys = tuple(y.reshape(batch, size * m, -1) for y in made.ys)
     if made.maxima is not None:
         ys += (jnp.max(made.maxima, axis=-1).reshape(batch, size * m),)

@@ -24,12 +24,12 @@ from flaxasync.kernels.all_gather_matmul.resident_schedule import (
     schedule,
 )
 from flaxasync.kernels.all_gather_matmul.work import GatherOperands, GatherResults, GatherWork
-from flaxasync.kernels.engine.call import SEMAPHORES, available, chip_in_use
 from flaxasync.kernels.engine.gather import Gather
 from flaxasync.kernels.engine.matmul import dot
 from flaxasync.kernels.engine.operands import LANES, Condition, Ref, Scalar, Tiles, when
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_copy, wait
 from flaxasync.kernels.engine.tiling import Tiling
+from flaxasync.kernels.engine.vector_memory import SEMAPHORES, available, chip_in_use
 
 # What the plan chooses from.
 ROWS = 512  # rows of one product, at most

@@ -28,7 +28,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from flaxasync.kernels.all_gather_matmul.work import GatherOperands, GatherResults, GatherWork
-from flaxasync.kernels.engine.call import available, check_vmem, chip_in_use, matmul_bytes
 from flaxasync.kernels.engine.gather import Gather
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles, Scales
 from flaxasync.kernels.engine.operands import (
@@ -44,6 +43,7 @@ from flaxasync.kernels.engine.operands import (
 )
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import IterationGrid, RowTiling, Tiling, remainder, split
+from flaxasync.kernels.engine.vector_memory import available, check_vmem, chip_in_use, matmul_bytes
 
 CALLER = "all_gather_matmul"
 TILES = Tiles(1024, 1024, 2048)

@@ -24,7 +24,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.call import matmul_bytes
 from flaxasync.kernels.engine.matmul import Scales, accumulate, laid_out_scales, sums_dtype
 from flaxasync.kernels.engine.operands import (
     LANES,
@@ -38,6 +37,7 @@ from flaxasync.kernels.engine.operands import (
 )
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import SUB_BLOCK, IterationGrid, Tiling, remainder
+from flaxasync.kernels.engine.vector_memory import matmul_bytes
 
 TILES = Tiles(2048, 2048, 2048)  # columns of x, rows, and columns of y, at most
 OUTGOING = 2  # slots for tiles of the sums that leave

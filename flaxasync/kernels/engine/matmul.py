@@ -19,10 +19,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.call import available
 from flaxasync.kernels.engine.operands import LANES, SUBLANES, Condition, DType, Index, Ref, Scalar
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import RowTiling, Tiling, remainder
+from flaxasync.kernels.engine.vector_memory import available
 
 # bytes of vector memory that a w which stays leaves to products on their way to a sum
 MARGIN = 16 * 2**20

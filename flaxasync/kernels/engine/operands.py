@@ -114,6 +114,11 @@ def check_operand(caller: str, name: str, shape: tuple[int, ...], dtype: DType) 
         )
 
 
+def in_hbm(arrays: PyTree) -> Any:
+    """Returns the block specs of a pytree of arrays, or of types, that a kernel finds in HBM."""
+    return jax.tree.map(lambda _: HBM, arrays)
+
+
 def output(
     shape: tuple[int, ...],
     like: jax.Array,

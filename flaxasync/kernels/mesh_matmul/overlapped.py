@@ -43,9 +43,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flaxasync.kernels.engine.call import call
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles
 from flaxasync.kernels.engine.operands import (
+    HBM,
     LANES,
     Index,
     Ref,
@@ -60,6 +60,7 @@ from flaxasync.kernels.engine.operands import (
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.slots import IncomingTiles, start_copy, start_send, wait
 from flaxasync.kernels.engine.tiling import remainder, split
+from flaxasync.kernels.engine.vector_memory import vmem_limit
 from flaxasync.kernels.gemm import cost
 from flaxasync.kernels.mesh_matmul.schedule import MeshSchedule, MeshStep, plan
 from flaxasync.kernels.mesh_matmul.weights import WeightBlocks, Weights, WeightScratch
@@ -128,7 +129,7 @@ def overlapped(
         sums_sems = (2 * (phases - 1) * schedule.rounds, schedule.rows)
         sums_tile = tiling.result
     dma = pltpu.SemaphoreType.DMA
-    scratch = OverlappedScratch(
+    scratch: Ref = OverlappedScratch(
         matmul=tiling.scratch(x.dtype, w.dtype, outgoing=used.outgoing, accumulators=schedule.rows),
         weights=WeightScratch(*blocks.tables(), dma, dma(w_sems)),
         received=IncomingTiles.allocate(1, sums_tile, x.dtype),
@@ -154,18 +155,24 @@ def overlapped(
     invarying = axis_names[1:] if reduce else ()
     matmul = cost(Tiles(tiling.rows.size, block_rows, tiling.columns.size), m, k, n, size)
     sent = (k * n * travels + 2 * (m - m // phases) * n) * size
-    o, *_ = call(
+    o, *_ = pl.pallas_call(
         body,
-        [x.reshape(phases, both, half_block, k), w],
+        out_shape=[output(shape, x, invarying=invarying) for shape in shapes],
+        in_specs=[HBM] * 2,
+        out_specs=[HBM] * len(shapes),
+        scratch_shapes=[scratch],
+        compiler_params=pltpu.CompilerParams(
+            collective_id=collective_id,
+            vmem_limit_bytes=vmem_limit(used.vmem_bytes),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=matmul.flops,
+            transcendentals=0,
+            bytes_accessed=matmul.bytes_accessed + sent,
+            remote_bytes_transferred=sent,
+        ),
         name=f"{used.caller}_mesh_matmul",
-        results=[output(shape, x, invarying=invarying) for shape in shapes],
-        scratch=[scratch],
-        collective_id=collective_id,
-        vmem_bytes=used.vmem_bytes,
-        flops=matmul.flops,
-        hbm_bytes=matmul.bytes_accessed + sent,
-        sent=sent,
-    )
+    )(x.reshape(phases, both, half_block, k), w)
     return o.reshape(m, n)
 
 

@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flaxasync.kernels.engine.call import SEMAPHORES, available, check_vmem, fitting, matmul_bytes
 from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import (
     LANES,
@@ -37,6 +36,13 @@ from flaxasync.kernels.engine.operands import (
 )
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.tiling import IterationGrid, RowTiling, Tiling, remainder, split
+from flaxasync.kernels.engine.vector_memory import (
+    SEMAPHORES,
+    available,
+    check_vmem,
+    fitting,
+    matmul_bytes,
+)
 from flaxasync.mesh import UnsupportedError
 
 TILES = Tiles()  # the largest tiles, where none are asked for

@@ -222,13 +222,7 @@ def attend(shards: Shards) -> Carry:
     # The turn with the device's own rows is not in the loop: its products differ, and are known
     # while tracing.
     half_shifts = tuple(half.shift for half in shards.halves)
-    onward = functools.partial(
-        staggered_loop,
-        shards.ring.transport,
-        shards.ring.axis_name,
-        shifts=half_shifts,
-        unroll=shards.ring.unroll,
-    )
+    onward = functools.partial(staggered_loop, shards.ring, shifts=half_shifts)
     blocks, carry = onward(blocks, carry, own, hops=1)
     blocks, carry = onward(blocks, carry, arrived, hops=hops - 1)
     return arrived(hops - 1, blocks, carry)[1]

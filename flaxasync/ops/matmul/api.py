@@ -5,7 +5,7 @@ the algebra.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -167,9 +167,8 @@ def matmul_reduce_scatter(
     options = Options(
         backend, directions, unroll, precision, reduce_dtype, quantization=quantization
     )
-    return _sum_of_products(
-        "matmul_reduce_scatter", vjp.multiply_and_scatter, x, w, axis_name, options
-    )
+    executor, xs, ws = _check_sum("matmul_reduce_scatter", x, w, axis_name, options)
+    return vjp.multiply_and_scatter(executor, xs, ws)
 
 
 def matmul_all_reduce(
@@ -221,7 +220,8 @@ def matmul_all_reduce(
     options = Options(
         backend, directions, unroll, precision, reduce_dtype, quantization=quantization
     )
-    return _sum_of_products("matmul_all_reduce", vjp.multiply_and_reduce, x, w, axis_name, options)
+    executor, xs, ws = _check_sum("matmul_all_reduce", x, w, axis_name, options)
+    return vjp.multiply_and_reduce(executor, xs, ws)
 
 
 def executor_for_weights(
@@ -323,16 +323,13 @@ def _as_tuple(value: OneOrMore) -> Arrays:
     return (value,)
 
 
-def _sum_of_products(
-    op: str,
-    rule: Callable[[Executor, Arrays, Arrays], Array],
-    x: OneOrMore,
-    w: OneOrMore,
-    axis_name: str,
-    options: Options,
-) -> Array:
-    """Checks and executes an op that sums products over pairs of x and w, which is one longer
+def _check_sum(
+    op: str, x: OneOrMore, w: OneOrMore, axis_name: str, options: Options
+) -> tuple[Executor, Arrays, Arrays]:
+    """Checks the operands of an op that sums products over pairs of x and w, which is one longer
     product.
+
+    Returns what executes it, all x and all w.
     """
     xs = _as_tuple(x)
     ws = _as_tuple(w)
@@ -355,7 +352,7 @@ def _sum_of_products(
     k = sum(w_shard.shape[0] for w_shard in ws)
     shapes = [(*batch, rows, k), (k, ws[0].shape[1])]
     executor, _ = choose_executor(op, shapes, xs[0].dtype, axis_name, size, options)
-    return rule(executor, *vary_alike((xs, ws), axis_name))
+    return executor, *vary_alike((xs, ws), axis_name)
 
 
 def _check_contraction(op: str, x: Array, w: Array, position: int) -> None:

@@ -206,12 +206,10 @@ def _weight_gradient(x: Operand, dy: Operand) -> WeightGradient:
     """Returns x.T @ dy over all rows as a kernel takes it. Where both are quantised, their scales
     are of columns.
     """
-    scaled = isinstance(x, Quantized) and isinstance(dy, Quantized)
     rows_of_x, rows_of_dy = (values_of(one).reshape(-1, one.shape[-1]) for one in (x, dy))
-    if scaled:
+    scales = None
+    if isinstance(x, Quantized) and isinstance(dy, Quantized):
         scales = (x.scales.astype(jnp.float32), dy.scales.astype(jnp.float32))
-    else:
-        scales = None
     return WeightGradient(rows_of_x, rows_of_dy, scales)
 
 
@@ -223,7 +221,8 @@ def _row_scales(scales: Array, size: int, dtype: jnp.dtype) -> Array:
     return _pad(blocks, {2: sublanes(dtype)}).reshape(blocks.shape[0], -1)
 
 
-def _column_scales(w: Quantized) -> Array:
+def _column_scales(w: Operand) -> Array:
+    assert isinstance(w, Quantized)
     return _pad(w.scales.astype(jnp.float32), {0: LANES})
 
 

@@ -168,12 +168,10 @@ def _mlp_fwd(
     down: Operand,
 ) -> tuple[Array, tuple[Operand, Operands, Operand, Arrays]]:
     operands = _first_derivative_only(x, ws, down)
-    y, (x, ws, down, products) = _forward(executor, keep, activation, len(ws), *operands)
+    y, (saved, *others, products) = _forward(executor, keep, activation, len(ws), *operands)
     if keep:
-        saved = checkpoint_name(x, GATHERED)
-    else:
-        saved = x
-    return checkpoint_name(y, PRODUCT), (saved, ws, down, checkpoint_name(products, PRODUCT))
+        saved = checkpoint_name(saved, GATHERED)
+    return checkpoint_name(y, PRODUCT), (saved, *others, checkpoint_name(products, PRODUCT))
 
 
 def _forward(
@@ -243,11 +241,11 @@ def _mlp_bwd(
         h, *most = found[len(ws) :]
     assert dys is not None
     with jax.named_scope("matmul_reduce_scatter_dw"):
-        h = h.reshape(-1, h.shape[-1])
+        h_given: Operand = h.reshape(-1, h.shape[-1])
         # else it is rounded below
         if executor.quantization is not None and executor.quantization.weights is None:
-            (h,), _ = forward_operands(executor.quantization, (h,), ())
-        dys, (h_given,) = weight_operands(executor.quantization, dys, (h,))
+            (h_given,), _ = forward_operands(executor.quantization, (h_given,), ())
+        dys, (h_given,) = weight_operands(executor.quantization, dys, (h_given,))
         local: list[tuple[Operand, Operands]] = [(h_given, (dys,))]
         d_downs: Arrays = ()
         if not isinstance(h_given, Quantized):

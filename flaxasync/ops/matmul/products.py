@@ -32,22 +32,17 @@ def dot(
     that of scales.
     """
     contracting = ((x.ndim - 1,), (1 if transposed else 0,))
+    sums = lax.dot_general(
+        values_of(x),
+        values_of(w),
+        (contracting, ((), ())),
+        precision=None if isinstance(x, Quantized) else precision,
+        preferred_element_type=accumulator_dtype(values_of(x)),
+    )
     if isinstance(x, Quantized) and isinstance(w, Quantized):
-        sums = lax.dot_general(
-            x.values,
-            w.values,
-            (contracting, ((), ())),
-            preferred_element_type=accumulator_dtype(x.values),
-        )
         of_columns = lax.broadcast_to_rank(w.scales, sums.ndim)
         return sums.astype(x.scales.dtype) * x.scales[..., None] * of_columns
-    return lax.dot_general(
-        x,
-        w,
-        (contracting, ((), ())),
-        precision=precision,
-        preferred_element_type=accumulator_dtype(x),
-    )
+    return sums
 
 
 def sum_of_products(
@@ -106,7 +101,7 @@ def weight_gradients(x: Operand, dys: Operands, precision: lax.PrecisionLike = N
     return tuple(lax.split(dw, widths, axis=1))
 
 
-def merge_batches(x: Operand) -> Operand:
+def merge_batches[T: Operand](x: T) -> T:
     """Returns x [..., rows, k] as [rows, k]."""
     leading = x.ndim - 1
     return jax.tree.map(lambda array: array.reshape(-1, *array.shape[leading:]), x)

@@ -101,17 +101,16 @@ class RingExecutor:
         return products.scatter_then_gather(lambda xs: self.reduce(xs, ws)[0], xs, self.axis_name)
 
     def weight_gradient(self, x: Operand, dys: Operands) -> Arrays:
+        travelling = x
         if isinstance(dys[0], Quantized):
             travelling = values_of(x)
-        else:
-            travelling = x
 
         def add(block: Operand, row: Index, sums: Arrays) -> Arrays:
-            block = dequantize(block)
+            rows_of_x = dequantize(block)
 
             def product(dy: Operand) -> Array:
                 rows = lax.dynamic_slice_in_dim(values_of(dy), row, block.shape[-2], axis=-2)
-                return products.sums_over_rows(block, rows, self.precision)
+                return products.sums_over_rows(rows_of_x, rows, self.precision)
 
             return tuple(sum_ + product(dy) for sum_, dy in zip(sums, dys, strict=True))
 

@@ -1,62 +1,18 @@
-"""The call of a kernel without a grid, and the budget of vector memory for its tiles."""
+"""The budget of vector memory for the tiles of a kernel."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import PyTree
 
 from flaxasync import hardware, mesh
 from flaxasync.hardware import MIB
-from flaxasync.kernels.engine.operands import HBM, DType, Ref, Tiles
+from flaxasync.kernels.engine.operands import DType, Tiles
 
 # bytes left to the compiler, for semaphores, spilled registers and its own scratch memory
 RESERVED = 8 * MIB
 # for what arrives: libtpu 0.0.52 leaves a kernel 436 to 440 of 512, and other transfers need some
 SEMAPHORES = 384
 FALLBACK = "v5e"  # chip whose vector memory is assumed if the kernel is traced for no known chip
-
-
-def call(
-    body: Callable[..., None],
-    operands: Sequence[PyTree],  # arrays, or pytrees of arrays
-    *,
-    name: str,
-    results: Sequence[PyTree],  # the types of the results, or pytrees of types
-    scratch: Sequence[Ref],
-    collective_id: int | None,
-    vmem_bytes: int | None,  # the bytes of all buffers, or None where there are none
-    flops: int,
-    hbm_bytes: int,
-    sent: int,  # bytes that leave for other devices
-    memory: pl.BlockSpec = HBM,  # where operands and results are
-) -> tuple[Any, ...]:
-    """Calls `body(*operands, *results, *scratch)` with a Ref in place of every array or type, and
-    returns the results.
-    """
-    results = tuple(results)
-
-    def in_memory(_: Any) -> pl.BlockSpec:
-        return memory
-
-    return pl.pallas_call(
-        body,
-        out_shape=results,
-        in_specs=jax.tree.map(in_memory, tuple(operands)),
-        out_specs=jax.tree.map(in_memory, results),
-        scratch_shapes=scratch,
-        compiler_params=pltpu.CompilerParams(
-            collective_id=collective_id,
-            vmem_limit_bytes=None if vmem_bytes is None else vmem_limit(vmem_bytes),
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=flops, transcendentals=0, bytes_accessed=hbm_bytes, remote_bytes_transferred=sent
-        ),
-        name=name,
-    )(*operands)
 
 
 def chip_in_use() -> hardware.Chip:
