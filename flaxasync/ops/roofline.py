@@ -25,11 +25,14 @@ backend has them.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 from flaxasync.hardware import Chip
+from flaxasync.kernels.attention_block import Mask
+from flaxasync.ops.attention import layouts
 from flaxasync.ops.quantization import Quantization, check_chip, quantization_of
 
 type Shape = Sequence[int]
@@ -181,7 +184,8 @@ def all_gather_matmul_costs(
     return costs
 
 
-def matmul_reduce_scatter_costs(
+def sum_of_products_costs(
+    op: Literal["matmul_reduce_scatter", "matmul_all_reduce"],
     chip: Chip,
     ring: int,
     x: Shape,
@@ -192,54 +196,34 @@ def matmul_reduce_scatter_costs(
     kernels: bool = True,
     quantization: Quantization | str | None = None,
 ) -> dict[str, Cost]:
-    """Returns the cost of each backend for x [..., R*m, k] and w [k, n] of one device.
+    """Returns the cost of each backend for all rows x [..., r, k] and w [k, n] of one device.
 
-    Where several products are summed, k is the sum of theirs.
-    """
-    rows = math.prod(x[:-1]) // ring
-    k, n = w
-    forward, dx, dw = _kinds("matmul_reduce_scatter", chip, quantization)
-    trips = [Trip("reduce", rows * n * itemsize, rows, k, n, itemsize, forward)]
-    if backward:
-        sent = rows * n * (1 if dx else itemsize)
-        trips.append(Trip("gather", sent, rows, n, k, itemsize, dx))
-        trips.append(Trip("local", 0, k, ring * rows, n, itemsize, dw))
-    return _costs(chip, ring, trips, kernels)
-
-
-def matmul_all_reduce_costs(
-    chip: Chip,
-    ring: int,
-    x: Shape,
-    w: Shape,
-    *,
-    itemsize: int = 2,
-    backward: bool = True,
-    kernels: bool = True,
-    quantization: Quantization | str | None = None,
-) -> dict[str, Cost]:
-    """Returns the cost of each backend for x [..., m, k] and w [k, n] of one device.
-
-    A ring scatters the sums, and one collective operation gathers them; "none" does both in one
-    operation. The gradients are local products.
+    Where several products are summed, k is the sum of theirs. An all-reduce is a ring that scatters
+    the sums and one collective operation that gathers them; "none" does both in one operation. Its
+    gradients are local products.
     """
     rows = math.prod(x[:-1])
-    k, n = w
     share = -(-rows // ring)
+    k, n = w
+    scatters = op == "matmul_reduce_scatter"
+    forward, dx, dw = _kinds(op, chip, quantization)
     sent = share * n * itemsize
-    forward, dx, dw = _kinds("matmul_all_reduce", chip, quantization)
     trips = [Trip("reduce", sent, share, k, n, itemsize, forward)]
-    if backward:
+    if backward and scatters:
+        sent_back = share * n * (1 if dx else itemsize)
+        trips.append(Trip("gather", sent_back, share, n, k, itemsize, dx))
+    elif backward:
         trips.append(Trip("local", 0, rows, n, k, itemsize, dx))
+    if backward:
         trips.append(Trip("local", 0, k, rows, n, itemsize, dw))
+    costs = _costs(chip, ring, trips, kernels)
+    if scatters:
+        return costs
     gather = (ring - 1) * hop_seconds(chip, sent, directions(ring))
-    costs = {
-        name: dataclasses.replace(cost, exposed=cost.exposed + gather)
-        for name, cost in _costs(chip, ring, trips, kernels).items()
-    }
+    for name, cost in costs.items():
+        costs[name] = dataclasses.replace(cost, exposed=cost.exposed + gather)
     reduced = 2 * _collective_seconds(chip, ring, sent)
-    costs["none"] = dataclasses.replace(costs["none"], exposed=reduced)
-    return costs
+    return costs | {"none": dataclasses.replace(costs["none"], exposed=reduced)}
 
 
 def ring_attention_costs(
@@ -250,7 +234,7 @@ def ring_attention_costs(
     v: Shape | None = None,
     *,
     causal: bool = True,
-    layout: str = "contiguous",
+    layout: layouts.AttentionLayout = "contiguous",
     window: int | None = None,
     itemsize: int = 2,
     backward: bool = True,
@@ -264,33 +248,15 @@ def ring_attention_costs(
     others wait for it.
     """
     b, s, h, d = q
+    sequence = layouts.Sequence(layout, Mask(causal, window), s, ring)
+    hops = sequence.hops
+    ways = 1 if sequence.one_way else directions(ring)
     kv_elements = 2 * b * s * k[2] * d
     kv_bytes = kv_elements * itemsize
-    if backward:
-        dkv_bytes = kv_elements * 4
-    else:
-        dkv_bytes = 0
+    dkv_bytes = 4 * kv_elements * backward
     carry_bytes = 2 * b * h * s * d * 4  # the accumulator of a product is read and written once
-    if window is None:
-        reach = ring - 1
-    else:
-        reach = min(ring - 1, -(-(window - 1) // s))
-    if causal and layout == "contiguous":
-        hops = reach
-    else:
-        hops = ring - 1
-    if ring > 2 and hops == ring - 1:
-        ways = 2
-    else:
-        ways = 1
-    if causal:
-        own = 0.5
-    else:
-        own = 1.0
-    if causal and layout == "zigzag":
-        used = 0.5
-    else:
-        used = 1.0
+    own = 0.5 if causal else 1.0
+    used = 0.5 if causal and layout == "zigzag" else 1.0
 
     def block(matmuls: int, share: float) -> float:
         flops = 2 * matmuls * b * h * s * s * d * share
@@ -343,30 +309,18 @@ def mesh_matmul_costs(
     else:
         permuted = (x - 1) * hop_seconds(chip, needed / x, 1)
     reduced = 2 * (y - 1) * hop_seconds(chip, result / y, 1)
-    if y > 1:
-        summed = 3 * result / hbm(chip)
-    else:
-        summed = 0.0
-    if x > 1 and y > 1:
-        sliced = 2 * needed / hbm(chip)
-    else:
-        sliced = 0.0
+    summed = 3 * result / hbm(chip) if y > 1 else 0.0
+    sliced = 2 * needed / hbm(chip) if x > 1 and y > 1 else 0.0
     after = reduced + summed
 
     def cost(backend: str, waits: float, steps: int, held: int, hidden: float = 0.0) -> Cost:
         rates = MESH[backend]
-        if backend in ("fused", "overlapped"):
-            cores = chip.cores
-        else:
-            cores = 1
+        cores = chip.cores if backend in ("fused", "overlapped") else 1
         product = max(2 * m * k * n * cores / (chip.flops * rates.share), moved / hbm(chip))
         exposed = waits + max(0.0, hidden - product)
         return Cost(product, exposed, steps, held, steps * rates.step)
 
-    if x == y:
-        first = permuted
-    else:
-        first = gathered + sliced
+    first = permuted if x == y else gathered + sliced
     costs = {"none": cost("none", first + after, 3, needed)}
     if kernels and x * y > 1:
         whole = x * rhs_rows * n * itemsize + result
@@ -475,8 +429,8 @@ def expert_mlp_costs(
 MODELS: dict[str, Callable[..., dict[str, Cost]]] = {
     "all_gather_matmul": all_gather_matmul_costs,
     "expert_mlp": expert_mlp_costs,
-    "matmul_all_reduce": matmul_all_reduce_costs,
-    "matmul_reduce_scatter": matmul_reduce_scatter_costs,
+    "matmul_all_reduce": functools.partial(sum_of_products_costs, "matmul_all_reduce"),
+    "matmul_reduce_scatter": functools.partial(sum_of_products_costs, "matmul_reduce_scatter"),
     "mesh_matmul": mesh_matmul_costs,
     "ring_attention": ring_attention_costs,
 }
@@ -514,17 +468,11 @@ def _serial(chip: Chip, ring: int, trips: Sequence[Trip]) -> Cost:
     """
     rates = MATMUL["none"]
     copy = _copy_seconds(chip, trips[0])
-    if copy:
-        weights = 0
-    else:
-        weights = 1
+    weights = 0 if copy else 1
     compute = exposed = 0.0
     held = 0
     for trip in trips:
-        if trip.travels:
-            blocks = ring
-        else:
-            blocks = 1
+        blocks = ring if trip.travels else 1
         compute += _product(chip, trip, rates, blocks=blocks, weights=weights)
         # For "dw", XLA sees that x was gathered before.
         if ring == 1 or trip.kind not in ("gather", "reduce"):
@@ -548,14 +496,8 @@ def _ring_of_blocks(chip: Chip, ring: int, trips: Sequence[Trip], backend: str) 
     """
     rates = MATMUL[backend]
     is_pair = backend == "xla" and ring == 2
-    if is_pair:
-        copy = _copy_seconds(chip, trips[0])
-    else:
-        copy = 0.0
-    if copy:
-        weights = 0
-    else:
-        weights = 1
+    copy = _copy_seconds(chip, trips[0]) if is_pair else 0.0
+    weights = 0 if copy else 1
     compute = copy
     exposed = hops = 0.0
     steps = held = 0
