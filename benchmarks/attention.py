@@ -30,7 +30,7 @@ import flaxasync as fa
 from benchmarks.programs import array
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.hardware import chip
-from flaxasync.kernels.attention_block import Mask, Product, Scores
+from flaxasync.kernels.attention_block import BlockOperands, Mask, Product, Scores
 from flaxasync.kernels.flash_attention import Flash
 
 R = 8
@@ -112,11 +112,12 @@ def shares_of_peak() -> dict[str, float]:
     kv_sums = struct(2, 1, 1, s, d, dtype=jnp.float32)
 
     def forward(q: Any, kv: Any, acc: Any, stats: Any) -> Any:
-        acc, stats = Flash().forward(scores, q, kv, None, product, (acc, stats))
+        acc, stats = Flash().forward(BlockOperands(scores, q, kv, None), product, (acc, stats))
         return acc, stats + 1
 
     def backward(q: Any, kv: Any, do: Any, rows: Any, dq: Any, dkv: Any) -> Any:
-        return Flash().backward(scores, q, kv, None, do, rows, product, (dq, dkv))
+        operands = BlockOperands(scores, q, kv, None)
+        return Flash().backward(operands, do, rows, product, (dq, dkv))
 
     programs: list[tuple[Callable, tuple]] = [
         (jax.jit(forward, donate_argnums=2), (q, kv, sums, rows)),

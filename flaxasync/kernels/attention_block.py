@@ -21,7 +21,7 @@ device.
 import dataclasses
 import functools
 import operator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -116,31 +116,29 @@ class Scores:
     precision: lax.PrecisionLike = None
 
 
+class BlockOperands(NamedTuple):
+    """What the products of this device's queries with the keys and values that it holds read."""
+
+    scores: Scores
+    q: Array  # [b, n, g, s, d]
+    kv: Array  # [2, b, n, t, d]
+    segments: Segments
+
+
 @runtime_checkable
 class BlockKernel(Protocol):
     """An implementation of the product and its gradient. Hashable. Carries and gradients keep their
     dtypes.
     """
 
-    def forward(
-        self,
-        scores: Scores,
-        q: Array,
-        kv: Array,
-        segments: Segments,
-        product: Product,
-        carry: Carry,
-    ) -> Carry:
+    def forward(self, operands: BlockOperands, product: Product, carry: Carry) -> Carry:
         """Adds the rows of kv that `product` names to the carry of the rows of q that `product`
         names.
         """
 
     def backward(
         self,
-        scores: Scores,
-        q: Array,
-        kv: Array,
-        segments: Segments,
+        operands: BlockOperands,
         do: Array,
         rows: Array,
         product: Product,

@@ -32,6 +32,7 @@ from jax.experimental.pallas import tpu as pltpu
 from flaxasync.kernels.attention_block import (
     LOG2_E,
     LOWEST,
+    BlockOperands,
     Carry,
     Gradients,
     Product,
@@ -86,21 +87,14 @@ class Flash:
     # rows in the square tiles of a triangle: forward, backward
     triangle_tiles: tuple[int, int] = (2048, 2048)
 
-    def forward(
-        self,
-        scores: Scores,
-        q: Array,
-        kv: Array,
-        segments: Segments,
-        product: Product,
-        carry: Carry,
-    ) -> Carry:
+    def forward(self, operands: BlockOperands, product: Product, carry: Carry) -> Carry:
+        scores, q, kv, segments = operands
         grid = self._grid(scores, q.shape, product, self.triangle_tiles[0])
-        operands = [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1))]
+        arrays = [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1))]
         updated = [(carry[0], grid.queries()), (carry[1], grid.statistics())]
         sums = [(grid.q_tile, LANES)] * 2
         return _call(
-            FORWARD, scores, grid, operands, segments, product, [product], sums, updated=updated
+            FORWARD, scores, grid, arrays, segments, product, [product], sums, updated=updated
         )
 
     def attend_whole(
@@ -129,15 +123,13 @@ class Flash:
 
     def backward(
         self,
-        scores: Scores,
-        q: Array,
-        kv: Array,
-        segments: Segments,
+        operands: BlockOperands,
         do: Array,
         rows: Array,
         product: Product,
         gradients: Gradients,
     ) -> Gradients:
+        scores, q, kv, segments = operands
         k_rows = largest_divisor(product.k_rows, KV_ROWS, LANES)
         count = product.k_rows // k_rows
 
@@ -153,12 +145,10 @@ class Flash:
             every = [part(call) for call in range(count)]
             one = part(index)
             grid = self._grid(scores, q.shape, one, self.triangle_tiles[1])
-            operands = [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1))]
-            operands += [(do, grid.queries()), (rows, grid.statistics())]
+            arrays = [(q, grid.queries()), (kv, grid.keys(0)), (kv, grid.keys(1))]
+            arrays += [(do, grid.queries()), (rows, grid.statistics())]
             updated = [(gradients[0], grid.queries()), (gradients[1], grid.key_gradients())]
-            return _call(
-                BACKWARD, scores, grid, operands, segments, one, every, (), updated=updated
-            )
+            return _call(BACKWARD, scores, grid, arrays, segments, one, every, (), updated=updated)
 
         if count == 1:
             return one_call(0, gradients)

@@ -17,7 +17,7 @@ import flaxasync as fa
 from flaxasync import check
 from flaxasync.check.player import play_dump, played_chip
 from flaxasync.kernels import flash_attention
-from flaxasync.kernels.attention_block import Mask, Product, Scores
+from flaxasync.kernels.attention_block import BlockOperands, Mask, Product, Scores
 from flaxasync.kernels.flash_attention import Flash, unsupported
 from flaxasync.kernels.flash_attention_grid import Grid
 from flaxasync.ops.attention.blocks import Reference, finish, initial_carry
@@ -45,12 +45,12 @@ def blocks(window, by_segment, q_rows, *, kernel):
 
     @jax.jit
     def both(q, kv, ids, do, sums):
-        segments = (ids, ids) if by_segment else None
-        carry = kernel.forward(scores, q, kv, segments, product, initial_carry(q))
+        operands = BlockOperands(scores, q, kv, (ids, ids) if by_segment else None)
+        carry = kernel.forward(operands, product, initial_carry(q))
         log_sum = jnp.nan_to_num(finish(carry, jnp.float32)[1], neginf=0.0, posinf=0.0)
         rows = jnp.stack([log_sum, sums], axis=-2)
         zeros = initial_carry(q)[0], jnp.zeros(kv.shape, jnp.float32)
-        return *carry, *kernel.backward(scores, q, kv, segments, do, rows, product, zeros)
+        return *carry, *kernel.backward(operands, do, rows, product, zeros)
 
     return as_float32(both(q, kv, ids, do, draw((1, 1, 2, ROWS), seed=3)))
 

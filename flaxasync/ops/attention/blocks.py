@@ -17,11 +17,11 @@ from jax.typing import DTypeLike
 from flaxasync.kernels.attention_block import (
     LOG2_E,
     LOWEST,
+    BlockOperands,
     Carry,
     Gradients,
     Product,
     Scores,
-    Segments,
 )
 from flaxasync.mesh import vary_like
 from flaxasync.ops.matmul.products import accumulator_dtype
@@ -58,32 +58,20 @@ class Reference:
     # the rows of q and of kv in a tile, at most; fewer where that divides the rows better
     tile: int = 512
 
-    def forward(
-        self,
-        scores: Scores,
-        q: Array,
-        kv: Array,
-        segments: Segments,
-        product: Product,
-        carry: Carry,
-    ) -> Carry:
-        return _for_each_tile(
-            product, self.tile, scores, functools.partial(_add_tile, scores, q, kv, segments), carry
-        )
+    def forward(self, operands: BlockOperands, product: Product, carry: Carry) -> Carry:
+        add = functools.partial(_add_tile, operands)
+        return _for_each_tile(product, self.tile, operands.scores, add, carry)
 
     def backward(
         self,
-        scores: Scores,
-        q: Array,
-        kv: Array,
-        segments: Segments,
+        operands: BlockOperands,
         do: Array,
         rows: Array,
         product: Product,
         gradients: Gradients,
     ) -> Gradients:
-        add = functools.partial(_add_gradient_tile, scores, q, kv, segments, do, rows)
-        return _for_each_tile(product, self.tile, scores, add, gradients)
+        add = functools.partial(_add_gradient_tile, operands, do, rows)
+        return _for_each_tile(product, self.tile, operands.scores, add, gradients)
 
 
 def where_needed[T](product: Product, compute: Callable[[T], T], value: T) -> T:
@@ -135,10 +123,9 @@ def _for_each_tile[T](
     return lax.fori_loop(0, q_count * k_count, turn, value)
 
 
-def _add_tile(
-    scores: Scores, q: Array, kv: Array, segments: Segments, tile: Product, carry: Carry
-) -> Carry:
+def _add_tile(operands: BlockOperands, tile: Product, carry: Carry) -> Carry:
     """Adds the scores of a tile to the carry of its queries."""
+    scores, q, kv, _ = operands
 
     def add(carry: Carry) -> Carry:
         acc, stats = carry
@@ -146,7 +133,7 @@ def _add_tile(
         s = _product(scores, _SCORES, k, _take(q, tile.q_block, tile.q_rows)) * (
             scores.scale * LOG2_E
         )
-        s = _masked(scores, segments, tile, s)
+        s = _masked(operands, tile, s)
         before = stats[..., 0, :]
         weights = stats[..., 1, :]
         highest = jnp.maximum(before, jnp.max(s, axis=2))  # LOWEST where a whole row is masked
@@ -166,16 +153,10 @@ def _add_tile(
 
 
 def _add_gradient_tile(
-    scores: Scores,
-    q: Array,
-    kv: Array,
-    segments: Segments,
-    do: Array,
-    rows: Array,
-    tile: Product,
-    gradients: Gradients,
+    operands: BlockOperands, do: Array, rows: Array, tile: Product, gradients: Gradients
 ) -> Gradients:
     """Adds what a tile contributes to dq of its queries, and to dkv of its keys and values."""
+    scores, q, kv, _ = operands
 
     def add(gradients: Gradients) -> Gradients:
         dq, dkv = gradients
@@ -186,7 +167,7 @@ def _add_gradient_tile(
         log_sum_exp = rows_tile[:, :, None, :, 0]
         overlap = rows_tile[:, :, None, :, 1]
         exponent = _product(scores, _SCORES, k, q_tile) * (scores.scale * LOG2_E) - log_sum_exp
-        p = jnp.exp2(_masked(scores, segments, tile, exponent))
+        p = jnp.exp2(_masked(operands, tile, exponent))
         ds = (p * (_product(scores, _SCORES, v, do_tile) - overlap)).astype(q.dtype)
         dv = _product(scores, _OF_KEYS, p.astype(do.dtype), do_tile)
         dk = _product(scores, _OF_KEYS, ds, q_tile)
@@ -198,7 +179,7 @@ def _add_gradient_tile(
     return _put(dq, dq_tile, tile.q_block), _put(dkv, dkv_tile, tile.k_block)
 
 
-def _masked(scores: Scores, segments: Segments, tile: Product, exponents: Array) -> Array:
+def _masked(operands: BlockOperands, tile: Product, exponents: Array) -> Array:
     """Returns exponents [b, n, t, g, s], and minus infinity where a row does not attend to another.
 
     They are masked before exp2, whose infinity would be NaN in a second derivative.
@@ -207,10 +188,11 @@ def _masked(scores: Scores, segments: Segments, tile: Product, exponents: Array)
     if tile.masked:
         q = tile.q_start + jnp.arange(tile.q_rows)[None]
         k = tile.k_start + jnp.arange(tile.k_rows)[:, None]
-        allowed = scores.mask.allows(q, k)[None, None, :, None]
-    if segments is not None:
-        q_ids = _take(segments[0], tile.q_block, tile.q_rows, axis=-1)
-        k_ids = _take(segments[1], tile.k_block, tile.k_rows, axis=-1)
+        allowed = operands.scores.mask.allows(q, k)[None, None, :, None]
+    if operands.segments is not None:
+        of_q, of_k = operands.segments
+        q_ids = _take(of_q, tile.q_block, tile.q_rows, axis=-1)
+        k_ids = _take(of_k, tile.k_block, tile.k_rows, axis=-1)
         same = (k_ids[:, :, None] == q_ids[:, None, :])[:, None, :, None]
         if allowed is None:
             allowed = same

@@ -19,11 +19,11 @@ from jax import Array, lax
 
 from flaxasync.kernels.attention_block import (
     BlockKernel,
+    BlockOperands,
     Carry,
     Gradients,
     Product,
     Scores,
-    Segments,
 )
 from flaxasync.mesh import vary_like
 from flaxasync.ops.attention.blocks import initial_carry, where_needed
@@ -154,11 +154,9 @@ class Shards:
         """Adds products with blocks to the running softmax."""
         kernel = self.call.kernel
         for block, chosen in zip(blocks, products, strict=True):
-            segments = self._segments(block)
+            operands = self._operands(block)
             for product in chosen:
-                add = functools.partial(
-                    kernel.forward, self.call.scores, self.q, block.kv, segments, product
-                )
+                add = functools.partial(kernel.forward, operands, product)
                 carry = where_needed(product, add, carry)
         return carry
 
@@ -174,27 +172,19 @@ class Shards:
         dkvs = []
         for block, chosen in zip(blocks, products, strict=True):
             zeros = jnp.zeros(block.kv.shape, accumulator_dtype(self.q))
-            segments = self._segments(block)
+            operands = self._operands(block)
             dkv = vary_like(zeros, block.kv)
             for product in chosen:
-                add = functools.partial(
-                    kernel.backward,
-                    self.call.scores,
-                    self.q,
-                    block.kv,
-                    segments,
-                    self.do,
-                    self.rows,
-                    product,
-                )
+                add = functools.partial(kernel.backward, operands, self.do, self.rows, product)
                 dq, dkv = where_needed(product, add, (dq, dkv))
             dkvs.append(dkv)
         return dq, tuple(dkvs)
 
-    def _segments(self, block: Block) -> Segments:
-        if self.ids is None or block.ids is None:
-            return None
-        return (self.ids, block.ids)
+    def _operands(self, block: Block) -> BlockOperands:
+        segments = None
+        if self.ids is not None and block.ids is not None:
+            segments = (self.ids, block.ids)
+        return BlockOperands(self.call.scores, self.q, block.kv, segments)
 
 
 def attend(shards: Shards) -> Carry:

@@ -185,17 +185,16 @@ class Counting:
 
     name: str = "counting"
 
-    def forward(self, scores, q, kv, segments, product, carry):
+    def forward(self, operands, product, carry):
         acc, stats = carry
+        rows = jnp.arange(operands.q.shape[-2])
         first = product.q_block * product.q_rows
-        here = (jnp.arange(q.shape[-2]) >= first) & (
-            jnp.arange(q.shape[-2]) < first + product.q_rows
-        )
+        here = (rows >= first) & (rows < first + product.q_rows)
         return acc + product.k_rows * jax.lax.broadcast_to_rank(here[:, None], acc.ndim).astype(
             acc.dtype
         ), stats.at[..., 1, :].set(1.0)
 
-    def backward(self, scores, q, kv, segments, do, rows, product, gradients):
+    def backward(self, operands, do, rows, product, gradients):
         return gradients
 
 
