@@ -65,7 +65,7 @@ SUMS_RATE = 1e12  # elements in a second that are read, added and written
 
 
 def grouped_matmul(
-    x: Array,
+    xs: Sequence[Array],
     ws: Sequence[Array],
     experts: Array,
     tiles: Array,
@@ -75,11 +75,11 @@ def grouped_matmul(
     epilogue: Epilogue | None = None,
     operands: Sequence[Array] = (),
 ) -> tuple[Array, ...]:
-    """Returns the product of x with each w, which share one reading of x; see the head of this
-    file.
+    """Returns the product [M, N] of the only x with each w, which share one reading of x; or the
+    sum of the products of each x with its w. See the head of this file.
 
     Args:
-      x, ws, experts, tiles: The operands; all w have the same shape.
+      xs, ws, experts, tiles: The operands; all x have the same shape, and all w.
       tile_rows: The rows of a tile, a multiple of 128.
       transposed: Whether each w is [E, N, K].
       epilogue: What to return instead of the products: its results [M, N].
@@ -88,24 +88,41 @@ def grouped_matmul(
     Raises:
       NotImplementedError: The kernel cannot serve such operands.
     """
-    return _call(
-        "grouped_matmul", (x,), ws, experts, tiles, tile_rows, transposed, epilogue, operands
-    )
-
-
-def grouped_sum(
-    xs: Sequence[Array],
-    ws: Sequence[Array],
-    experts: Array,
-    tiles: Array,
-    *,
-    tile_rows: int,
-    transposed: bool = False,
-) -> Array:
-    """Returns the sum [M, N] of the products of each x [M, K] with its w; see `grouped_matmul` for
-    the arguments.
-    """
-    return _call("grouped_sum", xs, ws, experts, tiles, tile_rows, transposed, None, ())[0]
+    name = "grouped_sum" if len(xs) > 1 else "grouped_matmul"
+    n = ws[0].shape[1 if transposed else 2]
+    joined = len(ws) // len(xs)
+    check_grouped(name, xs[0].dtype, tile_rows, xs[0].shape[1], n)
+    results = epilogue.results if epilogue else joined
+    arrays = len(operands) + results
+    problem = Problem.of(xs, ws, n, tile_rows, arrays)
+    blocks, vmem_bytes = Blocks.choose(problem)
+    kernel = _Kernel(blocks, transposed, len(xs), joined, epilogue, chip_in_use().cores)
+    x_spec = pl.BlockSpec((tile_rows, blocks.k), blocks.x_index)
+    y_spec = pl.BlockSpec((tile_rows, blocks.n), blocks.y_index)
+    specs = GroupedOperands([x_spec] * len(xs), [HBM] * len(ws), [y_spec] * len(operands))
+    y = output((problem.m, n), xs[0], *xs[1:], *ws, *operands)
+    (ys,) = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(blocks.columns, tiles * blocks.depth),
+            in_specs=(specs,),
+            out_specs=([y_spec] * results,),
+            scratch_shapes=kernel.scratch(xs[0].dtype),
+        ),
+        out_shape=([y] * results,),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=(outer_semantics(kernel.cores), "arbitrary"),
+            vmem_limit_bytes=vmem_limit(vmem_bytes),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * problem.m * problem.k * n * len(ws),
+            transcendentals=0,
+            bytes_accessed=problem.itemsize * problem.elements(blocks, readings=1),
+        ),
+        name=name,
+    )(blocks.table(experts, tiles), GroupedOperands(list(xs), list(ws), list(operands)))
+    return tuple(ys)
 
 
 def check_grouped(caller: str, dtype: jnp.dtype, tile_rows: int, *features: int) -> None:
@@ -147,26 +164,22 @@ class Blocks:
         return self.n // self.width
 
     @classmethod
-    def choose(
-        cls, xs: Sequence[Array], ws: Sequence[Array], n: int, rows: int, results: int
-    ) -> tuple[Self, int]:
+    def choose(cls, problem: "Problem") -> tuple[Self, int]:
         """Returns the blocks that fit into vector memory and are the fastest, and what they take of
         that memory.
 
-        `results` counts the arrays [M, N] that are read or written. Experts are assumed to have
-        equally many tiles.
+        Experts are assumed to have equally many tiles.
         """
-        problem = Problem.of(xs, ws, n, rows, results)
-        m = problem.m
         k = problem.k
-        joined = problem.joined
+        n = problem.n
+        rows = problem.rows
         candidates = []
         for deep, wide in itertools.product(divisors(k), divisors(n)):
             sizes = range(1, problem.tiles_of_an_expert + 1)
             if deep == k:
-                sizes = range(m // rows, m // rows + 1)
+                sizes = range(problem.m // rows, problem.m // rows + 1)
             if deep <= DEEPEST:
-                width = _width(deep, wide, joined)
+                width = _width(deep, wide, problem.joined)
                 candidates += [
                     cls(rows, deep, wide, k // deep, n // wide, width, most) for most in sizes
                 ]
@@ -494,53 +507,3 @@ class _Kernel:
         if self.transposed:
             return (n, k)
         return (k, n)
-
-
-def _call(
-    caller: str,
-    xs: Sequence[Array],
-    ws: Sequence[Array],
-    experts: Array,
-    tiles: Array,
-    rows: int,
-    transposed: bool,
-    epilogue: Epilogue | None,
-    operands: Sequence[Array],
-) -> tuple[Array, ...]:
-    n = ws[0].shape[1 if transposed else 2]
-    joined = len(ws) // len(xs)
-    check_grouped(caller, xs[0].dtype, rows, xs[0].shape[1], n)
-    if epilogue:
-        results = epilogue.results
-    else:
-        results = joined
-    arrays = len(operands) + results
-    problem = Problem.of(xs, ws, n, rows, arrays)
-    blocks, vmem_bytes = Blocks.choose(xs, ws, n, rows, arrays)
-    kernel = _Kernel(blocks, transposed, len(xs), joined, epilogue, chip_in_use().cores)
-    x_spec = pl.BlockSpec((rows, blocks.k), blocks.x_index)
-    y_spec = pl.BlockSpec((rows, blocks.n), blocks.y_index)
-    specs = GroupedOperands([x_spec] * len(xs), [HBM] * len(ws), [y_spec] * len(operands))
-    y = output((problem.m, n), xs[0], *xs[1:], *ws, *operands)
-    (ys,) = pl.pallas_call(
-        kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(blocks.columns, tiles * blocks.depth),
-            in_specs=(specs,),
-            out_specs=([y_spec] * results,),
-            scratch_shapes=kernel.scratch(xs[0].dtype),
-        ),
-        out_shape=([y] * results,),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=(outer_semantics(kernel.cores), "arbitrary"),
-            vmem_limit_bytes=vmem_limit(vmem_bytes),
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * problem.m * problem.k * n * len(ws),
-            transcendentals=0,
-            bytes_accessed=problem.itemsize * problem.elements(blocks, readings=1),
-        ),
-        name=caller,
-    )(blocks.table(experts, tiles), GroupedOperands(list(xs), list(ws), list(operands)))
-    return tuple(ys)

@@ -18,7 +18,7 @@ from flaxasync.kernels import grouped_weight_gradient
 from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.vector_memory import available
-from flaxasync.kernels.grouped_matmul import Blocks, grouped_matmul, grouped_sum
+from flaxasync.kernels.grouped_matmul import Blocks, Problem, grouped_matmul
 from flaxasync.kernels.grouped_weight_gradient import Factors
 from flaxasync.kernels.grouped_weight_gradient import grouped_weight_gradient as weight_gradients
 from tests.kernels.conftest import as_float32, assert_close, draw
@@ -89,7 +89,7 @@ def product(x, w):
 @pytest.mark.usefixtures("blocks")
 def test_a_product():
     x, w = rows(K, "bfloat16"), draw_weights(K, N, dtype="bfloat16")[0]
-    (y,) = compute(grouped_matmul, x, (w,))
+    (y,) = compute(grouped_matmul, (x,), (w,))
     assert y.dtype == x.dtype
     assert_close(live(y), product(x, w), "bfloat16")
 
@@ -97,7 +97,7 @@ def test_a_product():
 @pytest.mark.usefixtures("blocks")
 def test_a_sum_of_transposed_products():
     xs, ws = (rows(K), rows(K, seed=3)), draw_weights(N, K)
-    got = compute(grouped_sum, xs, ws, transposed=True)
+    (got,) = compute(grouped_matmul, xs, ws, transposed=True)
     assert_close(live(got), sum(product(x, w.swapaxes(1, 2)) for x, w in zip(xs, ws, strict=True)))
 
 
@@ -117,7 +117,7 @@ def test_an_epilogue_of_two_products_of_one_x():
     x, ws, operand = rows(K), draw_weights(K, N), rows(N, seed=3)
 
     def gated(x, ws, operand, *tiling, **options):
-        return grouped_matmul(x, ws, *tiling, epilogue=Gate(), operands=(operand,), **options)
+        return grouped_matmul((x,), ws, *tiling, epilogue=Gate(), operands=(operand,), **options)
 
     h, added = compute(gated, x, ws, operand)
     up, gate = (product(x, w) for w in ws)
@@ -180,7 +180,7 @@ def test_a_wait_that_is_left_out_is_seen(slots, what, wrong, monkeypatch):
     monkeypatch.setattr(slots, what, lambda *arguments: None)
     x, w = rows(K), draw_weights(K, N)[0]
     if wrong == "y":
-        got, want = live(compute(grouped_matmul, x, (w,))[0]), product(x, w)
+        got, want = live(compute(grouped_matmul, (x,), (w,))[0]), product(x, w)
     else:
         factors = Factors(x, (x,), EXPERTS, np.int32(TILES))
         (got,) = weight_gradients([factors], COUNT, tile_rows=ROWS)
@@ -205,7 +205,7 @@ def test_two_cores_share_the_outer_blocks(monkeypatch):
         grouped_weight_gradient, "_choose", lambda *arguments: (Tiles(ROWS, 128, 128), 2**20)
     )
     x, w, initial = rows(K), draw_weights(K, N)[0], draw((COUNT, K, K), "float32", seed=3)
-    assert_close(live(compute(grouped_matmul, x, (w,))[0]), product(x, w))
+    assert_close(live(compute(grouped_matmul, (x,), (w,))[0]), product(x, w))
     factors = Factors(x, (x,), EXPERTS, np.int32(TILES))
     (got,) = weight_gradients([factors], COUNT, tile_rows=ROWS, initial=(initial,))
     sums = [
@@ -251,7 +251,7 @@ def test_what_they_cannot_take_is_said(features, dtype, message):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_blocks_fit_and_divide(k, n, pairs, tile_rows, dtype):
     x, w = jax.ShapeDtypeStruct((4096, k), dtype), jax.ShapeDtypeStruct((4, k, n), dtype)
-    found, vmem_bytes = Blocks.choose([x] * pairs, [w] * 2, n, tile_rows, 2 // pairs)
+    found, vmem_bytes = Blocks.choose(Problem.of([x] * pairs, [w] * 2, n, tile_rows, 2 // pairs))
     assert (found.k * found.depth, found.n * found.columns, found.width * found.panels) == (
         k,
         n,
@@ -271,7 +271,7 @@ def test_the_program_for_a_tpu_is_the_kernels_alone():
 
     def step(x, operand, ws, dws, experts, tiles):
         products = grouped_matmul(
-            x,
+            (x,),
             ws,
             experts,
             tiles,
@@ -280,7 +280,7 @@ def test_the_program_for_a_tpu_is_the_kernels_alone():
             operands=(operand,),
             transposed=True,
         )
-        dx = grouped_sum(products, ws, experts, tiles, tile_rows=ROWS)
+        (dx,) = grouped_matmul(products, ws, experts, tiles, tile_rows=ROWS)
         factors = Factors(x, products, experts, tiles)
         return dx, weight_gradients([factors, factors], COUNT, tile_rows=ROWS, initial=dws)
 

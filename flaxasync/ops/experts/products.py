@@ -20,7 +20,7 @@ from jax import Array, lax
 
 from flaxasync.kernels.add_rows import add_rows
 from flaxasync.kernels.engine.operands import LANES
-from flaxasync.kernels.grouped_matmul import grouped_matmul, grouped_sum
+from flaxasync.kernels.grouped_matmul import grouped_matmul
 from flaxasync.kernels.grouped_weight_gradient import Factors, grouped_weight_gradient
 from flaxasync.ops.experts.assignments import Tiles
 from flaxasync.ops.matmul.mlp import Activate, ActivateGradient, Activation, activate
@@ -152,9 +152,14 @@ class Grouped:
         t = tiles.rows.size // tiles.experts.size
         epilogue = Activate(self.activation, 0)
         (h,) = grouped_matmul(
-            _take(x, tiles), weights.columns, tiles.experts, count, tile_rows=t, epilogue=epilogue
+            (_take(x, tiles),),
+            weights.columns,
+            tiles.experts,
+            count,
+            tile_rows=t,
+            epilogue=epilogue,
         )
-        (out,) = grouped_matmul(h, (weights.down,), tiles.experts, count, tile_rows=t)
+        (out,) = grouped_matmul((h,), (weights.down,), tiles.experts, count, tile_rows=t)
         return self._add(y, x, tiles, count, out)
 
     def backward(
@@ -163,9 +168,9 @@ class Grouped:
         rows = _take(x, tiles)
         dys = _take(dy, tiles)
         t = tiles.rows.size // tiles.experts.size
-        up, gate = grouped_matmul(rows, weights.columns, tiles.experts, count, tile_rows=t)
+        up, gate = grouped_matmul((rows,), weights.columns, tiles.experts, count, tile_rows=t)
         dup, dgate, h = grouped_matmul(
-            dys,
+            (dys,),
             (weights.down,),
             tiles.experts,
             count,
@@ -174,7 +179,7 @@ class Grouped:
             epilogue=ActivateGradient(self.activation, 2),
             operands=(up, gate),
         )
-        drows = grouped_sum(
+        (drows,) = grouped_matmul(
             (dup, dgate), weights.columns, tiles.experts, count, tile_rows=t, transposed=True
         )
         # as h * dh, because h is act * up
