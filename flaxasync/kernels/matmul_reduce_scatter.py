@@ -466,8 +466,10 @@ class _Device:
             when(here.new_w, tiles.wait_w, scratch.w, here.w_slot, here.t, here.j)
             when(last, scratch.outgoing.free, here.number, self.wait_until_left)
             when(last & (here.hop > 0), self.wait_for_received, here)
-            if self.scratch.scales is not None:
-                when(last, self.wait_for_scales, self.scratch.scales, here)
+            scales = self.scratch.scales
+            if scales is not None:
+                of_tile = scales.rows.slot(here.number)
+                when(last, tiles.wait_result, scales, of_tile, here.i, here.j)
         self.multiply(here)
         when(last, self.send, here)
         if self.beside is not None:
@@ -501,14 +503,6 @@ class _Device:
             scales.start(slot, of_rows.at[batches, owner, rows], [of_columns.at[:, columns]])
 
         self.tiles.on_result(there.i, there.j, fetch)
-
-    def wait_for_scales(self, scales: Scales, here: ReduceScatterStep) -> None:
-        slot = scales.rows.slot(here.number)
-
-        def wait_for(_: int, *tile: pl.Slice) -> None:
-            scales.wait(slot, *(side.size for side in tile))
-
-        self.tiles.on_result(here.i, here.j, wait_for)
 
     def multiply(self, here: ReduceScatterStep) -> None:
         """Adds the product of two tiles to its sum. A finished sum is rounded into the slot that it

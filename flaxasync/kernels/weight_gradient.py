@@ -284,11 +284,8 @@ def _plan(
         return total
 
     schedules = [schedule_of(asked) for asked in candidates]
-    fitting = [schedule for schedule in schedules if need(schedule.tiles) <= available()]
-    if fitting:
-        schedule = fitting[0]
-    else:
-        schedule = schedules[-1]
+    fitting = (schedule for schedule in schedules if need(schedule.tiles) <= available())
+    schedule = next(fitting, schedules[-1])
     return schedule, check_vmem(CALLER, schedule.tiles, need)
 
 

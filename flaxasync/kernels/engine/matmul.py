@@ -300,9 +300,11 @@ class MatmulTiles:
         self.rows.on_slice(i, on_rows)
 
     def wait_result(
-        self, slots: IncomingTiles | OutgoingTiles, slot: Scalar, i: Scalar, j: Scalar
+        self, slots: IncomingTiles | OutgoingTiles | Scales, slot: Scalar, i: Scalar, j: Scalar
     ) -> None:
-        """Waits until tile (i, j) of the result has come into a slot, or has left it."""
+        """Waits until tile (i, j) of the result, or its scales, has come into a slot, or has left
+        it.
+        """
 
         def wait_for(_: int, *tile: pl.Slice) -> None:
             slots.wait(slot, *(side.size for side in tile))

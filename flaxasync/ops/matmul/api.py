@@ -14,10 +14,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flaxasync import mesh
+from flaxasync.kernels.engine.operands import DTYPES
 from flaxasync.mesh import mapped_axis_size, vary_alike
-from flaxasync.ops.choose import Directions, check_mapped, decide
+from flaxasync.ops.choose import Directions, cannot_serve, check_mapped, decide
 from flaxasync.ops.matmul import vjp
-from flaxasync.ops.matmul.fused import FusedExecutor, check_kernels
+from flaxasync.ops.matmul.fused import FusedExecutor
 from flaxasync.ops.matmul.products import Arrays, Operands
 from flaxasync.ops.matmul.ring import RingExecutor
 from flaxasync.ops.matmul.vjp import Executor
@@ -31,7 +32,7 @@ type Quantizing = Quantization | str | None
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a caller may ask for; see `all_gather_matmul`."""
+    """What a caller may ask for; see `flaxasync.all_gather_matmul`."""
 
     backend: str | None
     directions: Directions = None
@@ -259,16 +260,7 @@ def choose_executor(
 
     def check(backend: str) -> None:
         if backend == "fused":
-            check_kernels(
-                op,
-                axis_name,
-                size,
-                shapes,
-                dtype,
-                options.unroll,
-                options.precision,
-                options.reduce_dtype,
-            )
+            _check_kernels(op, axis_name, size, shapes, dtype, options)
 
     execution = decide(
         op,
@@ -289,6 +281,49 @@ def choose_executor(
     return RingExecutor(
         execution.ring(axis_name), options.precision, options.reduce_dtype, quantization
     ), execution.keep
+
+
+def _check_kernels(
+    op: str,
+    axis_name: str,
+    size: int,
+    shapes: Sequence[Shape],
+    dtype: jnp.dtype,
+    options: Options,
+) -> None:
+    """Raises NotImplementedError if the kernels cannot serve a call of `op` on a ring of `size`
+    TPUs.
+    """
+    name = jnp.dtype(dtype).name
+    reduce_name = jnp.dtype(options.reduce_dtype or dtype).name
+    limit = None
+    instead = "leave it out, or use backend='xla'"
+    if size == 1:
+        limit = f"exchanges blocks between devices: got an axis {axis_name!r} of size 1"
+        instead = "use backend='none'"
+    elif any(0 in shape for shape in shapes):
+        limit = (
+            f"multiplies operands that are not empty: got x {list(shapes[0])} and w "
+            f"{list(shapes[1])}"
+        )
+        instead = "use backend='none'"
+    elif name not in DTYPES:
+        limit = f"has kernels for {' and '.join(DTYPES)}: got {name}"
+        instead = "cast the operands, or use backend='xla'"
+    elif options.precision not in (None, lax.Precision.DEFAULT, "default"):
+        limit = (
+            "multiplies with the matrix unit's default precision: got "
+            f"precision={options.precision}"
+        )
+    elif reduce_name != name:
+        limit = f"sends partial sums in the operands' dtype, {name}: got reduce_dtype={reduce_name}"
+    elif options.unroll != 2:
+        limit = (
+            "is a kernel with loops of its own, which unroll does not reach: got "
+            f"unroll={options.unroll}"
+        )
+    if limit is not None:
+        raise cannot_serve(op, "fused", limit, instead)
 
 
 def check_operands(op: str, xs: Arrays, ws: Operands, axis_name: str) -> int:

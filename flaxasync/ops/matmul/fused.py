@@ -11,15 +11,13 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.typing import DTypeLike
 
 from flaxasync.kernels.all_gather_matmul import all_gather_matmul
 from flaxasync.kernels.engine.beside import WeightGradient
 from flaxasync.kernels.engine.matmul import Epilogue
-from flaxasync.kernels.engine.operands import DTYPES, LANES, sublanes
+from flaxasync.kernels.engine.operands import LANES, sublanes
 from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from flaxasync.kernels.weight_gradient import TILES, gather_weight_gradient
-from flaxasync.ops.choose import cannot_serve
 from flaxasync.ops.matmul import products
 from flaxasync.ops.matmul.products import Arrays, Operands
 from flaxasync.ops.quantization import Operand, Quantization, Quantized, dequantize, values_of
@@ -159,47 +157,6 @@ class FusedExecutor:
             directions=self.directions,
         )
         return tuple(dw[:k, : dy.shape[-1]] for dw, dy in zip(dws, dys, strict=True))
-
-
-def check_kernels(
-    op: str,
-    axis_name: str,
-    size: int,
-    shapes: Sequence[Sequence[int]],
-    dtype: jnp.dtype,
-    unroll: int,
-    precision: lax.PrecisionLike,
-    reduce_dtype: DTypeLike | None,
-) -> None:
-    """Raises NotImplementedError if the kernels cannot serve a call of `op` on a ring of `size`
-    TPUs.
-    """
-    name = jnp.dtype(dtype).name
-    reduce_name = jnp.dtype(reduce_dtype or dtype).name
-    limit = None
-    instead = "leave it out, or use backend='xla'"
-    if size == 1:
-        limit = f"exchanges blocks between devices: got an axis {axis_name!r} of size 1"
-        instead = "use backend='none'"
-    elif any(0 in shape for shape in shapes):
-        limit = (
-            f"multiplies operands that are not empty: got x {list(shapes[0])} and w "
-            f"{list(shapes[1])}"
-        )
-        instead = "use backend='none'"
-    elif name not in DTYPES:
-        limit = f"has kernels for {' and '.join(DTYPES)}: got {name}"
-        instead = "cast the operands, or use backend='xla'"
-    elif precision not in (None, lax.Precision.DEFAULT, "default"):
-        limit = f"multiplies with the matrix unit's default precision: got precision={precision}"
-    elif reduce_name != name:
-        limit = f"sends partial sums in the operands' dtype, {name}: got reduce_dtype={reduce_name}"
-    elif unroll != 2:
-        limit = (
-            f"is a kernel with loops of its own, which unroll does not reach: got unroll={unroll}"
-        )
-    if limit is not None:
-        raise cannot_serve(op, "fused", limit, instead)
 
 
 def _weight_gradient(x: Operand, dy: Operand) -> WeightGradient:

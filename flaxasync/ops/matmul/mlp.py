@@ -93,7 +93,7 @@ def parallel_mlp(
         and isinstance(gather, FusedExecutor)
         and isinstance(scatter, FusedExecutor)
     ):
-        return _mlp(gather, keep, activation, x, ws, down)
+        return _mlp(FusedMLP(gather, keep, activation), x, ws, down)
 
     # otherwise all that lies between products and h would be saved: six arrays instead of two
     @jax.checkpoint
@@ -147,52 +147,43 @@ _first_derivative_only = first_only(
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _mlp(
-    executor: FusedExecutor,
-    keep: bool,
-    activation: Activation,
-    x: Array,
-    ws: Operands,
-    down: Operand,
-) -> Array:
-    return _forward(executor, False, activation, 0, x, ws, down)[0]
+@dataclasses.dataclass(frozen=True)
+class FusedMLP:
+    """What is static in an MLP of fused kernels. Hashable."""
+
+    executor: FusedExecutor
+    keep: bool  # whether all_gather(x) is kept for the backward pass
+    activation: Activation
 
 
-def _mlp_fwd(
-    executor: FusedExecutor,
-    keep: bool,
-    activation: Activation,
-    x: Array,
-    ws: Operands,
-    down: Operand,
-) -> tuple[Array, tuple[Operand, Operands, Operand, Arrays]]:
+type Saved = tuple[Operand, Operands, Operand, Arrays]  # x or all_gather(x), ws, down, products
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlp(mlp: FusedMLP, x: Array, ws: Operands, down: Operand) -> Array:
+    return _forward(dataclasses.replace(mlp, keep=False), 0, x, ws, down)[0]
+
+
+def _mlp_fwd(mlp: FusedMLP, x: Array, ws: Operands, down: Operand) -> tuple[Array, Saved]:
     operands = _first_derivative_only(x, ws, down)
-    y, (saved, *others, products) = _forward(executor, keep, activation, len(ws), *operands)
-    if keep:
+    y, (saved, *others, products) = _forward(mlp, len(ws), *operands)
+    if mlp.keep:
         saved = checkpoint_name(saved, GATHERED)
     return checkpoint_name(y, PRODUCT), (saved, *others, checkpoint_name(products, PRODUCT))
 
 
 def _forward(
-    executor: FusedExecutor,
-    keep: bool,
-    activation: Activation,
-    kept: int,
-    x: Array,
-    ws: Operands,
-    down: Operand,
-) -> tuple[Array, tuple[Operand, Operands, Operand, Arrays]]:
-    """Returns y, and what is saved: x, or all_gather(x) if `keep`; ws and down as multiplied; and
-    `kept` products.
-    """
+    mlp: FusedMLP, kept: int, x: Array, ws: Operands, down: Operand
+) -> tuple[Array, Saved]:
+    """Returns y, and what is saved, with `kept` products; ws and down are as they are multiplied."""
+    executor = mlp.executor
     with jax.named_scope("all_gather_matmul"):
         (x_given,), ws = forward_operands(executor.quantization, (x,), ws)
         ys, gathered = executor.gather(
             x_given,
             ws,
-            keep=keep,
-            epilogue=Activate(activation, kept),
+            keep=mlp.keep,
+            epilogue=Activate(mlp.activation, kept),
             measured=_measured(executor.quantization, slice(kept, None)),
         )
         products = ys[:kept]
@@ -216,13 +207,8 @@ def _only(arrays: Sequence[Array]) -> Array | None:
     return None
 
 
-def _mlp_bwd(
-    executor: FusedExecutor,
-    keep: bool,
-    activation: Activation,
-    saved: tuple[Operand, Operands, Operand, Arrays],
-    dy: Array,
-) -> tuple[Array, tuple[Any, ...], Any]:
+def _mlp_bwd(mlp: FusedMLP, saved: Saved, dy: Array) -> tuple[Array, tuple[Any, ...], Any]:
+    executor = mlp.executor
     x, ws, down, products, dy = _first_derivative_only(*saved, dy)
     with jax.named_scope("matmul_reduce_scatter_dx"):
         (dy_given,), down_given = backward_operands(executor.quantization, (dy,), (down,))
@@ -231,7 +217,7 @@ def _mlp_bwd(
             down_given,
             transposed=True,
             keep=True,
-            epilogue=ActivateGradient(activation, len(ws)),
+            epilogue=ActivateGradient(mlp.activation, len(ws)),
             operands=products,
             measured=_measured(
                 executor.quantization and executor.quantization.backward, slice(0, len(ws))
@@ -255,7 +241,7 @@ def _mlp_bwd(
             local = []
             d_downs = (d_down,)
     dx, dws, beside = vjp.gradients_of_gather(
-        executor, keep, (x, ws), dproducts, local, _only(most)
+        executor, mlp.keep, (x, ws), dproducts, local, _only(most)
     )
     return dx, dws, cotangents((down,), beside or d_downs)[0]
 
