@@ -466,10 +466,8 @@ class _Device:
             when(here.new_w, tiles.wait_w, scratch.w, here.w_slot, here.t, here.j)
             when(last, scratch.outgoing.free, here.number, self.wait_until_left)
             when(last & (here.hop > 0), self.wait_for_received, here)
-            scales = self.scratch.scales
-            if scales is not None:
-                of_tile = scales.rows.slot(here.number)
-                when(last, tiles.wait_result, scales, of_tile, here.i, here.j)
+            if self.scratch.scales is not None:
+                when(last, self.wait_for_scales, self.scratch.scales, here)
         self.multiply(here)
         when(last, self.send, here)
         if self.beside is not None:
@@ -503,6 +501,9 @@ class _Device:
             scales.start(slot, of_rows.at[batches, owner, rows], [of_columns.at[:, columns]])
 
         self.tiles.on_result(there.i, there.j, fetch)
+
+    def wait_for_scales(self, scales: Scales, here: ReduceScatterStep) -> None:
+        self.tiles.wait_result(scales, scales.rows.slot(here.number), here.i, here.j)
 
     def multiply(self, here: ReduceScatterStep) -> None:
         """Adds the product of two tiles to its sum. A finished sum is rounded into the slot that it
