@@ -10,7 +10,7 @@ from collections import Counter
 import jax
 
 from flaxasync import check
-from flaxasync.check.player.errors import PlayerError, ProtocolError, UnsimulatedError
+from flaxasync.check.player.errors import PlayerError, ProtocolError
 from flaxasync.mesh import UnsupportedError
 from flaxasync.verify import measure, programs
 from flaxasync.verify.cases import FORGETS, Case, stand_in
@@ -35,7 +35,7 @@ def rehearse_case(case: Case, *, repeats: int, topology: str) -> Measurement:
     except ProtocolError:
         raise
     except PlayerError as error:
-        missing["time"] = str(error)
+        missing["time"] = str(error).partition("\n")[0]
     except NotImplementedError:
         raise
     except RuntimeError as error:
@@ -57,8 +57,6 @@ def play_case(case: Case, topology: str) -> Timing:
     with jax.set_mesh(mesh):
         program = programs.make_program(case)
         played = check.play(program, *programs.abstract_arguments(case, mesh), topology=topology)
-    if played.not_simulated:
-        raise UnsimulatedError(played.not_simulated)
     phases: Counter[str] = Counter()
     for phase in played.slowest.phases:
         phases[phase.name] += phase.seconds  # type: ignore[assignment]

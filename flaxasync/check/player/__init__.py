@@ -8,7 +8,6 @@ Each file imports only files that are listed above it or beside it:
   collectives, dump                                     XLA's collectives; from a folder of dumps to programs
   result, machine                                       one device: its record, and what it does
   network, state, semaphores, transfers, simulation     all devices together
-  estimated                                             an estimate in the form of a result, of what is not simulated
   play, kernels                                         the public functions; the kernels of a program one by one
 """
 

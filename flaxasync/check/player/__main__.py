@@ -9,11 +9,9 @@ import argparse
 import pathlib
 import sys
 
-from flaxasync.check.player.dump import read_note, read_scheduled
 from flaxasync.check.player.errors import PlayerError, ProtocolError, UnsimulatedError
 from flaxasync.check.player.play import play_dump
 from flaxasync.check.render import save_picture, save_trace
-from flaxasync.check.timeline_of import timeline
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,7 +27,6 @@ def main(argv: list[str] | None = None) -> int:
         help="the chip (and core) of each partition, like 0,0,0:1,0,0:1,1,0:0,1,0 (default: as in "
         "player.json)",
     )
-    add("--measured-ms", type=float, help="time of the same program on a TPU: prints the error")
     add(
         "--json",
         metavar="FILE",
@@ -49,23 +46,11 @@ def main(argv: list[str] | None = None) -> int:
         coords = None
         if options.coords:
             coords = [tuple(int(n) for n in chip.split(",")) for chip in options.coords.split(":")]
-        if options.measured_ms:
-            measured = options.measured_ms / 1e3
-        else:
-            measured = None
         result = play_dump(
-            options.folder,
-            topology=options.topology,
-            coords=coords,
-            accept=options.accept,
-            measured=measured,
+            options.folder, topology=options.topology, coords=coords, accept=options.accept
         )
     except UnsimulatedError as error:
-        print(
-            f"cannot be simulated: {error}. "
-            f"{_from_text(pathlib.Path(options.folder), options.topology)}",
-            file=sys.stderr,
-        )
+        print(f"cannot be simulated: {error}", file=sys.stderr)
         return 2
     except PlayerError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -83,17 +68,6 @@ def main(argv: list[str] | None = None) -> int:
     if options.picture:
         save_picture(result, options.picture)
     return 0
-
-
-def _from_text(folder: pathlib.Path, topology: str | None) -> str:
-    """Returns a sentence about what the text of a program that cannot be simulated says of its
-    time.
-    """
-    t = timeline(read_scheduled(folder), topology or read_note(folder).topology)
-    return (
-        f"From its text alone, it is estimated at {t.seconds * 1e3:.3f} ms, of which "
-        f"{t.exposed * 1e3:.3f} ms are exposed communication (fa.check.timeline)."
-    )
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ class DumpError(PlayerError):
 
 
 class UnsimulatedError(PlayerError, NotImplementedError):
-    """The player cannot simulate the program, although nothing may be wrong with it. `play` returns
-    an estimate.
+    """The player cannot simulate the program, although nothing may be wrong with it. The message of
+    `play` ends with an estimate.
     """
 
 

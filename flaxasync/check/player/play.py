@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flaxasync.check.auditing.hazards import unsafe_buffers
+from flaxasync.check.estimate.estimator import timeline
 from flaxasync.check.player.chips import PlayedChip, chip_grid, places_of_partitions, played_chip
 from flaxasync.check.player.dump import Note, read_dump, write_note
 from flaxasync.check.player.errors import MeshMismatchError, UnsimulatedError
-from flaxasync.check.player.estimated import estimated_result
 from flaxasync.check.player.matrix_unit import operations
 from flaxasync.check.player.result import Result
 from flaxasync.check.player.simulation import Simulation
@@ -26,7 +26,6 @@ def play(
     *args: Any,
     topology: str,
     keep_dumps: str | os.PathLike | None = None,
-    measured: float | None = None,
     accept: Iterable[str] = (),
     compiler_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
@@ -38,21 +37,20 @@ def play(
       fn, *args, **kwargs: A function and its arguments, as for `compile_for`.
       topology: The chip and its grid: "v5e:2x4", ...
       keep_dumps: An empty folder in which the dumps are left. By default they are deleted.
-      measured: Seconds that the same program took on a TPU, if they are known. The result then
-        states its error.
       accept: Names of operations that the player does not know. They are assumed to cost only their
         slot in a bundle.
       compiler_options: libtpu's own options.
 
     Returns:
       Where the time and the bytes of the program went. `print` shows a table.
-      `fa.check.save_picture` and `fa.check.save_trace` write it to files. Of a program that cannot
-      be simulated, because it has an operation that the player does not know, for example, the
-      figures are the estimate of `fa.check.timeline`, and `.not_simulated` says why.
+      `fa.check.save_picture` and `fa.check.save_trace` write it to files.
 
     Raises:
       ValueError: The topology is unknown, or does not fit the arguments.
       RuntimeError: The compiler refused the program.
+      UnsimulatedError: The program cannot be simulated, because it has an operation that the player
+        does not know, for example. The message ends with the estimate of `fa.check.timeline`. It is
+        a PlayerError.
       PlayerError: The program breaks a rule of the machine, or its dumps cannot be read.
     """
     # imports JAX, which play_dump does not need
@@ -72,10 +70,7 @@ def play(
             topology, fn, *args, keep_dumps=folder, compiler_options=compiler_options, **kwargs
         )
         write_note(folder, Note(topology, installed_libtpu(), compiled.coords))
-        try:
-            return play_dump(folder, measured=measured, accept=accept)
-        except UnsimulatedError as error:
-            return estimated_result(compiled, str(error), measured=measured)
+        return play_dump(folder, accept=accept)
 
 
 def play_dump(
@@ -84,7 +79,6 @@ def play_dump(
     topology: str | None = None,
     coords: Iterable[tuple[int, ...]] | None = None,
     chip: PlayedChip | None = None,
-    measured: float | None = None,
     accept: Iterable[str] = (),
 ) -> Result:
     """Simulates a folder of bundle dumps.
@@ -97,10 +91,10 @@ def play_dump(
         without a note, the chips in the order of their numbers.
       chip: A chip whose numbers differ from those of the table, like
         `dataclasses.replace(played_chip("v5e"), link_efficiency=1.0)`.
-      measured, accept: As for `play`.
+      accept: As for `play`.
 
     Raises:
-      UnsimulatedError: The program cannot be simulated. It is a PlayerError.
+      UnsimulatedError: As for `play`.
       PlayerError: The program breaks a rule of the machine, or its dumps cannot be read; see
         errors.py.
     """
@@ -118,8 +112,6 @@ def play_dump(
             f"{folder} was compiled for {dump.note.topology}, not for {topology}: compile again, "
             "or leave it out"
         )
-    chip = chip or played_chip(named)
-    grid = chip_grid(named)
     order = dump.note.coords
     if coords is not None:
         order = tuple(tuple(c) for c in coords)
@@ -132,19 +124,25 @@ def play_dump(
     version = untested(dump.note.libtpu)
     if version is not None:
         notes.append(version)
-    places = places_of_partitions(grid, devices, order)
     try:
-        state = State(dump, grid, places, chip, frozenset(accept))
+        grid = chip_grid(named)
+        places = places_of_partitions(grid, devices, order)
+        state = State(dump, grid, places, chip or played_chip(named), frozenset(accept))
         with progress(state.progress):
             Simulation(state).run()
     except UnsimulatedError as error:
-        if version is None:
-            raise
-        raise type(error)(f"{error}; {version}") from error
-    return _result(state, measured, notes)
+        why = str(error)
+        if version is not None:
+            why += f"; {version}"
+        t = timeline(dump.module, named)
+        raise type(error)(
+            f"{why}.\nFrom its text alone, it is estimated at {t.seconds * 1e3:.3f} ms, of which "
+            f"{t.exposed * 1e3:.3f} ms are exposed communication (fa.check.timeline)."
+        ) from error
+    return _result(state, notes)
 
 
-def _result(state: State, measured: float | None, notes: list[str]) -> Result:
+def _result(state: State, notes: list[str]) -> Result:
     """Returns the result of a simulation that has ended, whose first notes are those given."""
     chip = state.chip
     devices = tuple(m.recorder.device(m.coords, m.now) for m in state.machines)
@@ -173,6 +171,5 @@ def _result(state: State, measured: float | None, notes: list[str]) -> Result:
         operations={name: operations(program) for name, program in state.dump.programs.items()},
         slices=tuple(state.slices),
         all_waits=tuple(state.waits),
-        measured=measured,
         unsafe=unsafe_buffers(state.dump.module),
     )

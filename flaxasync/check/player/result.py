@@ -153,12 +153,8 @@ class Result:
     slices: tuple[Slice, ...] = dataclasses.field(repr=False)
     # of all devices, in the order in which they ended
     all_waits: tuple[EndedWait, ...] = dataclasses.field(default=(), repr=False)
-    measured: float | None = None  # seconds that the program took on a TPU, if it was measured
-    # why the figures are an estimate from the text of the program; "" if they are simulated
-    not_simulated: str = ""
     # what the audit rejects of buffers in flight, which no figure here shows
     unsafe: tuple[str, ...] = ()
-    preference: str = WHOLE_PLAYED  # whether to believe it or another prediction of the program
 
     @property
     def slowest(self) -> Device:
@@ -176,13 +172,6 @@ class Result:
     @property
     def share_of_peak(self) -> float:
         return self.slowest.share_of_peak
-
-    @property
-    def error(self) -> float | None:
-        """The total divided by the measurement, minus 1; None if there is no measurement."""
-        if self.measured is None:
-            return None
-        return self.seconds / self.measured - 1
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -217,33 +206,26 @@ class Result:
             self.slices,
             tuple(d.times() for d in self.devices),
             self.notes,
-            preference=self.preference,
+            preference=WHOLE_PLAYED,
         )
 
     def to_json(self) -> str:
         """Returns everything except the slices and the single waits as JSON."""
         fields = dataclasses.asdict(dataclasses.replace(self, slices=(), all_waits=()))
         del fields["slices"], fields["all_waits"]
-        totals = ("seconds", "share_of_peak", "exposed", "error", "bytes")
+        totals = ("seconds", "share_of_peak", "exposed", "bytes")
         return json.dumps(fields | {name: getattr(self, name) for name in totals}, indent=1)
 
     def __str__(self) -> str:
         slowest = self.slowest
-        head = f"{self.name} on {self.topology}: "
-        if self.not_simulated:
-            head += "not simulated, estimated at "
-        head += (
-            f"{self.seconds * 1e3:.4f} ms, {slowest.share_of_peak:.1%} of peak, exposed "
-            f"communication {self.exposed * 1e3:.4f} ms"
+        head = (
+            f"{self.name} on {self.topology}: {self.seconds * 1e3:.4f} ms, "
+            f"{slowest.share_of_peak:.1%} of peak, exposed communication {self.exposed * 1e3:.4f} ms"
         )
-        if self.error is not None and self.measured is not None:
-            head += f"; measured {self.measured * 1e3:.4g} ms, error {self.error:+.1%}"
         if self.unsafe:
             head += "; its results are wrong on a chip, because a buffer in flight is touched"
         columns = ("total", "issue", "mxu stall", "mxu busy", *CAUSES)
         lines = [head, *(f"  unsafe: {found}" for found in self.unsafe)]
-        if self.not_simulated:
-            lines.append(f"  not simulated: {self.not_simulated}")
         lines += [f"  {'':34s}" + "".join(f"{c:>11s}" for c in columns) + "   ms"]
         lines += [
             _row(f"device {d.device} at {','.join(map(str, d.coords))}", d) for d in self.devices
@@ -256,7 +238,7 @@ class Result:
             moved = (f"{kind} {size / 1e6:.1f} MB" for kind, size in sorted(self.bytes.items()))
             lines.append(f"  bytes of all devices: {', '.join(moved)}")
         lines += [f"  basis: {self.basis}", f"  known error: {self.known_error}"]
-        lines.append(f"  which to believe: {self.preference}")
+        lines.append(f"  which to believe: {WHOLE_PLAYED}")
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
 

@@ -107,8 +107,7 @@ def test_an_unknown_operation_is_named_and_can_be_accepted(copy, capsys):
     assert main([str(copy)]) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("cannot be simulated: exchange.1: scalar operation 'squux.u32'")
-    assert re.search(r"\. From its text alone, it is estimated at \d\.\d{3} ms, of which", printed)
-    assert printed.count("\n") == 1, "one paragraph"
+    assert re.search(r"\.\nFrom its text alone, it is estimated at \d\.\d{3} ms, of which", printed)
 
 
 def test_files_of_a_later_pass_with_three_digits_are_found(copy):
@@ -131,10 +130,9 @@ def test_the_command(dumps, tmp_path, capsys):
         "--picture",
         str(files["p.png"]),
     ]
-    assert main([str(dumps), *arguments, "--topology", "v5e:2x2", "--measured-ms", "0.02"]) == 0
+    assert main([str(dumps), *arguments, "--topology", "v5e:2x2"]) == 0
     printed = capsys.readouterr().out
     assert "exchange.1" in printed
-    assert "measured 0.02 ms" in printed
     assert all(path.stat().st_size > 0 for path in files.values())
     assert main([str(dumps), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["topology"] == "v5e:2x2"

@@ -64,9 +64,8 @@ def test_a_simulation_is_the_same_every_time():
     assert again.slices == third.slices
 
 
-def test_measured_gives_an_error_and_constants_can_be_replaced():
+def test_constants_can_be_replaced():
     folder, result = simulated("series")
-    assert play_dump(folder, measured=result.seconds / 1.1).error == pytest.approx(0.1)
     slow = dataclasses.replace(played_chip("v5e"), link_efficiency=0.5)
     assert play_dump(folder, chip=slow).exposed > 1.7 * result.exposed
 
@@ -132,7 +131,7 @@ def fused(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("fused")
     fn, *arguments = program("fused", topology_mesh("v5e:2x2", (2, 2), ("x", "y")), STUDY)
-    return folder, play(fn, *arguments, topology="v5e:2x2", measured=12.3e-3, keep_dumps=folder)
+    return folder, play(fn, *arguments, topology="v5e:2x2", keep_dumps=folder)
 
 
 @pytest.mark.slow
