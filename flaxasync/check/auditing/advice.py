@@ -35,7 +35,7 @@ from flaxasync.check.auditing import mesh_product
 from flaxasync.check.auditing.findings import size_text
 from flaxasync.check.auditing.independent_work import IndependentWork
 from flaxasync.check.estimate.costs import Costs
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.module import Instruction
 from flaxasync.check.hlo.shapes import Shape
 
 # XLA's flags, by what they move to a SparseCore; tests/check/auditing/test_advice.py checks that
@@ -70,30 +70,27 @@ class Advice:
 def advise(
     costs: Costs,
     work: IndependentWork,
-    computation: Computation,
     i: Instruction,
     collective: Instruction,
 ) -> Advice:
     """Returns the advice on a collective that holds the chip, alone or within the fusion `i`."""
-    kind = costs.collective_kind(computation, i, collective)
+    kind = costs.collective_kind(i, collective)
     ways = []
     if kind in _OPS:
-        matmuls = _partners(costs.module, computation, i, kind)
+        matmuls = _partners(i, kind)
     else:
         matmuls = []
     if matmuls and kind == "all-reduce" and _IN_BACKWARD in i.op_name:
-        ways.append(_sum_gradients_beside(costs, work, computation, i))
+        ways.append(_sum_gradients_beside(costs, work, i))
     elif matmuls:
-        ways.append(
-            _ring(costs, computation, i, kind, matmuls, max(2, costs.group_size(collective)))
-        )
-    if product := mesh_product.find(costs.module, computation, i):
-        hidden = mesh_product.gain(costs, computation, product, costs.seconds(computation, i))
-        ways.append(Advice(mesh_product.advice(costs.module, product), hidden))
+        ways.append(_ring(costs, i, kind, matmuls, max(2, costs.group_size(collective))))
+    if product := mesh_product.find(i):
+        hidden = mesh_product.gain(costs, product, costs.seconds(i))
+        ways.append(Advice(mesh_product.advice(product), hidden))
     if "rematted_computation" in i.op_name:
-        ways.append(_save(costs, computation, i))
+        ways.append(_save(costs, i))
     if not any(way.gain for way in ways) or _offload_flag(costs, kind):
-        ways.append(_beside(costs, work, computation, i, kind))
+        ways.append(_beside(costs, work, i, kind))
     return max(ways, key=lambda advice: advice.gain)
 
 
@@ -103,16 +100,14 @@ def _offload_flag(costs: Costs, kind: str) -> str | None:
     return None
 
 
-def _beside(
-    costs: Costs, work: IndependentWork, computation: Computation, i: Instruction, kind: str
-) -> Advice:
+def _beside(costs: Costs, work: IndependentWork, i: Instruction, kind: str) -> Advice:
     """Advises to run a collective beside work that does not depend on it, where a flag does
     that.
     """
     flag = _offload_flag(costs, kind)
     if flag is None:
         return Advice(f"nothing that is known shortens it on {costs.chip.name} where it is", 0.0)
-    free = work.beside(computation, [i.name], [i.name], costs.seconds(computation, i))
+    free = work.beside(i, [i], costs.seconds(i))
     if not free:
         return Advice(
             f"nothing independent is there; the XLA flag {flag} moves it to the SparseCore", 0.0
@@ -121,24 +116,21 @@ def _beside(
         f"run it beside {free[0][1].name}, on which it does not depend; the XLA flag {flag} moves "
         "it to the SparseCore"
     )
-    return Advice(text, min(costs.seconds(computation, i), sum(seconds for seconds, _ in free)))
+    return Advice(text, min(costs.seconds(i), sum(seconds for seconds, _ in free)))
 
 
-def _sum_gradients_beside(
-    costs: Costs, work: IndependentWork, computation: Computation, i: Instruction
-) -> Advice:
+def _sum_gradients_beside(costs: Costs, work: IndependentWork, i: Instruction) -> Advice:
     """Advises to sum the gradients of weights beside the backward pass of the other layers."""
-    free = work.beside(computation, [i.name], [i.name], costs.seconds(computation, i))
+    free = work.beside(i, [i], costs.seconds(i))
     text = (
         "it sums gradients: flaxasync.nn.scan_with_prefetch, in place of nnx.scan over layers, "
         "sums those of each layer beside the backward pass of the others"
     )
-    return Advice(text, min(costs.seconds(computation, i), sum(seconds for seconds, _ in free)))
+    return Advice(text, min(costs.seconds(i), sum(seconds for seconds, _ in free)))
 
 
 def _ring(
     costs: Costs,
-    computation: Computation,
     i: Instruction,
     kind: str,
     matmuls: Sequence[Instruction],
@@ -149,8 +141,8 @@ def _ring(
     An all-reduce is a reduce-scatter, which the matmul before it can hide, and a gather, which it
     cannot.
     """
-    collective = costs.seconds(computation, i)
-    product = sum(costs.seconds(computation, m) for m in matmuls)
+    collective = costs.seconds(i)
+    product = sum(costs.seconds(m) for m in matmuls)
     if kind == "all-reduce":
         hidden = collective / 2
     else:
@@ -162,9 +154,7 @@ def _ring(
     )
     gathered = i.attributes.get("dimensions", "").strip("{}")
     if kind == "all-gather" and gathered.isascii() and gathered.isdecimal() and len(gathered) < 4:
-        sums = sum(
-            partial_sum_bytes(costs.module, computation, m, i, int(gathered)) for m in matmuls
-        )
+        sums = sum(partial_sum_bytes(m, i, int(gathered)) for m in matmuls)
         overlapped += costs.memory_seconds(2 * (ring - 1) * sums)
     names = ", ".join(m.name for m in matmuls)
     if len(matmuls) == 1:
@@ -175,26 +165,25 @@ def _ring(
     return Advice(text, max(0.0, collective + product - overlapped))
 
 
-def _save(costs: Costs, computation: Computation, i: Instruction) -> Advice:
+def _save(costs: Costs, i: Instruction) -> Advice:
     """Advises to save what a backward pass computes again. What others need, too, does not count as
     gained.
     """
     dead = {i.name}
     # The latest first, so that all users of an instruction have been looked at before it.
-    pending = [-computation.position[operand] for operand in i.operands]
+    pending = [-made.position for made in i.inputs]
     heapq.heapify(pending)
     while pending:
-        earlier = computation.instructions[-heapq.heappop(pending)]
-        users = computation.users.get(earlier.name, [])
+        earlier = i.computation.instructions[-heapq.heappop(pending)]
         if (
             earlier.name not in dead
             and not earlier.is_root
-            and all(user.name in dead for user in users)
+            and all(user.name in dead for user in earlier.users)
         ):
             dead.add(earlier.name)
-            for operand in earlier.operands:
-                heapq.heappush(pending, -computation.position[operand])
-    work = sum(costs.seconds(computation, computation.by_name[name]) for name in dead)
+            for made in earlier.inputs:
+                heapq.heappush(pending, -made.position)
+    work = sum(costs.seconds(i.computation.by_name[name]) for name in dead)
     # it is read and written as it is saved, and as it is fetched
     traffic = costs.memory_seconds(4 * i.shape.bytes)
     text = (
@@ -218,9 +207,7 @@ def _ways(costs: Costs, kind: str) -> str:
     return f"flaxasync.{_OPS[kind]} does it"
 
 
-def _partners(
-    module: HloModule, computation: Computation, i: Instruction, kind: str
-) -> list[Instruction]:
+def _partners(i: Instruction, kind: str) -> list[Instruction]:
     """Returns the nearest matmuls that take a gathered array, or those whose product is summed,
     across reshapes.
     """
@@ -230,80 +217,70 @@ def _partners(
     while pending:
         step, *pending = pending
         if kind == "all-gather":
-            near = computation.users.get(step.name, [])
+            near = step.users
         else:
-            near = computation.operands(step)
+            near = step.inputs
         for one in near:
             if one.name in seen:
                 continue
             seen.add(one.name)
-            if module.contains_matmul(one):
+            if one.contains_matmul:
                 found.append(one)
             elif one.opcode in _PASSES:
                 pending.append(one)
     return found
 
 
-def partial_sum_bytes(
-    module: HloModule, computation: Computation, matmul: Instruction, made: Instruction, axis: int
-) -> int:
+def partial_sum_bytes(matmul: Instruction, made: Instruction, axis: int) -> int:
     """Returns the bytes of the product of a matmul that sums over a dimension of what `made` makes;
     0 for any other.
     """
-    names = _same_elements(computation, {made.name}, made.shape, _PASSES)
-    seen = {computation.name}
+    names = _same_elements([made], made.shape, _PASSES)
     while matmul.opcode == "fusion":
-        computation = module.called(matmul)[0]
-        if computation.name in seen:
-            return 0
-        seen.add(computation.name)
-        entered = {
-            p.name
-            for n, p in computation.parameters.items()
-            if names & {*matmul.operands[n : n + 1]}
-        }
-        names = _same_elements(computation, entered, made.shape)
+        computation = matmul.called[0]
+        entered = [
+            p for n, p in computation.parameters.items() if names & {*matmul.operands[n : n + 1]}
+        ]
+        names = _same_elements(entered, made.shape)
         inside = [
             i
             for i in computation.instructions
-            if module.contains_matmul(i) and not names.isdisjoint(i.operands)
+            if i.contains_matmul and not names.isdisjoint(i.operands)
         ]
         if not inside:
             return 0
         matmul = inside[0]
-    if _sums_over(computation, matmul, names, made.shape, axis):
+    if _sums_over(matmul, names, made.shape, axis):
         return matmul.shape.bytes
     return 0
 
 
 def _same_elements(
-    computation: Computation, names: set[str], array: Shape, opcodes: Set[str] | None = None
+    holders: Sequence[Instruction], array: Shape, opcodes: Set[str] | None = None
 ) -> set[str]:
-    """Returns the names of an array and of what is made of it, by opcodes if given, and has as many
-    elements.
+    """Returns the names of what holds an array, and of what is made of it, by opcodes if given, and
+    has as many elements.
     """
-    found = set(names)
-    pending = list(names)
+    found = {i.name for i in holders}
+    pending = list(holders)
     while pending:
-        for user in computation.users.get(pending.pop(), ()):
+        for user in pending.pop().users:
             passes = opcodes is None or user.opcode in opcodes
             same = passes and math.prod(user.shape.dimensions) == math.prod(array.dimensions)
             if same and user.name not in found:
                 found.add(user.name)
-                pending.append(user.name)
+                pending.append(user)
     return found
 
 
-def _sums_over(
-    computation: Computation, product: Instruction, names: set[str], array: Shape, axis: int
-) -> bool:
+def _sums_over(product: Instruction, names: set[str], array: Shape, axis: int) -> bool:
     """Says whether a dot or a convolution sums over a dimension; False if reshapes have split or
     merged dimensions.
     """
     number = next((n for n, operand in enumerate(product.operands[:2]) if operand in names), None)
     if number is None or axis >= len(array.dimensions) or array.dimensions[axis] == 1:
         return False
-    made = computation.operands(product)[number].shape.dimensions
+    made = product.inputs[number].shape.dimensions
     # Reshapes that only add and remove dimensions of size one keep the order of the others.
     kept = [n for n, size in enumerate(made) if size != 1]
     if [made[n] for n in kept] != [size for size in array.dimensions if size != 1]:

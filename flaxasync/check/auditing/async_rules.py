@@ -15,16 +15,15 @@ call "control_dep" may use any step, because it only orders instructions.
 from collections.abc import Iterator, Sequence
 
 from flaxasync.check.auditing.findings import Finding, finding
-from flaxasync.check.hlo.async_forms import chain, operands_of
+from flaxasync.check.hlo.async_forms import Chain, chain
 from flaxasync.check.hlo.async_operations import (
     COLLECTIVES,
     FIRST_CLASS,
     AsyncOperation,
     async_operations,
-    spelling_of_opcode,
-    step_of_opcode,
+    step_of,
 )
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.module import HloModule, Instruction
 from flaxasync.check.hlo.shapes import Shape
 
 _CARRIERS = ("while", "conditional", "call")  # they pass a future on
@@ -48,36 +47,32 @@ def check_async_rules(
     if known is None:
         known = async_operations(module)
     found = [
-        finding(code, message, computation.name, i.name, source=module.source(i))
+        finding(*broken)
         for computation in module.computations.values()
-        for code, message, i in _broken_in(module, computation)
+        for i in computation.instructions
+        for broken in _broken_by(i)
     ]
     for op in known:
-        if _leaves_the_program(module, op):
+        if _leaves_the_program(op):
             message = f"{op.name} has no done: its future leaves the program"
-            source = module.source(op.start)
-            found.append(
-                finding("async-unfinished", message, op.computation, op.name, source=source)
-            )
+            found.append(finding("async-unfinished", message, op.start))
     return tuple(found)
 
 
-def _broken_in(module: HloModule, computation: Computation) -> Iterator[Broken]:
-    for i in computation.instructions:
-        is_start = bool(spelling_of_opcode(i.opcode))
-        step = step_of_opcode(i.opcode)
-        if is_start or step == "update":
-            yield from _users(computation, i)
-        if step and not is_start:
-            yield from _beginning(computation, i)
-        if i.opcode == "async-start":
-            steps = chain(computation, i)
-            yield from _tuples(computation, steps)
-            yield from _called(module, computation, steps)
+def _broken_by(i: Instruction) -> Iterator[Broken]:
+    role = step_of(i.opcode).role
+    if role in ("start", "update"):
+        yield from _users(i)
+    if role in ("update", "done"):
+        yield from _beginning(i)
+    if i.opcode == "async-start":
+        steps = chain(i)
+        yield from _tuples(steps)
+        yield from _called(steps)
 
 
-def _users(computation: Computation, step: Instruction) -> Iterator[Broken]:
-    users = _users_in_order(computation, step)
+def _users(step: Instruction) -> Iterator[Broken]:
+    users = _users_in_order(step)
     right = [u for u in users if _continues(step, u) or u.opcode in ("tuple", *_CARRIERS)]
     # the caller of this computation finishes what its root starts
     if not users and not step.is_root:
@@ -86,8 +81,8 @@ def _users(computation: Computation, step: Instruction) -> Iterator[Broken]:
         yield "async-one-user", f"{step.name} is used by {', '.join(u.name for u in users)}", step
 
 
-def _beginning(computation: Computation, step: Instruction) -> Iterator[Broken]:
-    before = next(iter(computation.operands(step)), None)
+def _beginning(step: Instruction) -> Iterator[Broken]:
+    before = next(iter(step.inputs), None)
     carriers = ("get-tuple-element", "parameter", *_CARRIERS)
     is_carried = before is not None and before.shape.is_tuple and before.opcode in carriers
     if before is None or not (is_carried or _continues(before, step)):
@@ -102,13 +97,12 @@ def _continues(step: Instruction, user: Instruction) -> bool:
     """Says whether an instruction is an update or a done of the spelling in which a step is
     written.
     """
-    if step.opcode in ("send", "recv"):
-        return user.opcode == f"{step.opcode}-done"
-    stem = step.opcode.removesuffix("-start").removesuffix("-update")
-    return user.opcode in (f"{stem}-done", f"{stem}-update")
+    stem, role = step_of(step.opcode)
+    onward = step_of(user.opcode)
+    return role != "done" and onward.stem == stem and onward.role in ("update", "done")
 
 
-def _leaves_the_program(module: HloModule, op: AsyncOperation) -> bool:
+def _leaves_the_program(op: AsyncOperation) -> bool:
     """Says whether a start has no done because the entry returns its future, alone or in a tuple.
 
     What is called by anything but control flow may be finished by its caller. `_users` reports a
@@ -116,38 +110,30 @@ def _leaves_the_program(module: HloModule, op: AsyncOperation) -> bool:
     """
     if op.windows or op.spelling not in ("first-class", "generic"):
         return False
-    at = module.computations[op.computation]
-    called = [call.opcode for _, call in module.callers.get(op.computation, [])]
-    if at is not module.entry and not any(opcode in _CARRIERS for opcode in called):
+    at = op.start.computation
+    if at is not at.module.entry and not any(call.opcode in _CARRIERS for call in at.callers):
         return False
-    last = chain(at, op.start)[-1]
-    users = _users_in_order(at, last)
+    last = chain(op.start).futures[-1]
+    users = _users_in_order(last)
     return (bool(users) or last.is_root) and all(u.opcode in ("tuple", *_CARRIERS) for u in users)
 
 
-def _users_in_order(computation: Computation, step: Instruction) -> list[Instruction]:
+def _users_in_order(step: Instruction) -> list[Instruction]:
     """Returns the users of a step, without those that only order instructions."""
-    users = computation.users.get(step.name, [])
-    return [user for user in users if user.custom_call_target != "control_dep"]
+    return [user for user in step.users if user.custom_call_target != "control_dep"]
 
 
-def _tuples(computation: Computation, steps: list[Instruction]) -> Iterator[Broken]:
+def _tuples(steps: Chain) -> Iterator[Broken]:
     """Checks the tuples of a start and its updates against the operands bound by then and the
     done.
     """
-    if step_of_opcode(steps[-1].opcode) == "done":
-        done = steps[-1]
-    else:
-        done = None
-    if done:
-        futures = steps[:-1]
-    else:
-        futures = steps
+    futures = steps.futures
+    done = steps.done
     binds_output = _late(futures[0]) and not _late(futures[-1])
     for n, step in enumerate(futures):
         first = step.shape.at((0,))
         second = step.shape.at((1,))
-        bound = operands_of(computation, futures[: n + 1])
+        bound = steps.bound(n + 1)
         if first is not None and first.is_tuple:
             found = list(first.elements)
         else:
@@ -168,10 +154,9 @@ def _tuples(computation: Computation, steps: list[Instruction]) -> Iterator[Brok
                 step,
             )
         if second is None or (done and second != _NOTHING and not second.is_like(done.shape)):
+            returned = ""
             if done:
                 returned = f", {done.name} returns {done.shape}"
-            else:
-                returned = ""
             yield (
                 "async-result-alias",
                 _short(f"{step.name} holds {second} as its results{returned}"),
@@ -183,40 +168,39 @@ def _late(step: Instruction) -> bool:
     return step.shape.at((1,)) == _NOTHING
 
 
-def _called(
-    module: HloModule, computation: Computation, steps: list[Instruction]
-) -> Iterator[Broken]:
+def _called(steps: Chain) -> Iterator[Broken]:
     """Checks what an async-start calls: that there is one instruction, which one, and the shapes of
     its signature.
     """
-    start = steps[0]
-    called = module.called(start)
+    start = steps.futures[0]
+    last = steps.done or steps.futures[-1]
+    called = start.called
     if len(called) != 1 or "calls" not in start.attributes:
         yield "async-no-calls", f"{start.name} names {len(called)} computations by calls=", start
         return
     wrapped = called[0]
     work = [i for i in wrapped.instructions if i.opcode not in _REGROUPING]
-    is_group = len(work) > 1 and all(_stem(i) in COLLECTIVES for i in work)
+    is_group = len(work) > 1 and all(step_of(i.opcode).stem in COLLECTIVES for i in work)
     if len(work) != 1 and not is_group:
         yield (
             "async-wrapped-one",
             f"{start.name} wraps {wrapped.name}, which has {len(work)} instructions",
             start,
         )
-    if len(work) == 1 and _stem(work[0]) in FIRST_CLASS and wrapped.execution_thread == "main":
+    if (
+        len(work) == 1
+        and step_of(work[0].opcode).stem in FIRST_CLASS
+        and wrapped.execution_thread == "main"
+    ):
         yield (
             "async-wrapped-first-class",
             f"{start.name} wraps {work[0].name}, a {work[0].opcode}",
             start,
         )
-    bound = operands_of(computation, steps)
+    bound = steps.bound()
     declared = [wrapped.parameters[n].shape for n in sorted(wrapped.parameters)]
-    if step_of_opcode(steps[-1].opcode) == "done":
-        done = steps[-1]
-    else:
-        done = None
-    more = len(bound) > len(declared) and not (_late(start) and len(steps) > 1)
-    fewer = len(bound) < len(declared) and done is not None
+    more = len(bound) > len(declared) and not (_late(start) and last is not start)
+    fewer = len(bound) < len(declared) and steps.done is not None
     if more or fewer or not all(a.is_like(b) for a, b in zip(declared, bound, strict=False)):
         have = ", ".join(map(str, declared))
         yield (
@@ -224,19 +208,15 @@ def _called(
             _short(f"{start.name} binds operands that {wrapped.name}({have}) does not take"),
             start,
         )
-    result: Shape | None = steps[-1].shape.at((1,))
-    if done is not None:
-        result = done.shape
+    result: Shape | None = last.shape
+    if steps.done is None:
+        result = last.shape.at((1,))
     if result not in (None, _NOTHING) and not wrapped.root.shape.is_like(result):
         yield (
             "async-shape",
-            _short(f"{wrapped.name} makes {wrapped.root.shape}, {steps[-1].name} has {result}"),
+            _short(f"{wrapped.name} makes {wrapped.root.shape}, {last.name} has {result}"),
             start,
         )
-
-
-def _stem(i: Instruction) -> str:
-    return i.opcode.removesuffix("-start").removesuffix("-done")
 
 
 def _short(message: str) -> str:

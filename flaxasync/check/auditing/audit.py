@@ -21,7 +21,7 @@ from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.estimate.estimator import limits
 from flaxasync.check.hlo.async_operations import KERNEL, AsyncOperation, async_operations
 from flaxasync.check.hlo.load import axes_of, chip_of, module_of
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.module import HloModule, Instruction
 from flaxasync.check.hlo.participants import AxisNames
 from flaxasync.check.hlo.shapes import SEMAPHORE, SMEM, VMEM
 from flaxasync.hardware import chip as chip_named
@@ -66,20 +66,18 @@ def audit(
     pairs, hiding = _pairs(module, costs, operations, runs)
     independent = IndependentWork(costs)
     found = list(check_async_rules(module, in_text))
-    sent = sent_operands(module, operations)
-    found += [
-        f for op in operations if op.spelling == "kernel" for f in kernel_hazards(module, op, sent)
-    ]
-    found += _unfinished_kernels(module, operations)
+    sent = sent_operands(operations)
+    found += [f for op in operations if op.spelling == "kernel" for f in kernel_hazards(op, sent)]
+    found += _unfinished_kernels(operations)
     found += _missing(module, operations, expect or {})
     if module.is_scheduled:
         for op, pair in zip(operations, pairs, strict=True):
-            found += overlap.overlap_findings(module, independent, op, pair, hiding, names)
+            found += overlap.overlap_findings(independent, op, pair, hiding, names)
     else:
         message = f"{module.name or 'the text'} is not scheduled"
-        found.append(finding("not-scheduled", message, module.entry.name, ""))
+        found.append(finding("not-scheduled", message, module.entry))
     holding = overlap.collectives_that_hold_the_chip(module, runs)
-    found += overlap.synchronous_collectives(module, independent, holding, names)
+    found += overlap.synchronous_collectives(independent, holding, names)
     copied_in_flight = {
         (f.computation, f.instruction) for f in found if f.code == "in-flight-copied"
     }
@@ -101,7 +99,7 @@ def _pairs(
 ) -> tuple[tuple[Pair, ...], set[tuple[str, str]]]:
     """Returns the operations as they were scheduled, and the work that hides any of them."""
     windows = overlap.Windows(module, costs)
-    pairs = tuple(overlap.pair_of(module, windows, op, runs[op.computation]) for op in operations)
+    pairs = tuple(overlap.pair_of(windows, op, runs[op.computation]) for op in operations)
     return pairs, windows.hiding()
 
 
@@ -121,7 +119,7 @@ def _notes(module: HloModule, costs: Costs, chip_was_assumed: bool) -> tuple[str
                 "the text has no cycle estimates (it is no TPU program): work is timed by its "
                 "bytes only"
             )
-        elif any(costs.explained(c, i).source == "bytes" for c, i in _run_by_core(module, costs)):
+        elif any(costs.explained(i).source == "bytes" for i in _run_by_core(module, costs)):
             notes.append(
                 "the text has no cycle estimates: work beside kernels is timed by its bytes only"
             )
@@ -144,26 +142,20 @@ def _is_for_tpu(i: Instruction) -> bool:
     )
 
 
-def _run_by_core(module: HloModule, costs: Costs) -> list[tuple[Computation, Instruction]]:
+def _run_by_core(module: HloModule, costs: Costs) -> list[Instruction]:
     """Returns the instructions of the control flow but for kernels, which have estimates of their
     own.
     """
     computations = [module.computations[name] for name in costs.executions()]
-    return [(c, i) for c in computations for i in c.instructions if i.custom_call_target != KERNEL]
+    return [i for c in computations for i in c.instructions if i.custom_call_target != KERNEL]
 
 
-def _unfinished_kernels(module: HloModule, operations: list[AsyncOperation]) -> list[Finding]:
+def _unfinished_kernels(operations: list[AsyncOperation]) -> list[Finding]:
     """Returns a finding for each start of a kernel pair or of a pair of fusions that has no
     done.
     """
     return [
-        finding(
-            "async-unfinished",
-            f"no kernel waits for the semaphores of {op.name}",
-            op.computation,
-            op.name,
-            source=module.source(op.start),
-        )
+        finding("async-unfinished", f"no kernel waits for the semaphores of {op.name}", op.start)
         for op in operations
         if op.spelling in ("kernel", "fusion") and not op.windows
     ]
@@ -177,5 +169,5 @@ def _missing(
         have = sum(key in op.name or key == op.kind for op in operations)
         if have < wanted:
             message = f"expected {wanted} of '{key}', the program has {have}"
-            found.append(finding("deleted", message, module.entry.name, ""))
+            found.append(finding("deleted", message, module.entry))
     return found

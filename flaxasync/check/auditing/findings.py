@@ -5,6 +5,8 @@ import enum
 import json
 from collections.abc import Sequence
 
+from flaxasync.check.hlo.module import Computation, Instruction
+
 EMPTY = 0.01  # a window with less work than this share of the transfer counts as empty
 LISTED = 4  # the most findings of one code that the table shows in full
 
@@ -209,8 +211,7 @@ class Finding:
 def finding(
     code: str,
     message: str,
-    computation: str,
-    instruction: str,
+    at: Instruction | Computation,
     *,
     source: str = "",
     severity: Severity | None = None,
@@ -218,12 +219,17 @@ def finding(
     gain: float = 0.0,
     count: int = 1,
 ) -> Finding:
-    """Makes a finding, whose severity is that of its code unless another one is given."""
-    if severity is None:
+    """Makes a finding about an instruction, or about a whole computation. Its severity is that of
+    its code unless another one is given, and its line that of the instruction.
+    """
+    chosen = severity
+    if chosen is None:
         chosen = CODES[code].severity
-    else:
-        chosen = severity
-    return Finding(code, message, computation, instruction, source, chosen, count, advice, gain)
+    if isinstance(at, Computation):
+        return Finding(code, message, at.name, "", source, chosen, count, advice, gain)
+    line = source or at.source
+    where = at.computation.name
+    return Finding(code, message, where, at.name, line, chosen, count, advice, gain)
 
 
 @dataclasses.dataclass(frozen=True)

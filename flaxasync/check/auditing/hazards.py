@@ -14,7 +14,7 @@ from collections.abc import Iterable, Set
 
 from flaxasync.check.auditing.findings import Finding, Severity, finding
 from flaxasync.check.hlo.async_operations import AsyncOperation, async_operations
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.module import HloModule, Instruction
 from flaxasync.check.hlo.shapes import SEMAPHORE, SMEM, VMEM, Shape
 from flaxasync.check.hlo.value_flow import Use, trace
 
@@ -24,7 +24,7 @@ SMALL = 1024  # bytes; anything smaller is assumed to be a scalar that the kerne
 type Operand = tuple[str, str, int]
 
 
-def sent_operands(module: HloModule, operations: Iterable[AsyncOperation]) -> frozenset[Operand]:
+def sent_operands(operations: Iterable[AsyncOperation]) -> frozenset[Operand]:
     """Returns the sources of kernel pairs, as operands of their starts and dones, which alias them
     but only read.
     """
@@ -32,7 +32,6 @@ def sent_operands(module: HloModule, operations: Iterable[AsyncOperation]) -> fr
     for op in operations:
         if op.spelling != "kernel":
             continue
-        computation = module.computations[op.computation]
         ends = {window.done.name for window in op.windows}
         for path, role in _roles(op.start).items():
             if role == "source":
@@ -41,42 +40,32 @@ def sent_operands(module: HloModule, operations: Iterable[AsyncOperation]) -> fr
                     for a in op.start.aliases
                     if a.output == path
                 }
-                uses = trace(module, computation, op.start, path, stop=lambda i: i.name in ends)
-                found |= {
-                    (u.computation, u.instruction.name, u.operand)
-                    for u in uses
-                    if u.instruction.name in ends
-                }
+                uses = trace(op.start, path, stop=lambda i: i.name in ends)
+                found |= {_operand(u) for u in uses if u.instruction.name in ends}
     return frozenset(found)
 
 
 def unsafe_buffers(module: HloModule) -> tuple[str, ...]:
     """Returns the errors of all kernel pairs of a program, each as "code: message"."""
     operations = [op for op in async_operations(module) if op.spelling == "kernel"]
-    sent = sent_operands(module, operations)
-    found = [f for op in operations for f in kernel_hazards(module, op, sent)]
+    sent = sent_operands(operations)
+    found = [f for op in operations for f in kernel_hazards(op, sent)]
     return tuple(f"{f.code}: {f.message}" for f in found if f.severity is Severity.ERROR)
 
 
-def kernel_hazards(
-    module: HloModule, operation: AsyncOperation, sent: Set[Operand]
-) -> list[Finding]:
+def kernel_hazards(operation: AsyncOperation, sent: Set[Operand]) -> list[Finding]:
     """Returns what endangers the buffers of one kernel pair. `sent_operands` returned `sent` for
     the whole program.
     """
-    computation = module.computations[operation.computation]
     start = operation.start
-    here = (computation.name, start)
     ends = {window.done.name for window in operation.windows}
     found: dict[tuple[str, str, str], Finding] = {}  # one finding for each code and instruction
 
-    def add(
-        code: str, message: str, at: tuple[str, Instruction], severity: Severity | None = None
-    ) -> None:
-        key = (code, at[0], at[1].name)
+    def add(code: str, message: str, at: Instruction, severity: Severity | None = None) -> None:
+        key = (code, at.computation.name, at.name)
         if key not in found:
-            source = module.source(at[1]) or module.source(start)
-            found[key] = finding(code, message, at[0], at[1].name, source=source, severity=severity)
+            source = at.source or start.source
+            found[key] = finding(code, message, at, source=source, severity=severity)
 
     for path, role in _roles(start).items():
         shape = start.shape.at(path)
@@ -87,45 +76,41 @@ def kernel_hazards(
         else:
             of_read = Severity.WARNING
         if shape is not None and shape.memory_space == VMEM:
-            add("in-flight-vmem", f"{what}, lies in vector memory", here)
+            add("in-flight-vmem", f"{what}, lies in vector memory", start)
         if not ends:
             continue
-        uses = trace(module, computation, start, path, stop=lambda i: i.name in ends)
+        uses = trace(start, path, stop=lambda i: i.name in ends)
         for use in uses:
-            if use.instruction.name in ends:
+            user = use.instruction
+            if user.name in ends:
                 for copied in use.copies:
-                    add(
-                        "in-flight-copied",
-                        f"{what}, is copied before {use.instruction.name} waits for it",
-                        copied,
-                    )
+                    message = f"{what}, is copied before {user.name} waits for it"
+                    add("in-flight-copied", message, copied)
                 continue
             for copied in use.copies if role.startswith("destination") else ():
-                if _is_inside(module, operation, *copied):
+                if _is_inside(operation, copied):
                     add("in-flight-read", f"{what}, is copied before its done", copied, of_read)
-            using = (use.computation, use.instruction)
-            if not _is_inside(module, operation, *using):
+            if not _is_inside(operation, user):
                 continue
-            if use.aliased and not (
-                role == "source" and (use.computation, use.instruction.name, use.operand) in sent
-            ):
-                add("in-flight-written", f"{what}, is written by {use.instruction.name}", using)
+            if use.aliased and not (role == "source" and _operand(use) in sent):
+                add("in-flight-written", f"{what}, is written by {user.name}", user)
             elif role == "only":
-                add(
-                    "in-flight-read",
-                    f"{what}, is read; the text does not say which part",
-                    using,
-                    Severity.INFO,
-                )
+                message = f"{what}, is read; the text does not say which part"
+                add("in-flight-read", message, user, Severity.INFO)
             elif role.startswith("destination"):
-                add("in-flight-read", f"{what}, is read by {use.instruction.name}", using, of_read)
-        if not _keeps_alive(module, operation, uses):
-            add("in-flight-freed", f"{what}, does not reach the done", here)
-    for number, operand in _unaliased_operands(computation, start) if ends else ():
-        if not _keeps_alive(module, operation, trace(module, computation, operand, ())):
+                add("in-flight-read", f"{what}, is read by {user.name}", user, of_read)
+        if not _keeps_alive(operation, uses):
+            add("in-flight-freed", f"{what}, does not reach the done", start)
+    for number, operand in _unaliased_operands(start) if ends else ():
+        if not _keeps_alive(operation, trace(operand, ())):
             what = f"{operand.name}, operand {number} of {start.name}"
-            add("in-flight-freed", f"{what}, is not used after it and not aliased through it", here)
+            message = f"{what}, is not used after it and not aliased through it"
+            add("in-flight-freed", message, start)
     return list(found.values())
+
+
+def _operand(use: Use) -> Operand:
+    return use.instruction.computation.name, use.instruction.name, use.operand
 
 
 def _roles(start: Instruction) -> dict[tuple[int, ...], str]:
@@ -144,45 +129,39 @@ def _roles(start: Instruction) -> dict[tuple[int, ...], str]:
     }
 
 
-def _is_inside(
-    module: HloModule, operation: AsyncOperation, computation: str, instruction: Instruction
-) -> bool:
-    at = module.computations[computation].position[instruction.name]
+def _is_inside(operation: AsyncOperation, instruction: Instruction) -> bool:
     return any(
-        span.computation == computation and span.first <= at < span.stop
+        span.computation == instruction.computation.name
+        and span.first <= instruction.position < span.stop
         for window in operation.windows
         for span in window.spans
     )
 
 
-def _keeps_alive(module: HloModule, operation: AsyncOperation, uses: list[Use]) -> bool:
+def _keeps_alive(operation: AsyncOperation, uses: list[Use]) -> bool:
     """Says whether one of the uses of a buffer is a done, or comes after one in the computation of
     the done.
     """
-    for window in operation.windows:
-        position = module.computations[window.computation].position
-        here = [
-            position[use.instruction.name] for use in uses if use.computation == window.computation
-        ]
-        if max(here, default=-1) >= position[window.done.name]:
-            return True
-    return False
+    return any(
+        use.instruction.computation is window.done.computation
+        and use.instruction.position >= window.done.position
+        for window in operation.windows
+        for use in uses
+    )
 
 
-def _unaliased_operands(
-    computation: Computation, start: Instruction
-) -> list[tuple[int, Instruction]]:
+def _unaliased_operands(start: Instruction) -> list[tuple[int, Instruction]]:
     """Returns the buffers that a start reads and does not alias, except the program's arguments,
     which stay alive.
     """
     aliased = {alias.operand for alias in start.aliases}
     found = []
-    for n, made in enumerate(computation.operands(start)):
+    for n, made in enumerate(start.inputs):
         is_buffer = _is_buffer(made.shape) and not made.shape.is_tuple
         if (
             n not in aliased
             and is_buffer
-            and not (made.opcode == "parameter" and computation.is_entry)
+            and not (made.opcode == "parameter" and made.computation.is_entry)
         ):
             found.append((n, made))
     return found

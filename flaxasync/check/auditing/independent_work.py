@@ -39,24 +39,25 @@ class IndependentWork:
         self._reach: dict[str, _Reach] = {}
 
     def beside(
-        self, computation: Computation, starts: list[str], ends: list[str], enough: float
+        self, start: Instruction, ends: list[Instruction], enough: float
     ) -> list[tuple[float, Instruction]]:
-        """Returns work that `starts` do not need and that does not need `ends`, the longest first.
+        """Returns work of the computation that `start` does not need and that does not need `ends`,
+        the longest first.
 
         Each is (seconds, instruction). What follows after `enough` seconds is left out.
         Collectives, calls of computations that contain one, loops, branches and what takes less
         than a microsecond do not count.
         """
+        computation = start.computation
         if computation.name not in self._reach:
             # Only the last one is kept: those of all computations would take as much memory as the
             # program.
             self._reach = {computation.name: self._read(computation)}
         reach = self._reach[computation.name]
         free = (1 << len(reach.work)) - 1
-        for name in starts:
-            free &= ~reach.needs[name]
-        for name in ends:
-            free &= ~reach.needed_by[name]
+        free &= ~reach.needs[start.name]
+        for end in ends:
+            free &= ~reach.needed_by[end.name]
         found: list[tuple[float, Instruction]] = []
         total = 0.0
         while free and total < enough:
@@ -67,12 +68,8 @@ class IndependentWork:
         return found
 
     def _read(self, computation: Computation) -> _Reach:
-        timed = [(self.costs.seconds(computation, i), i) for i in computation.instructions]
-        work = [
-            (seconds, i)
-            for seconds, i in timed
-            if seconds >= WORK and self._is_work(computation, i)
-        ]
+        timed = [(self.costs.seconds(i), i) for i in computation.instructions]
+        work = [(seconds, i) for seconds, i in timed if seconds >= WORK and self._is_work(i)]
         work.sort(key=lambda item: -item[0])
         del work[MOST:]
         bits: dict[str, int] = collections.defaultdict(int)
@@ -90,11 +87,11 @@ class IndependentWork:
                 needed_by[name] = needed_by.get(name, 0) | needed_by[i.name]
         return _Reach(work, needs, needed_by)
 
-    def _is_work(self, computation: Computation, i: Instruction) -> bool:
+    def _is_work(self, i: Instruction) -> bool:
         if i.opcode == "call":
-            inside = self.costs.module.nested(i)
+            inside = i.nested()
             return not any(one.opcode.removesuffix("-start") in COLLECTIVES for one in inside)
-        return i.opcode not in COLLECTIVES and self.costs.explained(computation, i).source not in (
+        return i.opcode not in COLLECTIVES and self.costs.explained(i).source not in (
             "links",
             "body",
             "nothing",

@@ -15,7 +15,7 @@ import functools
 import math
 
 from flaxasync.check.estimate.costs import Costs
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.module import Instruction
 from flaxasync.check.hlo.participants import Groups, groups_in, permute_pairs
 
 # What may stand between a step and the next one.
@@ -51,40 +51,40 @@ class MeshProduct:
     sum: Instruction  # the all-reduce
 
 
-def find(module: HloModule, computation: Computation, step: Instruction) -> MeshProduct | None:
+def find(step: Instruction) -> MeshProduct | None:
     """Returns the product that a collective is the first or the last step of; None if there is no
     such product.
     """
-    if len(computation.opcodes & _COLLECTIVES) < 2:
+    if len(step.computation.opcodes & _COLLECTIVES) < 2:
         return None  # it has a sum and what arrives before it
     if step.opcode in _SUMS:
-        for matmul in _nearest(module, computation, step, forward=False):
-            for arrival in _nearest(module, computation, matmul, forward=False):
-                if _arrives_for(module, computation, arrival, matmul, step):
+        for matmul in _nearest(step, forward=False):
+            for arrival in _nearest(matmul, forward=False):
+                if _arrives_for(arrival, matmul, step):
                     return MeshProduct(arrival, matmul, step)
     if step.opcode in (*_PERMUTES, *_GATHERS):
-        for matmul in _nearest(module, computation, step, forward=True):
-            for sum_ in _nearest(module, computation, matmul, forward=True):
-                if _arrives_for(module, computation, step, matmul, sum_):
+        for matmul in _nearest(step, forward=True):
+            for sum_ in _nearest(matmul, forward=True):
+                if _arrives_for(step, matmul, sum_):
                     return MeshProduct(step, matmul, sum_)
     return None
 
 
-def gain(costs: Costs, computation: Computation, product: MeshProduct, seconds: float) -> float:
+def gain(costs: Costs, product: MeshProduct, seconds: float) -> float:
     """Returns what a run gains if the matmul hides a step of this length.
 
     Both transfers can hide behind one matmul, because they use links of different axes.
     """
-    return min(seconds, costs.seconds(computation, product.matmul))
+    return min(seconds, costs.seconds(product.matmul))
 
 
-def advice(module: HloModule, product: MeshProduct) -> str:
+def advice(product: MeshProduct) -> str:
     """Says what does all three steps at once."""
     what = (
         f"its operands split the contraction over two mesh axes, and {product.matmul.name} can "
         "hide both transfers"
     )
-    if "/flaxasync/ops/mesh_matmul.py" in module.tables:
+    if "/flaxasync/ops/mesh_matmul.py" in product.matmul.computation.module.tables:
         return (
             f"{what}: backend='overlapped' of flaxasync.mesh_matmul and flaxasync.nn.MeshLinear "
             "does it in one kernel"
@@ -95,9 +95,7 @@ def advice(module: HloModule, product: MeshProduct) -> str:
     )
 
 
-def _nearest(
-    module: HloModule, computation: Computation, step: Instruction, *, forward: bool
-) -> list[Instruction]:
+def _nearest(step: Instruction, *, forward: bool) -> list[Instruction]:
     """Returns the matmuls and collectives that follow a step, or precede it, across what only
     passes an array on.
     """
@@ -107,40 +105,34 @@ def _nearest(
     while pending:
         here = pending.pop()
         if forward:
-            near = computation.users.get(here.name, [])
+            near = here.users
         else:
-            near = computation.operands(here)
+            near = here.inputs
         for one in near:
             if one.name in seen:
                 continue
             seen.add(one.name)
-            if one.opcode in _COLLECTIVES or module.contains_matmul(one):
+            if one.opcode in _COLLECTIVES or one.contains_matmul:
                 found.append(one)
             elif one.opcode in _PASSES:
                 pending.append(one)
     return found
 
 
-def _arrives_for(
-    module: HloModule,
-    computation: Computation,
-    arrival: Instruction,
-    matmul: Instruction,
-    sum_: Instruction,
-) -> bool:
+def _arrives_for(arrival: Instruction, matmul: Instruction, sum_: Instruction) -> bool:
     """Says whether these are the three steps."""
-    if sum_.opcode not in _SUMS or not module.contains_matmul(matmul):
+    if sum_.opcode not in _SUMS or not matmul.contains_matmul:
         return False
     if not {leaf.element_type for _, leaf in arrival.shape.leaves() if leaf.dimensions} <= {
         *_TYPES
     }:
         return False
-    summed = groups_in(module, sum_)
+    summed = groups_in(sum_)
     if arrival.opcode in _PERMUTES:
         return _leaves_its_group(permute_pairs(arrival), summed)
     if arrival.opcode not in _GATHERS:
         return False
-    return _crosses(groups_in(module, arrival), summed) and _is_sliced(module, arrival, matmul)
+    return _crosses(groups_in(arrival), summed) and _is_sliced(arrival, matmul)
 
 
 @functools.lru_cache(64)  # a program repeats few pairs and groups
@@ -169,13 +161,11 @@ def _groups_by_device(groups: Groups) -> dict[int, int]:
     return {device: number for number, group in enumerate(groups) for device in group}
 
 
-def _is_sliced(module: HloModule, arrival: Instruction, matmul: Instruction) -> bool:
+def _is_sliced(arrival: Instruction, matmul: Instruction) -> bool:
     """Says whether a matmul takes a slice, at an index of the device, of what has arrived."""
     whole = math.prod(list(arrival.shape.leaves())[-1][1].dimensions)
-    for fused in module.nested(matmul):
-        for inside in module.called(fused):
-            for i in inside.instructions:
-                operands = inside.operands(i)
-                if i.opcode == "dynamic-slice" and math.prod(operands[0].shape.dimensions) == whole:
-                    return True
-    return False
+    return any(
+        i.opcode == "dynamic-slice" and math.prod(i.inputs[0].shape.dimensions) == whole
+        for i in matmul.nested()
+        if i is not matmul
+    )

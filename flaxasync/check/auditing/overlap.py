@@ -82,12 +82,8 @@ class Windows:
         work = []
         positions = []
         for position, i in enumerate(computation.instructions):
-            seconds = self.costs.seconds(computation, i)
-            if (
-                seconds >= WORK
-                and i.opcode not in COLLECTIVES
-                and not _changes_nothing(computation, i)
-            ):
+            seconds = self.costs.seconds(i)
+            if seconds >= WORK and i.opcode not in COLLECTIVES and not _changes_nothing(i):
                 work.append(Work(computation.name, i.name, seconds))
                 positions.append(position)
         self._hiding[computation.name] = collections.Counter()
@@ -96,7 +92,7 @@ class Windows:
         self._sums[computation.name] = [0.0, *itertools.accumulate(w.seconds for w in work)]
 
 
-def pair_of(module: HloModule, windows: Windows, op: AsyncOperation, runs: int) -> Pair:
+def pair_of(windows: Windows, op: AsyncOperation, runs: int) -> Pair:
     """Returns an asynchronous operation as it was scheduled. The computation of its start runs so
     often.
     """
@@ -104,7 +100,7 @@ def pair_of(module: HloModule, windows: Windows, op: AsyncOperation, runs: int) 
     # loop.
     staying = [w for w in op.windows if not any(c.startswith("leaves") for c in w.crosses)]
     window = next(iter(staying or op.windows), None)
-    if window and module.is_scheduled:
+    if window and windows.module.is_scheduled:
         spans = window.spans
     else:
         spans = ()
@@ -122,12 +118,11 @@ def pair_of(module: HloModule, windows: Windows, op: AsyncOperation, runs: int) 
         inside=inside,
         transfer=windows.costs.transfer_seconds(op),
         crosses=", ".join(window.crosses) if window else "",
-        source=module.source(op.start),
+        source=op.start.source,
     )
 
 
 def overlap_findings(
-    module: HloModule,
     independent: IndependentWork,
     op: AsyncOperation,
     pair: Pair,
@@ -149,27 +144,23 @@ def overlap_findings(
         code = "serialised"
         gain = 0.0
         message += " and nothing runs meanwhile"
-        computation = module.computations[op.computation]
-        ends = [
-            w.done.name for w in op.windows if w.computation == computation.name and not w.crosses
-        ]
-        if (
-            free := independent.beside(computation, [op.start.name], ends, pair.transfer)
-            if ends
-            else []
-        ):
+        computation = op.start.computation
+        ends = [w.done for w in op.windows if w.done.computation is computation and not w.crosses]
+        free = []
+        if ends:
+            free = independent.beside(op.start, ends, pair.transfer)
+        if free:
             seconds, work = free[0]
             code = "empty-window"
             gain = min(pair.transfer, sum(s for s, _ in free))
-            if source := module.source(work):
-                where = f", {source}"
-            else:
-                where = ""
+            where = ""
+            if work.source:
+                where = f", {work.source}"
             message += f": {work.name} ({time_text(seconds)}{where}) could run inside"
-            advice = _barrier_to_remove(computation, op, work, hiding)
-        elif product := mesh_product.find(module, computation, op.start):
-            advice = mesh_product.advice(module, product)
-            gain = mesh_product.gain(independent.costs, computation, product, pair.transfer)
+            advice = _barrier_to_remove(op, work, hiding)
+        elif product := mesh_product.find(op.start):
+            advice = mesh_product.advice(product)
+            gain = mesh_product.gain(independent.costs, product, pair.transfer)
     elif pair.exposed > max(0.05 * pair.transfer, 1e-6):
         message += f", the work inside {time_text(pair.inside)}"
     else:
@@ -178,62 +169,47 @@ def overlap_findings(
         severity = None
     else:
         severity = Severity.INFO
-    return [
-        finding(
-            code,
-            message,
-            op.computation,
-            pair.name,
-            source=pair.source,
-            severity=severity,
-            gain=gain,
-            advice=advice,
-        )
-    ]
+    return [finding(code, message, op.start, severity=severity, gain=gain, advice=advice)]
 
 
 def collectives_that_hold_the_chip(
     module: HloModule, runs: Iterable[str]
-) -> list[tuple[Computation, Instruction, Instruction]]:
-    """Returns each collective without a start and a done, as (computation, instruction,
-    collective).
+) -> list[tuple[Instruction, Instruction]]:
+    """Returns each collective without a start and a done, as (instruction, collective).
 
     The instruction is the collective itself, or the fusion that contains it.
     """
     found = []
     for computation in (module.computations[name] for name in runs):
         for i in computation.instructions:
-            if collective := synchronous_collective(module, i):
-                found.append((computation, i, collective))
+            if collective := synchronous_collective(i):
+                found.append((i, collective))
     return found
 
 
 def synchronous_collectives(
-    module: HloModule,
     independent: IndependentWork,
-    holding: Iterable[tuple[Computation, Instruction, Instruction]],
+    holding: Iterable[tuple[Instruction, Instruction]],
     names: AxisNames,
 ) -> list[Finding]:
     """Returns a finding for each collective that holds the chip, with what to do about it."""
     costs = independent.costs
     found = []
-    for computation, i, collective in holding:
-        seconds = costs.seconds(computation, i)
-        moved = max(one.shape.bytes for one in (i, *computation.operands(i)))
+    for i, collective in holding:
+        seconds = costs.seconds(i)
+        moved = max(one.shape.bytes for one in (i, *i.inputs))
         what = f"{collective.opcode}{_over(names, collective)}, {size_text(moved)}"
         message = f"{i.name} ({what}) holds the chip for {time_text(seconds)}"
         if moved >= LARGE:
             severity = None
         else:
             severity = Severity.INFO
-        advice = advise(costs, independent, computation, i, collective)
+        advice = advise(costs, independent, i, collective)
         found.append(
             finding(
                 "synchronous-collective",
                 message,
-                computation.name,
-                i.name,
-                source=module.source(i),
+                i,
                 severity=severity,
                 advice=advice.text,
                 gain=advice.gain,
@@ -266,31 +242,25 @@ def loop_copies(
         computation = module.computations[name]
         carried = _carried(computation)
         for i in computation.instructions:
-            if (
-                i.shape.bytes < COPIED
-                or (name, i.name) in known
-                or not _changes_nothing(computation, i)
-            ):
+            if i.shape.bytes < COPIED or (name, i.name) in known or not _changes_nothing(i):
                 continue
             if i.name in carried or i.operands[0] in carried:
                 message = (
                     f"{i.name} copies {size_text(i.shape.bytes)} of what the loop carries, "
                     f"{runs[name]} times"
                 )
-                found.append(finding("loop-copies", message, name, i.name, source=module.source(i)))
+                found.append(finding("loop-copies", message, i))
     return found
 
 
-def _changes_nothing(computation: Computation, i: Instruction) -> bool:
+def _changes_nothing(i: Instruction) -> bool:
     """Says whether an instruction is a copy that changes nothing, not even the layout. It does not
     count as work.
     """
-    return i.opcode == "copy" and [made.shape for made in computation.operands(i)] == [i.shape]
+    return i.opcode == "copy" and [made.shape for made in i.inputs] == [i.shape]
 
 
-def _barrier_to_remove(
-    computation: Computation, op: AsyncOperation, work: Instruction, hiding: Set[tuple[str, str]]
-) -> str:
+def _barrier_to_remove(op: AsyncOperation, work: Instruction, hiding: Set[tuple[str, str]]) -> str:
     """Returns the advice on a transfer of XLA's own that a barrier made wait for independent work;
     "" on any other.
 
@@ -298,8 +268,8 @@ def _barrier_to_remove(
     What remains is the order, which XLA does not choose by itself: the work ends before the
     transfer begins, and hides no other transfer.
     """
-    before = computation.position[work.name] < computation.position[op.start.name]
-    if op.spelling == "kernel" or not before or (computation.name, work.name) in hiding:
+    before = work.position < op.start.position
+    if op.spelling == "kernel" or not before or (op.computation, work.name) in hiding:
         return ""
     return (
         f"remove the jax.lax.optimization_barrier that makes what is sent wait for {work.name}: "

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from flaxasync.check.auditing.findings import Finding, Pair, Severity, finding, size_text
 from flaxasync.check.auditing.overlap import LARGE
 from flaxasync.check.estimate.costs import Costs
-from flaxasync.check.hlo.async_operations import COLLECTIVES
+from flaxasync.check.hlo.async_operations import COLLECTIVES, step_of
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import element_bits
 
@@ -45,8 +45,7 @@ _JOINS = "ConcatBitcast"  # the custom call by which XLA puts slices together ag
 
 # the index path of the array in a result; None for all of a future
 type Element = tuple[int, ...] | None
-type Holder = tuple[Computation, Instruction, Element]  # what holds the values of a transfer
-type Place = tuple[str, str, Element]  # the same, by name
+type Holder = tuple[Instruction, Element]  # what holds the values of a transfer
 
 
 class _Wide(NamedTuple):
@@ -54,7 +53,6 @@ class _Wide(NamedTuple):
     saves in one run.
     """
 
-    computation: Computation
     instruction: Instruction
     rounding: str
     bytes: int
@@ -65,221 +63,160 @@ def wide_transfers(
     module: HloModule,
     costs: Costs,
     pairs: Iterable[Pair],
-    holding: Iterable[tuple[Computation, Instruction, Instruction]],
+    holding: Iterable[tuple[Instruction, Instruction]],
     runs: Mapping[str, int],
 ) -> list[Finding]:
     """Returns a finding for each line of Python whose transfers carry a wider type than is kept.
     Its gain is of a run.
 
-    The program is scheduled. `holding` are its synchronous collectives, as (computation,
-    instruction, collective).
+    The program is scheduled. `holding` are its synchronous collectives, as (instruction,
+    collective).
     """
     lines: dict[str, list[_Wide]] = {}
-    kept = {wide: _Kept(module, wide) for wide in _WIDE}
 
-    def look(
-        computation: Computation, i: Instruction, arrived: int, seconds: float, inside: float
-    ) -> None:
+    def look(i: Instruction, arrived: int, seconds: float, inside: float) -> None:
         """Notes a transfer if it is a wide one. It takes so many seconds alone, and so many of work
         run beside it.
         """
         wide = next((leaf.element_type for _, leaf in i.shape.leaves()), "")
-        if wide in _WIDE and not _promoted(module, i):
-            narrow = kept[wide].type_of(computation, i)
-        else:
-            narrow = None
+        narrow = None
+        if wide in _WIDE and not _promoted(i):
+            narrow = _kept_type(i, wide)
         if narrow is None:
             return
         rest = element_bits(narrow) / element_bits(wide)
-        made = computation.operands(i)
-        written = sum(
-            m.shape.bytes for m in made if costs.explained(computation, m).source == "bytes"
-        )
+        made = i.inputs
+        written = sum(m.shape.bytes for m in made if costs.explained(m).source == "bytes")
         gain = max(0.0, seconds - inside) - max(0.0, rest * seconds - inside)
         gain += (1 - rest) * costs.memory_seconds(written + arrived)
-        largest = max(
-            leaf.bytes
-            for shape in (i.shape, *(m.shape for m in made))
-            for _, leaf in shape.leaves()
-        )
+        largest = max(leaf.bytes for one in (i, *made) for _, leaf in one.shape.leaves())
         rounding = f"{wide} that is rounded to {narrow}"
-        lines.setdefault(module.source(i), []).append(
-            _Wide(computation, i, rounding, largest, gain)
-        )
+        lines.setdefault(i.source, []).append(_Wide(i, rounding, largest, gain))
 
     for pair in pairs:
         if pair.communicates and pair.spelling in _SPELLINGS and pair.dones:
-            computation = module.computations[pair.computation]
-            look(
-                computation, computation.by_name[pair.name], pair.bytes, pair.transfer, pair.inside
-            )
-    for computation, i, _ in holding:
-        look(computation, i, i.shape.bytes, costs.seconds(computation, i), 0.0)
+            start = module.computations[pair.computation].by_name[pair.name]
+            look(start, pair.bytes, pair.transfer, pair.inside)
+    for i, _ in holding:
+        look(i, i.shape.bytes, costs.seconds(i), 0.0)
     return [_finding(line, transfers, runs) for line, transfers in lines.items()]
 
 
 def _finding(line: str, transfers: list[_Wide], runs: Mapping[str, int]) -> Finding:
     largest = max(transfers, key=lambda t: t.bytes)
-    counts = [runs[t.computation.name] for t in transfers]
+    counts = [runs[t.instruction.computation.name] for t in transfers]
     moved = sum(n * t.bytes for n, t in zip(counts, transfers, strict=True))
+    which = "without a line of Python"
     if line:
         which = "of its line"
-    else:
-        which = "without a line of Python"
+    others = " carries"
     if len(transfers) > 1:
         others = f" and {len(transfers) - 1} more {which} carry"
-    else:
-        others = " carries"
     message = (
         f"{largest.instruction.name}{others} {largest.rounding} when it has arrived: "
-        f"{size_text(moved)} in "
+        f"{size_text(moved)} in {sum(counts)} transfers of a run"
     )
-    message += f"{sum(counts)} transfers of a run"
     return finding(
         "wide-transfer",
         message,
-        largest.computation.name,
-        largest.instruction.name,
-        source=line,
+        largest.instruction,
         severity=None if moved >= LARGE else Severity.INFO,
         count=sum(counts),
         gain=sum(n * t.gain for n, t in zip(counts, transfers, strict=True)),
     )
 
 
-class _Kept:
-    """To which types the values of a wide type are converted in the end, wherever they are in one
-    program.
-
-    Each place is looked at once, for all transfers whose values come through it.
+def _kept_type(transfer: Instruction, wide: str) -> str | None:
+    """Returns the widest type to which the values of a transfer are converted in the end; None if
+    one is needed as it is.
     """
-
-    def __init__(self, module: HloModule, wide: str):
-        self.module = module
-        self.wide = wide
-        # of each place: those that its values become; "" for the wide type
-        self._types: dict[Place, set[str]] = {}
-        self._before: dict[Place, list[Place]] = {}  # from where the values come
-
-    def type_of(self, computation: Computation, i: Instruction) -> str | None:
-        """Returns the widest type to which a transfer's values are converted; None if they are
-        needed as they are.
-        """
-        first: Holder = (computation, i, None if i.opcode.endswith("-start") else ())
-        pending = [first]
-        changed = []
-        while pending:
-            holder = pending.pop()
-            place = _place(holder)
-            if place in self._types:
-                continue
-            onward = self._look(holder, self._types.setdefault(place, set()))
-            for after in onward:
-                self._before.setdefault(_place(after), []).append(place)
-            pending += onward
-            changed += [place, *map(_place, onward)]
-        while changed:
-            place = changed.pop()
-            for before in self._before.get(place, ()):
-                if not self._types[place] <= self._types[before]:
-                    self._types[before] |= self._types[place]
-                    changed.append(before)
-        kept = self._types[_place(first)]
-        if "" in kept:
-            return None
-        return max(kept, key=element_bits, default=None)
-
-    def _look(self, holder: Holder, types: set[str]) -> list[Holder]:
-        """Returns what holds the values next, and adds the types to which users convert them."""
-        at, step, element = holder
-        onward: list[Holder] = []
-        if step.is_root:
-            outside = _fusions(self.module, at)
-            onward += [(caller, fusion, element) for caller, fusion in outside]
+    types: set[str] = set()
+    pending: list[Holder] = [(transfer, None if transfer.opcode.endswith("-start") else ())]
+    seen: set[tuple[str, str, Element]] = set()
+    while pending:
+        i, element = pending.pop()
+        place = (i.computation.name, i.name, element)
+        if place in seen:
+            continue
+        seen.add(place)
+        if i.is_root:
+            outside = _fusions(i.computation)
             if not outside:
-                types.add("")
-        for user in at.users.get(step.name, ()):
+                return None
+            pending += [(fusion, element) for fusion in outside]
+        for user in i.users:
             if user.opcode == "convert" and element == ():
                 kind = user.shape.element_type
-                narrower = kind in _FLOATS and element_bits(kind) < element_bits(self.wide)
-                types.add(kind if narrower else "")
+                if kind not in _FLOATS or element_bits(kind) >= element_bits(wide):
+                    return None
+                types.add(kind)
                 continue
-            reached = _through(self.module, at, step, element, user)
+            reached = _through(i, element, user)
             if reached is None:
-                types.add("")
-            onward += reached or ()
-        return onward
+                return None
+            pending += reached
+    return max(types, key=element_bits, default=None)
 
 
-def _place(holder: Holder) -> Place:
-    return holder[0].name, holder[1].name, holder[2]
-
-
-def _through(
-    module: HloModule, at: Computation, step: Instruction, element: Element, user: Instruction
-) -> list[Holder] | None:
+def _through(step: Instruction, element: Element, user: Instruction) -> list[Holder] | None:
     """Returns what holds the values after an instruction has used them; None if it needs the wide
     type.
     """
     if user.opcode == "get-tuple-element" and element:
         if user.tuple_index == element[0]:
-            return [(at, user, ())]
+            return [(user, ())]
         return []
     if element is None:  # a future
         if user.opcode == "async-update":
-            return [(at, user, None)]
-        if _step_of_move(module, at, user, "-done"):
-            return [(at, user, ())]
+            return [(user, None)]
+        if _step_of_move(user, "done"):
+            return [(user, ())]
         return None
     if element:
         return None
     if user.opcode in _MOVES or user.custom_call_target == _JOINS:
-        return [(at, user, ())]
-    if _step_of_move(module, at, user, "-start"):
-        return [(at, user, None)]
+        return [(user, ())]
+    if _step_of_move(user, "start"):
+        return [(user, None)]
     numbers = [n for n, operand in enumerate(user.operands) if operand == step.name]
     if user.opcode == "tuple" and user.is_root:
-        outside = _fusions(module, at)
-        return [(caller, fusion, (n,)) for caller, fusion in outside for n in numbers] or None
+        outside = _fusions(user.computation)
+        return [(fusion, (n,)) for fusion in outside for n in numbers] or None
+    bodies = []
     if user.opcode == "fusion":
-        bodies = module.called(user)[:1]
-    else:
-        bodies = []
+        bodies = user.called[:1]
     return [
-        (body, body.parameters[n], ()) for body in bodies for n in numbers if n in body.parameters
+        (body.parameters[n], ()) for body in bodies for n in numbers if n in body.parameters
     ] or None
 
 
-def _fusions(module: HloModule, body: Computation) -> list[tuple[Computation, Instruction]]:
+def _fusions(body: Computation) -> list[Instruction]:
     """Returns the fusions that run a computation; none if anything else calls it."""
-    callers = module.callers.get(body.name, [])
-    if all(call.opcode == "fusion" for _, call in callers):
-        return callers
+    if all(call.opcode == "fusion" for call in body.callers):
+        return body.callers
     return []
 
 
-def _step_of_move(module: HloModule, at: Computation, i: Instruction, suffix: str) -> bool:
+def _step_of_move(i: Instruction, role: str) -> bool:
     """Says whether an instruction is the start or the done of something that only moves or adds its
     operands.
     """
-    if not i.opcode.endswith(suffix):
+    stem, its_role = step_of(i.opcode)
+    if its_role != role:
         return False
     start = i
     while start.opcode in ("async-update", "async-done") and start.operands:
-        start = at.by_name[start.operands[0]]
-    if start.opcode == "async-start":
-        wrapped = module.called(start)
-    else:
-        wrapped = []
-    return (wrapped[0].root.opcode if wrapped else i.opcode.removesuffix(suffix)) in _MOVES
+        start = start.inputs[0]
+    if start.opcode == "async-start" and start.called:
+        stem = start.called[0].root.opcode
+    return stem in _MOVES
 
 
-def _promoted(module: HloModule, i: Instruction) -> bool:
+def _promoted(i: Instruction) -> bool:
     """Says whether the compiler itself widened a reduction, as it does on CPU. The author cannot
     change that.
     """
+    inside = [i]
     if i.opcode == "fusion":
-        inside = (i, *module.instructions_in(i))
-    else:
-        inside = (i,)
+        inside += i.inside
     return any(name.endswith("_promoted") for one in inside for name in one.called_computations)

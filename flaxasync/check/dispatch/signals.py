@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from flaxasync.check.hlo.async_operations import COLLECTIVES
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.module import HloModule, Instruction
 from flaxasync.check.hlo.origins import CALLBACK, HOST_TRANSFERS, callback_name, is_host_callback
 from flaxasync.check.hlo.reader import parse
 from flaxasync.check.hlo.shapes import HloError
@@ -93,17 +93,17 @@ def read_program(compiled: Any, platform: str) -> DispatchedProgram:
     late_branches = []
     for computation in module.computations.values():
         for i in computation.instructions:
-            source = module.source(i)
+            source = i.source
             place = f"{computation.name}/{i.name}" + (f" at {source}" if source else "")
             if is_host_callback(i):
                 callbacks.append(_callback(i, source))
             elif i.opcode == "conditional":
                 branches.append(place)
-                if not computation.is_entry or _is_late(module, computation, i):
+                if not computation.is_entry or _is_late(i):
                     late_branches.append(place)
             elif i.opcode == "while" and not (
                 "known_trip_count" in i.backend_config
-                or (platform == "tpu" and trip_count(module, i) is not None)
+                or (platform == "tpu" and trip_count(i) is not None)
             ):
                 loops.append(place)
     return DispatchedProgram(
@@ -115,18 +115,18 @@ def read_program(compiled: Any, platform: str) -> DispatchedProgram:
     )
 
 
-def _is_late(module: HloModule, computation: Computation, branch: Instruction) -> bool:
+def _is_late(branch: Instruction) -> bool:
     """Says whether the index of a branch needs more work of the program than a few elementwise
     operations.
     """
-    index, *_ = computation.operands(branch)
+    index, *_ = branch.inputs
     pending = [index]
     seen = {index.name}
     while pending:
         one = pending.pop()
-        if one.opcode in _WORK or module.contains_matmul(one):
+        if one.opcode in _WORK or one.contains_matmul:
             return True
-        for operand in computation.operands(one):
+        for operand in one.inputs:
             if operand.name not in seen:
                 seen.add(operand.name)
                 pending.append(operand)
@@ -141,10 +141,7 @@ def _has_nested_loops(module: HloModule) -> bool:
         if i.opcode == "while"
     ]
     return any(
-        inside.opcode == "while"
-        for loop in loops
-        for inside in module.nested(loop)
-        if inside is not loop
+        inside.opcode == "while" for loop in loops for inside in loop.nested() if inside is not loop
     )
 
 

@@ -19,7 +19,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from flaxasync.check.estimate.moved_bytes import moved_bytes
-from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, collective_in_fusion
+from flaxasync.check.hlo.async_operations import (
+    COLLECTIVES,
+    AsyncOperation,
+    collective_in_fusion,
+    step_of,
+)
 from flaxasync.check.hlo.module import MATMULS, Computation, HloModule, Instruction
 from flaxasync.check.hlo.participants import groups_in, permute_pairs
 from flaxasync.check.hlo.shapes import HBM, SEMAPHORE, VMEM, HloError
@@ -40,7 +45,6 @@ _FREE_CALLS = (
     "SPMDFullToShardShape",
     "SPMDShardToFullShape",
 )
-_STEPS = ("-start", "-done", "-update")
 _NUMBER = re.compile(r"(?<=.)\.\d+$")  # that of an instruction: "gemm.3"
 
 
@@ -83,31 +87,27 @@ class Costs:
     played: Mapping[str, KernelTime] = dataclasses.field(default_factory=dict)
     # What is known already: by the names of a computation and an instruction, and by the name of a
     # computation.
-    _known: dict[str, dict[str, CoreTime]] = dataclasses.field(default_factory=dict, repr=False)
+    _known: dict[tuple[str, str], CoreTime] = dataclasses.field(default_factory=dict, repr=False)
     _totals: dict[str, float] = dataclasses.field(default_factory=dict, repr=False)
 
-    def seconds(self, computation: Computation, instruction: Instruction) -> float:
+    def seconds(self, instruction: Instruction) -> float:
         """Returns the time that the core spends on an instruction. A start and a done take none."""
-        return self.explained(computation, instruction).seconds
+        return self.explained(instruction).seconds
 
-    def explained(self, computation: Computation, instruction: Instruction) -> CoreTime:
+    def explained(self, instruction: Instruction) -> CoreTime:
         """Returns the time of an instruction, and what it was taken from."""
         if _takes_no_time(instruction.opcode):
             # which is not kept: a large program has more of these than of all others
             return _NO_TIME
-        known = self._known.get(computation.name)
-        if known is None:
-            known = self._known[computation.name] = {}
-        found = known.get(instruction.name)
+        key = (instruction.computation.name, instruction.name)
+        found = self._known.get(key)
         if found is None:
-            found = known[instruction.name] = self._explain(computation, instruction)
+            found = self._known[key] = self._explain(instruction)
         return found
 
     def total_seconds(self, computation: Computation) -> float:
         if computation.name not in self._totals:
-            self._totals[computation.name] = sum(
-                self.seconds(computation, i) for i in computation.instructions
-            )
+            self._totals[computation.name] = sum(self.seconds(i) for i in computation.instructions)
         return self._totals[computation.name]
 
     def trips(self, caller: Instruction) -> int:
@@ -116,7 +116,7 @@ class Costs:
         """
         if caller.opcode != "while":
             return 1
-        count = trip_count(self.module, caller)
+        count = trip_count(caller)
         if count is None:
             return 1
         return count
@@ -144,15 +144,13 @@ class Costs:
         """
         known: dict[str, float] = {}
         return sum(
-            n * _flops(self.module, self.module.computations[c], known)
-            for c, n in self.executions().items()
+            n * _flops(self.module.computations[c], known) for c, n in self.executions().items()
         )
 
     def transfer_seconds(self, operation: AsyncOperation) -> float:
         """Returns how long an asynchronous operation is under way when it is alone on its link or
         in its memory.
         """
-        computation = self.module.computations[operation.computation]
         name = operation.start.name
         if operation.spelling == "kernel" and (given := self._given(name)) is not None:
             return given
@@ -161,18 +159,18 @@ class Costs:
         if operation.spelling == "kernel" and operation.communicates:
             return self.chip.hop_latency + operation.bytes / self.chip.link_bandwidth
         if operation.start.opcode == "async-start" and operation.collectives:
-            return sum(self._wrapped_seconds(*held) for held in operation.collectives)
+            return sum(self._wrapped_seconds(one) for one in operation.collectives)
         if operation.communicates:
             collective = operation.inner or operation.start
-            sent = self._operand_bytes(computation, operation.start) or operation.bytes
+            sent = self._operand_bytes(operation.start) or operation.bytes
             if operation.updates and not operation.start.operands:  # an update brings the operands
-                sent = max(sent, self._operand_bytes(computation, operation.updates[0], skip=1))
+                sent = max(sent, self._operand_bytes(operation.updates[0], skip=1))
             return collective_seconds(
                 operation.kind, sent, operation.bytes, self.group_size(collective), self.chip
             )
         if operation.with_host and self.chip.host_bandwidth is not None:
             return operation.bytes / self.chip.host_bandwidth
-        return self.memory_seconds(self._ends_in_hbm(computation, operation) * operation.bytes)
+        return self.memory_seconds(self._ends_in_hbm(operation) * operation.bytes)
 
     def memory_latency(self) -> float:
         """Returns the seconds from the last byte of a transfer within the device until the core
@@ -184,74 +182,65 @@ class Costs:
             return 0.0
         return self.chip.memory_latency
 
-    def _ends_in_hbm(self, computation: Computation, copy: AsyncOperation) -> int:
+    def _ends_in_hbm(self, copy: AsyncOperation) -> int:
         """Returns how often a byte of a copy passes HBM: as it is read, as it is written, or
         both.
         """
-        read = [made.shape for made in computation.operands(copy.start)[:1]]
+        read = [made.shape for made in copy.start.inputs[:1]]
         written = [window.done.shape for window in copy.windows[:1]]
         beside = sum(shape.memory_space == VMEM for shape in read + written)
         return 2 - beside
 
-    def _wrapped_seconds(self, computation: Computation, collective: Instruction) -> float:
+    def _wrapped_seconds(self, collective: Instruction) -> float:
         """Returns the seconds of a collective that an asynchronous operation wraps, alone or within
         a fusion.
         """
-        sent = self._operand_bytes(computation, collective)
+        sent = self._operand_bytes(collective)
         received = collective.shape.bytes
         kind = collective.opcode.removesuffix("-start")
         if collective.opcode != kind and collective.shape.is_tuple and kind != "all-reduce":
             # the first part is what is sent
             received = (collective.shape.at((1,)) or collective.shape).bytes
-        fusions = [
-            call
-            for _, call in self.module.callers.get(computation.name, ())
-            if call.opcode == "fusion"
-        ]
+        fusions = [call for call in collective.computation.callers if call.opcode == "fusion"]
         if kind == "all-reduce" and fusions and fusions[0].shape.bytes < sent:
             kind = "reduce-scatter"  # as XLA writes it: an all-reduce, and a slice of the sum
         return collective_seconds(kind, sent, received, self.group_size(collective), self.chip)
 
-    def _explain(self, computation: Computation, i: Instruction) -> CoreTime:
+    def _explain(self, i: Instruction) -> CoreTime:
         if i.opcode in ("while", "conditional", "call"):
-            parts = [self.total_seconds(called) for called in self.module.called(i)]
+            parts = [self.total_seconds(called) for called in i.called]
             if i.opcode == "conditional":
                 return CoreTime(max(parts, default=0.0), "body")
             return CoreTime(self.trips(i) * sum(parts), "body")
         if i.opcode in COLLECTIVES:
-            return CoreTime(self._collective_seconds(computation, i, i), "links")
+            return CoreTime(self._collective_seconds(i, i), "links")
         if i.opcode == "custom-call":
-            return self._custom_call(computation, i)
-        if (
-            i.opcode == "fusion"
-            and (collective := collective_in_fusion(self.module, i)) is not None
-        ):
+            return self._custom_call(i)
+        if i.opcode == "fusion" and (collective := collective_in_fusion(i)) is not None:
             if collective.opcode == "custom-call":
                 return _NO_TIME  # the fusion is a start or a done
-            return CoreTime(self._collective_seconds(computation, i, collective), "links")
-        moved = self._bytes_seconds(computation, i)
+            return CoreTime(self._collective_seconds(i, collective), "links")
+        moved = self._bytes_seconds(i)
         if i.estimated_cycles is None:
             return CoreTime(moved, "bytes")
         estimated = i.estimated_cycles / self.chip.clock
         if i.opcode == "copy" and self.copies == "simulated":
-            return CoreTime(self._copy_seconds(computation, i, estimated, moved), "bytes")
-        as_estimated = self.module.contains_matmul(i) or (
-            i.opcode == "copy" and self.copies == "cycles"
-        )
+            return CoreTime(self._copy_seconds(i, estimated, moved), "bytes")
+        as_estimated = i.contains_matmul or (i.opcode == "copy" and self.copies == "cycles")
         if as_estimated or estimated < moved:
             return CoreTime(estimated, "cycles")
         return CoreTime(moved, "bytes")
 
-    def _custom_call(self, computation: Computation, i: Instruction) -> CoreTime:
+    def _custom_call(self, i: Instruction) -> CoreTime:
         given = self._given(i.name)
         if given is not None:
             return CoreTime(given, "given")
         if i.custom_call_target in _FREE_CALLS:
             return _NO_TIME
-        both = (i, *computation.operands(i))
+        both = (i, *i.inputs)
         if any(leaf.memory_space == SEMAPHORE for one in both for _, leaf in one.shape.leaves()):
             return _NO_TIME  # one half of an asynchronous pair
-        least = CoreTime(self._bytes_seconds(computation, i), "bytes")
+        least = CoreTime(self._bytes_seconds(i), "bytes")
         if i.kernel_flops is not None:
             multiplying = i.kernel_flops / self.chip.flops
             least = CoreTime(max(least.seconds, multiplying), "estimate")
@@ -265,21 +254,17 @@ class Costs:
     def _given(self, kernel: str) -> float | None:
         return self.kernels.get(kernel, self.kernels.get(_NUMBER.sub("", kernel)))
 
-    def _collective_seconds(
-        self, computation: Computation, i: Instruction, collective: Instruction
-    ) -> float:
-        sent = self._operand_bytes(computation, i)
-        kind = self.collective_kind(computation, i, collective)
+    def _collective_seconds(self, i: Instruction, collective: Instruction) -> float:
+        sent = self._operand_bytes(i)
+        kind = self.collective_kind(i, collective)
         return collective_seconds(kind, sent, i.shape.bytes, self.group_size(collective), self.chip)
 
-    def collective_kind(
-        self, computation: Computation, i: Instruction, collective: Instruction
-    ) -> str:
+    def collective_kind(self, i: Instruction, collective: Instruction) -> str:
         """Returns the opcode of what a collective does. XLA writes a reduce-scatter as an
         all-reduce and a slice.
         """
         in_fusion = i is not collective and collective.opcode == "all-reduce"
-        if in_fusion and i.shape.bytes < self._operand_bytes(computation, i):
+        if in_fusion and i.shape.bytes < self._operand_bytes(i):
             return "reduce-scatter"
         return collective.opcode
 
@@ -287,13 +272,13 @@ class Costs:
         """Returns how many devices take part in one group of a collective."""
         if pairs := permute_pairs(collective):
             return max(2, len(pairs))
-        return max(len(g) for g in groups_in(self.module, collective))
+        return max(len(g) for g in groups_in(collective))
 
-    def _bytes_seconds(self, computation: Computation, i: Instruction) -> float:
+    def _bytes_seconds(self, i: Instruction) -> float:
         """Returns the time in which the operands and the result of an instruction move through
         memory.
         """
-        moved = moved_bytes(self.module, computation, i)
+        moved = moved_bytes(i)
         in_hbm = sum(size for space, size in moved if space == HBM)
         in_vmem = max((size for space, size in moved if space == VMEM), default=0)
         moving = max(
@@ -304,13 +289,11 @@ class Costs:
             moving += self.memory_latency()
         return moving
 
-    def _copy_seconds(
-        self, computation: Computation, i: Instruction, estimated: float, moved: float
-    ) -> float:
+    def _copy_seconds(self, i: Instruction, estimated: float, moved: float) -> float:
         """Returns what the bytes of a copy take, longer where a layout changes in VMEM, if that is
         not estimated.
         """
-        shapes = [one.shape for one in (*computation.operands(i), i)]
+        shapes = [one.shape for one in (*i.inputs, i)]
         orders = [shape.layout and shape.layout.minor_to_major for shape in shapes]
         if orders[0] == orders[-1] or all(shape.memory_space != VMEM for shape in shapes):
             return min(estimated, moved)
@@ -321,15 +304,15 @@ class Costs:
         """Returns the time in which bytes are read from HBM or written to it."""
         return moved / (self.chip.hbm_bandwidth * self.chip.hbm_efficiency)
 
-    def _operand_bytes(self, computation: Computation, i: Instruction, skip: int = 0) -> int:
-        return sum(made.shape.bytes for made in computation.operands(i)[skip:])
+    def _operand_bytes(self, i: Instruction, skip: int = 0) -> int:
+        return sum(made.shape.bytes for made in i.inputs[skip:])
 
 
 # a program has few opcodes, and each is asked about in every instruction
 @functools.lru_cache(1024)
 def _takes_no_time(opcode: str) -> bool:
     """Says whether no instruction of this opcode takes time of the core."""
-    return opcode in _FREE or opcode in ("send", "recv") or opcode.endswith(_STEPS)
+    return opcode in _FREE or step_of(opcode).role != ""
 
 
 def collective_seconds(opcode: str, bytes_in: int, bytes_out: int, group: int, chip: Chip) -> float:
@@ -367,7 +350,7 @@ def collective_seconds(opcode: str, bytes_in: int, bytes_out: int, group: int, c
     return hops * chip.hop_latency + volumes[opcode] / (directions * chip.link_bandwidth)
 
 
-def _flops(module: HloModule, computation: Computation, known: dict[str, float]) -> float:
+def _flops(computation: Computation, known: dict[str, float]) -> float:
     """Returns the FLOPs of a computation and of the fusions in it. `known` has those that were
     asked for before.
     """
@@ -376,20 +359,16 @@ def _flops(module: HloModule, computation: Computation, known: dict[str, float])
         for i in computation.instructions:
             total += i.kernel_flops or 0
             if i.opcode in MATMULS:
-                total += (
-                    2.0
-                    * math.prod(max(size, 0) for size in i.shape.dimensions)
-                    * _summed(computation, i)
-                )
+                total += 2.0 * math.prod(max(size, 0) for size in i.shape.dimensions) * _summed(i)
             if i.opcode == "fusion":
-                total += sum(_flops(module, body, known) for body in module.called(i))
+                total += sum(_flops(body, known) for body in i.called)
         known[computation.name] = total
     return known[computation.name]
 
 
-def _summed(computation: Computation, product: Instruction) -> float:
+def _summed(product: Instruction) -> float:
     """Returns how many products are added up for one element of a result."""
-    shapes = [made.shape for made in computation.operands(product)[:2]]
+    shapes = [made.shape for made in product.inputs[:2]]
     if len(shapes) < 2 or any(shape.is_tuple for shape in shapes):
         raise _bad_product(
             product, f"needs two arrays: got {', '.join(map(str, shapes)) or 'no operand'}"

@@ -149,7 +149,7 @@ def _notes(lockstep: Lockstep) -> tuple[str, ...]:
     for computation in map(module.computations.__getitem__, lockstep.executed):
         for i in computation.instructions:
             is_kernel = i.custom_call_target == "tpu_custom_call"
-            if is_kernel and lockstep.costs.explained(computation, i).source == "bytes":
+            if is_kernel and lockstep.costs.explained(i).source == "bytes":
                 by_bytes.append(i.name)
     if by_bytes:
         named = ", ".join(by_bytes[:4])

@@ -72,8 +72,6 @@ class Lockstep:
         self._members: dict[tuple[str, bool], list[list[int]]] = {}
         self._count = 0  # of starts until now
         self._depth = 0  # of loops around the instruction that is stepped through
-        # the computations that are being run, so that none runs within itself
-        self._active: set[str] = set()
 
     def run(self) -> None:
         """Steps through the whole program. ValueError says that it has too many steps."""
@@ -81,9 +79,6 @@ class Lockstep:
         self._run(self.module.entry)
 
     def _run(self, computation: Computation) -> None:
-        if computation.name in self._active:
-            return
-        self._active.add(computation.name)
         for i in computation.instructions:
             if i.name in self._begins:
                 self._start(self._begins[i.name])
@@ -92,26 +87,25 @@ class Lockstep:
             elif i.opcode == "while":
                 self._loop(i)
             elif i.opcode == "conditional":
-                if branches := self.module.called(i):
+                if branches := i.called:
                     self._run(max(branches, key=self.costs.total_seconds))
             elif i.opcode == "call":
-                for called in self.module.called(i):
+                for called in i.called:
                     self._run(called)
-            elif (collective := synchronous_collective(self.module, i)) is not None:
-                self._hold(computation, i, collective)
+            elif (collective := synchronous_collective(i)) is not None:
+                self._hold(i, collective)
             else:
-                self._work(computation, i)
-        self._active.discard(computation.name)
+                self._work(i)
 
-    def _work(self, computation: Computation, i: Instruction) -> None:
+    def _work(self, i: Instruction) -> None:
         """Lets every device work on an instruction, and wait within it if it is a kernel that
         does.
         """
-        taken = self.costs.explained(computation, i)
+        taken = self.costs.explained(i)
         if taken.seconds <= 0:
             return
         after_copies = taken.source == "played" and any(
-            made.shape.memory_space == HBM for made in computation.operands(i)
+            made.shape.memory_space == HBM for made in i.inputs
         )
         for n in range(len(self.devices)):
             if after_copies:
@@ -225,11 +219,11 @@ class Lockstep:
         for n, end in enumerate(self._ends[op.name]):
             self._spend(n, end, done.name, kind, op.name)
 
-    def _hold(self, computation: Computation, i: Instruction, collective: Instruction) -> None:
+    def _hold(self, i: Instruction, collective: Instruction) -> None:
         """Lets the devices of each group wait for each other, and then holds them for the time of
         the collective.
         """
-        seconds = self.costs.seconds(computation, i)
+        seconds = self.costs.seconds(i)
         before = list(self.clock)
         groups = self._groups(collective)
         if len(before) > 1 and (pairs := permute_pairs(collective)):
@@ -246,13 +240,13 @@ class Lockstep:
             return [[0]]
         key = (i.attributes.get("replica_groups", ""), "channel_id" in i.attributes)
         if key not in self._members:
-            groups = groups_in(self.module, i)
+            groups = groups_in(i)
             self._members[key] = [[d for d in group if d < len(self.devices)] for group in groups]
         return self._members[key]
 
     def _loop(self, loop: Instruction) -> None:
         body = self.module.computations.get(loop.loop_body)
-        if body is None or body.name in self._active:
+        if body is None:
             return
         self._depth += 1
         trips = self.costs.trips(loop)
@@ -327,8 +321,8 @@ class Lockstep:
         """Returns how many instructions are stepped through in what an instruction calls."""
         if caller.opcode not in ("while", "conditional", "call"):
             return 0
-        for body in self.module.called(caller):
+        for body in caller.called:
             if body.name not in known:
                 known[body.name] = sum(1 + self._steps_in(i, known) for i in body.instructions)
         times = min(self.costs.trips(caller), STEPPED_ITERATIONS)
-        return times * sum(known[body.name] for body in self.module.called(caller))
+        return times * sum(known[body.name] for body in caller.called)

@@ -19,7 +19,7 @@ from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.estimate.estimator import timeline
 from flaxasync.check.hlo.async_operations import COLLECTIVES, async_operations, largest_array
 from flaxasync.check.hlo.load import axes_of, chip_of, module_of
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction, without_number
+from flaxasync.check.hlo.module import HloModule, Instruction, without_number
 from flaxasync.check.hlo.origins import callback_name, is_host_callback, loops_around, origin
 from flaxasync.check.hlo.participants import AxisNames
 from flaxasync.hardware import chip as chip_named
@@ -160,37 +160,33 @@ def _rows(
     rows: dict[str, Total] = {}
     runs = costs.executions()
 
-    def add(
-        kind: str, where: Computation, i: Instruction, collective: Instruction, result: Instruction
-    ) -> None:
+    def add(kind: str, i: Instruction, collective: Instruction, result: Instruction) -> None:
         size = result.shape.bytes
         if result.opcode == "reduce-scatter":
             size *= costs.group_size(result)  # its result is one part of the whole array
         if size >= SMALL:
-            place, source = origin(module, where, i, collective)
+            place, source = origin(i, collective)
             total = rows.setdefault(_row(kind, place, names.of(collective)), Total(TRANSFERS))
-            total.add(size * runs[where.name], source)
+            total.add(size * runs[i.computation.name], source)
             total.exposed += exposed.get(i.name, 0.0)
             total.dtypes = sorted({*total.dtypes, largest_array(result).element_type})
 
     for op in async_operations(module):
         if op.computation in runs and op.kind in COLLECTIVES and not is_host_callback(op.start):
             result = op.inner or (op.windows[0].done if op.windows else op.start)
-            where = module.computations[op.computation]
-            add(op.kind, where, op.start, op.inner or op.start, result)
-    for where, i, collective in collectives_that_hold_the_chip(module, runs):
-        add(costs.collective_kind(where, i, collective), where, i, collective, collective)
+            add(op.kind, op.start, op.inner or op.start, result)
+    for i, collective in collectives_that_hold_the_chip(module, runs):
+        add(costs.collective_kind(i, collective), i, collective, collective)
     for name, number in runs.items():
-        where = module.computations[name]
-        for i in where.instructions:
+        for i in module.computations[name].instructions:
             if i.is_communicating_kernel:
-                add(f"kernel {without_number(i.name)}", where, i, i, i)
+                add(f"kernel {without_number(i.name)}", i, i, i)
             if is_host_callback(i):
-                place, source = origin(module, where, i)
+                place, source = origin(i)
                 total = rows.setdefault(_row(callback_name(i), place), Total(CALLBACKS))
                 total.add(number, source)
-            elif _is_loop_copy(module, where, i):
-                place, source = origin(module, where, i)
+            elif _is_loop_copy(i):
+                place, source = origin(i)
                 total = rows.setdefault(_row("copy", place), Total(COPIES))
                 total.add(number * largest_array(i).bytes, source)
     return rows
@@ -206,12 +202,12 @@ def _row(what: str, place: str, axes: str = "") -> str:
     return text
 
 
-def _is_loop_copy(module: HloModule, where: Computation, i: Instruction) -> bool:
+def _is_loop_copy(i: Instruction) -> bool:
     """Says whether an instruction is a large copy in a loop that does not fetch an operand into
     another memory space.
     """
-    if i.opcode not in ("copy", "copy-start") or not loops_around(module, where):
+    if i.opcode not in ("copy", "copy-start") or not loops_around(i.computation):
         return False
     copy = i.shape.at((0,)) or i.shape  # the first element of a copy-start is the copy
-    spaces = {made.shape.memory_space for made in where.operands(i)}
+    spaces = {made.shape.memory_space for made in i.inputs}
     return copy.bytes >= COPIED and spaces == {copy.memory_space}

@@ -18,10 +18,10 @@ one instruction, that is what is wrapped, and the call if not.
 
 import dataclasses
 import itertools
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from flaxasync.check.hlo.async_operations import FIRST_CLASS, async_operations, step_of_opcode
+from flaxasync.check.hlo.async_operations import FIRST_CLASS, async_operations, step_of
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.shapes import Shape
 
@@ -40,7 +40,19 @@ _OF_START = (
 )
 # older texts repeat these at the update and the done
 _OLD = ("calls", "async_execution_thread", "async_group_id")
-_STEP = re.compile(r"([\w\-]+)-(start|update|done)")
+_LATER = ("update", "done")
+
+
+class Chain(NamedTuple):
+    """The steps of one asynchronous operation that follow one another in one computation."""
+
+    futures: tuple[Instruction, ...]  # the start and its updates
+    done: Instruction | None
+
+    def bound(self, until: int | None = None) -> list[Shape]:
+        """Returns the shapes of the operands that so many of the futures, or all, bind."""
+        start, *updates = self.futures[:until]
+        return [made.shape for made in (*start.inputs, *(m for u in updates for m in u.inputs[1:]))]
 
 
 def to_generic(module: HloModule) -> HloModule:
@@ -58,27 +70,27 @@ def to_generic(module: HloModule) -> HloModule:
         # computation.
         wraps: dict[str, tuple[str, ...]] = {}
         for i in computation.instructions:
-            stem, step = short_step(i.opcode)
+            stem, role = step_of(i.opcode)
+            is_short = stem not in ("async", *FIRST_CLASS)
             if i.opcode == "async-start":
-                wraps[i.name] = tuple(called.root.opcode for called in module.called(i))
-            elif step_of_opcode(i.opcode) and i.operands and i.operands[0] in wraps:
+                wraps[i.name] = tuple(called.root.opcode for called in i.called)
+            elif role in _LATER and i.operands and i.operands[0] in wraps:
                 wraps[i.name] = wraps[i.operands[0]]
-            if step == "start":
-                called = _called_by_short_call(module, i)
-                wraps[i.name] = (module.computations[called].root.opcode if called else stem,)
-                if not called:
-                    wrapped = _wrapped(computation, i, next(free))
+            if role == "start" and is_short:
+                called = _called_by_short_call(i)
+                if called is None:
+                    called = _wrapped(i, chain(i), next(free))
                     # a computation is printed before its caller
-                    computations[wrapped.name] = wrapped
-                    called = wrapped.name
-                changes[i.name] = _generic(i, called)
-            elif step and _fits(computation, i, stem, wraps.get(i.name)):
-                changes[i.name] = _without_old(i, f"async-{step}")
-            elif i.opcode in ("async-update", "async-done") and any(
-                key in i.attributes for key in _OLD
-            ):
+                    computations[called.name] = called
+                wraps[i.name] = (called.root.opcode,)
+                changes[i.name] = _generic(i, called.name)
+            elif role in _LATER and is_short and _fits(i, stem, wraps.get(i.name)):
+                changes[i.name] = _without_old(i, f"async-{role}")
+            elif role in _LATER and stem == "async" and any(key in i.attributes for key in _OLD):
                 changes[i.name] = _without_old(i, i.opcode)
-        computations[computation.name] = _changed(computation, changes)
+        if changes:
+            computation = _changed(computation, changes)
+        computations[computation.name] = computation
     return dataclasses.replace(module, computations=computations)
 
 
@@ -93,25 +105,19 @@ def to_short(module: HloModule) -> HloModule:
     for op in async_operations(module):
         if op.start.opcode != "async-start":
             continue
-        computation = module.computations[op.computation]
-        short = _shortened(module, computation, op.start)
+        short = _shortened(op.start)
+        stem = "async"
         if short is not None:
             changes[op.computation][op.name] = short
             gone.update(op.start.called_computations)
-        if short is None:
-            stem = "async"
-        else:
-            stem = short.opcode.removesuffix("-start")
-        steps = [(module.computations[op.computation], i) for i in op.updates]
-        steps += [(module.computations[window.computation], window.done) for window in op.windows]
-        for at, i in steps:
-            stems.setdefault((at.name, i.name), set()).add(stem)
-    for computation in module.computations.values():
-        for i in computation.instructions:
-            found = stems.get((computation.name, i.name), set())
-            if i.opcode in ("async-update", "async-done") and len(found) == 1:
-                opcode = f"{next(iter(found))}-{step_of_opcode(i.opcode)}"
-                changes[computation.name][i.name] = dataclasses.replace(i, opcode=opcode)
+            stem = step_of(short.opcode).stem
+        for i in (*op.updates, *(window.done for window in op.windows)):
+            stems.setdefault((i.computation.name, i.name), set()).add(stem)
+    for (where, name), found in stems.items():
+        i = module.computations[where].by_name[name]
+        if len(found) == 1 and step_of(i.opcode).stem == "async":
+            opcode = f"{found.pop()}-{step_of(i.opcode).role}"
+            changes[where][name] = dataclasses.replace(i, opcode=opcode)
     kept = {
         name: _changed(c, changes[name])
         for name, c in module.computations.items()
@@ -120,41 +126,20 @@ def to_short(module: HloModule) -> HloModule:
     return dataclasses.replace(module, computations=kept)
 
 
-def short_step(opcode: str) -> tuple[str, str]:
-    """Returns ("custom-call", "start") for the short form "custom-call-start"; ("", "") for any
-    other opcode.
-    """
-    match = _STEP.fullmatch(opcode)
-    if match is None or match[1] in ("async", *FIRST_CLASS):
-        return "", ""
-    return match[1], match[2]
-
-
-def chain(computation: Computation, start: Instruction) -> list[Instruction]:
-    """Returns the start, the updates and the done that follow one another in one computation, of
-    any form.
-    """
+def chain(start: Instruction) -> Chain:
+    """Returns the steps that follow a start of any form, each the first user that is one."""
     steps = [start]
-    while step_of_opcode(steps[-1].opcode) != "done":
-        users = computation.users.get(steps[-1].name, ())
+    while step_of(steps[-1].opcode).role != "done":
+        last = steps[-1]
         onward = [
             user
-            for user in users
-            if step_of_opcode(user.opcode) and user.operands[0] == steps[-1].name
+            for user in last.users
+            if step_of(user.opcode).role in _LATER and user.operands[0] == last.name
         ]
         if not onward:
-            break
+            return Chain(tuple(steps), None)
         steps.append(onward[0])
-    return steps
-
-
-def operands_of(computation: Computation, steps: Iterable[Instruction]) -> list[Shape]:
-    """Returns the shapes of the operands that a start and its updates bind, without the futures."""
-    names: list[str] = []
-    for step in steps:
-        role = step_of_opcode(step.opcode)
-        names += () if role == "done" else step.operands[1:] if role == "update" else step.operands
-    return [computation.by_name[name].shape for name in names]
+    return Chain(tuple(steps[:-1]), steps[-1])
 
 
 def only_instruction(wrapped: Computation) -> Instruction | None:
@@ -177,16 +162,15 @@ def _without_old(step: Instruction, opcode: str) -> Instruction:
     return dataclasses.replace(step, opcode=opcode, attributes=kept)
 
 
-def _called_by_short_call(module: HloModule, start: Instruction) -> str:
-    """Returns the name of the computation that a call-start wraps itself; "" if a computation must
-    be made for it.
-    """
-    name = start.attributes.get("to_apply", "").lstrip("%")
-    if start.opcode != "call-start" or name not in module.computations:
-        return ""
-    if only_instruction(module.computations[name]) is not None:
-        return name
-    return ""
+def _called_by_short_call(start: Instruction) -> Computation | None:
+    """Returns the computation that a call-start wraps itself; None if one must be made for it."""
+    if start.opcode != "call-start" or "to_apply" not in start.attributes:
+        return None
+    name = start.attributes["to_apply"].lstrip("%")
+    called = start.computation.module.computations[name]
+    if only_instruction(called) is None:
+        return None
+    return called
 
 
 def _generic(start: Instruction, called: str) -> Instruction:
@@ -196,22 +180,17 @@ def _generic(start: Instruction, called: str) -> Instruction:
     )
 
 
-def _wrapped(computation: Computation, start: Instruction, name: str) -> Computation:
-    """Returns the computation that a short form stands for: its parameters and one instruction."""
-    steps = chain(computation, start)
-    is_done = step_of_opcode(steps[-1].opcode) == "done"
-    if is_done and len(steps) > 1:
-        last = steps[-2]
-    else:
-        last = steps[-1]
-    if is_done:
-        result = steps[-1].shape
+def _wrapped(start: Instruction, steps: Chain, name: str) -> Computation:
+    """Returns the computation that a short start stands for: its parameters and one instruction."""
+    last = steps.futures[-1]
+    if steps.done is not None:
+        result = steps.done.shape
     else:
         result = last.shape.at((1,)) or Shape("tuple")
-    opcode = start.opcode.removesuffix("-start")
+    opcode = step_of(start.opcode).stem
     parameters = tuple(
         Instruction(f"p{n}", shape, "parameter", literal=str(n), line=start.line)
-        for n, shape in enumerate(_parameters(operands_of(computation, steps), last.shape.at((0,))))
+        for n, shape in enumerate(_parameters(steps.bound(), last.shape.at((0,))))
     )
     attributes = {key: value for key, value in start.attributes.items() if key not in _OF_START}
     if "metadata" in start.attributes:
@@ -241,34 +220,29 @@ def _parameters(bound: list[Shape], declared: Shape | None) -> list[Shape]:
     return bound
 
 
-def _fits(
-    computation: Computation, step: Instruction, stem: str, wrapped: tuple[str, ...] | None
-) -> bool:
+def _fits(step: Instruction, stem: str, wrapped: tuple[str, ...] | None) -> bool:
     """Says whether an update or a done may belong to its start.
 
     It names what that wraps, or a call; or the start is in another computation.
     """
     if wrapped is None:
         carriers = ("get-tuple-element", "parameter", "while", "conditional", "call")
-        before = [computation.by_name[name].opcode for name in step.operands[:1]]
+        before = [made.opcode for made in step.inputs[:1]]
         return any(opcode in carriers or opcode.endswith("-update") for opcode in before)
     return stem in ("call", *wrapped)
 
 
-def _shortened(
-    module: HloModule, computation: Computation, start: Instruction
-) -> Instruction | None:
+def _shortened(start: Instruction) -> Instruction | None:
     """Returns the short form of an async-start; None if reading that would not give the same
     computation.
     """
-    called = module.called(start)
-    if len(called) == 1:
-        root = only_instruction(called[0])
-    else:
-        root = None
-    if root is None or root.opcode in FIRST_CLASS or len(module.callers[called[0].name]) > 1:
+    if len(start.called) != 1:
         return None
-    if _STEP.fullmatch(root.opcode) or called[0].is_entry:
+    (called,) = start.called
+    root = only_instruction(called)
+    if root is None or len(called.callers) > 1 or called.is_entry:
+        return None
+    if root.opcode in FIRST_CLASS or step_of(root.opcode).role:
         return None
     own = {key: value for key, value in start.attributes.items() if key != "calls"}
     of_root = {
@@ -277,8 +251,7 @@ def _shortened(
     if "metadata" in root.attributes:
         own.setdefault("metadata", root.attributes["metadata"])
     short = dataclasses.replace(start, opcode=f"{root.opcode}-start", attributes=of_root | own)
-    again = _wrapped(computation, short, called[0].name)
-    if _parts(again) == _parts(called[0]):
+    if _parts(_wrapped(short, chain(start), called.name)) == _parts(called):
         return short
     return None
 
@@ -293,8 +266,8 @@ def _parts(wrapped: Computation) -> list[object]:
 
 
 def _changed(computation: Computation, changes: Mapping[str, Instruction]) -> Computation:
-    """Returns a computation with some of its instructions changed, by their names."""
-    if not changes:
-        return computation
-    instructions = tuple(changes.get(i.name, i) for i in computation.instructions)
+    """Returns a copy of a computation with some of its instructions changed, by their names."""
+    instructions = tuple(
+        changes.get(i.name) or dataclasses.replace(i) for i in computation.instructions
+    )
     return dataclasses.replace(computation, instructions=instructions)

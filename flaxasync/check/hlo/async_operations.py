@@ -15,8 +15,10 @@ operands and get them from an update later: it is bound late.
 
 import dataclasses
 import functools
+import re
+from typing import NamedTuple
 
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.module import HloModule, Instruction
 from flaxasync.check.hlo.shapes import HOST, SEMAPHORE, Shape
 from flaxasync.check.hlo.value_flow import Span, Use, trace
 
@@ -41,7 +43,26 @@ _FUSED_START = "AsyncCollectiveStart"
 _FUSED_DONE = "AsyncCollectiveDone"
 
 
-type Held = tuple[Computation, Instruction]  # an instruction and the computation that holds it
+_STEP = re.compile(r"([\w\-]+)-(start|update|done)")
+
+
+class Step(NamedTuple):
+    """What an opcode says of the instruction's place in an asynchronous operation."""
+
+    stem: str  # "async", "custom-call", "all-gather", ...: the opcode without its role
+    role: str  # "start", "update" or "done"; "" for an opcode of none of them
+
+
+# a program has few opcodes, and each is asked about in every instruction
+@functools.lru_cache(1024)
+def step_of(opcode: str) -> Step:
+    """Returns ("custom-call", "start") for "custom-call-start", ("send", "start") for "send"."""
+    match = _STEP.fullmatch(opcode)
+    if match:
+        return Step(match[1], match[2])
+    if opcode in ("send", "recv"):
+        return Step(opcode, "start")
+    return Step(opcode, "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +70,6 @@ class Window:
     """What runs between a start and one of its dones."""
 
     done: Instruction  # it waits for the operation
-    computation: str  # of the done
     spans: tuple[Span, ...]  # what runs while the operation is under way
     crosses: tuple[str, ...]  # how the future crosses loops on its way to the done, as in `Use`
 
@@ -63,18 +83,22 @@ class AsyncOperation:
     # kernel. Of several collectives that are wrapped together all opcodes: "all-gather and
     # all-reduce".
     kind: str
-    computation: str  # of the start
     start: Instruction
     updates: tuple[Instruction, ...]  # they take the future and return it
     windows: tuple[Window, ...]  # one for each done
     # the wrapped instruction, if the text has one; of several collectives the largest
     inner: Instruction | None
-    collectives: tuple[Held, ...]  # those that are wrapped
+    collectives: tuple[Instruction, ...]  # those that are wrapped
     bytes: int  # of the arrays that the operation moves or makes
 
     @property
     def name(self) -> str:
         return self.start.name
+
+    @property
+    def computation(self) -> str:
+        """The name of the computation that has the start."""
+        return self.start.computation.name
 
     @property
     def thread(self) -> str:
@@ -107,17 +131,17 @@ def async_operations(module: HloModule) -> tuple[AsyncOperation, ...]:
     has no window.
     """
     return tuple(
-        _operation(module, computation, instruction, spelling)
+        _operation(instruction, spelling)
         for computation in module.computations.values()
         for instruction in computation.instructions
-        if (spelling := spelling_of_start(module, instruction))
+        if (spelling := spelling_of_start(instruction))
     )
 
 
-def spelling_of_start(module: HloModule, instruction: Instruction) -> str:
+def spelling_of_start(instruction: Instruction) -> str:
     """Returns the spelling in which an instruction is a start, or "" if it is none."""
     if instruction.opcode == "fusion":
-        if _contains_mark(module, instruction, _FUSED_START):
+        if _contains_mark(instruction, _FUSED_START):
             return "fusion"
         return ""
     if instruction.opcode == "custom-call":
@@ -125,35 +149,15 @@ def spelling_of_start(module: HloModule, instruction: Instruction) -> str:
         if is_kernel and _new_semaphores(instruction):
             return "kernel"
         return ""
-    return spelling_of_opcode(instruction.opcode)
-
-
-# a program has few opcodes, and each is asked about in every instruction
-@functools.lru_cache(1024)
-def spelling_of_opcode(opcode: str) -> str:
-    """Returns the spelling of an opcode that is a start in every instruction; "" for any other
-    opcode.
-    """
-    if opcode == "async-start":
-        return "generic"
-    if opcode.removesuffix("-start") in FIRST_CLASS and (
-        opcode.endswith("-start") or opcode in ("send", "recv")
-    ):
+    stem, role = step_of(instruction.opcode)
+    if role != "start":
+        return ""
+    if stem in FIRST_CLASS:
         return "first-class"
-    if opcode.endswith("-start"):
-        return "generic"
-    return ""
+    return "generic"
 
 
-@functools.lru_cache(1024)
-def step_of_opcode(opcode: str) -> str:
-    """Returns "update" or "done" for an opcode that continues or ends an operation; "" for any
-    other opcode.
-    """
-    return next((step for step in ("update", "done") if opcode.endswith(f"-{step}")), "")
-
-
-def collective_in_fusion(module: HloModule, fusion: Instruction) -> Instruction | None:
+def collective_in_fusion(fusion: Instruction) -> Instruction | None:
     """Returns the collective that a fusion performs, or the custom call that marks it as a start or
     a done.
 
@@ -161,7 +165,7 @@ def collective_in_fusion(module: HloModule, fusion: Instruction) -> Instruction 
     collective is under way also contains that collective, with notes about its progress, but it
     does not perform the collective.
     """
-    inside = module.instructions_in(fusion)
+    inside = fusion.inside
     for mark in inside:
         if mark.custom_call_target.startswith("AsyncCollective"):
             return mark
@@ -174,12 +178,12 @@ def collective_in_fusion(module: HloModule, fusion: Instruction) -> Instruction 
     return collective
 
 
-def synchronous_collective(module: HloModule, i: Instruction) -> Instruction | None:
+def synchronous_collective(i: Instruction) -> Instruction | None:
     """Returns the collective that an instruction performs without a start, by itself or within a
     fusion.
     """
     if i.opcode == "fusion":
-        collective = collective_in_fusion(module, i)
+        collective = collective_in_fusion(i)
     else:
         collective = i
     if (
@@ -205,47 +209,42 @@ def largest_array(kernel: Instruction) -> Shape:
     return max(made, key=lambda array: array.bytes, default=Shape("tuple"))
 
 
-def _operation(
-    module: HloModule, computation: Computation, start: Instruction, spelling: str
-) -> AsyncOperation:
-    collectives = _wrapped_collectives(module, start)
-    inner = max((i for _, i in collectives), key=_moved_by, default=None) or _wrapped(module, start)
+def _operation(start: Instruction, spelling: str) -> AsyncOperation:
+    collectives = _wrapped_collectives(start)
+    inner = max(collectives, key=_moved_by, default=None) or _wrapped(start)
     if spelling in ("kernel", "fusion"):
-        updates, windows = _buffer_ends(module, computation, start, spelling)
+        updates, windows = _buffer_ends(start, spelling)
     else:
-        updates, windows = _opcode_ends(module, computation, start)
-    kinds = {i.opcode.removesuffix("-start") for _, i in collectives}
-    if not kinds:
-        kinds = {
-            (start if inner is None or spelling == "kernel" else inner).opcode.removesuffix(
-                "-start"
-            )
-        }
-    kind = " and ".join(sorted(kinds))
-    moved = _moved_bytes(computation, start, spelling, kind, windows, inner)
-    ends = tuple(updates), tuple(windows)
+        updates, windows = _opcode_ends(start)
+    runs = collectives
+    if not collectives:
+        runs = [start if inner is None or spelling == "kernel" else inner]
+    kind = " and ".join(sorted({i.opcode.removesuffix("-start") for i in runs}))
     return AsyncOperation(
-        spelling, kind, computation.name, start, *ends, inner, tuple(collectives), moved
+        spelling=spelling,
+        kind=kind,
+        start=start,
+        updates=tuple(updates),
+        windows=tuple(windows),
+        inner=inner,
+        collectives=tuple(collectives),
+        bytes=_moved_bytes(start, spelling, kind, windows, inner),
     )
 
 
-def _wrapped(module: HloModule, start: Instruction) -> Instruction | None:
+def _wrapped(start: Instruction) -> Instruction | None:
     """Returns the instruction that a generic start runs, if the text has it."""
-    if start.opcode == "async-start":
-        wrapped = module.called(start)
-    else:
-        wrapped = []
-    if wrapped:
-        return wrapped[0].root
+    if start.opcode == "async-start" and start.called:
+        return start.called[0].root
     return None
 
 
-def _wrapped_collectives(module: HloModule, start: Instruction) -> list[Held]:
+def _wrapped_collectives(start: Instruction) -> list[Instruction]:
     """Returns the collectives in what a start calls, at any depth. A start of a fusion performs the
     first one.
     """
-    found: list[Held] = []
-    pending = list(reversed(module.called(start)))
+    found: list[Instruction] = []
+    pending = list(reversed(start.called))
     seen: set[str] = set()
     while pending:
         computation = pending.pop()
@@ -254,7 +253,7 @@ def _wrapped_collectives(module: HloModule, start: Instruction) -> list[Held]:
         seen.add(computation.name)
         for i in computation.instructions:
             if i.opcode.removesuffix("-start") in COLLECTIVES:
-                found.append((computation, i))
+                found.append(i)
             elif i.opcode in (
                 "fusion",
                 "call",
@@ -263,7 +262,7 @@ def _wrapped_collectives(module: HloModule, start: Instruction) -> list[Held]:
                 "while",
                 "conditional",
             ):
-                pending += reversed(module.called(i))
+                pending += reversed(i.called)
     if start.opcode == "async-start":
         return found
     return found[:1]
@@ -273,9 +272,7 @@ def _moved_by(collective: Instruction) -> int:
     return collective.shape.bytes
 
 
-def _opcode_ends(
-    module: HloModule, computation: Computation, start: Instruction
-) -> tuple[list[Instruction], list[Window]]:
+def _opcode_ends(start: Instruction) -> tuple[list[Instruction], list[Window]]:
     """Finds the updates and dones of a spelling with opcodes of its own.
 
     The tuple of the future always travels as a whole, so following its first array finds every
@@ -283,37 +280,35 @@ def _opcode_ends(
     """
     updates: list[Instruction] = []
     windows: list[Window] = []
-    pending: list[tuple[Computation, Instruction, tuple[Span, ...]]] = [(computation, start, ())]
+    pending: list[tuple[Instruction, tuple[Span, ...]]] = [(start, ())]
     seen: set[str] = set()
     while pending:
-        at, step, before = pending.pop()
+        step, before = pending.pop()
         if step.name in seen:
             continue
         seen.add(step.name)
         path = next((p for p, _ in step.shape.leaves()), ())
-        for use in trace(module, at, step, path, stop=lambda i: bool(step_of_opcode(i.opcode))):
+        for use in trace(step, path, stop=_continues):
+            i = use.instruction
             spans = before + use.spans
-            role = step_of_opcode(use.instruction.opcode)
+            role = step_of(i.opcode).role
             if role == "done":
-                windows.append(Window(use.instruction, use.computation, spans, use.crosses))
+                windows.append(Window(i, spans, use.crosses))
             elif role == "update" and use.operand == 0:
-                updates.append(use.instruction)
+                updates.append(i)
                 # An operation that is bound late begins only at the update that brings its
                 # operands.
-                begins_here = not start.operands and len(use.instruction.operands) > 1
-                pending.append(
-                    (
-                        module.computations[use.computation],
-                        use.instruction,
-                        () if begins_here else spans,
-                    )
-                )
+                if not start.operands and len(i.operands) > 1:
+                    spans = ()
+                pending.append((i, spans))
     return updates, windows
 
 
-def _buffer_ends(
-    module: HloModule, computation: Computation, start: Instruction, spelling: str
-) -> tuple[list[Instruction], list[Window]]:
+def _continues(i: Instruction) -> bool:
+    return step_of(i.opcode).role in ("update", "done")
+
+
+def _buffer_ends(start: Instruction, spelling: str) -> tuple[list[Instruction], list[Window]]:
     """Finds the ends of a pair of kernels by following its semaphores, and of a pair of fusions by
     all its results.
     """
@@ -321,29 +316,27 @@ def _buffer_ends(
     updates: dict[str, Instruction] = {}
 
     def is_marked(i: Instruction) -> bool:
-        return spelling == "fusion" and _contains_mark(module, i, _FUSED_DONE)
+        return spelling == "fusion" and _contains_mark(i, _FUSED_DONE)
 
-    for path in (
-        _new_semaphores(start)
-        if spelling == "kernel"
-        else [path for path, _ in start.shape.leaves()]
-    ):
-        for use in trace(module, computation, start, path, stop=is_marked):
+    if spelling == "kernel":
+        paths = _new_semaphores(start)
+    else:
+        paths = [path for path, _ in start.shape.leaves()]
+    for path in paths:
+        for use in trace(start, path, stop=is_marked):
             i = use.instruction
             if is_marked(i) or (
                 spelling == "kernel" and not use.aliased and i.opcode in ("custom-call", "fusion")
             ):
-                ends[use.computation, i.name] = use
+                ends[i.computation.name, i.name] = use
             elif use.aliased and (spelling == "kernel" or i.opcode == "fusion"):
                 updates[i.name] = i
-    windows = [Window(u.instruction, u.computation, u.spans, u.crosses) for u in ends.values()]
+    windows = [Window(use.instruction, use.spans, use.crosses) for use in ends.values()]
     return list(updates.values()), windows
 
 
-def _contains_mark(module: HloModule, fusion: Instruction, target: str) -> bool:
-    return fusion.opcode == "fusion" and any(
-        i.custom_call_target == target for i in module.instructions_in(fusion)
-    )
+def _contains_mark(fusion: Instruction, target: str) -> bool:
+    return fusion.opcode == "fusion" and any(i.custom_call_target == target for i in fusion.inside)
 
 
 def _new_semaphores(instruction: Instruction) -> list[tuple[int, ...]]:
@@ -359,7 +352,6 @@ def _new_semaphores(instruction: Instruction) -> list[tuple[int, ...]]:
 
 
 def _moved_bytes(
-    computation: Computation,
     start: Instruction,
     spelling: str,
     kind: str,
@@ -373,7 +365,7 @@ def _moved_bytes(
         return largest_array(start).bytes
     moved = {"send": 0, "dynamic-update-slice": 1}.get(kind)
     if moved is not None and moved < len(start.operands):
-        return computation.by_name[start.operands[moved]].shape.bytes
+        return start.inputs[moved].shape.bytes
     if kind in ("reduce-scatter", "all-reduce") and inner is not None:
         return inner.shape.bytes
     if windows:

@@ -64,6 +64,59 @@ class Instruction:
     literal: str = ""  # the text in the parentheses of a constant or a parameter
     # of the text that the instruction was read from
     line: int = dataclasses.field(default=0, compare=False)
+    # that has the instruction, and sets this when it is made
+    computation: "Computation" = dataclasses.field(init=False, repr=False, compare=False)
+
+    @property
+    def inputs(self) -> list["Instruction"]:
+        """The instructions whose results it reads."""
+        return [self.computation.by_name[name] for name in self.operands]
+
+    @property
+    def users(self) -> list["Instruction"]:
+        """The instructions that read its result. Each is listed once, in order."""
+        return self.computation.users.get(self.name, [])
+
+    @property
+    def position(self) -> int:
+        """Its index in the computation."""
+        return self.computation.position[self.name]
+
+    @property
+    def called(self) -> list["Computation"]:
+        """The computations that it calls: of a loop the body, then the condition."""
+        computations = self.computation.module.computations
+        return [computations[name] for name in self.called_computations]
+
+    @property
+    def inside(self) -> list["Instruction"]:
+        """The instructions of the computations that it calls."""
+        return [i for computation in self.called for i in computation.instructions]
+
+    def nested(self) -> Iterator["Instruction"]:
+        """Yields it, and the instructions of the computations that it calls at any depth."""
+        pending = [self]
+        seen = set[str]()
+        while pending:
+            i = pending.pop()
+            yield i
+            for computation in i.called:
+                if computation.name not in seen:
+                    seen.add(computation.name)
+                    pending += computation.instructions
+
+    @property
+    def contains_matmul(self) -> bool:
+        """Whether it is a matmul, or a fusion that contains one at any depth."""
+        if self.opcode == "fusion":
+            return any(computation.has_matmul for computation in self.called)
+        return self.opcode in MATMULS
+
+    @property
+    def source(self) -> str:
+        """The "file:line" of the Python code that made it; "" if the text does not say."""
+        frames = self.computation.module.stack_frames
+        return source_line(self.attributes.get("metadata", ""), frames)
 
     @property
     def control_predecessors(self) -> tuple[str, ...]:
@@ -159,17 +212,19 @@ class Instruction:
 @dataclasses.dataclass(frozen=True)
 class Computation:
     """A list of instructions with a name. In a scheduled module the list is in the order of
-    execution.
+    execution. The instructions know the computation that was made of them last.
     """
 
     name: str
     instructions: tuple[Instruction, ...]
     is_entry: bool = False
     execution_thread: str = "main"
+    # that has the computation, and sets this when it is made
+    module: "HloModule" = dataclasses.field(init=False, repr=False, compare=False)
 
-    def operands(self, instruction: Instruction) -> list[Instruction]:
-        """Returns the instructions whose results an instruction of this computation reads."""
-        return [self.by_name[name] for name in instruction.operands]
+    def __post_init__(self) -> None:
+        for i in self.instructions:
+            object.__setattr__(i, "computation", self)
 
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
@@ -193,6 +248,21 @@ class Computation:
             for operand in dict.fromkeys(i.operands):
                 users.setdefault(operand, []).append(i)
         return users
+
+    @property
+    def callers(self) -> list[Instruction]:
+        """The instructions that call it."""
+        return self.module.callers.get(self.name, [])
+
+    @functools.cached_property
+    def has_matmul(self) -> bool:
+        """Whether it has a matmul, itself or in what it calls. It calls no computation that is
+        around it, and calls are not nested deep.
+        """
+        return any(
+            i.opcode in MATMULS or any(called.has_matmul for called in i.called)
+            for i in self.instructions
+        )
 
     @property
     def root(self) -> Instruction:
@@ -220,6 +290,10 @@ class HloModule:
     attributes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tables: str = ""  # the text before the first computation: files, functions and stack frames
 
+    def __post_init__(self) -> None:
+        for computation in self.computations.values():
+            object.__setattr__(computation, "module", self)
+
     @property
     def is_scheduled(self) -> bool:
         return self.attributes.get("is_scheduled") == "true"
@@ -246,67 +320,19 @@ class HloModule:
         return list(self.computations.values())[-1]
 
     @functools.cached_property
-    def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
-        """The instructions that call each computation, each with the computation that contains
-        it.
-        """
-        callers: dict[str, list[tuple[Computation, Instruction]]] = {}
+    def callers(self) -> dict[str, list[Instruction]]:
+        """The instructions that call each computation. Each is listed once."""
+        callers: dict[str, list[Instruction]] = {}
         for computation in self.computations.values():
-            for instruction in computation.instructions:
-                for name in dict.fromkeys(instruction.called_computations):
-                    callers.setdefault(name, []).append((computation, instruction))
+            for i in computation.instructions:
+                for name in dict.fromkeys(i.called_computations):
+                    callers.setdefault(name, []).append(i)
         return callers
 
-    def source(self, instruction: Instruction) -> str:
-        """Returns "file:line" of the Python code that made an instruction; "" if the text does not
-        say.
-        """
-        return source_line(instruction.attributes.get("metadata", ""), self._stack_frames)
-
-    def called(self, caller: Instruction) -> list[Computation]:
-        """Returns the computations that an instruction calls: of a loop the body, then the
-        condition.
-        """
-        return [self.computations[name] for name in caller.called_computations]
-
-    def instructions_in(self, caller: Instruction) -> list[Instruction]:
-        """Returns the instructions of the computations that an instruction calls."""
-        return [i for computation in self.called(caller) for i in computation.instructions]
-
-    def nested(self, caller: Instruction) -> Iterator[Instruction]:
-        """Yields an instruction, and those of the computations that it calls at any depth."""
-        pending = [caller]
-        seen = set[str]()
-        while pending:
-            i = pending.pop()
-            yield i
-            for computation in self.called(i):
-                if computation.name not in seen:
-                    seen.add(computation.name)
-                    pending += computation.instructions
-
-    def contains_matmul(self, instruction: Instruction) -> bool:
-        """Says whether an instruction is a matmul, or a fusion that contains one at any depth."""
-        if instruction.opcode != "fusion":
-            return instruction.opcode in MATMULS
-        return any(self._has_matmul(name) for name in instruction.called_computations)
-
-    def _has_matmul(self, name: str) -> bool:
-        """Says whether a computation has a matmul, in itself or in what it calls. Calls are not
-        nested deep.
-        """
-        if name not in self._matmuls:
-            inside = self.computations[name].instructions
-            called = (other for i in inside for other in i.called_computations)
-            self._matmuls[name] = any(i.opcode in MATMULS for i in inside) or any(
-                map(self._has_matmul, called)
-            )
-        return self._matmuls[name]
-
     @functools.cached_property
-    def _matmuls(self) -> dict[str, bool]:
-        """Which of the computations that were asked about have a matmul, by name."""
-        return {}
+    def stack_frames(self) -> dict[str, str]:
+        """The "file:line" of each stack frame in the tables."""
+        return read_stack_frames(self.tables)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, HloModule):
@@ -352,10 +378,6 @@ class HloModule:
                 calls = [numbers[other] for other in i.called_computations]
                 others = {key: value for key, value in i.attributes.items() if key not in _NAMING}
                 yield i.opcode, i.shape, i.is_root, i.literal, operands, before, calls, others
-
-    @functools.cached_property
-    def _stack_frames(self) -> dict[str, str]:
-        return read_stack_frames(self.tables)
 
 
 @functools.lru_cache(maxsize=1024)  # a program repeats few of them, and asks for each one often

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.module import Computation, Instruction
 
 STEPS = 200  # instructions that are looked at before the search for one with metadata is given up
 CALLBACK = re.compile(r"xla_(?:ffi_)?(?:partitioned_)?python_(?:cpu|gpu)_callback")
@@ -26,9 +26,7 @@ _PUBLIC_NAMES = {
 }
 
 
-def origin(
-    module: HloModule, computation: Computation, *instructions: Instruction
-) -> tuple[str, str]:
+def origin(*instructions: Instruction) -> tuple[str, str]:
     """Returns the place and the source line of instructions that are one operation; "" for what the
     text does not say.
 
@@ -38,8 +36,8 @@ def origin(
     baseline can be used by others.
     """
     own = tuple(reversed(instructions))
-    loops = loops_around(module, computation)
-    named = itertools.chain(own, loops, _near(module, computation, instructions[0]))
+    loops = loops_around(instructions[0].computation)
+    named = itertools.chain(own, loops, _near(instructions[0]))
     name = next((i.op_name for i in named if i.op_name), "")
     if "transpose(" in name:
         part = "backward"
@@ -47,43 +45,38 @@ def origin(
         part = "forward"
     else:
         part = ""
-    sourced = itertools.chain(own, _near(module, computation, instructions[0]), loops)
-    line = next((found for i in sourced if (found := module.source(i))), "")
+    sourced = itertools.chain(own, _near(instructions[0]), loops)
+    line = next((found for i in sourced if (found := i.source)), "")
     place = f"{part} {' in a '.join('loop' for _ in loops)}".strip()
     return place, line.removeprefix(os.getcwd() + os.sep)
 
 
-def loops_around(module: HloModule, computation: Computation) -> list[Instruction]:
+def loops_around(computation: Computation) -> list[Instruction]:
     """Returns the while loops around a computation, the innermost first."""
     loops = []
-    seen = {computation.name}
-    while callers := module.callers.get(computation.name):
-        computation, call = callers[0]
+    while callers := computation.callers:
+        call = callers[0]
+        computation = call.computation
         if call.opcode == "while":
             loops.append(call)
-        if computation.name in seen:
-            break  # the text has a computation that calls itself
-        seen.add(computation.name)
     return loops
 
 
-def _near(
-    module: HloModule, computation: Computation, instruction: Instruction
-) -> Iterator[Instruction]:
+def _near(instruction: Instruction) -> Iterator[Instruction]:
     """Yields what an instruction wraps, then what it is made of, then its users, the nearest
     first.
     """
-    yield from module.instructions_in(instruction)
+    yield from instruction.inside
     pending = collections.deque([instruction])
     seen = {instruction.name}
     while pending and len(seen) < STEPS:
         i = pending.popleft()
-        for other in (*computation.operands(i), *computation.users.get(i.name, ())):
+        for other in (*i.inputs, *i.users):
             if other.name not in seen and other.opcode not in ("parameter", "while"):
                 seen.add(other.name)
                 pending.append(other)
                 yield other
-                yield from module.instructions_in(other) if other.opcode == "fusion" else ()
+                yield from other.inside if other.opcode == "fusion" else ()
 
 
 def is_host_callback(instruction: Instruction) -> bool:

@@ -51,12 +51,13 @@ def permute_pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
     return tuple((source, target) for source, target in pairs)
 
 
-def groups_in(module: HloModule, collective: Instruction) -> Groups:
+def groups_in(collective: Instruction) -> Groups:
     """Returns the groups of devices that exchange data in a collective of a program.
 
     A collective that names no groups is one of all devices. Without a channel it is one of all
     replicas, if the program has several.
     """
+    module = collective.computation.module
     between_replicas = module.num_replicas > 1 and "channel_id" not in collective.attributes
     return replica_groups(
         collective, module.num_replicas if between_replicas else module.num_devices
@@ -92,7 +93,7 @@ class AxisNames:
     """
 
     def __init__(self, module: HloModule, axes: Mapping[str, int] | None = None):
-        self.module, self.devices = module, module.num_devices
+        self.devices = module.num_devices
         if axes:
             named = dict(axes)
         else:
@@ -107,7 +108,7 @@ class AxisNames:
             return " and ".join(self._differing(permute_pairs(collective))) or "pairs"
         if "replica_groups" not in collective.attributes:
             return ""
-        groups = groups_in(self.module, collective)
+        groups = groups_in(collective)
         sizes = {len(group) for group in groups}
         differing = self._differing(groups)
         if sizes == {1}:

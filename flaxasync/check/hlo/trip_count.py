@@ -6,11 +6,12 @@ constant to the counter, and the counter begins at a constant. The trip count of
 unknown.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.module import Computation, Instruction
 
 _FORWARDING = ("copy", "bitcast", "convert", "reshape")  # opcodes that pass an integer on unchanged
 _HOLDS = {
@@ -25,19 +26,6 @@ _DEPTH = 16
 _STEPS = 1000
 
 
-class _Search:
-    """What is looked at for one loop of a module."""
-
-    def __init__(self, module: HloModule):
-        self.module = module
-        self.steps = 0
-
-    def goes_on(self) -> bool:
-        """Counts one more instruction. Says whether it may be looked at."""
-        self.steps += 1
-        return self.steps <= _STEPS
-
-
 class _Value(NamedTuple):
     """An integer: an element of the loop's tuple, or 0 if that is None, and what is added to it."""
 
@@ -45,7 +33,7 @@ class _Value(NamedTuple):
     added: int
 
 
-def trip_count(module: HloModule, loop: Instruction) -> int | None:
+def trip_count(loop: Instruction) -> int | None:
     """Returns the number of iterations of a `while`, or None if the text does not determine it."""
     known = loop.backend_config.get("known_trip_count")
     if isinstance(known, dict):
@@ -54,21 +42,20 @@ def trip_count(module: HloModule, loop: Instruction) -> int | None:
         count = ""
     if count.isascii() and count.isdigit():
         return int(count[:18])
-    called = module.called(loop)
+    called = loop.called
     if len(called) != 2 or not loop.operands:
         return None
     body, condition = called
-    search = _Search(module)
-    caller = next(c for c, call in module.callers[body.name] if call is loop)
-    begin = caller.by_name[loop.operands[0]]
+    search = itertools.repeat(True, _STEPS)
+    begin = loop.inputs[0]
     counter, bound, direction = _comparison(search, condition)
     if counter is None or bound is None or counter.element is None:
         return None
-    start = _element(search, caller, begin, counter.element)
+    start = _element(search, begin, counter.element)
     limit: _Value | None = bound
     if bound.element is not None:
-        limit = _element(search, caller, begin, bound.element)
-    step = _element(search, body, body.root, counter.element)
+        limit = _element(search, begin, bound.element)
+    step = _element(search, body.root, counter.element)
     if (
         start is None
         or limit is None
@@ -92,35 +79,32 @@ def _count(start: int, limit: int, step: int, direction: str) -> int | None:
 
 
 def _comparison(
-    search: _Search, condition: Computation
+    search: Iterator[bool], condition: Computation
 ) -> tuple[_Value | None, _Value | None, str]:
     """Returns both sides of the comparison of a condition, which may be in a fusion, and its
     direction.
     """
-    at = condition
+    root = condition.root
     arguments = None
-    if at.root.opcode == "fusion":
-        arguments = [_value(search, at, operand) for operand in at.operands(at.root)]
-        at = next(iter(search.module.called(at.root)), at)
-    direction = at.root.attributes.get("direction", "")
-    if at.root.opcode != "compare" or direction not in _HOLDS or len(at.root.operands) != 2:
+    if root.opcode == "fusion":
+        arguments = [_value(search, operand) for operand in root.inputs]
+        root = next((called.root for called in root.called), root)
+    direction = root.attributes.get("direction", "")
+    if root.opcode != "compare" or direction not in _HOLDS or len(root.operands) != 2:
         return None, None, ""
-    left, right = (_value(search, at, operand, arguments) for operand in at.operands(at.root))
+    left, right = (_value(search, operand, arguments) for operand in root.inputs)
     return left, right, direction
 
 
-def _element(
-    search: _Search, computation: Computation, made: Instruction, index: int
-) -> _Value | None:
+def _element(search: Iterator[bool], made: Instruction, index: int) -> _Value | None:
     """Returns the value of one element of a tuple."""
     if made.opcode != "tuple" or index >= len(made.operands):
         return None
-    return _value(search, computation, computation.by_name[made.operands[index]])
+    return _value(search, made.inputs[index])
 
 
 def _value(
-    search: _Search,
-    computation: Computation,
+    search: Iterator[bool],
     i: Instruction,
     arguments: Sequence[_Value | None] | None = None,
     depth: int = _DEPTH,
@@ -128,9 +112,9 @@ def _value(
     """Returns the value of a scalar in a computation of a loop, or in a fusion with the given
     arguments.
     """
-    if depth == 0 or not search.goes_on() or i.shape.dimensions or i.shape.is_tuple:
+    if depth == 0 or not next(search, False) or i.shape.dimensions or i.shape.is_tuple:
         return None
-    made = computation.operands(i)
+    made = i.inputs
     if i.opcode == "constant":
         text = i.literal.strip()
         is_integer = text.isascii() and text.removeprefix("-").isdigit() and len(text) < 19
@@ -147,10 +131,10 @@ def _value(
             return _Value(i.tuple_index, 0)
         return None
     if i.opcode in _FORWARDING and made:
-        return _value(search, computation, made[0], arguments, depth - 1)
+        return _value(search, made[0], arguments, depth - 1)
     if i.opcode not in ("add", "fusion"):
         return None
-    values = [_value(search, computation, one, arguments, depth - 1) for one in made]
+    values = [_value(search, one, arguments, depth - 1) for one in made]
     if i.opcode == "add":
         one, other = values if len(values) == 2 else (None, None)
         if one is None or other is None or None not in (one.element, other.element):
@@ -159,6 +143,6 @@ def _value(
             other.element if one.element is None else one.element, one.added + other.added
         )
     return next(
-        (_value(search, body, body.root, values, depth - 1) for body in search.module.called(i)),
+        (_value(search, body.root, values, depth - 1) for body in i.called),
         None,
     )

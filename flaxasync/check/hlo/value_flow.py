@@ -11,7 +11,7 @@ import collections
 import dataclasses
 from collections.abc import Callable
 
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.module import Instruction
 
 _SAME_VALUE = ("bitcast", "optimization-barrier", "domain")
 _COPIES = ("copy", "copy-start", "copy-done")
@@ -30,12 +30,10 @@ class Span:
 class Use:
     """One instruction that uses a value, and the path of the value to it."""
 
-    computation: str  # of the instruction
     instruction: Instruction
     operand: int  # the number of the operand that is the value
     spans: tuple[Span, ...]  # what runs between the instruction that makes the value and this use
-    # those on the path, each as (computation, instruction)
-    copies: tuple[tuple[str, Instruction], ...]
+    copies: tuple[Instruction, ...]  # those on the path
     # how the path crosses loops: "enters", "repeats" or "leaves", and the name of the loop
     crosses: tuple[str, ...]
     aliased: bool  # whether the instruction writes its result over the value
@@ -45,19 +43,18 @@ class Use:
 class _Holder:
     """One instruction whose result holds the value at an index path, and how the value came there.
 
-    The value is alive from the position `opened` of this computation on. `spans` ran before that,
+    The value is alive from the position `opened` of its computation on. `spans` ran before that,
     in other computations or in earlier iterations. `loops` are those around this computation that
     the path has entered, the outermost first, each by its name and with what held the value before
     it.
     """
 
-    computation: Computation
     instruction: Instruction
     path: tuple[int, ...]
     opened: int
     spans: tuple[Span, ...] = ()
     loops: tuple[tuple[str, "_Holder"], ...] = ()
-    copies: tuple[tuple[str, Instruction], ...] = ()
+    copies: tuple[Instruction, ...] = ()
     crosses: tuple[str, ...] = ()
 
     def passed_to(self, instruction: Instruction, path: tuple[int, ...]) -> "_Holder":
@@ -65,15 +62,13 @@ class _Holder:
         return dataclasses.replace(self, instruction=instruction, path=path)
 
     def spans_until(self, stop: int) -> tuple[Span, ...]:
-        """Returns the spans up to a position of this computation."""
+        """Returns the spans up to a position of its computation."""
         if stop <= self.opened:
             return self.spans
-        return (*self.spans, Span(self.computation.name, self.opened, stop))
+        return (*self.spans, Span(self.instruction.computation.name, self.opened, stop))
 
 
 def trace(
-    module: HloModule,
-    computation: Computation,
     instruction: Instruction,
     path: tuple[int, ...],
     *,
@@ -89,26 +84,23 @@ def trace(
     """
     uses: list[Use] = []
     seen: set[tuple[str, str, tuple[int, ...]]] = set()
-    queue = collections.deque(
-        [_Holder(computation, instruction, path, computation.position[instruction.name] + 1)]
-    )
+    queue = collections.deque([_Holder(instruction, path, instruction.position + 1)])
     while queue:
         holder = queue.popleft()
-        key = (holder.computation.name, holder.instruction.name, holder.path)
+        key = (holder.instruction.computation.name, holder.instruction.name, holder.path)
         if key in seen:
             continue
         seen.add(key)
-        for user in holder.computation.users.get(holder.instruction.name, ()):
+        for user in holder.instruction.users:
             for number, operand in enumerate(user.operands):
                 if operand == holder.instruction.name:
-                    queue.extend(_through_user(module, holder, user, number, uses, stop))
+                    queue.extend(_through_user(holder, user, number, uses, stop))
         if holder.instruction.is_root:
-            queue.extend(_through_root(module, holder))
+            queue.extend(_through_root(holder))
     return uses
 
 
 def _through_user(
-    module: HloModule,
     holder: _Holder,
     user: Instruction,
     number: int,
@@ -118,9 +110,8 @@ def _through_user(
     """Returns what holds the value after one of its users, and adds the user to `uses` if it is
     one.
     """
-    here = holder.computation
     path = holder.path
-    spans = holder.spans_until(here.position[user.name])
+    spans = holder.spans_until(user.position)
     if user.opcode == "get-tuple-element":
         if path and path[0] == user.tuple_index:
             return [holder.passed_to(user, path[1:])]
@@ -136,28 +127,24 @@ def _through_user(
         if user.opcode == "copy-done":
             noted = holder.copies
         else:
-            noted = (*holder.copies, (here.name, user))
+            noted = (*holder.copies, user)
         return [dataclasses.replace(copied, copies=noted)]
     if user.opcode == "while":
-        body = module.computations.get(user.loop_body)
+        body = user.computation.module.computations.get(user.loop_body)
         if body is None or 0 not in body.parameters:
             return []
         crosses = (*holder.crosses, f"enters {user.name}")
         loops = (*holder.loops, (user.name, holder))
-        return [_Holder(body, body.parameters[0], path, 0, spans, loops, holder.copies, crosses)]
+        return [_Holder(body.parameters[0], path, 0, spans, loops, holder.copies, crosses)]
     if user.opcode in ("conditional", "call"):
         branch, parameter = (number - 1, 0) if user.opcode == "conditional" else (0, number)
         if branch >= 0:
-            called = module.called(user)[branch : branch + 1]
+            called = user.called[branch : branch + 1]
         else:
             called = []
         if called and parameter in called[0].parameters:
             argument = called[0].parameters[parameter]
-            return [
-                _Holder(
-                    called[0], argument, path, 0, spans, holder.loops, holder.copies, holder.crosses
-                )
-            ]
+            return [_Holder(argument, path, 0, spans, holder.loops, holder.copies, holder.crosses)]
         if branch >= 0:  # a branch takes every operand but the first, which chooses the branch
             return []
     onward = [
@@ -166,23 +153,23 @@ def _through_user(
         if alias.operand == number and path[: len(alias.operand_index)] == alias.operand_index
     ]
     aliased = bool(onward) or (user.opcode == "dynamic-update-slice" and number == 0)
-    uses.append(Use(here.name, user, number, spans, holder.copies, holder.crosses, aliased))
+    uses.append(Use(user, number, spans, holder.copies, holder.crosses, aliased))
     if stop(user):
         return []
     return onward
 
 
-def _through_root(module: HloModule, holder: _Holder) -> list[_Holder]:
+def _through_root(holder: _Holder) -> list[_Holder]:
     """Returns what holds the value after its computation returned it: the callers, and the next
     iteration of a loop.
     """
-    here = holder.computation
+    here = holder.instruction.computation
     spans = holder.spans_until(len(here.instructions))
     copies = holder.copies
     crosses = holder.crosses
     onward: list[_Holder] = []
-    for caller, call in module.callers.get(here.name, ()):
-        after = caller.position[call.name] + 1
+    for call in here.callers:
+        after = call.position + 1
         if call.opcode == "while" and call.loop_body == here.name:
             loop, before = holder.loops[-1] if holder.loops else ("", holder)
             if loop == call.name and before.path == holder.path:
@@ -197,12 +184,10 @@ def _through_root(module: HloModule, holder: _Holder) -> list[_Holder]:
             if 0 in here.parameters:
                 again = (*crosses, f"repeats {call.name}")
                 onward.append(
-                    _Holder(here, here.parameters[0], holder.path, 0, spans, outer, copies, again)
+                    _Holder(here.parameters[0], holder.path, 0, spans, outer, copies, again)
                 )
             left = (*crosses, f"leaves {call.name}")
-            onward.append(_Holder(caller, call, holder.path, after, spans, outer, copies, left))
+            onward.append(_Holder(call, holder.path, after, spans, outer, copies, left))
         elif call.opcode in ("conditional", "call"):
-            onward.append(
-                _Holder(caller, call, holder.path, after, spans, holder.loops, copies, crosses)
-            )
+            onward.append(_Holder(call, holder.path, after, spans, holder.loops, copies, crosses))
     return onward

@@ -53,7 +53,7 @@ class Dump:
         """
         if instruction not in self.instructions:
             return ""
-        return self.module.source(self.instructions[instruction])
+        return self.instructions[instruction].source
 
     @functools.cache  # noqa: B019, there is one dump in a simulation
     def words_of(self, name: str) -> list[int] | None:
@@ -72,9 +72,7 @@ class Dump:
         found = self.instructions.get(name)
         if found is None or found.opcode != "fusion":
             return found
-        return next(
-            (i for i in self.module.instructions_in(found) if i.opcode in SYNCHRONOUS), None
-        )
+        return next((i for i in found.inside if i.opcode in SYNCHRONOUS), None)
 
     def is_half_of_collective(self, name: str) -> bool:
         """Says whether an instruction is a fusion that only starts a collective, or only ends
@@ -82,8 +80,7 @@ class Dump:
         """
         found = self.instructions.get(name)
         return found is not None and any(
-            i.custom_call_target.startswith("AsyncCollective")
-            for i in self.module.instructions_in(found)
+            i.custom_call_target.startswith("AsyncCollective") for i in found.inside
         )
 
     def program_of(self, instruction: str) -> Program:
@@ -116,7 +113,7 @@ class Dump:
             kernel = i.attributes.get("backend_config", "")
         else:
             kernel = ""
-        inside = self.module.instructions_in(i) if i.opcode == "fusion" else ()
+        inside = i.inside if i.opcode == "fusion" else ()
         return (
             i.opcode,
             str(i.shape),

@@ -33,7 +33,7 @@ from flaxasync.check.compile.program import CompiledProgram
 from flaxasync.check.compile.topologies import places_of, topology_devices
 from flaxasync.check.estimate.costs import KernelTime
 from flaxasync.check.hlo.async_operations import async_operations
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.module import HloModule, Instruction
 from flaxasync.check.hlo.reader import parse
 from flaxasync.check.hlo.shapes import HBM, SEMAPHORE, SMEM, VMEM, Shape
 from flaxasync.check.player.chips import DEVICES_PER_CHIP
@@ -148,19 +148,16 @@ def _kernels(module: HloModule, given: Given) -> Iterator[tuple[str, Kernel | No
     """
     for computation in module.computations.values():
         for i in computation.instructions:
-            shapes = (one.shape for one in (i, *computation.operands(i)))
+            shapes = (one.shape for one in (i, *i.inputs))
             spaces = {leaf.memory_space for shape in shapes for _, leaf in shape.leaves()}
             if i.custom_call_target == _CALL and SEMAPHORE not in spaces:
-                yield i.name, _kernel_of(computation, i, given)
+                yield i.name, _kernel_of(i, given)
     for operation in async_operations(module):
         if operation.spelling == "kernel" and operation.communicates and operation.windows:
             window = operation.windows[0]
-            ends_at = module.computations[window.computation]
-            wires = _wires(operation.start, ends_at.operands(window.done))
-            start = _kernel_of(module.computations[operation.computation], operation.start, given)
-            pair = dataclasses.replace(
-                start, done=_kernel_of(ends_at, window.done, given), wires=wires
-            )
+            wires = _wires(operation.start, window.done.inputs)
+            start = _kernel_of(operation.start, given)
+            pair = dataclasses.replace(start, done=_kernel_of(window.done, given), wires=wires)
             yield operation.start.name, pair if wires else None
 
 
@@ -179,19 +176,19 @@ def _wires(start: Instruction, operands: Sequence[Instruction]) -> tuple[int, ..
     return tuple(wires)
 
 
-def _kernel_of(computation: Computation, i: Instruction, given: Given) -> Kernel:
+def _kernel_of(i: Instruction, given: Given) -> Kernel:
     call = {
         key: v
         for key, v in i.backend_config["custom_call_config"].items()
         if key != "debug_locations"
     }
     config = {key: v for key, v in i.backend_config.items() if key == "scoped_memory_configs"}
-    operands = [made.shape for made in computation.operands(i)]
+    operands = [made.shape for made in i.inputs]
     call |= _places(operands, [leaf for _, leaf in i.shape.leaves()])
     integers = []
     for number, (name, shape) in enumerate(zip(i.operands, operands, strict=True)):
         if re.match(r"[su]\d", shape.element_type) and shape.memory_space != SEMAPHORE:
-            values: Sequence[int] | None = integer_elements(computation.by_name, name)
+            values: Sequence[int] | None = integer_elements(i.computation.by_name, name)
             if values is None:
                 values = given(i.name, tuple(shape.dimensions))
             if values is not None:

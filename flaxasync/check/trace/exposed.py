@@ -87,7 +87,7 @@ class ProfiledProgram:
         for computation in module.computations.values():
             for i in computation.instructions:
                 self._instructions[i.name] = i
-                if synchronous_collective(module, i) is not None:
+                if synchronous_collective(i) is not None:
                     self._communicating.add(i.name)
         for op in async_operations(module):
             halves = (op.start, *op.updates, *(window.done for window in op.windows))

@@ -119,7 +119,7 @@ def test_partial_sums_of_a_convolution_in_a_fusion(labels, window, summed):
     ))  # fmt: skip
     gather, matmul = (compiled.entry.by_name[name] for name in ("g", "y"))
     expected = 8 * 1024 * 3584 * 2 if summed else 0
-    assert partial_sum_bytes(compiled, compiled.entry, matmul, gather, 2) == expected
+    assert partial_sum_bytes(matmul, gather, 2) == expected
 
 
 def test_a_matmul_hides_half_of_the_all_reduce_after_it():

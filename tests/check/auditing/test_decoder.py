@@ -99,11 +99,7 @@ def test_the_estimate_and_the_three_worst_findings(written):
     )
     module = parse(written.as_text())
     instruction = module.computations[recomputed.computation].by_name[recomputed.instruction]
-    (groups,) = (
-        replica_groups(i, 16)
-        for i in module.instructions_in(instruction)
-        if i.opcode == "all-reduce"
-    )
+    (groups,) = (replica_groups(i, 16) for i in instruction.inside if i.opcode == "all-reduce")
     assert groups == tuple(tuple(range(n, n + RING)) for n in range(0, 16, RING))
 
     assert permute.code == "exposed"

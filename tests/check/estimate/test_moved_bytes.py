@@ -66,7 +66,7 @@ def test_one_layer_counts_and_not_the_array_of_all_layers_each_in_its_own_memory
     options, name, in_hbm, in_vmem
 ):
     program = parse(text(**options))
-    found = moved_bytes(program, program.entry, program.entry.by_name[name])
+    found = moved_bytes(program.entry.by_name[name])
     for space, layers in ((HBM, in_hbm), (VMEM, in_vmem)):
         # an index has 4 bytes
         assert sum(size for at, size in found if at == space and size > 4) == layers * LAYER

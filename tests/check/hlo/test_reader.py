@@ -67,7 +67,7 @@ def test_a_module():
     assert (module.entry.name, module.entry.root.name) == ("main", "t")
     assert parse(format_module(module)) == module
     main = module.entry.by_name
-    assert (module.source(main["x"]), module.source(main["y"])) == ("model.py:24", "")
+    assert (main["x"].source, main["y"].source) == ("model.py:24", "")
     assert main["x"].shape.layout == Layout((1, 0), "T(8,128)(2,1)", 1)
     assert main["x"].shape.bytes == 2048
     assert main["s"].shape.at((2,)).memory_space == 2
@@ -103,7 +103,7 @@ def test_operands_with_shapes_and_comments_and_the_source_line_of_older_dumps():
         f"{line}\n}}"
     )
     assert module.entry.root.operands == ("a", "a")
-    assert module.source(module.entry.root) == "a.py:3"
+    assert module.entry.root.source == "a.py:3"
 
 
 def test_a_buffer_is_the_array_that_it_holds():

@@ -53,7 +53,7 @@ def instructions_that_make_outputs(program):
     for computation, i in instructions:
         if computation.name in fused or (i.shape.element_type, i.shape.dimensions) != OUTPUT:
             continue
-        if i.opcode == "fusion" and module.contains_matmul(i):
+        if i.opcode == "fusion" and i.contains_matmul:
             multiply.append(i.name)
         elif i.opcode == "fusion" or i.opcode in COPIES:
             move.append(i.name)

@@ -51,7 +51,7 @@ def collectives_of(module):
             if instruction.opcode in KINDS:
                 yield instruction
             elif instruction.opcode == "fusion":
-                inner = collective_in_fusion(module, instruction)
+                inner = collective_in_fusion(instruction)
                 if inner is not None and inner.opcode in KINDS:
                     yield inner
 
@@ -270,7 +270,7 @@ def test_direct_copies_last_as_long_as_a_layer(topology):
             continue
         kind, _ = operation.name.split("_start")
         (window,) = operation.windows
-        assert window.computation == operation.computation
+        assert window.done.computation.name == operation.computation
         assert window.crosses == ()
         inside = [
             i
