@@ -37,6 +37,7 @@ from flaxasync.check.auditing.independent_work import IndependentWork
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.hlo.module import Instruction
 from flaxasync.check.hlo.shapes import Shape
+from flaxasync.check.hlo.value_flow import nearest
 
 # XLA's flags, by what they move to a SparseCore; tests/check/auditing/test_advice.py checks that
 # libtpu knows them.
@@ -77,7 +78,7 @@ def advise(
     kind = costs.collective_kind(i, collective)
     ways = []
     if kind in _OPS:
-        matmuls = _partners(i, kind)
+        matmuls = nearest(i, lambda one: one.contains_matmul, _PASSES, kind == "all-gather")
     else:
         matmuls = []
     if matmuls and kind == "all-reduce" and _IN_BACKWARD in i.op_name:
@@ -205,30 +206,6 @@ def _ways(costs: Costs, kind: str) -> str:
     if kind == "all-gather":
         return f"flaxasync.{_OPS[kind]} does it where it is the rows that are gathered"
     return f"flaxasync.{_OPS[kind]} does it"
-
-
-def _partners(i: Instruction, kind: str) -> list[Instruction]:
-    """Returns the nearest matmuls that take a gathered array, or those whose product is summed,
-    across reshapes.
-    """
-    found = []
-    pending = [i]
-    seen = set()
-    while pending:
-        step, *pending = pending
-        if kind == "all-gather":
-            near = step.users
-        else:
-            near = step.inputs
-        for one in near:
-            if one.name in seen:
-                continue
-            seen.add(one.name)
-            if one.contains_matmul:
-                found.append(one)
-            elif one.opcode in _PASSES:
-                pending.append(one)
-    return found
 
 
 def partial_sum_bytes(matmul: Instruction, made: Instruction, axis: int) -> int:

@@ -17,6 +17,7 @@ import math
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.hlo.module import Instruction
 from flaxasync.check.hlo.participants import Groups, groups_in, permute_pairs
+from flaxasync.check.hlo.value_flow import nearest
 
 # What may stand between a step and the next one.
 _PASSES = frozenset(
@@ -96,27 +97,8 @@ def advice(product: MeshProduct) -> str:
 
 
 def _nearest(step: Instruction, *, forward: bool) -> list[Instruction]:
-    """Returns the matmuls and collectives that follow a step, or precede it, across what only
-    passes an array on.
-    """
-    found = []
-    pending = [step]
-    seen = {step.name}
-    while pending:
-        here = pending.pop()
-        if forward:
-            near = here.users
-        else:
-            near = here.inputs
-        for one in near:
-            if one.name in seen:
-                continue
-            seen.add(one.name)
-            if one.opcode in _COLLECTIVES or one.contains_matmul:
-                found.append(one)
-            elif one.opcode in _PASSES:
-                pending.append(one)
-    return found
+    """Returns the matmuls and collectives that follow a step, or precede it."""
+    return nearest(step, lambda i: i.opcode in _COLLECTIVES or i.contains_matmul, _PASSES, forward)
 
 
 def _arrives_for(arrival: Instruction, matmul: Instruction, sum_: Instruction) -> bool:

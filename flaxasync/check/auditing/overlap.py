@@ -34,18 +34,31 @@ COPIED = 1 << 16  # bytes; a smaller copy in a loop is not reported
 WORK = 1e-7  # seconds; a shorter instruction does not count as work
 
 
+class _Schedule:
+    """The work of one computation, in order."""
+
+    def __init__(self, computation: Computation, costs: Costs):
+        timed = [(i, costs.seconds(i)) for i in computation.instructions]
+        kept = [
+            (i, seconds)
+            for i, seconds in timed
+            if seconds >= WORK and i.opcode not in COLLECTIVES and not _changes_nothing(i)
+        ]
+        self.work = [Work(computation.name, i.name, seconds) for i, seconds in kept]
+        self.positions = [i.position for i, _ in kept]
+        # the seconds of the work before each one, and last of all
+        self.sums = [0.0, *itertools.accumulate(w.seconds for w in self.work)]
+        # how many more windows hide each work than that before
+        self.hiding = collections.Counter[int]()
+
+
 class Windows:
     """The work within any span of the schedule of one program."""
 
     def __init__(self, module: HloModule, costs: Costs):
         self.module = module
         self.costs = costs
-        self._work: dict[str, list[Work]] = {}  # of each computation, in order
-        self._positions: dict[str, list[int]] = {}  # of that work
-        # the seconds of the work before each one, and last of all
-        self._sums: dict[str, list[float]] = {}
-        # how many more windows hide each work than that before
-        self._hiding: dict[str, collections.Counter[int]] = {}
+        self._schedules: dict[str, _Schedule] = {}
 
     def work_in(self, spans: Iterable[Span], *, hides: bool) -> tuple[tuple[Work, ...], float]:
         """Returns the work within spans, and its seconds. Notes that it hides a transfer, if it
@@ -54,42 +67,29 @@ class Windows:
         work: list[Work] = []
         seconds = 0.0
         for span in spans:
-            if span.computation not in self._work:
-                self._read(self.module.computations[span.computation])
-            positions = self._positions[span.computation]
-            sums = self._sums[span.computation]
-            first = bisect.bisect_left(positions, span.first)
-            stop = bisect.bisect_left(positions, span.stop)
-            work += self._work[span.computation][first:stop]
-            seconds += sums[stop] - sums[first]
+            name = span.computation
+            if name not in self._schedules:
+                self._schedules[name] = _Schedule(self.module.computations[name], self.costs)
+            schedule = self._schedules[name]
+            first = bisect.bisect_left(schedule.positions, span.first)
+            stop = bisect.bisect_left(schedule.positions, span.stop)
+            work += schedule.work[first:stop]
+            seconds += schedule.sums[stop] - schedule.sums[first]
             if hides:
-                self._hiding[span.computation].update({first: 1})
-                self._hiding[span.computation].subtract({stop: 1})
+                schedule.hiding[first] += 1
+                schedule.hiding[stop] -= 1
         return tuple(work), seconds if work else 0.0
 
     def hiding(self) -> set[tuple[str, str]]:
         """Returns all work that was noted to hide a transfer, each as (computation, instruction)."""
         found: set[tuple[str, str]] = set()
-        for name, changes in self._hiding.items():
+        for name, schedule in self._schedules.items():
             count = 0
-            for n, work in enumerate(self._work[name]):
-                count += changes[n]
+            for n, work in enumerate(schedule.work):
+                count += schedule.hiding[n]
                 if count:
                     found.add((name, work.instruction))
         return found
-
-    def _read(self, computation: Computation) -> None:
-        work = []
-        positions = []
-        for position, i in enumerate(computation.instructions):
-            seconds = self.costs.seconds(i)
-            if seconds >= WORK and i.opcode not in COLLECTIVES and not _changes_nothing(i):
-                work.append(Work(computation.name, i.name, seconds))
-                positions.append(position)
-        self._hiding[computation.name] = collections.Counter()
-        self._work[computation.name] = work
-        self._positions[computation.name] = positions
-        self._sums[computation.name] = [0.0, *itertools.accumulate(w.seconds for w in work)]
 
 
 def pair_of(windows: Windows, op: AsyncOperation, runs: int) -> Pair:

@@ -46,6 +46,7 @@ _JOINS = "ConcatBitcast"  # the custom call by which XLA puts slices together ag
 # the index path of the array in a result; None for all of a future
 type Element = tuple[int, ...] | None
 type Holder = tuple[Instruction, Element]  # what holds the values of a transfer
+type Place = tuple[str, str, Element]  # the same, by the names of the computation and instruction
 
 
 class _Wide(NamedTuple):
@@ -73,6 +74,7 @@ def wide_transfers(
     collective).
     """
     lines: dict[str, list[_Wide]] = {}
+    kept = {wide: _Kept(wide) for wide in _WIDE}
 
     def look(i: Instruction, arrived: int, seconds: float, inside: float) -> None:
         """Notes a transfer if it is a wide one. It takes so many seconds alone, and so many of work
@@ -81,7 +83,7 @@ def wide_transfers(
         wide = next((leaf.element_type for _, leaf in i.shape.leaves()), "")
         narrow = None
         if wide in _WIDE and not _promoted(i):
-            narrow = _kept_type(i, wide)
+            narrow = kept[wide].type_of(i)
         if narrow is None:
             return
         rest = element_bits(narrow) / element_bits(wide)
@@ -126,36 +128,71 @@ def _finding(line: str, transfers: list[_Wide], runs: Mapping[str, int]) -> Find
     )
 
 
-def _kept_type(transfer: Instruction, wide: str) -> str | None:
-    """Returns the widest type to which the values of a transfer are converted in the end; None if
-    one is needed as it is.
+class _Kept:
+    """To which types the values of a wide type are converted in the end, wherever they are in one
+    program.
+
+    Each place is looked at once, for all transfers whose values come through it.
     """
-    types: set[str] = set()
-    pending: list[Holder] = [(transfer, None if transfer.opcode.endswith("-start") else ())]
-    seen: set[tuple[str, str, Element]] = set()
-    while pending:
-        i, element = pending.pop()
-        place = (i.computation.name, i.name, element)
-        if place in seen:
-            continue
-        seen.add(place)
+
+    def __init__(self, wide: str):
+        self.wide = wide
+        # of each place: those that its values become; "" for the wide type
+        self._types: dict[Place, set[str]] = {}
+        self._before: dict[Place, list[Place]] = {}  # from where the values come
+
+    def type_of(self, transfer: Instruction) -> str | None:
+        """Returns the widest type to which a transfer's values are converted; None if they are
+        needed as they are.
+        """
+        first: Holder = (transfer, None if transfer.opcode.endswith("-start") else ())
+        pending = [first]
+        changed = []
+        while pending:
+            holder = pending.pop()
+            place = _place(holder)
+            if place in self._types:
+                continue
+            onward = self._look(holder, self._types.setdefault(place, set()))
+            for after in onward:
+                self._before.setdefault(_place(after), []).append(place)
+            pending += onward
+            changed += [place, *map(_place, onward)]
+        while changed:
+            place = changed.pop()
+            for before in self._before.get(place, ()):
+                if not self._types[place] <= self._types[before]:
+                    self._types[before] |= self._types[place]
+                    changed.append(before)
+        kept = self._types[_place(first)]
+        if "" in kept:
+            return None
+        return max(kept, key=element_bits, default=None)
+
+    def _look(self, holder: Holder, types: set[str]) -> list[Holder]:
+        """Returns what holds the values next, and adds the types to which users convert them."""
+        i, element = holder
+        onward: list[Holder] = []
         if i.is_root:
             outside = _fusions(i.computation)
+            onward += [(fusion, element) for fusion in outside]
             if not outside:
-                return None
-            pending += [(fusion, element) for fusion in outside]
+                types.add("")
         for user in i.users:
             if user.opcode == "convert" and element == ():
                 kind = user.shape.element_type
-                if kind not in _FLOATS or element_bits(kind) >= element_bits(wide):
-                    return None
-                types.add(kind)
+                narrower = kind in _FLOATS and element_bits(kind) < element_bits(self.wide)
+                types.add(kind if narrower else "")
                 continue
             reached = _through(i, element, user)
             if reached is None:
-                return None
-            pending += reached
-    return max(types, key=element_bits, default=None)
+                types.add("")
+            onward += reached or ()
+        return onward
+
+
+def _place(holder: Holder) -> Place:
+    return holder[0].computation.name, holder[0].name, holder[1]
 
 
 def _through(step: Instruction, element: Element, user: Instruction) -> list[Holder] | None:

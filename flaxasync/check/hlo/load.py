@@ -49,33 +49,24 @@ def chip_of(compiled: Any) -> str | None:
     """Returns the name of the chip that a program was compiled for; None if the object does not
     say.
     """
-    if isinstance(compiled, HloModule | str):
-        return None  # a text does not name its chip, and reading one must not import JAX
     if hasattr(compiled, "chip"):
         return compiled.chip
-    kinds = [
-        device.device_kind for s in _shardings(compiled) for device in getattr(s, "device_set", ())
-    ]
-    if kinds:
-        found = chip_of_device(kinds[0])
-    else:
-        found = None
-    if found is None:
-        return None
-    return found.name
+    for sharding in _shardings(compiled):
+        for device in getattr(sharding, "device_set", ()):
+            found = chip_of_device(device.device_kind)
+            return None if found is None else found.name
+    return None
 
 
 def axes_of(compiled: Any) -> dict[str, int]:
     """Returns the sizes of the mesh axes of a compiled program, by name; {} if the object does not
     say.
     """
-    if isinstance(compiled, HloModule | str):
-        return {}
     if hasattr(compiled, "axes"):
         return dict(compiled.axes)
-    meshes = [mesh for s in _shardings(compiled) if (mesh := getattr(s, "mesh", None)) is not None]
-    if meshes:
-        return dict(meshes[0].shape)
+    for sharding in _shardings(compiled):
+        if getattr(sharding, "mesh", None) is not None:
+            return dict(sharding.mesh.shape)
     return {}
 
 
@@ -114,8 +105,7 @@ def _shardings(compiled: Any) -> list:
     """Returns the shardings of a compiled program's inputs and outputs; [] if it is not one of
     JAX's own.
     """
-    import jax
-
-    if not isinstance(compiled, jax.stages.Compiled):
+    jax = sys.modules.get("jax")  # reading a text must not import it
+    if jax is None or not isinstance(compiled, jax.stages.Compiled):
         return []
     return jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))

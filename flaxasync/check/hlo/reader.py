@@ -6,7 +6,8 @@ raises another exception. The reader does not check what an opcode means.
 """
 
 import dataclasses
-import json
+import graphlib
+import itertools
 import re
 import sys
 
@@ -34,7 +35,6 @@ _MAIN = '"main"'
 _BLANK = re.compile(r"(?:\s+|//[^\n]*|/\*(?s:.*?)\*/)*")
 _CONTINUED = re.compile(r"(?:\s+|//[^\n]*|/\*(?s:.*?)\*/)*,")
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|/\*.*?\*/|//[^\n]*|[{}()\[\],\n"]', re.DOTALL)
-_JSON = json.JSONDecoder()
 _CLOSER = {"{": "}", "(": ")", "[": "]"}
 _CLOSING = frozenset(_CLOSER.values())
 # The greatest depth of calls within calls that is read. Real programs stay below thirty.
@@ -276,14 +276,6 @@ class _Reader:
         plain = _PLAIN_VALUE.match(self.text, begin)
         if plain:
             return plain.end()
-        # most of a compiled text are the JSON objects of backend_config
-        if self.text.startswith('{"', begin):
-            try:
-                _, end = _JSON.raw_decode(self.text, begin)
-            except (ValueError, RecursionError):
-                end = begin
-            if end > begin and self.text.startswith((",", "\n", "}"), end):
-                return end
         return self.end(begin, stops=",\n}")
 
     def shape(self) -> Shape:
@@ -379,36 +371,24 @@ def _check_calls(computations: dict[str, Computation]) -> None:
         calls[computation.name] = [
             (i, name) for i in computation.instructions for name in i.called_computations
         ]
-    depths: dict[str, int] = {}  # of the calls below each computation that was looked at
-    for first in computations:
-        # computations whose calls are being looked at, the innermost last
-        open_calls = [(first, iter(calls[first]))]
-        around = {first}
-        while open_calls and first not in depths:
-            caller, rest = open_calls[-1]
-            call = next(rest, None)
-            if call is None:
-                depths[caller] = max((depths[name] + 1 for _, name in calls[caller]), default=0)
-                around.discard(caller)
-                open_calls.pop()
-                continue
-            i, name = call
-            if name not in computations:
-                raise HloError(
-                    f"'{i.name}' calls '{name}', which the text does not define", i.line, 1
-                )
-            if name in around:
-                raise HloError(
-                    f"'{i.name}' calls '{name}', which is around it: no program calls itself",
-                    i.line,
-                    1,
-                )
-            if len(open_calls) + depths.get(name, 0) >= MAX_CALLS:
-                raise HloError(
-                    f"'{i.name}' calls '{name}': calls are nested deeper than {MAX_CALLS}",
-                    i.line,
-                    1,
-                )
-            if name not in depths:
-                open_calls.append((name, iter(calls[name])))
-                around.add(name)
+    for i, name in itertools.chain.from_iterable(calls.values()):
+        if name not in computations:
+            raise _bad_call(i, name, ", which the text does not define")
+    callees = {caller: [name for _, name in made] for caller, made in calls.items()}
+    try:
+        callees_first = list(graphlib.TopologicalSorter(callees).static_order())
+    except graphlib.CycleError as error:
+        called, caller, *_ = error.args[1]
+        i = next(i for i, name in calls[caller] if name == called)
+        raise _bad_call(i, called, ", which is around it: no program calls itself") from None
+    depths: dict[str, int] = {}  # of the calls below each computation
+    for caller in callees_first:
+        depths[caller] = 0
+        for i, name in calls[caller]:
+            depths[caller] = max(depths[caller], depths[name] + 1)
+            if depths[caller] >= MAX_CALLS:
+                raise _bad_call(i, name, f": calls are nested deeper than {MAX_CALLS}")
+
+
+def _bad_call(i: Instruction, name: str, what: str) -> HloError:
+    return HloError(f"'{i.name}' calls '{name}'{what}", i.line, 1)

@@ -9,7 +9,7 @@ the value is.
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from flaxasync.check.hlo.module import Instruction
 
@@ -98,6 +98,28 @@ def trace(
         if holder.instruction.is_root:
             queue.extend(_through_root(holder))
     return uses
+
+
+def nearest(
+    step: Instruction, wanted: Callable[[Instruction], bool], passed: Set[str], forward: bool
+) -> list[Instruction]:
+    """Returns the nearest wanted instructions that follow a step, or precede it, across opcodes
+    that are passed, the nearest first.
+    """
+    found = []
+    pending = collections.deque([step])
+    seen = {step.name}
+    while pending:
+        here = pending.popleft()
+        for one in here.users if forward else here.inputs:
+            if one.name in seen:
+                continue
+            seen.add(one.name)
+            if wanted(one):
+                found.append(one)
+            elif one.opcode in passed:
+                pending.append(one)
+    return found
 
 
 def _through_user(

@@ -76,8 +76,8 @@ def test_all_that_is_wrapped_is_communication(text, kind, size, seconds):
 
 def test_the_collectives_of_an_operation_are_listed():
     (op,) = async_operations(parse(program(TWO, MIXED)))
-    assert [i.name for _, i in op.collectives] == ["g", "r"]
-    assert {computation.name for computation, _ in op.collectives} == {"wrapped"}
+    assert [i.name for i in op.collectives] == ["g", "r"]
+    assert {i.computation.name for i in op.collectives} == {"wrapped"}
 
 
 KERNEL = module(

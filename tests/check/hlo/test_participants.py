@@ -116,7 +116,7 @@ def test_a_collective_that_names_no_groups_is_one_of_all_devices(header, attribu
     )
     text = text.replace("num_partitions=1", header).replace("f32[64]", "f32[4096,4096]")
     program = parse(text)
-    (group, *_) = groups_in(program, program.entry.root)
+    (group, *_) = groups_in(program.entry.root)
     assert len(group) == expected
     seconds = collective_seconds("all-reduce", 64 << 20, 64 << 20, expected, CHIPS["v5e"])
     assert timeline(program, "v5e").exposed == pytest.approx(seconds)
