@@ -53,12 +53,7 @@ def counts(module: HloModule) -> Counts:
     """Returns the counts of a module, which has the short form of asynchronous operations as
     jaxlib's parser has it.
     """
-    collectives = [
-        i
-        for c in module.computations.values()
-        for i in c.instructions
-        if "replica_groups" in i.attributes
-    ]
+    collectives = [i for i in module.instructions if "replica_groups" in i.attributes]
     groups = [
         _lists(i.attributes["replica_groups"] != "{}" and replica_groups(i, 1)) for i in collectives
     ]

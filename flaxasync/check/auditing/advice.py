@@ -68,13 +68,9 @@ class Advice:
     gain: float
 
 
-def advise(
-    costs: Costs,
-    work: IndependentWork,
-    i: Instruction,
-    collective: Instruction,
-) -> Advice:
+def advise(work: IndependentWork, i: Instruction, collective: Instruction) -> Advice:
     """Returns the advice on a collective that holds the chip, alone or within the fusion `i`."""
+    costs = work.costs
     kind = costs.collective_kind(i, collective)
     ways = []
     if kind in _OPS:
@@ -82,7 +78,7 @@ def advise(
     else:
         matmuls = []
     if matmuls and kind == "all-reduce" and _IN_BACKWARD in i.op_name:
-        ways.append(_sum_gradients_beside(costs, work, i))
+        ways.append(_sum_gradients_beside(work, i))
     elif matmuls:
         ways.append(_ring(costs, i, kind, matmuls, max(2, costs.group_size(collective))))
     if product := mesh_product.find(i):
@@ -91,7 +87,7 @@ def advise(
     if "rematted_computation" in i.op_name:
         ways.append(_save(costs, i))
     if not any(way.gain for way in ways) or _offload_flag(costs, kind):
-        ways.append(_beside(costs, work, i, kind))
+        ways.append(_beside(work, i, kind))
     return max(ways, key=lambda advice: advice.gain)
 
 
@@ -101,33 +97,40 @@ def _offload_flag(costs: Costs, kind: str) -> str | None:
     return None
 
 
-def _beside(costs: Costs, work: IndependentWork, i: Instruction, kind: str) -> Advice:
+def _beside(work: IndependentWork, i: Instruction, kind: str) -> Advice:
     """Advises to run a collective beside work that does not depend on it, where a flag does
     that.
     """
-    flag = _offload_flag(costs, kind)
+    flag = _offload_flag(work.costs, kind)
     if flag is None:
-        return Advice(f"nothing that is known shortens it on {costs.chip.name} where it is", 0.0)
-    free = work.beside(i, [i], costs.seconds(i))
+        chip = work.costs.chip.name
+        return Advice(f"nothing that is known shortens it on {chip} where it is", 0.0)
+    free, gain = _hidden(work, i)
     if not free:
         return Advice(
             f"nothing independent is there; the XLA flag {flag} moves it to the SparseCore", 0.0
         )
     text = (
-        f"run it beside {free[0][1].name}, on which it does not depend; the XLA flag {flag} moves "
-        "it to the SparseCore"
+        f"run it beside {free[0].name}, on which it does not depend; the XLA flag {flag} moves it "
+        "to the SparseCore"
     )
-    return Advice(text, min(costs.seconds(i), sum(seconds for seconds, _ in free)))
+    return Advice(text, gain)
 
 
-def _sum_gradients_beside(costs: Costs, work: IndependentWork, i: Instruction) -> Advice:
+def _sum_gradients_beside(work: IndependentWork, i: Instruction) -> Advice:
     """Advises to sum the gradients of weights beside the backward pass of the other layers."""
-    free = work.beside(i, [i], costs.seconds(i))
     text = (
         "it sums gradients: flaxasync.nn.scan_with_prefetch, in place of nnx.scan over layers, "
         "sums those of each layer beside the backward pass of the others"
     )
-    return Advice(text, min(costs.seconds(i), sum(seconds for seconds, _ in free)))
+    return Advice(text, _hidden(work, i)[1])
+
+
+def _hidden(work: IndependentWork, i: Instruction) -> tuple[list[Instruction], float]:
+    """Returns work beside which a collective could run, and the seconds of it that this hides."""
+    seconds = work.costs.seconds(i)
+    free = work.beside(i, [i], seconds)
+    return [one for _, one in free], min(seconds, sum(s for s, _ in free))
 
 
 def _ring(

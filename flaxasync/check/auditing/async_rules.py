@@ -46,12 +46,7 @@ def check_async_rules(
     known = operations
     if known is None:
         known = async_operations(module)
-    found = [
-        finding(*broken)
-        for computation in module.computations.values()
-        for i in computation.instructions
-        for broken in _broken_by(i)
-    ]
+    found = [finding(*broken) for i in module.instructions for broken in _broken_by(i)]
     for op in known:
         if _leaves_the_program(op):
             message = f"{op.name} has no done: its future leaves the program"

@@ -8,12 +8,12 @@ remedy (findings.py). Times are estimates from the text. Hazards (hazards.py) an
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from flaxasync.check.auditing import overlap
 from flaxasync.check.auditing.async_rules import check_async_rules
-from flaxasync.check.auditing.findings import CODES, Audit, Finding, Pair, finding
+from flaxasync.check.auditing.findings import CODES, Audit, Finding, finding
 from flaxasync.check.auditing.hazards import kernel_hazards, sent_operands
 from flaxasync.check.auditing.independent_work import IndependentWork
 from flaxasync.check.auditing.wide_transfers import wide_transfers
@@ -60,10 +60,11 @@ def audit(
     named = chip or chip_of(compiled)
     costs = Costs(module, chip_named(named or DEFAULT_CHIP), dict(kernels or {}))
     names = AxisNames(module, axes_of(compiled))
-    runs = costs.executions()
     in_text = async_operations(module)
-    operations = [op for op in in_text if op.computation in runs]
-    pairs, hiding = _pairs(module, costs, operations, runs)
+    operations = [op for op in in_text if op.computation in costs.runs]
+    windows = overlap.Windows(costs)
+    pairs = tuple(overlap.pair_of(windows, op) for op in operations)
+    hiding = windows.hiding()
     independent = IndependentWork(costs)
     found = list(check_async_rules(module, in_text))
     sent = sent_operands(operations)
@@ -76,31 +77,22 @@ def audit(
     else:
         message = f"{module.name or 'the text'} is not scheduled"
         found.append(finding("not-scheduled", message, module.entry))
-    holding = overlap.collectives_that_hold_the_chip(module, runs)
+    holding = overlap.collectives_that_hold_the_chip(costs)
     found += overlap.synchronous_collectives(independent, holding, names)
     copied_in_flight = {
         (f.computation, f.instruction) for f in found if f.code == "in-flight-copied"
     }
-    found += overlap.loop_copies(module, runs, known=copied_in_flight)
-    counts = [runs.get(f.computation, 1) for f in found]
+    found += overlap.loop_copies(costs, known=copied_in_flight)
+    counts = [costs.runs.get(f.computation, 1) for f in found]
     found = [
         dataclasses.replace(f, count=n, gain=n * f.gain) for f, n in zip(found, counts, strict=True)
     ]
     if module.is_scheduled:
-        found += wide_transfers(module, costs, pairs, holding, runs)
+        found += wide_transfers(costs, pairs, holding)
     found.sort(key=lambda f: (-f.severity, -f.gain, list(CODES).index(f.code)))
     return Audit(
         module.name, costs.chip.name, pairs, tuple(found), _notes(module, costs, named is None)
     )
-
-
-def _pairs(
-    module: HloModule, costs: Costs, operations: Sequence[AsyncOperation], runs: Mapping[str, int]
-) -> tuple[tuple[Pair, ...], set[tuple[str, str]]]:
-    """Returns the operations as they were scheduled, and the work that hides any of them."""
-    windows = overlap.Windows(module, costs)
-    pairs = tuple(overlap.pair_of(windows, op, runs[op.computation]) for op in operations)
-    return pairs, windows.hiding()
 
 
 def _notes(module: HloModule, costs: Costs, chip_was_assumed: bool) -> tuple[str, ...]:
@@ -110,16 +102,19 @@ def _notes(module: HloModule, costs: Costs, chip_was_assumed: bool) -> tuple[str
             f"times are those of a {costs.chip.name}, because the text does not name its chip: say "
             "chip=..."
         )
-    instructions = [
-        i for computation in module.computations.values() for i in computation.instructions
-    ]
+    instructions = module.instructions
     if not any("estimated_cycles" in i.attributes.get("backend_config", "") for i in instructions):
         if not any(_is_for_tpu(i) for i in instructions):
             notes.append(
                 "the text has no cycle estimates (it is no TPU program): work is timed by its "
                 "bytes only"
             )
-        elif any(costs.explained(i).source == "bytes" for i in _run_by_core(module, costs)):
+        # kernels have estimates of their own
+        elif any(
+            costs.explained(i).source == "bytes"
+            for i in costs.executed
+            if i.custom_call_target != KERNEL
+        ):
             notes.append(
                 "the text has no cycle estimates: work beside kernels is timed by its bytes only"
             )
@@ -140,14 +135,6 @@ def _is_for_tpu(i: Instruction) -> bool:
         or i.custom_call_target == KERNEL
         or '"scoped_memory_configs"' in i.attributes.get("backend_config", "")
     )
-
-
-def _run_by_core(module: HloModule, costs: Costs) -> list[Instruction]:
-    """Returns the instructions of the control flow but for kernels, which have estimates of their
-    own.
-    """
-    computations = [module.computations[name] for name in costs.executions()]
-    return [i for c in computations for i in c.instructions if i.custom_call_target != KERNEL]
 
 
 def _unfinished_kernels(operations: list[AsyncOperation]) -> list[Finding]:

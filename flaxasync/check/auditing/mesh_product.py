@@ -10,7 +10,6 @@ an all-reduce sums the products around the mesh row. The rows arrive in one of t
   of fully sharded layers are gathered, too, and multiplied whole.
 """
 
-import dataclasses
 import functools
 import math
 
@@ -43,18 +42,9 @@ _TYPES = ("bf16", "f32")  # of the kernels of `mesh_matmul`
 _COLLECTIVES = frozenset((*_SUMS, *_GATHERS, *_PERMUTES))
 
 
-@dataclasses.dataclass(frozen=True)
-class MeshProduct:
-    """The three steps of one such product, all in one computation."""
-
-    arrival: Instruction  # the permute or the all-gather by which rows arrive
-    matmul: Instruction
-    sum: Instruction  # the all-reduce
-
-
-def find(step: Instruction) -> MeshProduct | None:
-    """Returns the product that a collective is the first or the last step of; None if there is no
-    such product.
+def find(step: Instruction) -> Instruction | None:
+    """Returns the matmul of the product that a collective is the first or the last step of; None if
+    there is no such product.
     """
     if len(step.computation.opcodes & _COLLECTIVES) < 2:
         return None  # it has a sum and what arrives before it
@@ -62,30 +52,30 @@ def find(step: Instruction) -> MeshProduct | None:
         for matmul in _nearest(step, forward=False):
             for arrival in _nearest(matmul, forward=False):
                 if _arrives_for(arrival, matmul, step):
-                    return MeshProduct(arrival, matmul, step)
+                    return matmul
     if step.opcode in (*_PERMUTES, *_GATHERS):
         for matmul in _nearest(step, forward=True):
             for sum_ in _nearest(matmul, forward=True):
                 if _arrives_for(step, matmul, sum_):
-                    return MeshProduct(step, matmul, sum_)
+                    return matmul
     return None
 
 
-def gain(costs: Costs, product: MeshProduct, seconds: float) -> float:
+def gain(costs: Costs, matmul: Instruction, seconds: float) -> float:
     """Returns what a run gains if the matmul hides a step of this length.
 
     Both transfers can hide behind one matmul, because they use links of different axes.
     """
-    return min(seconds, costs.seconds(product.matmul))
+    return min(seconds, costs.seconds(matmul))
 
 
-def advice(product: MeshProduct) -> str:
+def advice(matmul: Instruction) -> str:
     """Says what does all three steps at once."""
     what = (
-        f"its operands split the contraction over two mesh axes, and {product.matmul.name} can "
+        f"its operands split the contraction over two mesh axes, and {matmul.name} can "
         "hide both transfers"
     )
-    if "/flaxasync/ops/mesh_matmul.py" in product.matmul.computation.module.tables:
+    if "/flaxasync/ops/mesh_matmul.py" in matmul.computation.module.tables:
         return (
             f"{what}: backend='overlapped' of flaxasync.mesh_matmul and flaxasync.nn.MeshLinear "
             "does it in one kernel"

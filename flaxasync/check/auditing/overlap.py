@@ -8,7 +8,7 @@ computation or program has in common is therefore found once, in `Windows` and i
 import bisect
 import collections
 import itertools
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Set
 
 from flaxasync.check.auditing import mesh_product
 from flaxasync.check.auditing.advice import advise
@@ -24,7 +24,7 @@ from flaxasync.check.auditing.findings import (
 from flaxasync.check.auditing.independent_work import IndependentWork
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, synchronous_collective
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.module import Computation, Instruction
 from flaxasync.check.hlo.participants import AxisNames
 from flaxasync.check.hlo.value_flow import Span
 
@@ -55,8 +55,7 @@ class _Schedule:
 class Windows:
     """The work within any span of the schedule of one program."""
 
-    def __init__(self, module: HloModule, costs: Costs):
-        self.module = module
+    def __init__(self, costs: Costs):
         self.costs = costs
         self._schedules: dict[str, _Schedule] = {}
 
@@ -69,7 +68,7 @@ class Windows:
         for span in spans:
             name = span.computation
             if name not in self._schedules:
-                self._schedules[name] = _Schedule(self.module.computations[name], self.costs)
+                self._schedules[name] = _Schedule(self.costs.module.computations[name], self.costs)
             schedule = self._schedules[name]
             first = bisect.bisect_left(schedule.positions, span.first)
             stop = bisect.bisect_left(schedule.positions, span.stop)
@@ -92,15 +91,13 @@ class Windows:
         return found
 
 
-def pair_of(windows: Windows, op: AsyncOperation, runs: int) -> Pair:
-    """Returns an asynchronous operation as it was scheduled. The computation of its start runs so
-    often.
-    """
+def pair_of(windows: Windows, op: AsyncOperation) -> Pair:
+    """Returns an asynchronous operation as it was scheduled."""
     # The window of most iterations of a loop, and not the one through which the future leaves the
     # loop.
     staying = [w for w in op.windows if not any(c.startswith("leaves") for c in w.crosses)]
     window = next(iter(staying or op.windows), None)
-    if window and windows.module.is_scheduled:
+    if window and windows.costs.module.is_scheduled:
         spans = window.spans
     else:
         spans = ()
@@ -112,7 +109,7 @@ def pair_of(windows: Windows, op: AsyncOperation, runs: int) -> Pair:
         computation=op.computation,
         dones=tuple(w.done.name for w in op.windows),
         bytes=op.bytes,
-        runs=runs,
+        runs=windows.costs.runs[op.computation],
         communicates=op.communicates,
         work=work,
         inside=inside,
@@ -172,19 +169,12 @@ def overlap_findings(
     return [finding(code, message, op.start, severity=severity, gain=gain, advice=advice)]
 
 
-def collectives_that_hold_the_chip(
-    module: HloModule, runs: Iterable[str]
-) -> list[tuple[Instruction, Instruction]]:
-    """Returns each collective without a start and a done, as (instruction, collective).
+def collectives_that_hold_the_chip(costs: Costs) -> list[tuple[Instruction, Instruction]]:
+    """Returns each collective that runs and has no start and no done, as (instruction, collective).
 
     The instruction is the collective itself, or the fusion that contains it.
     """
-    found = []
-    for computation in (module.computations[name] for name in runs):
-        for i in computation.instructions:
-            if collective := synchronous_collective(i):
-                found.append((i, collective))
-    return found
+    return [(i, found) for i in costs.executed if (found := synchronous_collective(i))]
 
 
 def synchronous_collectives(
@@ -204,7 +194,7 @@ def synchronous_collectives(
             severity = None
         else:
             severity = Severity.INFO
-        advice = advise(costs, independent, i, collective)
+        advice = advise(independent, i, collective)
         found.append(
             finding(
                 "synchronous-collective",
@@ -230,16 +220,14 @@ def _over(names: AxisNames, collective: Instruction) -> str:
     return ""
 
 
-def loop_copies(
-    module: HloModule, runs: Mapping[str, int], *, known: Set[tuple[str, str]]
-) -> list[Finding]:
+def loop_copies(costs: Costs, *, known: Set[tuple[str, str]]) -> list[Finding]:
     """Returns a finding for each large copy of a buffer that a loop carries, but for those that
     `known` has already.
     """
     found = []
-    bodies = {i.loop_body for name in runs for i in module.computations[name].instructions}
-    for name in (n for n in runs if n in bodies):
-        computation = module.computations[name]
+    bodies = {i.loop_body for i in costs.executed}
+    for name in (n for n in costs.runs if n in bodies):
+        computation = costs.module.computations[name]
         carried = _carried(computation)
         for i in computation.instructions:
             if i.shape.bytes < COPIED or (name, i.name) in known or not _changes_nothing(i):
@@ -247,7 +235,7 @@ def loop_copies(
             if i.name in carried or i.operands[0] in carried:
                 message = (
                     f"{i.name} copies {size_text(i.shape.bytes)} of what the loop carries, "
-                    f"{runs[name]} times"
+                    f"{costs.runs[name]} times"
                 )
                 found.append(finding("loop-copies", message, i))
     return found

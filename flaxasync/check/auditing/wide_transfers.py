@@ -21,7 +21,7 @@ from flaxasync.check.auditing.findings import Finding, Pair, Severity, finding, 
 from flaxasync.check.auditing.overlap import LARGE
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.hlo.async_operations import COLLECTIVES, step_of
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.module import Computation, Instruction
 from flaxasync.check.hlo.shapes import element_bits
 
 _SPELLINGS = ("first-class", "generic")  # of the starts that are followed
@@ -61,11 +61,7 @@ class _Wide(NamedTuple):
 
 
 def wide_transfers(
-    module: HloModule,
-    costs: Costs,
-    pairs: Iterable[Pair],
-    holding: Iterable[tuple[Instruction, Instruction]],
-    runs: Mapping[str, int],
+    costs: Costs, pairs: Iterable[Pair], holding: Iterable[tuple[Instruction, Instruction]]
 ) -> list[Finding]:
     """Returns a finding for each line of Python whose transfers carry a wider type than is kept.
     Its gain is of a run.
@@ -97,11 +93,11 @@ def wide_transfers(
 
     for pair in pairs:
         if pair.communicates and pair.spelling in _SPELLINGS and pair.dones:
-            start = module.computations[pair.computation].by_name[pair.name]
+            start = costs.module.computations[pair.computation].by_name[pair.name]
             look(start, pair.bytes, pair.transfer, pair.inside)
     for i, _ in holding:
         look(i, i.shape.bytes, costs.seconds(i), 0.0)
-    return [_finding(line, transfers, runs) for line, transfers in lines.items()]
+    return [_finding(line, transfers, costs.runs) for line, transfers in lines.items()]
 
 
 def _finding(line: str, transfers: list[_Wide], runs: Mapping[str, int]) -> Finding:

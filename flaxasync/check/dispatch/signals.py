@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from flaxasync.check.hlo.async_operations import COLLECTIVES
-from flaxasync.check.hlo.module import HloModule, Instruction
+from flaxasync.check.hlo.module import Instruction
 from flaxasync.check.hlo.origins import CALLBACK, HOST_TRANSFERS, callback_name, is_host_callback
 from flaxasync.check.hlo.reader import parse
 from flaxasync.check.hlo.shapes import HloError
@@ -91,27 +91,28 @@ def read_program(compiled: Any, platform: str) -> DispatchedProgram:
     loops = []
     branches = []
     late_branches = []
-    for computation in module.computations.values():
-        for i in computation.instructions:
-            source = i.source
-            place = f"{computation.name}/{i.name}" + (f" at {source}" if source else "")
-            if is_host_callback(i):
-                callbacks.append(_callback(i, source))
-            elif i.opcode == "conditional":
-                branches.append(place)
-                if not computation.is_entry or _is_late(i):
-                    late_branches.append(place)
-            elif i.opcode == "while" and not (
-                "known_trip_count" in i.backend_config
-                or (platform == "tpu" and trip_count(i) is not None)
-            ):
+    has_nested_loops = False
+    for i in module.instructions:
+        place = f"{i.computation.name}/{i.name}" + (f" at {i.source}" if i.source else "")
+        if is_host_callback(i):
+            callbacks.append(_callback(i))
+        elif i.opcode == "conditional":
+            branches.append(place)
+            if not i.computation.is_entry or _is_late(i):
+                late_branches.append(place)
+        elif i.opcode == "while":
+            has_nested_loops |= any(one.opcode == "while" for one in i.nested() if one is not i)
+            is_counted = "known_trip_count" in i.backend_config or (
+                platform == "tpu" and trip_count(i) is not None
+            )
+            if not is_counted:
                 loops.append(place)
     return DispatchedProgram(
         callbacks=tuple(dict.fromkeys(callbacks)),
         dynamic_loops=tuple(loops),
         branches=tuple(branches),
         late_branches=tuple(late_branches),
-        has_nested_loops=_has_nested_loops(module),
+        has_nested_loops=has_nested_loops,
     )
 
 
@@ -131,18 +132,6 @@ def _is_late(branch: Instruction) -> bool:
                 seen.add(operand.name)
                 pending.append(operand)
     return False
-
-
-def _has_nested_loops(module: HloModule) -> bool:
-    loops = [
-        i
-        for computation in module.computations.values()
-        for i in computation.instructions
-        if i.opcode == "while"
-    ]
-    return any(
-        inside.opcode == "while" for loop in loops for inside in loop.nested() if inside is not loop
-    )
 
 
 def read_traced(traced: jax.stages.Traced) -> Signal:
@@ -190,7 +179,7 @@ def read_path(compiled: Any) -> str:
     return "C++"
 
 
-def _callback(i: Instruction, source: str) -> Callback:
+def _callback(i: Instruction) -> Callback:
     ordered = (
         "token[]" in i.attributes.get("operand_layout_constraints", "")
         or i.opcode in HOST_TRANSFERS
@@ -198,4 +187,4 @@ def _callback(i: Instruction, source: str) -> Callback:
     has_effect = (
         i.attributes.get("custom_call_has_side_effect") == "true" or i.opcode in HOST_TRANSFERS
     )
-    return Callback(callback_name(i), source, has_effect, ordered)
+    return Callback(callback_name(i), i.source, has_effect, ordered)

@@ -121,9 +121,10 @@ class Costs:
             return 1
         return count
 
-    def executions(self) -> dict[str, int]:
-        """Returns how often each computation of the control flow runs: the entry, loop bodies,
-        branches and calls.
+    @functools.cached_property
+    def runs(self) -> dict[str, int]:
+        """How often each computation of the control flow runs: the entry, loop bodies, branches and
+        calls.
         """
         runs = {self.module.entry.name: 1}
         pending = [self.module.entry.name]
@@ -138,14 +139,17 @@ class Costs:
                         pending.append(called)
         return runs
 
+    @property
+    def executed(self) -> list[Instruction]:
+        """The instructions of the computations that run."""
+        return [i for name in self.runs for i in self.module.computations[name].instructions]
+
     def product_flops(self) -> float:
         """Returns the FLOPs of a device's matrix products in one run. Those of kernels are their
         cost estimates.
         """
         known: dict[str, float] = {}
-        return sum(
-            n * _flops(self.module.computations[c], known) for c, n in self.executions().items()
-        )
+        return sum(n * _flops(self.module.computations[c], known) for c, n in self.runs.items())
 
     def transfer_seconds(self, operation: AsyncOperation) -> float:
         """Returns how long an asynchronous operation is under way when it is alone on its link or

@@ -8,6 +8,7 @@ from typing import Any
 from flaxasync.check.estimate.costs import Costs, KernelTime
 from flaxasync.check.estimate.lockstep import Lockstep
 from flaxasync.check.estimate.timeline import FROM_TEXT, KERNELS_PLAYED, KINDS, DeviceTime, Timeline
+from flaxasync.check.hlo.async_operations import KERNEL
 from flaxasync.check.hlo.load import chip_of, module_of
 from flaxasync.check.hlo.module import HloModule, Instruction
 from flaxasync.check.hlo.shapes import HOST
@@ -50,7 +51,7 @@ def timeline(
         raise ValueError(f"copies must be 'cycles', 'bytes' or 'simulated': got {copies!r}")
     on = chip_named(named)
     costs = Costs(module, on, kernels or {}, copies, played or {})
-    lockstep = Lockstep(module, costs)
+    lockstep = Lockstep(costs)
     lockstep.run()
     devices = tuple(_device_time(lockstep, n) for n in range(len(lockstep.devices)))
     basis = _basis(on, copies)
@@ -76,9 +77,7 @@ def limits(module: HloModule, chip: str) -> list[str]:
     """Returns what the estimate of a program does not know: the times that are really those of
     other hardware.
     """
-    instructions = [
-        i for computation in module.computations.values() for i in computation.instructions
-    ]
+    instructions = module.instructions
     between_slices = sum(
         i.opcode == "send" and "megascale" in i.attributes.get("frontend_attributes", "")
         for i in instructions
@@ -145,12 +144,11 @@ def _notes(lockstep: Lockstep) -> tuple[str, ...]:
         notes.append(f"all {count} devices do the same: one is shown")
     elif shown < count:
         notes.append(f"the first {shown} of {count} devices are shown")
-    by_bytes = []
-    for computation in map(module.computations.__getitem__, lockstep.executed):
-        for i in computation.instructions:
-            is_kernel = i.custom_call_target == "tpu_custom_call"
-            if is_kernel and lockstep.costs.explained(i).source == "bytes":
-                by_bytes.append(i.name)
+    by_bytes = [
+        i.name
+        for i in lockstep.costs.executed
+        if i.custom_call_target == KERNEL and lockstep.costs.explained(i).source == "bytes"
+    ]
     if by_bytes:
         named = ", ".join(by_bytes[:4])
         if len(by_bytes) > 4:

@@ -23,7 +23,7 @@ from flaxasync.check.hlo.async_operations import (
     async_operations,
     synchronous_collective,
 )
-from flaxasync.check.hlo.module import Computation, HloModule, Instruction
+from flaxasync.check.hlo.module import Computation, Instruction
 from flaxasync.check.hlo.participants import groups_in, permute_pairs
 from flaxasync.check.hlo.shapes import HBM, HloError
 
@@ -36,13 +36,11 @@ MAX_STEPS = 4_000_000  # instructions that are stepped through, counted once for
 class Lockstep:
     """All devices of one program. They run the same instructions, each at its own time."""
 
-    def __init__(self, module: HloModule, costs: Costs):
+    def __init__(self, costs: Costs):
+        module = costs.module
         self.module = module
         self.costs = costs
-        self.executed = costs.executions()  # how often each computation of the control flow runs
-        self._operations = [
-            op for op in async_operations(module) if op.computation in self.executed
-        ]
+        self._operations = [op for op in async_operations(module) if op.computation in costs.runs]
         # those that are stepped through; [0] where all of them do the same
         self.devices = self._distinct_devices()
         count = len(self.devices)
@@ -287,10 +285,7 @@ class Lockstep:
         """
         count = self.module.num_devices
         communications = [op.inner or op.start for op in self._operations]
-        for name in self.executed:
-            communications += [
-                i for i in self.module.computations[name].instructions if i.opcode in COLLECTIVES
-            ]
+        communications += [i for i in self.costs.executed if i.opcode in COLLECTIVES]
         different = {i.attributes.get("source_target_pairs", ""): i for i in communications}
         for i in different.values():
             pairs = [(source, target) for source, target in permute_pairs(i) if source != target]

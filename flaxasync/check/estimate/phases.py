@@ -24,10 +24,7 @@ class Phases:
     """Names the phases of a step, and the ops of its layers, in one compiled program."""
 
     def __init__(self, program: Any):
-        computations = module_of(program).computations.values()
-        self._paths = {
-            i.name: i.op_name for computation in computations for i in computation.instructions
-        }
+        self._paths = {i.name: i.op_name for i in module_of(program).instructions}
 
     def phase(self, instruction: str) -> str:
         """Returns the phase of an instruction: "forward", "forward again", "backward", "optimizer"

@@ -158,7 +158,7 @@ def _rows(
     by the name of the start.
     """
     rows: dict[str, Total] = {}
-    runs = costs.executions()
+    runs = costs.runs
 
     def add(kind: str, i: Instruction, collective: Instruction, result: Instruction) -> None:
         size = result.shape.bytes
@@ -175,20 +175,19 @@ def _rows(
         if op.computation in runs and op.kind in COLLECTIVES and not is_host_callback(op.start):
             result = op.inner or (op.windows[0].done if op.windows else op.start)
             add(op.kind, op.start, op.inner or op.start, result)
-    for i, collective in collectives_that_hold_the_chip(module, runs):
+    for i, collective in collectives_that_hold_the_chip(costs):
         add(costs.collective_kind(i, collective), i, collective, collective)
-    for name, number in runs.items():
-        for i in module.computations[name].instructions:
-            if i.is_communicating_kernel:
-                add(f"kernel {without_number(i.name)}", i, i, i)
-            if is_host_callback(i):
-                place, source = origin(i)
-                total = rows.setdefault(_row(callback_name(i), place), Total(CALLBACKS))
-                total.add(number, source)
-            elif _is_loop_copy(i):
-                place, source = origin(i)
-                total = rows.setdefault(_row("copy", place), Total(COPIES))
-                total.add(number * largest_array(i).bytes, source)
+    for i in costs.executed:
+        number = runs[i.computation.name]
+        if i.is_communicating_kernel:
+            add(f"kernel {without_number(i.name)}", i, i, i)
+        if is_host_callback(i):
+            place, source = origin(i)
+            rows.setdefault(_row(callback_name(i), place), Total(CALLBACKS)).add(number, source)
+        elif _is_loop_copy(i):
+            place, source = origin(i)
+            moved = number * largest_array(i).bytes
+            rows.setdefault(_row("copy", place), Total(COPIES)).add(moved, source)
     return rows
 
 

@@ -132,8 +132,7 @@ def async_operations(module: HloModule) -> tuple[AsyncOperation, ...]:
     """
     return tuple(
         _operation(instruction, spelling)
-        for computation in module.computations.values()
-        for instruction in computation.instructions
+        for instruction in module.instructions
         if (spelling := spelling_of_start(instruction))
     )
 

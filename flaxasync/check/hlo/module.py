@@ -295,6 +295,11 @@ class HloModule:
             object.__setattr__(computation, "module", self)
 
     @property
+    def instructions(self) -> list[Instruction]:
+        """The instructions of all computations."""
+        return [i for computation in self.computations.values() for i in computation.instructions]
+
+    @property
     def is_scheduled(self) -> bool:
         return self.attributes.get("is_scheduled") == "true"
 
@@ -323,10 +328,9 @@ class HloModule:
     def callers(self) -> dict[str, list[Instruction]]:
         """The instructions that call each computation. Each is listed once."""
         callers: dict[str, list[Instruction]] = {}
-        for computation in self.computations.values():
-            for i in computation.instructions:
-                for name in dict.fromkeys(i.called_computations):
-                    callers.setdefault(name, []).append(i)
+        for i in self.instructions:
+            for name in dict.fromkeys(i.called_computations):
+                callers.setdefault(name, []).append(i)
         return callers
 
     @functools.cached_property

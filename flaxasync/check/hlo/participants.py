@@ -132,15 +132,14 @@ def _axes_in_text(module: HloModule) -> dict[str, int]:
     """Returns the axes of a mesh that the text names, whose devices are in order; {} if there is
     none.
     """
-    for computation in module.computations.values():
-        for i in computation.instructions:
-            match = _MESH.fullmatch(i.attributes.get("replica_groups", ""))
-            if (
-                match
-                and match[2] is None
-                and not any(_GENERATED.fullmatch(name) for name in _axes(match[1]))
-            ):
-                return _axes(match[1])
+    for i in module.instructions:
+        match = _MESH.fullmatch(i.attributes.get("replica_groups", ""))
+        if (
+            match
+            and match[2] is None
+            and not any(_GENERATED.fullmatch(name) for name in _axes(match[1]))
+        ):
+            return _axes(match[1])
     return {}
 
 

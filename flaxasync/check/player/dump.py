@@ -146,7 +146,7 @@ def read_dump(folder: pathlib.Path) -> Dump:
         for name, beginning, path in files
         if not name.startswith(_SET_UP)
     }
-    instructions = {i.name: i for c in module.computations.values() for i in c.instructions}
+    instructions = {i.name: i for i in module.instructions}
     return Dump(folder, programs, module, read_note(folder), instructions)
 
 

@@ -67,8 +67,8 @@ class Kernel:
     # what the custom call holds: its code, the memory that it may use, and where operands and
     # results are
     config: str
-    operands: tuple[str, ...]  # their shapes
-    results: tuple[str, ...]  # their shapes
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    results: tuple[jax.ShapeDtypeStruct, ...]
     # pairs of an operand and the result that shares its memory
     aliases: tuple[tuple[int, int], ...]
     # the elements of operands that the text determines, by operand
@@ -146,12 +146,11 @@ def _kernels(module: HloModule, given: Given) -> Iterator[tuple[str, Kernel | No
     """Yields each whole kernel and each start between devices by name; None if its done takes more
     than its results.
     """
-    for computation in module.computations.values():
-        for i in computation.instructions:
-            shapes = (one.shape for one in (i, *i.inputs))
-            spaces = {leaf.memory_space for shape in shapes for _, leaf in shape.leaves()}
-            if i.custom_call_target == _CALL and SEMAPHORE not in spaces:
-                yield i.name, _kernel_of(i, given)
+    for i in module.instructions:
+        shapes = (one.shape for one in (i, *i.inputs))
+        spaces = {leaf.memory_space for shape in shapes for _, leaf in shape.leaves()}
+        if i.custom_call_target == _CALL and SEMAPHORE not in spaces:
+            yield i.name, _kernel_of(i, given)
     for operation in async_operations(module):
         if operation.spelling == "kernel" and operation.communicates and operation.windows:
             window = operation.windows[0]
@@ -197,8 +196,8 @@ def _kernel_of(i: Instruction, given: Given) -> Kernel:
     aliases = [(alias.operand, (*alias.output, 0)[0]) for alias in i.aliases]
     return Kernel(
         config=json.dumps(config | {"custom_call_config": call}, sort_keys=True),
-        operands=tuple(shape.without_layout() for shape in operands),
-        results=tuple(leaf.without_layout() for _, leaf in i.shape.leaves()),
+        operands=tuple(map(_type, operands)),
+        results=tuple(_type(leaf) for _, leaf in i.shape.leaves()),
         aliases=tuple(aliases),
         integers=tuple(integers),
     )
@@ -232,7 +231,7 @@ def _simulate(program: CompiledProgram, kernel: Kernel) -> KernelTime:
     devices = {places[device.id]: device for device in described}
     ordered = np.array([devices[coords] for coords in program.coords], dtype=object)
     mesh = Mesh(ordered, ("devices",), axis_types=(AxisType.Auto,))
-    shapes = [_type(text) for text in kernel.operands]
+    shapes = kernel.operands
     fixed = dict(kernel.integers)
     # made in the program: XLA would copy its arguments first
     written = {operand for operand, _ in kernel.aliases}
@@ -257,8 +256,7 @@ def _simulate(program: CompiledProgram, kernel: Kernel) -> KernelTime:
     with tempfile.TemporaryDirectory(prefix="flaxasync-") as folder, jax.set_mesh(mesh):
         compiled = compile_for(program.topology, mapped, *arguments, keep_dumps=folder)
         result = play_dump(folder, topology=program.topology, coords=compiled.coords)
-    instructions = [i for c in parse(compiled.text).computations.values() for i in c.instructions]
-    names = [i.name for i in instructions if i.custom_call_target == _CALL]
+    names = [i.name for i in parse(compiled.text).instructions if i.custom_call_target == _CALL]
     phases = [
         [phase for phase in device.phases if phase.name in names] for device in result.devices
     ]
@@ -274,7 +272,7 @@ def _simulate(program: CompiledProgram, kernel: Kernel) -> KernelTime:
 def _call(kernel: Kernel, *operands: Any) -> Sequence[Any]:
     return jax.ffi.ffi_call(
         _CALL,
-        [_type(text) for text in kernel.results],
+        kernel.results,
         has_side_effect=True,
         input_output_aliases=dict(kernel.aliases),
         custom_call_api_version=1,
@@ -282,15 +280,13 @@ def _call(kernel: Kernel, *operands: Any) -> Sequence[Any]:
     )(*operands)
 
 
-def _type(text: str) -> jax.ShapeDtypeStruct:
-    """Returns the type of a shape without layout, such as "bf16[8,128]"."""
-    element, sizes = re.fullmatch(r"(\w+)\[([\d,]*)\]", text).groups()  # type: ignore[union-attr]
+def _type(shape: Shape) -> jax.ShapeDtypeStruct:
     name = next(
-        name + element.removeprefix(short)
+        name + shape.element_type.removeprefix(short)
         for short, name in _TYPES.items()
-        if element.startswith(short)
+        if shape.element_type.startswith(short)
     )
-    return jax.ShapeDtypeStruct(tuple(map(int, filter(None, sizes.split(",")))), jnp.dtype(name))
+    return jax.ShapeDtypeStruct(shape.dimensions, jnp.dtype(name))
 
 
 def _cache_file(program: CompiledProgram, kernel: Kernel) -> pathlib.Path:

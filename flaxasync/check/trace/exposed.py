@@ -84,11 +84,10 @@ class ProfiledProgram:
         self._halves: set[str] = set()  # starts, updates and dones
         if module is None:
             return
-        for computation in module.computations.values():
-            for i in computation.instructions:
-                self._instructions[i.name] = i
-                if synchronous_collective(i) is not None:
-                    self._communicating.add(i.name)
+        for i in module.instructions:
+            self._instructions[i.name] = i
+            if synchronous_collective(i) is not None:
+                self._communicating.add(i.name)
         for op in async_operations(module):
             halves = (op.start, *op.updates, *(window.done for window in op.windows))
             self._halves.update(i.name for i in halves)

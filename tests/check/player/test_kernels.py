@@ -15,7 +15,7 @@ import flaxasync as fa
 from benchmarks import tp_mlp
 from benchmarks.programs import array
 from flaxasync.check import parse
-from flaxasync.check.hlo.shapes import HBM, VMEM
+from flaxasync.check.hlo.shapes import HBM, VMEM, Shape
 from flaxasync.check.player import kernels
 from flaxasync.check.player.play import play_dump
 from flaxasync.kernels.gemm import Tiles, gemm
@@ -37,7 +37,7 @@ def test_operands_of_every_type():
         "pred": "bool",
     }
     for short, dtype in types.items():
-        assert kernels._type(f"{short}[8,128]") == jax.ShapeDtypeStruct((8, 128), jnp.dtype(dtype))
+        assert kernels._type(Shape(short, (8, 128))) == jax.ShapeDtypeStruct((8, 128), jnp.dtype(dtype))
 
 
 PLACED = """HloModule m, is_scheduled=true
