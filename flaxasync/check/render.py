@@ -6,11 +6,9 @@ import json
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 from flaxasync.check.estimate.picture import draw_timeline, draw_timelines
 from flaxasync.check.estimate.timeline import Timeline
-from flaxasync.check.player.result import Result
 
 # The names that the trace viewers have for their colours.
 _COLOURS = {
@@ -23,7 +21,7 @@ _COLOURS = {
 
 
 def save_picture(
-    results: Timeline | Result | Sequence[Timeline | Result],
+    results: Timeline | Sequence[Timeline],
     path: str | os.PathLike[str],
     *,
     titles: Sequence[str] = (),
@@ -40,21 +38,21 @@ def save_picture(
       ValueError: `results` is empty, or has something else in it.
       ImportError: matplotlib is not installed.
     """
-    if isinstance(results, Timeline | Result):
-        draw_timeline(_timeline(results), path)
+    if isinstance(results, Timeline):
+        draw_timeline(results, path)
     elif not results:
         raise ValueError("results must hold what timeline or play returned: got nothing")
     else:
-        draw_timelines([_timeline(result) for result in results], path, titles=titles)
+        draw_timelines([_checked(result) for result in results], path, titles=titles)
 
 
-def save_trace(result: Timeline | Result, path: str | os.PathLike[str]) -> None:
+def save_trace(result: Timeline, path: str | os.PathLike[str]) -> None:
     """Writes a Chrome trace, the JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
     It has one process for each device, one thread for each lane, and times in microseconds. Its
     metadata says what the times are based on.
     """
-    t = _timeline(result)
+    t = _checked(result)
     lanes: dict[tuple[int, str], int] = {}
     for s in t.slices:
         lanes.setdefault((s.device, s.lane), len(lanes))
@@ -89,11 +87,7 @@ def save_trace(result: Timeline | Result, path: str | os.PathLike[str]) -> None:
     pathlib.Path(path).write_text(text)
 
 
-def _timeline(result: Any) -> Timeline:
-    if not isinstance(result, Timeline | Result):
-        raise ValueError(
-            f"results must be what timeline or play returned: got {type(result).__name__}"
-        )
-    if isinstance(result, Result):
-        return result.timeline()
-    return result
+def _checked(result: object) -> Timeline:
+    if isinstance(result, Timeline):
+        return result
+    raise ValueError(f"results must be what timeline or play returned: got {type(result).__name__}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from flaxasync.check.auditing.hazards import unsafe_buffers
 from flaxasync.check.estimate.estimator import timeline
+from flaxasync.check.estimate.timeline import WHOLE_PLAYED
 from flaxasync.check.player.chips import PlayedChip, chip_grid, places_of_partitions, played_chip
 from flaxasync.check.player.dump import Note, read_dump, write_note
 from flaxasync.check.player.errors import MeshMismatchError, UnsimulatedError
@@ -172,4 +173,5 @@ def _result(state: State, notes: list[str]) -> Result:
         slices=tuple(state.slices),
         all_waits=tuple(state.waits),
         unsafe=unsafe_buffers(state.dump.module),
+        preference=WHOLE_PLAYED,
     )

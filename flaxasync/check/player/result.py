@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from flaxasync.check.estimate.timeline import WHOLE_PLAYED, DeviceTime, Slice, Timeline
+from flaxasync.check.estimate.timeline import DeviceTime, Slice, Timeline
 from flaxasync.check.player.chips import PlayedChip
 from flaxasync.check.player.matrix_unit import Operations
 
@@ -29,6 +29,11 @@ RING_MODEL = "collective (ring model)"
 SIGNAL = "signal"
 
 
+def exposed_in(waits: Mapping[str, float]) -> float:
+    """Returns the seconds of waiting for other devices."""
+    return sum(waits.get(cause, 0.0) for cause in CAUSES if cause != "memory")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Times:
     """Where the time and the bytes of a device, or of a phase, went. Times are in seconds."""
@@ -41,11 +46,6 @@ class Times:
     # that its transfers moved, by kind
     bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
-    @property
-    def exposed(self) -> float:
-        """Seconds of waiting for other devices."""
-        return sum(self.waits.get(cause, 0.0) for cause in CAUSES if cause != "memory")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phase(Times):
@@ -57,12 +57,16 @@ class Phase(Times):
     analytic: bool = False  # whether a collective in it was timed by the ring model
     depth: int = 0  # the number of loops around it
 
+    @property
+    def exposed(self) -> float:
+        """Seconds of waiting for other devices."""
+        return exposed_in(self.waits)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Device(Times):
+class Device(Times, DeviceTime):
     """One device, by the number of its partition and the coordinates of its chip."""
 
-    device: int
     coords: tuple[int, ...]
     phases: tuple[Phase, ...]  # in the order in which they first began
 
@@ -87,17 +91,6 @@ class Device(Times):
                 f"no phase begins with {name!r}: {', '.join(p.name for p in self.phases)}"
             )
         return max(found, key=lambda p: p.seconds)
-
-    def times(self) -> DeviceTime:
-        """Returns where its time went, for a timeline."""
-        return DeviceTime(
-            device=self.device,
-            seconds=self.seconds,
-            compute=self.issue + self.matrix_stall,
-            exposed=self.exposed,
-            memory=self.waits.get("memory", 0.0),
-            causes={p.name: sum(p.waits.values()) for p in self.phases if p.waits},
-        )
 
 
 class EndedWait(NamedTuple):
@@ -137,20 +130,13 @@ class WaitTimes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-    """A simulated program. The totals are those of the slowest device. `print` shows a table."""
+class Result(Timeline):
+    """A simulated program: a timeline whose devices say more. `print` shows a table."""
 
-    name: str
     topology: str
-    chip: str
-    basis: str  # what the times are based on
-    known_error: str  # how far such times were from a measurement, if one is known
     devices: tuple[Device, ...]  # in the order of the partitions
-    notes: tuple[str, ...]  # what a reader should know beside the figures
     # of each fusion, of each kernel, and of the top level program ("TLP")
     operations: Mapping[str, Operations] = dataclasses.field(default_factory=dict)
-    # what each lane of each device did when
-    slices: tuple[Slice, ...] = dataclasses.field(repr=False)
     # of all devices, in the order in which they ended
     all_waits: tuple[EndedWait, ...] = dataclasses.field(default=(), repr=False)
     # what the audit rejects of buffers in flight, which no figure here shows
@@ -159,15 +145,6 @@ class Result:
     @property
     def slowest(self) -> Device:
         return max(self.devices, key=lambda d: d.seconds)
-
-    @property
-    def seconds(self) -> float:
-        return self.slowest.seconds
-
-    @property
-    def exposed(self) -> float:
-        """Seconds in which the slowest device waits for other devices."""
-        return self.slowest.exposed
 
     @property
     def share_of_peak(self) -> float:
@@ -194,19 +171,6 @@ class Result:
             tuple(
                 sorted(w.seconds for w in found if kind in ("", w.kind) and begin <= w.start < end)
             )
-        )
-
-    def timeline(self) -> Timeline:
-        """Returns the result as a `Timeline`, which `fa.check.timeline` also returns."""
-        return Timeline(
-            self.name,
-            self.chip,
-            self.basis,
-            self.known_error,
-            self.slices,
-            tuple(d.times() for d in self.devices),
-            self.notes,
-            preference=WHOLE_PLAYED,
         )
 
     def to_json(self) -> str:
@@ -238,7 +202,7 @@ class Result:
             moved = (f"{kind} {size / 1e6:.1f} MB" for kind, size in sorted(self.bytes.items()))
             lines.append(f"  bytes of all devices: {', '.join(moved)}")
         lines += [f"  basis: {self.basis}", f"  known error: {self.known_error}"]
-        lines.append(f"  which to believe: {WHOLE_PLAYED}")
+        lines.append(f"  which to believe: {self.preference}")
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
 
@@ -358,8 +322,16 @@ class Recorder:
         ]
         in_order = tuple(sorted(phases, key=lambda p: (p.start, p.depth)))
         cycles = self.cycles | Counter(total=now)  # type: ignore[call-overload]
+        times = self._times(cycles, self.bytes)
         return Device(
-            device=self._device, coords=coords, phases=in_order, **self._times(cycles, self.bytes)
+            device=self._device,
+            coords=coords,
+            phases=in_order,
+            compute=times["issue"] + times["matrix_stall"],
+            exposed=exposed_in(times["waits"]),
+            memory=times["waits"].get("memory", 0.0),
+            causes={p.name: sum(p.waits.values()) for p in in_order if p.waits},
+            **times,
         )
 
     def _times(self, cycles: Counter[str], moved: Counter[str]) -> dict[str, Any]:

@@ -37,7 +37,9 @@ def test_operands_of_every_type():
         "pred": "bool",
     }
     for short, dtype in types.items():
-        assert kernels._type(Shape(short, (8, 128))) == jax.ShapeDtypeStruct((8, 128), jnp.dtype(dtype))
+        assert kernels._type(Shape(short, (8, 128))) == jax.ShapeDtypeStruct(
+            (8, 128), jnp.dtype(dtype)
+        )
 
 
 PLACED = """HloModule m, is_scheduled=true

@@ -120,8 +120,10 @@ def test_json_table_and_timeline():
         assert text in str(result)
     with pytest.raises(KeyError, match=r"no phase begins with 'nothing': .*fused"):
         result.slowest.phase("nothing")
-    timeline = result.timeline()
-    assert (timeline.seconds, timeline.exposed) == (result.seconds, pytest.approx(result.exposed))
+    for device in result.devices:
+        waits = device.exposed + device.memory
+        assert device.seconds == pytest.approx(device.compute + waits)
+        assert waits == pytest.approx(sum(device.causes.values()))
 
 
 @pytest.fixture(scope="module")
