@@ -125,7 +125,7 @@ def operands(
 
 def column_product(
     settings: Settings, *, rows_sharded: bool
-) -> Callable[[Array, tuple[Operand, ...]], Sequence[Array]]:
+) -> Callable[[Array, tuple[Operand, ...]], Any]:
     """Returns the function (x, kernels) -> products that `column` applies: an op, or the products
     of one device.
     """
@@ -193,7 +193,7 @@ def _local_product(x: Array, kernel: Operand, settings: Settings) -> Array:
     return multiply(settings.quantization, settings.precision, x, kernel)
 
 
-def _multiply(x: Array, kernel: Array, settings: Settings) -> Array:
+def _multiply(x: Array, kernel: Operand, settings: Settings) -> Array:
     """Returns x @ kernel by the function that the layer was given, called as `nnx.Linear` calls it.
 
     Both operands are cast to vary alike, so that a VJP rule of that function may multiply them with

@@ -242,9 +242,9 @@ def test_tiles_of_an_expert_follow_each_other(xp):
 ])  # fmt: skip
 def test_what_they_cannot_take_is_said(features, dtype, message):
     x = rows(features, dtype)
-    w = draw_weights(features, N, dtype=dtype)
+    ws = draw_weights(features, N, dtype=dtype)
     with pytest.raises(NotImplementedError, match=message):
-        compute(grouped_matmul, (x,), (w,))
+        compute(grouped_matmul, (x,), ws)
 
 
 @pytest.mark.parametrize(("k", "n", "pairs", "tile_rows"), [
