@@ -334,6 +334,50 @@ def mesh_matmul_costs(
     return costs
 
 
+@dataclasses.dataclass(frozen=True)
+class _ExpertWork:
+    """The work of one device on blocks of rows, of which it multiplies those that chose its
+    experts.
+    """
+
+    chip: Chip
+    kernels: int  # weights of one expert
+    elements: int  # of the weights of all its experts
+    features: int
+    hidden: int
+    chosen: int  # rows of a block that chose its experts
+    itemsize: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.features * self.itemsize
+
+    def products(self, count: int, streamed: float, blocks: int) -> float:
+        """Returns the seconds of `count` products of some blocks, for which HBM streams bytes."""
+        flops = 2 * count * self.chosen * self.features * self.hidden * blocks
+        computed = flops / (self.chip.flops * EXPERTS.share)
+        return max(computed, streamed / (hbm(self.chip) * EXPERTS.share))
+
+    def moving(self, sent: int) -> float:
+        """Returns the seconds in which rows of a block are taken, and added to as many as were
+        sent.
+        """
+        moved = 4 * (self.chosen + sent) * self.row_bytes
+        return moved / hbm(self.chip) + EXPERTS.step * self.chosen
+
+    def of_pass(self, arrays: int, blocks: int, sent: int) -> float:
+        """Returns the seconds of the pass in which so many arrays travel: two forward, three
+        backward.
+        """
+        stored = self.elements * self.itemsize
+        if arrays == 2:
+            return self.products(self.kernels, stored, blocks) + blocks * self.moving(sent)
+        of_rows = self.products(2 * self.kernels - 1, 2 * stored, blocks)
+        # The gradients of the weights are float32.
+        of_weights = self.products(self.kernels, 4 * self.elements, blocks)
+        return of_rows + of_weights + 2 * blocks * self.moving(sent)
+
+
 def expert_mlp_costs(
     chip: Chip,
     ring: int,
@@ -358,44 +402,23 @@ def expert_mlp_costs(
     *batch, features = x
     rows = math.prod(batch)
     e, _, hidden = kernels[0]
-    chosen = rows * ids[-1] // (ring if split == "experts" else 1)  # of a block, on a device
+    chosen = rows * ids[-1]
+    if split == "experts":
+        chosen //= ring
     elements = len(kernels) * e * features * hidden
-    block = rows * features * itemsize
-    rate = hbm(chip) * EXPERTS.share
-
-    def products(count: int, streamed: float, blocks: int) -> float:
-        """Returns the seconds of `count` products of some blocks, for which HBM streams bytes."""
-        flops = 2 * count * chosen * features * hidden * blocks
-        return max(flops / (chip.flops * EXPERTS.share), streamed / rate)
-
-    def moving(sent: int) -> float:
-        """Returns the seconds in which rows of a block are taken, and added to as many as were
-        sent.
-        """
-        moved = 4 * (chosen + sent) * features * itemsize
-        return moved / hbm(chip) + EXPERTS.step * chosen
-
-    def work(arrays: int, blocks: int, sent: int) -> float:
-        """Returns the seconds of the pass in which so many arrays travel: two forward, three
-        backward.
-        """
-        count = len(kernels)
-        stored = elements * itemsize
-        if arrays == 2:
-            return products(count, stored, blocks) + blocks * moving(sent)
-        of_rows = products(2 * count - 1, 2 * stored, blocks)
-        # The gradients of the weights are float32.
-        of_weights = products(count, 4 * elements, blocks)
-        return of_rows + of_weights + 2 * blocks * moving(sent)
-
+    work = _ExpertWork(chip, len(kernels), elements, features, hidden, chosen, itemsize)
+    block = rows * work.row_bytes
     passes = (2, 3) if backward else (2,)
-    at_once = in_turns = gathered = exposed = 0.0
+    at_once = 0.0
+    in_turns = 0.0
+    gathered = 0.0
+    exposed = 0.0
     for arrays in passes:
         hop = hop_seconds(chip, arrays * block, directions(ring))
-        at_once += work(arrays, ring, rows)
-        in_turns += ring * work(arrays, 1, rows)
+        at_once += work.of_pass(arrays, ring, rows)
+        in_turns += ring * work.of_pass(arrays, 1, rows)
         gathered += (ring - 1) * hop
-        exposed += (ring - 1) * max(0.0, hop - work(arrays, 1, rows))
+        exposed += (ring - 1) * max(0.0, hop - work.of_pass(arrays, 1, rows))
     held = 2 * block + 2 * elements * itemsize
 
     def cost(compute: float, waits: float, turns: int, beside: int) -> Cost:
@@ -409,21 +432,31 @@ def expert_mlp_costs(
     if capacity is None or split == "hidden" or ring == 1:
         return costs
     sent = e * 2 * -(-capacity // 2)
-    if sent >= rows:
-        return costs
+    if sent < rows:
+        turns = [1] + [2] * ((ring - 1) // 2) + [1] * (1 - ring % 2)  # blocks of each turn
+        compute, waits = _exchanged_experts(work, ring, sent, passes, turns)
+        beside = 2 * ring * sent * work.row_bytes
+        costs["exchange"] = cost(compute, waits, len(turns), beside)
+    return costs
+
+
+def _exchanged_experts(
+    work: _ExpertWork, ring: int, sent: int, passes: Sequence[int], turns: Sequence[int]
+) -> tuple[float, float]:
+    """Returns the seconds of work and of waits where rows travel to their experts and home."""
+    chip = work.chip
     # A block goes by the shorter way, so min(s, R - s) blocks of each shift s cross a link.
     crossings = sum(min(shift, ring - shift) for shift in range(1, ring)) / directions(ring)
-    home = sent * features * itemsize / chip.link_bandwidth
-    turns = [1] + [2] * ((ring - 1) // 2) + [1] * (1 - ring % 2)  # blocks of each turn
-    compute = waits = 0.0
+    home = sent * work.row_bytes / chip.link_bandwidth
+    compute = 0.0
+    waits = 0.0
     for arrays in passes:
-        computed = sum(work(arrays, blocks, sent) for blocks in turns)
+        computed = sum(work.of_pass(arrays, blocks, sent) for blocks in turns)
         # Each device sorts rows once more before they leave, and when they come home.
-        computed += 8 * (ring - 1) * (chosen + sent) * features * itemsize / hbm(chip)
+        computed += 8 * (ring - 1) * (work.chosen + sent) * work.row_bytes / hbm(chip)
         compute += computed
         waits += home + max(0.0, arrays * crossings * home - computed)
-    beside = 2 * ring * sent * features * itemsize
-    return costs | {"exchange": cost(compute, waits, len(turns), beside)}
+    return compute, waits
 
 
 MODELS: dict[str, Callable[..., dict[str, Cost]]] = {

@@ -32,7 +32,6 @@ def sent_operands(operations: Iterable[AsyncOperation]) -> frozenset[Operand]:
     for op in operations:
         if op.spelling != "kernel":
             continue
-        ends = {window.done.name for window in op.windows}
         for path, role in _roles(op.start).items():
             if role == "source":
                 found |= {
@@ -40,8 +39,8 @@ def sent_operands(operations: Iterable[AsyncOperation]) -> frozenset[Operand]:
                     for a in op.start.aliases
                     if a.output == path
                 }
-                uses = trace(op.start, path, stop=lambda i: i.name in ends)
-                found |= {_operand(u) for u in uses if u.instruction.name in ends}
+                uses = trace(op.start, path, stop=op.is_done)
+                found |= {_operand(u) for u in uses if op.is_done(u.instruction)}
     return frozenset(found)
 
 
@@ -58,55 +57,79 @@ def kernel_hazards(operation: AsyncOperation, sent: Set[Operand]) -> list[Findin
     the whole program.
     """
     start = operation.start
-    ends = {window.done.name for window in operation.windows}
-    found: dict[tuple[str, str, str], Finding] = {}  # one finding for each code and instruction
-
-    def add(code: str, message: str, at: Instruction, severity: Severity | None = None) -> None:
-        key = (code, at.computation.name, at.name)
-        if key not in found:
-            source = at.source or start.source
-            found[key] = finding(code, message, at, source=source, severity=severity)
-
+    found = _Found(start)
     for path, role in _roles(start).items():
         shape = start.shape.at(path)
         what = f"the {role} buffer of {start.name}, {shape}"
-        # which was inferred from its position
-        if role == "destination":
-            of_read = Severity.ERROR
-        else:
-            of_read = Severity.WARNING
         if shape is not None and shape.memory_space == VMEM:
-            add("in-flight-vmem", f"{what}, lies in vector memory", start)
-        if not ends:
+            found.add("in-flight-vmem", f"{what}, lies in vector memory", start)
+        if not operation.windows:
             continue
-        uses = trace(start, path, stop=lambda i: i.name in ends)
+        uses = trace(start, path, stop=operation.is_done)
         for use in uses:
-            user = use.instruction
-            if user.name in ends:
-                for copied in use.copies:
-                    message = f"{what}, is copied before {user.name} waits for it"
-                    add("in-flight-copied", message, copied)
-                continue
-            for copied in use.copies if role.startswith("destination") else ():
-                if _is_inside(operation, copied):
-                    add("in-flight-read", f"{what}, is copied before its done", copied, of_read)
-            if not _is_inside(operation, user):
-                continue
-            if use.aliased and not (role == "source" and _operand(use) in sent):
-                add("in-flight-written", f"{what}, is written by {user.name}", user)
-            elif role == "only":
-                message = f"{what}, is read; the text does not say which part"
-                add("in-flight-read", message, user, Severity.INFO)
-            elif role.startswith("destination"):
-                add("in-flight-read", f"{what}, is read by {user.name}", user, of_read)
+            _add_use(found, operation, use, role, what, sent)
         if not _keeps_alive(operation, uses):
-            add("in-flight-freed", f"{what}, does not reach the done", start)
-    for number, operand in _unaliased_operands(start) if ends else ():
+            found.add("in-flight-freed", f"{what}, does not reach the done", start)
+    if operation.windows:
+        _add_unaliased(found, operation)
+    return list(found.findings.values())
+
+
+class _Found:
+    """The findings of one start: one for each code and instruction."""
+
+    def __init__(self, start: Instruction):
+        self.start = start
+        self.findings: dict[tuple[str, str, str], Finding] = {}
+
+    def add(
+        self, code: str, message: str, at: Instruction, severity: Severity | None = None
+    ) -> None:
+        key = (code, at.computation.name, at.name)
+        if key not in self.findings:
+            source = at.source or self.start.source
+            self.findings[key] = finding(code, message, at, source=source, severity=severity)
+
+
+def _add_use(
+    found: _Found, operation: AsyncOperation, use: Use, role: str, what: str, sent: Set[Operand]
+) -> None:
+    """Adds what one use of a buffer of a start, and the copies on the way to it, endanger."""
+    user = use.instruction
+    if operation.is_done(user):
+        for copied in use.copies:
+            message = f"{what}, is copied before {user.name} waits for it"
+            found.add("in-flight-copied", message, copied)
+        return
+    of_destination = role.startswith("destination")
+    # A destination by position alone is inferred.
+    if role == "destination":
+        of_read = Severity.ERROR
+    else:
+        of_read = Severity.WARNING
+    for copied in use.copies:
+        if of_destination and _is_inside(operation, copied):
+            message = f"{what}, is copied before its done"
+            found.add("in-flight-read", message, copied, of_read)
+    if not _is_inside(operation, user):
+        return
+    if use.aliased and not (role == "source" and _operand(use) in sent):
+        found.add("in-flight-written", f"{what}, is written by {user.name}", user)
+    elif role == "only":
+        message = f"{what}, is read; the text does not say which part"
+        found.add("in-flight-read", message, user, Severity.INFO)
+    elif of_destination:
+        found.add("in-flight-read", f"{what}, is read by {user.name}", user, of_read)
+
+
+def _add_unaliased(found: _Found, operation: AsyncOperation) -> None:
+    """Adds operands that a start reads, but that nothing holds until its done."""
+    start = operation.start
+    for number, operand in _unaliased_operands(start):
         if not _keeps_alive(operation, trace(operand, ())):
             what = f"{operand.name}, operand {number} of {start.name}"
             message = f"{what}, is not used after it and not aliased through it"
-            add("in-flight-freed", message, start)
-    return list(found.values())
+            found.add("in-flight-freed", message, start)
 
 
 def _operand(use: Use) -> Operand:

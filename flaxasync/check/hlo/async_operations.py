@@ -100,6 +100,10 @@ class AsyncOperation:
         """The name of the computation that has the start."""
         return self.start.computation.name
 
+    def is_done(self, instruction: Instruction) -> bool:
+        """Says whether an instruction is one of the dones, which has a name of its own."""
+        return any(window.done.name == instruction.name for window in self.windows)
+
     @property
     def thread(self) -> str:
         return self.start.attributes.get("async_execution_thread", "").strip('"') or "main"
