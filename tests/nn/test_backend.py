@@ -9,6 +9,7 @@ import flaxasync as fa
 from flaxasync.mesh import UnsupportedError
 from tests.nn.conftest import COLUMNS, ROWS, SAME, TOKENS, make_mesh
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 LAYERS = {
     "ColumnParallelLinear": (
         lambda **o: fa.nn.ColumnParallelLinear(16, 16, rngs=nnx.Rngs(0), **o),

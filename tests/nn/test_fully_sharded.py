@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from tests.nn.conftest import assert_alike, drawn, gradients, make_fsdp_mesh
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 BATCH = ("data", "fsdp")
 ROWS, COLUMNS = P(BATCH, "model", None), P(BATCH, None, "model")
 CONTEXT_ROWS, RING_ROWS = P(BATCH, ("context", "model"), None), P(BATCH, "context", None)

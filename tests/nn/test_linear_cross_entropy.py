@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from tests.nn.conftest import ROWS, TOKENS, make_fsdp_mesh, make_mesh
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 FEATURES, BATCH = 8, 4
 SMALL = 28  # rows: several blocks, of which the last is not full
 
@@ -44,7 +45,7 @@ def reference(x, kernel, targets, weights, *, label_smoothing=0.0, z_loss=0.0, l
         counted = jnp.where(targets == -100, 0, weights)
         return jnp.sum(losses * counted) / jnp.sum(counted)
 
-    value, gradients = jax.value_and_grad(loss, argnums=(0, 1))(x, kernel)
+    value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(x, kernel)
     return value, *gradients
 
 

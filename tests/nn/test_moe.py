@@ -2,6 +2,8 @@
 statistics, errors.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +13,9 @@ from jax.sharding import AxisType
 
 import flaxasync as fa
 from flaxasync.nn.router import route, routing
-from tests.nn.conftest import ROWS, SAME, make_mesh
+from tests.nn.conftest import ROWS, SAME, drawn, make_mesh
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 FEATURES, HIDDEN, BATCH, LENGTH = 16, 24, 4, 8
 
 
@@ -66,13 +69,20 @@ def mesh():
 
 
 def make(experts=8, k=2, **options):
-    return fa.nn.ParallelMoE(
-        FEATURES, HIDDEN, experts, experts_per_token=k, rngs=nnx.Rngs(0), **options
+    return drawn(
+        lambda: fa.nn.ParallelMoE(
+            FEATURES, HIDDEN, experts, experts_per_token=k, rngs=nnx.Rngs(0), **options
+        )
     )
 
 
+@nnx.jit
+def call(moe, x):
+    return moe(x)
+
+
 def apply(moe, x, spec=ROWS):
-    return nnx.jit(lambda moe, x: moe(x))(moe, jax.device_put(x, spec))
+    return call(moe, jax.device_put(x, spec))
 
 
 def close(got, want, tolerance=1e-5):
@@ -152,7 +162,7 @@ def test_losses_and_statistics_are_those_of_all_rows():
     logits = x @ np.asarray(moe.router.kernel[...], np.float64)
     ids, _ = routed(moe, x, 2)
     share = np.bincount(ids.reshape(-1), minlength=8) / ids.size
-    y, routing = moe.with_routing(jax.device_put(X, ROWS))
+    y, routing = nnx.jit(lambda moe, x: moe.with_routing(x))(moe, jax.device_put(X, ROWS))
     again, recorded = nnx.capture(moe, nnx.Intermediate)(jax.device_put(X, ROWS))
     close(again, np.asarray(y))
     close(routing.share, share)
@@ -164,7 +174,7 @@ def test_losses_and_statistics_are_those_of_all_rows():
 
 def test_capacity_drops_and_says_how_much():
     moe = make(capacity_factor=2.0)
-    y, routing = moe.with_routing(jax.device_put(X, ROWS))
+    y, routing = nnx.jit(lambda moe, x: moe.with_routing(x))(moe, jax.device_put(X, ROWS))
     ids, _ = routed(moe, X.astype(np.float64), 2)
     # A device has 2 rows of each of 2 sequences: 1.0 of them are the mean of an expert. Of each
     # sequence it takes one.
@@ -188,7 +198,7 @@ def test_a_shared_expert_is_added():
 def test_nan_in_a_row_stays_in_it():
     x = X.copy()
     x[1, 3, 0] = np.nan
-    y = np.array(make()(jax.device_put(x, ROWS)))
+    y = np.array(apply(make(), x))
     assert np.isnan(y[1, 3]).all()
     y[1, 3] = 0
     assert np.isfinite(y).all()
@@ -234,6 +244,15 @@ def weights_in_float64(logits, ids, options):
     return weights
 
 
+# one program for each kind of router
+@functools.partial(jax.jit, static_argnames="options")
+@functools.partial(jax.value_and_grad, has_aux=True)
+def weigh(logits, bias, options):
+    choice = route(logits, 3, options, bias)
+    statistics = routing(logits, choice, jnp.int32(0), frozenset())
+    return jnp.sum(choice.weights * jnp.arange(1.0, 4.0)[None]), (choice, statistics)
+
+
 @pytest.mark.parametrize("low", [0.0, -30.0, -46.0, -88.0, -110.0, -400.0, 40.0, 100.0])
 @pytest.mark.parametrize("options", SIGMOIDS.values(), ids=SIGMOIDS)
 def test_routers_are_finite_and_right_at_the_ends_of_float32(options, low):
@@ -243,13 +262,7 @@ def test_routers_are_finite_and_right_at_the_ends_of_float32(options, low):
     rng = np.random.default_rng(3)
     logits = (low + rng.permutation(8) * 0.5 + np.zeros((5, 1))).astype(np.float32)
     bias = np.zeros(8, np.float32) if options.selection_bias else None
-
-    def weigh(logits):
-        choice = route(logits, 3, options, bias)
-        statistics = routing(logits, choice, jnp.int32(0), frozenset())
-        return jnp.sum(choice.weights * jnp.arange(1.0, 4.0)[None]), (choice, statistics)
-
-    (_, (choice, statistics)), gradient = jax.jit(jax.value_and_grad(weigh, has_aux=True))(logits)
+    (_, (choice, statistics)), gradient = weigh(logits, bias, options=options)
     exact = logits.astype(np.float64)
     ids = np.argsort(-exact, axis=-1)[:, :3]
     if not options.selection_bias:  # a bias is added to scores, which may be equal in float32
@@ -270,7 +283,8 @@ def test_the_gradient_of_a_sigmoid_router_is_right_where_scores_are_tiny():
     """d(w_i)/d(logit_j) = w_i (1 - s_j) ((i == j) - w_j) for normalised weights of sigmoids s."""
     logits = np.array([[-60.0, -61.0, -90.0, -62.0]], np.float32)
     options = fa.nn.RouterOptions("sigmoid")
-    gradient = jax.grad(lambda logits: route(logits, 2, options, None).weights[0, 0])(logits)
+    first = jax.grad(lambda logits: route(logits, 2, options, None).weights[0, 0])
+    gradient = jax.jit(first)(logits)
     chosen = 1 / (1 + np.exp(-logits.astype(np.float64)))[0, :2]
     weights = chosen / chosen.sum()
     want = [weights[0] * (1 - weights[0]), -weights[0] * weights[1], 0, 0]

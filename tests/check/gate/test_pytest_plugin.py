@@ -43,6 +43,9 @@ def run(tmp_path, capsys, monkeypatch):
                 "no:cacheprovider",
                 "-p",
                 "no:faulthandler",
+                # at the end it collects the garbage of this whole process five times
+                "-p",
+                "no:unraisableexception",
                 *options,
             ]
         )
