@@ -271,7 +271,7 @@ def ring_attention_costs(
         each = block(matmuls, used)
         hop = hop_seconds(chip, sent, ways)
         compute += block(matmuls, own) + hops * each
-        exposed += hops * max(0.0, hop - each)
+        exposed += (ring - 1) * max(0.0, hop - each)
         gathered += (ring - 1) * hop
     steps = len(passes) * (hops + 1)
     held = {"xla": 2 * (kv_bytes + dkv_bytes), "none": ring * (kv_bytes + dkv_bytes)}
@@ -370,12 +370,12 @@ class _ExpertWork:
         backward.
         """
         stored = self.elements * self.itemsize
+        moved = blocks * self.moving(sent)
         if arrays == 2:
-            return self.products(self.kernels, stored, blocks) + blocks * self.moving(sent)
+            return self.products(self.kernels, stored, blocks) + moved
         of_rows = self.products(2 * self.kernels - 1, 2 * stored, blocks)
         # The gradients of the weights are float32.
-        of_weights = self.products(self.kernels, 4 * self.elements, blocks)
-        return of_rows + of_weights + 2 * blocks * self.moving(sent)
+        return of_rows + self.products(self.kernels, 4 * self.elements, blocks) + 2 * moved
 
 
 def expert_mlp_costs(
@@ -409,16 +409,14 @@ def expert_mlp_costs(
     work = _ExpertWork(chip, len(kernels), elements, features, hidden, chosen, itemsize)
     block = rows * work.row_bytes
     passes = (2, 3) if backward else (2,)
-    at_once = 0.0
-    in_turns = 0.0
-    gathered = 0.0
-    exposed = 0.0
+    at_once = in_turns = gathered = exposed = 0.0
     for arrays in passes:
         hop = hop_seconds(chip, arrays * block, directions(ring))
+        turn = work.of_pass(arrays, 1, rows)
         at_once += work.of_pass(arrays, ring, rows)
-        in_turns += ring * work.of_pass(arrays, 1, rows)
+        in_turns += ring * turn
         gathered += (ring - 1) * hop
-        exposed += (ring - 1) * max(0.0, hop - work.of_pass(arrays, 1, rows))
+        exposed += (ring - 1) * max(0.0, hop - turn)
     held = 2 * block + 2 * elements * itemsize
 
     def cost(compute: float, waits: float, turns: int, beside: int) -> Cost:
@@ -435,8 +433,7 @@ def expert_mlp_costs(
     if sent < rows:
         turns = [1] + [2] * ((ring - 1) // 2) + [1] * (1 - ring % 2)  # blocks of each turn
         compute, waits = _exchanged_experts(work, ring, sent, passes, turns)
-        beside = 2 * ring * sent * work.row_bytes
-        costs["exchange"] = cost(compute, waits, len(turns), beside)
+        costs["exchange"] = cost(compute, waits, len(turns), 2 * ring * sent * work.row_bytes)
     return costs
 
 
@@ -444,16 +441,14 @@ def _exchanged_experts(
     work: _ExpertWork, ring: int, sent: int, passes: Sequence[int], turns: Sequence[int]
 ) -> tuple[float, float]:
     """Returns the seconds of work and of waits where rows travel to their experts and home."""
-    chip = work.chip
     # A block goes by the shorter way, so min(s, R - s) blocks of each shift s cross a link.
     crossings = sum(min(shift, ring - shift) for shift in range(1, ring)) / directions(ring)
-    home = sent * work.row_bytes / chip.link_bandwidth
-    compute = 0.0
-    waits = 0.0
+    home = sent * work.row_bytes / work.chip.link_bandwidth
+    compute = waits = 0.0
     for arrays in passes:
         computed = sum(work.of_pass(arrays, blocks, sent) for blocks in turns)
         # Each device sorts rows once more before they leave, and when they come home.
-        computed += 8 * (ring - 1) * (work.chosen + sent) * work.row_bytes / hbm(chip)
+        computed += 8 * (ring - 1) * (work.chosen + sent) * work.row_bytes / hbm(work.chip)
         compute += computed
         waits += home + max(0.0, arrays * crossings * home - computed)
     return compute, waits
