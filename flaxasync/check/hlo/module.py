@@ -328,9 +328,10 @@ class HloModule:
     def callers(self) -> dict[str, list[Instruction]]:
         """The instructions that call each computation. Each is listed once."""
         callers: dict[str, list[Instruction]] = {}
-        for i in self.instructions:
-            for name in dict.fromkeys(i.called_computations):
-                callers.setdefault(name, []).append(i)
+        for computation in self.computations.values():
+            for i in computation.instructions:
+                for name in dict.fromkeys(i.called_computations):
+                    callers.setdefault(name, []).append(i)
         return callers
 
     @functools.cached_property

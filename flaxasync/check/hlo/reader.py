@@ -8,6 +8,7 @@ raises another exception. The reader does not check what an opcode means.
 import dataclasses
 import graphlib
 import itertools
+import json
 import re
 import sys
 
@@ -35,6 +36,7 @@ _MAIN = '"main"'
 _BLANK = re.compile(r"(?:\s+|//[^\n]*|/\*(?s:.*?)\*/)*")
 _CONTINUED = re.compile(r"(?:\s+|//[^\n]*|/\*(?s:.*?)\*/)*,")
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|/\*.*?\*/|//[^\n]*|[{}()\[\],\n"]', re.DOTALL)
+_JSON = json.JSONDecoder()
 _CLOSER = {"{": "}", "(": ")", "[": "]"}
 _CLOSING = frozenset(_CLOSER.values())
 # The greatest depth of calls within calls that is read. Real programs stay below thirty.
@@ -276,6 +278,14 @@ class _Reader:
         plain = _PLAIN_VALUE.match(self.text, begin)
         if plain:
             return plain.end()
+        # most of a compiled text are the JSON objects of backend_config
+        if self.text.startswith('{"', begin):
+            try:
+                _, end = _JSON.raw_decode(self.text, begin)
+            except (ValueError, RecursionError):
+                end = begin
+            if end > begin and self.text.startswith((",", "\n", "}"), end):
+                return end
         return self.end(begin, stops=",\n}")
 
     def shape(self) -> Shape:

@@ -361,15 +361,15 @@ print(peak() - before)
 
 @pytest.mark.slow
 def test_a_large_file_takes_a_small_multiple_of_its_size(tmp_path):
-    """In a process of its own, whose memory is measured: the text, its instructions, and what the
-    audit adds.
+    """In a process of its own, whose memory is measured: the text, its instructions, each of which
+    refers to its computation, and what the audit adds.
     """
     file = tmp_path / "large.txt"
     file.write_text(repeated(STEP, 30 << 20))
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(file)], capture_output=True, text=True, check=True
     )
-    assert int(done.stdout) < 8 * file.stat().st_size
+    assert int(done.stdout) < 8.2 * file.stat().st_size
 
 
 WORDS = "import re, sys; print(len(re.findall(r'[\\w.\\-]+', open(sys.argv[1]).read())))"
