@@ -73,9 +73,9 @@ class Instruction:
         return [self.computation.by_name[name] for name in self.operands]
 
     @property
-    def users(self) -> list["Instruction"]:
+    def users(self) -> tuple["Instruction", ...]:
         """The instructions that read its result. Each is listed once, in order."""
-        return self.computation.users.get(self.name, [])
+        return self.computation.users.get(self.name, ())
 
     @property
     def position(self) -> int:
@@ -241,13 +241,14 @@ class Computation:
         return frozenset(i.opcode for i in self.instructions)
 
     @functools.cached_property
-    def users(self) -> dict[str, list[Instruction]]:
+    def users(self) -> dict[str, tuple[Instruction, ...]]:
         """The instructions that read each instruction's result. Each is listed once, in order."""
         users: dict[str, list[Instruction]] = {}
         for i in self.instructions:
             for operand in dict.fromkeys(i.operands):
                 users.setdefault(operand, []).append(i)
-        return users
+        # a list that has grown has room for more, which a large program would pay for in memory
+        return {name: tuple(found) for name, found in users.items()}
 
     @property
     def callers(self) -> list[Instruction]:
