@@ -225,9 +225,10 @@ class Costs:
                 return _NO_TIME  # the fusion is a start or a done
             return CoreTime(self._collective_seconds(i, collective), "links")
         moved = self._bytes_seconds(i)
-        if i.estimated_cycles is None:
+        cycles = i.estimated_cycles
+        if cycles is None:
             return CoreTime(moved, "bytes")
-        estimated = i.estimated_cycles / self.chip.clock
+        estimated = cycles / self.chip.clock
         if i.opcode == "copy" and self.copies == "simulated":
             return CoreTime(self._copy_seconds(i, estimated, moved), "bytes")
         as_estimated = i.contains_matmul or (i.opcode == "copy" and self.copies == "cycles")

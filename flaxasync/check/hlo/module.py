@@ -19,6 +19,7 @@ from flaxasync.check.hlo.source_location import read_stack_frames, source_line
 _ALIAS = re.compile(r"\{([\d, ]*)\}\s*:\s*\(\s*(\d+)\s*,\s*\{([\d, ]*)\}")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _REFERENCE = re.compile(r"%?([\w.\-]+)")
+_ESTIMATED_CYCLES = re.compile(r'"window_config":\s*\{[^{}]*"estimated_cycles":\s*"?(\d{1,18})\b')
 _KERNEL_FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d{1,18})"')
 
 MATMULS = ("convolution", "dot")  # opcodes
@@ -143,7 +144,9 @@ class Instruction:
         if _CALLING.isdisjoint(self.attributes):
             return ()
         texts = [self.attributes[key] for key in _CALLS if key in self.attributes]
-        return tuple(name for text in texts for name in _REFERENCE.findall(text))
+        if len(texts) == 1:
+            return _names_in(texts[0])
+        return tuple(itertools.chain.from_iterable(map(_names_in, texts)))
 
     @property
     def loop_body(self) -> str:
@@ -184,9 +187,9 @@ class Instruction:
         """The compiler's own estimate, for fusions, copies and reductions on TPU; None if it made
         none.
         """
-        window = self.backend_config.get("window_config")
-        if isinstance(window, dict):
-            return _small_int(str(window.get("estimated_cycles", "")))
+        found = _ESTIMATED_CYCLES.search(self.attributes.get("backend_config", ""))
+        if found:
+            return int(found[1])
         return None
 
     @property
@@ -384,6 +387,12 @@ class HloModule:
                 calls = [numbers[other] for other in i.called_computations]
                 others = {key: value for key, value in i.attributes.items() if key not in _NAMING}
                 yield i.opcode, i.shape, i.is_root, i.literal, operands, before, calls, others
+
+
+@functools.lru_cache(maxsize=1024)  # each is asked for often
+def _names_in(text: str) -> tuple[str, ...]:
+    """Decodes `{%body, %condition}`."""
+    return tuple(_REFERENCE.findall(text))
 
 
 @functools.lru_cache(maxsize=1024)  # a program repeats few of them, and asks for each one often

@@ -17,25 +17,40 @@ from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.participants import MAX_DEVICES, check_participants
 from flaxasync.check.hlo.shapes import ARRAY, HloError, Shape, read_shape, split_at_commas
 
+# Blanks, line ends and comments. What was matched is not given back: to try each way to divide a
+# long gap would take exponential time.
+_GAP = r"(?:\s++|//[^\n]*+|/\*(?s:.*?)\*/)*+"
+_BLANK = re.compile(_GAP)
 _TABLE = re.compile(r"(FileNames|FunctionNames|FileLocations|StackFrames)\s*\n(?:\d+ [^\n]*\n?)*")
 _HEADER = re.compile(r"HloModule\s+%?([\w.\-]+)")
 _HEADER_LINE = re.compile(r"^HloModule\s+%?([\w.\-]+)", re.MULTILINE)
 _LOWERED = re.compile(r'(?:#\S* ?=[^\n]*\n\s*)*(?:module(?= [@{a])|"builtin\.module")')
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?=[({])")
-_INSTRUCTION = re.compile(r"(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
+_INSTRUCTION = re.compile(_GAP + r"((ROOT\s+)?%?([\w.\-]+))\s*=\s*")
 # with its operands, unless they have brackets
 _OPCODE = re.compile(r'\s*([a-z][\w\-]*)\(([^(){}\[\]"/]*\))?')
-_ATTRIBUTE = re.compile(r"([A-Za-z_][\w\-]*)\s*=\s*")
-# without brackets, strings and comments, as most are
-_PLAIN_VALUE = re.compile(r'[^(){}\[\]"/,\n]*(?=[,\n])')
+_ATTRIBUTE = re.compile(_GAP + "," + _GAP + r"([A-Za-z_][\w\-]*)\s*=\s*")
+# without brackets, strings and comments, or with one pair of braces around strings, as most are
+_PLAIN_VALUE = re.compile(
+    r"""(?: [^(){}\[\]"/,\n]*
+        | \{ [^(){}\[\]"/]* (?: "[^"\\]*" [^(){}\[\]"/]* )* \}
+        ) (?=[,\n])""",
+    re.VERBOSE,
+)
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _BARE_OPERAND = re.compile(r"(?:^|[\s}\])])%?([A-Za-z_][\w.\-]*)\s*$")
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 _COMMENT = re.compile(r"/\*(?s:.*?)\*/|//[^\n]*")
 _MAIN = '"main"'
-_BLANK = re.compile(r"(?:\s+|//[^\n]*|/\*(?s:.*?)\*/)*")
-_CONTINUED = re.compile(r"(?:\s+|//[^\n]*|/\*(?s:.*?)\*/)*,")
-_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|/\*.*?\*/|//[^\n]*|[{}()\[\],\n"]', re.DOTALL)
+_CONTINUED = re.compile(_GAP + ",")
+# a string, a comment, a pair of brackets without any of these or other brackets, or one character
+_TOKEN = re.compile(
+    r""" "[^"\\]*(?:\\.[^"\\]*)*"
+      | /\*.*?\*/ | //[^\n]*
+      | \[[^{}()\[\]"/]*\] | \{[^{}()\[\]"/]*\} | \([^{}()\[\]"/]*\)
+      | [{}()\[\],\n"]""",
+    re.DOTALL | re.VERBOSE,
+)
 _JSON = json.JSONDecoder()
 _CLOSER = {"{": "}", "(": ")", "[": "]"}
 _CLOSING = frozenset(_CLOSER.values())
@@ -152,13 +167,9 @@ class _Reader:
             raise self.error(f"expected '{{' to open computation '{name}': got {self.excerpt()}")
         instructions: list[Instruction] = []
         names: set[str] = set()
-        while not self.take("}"):
-            start = self.at
-            if start >= len(self.text):
-                raise self.error(
-                    f"computation '{name}' is not closed: the text is cut short", begin
-                )
-            instruction = self.instruction(name)
+        while head := _INSTRUCTION.match(self.text, self.at):
+            start = head.start(1)
+            instruction = self.instruction(head)
             if instruction.name in names:
                 raise self.error(
                     f"instruction '{instruction.name}' is defined twice in '{name}'", start
@@ -170,6 +181,14 @@ class _Reader:
                 )
             names.add(instruction.name)
             instructions.append(instruction)
+        if not self.take("}"):
+            if self.at >= len(self.text):
+                raise self.error(
+                    f"computation '{name}' is not closed: the text is cut short", begin
+                )
+            raise self.error(
+                f"expected an instruction in computation '{name}': got {self.excerpt()}"
+            )
         if not instructions:
             raise self.error(f"computation '{name}' is empty", begin)
         if not any(i.is_root for i in instructions):
@@ -179,15 +198,12 @@ class _Reader:
             raise self.error(f"execution_thread must be a string: got {thread[:40]!r}")
         return Computation(name, tuple(instructions), bool(match[1]), thread[1:-1])
 
-    def instruction(self, computation: str) -> Instruction:
-        match = _INSTRUCTION.match(self.text, self.at)
-        if not match:
-            raise self.error(
-                f"expected an instruction in computation '{computation}': got {self.excerpt()}"
-            )
-        line = self.line_here()
-        name = sys.intern(match[2])
-        self.at = match.end()
+    def instruction(self, begun: re.Match) -> Instruction:
+        """Reads one instruction, which begins as `_INSTRUCTION` matched."""
+        line = self.line_at(begun.start(1))
+        is_root = begun[2] is not None
+        name = sys.intern(begun[3])
+        self.at = begun.end()
         shape = self.shape()
         head = _OPCODE.match(self.text, self.at)
         if not head:
@@ -209,9 +225,7 @@ class _Reader:
         if opcode not in ("constant", "parameter"):
             operands = self.operands(inside, begin)
         attributes = self.attributes_of_line()
-        instruction = Instruction(
-            name, shape, opcode, operands, attributes, bool(match[1]), literal, line
-        )
+        instruction = Instruction(name, shape, opcode, operands, attributes, is_root, literal, line)
         check_participants(instruction)
         return instruction
 
@@ -253,14 +267,7 @@ class _Reader:
         before or after it.
         """
         found: dict[str, str] = {}
-        while comma := _CONTINUED.match(self.text, self.at):
-            self.at = comma.end()
-            self.skip_blank()
-            match = _ATTRIBUTE.match(self.text, self.at)
-            if not match:
-                raise self.error(
-                    f"expected an attribute 'name=value' after ',': got {self.excerpt()}"
-                )
+        while match := _ATTRIBUTE.match(self.text, self.at):
             begin = match.end()
             self.at = self.end_of_value(begin)
             value = sys.intern(self.text[begin : self.at].strip())
@@ -269,6 +276,10 @@ class _Reader:
                 found["replica_groups"] += f", device_ids={value}"
             else:
                 found[match[1]] = value
+        if comma := _CONTINUED.match(self.text, self.at):
+            self.at = comma.end()
+            self.skip_blank()
+            raise self.error(f"expected an attribute 'name=value' after ',': got {self.excerpt()}")
         return found
 
     def end_of_value(self, begin: int) -> int:
@@ -289,12 +300,12 @@ class _Reader:
         return self.end(begin, stops=",\n}")
 
     def shape(self) -> Shape:
-        if self.text.startswith("(", self.at):
+        if match := ARRAY.match(self.text, self.at):
+            end = match.end()
+        elif self.text.startswith("(", self.at):
             end = self.end(self.at)
         elif self.text.startswith("b(", self.at):
             end = self.end(self.at + 1)
-        elif match := ARRAY.match(self.text, self.at):
-            end = match.end()
         else:
             raise self.error(f"expected a shape: got {self.excerpt()}")
         text = self.text[self.at : end]
@@ -315,12 +326,10 @@ class _Reader:
             message, self.text.count("\n", 0, at) + 1, at - self.text.rfind("\n", 0, at)
         )
 
-    def line_here(self) -> int:
-        """Returns the line of the current position, which must not be before that of the last
-        call.
-        """
-        self._line += self.text.count("\n", self._counted, self.at)
-        self._counted = self.at
+    def line_at(self, at: int) -> int:
+        """Returns the line of an index, which must not be before that of the last call."""
+        self._line += self.text.count("\n", self._counted, at)
+        self._counted = at
         return self._line
 
     def skip_blank(self) -> None:
@@ -356,6 +365,9 @@ class _Reader:
             mark = token[0]
             if mark in _CLOSER:
                 opened.append(token)
+            elif mark[0] in _CLOSER:  # and closed again
+                if not opened and not stops:
+                    return token.end()
             elif not opened and (mark in stops or (stops and mark.startswith("//"))):
                 return token.start()
             elif mark == '"':  # a string that is closed is one token

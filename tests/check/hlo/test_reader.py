@@ -279,6 +279,32 @@ def test_calls_grow_with_the_number_of_lines():
     assert calls(2000) < 2.1 * calls(1000)
 
 
+SPACED = """HloModule m , num_partitions=2
+
+%add ( a: f32[], b: f32[] ) -> f32[] {
+  %a = f32[] parameter(0) , sharding={replicated}
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add( %a , %b ) , metadata={op_name="jit(f)/add" }
+}
+
+ENTRY %main (p: f32[8]) -> f32[] {
+  %p = f32[8]{0} parameter(0)
+  %zero = f32[] constant( 0 )
+  ROOT %r = f32[] reduce( %p , %zero ) , dimensions={0} , to_apply=%add
+}
+"""
+
+
+def test_long_gaps_take_no_time_and_change_nothing():
+    """Where a text has a blank, it may have thousands. To try each way to divide thirty of them took
+    a minute.
+    """
+    read = parse(SPACED)
+    for place in re.finditer(" ", SPACED):
+        text = SPACED[: place.start()] + " " * 3000 + SPACED[place.end() :]
+        assert parse(text) == read, text[place.start() - 20 : place.start()]
+
+
 # Files that are not the text of one compiled program, and files that are large.
 
 
