@@ -199,21 +199,20 @@ def check_fits(
       context_layout: The order of positions on "context".
 
     Raises:
-      ValueError: A size is not positive, memory is negative, or something does not divide; the
-        message then names both, and a size that would.
+      ValueError: A size is not positive, memory is negative, options exclude each other, or
+        something does not divide; the message names both, and a size that would where there is one.
     """
-    sizes = {
-        field: getattr(config, field)
-        for field in ("vocab_size", "layers", "width", "heads", "kv_heads", "mlp_width")
-    }
-    for name, size in {**sizes, "sequence_length": sequence_length}.items():
+    fields = ("vocab_size", "layers", "width", "heads", "kv_heads", "mlp_width")
+    sizes = {field: getattr(config, field) for field in fields}
+    sizes["sequence_length"] = sequence_length
+    for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be 1 or more: got {size}")
     of_gradients = config.quantization_backward, config.quantization_weights
     if config.quantization is None and of_gradients != (None, None):
         raise ValueError(
             "quantization_backward and quantization_weights need a quantization: got "
-            f"{', '.join(map(repr, of_gradients))} and None; give it too, or leave them out"
+            f"{' and '.join(map(repr, of_gradients))} without it; give it too, or leave them out"
         )
     if config.gathered_mib < 0:
         raise ValueError(
@@ -236,10 +235,10 @@ def check_fits(
             f"heads must be a multiple of kv_heads: got heads={config.heads}, "
             f"kv_heads={config.kv_heads}"
         )
-    if config.experts:
-        _check_experts(config, mesh_shape["model"])
-    _check_fsdp(config, mesh_shape)
     devices = mesh_shape["model"]
+    if config.experts:
+        _check_experts(config, devices)
+    _check_fsdp(config, mesh_shape)
     context = mesh_shape.get("context", 1)
     for name in ("attention_softcap", "alternating_window"):
         if context > 1 and getattr(config, name) is not None:
@@ -248,15 +247,15 @@ def check_fits(
                 f"{context} devices splits: got {name}={getattr(config, name)}; use a context axis "
                 "of 1"
             )
-    shares = 1
-    if context > 1 and context_layout == "zigzag":
-        shares = math.lcm(context * devices, 2 * context)
-    elif context > 1:
-        shares = context * devices
-    whole = -(-sequence_length // shares) * shares
+    unit = 1  # the length must be a multiple of it
+    if context > 1:
+        unit = context * devices
+        if context_layout == "zigzag":  # two blocks for each device of context
+            unit = math.lcm(unit, 2 * context)
+    whole = -(-sequence_length // unit) * unit
     if sequence_length != whole:
         raise ValueError(
-            f"sequence_length must be divisible by {shares}, for a 'context' axis of {context} "
+            f"sequence_length must be divisible by {unit}, for a 'context' axis of {context} "
             f"devices in {context_layout!r} layout and a 'model' axis of {devices}: got "
             f"sequence_length={sequence_length}; use {whole}, or smaller axes"
         )
@@ -264,7 +263,7 @@ def check_fits(
         _check_divides("model", devices, shared_expert_width=config.shared_expert_width)
     else:
         _check_divides("model", devices, mlp_width=config.mlp_width)
-    _check_divides("model", devices, sequence_length=sequence_length)
+    _check_divides("model", devices, sequence_length=sequence_length)  # without a context axis
 
 
 def _check_fsdp(config: TransformerConfig, mesh_shape: Mapping[str, int]) -> None:

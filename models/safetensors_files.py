@@ -39,19 +39,19 @@ class TensorFiles:
 
         Raises:
           ValueError: There are no such files, one is cut short, damaged or no regular file inside
-            the folder, the index names a tensor that its file lacks, or a tensor has a type that is
-            not floating-point; they are named.
+            the folder, the index names a tensor that its file lacks, two files have a tensor of one
+            name, or a tensor has a type that is not floating-point, or float64; they are named.
         """
         self.path = path
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.unused: list[str] = []
-        self._of: dict[str, Path] = {}
-        if not path.is_file() and os.path.lexists(path / SINGLE) and os.path.lexists(path / INDEX):
+        self._file_of: dict[str, Path] = {}
+        if os.path.lexists(path / SINGLE) and os.path.lexists(path / INDEX):  # see `_find`
             self.unused.append(INDEX)
-        index = _find(path)
-        named = {tensor: file for file, tensors in index.items() for tensor in tensors or ()}
+        files = _find(path)
+        indexed = {tensor: file for file, tensors in files.items() for tensor in tensors or ()}
         problems = []
-        for file, names in index.items():
+        for file, names in files.items():
             try:
                 found = _read_header(file)
             except ValueError as error:
@@ -62,10 +62,10 @@ class TensorFiles:
                 f"{file} lacks {shown(name)}, which the index says is in it" for name in lacking
             ]
             for name, (dtype, shape) in sorted(found.items()):
-                if named.get(name, file) != file:
+                if name in indexed and indexed[name] != file:
                     continue  # the index says that it is in another file
-                if name in self._of:
-                    both = f"{self._of[name].name} and {file.name}"
+                if name in self._file_of:
+                    both = f"{self._file_of[name].name} and {file.name}"
                     problems.append(
                         f"{shown(name)} is in {both}, and the index does not say which of them is "
                         "right"
@@ -74,7 +74,7 @@ class TensorFiles:
                     problems.append(
                         f"{shown(name)} is of type {dtype}; supported are {', '.join(_DTYPES)}"
                     )
-                self._of[name] = file
+                self._file_of[name] = file
                 self.shapes[name] = shape
         if problems:
             raise ValueError(f"the tensors of {path} cannot be read: {listed(problems)}")
@@ -85,7 +85,7 @@ class TensorFiles:
         The file is mapped for this call alone, because the pages that were read count as memory of
         the process.
         """
-        with safe_open(self._of[name], framework="np") as file:
+        with safe_open(self._file_of[name], framework="np") as file:
             return file.get_slice(name)[index]
 
     def are_equal(self, first: str, second: str) -> bool:

@@ -79,7 +79,7 @@ def imported():
 
 @dataclasses.dataclass(frozen=True)
 class ImportCommand:
-    """Imports a checkpoint of the Llama 3, Qwen 3 or Gemma families into a workdir."""
+    """Imports a checkpoint of the Llama 3, Qwen 3, Gemma or Mixtral families into a workdir."""
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
     """Folder with config.json and safetensors files."""

@@ -73,13 +73,9 @@ def check(config: Config) -> None:
     for needed, (is_right, names) in _RANGES.items():
         for name in names.split():
             value = values[name]
-            is_finite = not isinstance(value, float) or math.isfinite(value)
-            _require(
-                is_finite and is_right(value),
-                name,
-                value,
-                needed + ("" if is_finite else " and finite"),
-            )
+            if isinstance(value, float):
+                _require(math.isfinite(value), name, value, f"{needed} and finite")
+            _require(is_right(value), name, value, needed)
 
     for name, value in values.items():
         check_texts(name, value)
@@ -91,11 +87,11 @@ def check(config: Config) -> None:
     vocabulary = model.vocab_size
     high = model.rope_high_frequency
     copies_are_of_use = not optimizer.master_copies or model.param_dtype == "bfloat16"
-    is_validated = data.validation_fraction > 0 or not config.eval.every
-    ends_documents = data.separator is None or 0 <= data.separator < vocabulary
-    are_tokens = all(0 <= token < vocabulary for token in config.eval.stop_tokens)
+    has_validation_data = data.validation_fraction > 0 or not config.eval.every
+    separator_fits = data.separator is None or 0 <= data.separator < vocabulary
+    stops_fit = all(0 <= token < vocabulary for token in config.eval.stop_tokens)
     is_local = config.workdir and "://" not in config.workdir
-    no_copies = (
+    false_needed = (
         f"False where model.param_dtype={model.param_dtype}, which needs no copies in float32"
     )
     for name, holds, needed in (
@@ -106,28 +102,29 @@ def check(config: Config) -> None:
         ),
         ("data.batch_size", data.batch_size < 2**31 / length, _fewer_sequences(length)),
         ("optimizer.clip_norm", optimizer.clip_norm > 0, "above 0"),
-        ("optimizer.master_copies", copies_are_of_use, no_copies),
+        ("optimizer.master_copies", copies_are_of_use, false_needed),
         ("skip.spike_factor", spikes == 0 or spikes > 1, "0, or above 1"),
         (
             "model.rope_low_frequency",
             model.rope_low_frequency < high,
             f"below model.rope_high_frequency={high}",
         ),
-        ("data.validation_fraction", is_validated, "above 0 where eval.every is not 0"),
+        ("data.validation_fraction", has_validation_data, "above 0 where eval.every is not 0"),
         (
             "data.sources",
             not data.sources or data.path is None,
             "empty where data.path names the data, too",
         ),
-        ("data.separator", ends_documents, f"a token below model.vocab_size={vocabulary}"),
-        ("eval.stop_tokens", are_tokens, f"tokens below model.vocab_size={vocabulary}"),
+        ("data.separator", separator_fits, f"a token below model.vocab_size={vocabulary}"),
+        ("eval.stop_tokens", stops_fit, f"tokens below model.vocab_size={vocabulary}"),
     ):
         _require(holds, name, values[name], needed)
     _check_locations(config)
     _check_names("data.sources", [name for name, _, _ in data.sources])
     _check_names("eval.sets", [name for name, _ in config.eval.sets])
     for name, _, weight in data.sources:
-        _require(0 < weight < math.inf, f"data.sources: the weight of {name}", weight, "above 0")
+        field = f"data.sources: the weight of {name}"
+        _require(0 < weight < math.inf, field, weight, "above 0 and finite")
 
 
 def check_texts(name: str, value: object) -> None:
@@ -209,9 +206,8 @@ def _check_locations(config: Config) -> None:
 def _check_names(field: str, names: list[str]) -> None:
     """Checks the names of data sources or of evaluation sets, which become names of metrics."""
     for name in names:
-        _require(
-            name.isidentifier(), field, name, "given names that are letters, digits and underscores"
-        )
+        needed = "given names that are letters, digits and underscores, and begin with no digit"
+        _require(name.isidentifier(), field, name, needed)
     _require(
         len(set(names)) == len(names), field, listed(names, " "), "given a different name for each"
     )

@@ -320,8 +320,8 @@ def _map_tokens(path: Path, dtype: np.dtype, field: str) -> np.ndarray:
         ) from error
     if tokens.ndim != 1 or tokens.dtype not in _TOKEN_DTYPES:
         raise InputError(
-            f"{field} must hold a one-dimensional uint16 or uint32 array: {path} is {tokens.dtype} "
-            f"{list(tokens.shape)}"
+            f"{field} must hold a one-dimensional array of uint8, uint16 or uint32: {path} is "
+            f"{tokens.dtype} {list(tokens.shape)}"
         )
     return tokens
 

@@ -105,32 +105,35 @@ def read_token_files(folder: Path, *, vocab_size: int, texts: Mapping[int, str])
     ends: list[int] = []
     for name in ("config.json", "generation_config.json"):
         content = _read_object(folder, name)
+        # Nothing here uses these, but `transformers` looks them up. Some files say -1 for none.
         for key in ("bos_token_id", "pad_token_id"):
-            _check_tokens(key, content.get(key), folder / name, vocab_size)
+            for token in _as_list(content.get(key)):
+                if token not in (None, -1):
+                    _check_token(key, token, folder / name, vocab_size)
         ends += [token for token in _end_tokens(content, folder / name) if token not in ends]
-    config = _read_object(folder, "tokenizer_config.json")
+    config_file = folder / "tokenizer_config.json"
+    tokenizer_config = _read_object(folder, config_file.name)
     known: dict[int, str] = {}
     added_tokens = folder / "added_tokens.json"
     for text, token in _read_object(folder, added_tokens.name).items():
-        _check_tokens(shown(repr(text)), token, added_tokens, vocab_size)
+        _check_token(shown(repr(text)), token, added_tokens, vocab_size)
         known[token] = text
-    decoder = config.get("added_tokens_decoder")
+    decoder = tokenizer_config.get("added_tokens_decoder")
     if isinstance(decoder, dict):
-        added = {token: _text(entry) for token, entry in decoder.items() if token.isdecimal()}
-        for token, known_text in added.items():
-            if known_text is not None:
-                number = int(token[:_MOST_DIGITS])
-                _check_tokens(
-                    shown(repr(known_text)), number, folder / "tokenizer_config.json", vocab_size
-                )
+        for digits, entry in decoder.items():
+            known_text = _text(entry)
+            if digits.isdecimal() and known_text is not None:
+                number = int(digits[:_MOST_DIGITS])
+                _check_token(shown(repr(known_text)), number, config_file, vocab_size)
                 known[number] = known_text
-    named = {**_read_object(folder, "special_tokens_map.json"), **config}
-    names = {key: _text(entry) for key, entry in named.items() if key.endswith("_token")}
+    # tokenizer_config.json stands above the map, and the tokenizer above both files of tokens
+    entries = {**_read_object(folder, "special_tokens_map.json"), **tokenizer_config}
+    names = {key: _text(entry) for key, entry in entries.items() if key.endswith("_token")}
     return TokenFiles(
         ends=tuple(ends),
         texts={**known, **texts},
         names={key: text for key, text in names.items() if text},
-        templates=tuple(_read_templates(folder, config)),
+        templates=tuple(_read_templates(folder, tokenizer_config)),
     )
 
 
@@ -178,16 +181,12 @@ def _end_tokens(content: Mapping[str, object], file: Path) -> Sequence[int]:
     return list(dict.fromkeys(tokens))
 
 
-def _check_tokens(key: str, given: object, file: Path, vocab_size: int) -> None:
-    """Checks a token that nothing here uses, but that `transformers` looks up; some files say -1
-    for none.
-    """
-    for token in _as_list(given):
-        if token is not None and (type(token) is not int or not -1 <= token < vocab_size):
-            raise InputError(
-                f"{key} of {file} must be a token below vocab_size={vocab_size}: got "
-                f"{shown(repr(given))}"
-            )
+def _check_token(key: str, token: object, file: Path, vocab_size: int) -> None:
+    if type(token) is not int or not 0 <= token < vocab_size:
+        raise InputError(
+            f"{key} of {file} must be a token below vocab_size={vocab_size}: got "
+            f"{shown(repr(token))}"
+        )
 
 
 def _read_templates(folder: Path, config: Mapping[str, object]) -> list[str]:

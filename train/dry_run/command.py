@@ -23,7 +23,7 @@ from flaxasync.ops import trust
 from train.config import Config
 from train.dry_run.forms import choose_and_say, what_fits
 from train.dry_run.memory import predicted_memory
-from train.lifecycle.errors import InputError, as_input_errors
+from train.lifecycle.errors import COMPLETE, InputError, as_input_errors
 from train.lifecycle.memory import bytes_on_device
 from train.metrics.output import gib, say, time_text
 from train.step.flags import flags_of, in_effect
@@ -60,20 +60,21 @@ def dry_run(
     kernels: Literal["play", "estimate"] = "play",
 ) -> int:
     """Prints a report on a run, saves its details in the folder `dry_run` of the workdir, and
-    returns the exit code.
+    returns the exit code, which is COMPLETE also for a run that does not fit.
     """
     began = time.monotonic()
     chip = topology.partition(":")[0]
     mesh = mesh_over(topology_devices(topology), config.mesh, topology)
     check_fits_mesh(config, mesh.shape)
-    kind = "those predicted to be fastest"
-    if not trust.is_assumed():
-        kind = f"those that {trust.VARIABLE} trusts"
-    say(f"kernels    {kind}")
+    # asks JAX for its backend, which `topology_devices` has made the CPU
+    taken = f"those that {trust.VARIABLE} trusts"
+    if trust.is_assumed():
+        taken = "those predicted to be fastest"
+    say(f"kernels    {taken}")
     folder = Path(config.workdir) / "dry_run"
     with flags_of(config, chip) as flags, jax.set_mesh(mesh):
         say(flags)
-        config = choose_and_say(config, mesh)
+        config = choose_and_say(config, mesh)  # its form is complete from here on
         say(f"compiling  for {topology} ...")
         try:
             with backend_limits_are_input_errors(config), progress(f"compiling for {topology}"):
@@ -84,7 +85,7 @@ def dry_run(
             text = f"{memory_text(config, figures, 'does not fit')}\n           {advice}"
             say(text)
             _write_report(folder, figures | {"fits": False, "advice": advice}, text)
-            return 0
+            return COMPLETE
         except RuntimeError as error:  # a crash, a timeout, or another refusal
             raise InputError(
                 f"the training step could not be compiled for {topology}: {error}"
@@ -92,9 +93,9 @@ def dry_run(
         figures = memory_figures(config, topology, mesh.shape, program.bytes_by_kind["total"])
     with progress("reading the compiled program"):
         audit = check.audit(program)
-        timeline = check.timeline(
-            program, kernels=None if kernels == "estimate" else kernels, say=_say_simulated
-        )
+        # None takes their cost estimates
+        simulated: Literal["play"] | None = "play" if kernels == "play" else None
+        timeline = check.timeline(program, kernels=simulated, say=_say_simulated)
         figures |= step_figures(config, state, program, timeline)
         text = render(config, program, timeline, audit, figures)
     say(f"{text}\ntook       {time.monotonic() - began:.0f} s")
@@ -105,7 +106,7 @@ def dry_run(
         f"details    {folder}: timeline.png, trace.json (ui.perfetto.dev), audit.txt, program.txt, "
         "report.json"
     )
-    return 0
+    return COMPLETE
 
 
 def topology_devices(topology: str) -> list[jax.Device]:

@@ -33,7 +33,7 @@ from flaxasync.hardware import Chip
 from flaxasync.ops.roofline import hbm
 from models.config import FsdpOverlap, Remat
 from train.config import Config
-from train.dry_run.device_share import DeviceShare, cost_of
+from train.dry_run.device_share import BYTES, DeviceShare, cost_of
 from train.dry_run.memory import POLICIES, layer_values, predicted_memory
 from train.step.mesh import AXES
 from train.step.products import hidden_of_a_token, model_flops_per_token
@@ -59,7 +59,7 @@ class Prediction:
     overlap: FsdpOverlap
     memory: Mapping[str, int]  # by use
     work: float  # time in which the core works
-    # time in which the core waits for other devices, by the axis and the transfer
+    # time in which the core waits for other devices or the host, by the axis and the transfer
     waits: Mapping[str, float]
     mfu: float  # model FLOPs utilization, 0 to 1
     available: int  # memory that programs can use
@@ -119,7 +119,7 @@ class LayerTimes(NamedTuple):
 
 
 class ParameterTimes(NamedTuple):
-    """Seconds that a device waits for parameters and gradients in a micro-batch."""
+    """Seconds that a device waits for parameters and gradients in a micro-batch, and bytes."""
 
     fsdp: float
     data: float
@@ -139,24 +139,24 @@ def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
     `context_layout` is read.
     """
     model = config.model
-    parts = config.data.microbatches
+    microbatches = config.data.microbatches
     here = DeviceShare.of(config, mesh)
     layer = _layer_times(here, chip)
     parameters = _parameter_times(here, chip, model.layers * layer.work)
     memory = predicted_memory(config, mesh, chip)
     output = cost_of(chip, here.output_call(), "auto")
     output_wait = _wait(output.exposed, here.ring)
-    logits = LOGITS_MOVED * 4 * here.rows * here.vocabulary
+    logits = LOGITS_MOVED * BYTES["float32"] * here.rows * here.vocabulary
     updated = memory["parameters"] + memory["optimizer state"] + memory["gradients"]
-    moved = parts * (logits + parameters.moved) + 2 * updated
-    products = model.layers * layer.work + output.seconds - output_wait
-    work = parts * products + moved / hbm(chip)
+    moved = microbatches * (logits + parameters.moved) + 2 * updated  # read and written
+    computing = model.layers * layer.work + output.seconds - output_wait
+    work = microbatches * computing + moved / hbm(chip)
     waits = {
-        "model: activations": parts * (model.layers * layer.model_wait + output_wait),
-        "context: keys and values": parts * model.layers * layer.context_wait,
-        "fsdp: weights and gradients": parts * parameters.fsdp,
-        "data: gradients": parts * parameters.data,
-        "host: activations": parts * model.layers * _host_wait(here, chip, layer.work),
+        "model: activations": microbatches * (model.layers * layer.model_wait + output_wait),
+        "context: keys and values": microbatches * model.layers * layer.context_wait,
+        "fsdp: weights and gradients": microbatches * parameters.fsdp,
+        "data: gradients": microbatches * parameters.data,
+        "host: activations": microbatches * model.layers * _host_wait(here, chip, layer.work),
     }
     length = config.data.sequence_length
     flops = config.data.batch_size * length * model_flops_per_token(model, length)
@@ -164,7 +164,16 @@ def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
     remat = model.remat or "none"
     overlap = model.fsdp_overlap or "xla"
     mfu = flops / ((work + sum(waits.values())) * peak)
-    return Prediction(dict(mesh), remat, overlap, memory, work, waits, mfu, round(chip.hbm_bytes))
+    return Prediction(
+        mesh=dict(mesh),
+        remat=remat,
+        overlap=overlap,
+        memory=memory,
+        work=work,
+        waits=waits,
+        mfu=mfu,
+        available=round(chip.hbm_bytes),
+    )
 
 
 def _wait(exposed: float, ring: int) -> float:
@@ -225,24 +234,25 @@ def _parameter_times(here: DeviceShare, chip: Chip, work: float) -> ParameterTim
         return ParameterTimes(fsdp, outside.reduce + layers * layer.reduce)
 
     direct = model.fsdp_overlap == "prefetch_pallas"
-    output = 0
+    output_size = 0
     if not model.tie_embeddings:
-        output = here.outside // 2
-    outside = _transfers(here, chip, here.outside - output)
-    last = _transfers(here, chip, output, direct=direct)
+        output_size = here.outside // 2
+    embedding = _transfers(here, chip, here.outside - output_size)
+    output = _transfers(here, chip, output_size, direct=direct)
     layer = _transfers(here, chip, here.kernels, direct=direct)
-    sent = (layers * here.kernels + output) / here.ring
-    moved = UPDATES_MOVED * sent * (2 * here.computed + here.stored)
-    summed = layers * layer.reduce + last.reduce
+    # two devices exchange whole gradients and cut nothing
+    cuts = not direct and (here.fsdp > 1 or here.others != 2)
+    moved = 0.0
+    if cuts:
+        sent = (layers * here.kernels + output_size) / here.ring
+        moved = UPDATES_MOVED * sent * (2 * here.computed + here.stored)
+    reduce = layers * layer.reduce + output.reduce
     if here.fsdp == 1:
-        if here.others == 2:  # two devices exchange whole gradients and cut nothing
-            moved = 0.0
-        return ParameterTimes(0.0, outside.reduce + max(0.0, summed - work), moved)
-    if direct:
-        moved = 0.0
-    travel = layers * (2 * layer.gather + layer.scatter) + last.gather + last.scatter
-    first_and_last = outside.gather + outside.scatter + layer.gather + layer.scatter
-    return ParameterTimes(first_and_last + max(0.0, travel - work), outside.reduce + summed, moved)
+        return ParameterTimes(0.0, embedding.reduce + max(0.0, reduce - work), moved)
+    beside_work = layers * (2 * layer.gather + layer.scatter) + output.gather + output.scatter
+    first_and_last = embedding.gather + embedding.scatter + layer.gather + layer.scatter
+    fsdp = first_and_last + max(0.0, beside_work - work)
+    return ParameterTimes(fsdp, embedding.reduce + reduce, moved)
 
 
 def _transfers(

@@ -110,9 +110,9 @@ def compile_steps(
     with backend_limits_are_input_errors(config):
         with progress("compiling the training step"):
             train_step = trainer.compile_train_step()
+        seconds = time.monotonic() - began
         with progress("compiling the validation step"):
             eval_step = trainer.compile_eval_step() if config.eval.every else None
-    seconds = time.monotonic() - began
     say(f"compiled   the training step in {seconds:.1f} s")
     for line in describe_dispatch(train_step):
         say(f"dispatch   {line}")

@@ -41,7 +41,7 @@ class StopRequest:
 
     `shared` says whether several processes train together. `end` ends the process with an exit
     code, without waiting for anything, `grace` seconds after a signal that the main thread has not
-    obeyed; see `end_at_once`.
+    obeyed; see `may_end_at_once`.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def end_at_once(self, outcome: str | None) -> None:
-        """Says what is lost if a signal ends the process at any time from here on: nothing, but as
-        `outcome` says.
-
-        With None, which is for the steps of a run, only the main thread may stop it.
-        """
+    def may_end_at_once(self, outcome: str) -> None:
+        """Lets a signal end the process at any time from now on, which is said with `outcome`."""
         self._outcome = outcome
+
+    def only_between_steps(self) -> None:
+        """Lets only the main thread stop the run from now on."""
+        self._outcome = None
 
     def _watch_signals(self) -> None:
         """Starts a thread that is told of each signal when it arrives, whatever the main thread

@@ -101,9 +101,14 @@ class Run:
         work = self.work
         with self.checkpoints, contextlib.ExitStack() as stack:
             start = self.checkpoints.choose(self.command.resume_step)
-            corpus = self.identity.corpus
-            same = {"command line": flat_fields(config), "newest checkpoint": start, "data": corpus}
-            require_same(same | {"set of libtpu's flags": self.identity.flags})
+            require_same(
+                {
+                    "command line": flat_fields(config),
+                    "newest checkpoint": start,
+                    "data": self.identity.corpus,
+                    "set of libtpu's flags": self.identity.flags,
+                }
+            )
             with backend_limits_are_input_errors(config):
                 trainer = Trainer(config, self.mesh)
             check_memory(trainer, config, self.mesh)
@@ -121,20 +126,21 @@ class Run:
             self._set_aside(start)
             events = Events(work.events if jax.process_index() == 0 else None)
             stack.callback(events.close)
-            devices = [self.mesh.size, self.mesh.devices.flat[0].device_kind]
-            facts = {
-                "mesh": dict(self.mesh.shape),
-                "parameters": parameters,
-                "flags": self.identity.flags,
-            }
-            facts |= {"changes": changes + accepted}
             events.add(
-                "start", step=start, steps=config.steps, devices=devices, **facts, **provenance()
+                "start",
+                step=start,
+                steps=config.steps,
+                devices=[self.mesh.size, self.mesh.devices.flat[0].device_kind],
+                mesh=dict(self.mesh.shape),
+                parameters=parameters,
+                flags=self.identity.flags,
+                changes=changes + accepted,
+                **provenance(),
             )
             step = self._train(trainer, events, state, start, tokens)
-            if step < config.steps:
+            if step < config.steps:  # a signal stopped it
                 return self.stop.exit_code
-            self.stop.end_at_once(f"after step {step}, which is saved")
+            self.stop.may_end_at_once(f"after step {step}, which is saved")
             events.add("complete", step=step)
             say(
                 f"done       {self.checkpoints.path(step)}, {work.metrics}, {work.plot}, "
@@ -216,7 +222,8 @@ class Run:
         stop = self.stop
         with explains_lack(config, self.mesh):
             train_step, eval_step = compile_steps(trainer, config, work, events)
-        state = state or trainer.init()
+        if state is None:
+            state = trainer.init()
         # Other processes may not know of the signal and would wait in step 1, so all stop together
         # after a step.
         if stop.signal and jax.process_count() == 1:
@@ -258,7 +265,7 @@ class Run:
                 watchdog,
                 profiler,
             )
-            stop.end_at_once(None)
+            stop.only_between_steps()
             try:
                 step = loop.run(state, start=start)
             except DivergedError as error:
@@ -322,8 +329,10 @@ class Loop:
         nothing was saved from that step on.
         """
         config = self.config
-        step = start
-        first_report = min((start // config.report.every + 2) * config.report.every, config.steps)
+        step = start  # the caller has start < steps
+        every = config.report.every
+        # One interval late: the first multiple of `every` after `start` has nothing to report.
+        first_report = min((start // every + 2) * every, config.steps)
 
         def first_steps() -> str:
             done = self.recorder.computed()
@@ -342,8 +351,8 @@ class Loop:
                 last = step == config.steps
                 if self.eval_step is not None and (last or step % config.eval.every == 0):
                     self.recorder.add(step, **self.evaluation.run(self.eval_step, state.params))
-                if step % config.report.every == 0:
-                    self.recorder.report(step - config.report.every)
+                if step % every == 0:
+                    self.recorder.report(step - every)
                 if step == first_report:
                     until_report.close()
                 self.profiler.after(step, state)

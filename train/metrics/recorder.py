@@ -96,6 +96,7 @@ class Recorder:
         self._events = events
         self._skip_limit = skip_limit
         self._skipped_in_row = 0
+        self._reported = 0
         self._pending: dict[int, dict[str, jax.Array]] = {}
 
     def add(self, step: int, **metrics: jax.Array) -> None:
@@ -131,15 +132,15 @@ class Recorder:
                 break
         for sink in self._sinks:
             sink.write(lines)
+        self._reported += len(lines)
         if diverged:
             raise diverged
 
     def computed(self) -> int:
-        """Returns how many of the steps that were in no report yet are computed; any thread may
-        ask.
-        """
+        """Returns how many of the steps that were added are computed; any thread may ask."""
         losses: list[Any] = [metrics["loss"] for metrics in list(self._pending.values())]
-        return sum(loss.is_ready() for loss in losses)  # which the stub of jax.Array lacks
+        ready = sum(loss.is_ready() for loss in losses)  # which the stub of jax.Array lacks
+        return self._reported + ready
 
     def flush(self) -> None:
         for sink in self._sinks:

@@ -8,7 +8,7 @@ ends the run.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -51,17 +51,15 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
     ):
         return
     sizes = axis_sizes(config.mesh)
-    # A form that was named and failed is verified again, and ends the run again.
-    named = config.model.fsdp_overlap == "prefetch_pallas"
-    enough = (Verdict.PASS, Verdict.SLOWER) if named or config.backend != "auto" else tuple(Verdict)
-    if min(sizes.values()) > 0 and _have_verdicts(cases_of(config, sizes), enough):
+    are_known = min(sizes.values()) > 0  # -1 is inferred from the chips below
+    if are_known and _have_verdicts(config, cases_of(config, sizes)):
         return
     setup = setup or setup_of(config)
     machine = describe_machine(setup, "; --verify off skips this")
     if machine["platform"] != "tpu":
         return
     cases = cases_of(config, infer_sizes(sizes, machine["devices"], "tpu"))
-    if _have_verdicts(cases, enough):  # of the sizes that were inferred
+    if _have_verdicts(config, cases):  # of the sizes that were inferred
         return
     print_line(f"verify     {len(cases)} cases on {machine['kind']}, once; --verify off skips this")
     results = verify(cases, machine, setup, quick=True)
@@ -74,19 +72,15 @@ def verify_first(config: Config, mode: Verify, *, setup: Setup | None = None) ->
             f"{len(not_run)} of {len(cases)} cases could not be verified: {not_run[0]}"
         )
     bad = [result for result in results if result.verdict.bad]
-    failed = {
-        f"{r.case.op} {r.verdict}"
-        for r in bad
-        if r.case.op != "prefetch" and r.case.backend == config.backend
-    }
+    named = [result for result in bad if _is_named(config, result.case)]
+    failed = {f"{r.case.op} {r.verdict}" for r in named if r.case.op != "prefetch"}
     if failed:
         raise InputError(
             f"backend={config.backend} fails on this machine: {', '.join(sorted(failed))}; use "
             "--backend auto, or --verify off"
         )
-    if copies := [
-        r.verdict for r in bad if named and (r.case.op, r.case.backend) == ("prefetch", "pallas")
-    ]:
+    copies = [r.verdict for r in named if r.case.op == "prefetch"]
+    if copies:
         raise InputError(
             f"model.fsdp_overlap=prefetch_pallas fails on this machine: {copies[0]}; leave it out, "
             "or use --verify off"
@@ -124,20 +118,21 @@ def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
     ring = sizes["model"]
     context = sizes.get(CONTEXT, 1)
     model = config.model
-    dtype = config.model.dtype
-    head = config.model.head_features
+    dtype = model.dtype
+    head = model.head_features
     batch = max(config.data.batch_size // (batch_shards(sizes) * config.data.microbatches), 1)
     rows = config.data.sequence_length // context
     heads, kv_heads = local_heads(model, ring)
     products = set(products_of_a_layer(model, batch=batch, length=rows, ring=ring))
     types = {kind for kind in (model.quantization, model.quantization_backward) if kind is not None}
-    kernels = KERNELS if config.backend == "auto" else (config.backend,)
-    backends = [name for name in kernels if name not in trust.PLAIN]
+    allowed = KERNELS if config.backend == "auto" else (config.backend,)
+    kernels = [name for name in allowed if name not in trust.PLAIN]
+    kinds = sorted(types) if "fused" in kernels else []
     cases = []
-    if ring > 1 and backends:
+    if ring > 1 and kernels:
         for op, x, w in sorted(products):
-            cases += [Case(op, backend, (ring,), (x, w), dtype) for backend in ("none", *backends)]
-            for kind in sorted(types if "fused" in backends else ()):
+            cases += [Case(op, backend, (ring,), (x, w), dtype) for backend in ("none", *kernels)]
+            for kind in kinds:
                 cases += [
                     Case(op, backend, (ring,), (x, w), dtype, quantization=kind)
                     for backend in IN_8_BITS
@@ -155,7 +150,11 @@ def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
         and model.width % (128 * fsdp) == 0
         and model.fsdp_overlap in (None, "prefetch_pallas")
     ):
-        shard = (model.expert_features // (1 if model.experts else ring), model.width // fsdp)
+        if model.experts:
+            hidden = model.expert_features
+        else:
+            hidden = model.mlp_width // ring
+        shard = (hidden, model.width // fsdp)
         cases += [
             Case("prefetch", name, (fsdp,), (shard,), dtype, gradient=False)
             for name in ("xla", "pallas")
@@ -168,7 +167,7 @@ def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
             Case("ring_attention", backend, (context,), (q, k), dtype)
             for backend in ("none", travel)
         ]
-    # a refusal is no verdict, and would be asked again
+    # Flash that refuses the shapes gets no verdict, so that every start would ask again.
     if flash_lacks(jnp.dtype(dtype), head, rows, rows) is None:
         cases += [
             Case("attention", kernel, (1,), (q, k), dtype) for kernel in ("reference", "flash")
@@ -176,9 +175,19 @@ def cases_of(config: Config, sizes: Mapping[str, int]) -> list[Case]:
     return cases
 
 
-def _have_verdicts(cases: list[Case], enough: Sequence[str]) -> bool:
-    """Says whether all cases have one of some verdicts, for one kind of chip with the versions that
-    are installed.
+def _is_named(config: Config, case: Case) -> bool:
+    """Says whether a configuration names the kernel of a case, instead of taking what is trusted.
+
+    model.fsdp_overlap names the kernel of prefetch, and config.backend all others.
+    """
+    if case.op == "prefetch":
+        return case.backend == "pallas" and config.model.fsdp_overlap == "prefetch_pallas"
+    return case.backend == config.backend
+
+
+def _have_verdicts(config: Config, cases: list[Case]) -> bool:
+    """Says whether all cases have verdicts, for one kind of chip with the versions that are
+    installed. A kernel that was named and failed is verified again.
     """
     kernels = [case for case in cases if case.backend not in trust.PLAIN]
     if not kernels:
@@ -187,7 +196,14 @@ def _have_verdicts(cases: list[Case], enough: Sequence[str]) -> bool:
         machine = trust.Machine.here(chip)
         if machine.file.exists():
             stored = trust.read(machine)["verdicts"]
-            names = [(trust.key(c.op, c.backend, c.mesh, c.quantization), c.text) for c in kernels]
-            if all(stored.get(name, {}).get(case) in enough for name, case in names):
+            if all(_has_verdict(config, case, stored) for case in kernels):
                 return True
     return False
+
+
+def _has_verdict(config: Config, case: Case, stored: Mapping[str, Mapping[str, str]]) -> bool:
+    name = trust.key(case.op, case.backend, case.mesh, case.quantization)
+    verdict = stored.get(name, {}).get(case.text)
+    if _is_named(config, case):
+        return verdict in (Verdict.PASS, Verdict.SLOWER)
+    return verdict in tuple(Verdict)

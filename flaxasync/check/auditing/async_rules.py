@@ -168,10 +168,10 @@ def _called(steps: Chain) -> Iterator[Broken]:
     its signature.
     """
     start = steps.futures[0]
-    last = steps.done or steps.futures[-1]
     called = start.called
     if len(called) != 1 or "calls" not in start.attributes:
-        yield "async-no-calls", f"{start.name} names {len(called)} computations by calls=", start
+        named = len(called) if "calls" in start.attributes else "no"
+        yield "async-no-calls", f"{start.name} names {named} computations by calls=", start
         return
     wrapped = called[0]
     work = [i for i in wrapped.instructions if i.opcode not in _REGROUPING]
@@ -182,11 +182,8 @@ def _called(steps: Chain) -> Iterator[Broken]:
             f"{start.name} wraps {wrapped.name}, which has {len(work)} instructions",
             start,
         )
-    if (
-        len(work) == 1
-        and step_of(work[0].opcode).stem in FIRST_CLASS
-        and wrapped.execution_thread == "main"
-    ):
+    is_first_class = len(work) == 1 and step_of(work[0].opcode).stem in FIRST_CLASS
+    if is_first_class and wrapped.execution_thread == "main":
         yield (
             "async-wrapped-first-class",
             f"{start.name} wraps {work[0].name}, a {work[0].opcode}",
@@ -194,7 +191,9 @@ def _called(steps: Chain) -> Iterator[Broken]:
         )
     bound = steps.bound()
     declared = [wrapped.parameters[n].shape for n in sorted(wrapped.parameters)]
-    more = len(bound) > len(declared) and not (_late(start) and last is not start)
+    # a step after the start may bind the buffers of results, too; without a done, others may follow
+    binds_results = _late(start) and (len(steps.futures) > 1 or steps.done is not None)
+    more = len(bound) > len(declared) and not binds_results
     fewer = len(bound) < len(declared) and steps.done is not None
     if more or fewer or not all(a.is_like(b) for a, b in zip(declared, bound, strict=False)):
         have = ", ".join(map(str, declared))
@@ -203,9 +202,11 @@ def _called(steps: Chain) -> Iterator[Broken]:
             _short(f"{start.name} binds operands that {wrapped.name}({have}) does not take"),
             start,
         )
-    result: Shape | None = last.shape
-    if steps.done is None:
-        result = last.shape.at((1,))
+    last = steps.futures[-1]
+    result = last.shape.at((1,))
+    if steps.done is not None:
+        last = steps.done
+        result = last.shape
     if result not in (None, _NOTHING) and not wrapped.root.shape.is_like(result):
         yield (
             "async-shape",

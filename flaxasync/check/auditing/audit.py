@@ -61,7 +61,7 @@ def audit(
     costs = Costs(module, chip_named(named or DEFAULT_CHIP), dict(kernels or {}))
     names = AxisNames(module, axes_of(compiled))
     in_text = async_operations(module)
-    operations = [op for op in in_text if op.computation in costs.runs]
+    operations = [op for op in in_text if op.computation in costs.runs]  # those that run
     windows = overlap.Windows(costs)
     pairs = tuple(overlap.pair_of(windows, op) for op in operations)
     hiding = windows.hiding()
@@ -83,11 +83,12 @@ def audit(
         (f.computation, f.instruction) for f in found if f.code == "in-flight-copied"
     }
     found += overlap.loop_copies(costs, known=copied_in_flight)
+    # so far, findings are those of one run of their computation
     counts = [costs.runs.get(f.computation, 1) for f in found]
     found = [
         dataclasses.replace(f, count=n, gain=n * f.gain) for f, n in zip(found, counts, strict=True)
     ]
-    if module.is_scheduled:
+    if module.is_scheduled:  # these have counts already: one is of several computations
         found += wide_transfers(costs, pairs, holding)
     found.sort(key=lambda f: (-f.severity, -f.gain, list(CODES).index(f.code)))
     return Audit(

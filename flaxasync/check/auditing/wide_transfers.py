@@ -69,12 +69,12 @@ def wide_transfers(
     The program is scheduled. `holding` are its synchronous collectives, as (instruction,
     collective).
     """
-    lines: dict[str, list[_Wide]] = {}
+    by_line: dict[str, list[_Wide]] = {}
     kept = {wide: _Kept(wide) for wide in _WIDE}
 
     def look(i: Instruction, arrived: int, seconds: float, inside: float) -> None:
-        """Notes a transfer if it is a wide one. It takes so many seconds alone, and so many of work
-        run beside it.
+        """Notes a transfer if it is a wide one. So many bytes arrive; it takes so many seconds
+        alone, and so many of work run beside it.
         """
         wide = next((leaf.element_type for _, leaf in i.shape.leaves()), "")
         narrow = None
@@ -82,14 +82,17 @@ def wide_transfers(
             narrow = kept[wide].type_of(i)
         if narrow is None:
             return
-        rest = element_bits(narrow) / element_bits(wide)
-        made = i.inputs
-        written = sum(m.shape.bytes for m in made if costs.explained(m).source == "bytes")
-        gain = max(0.0, seconds - inside) - max(0.0, rest * seconds - inside)
-        gain += (1 - rest) * costs.memory_seconds(written + arrived)
-        largest = max(leaf.bytes for one in (i, *made) for _, leaf in one.shape.leaves())
+        share = element_bits(narrow) / element_bits(wide)  # of the bytes that would remain
+        sent = i.inputs
+        # what is made by its bytes alone would be made sooner
+        written = sum(one.shape.bytes for one in sent if costs.explained(one).source == "bytes")
+        exposed = max(0.0, seconds - inside)
+        exposed_if_narrow = max(0.0, share * seconds - inside)
+        saved_traffic = (1 - share) * costs.memory_seconds(written + arrived)
+        gain = exposed - exposed_if_narrow + saved_traffic
+        largest = max(leaf.bytes for one in (i, *sent) for _, leaf in one.shape.leaves())
         rounding = f"{wide} that is rounded to {narrow}"
-        lines.setdefault(i.source, []).append(_Wide(i, rounding, largest, gain))
+        by_line.setdefault(i.source, []).append(_Wide(i, rounding, largest, gain))
 
     for pair in pairs:
         if pair.communicates and pair.spelling in _SPELLINGS and pair.dones:
@@ -97,7 +100,7 @@ def wide_transfers(
             look(start, pair.bytes, pair.transfer, pair.inside)
     for i, _ in holding:
         look(i, i.shape.bytes, costs.seconds(i), 0.0)
-    return [_finding(line, transfers, costs.runs) for line, transfers in lines.items()]
+    return [_finding(line, transfers, costs.runs) for line, transfers in by_line.items()]
 
 
 def _finding(line: str, transfers: list[_Wide], runs: Mapping[str, int]) -> Finding:

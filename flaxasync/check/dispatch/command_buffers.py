@@ -121,13 +121,22 @@ def cuda_version() -> int | None:
         return None
 
 
-def may_capture_loops(xla_flags: str) -> bool:
-    """Says whether these XLA_FLAGS put while loops into command buffers."""
-    return any(
-        "WHILE" in flag
-        for flag in xla_flags.split()
-        if flag.startswith("--xla_gpu_enable_command_buffer=")
-    )
+def may_capture(command: str, xla_flags: str) -> bool:
+    """Says whether these XLA_FLAGS put a command, WHILE or CONDITIONAL, into command buffers.
+
+    Each flag of several changes what the ones before left: names with a plus or a minus sign are
+    added or taken away, and others replace the set.
+    """
+    is_captured = False  # XLA's own set has neither
+    for flag in xla_flags.split():
+        if not flag.startswith(_COMMANDS):
+            continue
+        names = flag.removeprefix(_COMMANDS).split(",")
+        if command in names or f"+{command}" in names:
+            is_captured = True
+        elif f"-{command}" in names or any(name[:1] not in ("+", "-") for name in names):
+            is_captured = False
+    return is_captured
 
 
 def _is_accepted(flag: str) -> bool:

@@ -22,7 +22,7 @@ from flaxasync.check.dispatch.command_buffers import (
     LoopKind,
     cuda_note,
     flags_for,
-    may_capture_loops,
+    may_capture,
 )
 from flaxasync.check.dispatch.signals import (
     Callback,
@@ -244,19 +244,21 @@ def _of_decisions(platform: str, program: DispatchedProgram) -> list[_Judgement]
             f"a branch: {_listed(at_once)}; its index is there at once (2.7 % of a call on an H100)"
         )
         judged.append(_Judgement(True, reason))
-    for what, found, why in (
+    for command, what, found, why in (
         (
+            "WHILE",
             "no known trip count",
             program.dynamic_loops,
             "the host reads its condition back every time (99 % of a call on an H100)",
         ),
         (
+            "CONDITIONAL",
             "a branch",
             program.late_branches,
             "the host reads back which one to take, once that is computed (by XLA's source)",
         ),
     ):
-        if found and may_capture_loops(os.environ.get("XLA_FLAGS", "")):
+        if found and may_capture(command, os.environ.get("XLA_FLAGS", "")):
             reason = (
                 f"{what}: {_listed(found)}; XLA_FLAGS may put it into a command buffer, which no "
                 "text says"
@@ -276,10 +278,15 @@ def _into_command_buffers(program: DispatchedProgram) -> str:
         program.late_branches
     )
     kind: LoopKind = "nested" if program.has_nested_loops or program.late_branches else "dynamic"
+    remedy = (
+        f"add {flags_for(*commands)} to XLA_FLAGS, which "
+        f"flaxasync.check.command_buffer_flags({kind!r}) tries ({cuda_note(kind)[1]})"
+    )
+    if not program.dynamic_loops:
+        return remedy
     return (
         "give loops a trip count that is known when they are compiled (scan, or fori_loop with "
-        f"Python bounds), or add {flags_for(*commands)} to XLA_FLAGS, which "
-        f"flaxasync.check.command_buffer_flags({kind!r}) tries ({cuda_note(kind)[1]})"
+        f"Python bounds), or {remedy}"
     )
 
 

@@ -167,8 +167,9 @@ class Costs:
         if operation.communicates:
             collective = operation.inner or operation.start
             sent = self._operand_bytes(operation.start) or operation.bytes
-            if operation.updates and not operation.start.operands:  # an update brings the operands
-                sent = max(sent, self._operand_bytes(operation.updates[0], skip=1))
+            if not operation.start.operands:  # updates bring the operands, after the future
+                bound = sum(self._operand_bytes(one, skip=1) for one in operation.updates)
+                sent = max(sent, bound)
             return collective_seconds(
                 operation.kind, sent, operation.bytes, self.group_size(collective), self.chip
             )
@@ -331,28 +332,35 @@ def collective_seconds(opcode: str, bytes_in: int, bytes_out: int, group: int, c
     """
     if group < 2:
         return 0.0
-    share = (group - 1) / group
+    volume = sent_on_ring(opcode, bytes_in, bytes_out, group)
+    if volume is None:  # a collective-permute sends its operand in one direction
+        return chip.hop_latency + bytes_in / chip.link_bandwidth
+    directions = 2
+    hops = group // 2
     if group == 2:
         directions = 1
-        hops = 1
+    if opcode == "all-reduce":  # around the ring twice
+        hops *= 2
+    return hops * chip.hop_latency + volume / (directions * chip.link_bandwidth)
+
+
+def sent_on_ring(opcode: str, bytes_in: int, bytes_out: int, group: int) -> float | None:
+    """Returns the bytes that one device of a group of two or more sends, in all directions of the
+    ring, its own and those that it hands on; None for an opcode that is no collective of a ring.
+    """
+    share = (group - 1) / group
+    if group == 2:
         exchanged = bytes_in / 2
     else:
-        directions = 2
-        hops = group // 2
         exchanged = bytes_in * group / 4  # R/4 is the mean distance in a ring
-    volumes = {  # the bytes that are sent, divided among the directions of the ring
+    return {
         "all-gather": bytes_out * share,
         "reduce-scatter": bytes_in * share,
         "all-reduce": 2 * bytes_in * share,
         "all-to-all": exchanged,
         "ragged-all-to-all": exchanged,
         "collective-broadcast": bytes_in,
-    }
-    if opcode not in volumes:  # a collective-permute sends its operand in one direction
-        return chip.hop_latency + bytes_in / chip.link_bandwidth
-    if opcode == "all-reduce":  # around the ring twice
-        hops *= 2
-    return hops * chip.hop_latency + volumes[opcode] / (directions * chip.link_bandwidth)
+    }.get(opcode)
 
 
 def _flops(computation: Computation, known: dict[str, float]) -> float:

@@ -55,8 +55,10 @@ class Lockstep:
         # by the instruction that may be their done
         self._finishes: dict[str, list[AsyncOperation]] = {}
         for op in self._operations:
-            is_late = op.updates and not op.start.operands
-            self._begins[op.updates[-1].name if is_late else op.name] = op
+            first = op.start
+            if op.updates and not op.start.operands:
+                first = op.updates[-1]
+            self._begins[first.name] = op
             for window in op.windows:
                 self._finishes.setdefault(window.done.name, []).append(op)
         self._lane_free: dict[tuple[str, int], float] = {}  # when a lane of a device is next free
@@ -64,9 +66,9 @@ class Lockstep:
         # by start: when the transfers under way end, for each device
         self._ends: dict[str, list[float]] = {}
         self._started: dict[str, int] = {}  # how many had started before each start
-        # of each source, by the text of the pairs
+        # by the text of the pairs: the targets of each source
         self._targets: dict[str, dict[int, list[int]]] = {}
-        # of each group, by the text of the groups
+        # by the text of the groups, and whether there is a channel: the members of each group
         self._members: dict[tuple[str, bool], list[list[int]]] = {}
         self._count = 0  # of starts until now
         self._depth = 0  # of loops around the instruction that is stepped through
@@ -280,18 +282,18 @@ class Lockstep:
         self._ends = {name: [end + step for end in ends] for name, ends in self._ends.items()}
 
     def _distinct_devices(self) -> list[int]:
-        """Returns [0] if all devices do the same, and all devices if a permute leaves some of them
-        out.
+        """Returns [0] if all devices do the same, and the first MAX_DEVICES if a permute lets some
+        of them send or receive nothing, or only to themselves.
         """
         count = self.module.num_devices
         communications = [op.inner or op.start for op in self._operations]
         communications += [i for i in self.costs.executed if i.opcode in COLLECTIVES]
-        different = {i.attributes.get("source_target_pairs", ""): i for i in communications}
-        for i in different.values():
-            pairs = [(source, target) for source, target in permute_pairs(i) if source != target]
-            if permute_pairs(i) and (
-                len({s for s, _ in pairs}) < count or len({t for _, t in pairs}) < count
-            ):
+        by_pairs = {i.attributes.get("source_target_pairs", ""): i for i in communications}
+        for i in by_pairs.values():
+            pairs = permute_pairs(i)  # none for what is no permute
+            senders = {source for source, target in pairs if source != target}
+            receivers = {target for source, target in pairs if source != target}
+            if pairs and min(len(senders), len(receivers)) < count:
                 return list(range(min(count, MAX_DEVICES)))
         return [0]
 

@@ -154,39 +154,40 @@ def read_baseline(path: str | os.PathLike) -> Summary:
 def _rows(
     module: HloModule, names: AxisNames, costs: Costs, exposed: Mapping[str, float]
 ) -> dict[str, Total]:
-    """Returns the rows of transfers and callbacks. `exposed` has the seconds of a device's waits,
-    by the name of the start.
+    """Returns the rows of transfers, callbacks and copies in loops. `exposed` has the seconds of a
+    device's waits, by the name of the start, or of the synchronous collective or kernel.
     """
     rows: dict[str, Total] = {}
     runs = costs.runs
 
-    def add(kind: str, i: Instruction, collective: Instruction, result: Instruction) -> None:
+    def add(what: str, i: Instruction, collective: Instruction, result: Instruction) -> None:
+        """Adds a transfer: what waits for it (`i`), what has its groups, and what has its array."""
         size = result.shape.bytes
         if result.opcode == "reduce-scatter":
             size *= costs.group_size(result)  # its result is one part of the whole array
         if size >= SMALL:
             place, source = origin(i, collective)
-            total = rows.setdefault(_row(kind, place, names.of(collective)), Total(TRANSFERS))
+            total = rows.setdefault(_row(what, place, names.of(collective)), Total(TRANSFERS))
             total.add(size * runs[i.computation.name], source)
             total.exposed += exposed.get(i.name, 0.0)
             total.dtypes = sorted({*total.dtypes, largest_array(result).element_type})
 
     for op in async_operations(module):
         if op.computation in runs and op.kind in COLLECTIVES and not is_host_callback(op.start):
-            result = op.inner or (op.windows[0].done if op.windows else op.start)
-            add(op.kind, op.start, op.inner or op.start, result)
+            last = op.windows[0].done if op.windows else op.start
+            add(op.kind, op.start, op.inner or op.start, op.inner or last)
     for i, collective in collectives_that_hold_the_chip(costs):
         add(costs.collective_kind(i, collective), i, collective, collective)
     for i in costs.executed:
-        number = runs[i.computation.name]
+        times = runs[i.computation.name]
         if i.is_communicating_kernel:
             add(f"kernel {without_number(i.name)}", i, i, i)
         if is_host_callback(i):
             place, source = origin(i)
-            rows.setdefault(_row(callback_name(i), place), Total(CALLBACKS)).add(number, source)
+            rows.setdefault(_row(callback_name(i), place), Total(CALLBACKS)).add(times, source)
         elif _is_loop_copy(i):
             place, source = origin(i)
-            moved = number * largest_array(i).bytes
+            moved = times * largest_array(i).bytes
             rows.setdefault(_row("copy", place), Total(COPIES)).add(moved, source)
     return rows
 

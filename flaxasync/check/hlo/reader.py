@@ -157,7 +157,9 @@ class _Reader:
         match = _COMPUTATION.match(self.text, self.at)
         if not match:
             raise self.error(f"expected a computation: got {self.excerpt()}")
-        self.at, name = match.end(), match[2]
+        self.at = match.end()
+        is_entry = match[1] is not None
+        name = match[2]
         if self.text.startswith("(", self.at):  # the signature repeats the parameters
             self.at = self.end(self.at)
             if self.take("->"):
@@ -191,12 +193,12 @@ class _Reader:
             )
         if not instructions:
             raise self.error(f"computation '{name}' is empty", begin)
-        if not any(i.is_root for i in instructions):
+        if not any(i.is_root for i in instructions):  # where none is marked, the last one is it
             instructions[-1] = dataclasses.replace(instructions[-1], is_root=True)
         thread = self.attributes().get("execution_thread", _MAIN)
         if thread != _MAIN and not re.fullmatch(r'"[^"\\]*"', thread):
             raise self.error(f"execution_thread must be a string: got {thread[:40]!r}")
-        return Computation(name, tuple(instructions), bool(match[1]), thread[1:-1])
+        return Computation(name, tuple(instructions), is_entry, thread[1:-1])
 
     def instruction(self, begun: re.Match) -> Instruction:
         """Reads one instruction, which begins as `_INSTRUCTION` matched."""

@@ -2,8 +2,8 @@
 
 XLA notes `known_trip_count` on CPU and GPU, and never on TPU. Counting loops are therefore also
 recognized from their instructions: the condition compares a counter with a bound, the body adds a
-constant to the counter, and the counter begins at a constant. The trip count of any other loop is
-unknown.
+constant to the counter and leaves the bound unchanged, and the counter begins at a constant. The
+trip count of any other loop is unknown.
 """
 
 import itertools
@@ -54,7 +54,11 @@ def trip_count(loop: Instruction) -> int | None:
     start = _element(search, begin, counter.element)
     limit: _Value | None = bound
     if bound.element is not None:
+        kept = _element(search, body.root, bound.element)
         limit = _element(search, begin, bound.element)
+        if limit is None or kept != _Value(bound.element, 0):
+            return None
+        limit = _Value(limit.element, limit.added + bound.added)
     step = _element(search, body.root, counter.element)
     if (
         start is None
@@ -134,14 +138,16 @@ def _value(
         return _value(search, made[0], arguments, depth - 1)
     if i.opcode not in ("add", "fusion"):
         return None
-    values = [_value(search, one, arguments, depth - 1) for one in made]
+    values = [_value(search, operand, arguments, depth - 1) for operand in made]
     if i.opcode == "add":
-        one, other = values if len(values) == 2 else (None, None)
-        if one is None or other is None or None not in (one.element, other.element):
+        left, right = values if len(values) == 2 else (None, None)
+        if left is None or right is None:
             return None
-        return _Value(
-            other.element if one.element is None else one.element, one.added + other.added
-        )
+        if left.element is None:
+            return _Value(right.element, left.added + right.added)
+        if right.element is None:
+            return _Value(left.element, left.added + right.added)
+        return None  # a sum of two elements
     return next(
         (_value(search, body.root, values, depth - 1) for body in i.called),
         None,

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 from collections.abc import Callable, Set
 
-from flaxasync.check.hlo.module import Instruction
+from flaxasync.check.hlo.module import Computation, Instruction
 
 _SAME_VALUE = ("bitcast", "optimization-barrier", "domain")
 _COPIES = ("copy", "copy-start", "copy-done")
@@ -143,14 +143,11 @@ def _through_user(
     if user.opcode in _SAME_VALUE or (user.opcode == "add-dependency" and number == 0):
         return [holder.passed_to(user, path)]
     if user.opcode in _COPIES and not stop(user):
-        copied = holder.passed_to(
-            user, {"copy-start": (0,), "copy-done": ()}.get(user.opcode, path)
-        )
-        if user.opcode == "copy-done":
-            noted = holder.copies
-        else:
-            noted = (*holder.copies, user)
-        return [dataclasses.replace(copied, copies=noted)]
+        if user.opcode == "copy-done":  # its start is noted already
+            return [holder.passed_to(user, ())]
+        # the first element of what a copy-start makes is the copy
+        copied = holder.passed_to(user, (0,) if user.opcode == "copy-start" else path)
+        return [dataclasses.replace(copied, copies=(*holder.copies, user))]
     if user.opcode == "while":
         body = user.computation.module.computations.get(user.loop_body)
         if body is None or 0 not in body.parameters:
@@ -158,17 +155,12 @@ def _through_user(
         crosses = (*holder.crosses, f"enters {user.name}")
         loops = (*holder.loops, (user.name, holder))
         return [_Holder(body.parameters[0], path, 0, spans, loops, holder.copies, crosses)]
-    if user.opcode in ("conditional", "call"):
-        branch, parameter = (number - 1, 0) if user.opcode == "conditional" else (0, number)
-        if branch >= 0:
-            called = user.called[branch : branch + 1]
-        else:
-            called = []
-        if called and parameter in called[0].parameters:
-            argument = called[0].parameters[parameter]
-            return [_Holder(argument, path, 0, spans, holder.loops, holder.copies, holder.crosses)]
-        if branch >= 0:  # a branch takes every operand but the first, which chooses the branch
-            return []
+    if user.opcode == "call":
+        return _in_called(holder, spans, user.called[:1], number)
+    # The first operand of a conditional chooses the branch, which is a use. Each branch takes one
+    # of the others.
+    if user.opcode == "conditional" and number > 0:
+        return _in_called(holder, spans, user.called[number - 1 : number], 0)
     onward = [
         holder.passed_to(user, (*alias.output, *path[len(alias.operand_index) :]))
         for alias in user.aliases
@@ -179,6 +171,19 @@ def _through_user(
     if stop(user):
         return []
     return onward
+
+
+def _in_called(
+    holder: _Holder, spans: tuple[Span, ...], called: list[Computation], parameter: int
+) -> list[_Holder]:
+    """Returns the parameter of a called computation that holds the value; nothing if there is
+    none.
+    """
+    return [
+        dataclasses.replace(holder, instruction=one.parameters[parameter], opened=0, spans=spans)
+        for one in called
+        if parameter in one.parameters
+    ]
 
 
 def _through_root(holder: _Holder) -> list[_Holder]:

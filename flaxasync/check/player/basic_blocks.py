@@ -160,7 +160,10 @@ class BlockCode:
         self, operation: Operation, index: int, number: int, external: list[ExternalOperation]
     ) -> tuple[list[str], list[str]]:
         """Returns Python code of one operation: lines that run before the writes of its bundle, and
-        those writes.
+        those writes. Adds the operation to `external` if it is one.
+
+        In the code, g is the value of the predicate, e an external operation, a an address and t
+        any other value; `number` is that of the operation in its bundle.
         """
         reads: list[str] = []
         writes: list[str] = []
@@ -168,10 +171,8 @@ class BlockCode:
         # A predicate of a vector operation is not evaluated, because it changes no value that is
         # computed.
         if operation.predicate and (scalar.is_computed(operation) or is_external(operation)):
-            value = scalar.CONSTANT_PREDICATES.get(operation.predicate) or self._scalar(
-                operation.predicate
-            )
-            reads.append(f"g{number} = {value}")
+            holds = scalar.CONSTANT_PREDICATES.get(operation.predicate)
+            reads.append(f"g{number} = {holds or self._scalar(operation.predicate)}")
             guard = f"if g{number}: "
         if operation.unit == "sbr":
             target = self.program.regions[operation.target]
@@ -193,16 +194,14 @@ class BlockCode:
             writes.append(
                 f"{guard}d.divided.extend(t{number}{self._wanted_of_division(operation)})"
             )
-        elif (
-            operation.name == "spush.sccf"
-        ):  # to the other core of the chip, which is assumed to send the same value
+        elif operation.name == "spush.sccf":
+            # to the other core of the chip, which is assumed to send the same value
             reads.append(f"t{number} = {self._scalar(operation.operands[0])}")
             writes.append(f"{guard}d.core_values.append(t{number})")
         elif not scalar.is_computed(operation):
-            if (
-                operation.unit not in matrix_unit.VECTOR_FAMILIES
-                and operation.name not in self._accept
-            ):
+            # takes time (matrix_unit.py), and has no code
+            is_known = operation.unit in matrix_unit.VECTOR_FAMILIES
+            if not is_known and operation.name not in self._accept:
                 raise scalar.NoScalarError(f"vector operation {operation.name!r}")
         elif (result := scalar.result_value(operation, self._address_of)) is not None:
             register = scalar.result_register(operation)

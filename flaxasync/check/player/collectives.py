@@ -24,7 +24,7 @@ Collectives without a table compute their partners and are simulated from their 
 
 import dataclasses
 
-from flaxasync.check.estimate.costs import collective_seconds
+from flaxasync.check.estimate.costs import collective_seconds, sent_on_ring
 from flaxasync.check.hlo.module import Instruction
 from flaxasync.check.hlo.participants import permute_pairs, replica_groups
 from flaxasync.check.player.bundle_text import Program
@@ -108,8 +108,8 @@ def refusal(instruction: Instruction | None, name: str, location: str) -> str:
         what = "an asynchronous collective"
     return (
         f"{name}: the start of {what} of XLA reads a table that the dump lacks, and the player "
-        "knows those of pairs "
-        f"of devices only; at {location}. Compile with "
+        "knows those of pairs of devices, of permutes and of small all-reduces only; at "
+        f"{location}. Compile with "
         'compiler_options={"xla_tpu_enable_async_collective_fusion": "false"}, which makes the '
         "collective synchronous: "
         "it is then simulated, or timed by a ring model"
@@ -141,11 +141,10 @@ class ModelledCollective:
     arrived: int = 0  # devices of one group
 
     def sent_bytes(self, group: tuple[int, ...]) -> int:
-        share = (len(group) - 1) / len(group)
-        whole = {"all-gather": self.bytes_out, "all-reduce": 2 * self.bytes_in}.get(
-            self.opcode, self.bytes_in
-        )
-        return int(whole * share)
+        """Returns the bytes that a device sends, by the ring model that times them."""
+        if len(group) < 2:
+            return 0
+        return int(sent_on_ring(self.opcode, self.bytes_in, self.bytes_out, len(group)) or 0)
 
     def cycles(self, group: tuple[int, ...], chip: PlayedChip) -> float:
         """Returns the time of the ring: its bytes on the links, and for a reduction also those of

@@ -118,16 +118,16 @@ def kernel_times(
         if file.exists():
             time = KernelTime(**json.loads(file.read_text()))
         else:
+            title = f"kernel {number} of {len(names_of)}"
             if say is not None:
-                say(f"kernel {number} of {len(names_of)}: {names[0]}")
+                say(f"{title}: {names[0]}")
             try:
-                with progress(f"kernel {number} of {len(names_of)}, {names[0]}"):
+                with progress(f"{title}, {names[0]}"):
                     time = _simulate(program, kernel)
-            except (
-                PlayerError,
-                RuntimeError,
-            ) as error:  # it cannot be simulated, or not be compiled
-                lines.append(f"{names[0]} was not simulated: {str(error).partition(chr(10))[0]}")
+            # it cannot be simulated, or not be compiled
+            except (PlayerError, RuntimeError) as error:
+                first_line, _, _ = str(error).partition("\n")
+                lines.append(f"{names[0]} was not simulated: {first_line}")
                 continue
             file.parent.mkdir(parents=True, exist_ok=True)
             partial = file.with_suffix(f".{os.getpid()}")
@@ -227,23 +227,24 @@ def _places(operands: Sequence[Shape], results: Sequence[Shape]) -> dict[str, li
 
 def _simulate(program: CompiledProgram, kernel: Kernel) -> KernelTime:
     described = topology_devices(program.topology)
-    places = places_of(described)
-    devices = {places[device.id]: device for device in described}
-    ordered = np.array([devices[coords] for coords in program.coords], dtype=object)
+    coords_of = places_of(described)
+    device_at = {coords_of[device.id]: device for device in described}
+    ordered = np.array([device_at[coords] for coords in program.coords], dtype=object)
     mesh = Mesh(ordered, ("devices",), axis_types=(AxisType.Auto,))
-    shapes = kernel.operands
+    declared = kernel.operands
+    # The numbers of operands: of those with known elements; of others that a result overwrites,
+    # which are made in the program, because XLA would copy its arguments first; and of the rest.
     fixed = dict(kernel.integers)
-    # made in the program: XLA would copy its arguments first
-    written = {operand for operand, _ in kernel.aliases}
-    passed = [n for n in range(len(shapes)) if n not in fixed and n not in written]
+    overwritten = {operand for operand, _ in kernel.aliases} - fixed.keys()
+    passed = [n for n in range(len(declared)) if n not in fixed and n not in overwritten]
 
     def run(*arrays: Any) -> Any:
         operands = dict(zip(passed, arrays, strict=True))
-        operands |= {
-            n: np.array(v, shapes[n].dtype).reshape(shapes[n].shape) for n, v in fixed.items()
-        }
-        operands |= {n: jnp.zeros(shapes[n].shape, shapes[n].dtype) for n in written - fixed.keys()}
-        results = _call(kernel, *(operands[n] for n in range(len(shapes))))
+        for n, elements in fixed.items():
+            operands[n] = np.array(elements, declared[n].dtype).reshape(declared[n].shape)
+        for n in overwritten:
+            operands[n] = jnp.zeros(declared[n].shape, declared[n].dtype)
+        results = _call(kernel, *(operands[n] for n in range(len(declared))))
         if kernel.done is not None:
             results = _call(kernel.done, *(results[n] for n in kernel.wires))
         # so that nothing copies whole results
@@ -251,21 +252,26 @@ def _simulate(program: CompiledProgram, kernel: Kernel) -> KernelTime:
 
     spec = PartitionSpec()
     mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    arguments = [shapes[n].update(sharding=NamedSharding(mesh, spec)) for n in passed]
-    # the caller's may be another
+    arguments = [declared[n].update(sharding=NamedSharding(mesh, spec)) for n in passed]
+    # the mesh that the caller has set may be another
     with tempfile.TemporaryDirectory(prefix="flaxasync-") as folder, jax.set_mesh(mesh):
         compiled = compile_for(program.topology, mapped, *arguments, keep_dumps=folder)
         result = play_dump(folder, topology=program.topology, coords=compiled.coords)
     names = [i.name for i in parse(compiled.text).instructions if i.custom_call_target == _CALL]
+    # of each device: that of the kernel, or those of the start and the done of a pair
     phases = [
         [phase for phase in device.phases if phase.name in names] for device in result.devices
     ]
+    calls = 1 if kernel.done is None else 2
+    if any(len(of_device) != calls for of_device in phases):
+        counts = sorted({len(of_device) for of_device in phases})
+        raise PlayerError(f"a device ran {counts} kernels where the program has {calls}")
+    guesses = tuple(f"{name}: {UNKNOWN_SCALARS}" for name in names)
+    guessed = any(note.startswith(guesses) for note in result.notes)
     if kernel.done is not None:
-        return KernelTime(
-            max(done.start + done.seconds - start.start for start, done in phases), 0.0
-        )
+        seconds = max(done.start + done.seconds - start.start for start, done in phases)
+        return KernelTime(seconds, 0.0, guessed)
     slowest = max((phase for (phase,) in phases), key=lambda phase: phase.seconds)
-    guessed = any(note.startswith(f"{slowest.name}: {UNKNOWN_SCALARS}") for note in result.notes)
     return KernelTime(slowest.seconds, slowest.exposed, guessed)
 
 

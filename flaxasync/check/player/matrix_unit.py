@@ -124,40 +124,41 @@ def cost(
     """Returns the time of a basic block, from the state of the units before it, and the latency of
     a multiply.
 
-    `work` is (index of the bundle, operations) for each bundle that uses a matrix unit.
+    `work` is (index of the bundle, operations) for each bundle that uses a matrix unit. Cycles are
+    counted from the beginning of the block.
     """
-    free = {unit: until for unit, until, _, _ in state}
-    port = {unit: until for unit, _, until, _ in state}
+    unit_free = {unit: cycle for unit, cycle, _, _ in state}
+    port_free = {unit: cycle for unit, _, cycle, _ in state}
     results = {unit: deque(ready) for unit, _, _, ready in state}
     busy: dict[int, int] = {}
     now = last = stall = 0
-    for index, operations in work:
+    for index, bundle in work:
         now += index - last
         last = index
-        begin = now
-        for kind, unit, _, _ in operations:
+        issue = now  # the bundle is issued when all that its operations need is ready
+        for kind, unit, _, _ in bundle:
             if kind == MULTIPLY:
-                begin = max(begin, free.get(unit, 0))
+                issue = max(issue, unit_free.get(unit, 0))
             elif kind == PUSH:
-                begin = max(begin, port.get(unit, 0))
-            elif results.get(unit):
-                begin = max(begin, results[unit].popleft())
-        stall += begin - now
-        now = begin
-        for kind, unit, cycles, count in operations:
+                issue = max(issue, port_free.get(unit, 0))
+            elif results.get(unit):  # a pop takes the oldest result
+                issue = max(issue, results[unit].popleft())
+        stall += issue - now
+        now = issue
+        for kind, unit, cycles, count in bundle:
             if kind == MULTIPLY:
-                free[unit] = now + cycles
+                unit_free[unit] = now + cycles
                 busy[unit] = busy.get(unit, 0) + cycles
                 ready = results.setdefault(unit, deque())
-                for n in range(count):
+                for n in range(count):  # evenly, while the multiply streams
                     ready.append(now + latency + n * (cycles // count))
             elif kind == PUSH:
-                port[unit] = now + cycles
+                port_free[unit] = now + cycles
     now += bundles - last
     after = []
-    for unit in sorted(free.keys() | port.keys() | results.keys()):
-        left = (max(0, free.get(unit, 0) - now), max(0, port.get(unit, 0) - now))
-        waiting = tuple(max(0, t - now) for t in results.get(unit, ()))
+    for unit in sorted(unit_free.keys() | port_free.keys() | results.keys()):
+        left = (max(0, unit_free.get(unit, 0) - now), max(0, port_free.get(unit, 0) - now))
+        waiting = tuple(max(0, cycle - now) for cycle in results.get(unit, ()))
         if any(left) or waiting:
             after.append((unit, *left, waiting))
     return Cost(now, tuple(after), stall, max(busy.values(), default=0))

@@ -219,10 +219,14 @@ def test_on_a_gpu_the_remedy_names_flags_for_the_kind_of_loop(on_gpu, monkeypatc
     assert "use 12.9 or later" in remedy
     (remedy,) = check.check_async_compatible(compiled(functions.cond_after_work)).remedies
     assert "--xla_gpu_enable_command_buffer=+CONDITIONAL --xla_gpu_graph_min_graph_size=1" in remedy
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=+WHILE")
-    info = check.check_async_compatible(compiled(dynamic_while))
-    assert info.compatible is None
-    assert "command buffer" in info.issues[0]
+    assert "trip count" not in remedy
+    for command, of_loop, of_branch in (("WHILE", None, False), ("CONDITIONAL", False, None)):
+        monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_enable_command_buffer=+{command}")
+        loop = check.check_async_compatible(compiled(dynamic_while))
+        branch = check.check_async_compatible(compiled(functions.cond_after_work))
+        assert (loop.compatible, branch.compatible) == (of_loop, of_branch)
+        unknown = loop if of_loop is None else branch
+        assert "command buffer" in unknown.issues[0]
 
 
 def test_on_a_tpu_the_text_has_no_trip_counts_and_the_answer_says_so():
@@ -380,6 +384,26 @@ def test_a_pipeline_of_calls_and_the_modes_of_the_benchmark(monkeypatch):
     assert found.total > 0
 
 
+@pytest.mark.parametrize(
+    ("values", "captured"),
+    [
+        ([], ()),
+        (["+FUSION"], ()),
+        (["+WHILE"], ("WHILE",)),
+        (["+CONDITIONAL"], ("CONDITIONAL",)),
+        (["+WHILE,+CONDITIONAL", "-WHILE"], ("CONDITIONAL",)),
+        (["WHILE,FUSION", "+CONDITIONAL"], ("WHILE", "CONDITIONAL")),
+        (["+WHILE", "FUSION"], ()),
+    ],
+)
+def test_which_commands_flags_put_into_command_buffers(values, captured):
+    flags = " ".join(f"--xla_gpu_enable_command_buffer={value}" for value in values)
+    flags += " --xla_dump_to=WHILE"
+    commands = ("WHILE", "CONDITIONAL")
+    found = tuple(name for name in commands if command_buffers.may_capture(name, flags))
+    assert found == captured
+
+
 @pytest.mark.slow
 def test_the_flags_add_loops_and_a_wrong_name_ends_another_process_only(monkeypatch):
     flags = check.command_buffer_flags().split()
@@ -387,10 +411,7 @@ def test_the_flags_add_loops_and_a_wrong_name_ends_another_process_only(monkeypa
     commands = flags[0].partition("=")[2].split(",")
     assert "+WHILE" in commands
     assert all(command.startswith("+") for command in commands), "they replace nothing"
-    assert command_buffers.may_capture_loops(" ".join(flags))
-    assert not command_buffers.may_capture_loops(
-        "--xla_gpu_enable_command_buffer=+FUSION --xla_dump_to=WHILE"
-    )
+    assert command_buffers.may_capture("WHILE", " ".join(flags))
     monkeypatch.setattr(command_buffers, "LOOPS", "--xla_gpu_enable_command_buffer=+WHLE")
     with pytest.raises(NotImplementedError, match=r"jaxlib .* does not take .*WHLE"):
         command_buffers.command_buffer_flags.__wrapped__()  # without the cache

@@ -174,6 +174,8 @@ def test_texts_are_known_without_a_tokenizer(name, content, tmp_path):
         ("tokenizer_config.json", "5" * 5000, "an integer has 5,000 digits"),
         ("added_tokens.json", '{"<x>": 10}', "'<x>' of .*added_tokens.json must be a token below"),
         ("added_tokens.json", '{"<x>": "1"}', "'<x>' of .*added_tokens.json must be a token below"),
+        ("added_tokens.json", '{"<x>": [1]}', "'<x>' of .*added_tokens.json must be a token below"),
+        ("added_tokens.json", '{"<x>": null}', "'<x>' of .*added_tokens.json must be a token"),
         (
             "tokenizer_config.json",
             json.dumps({"added_tokens_decoder": {"9" * 5000: {"content": "<x>"}}}),

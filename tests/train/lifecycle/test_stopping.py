@@ -39,10 +39,10 @@ BLOCKED = """if True:
 
     with StopRequest(shared=False, grace=float(sys.argv[1])) as stop:
         if sys.argv[2] == "after":
-            stop.end_at_once(None)
+            stop.only_between_steps()
             print("steps", flush=True)
             sys.stdin.readline()
-            stop.end_at_once("after step 7, which is saved")
+            stop.may_end_at_once("after step 7, which is saved")
         print("blocked", flush=True)
         mutex = ctypes.create_string_buffer(64)
         library = ctypes.CDLL(None)

@@ -54,12 +54,14 @@ def config(config, replace):
 
 @pytest.fixture
 def ran(monkeypatch, tmp_path):
-    """A machine with eight v5e: the cases of each run, and the verdict that all of them get."""
-    ran = types.SimpleNamespace(runs=[], verdict=Verdict.PASS)
+    """A machine with eight v5e: the cases of each run, and the verdict that all of them get, but
+    for some backends.
+    """
+    ran = types.SimpleNamespace(runs=[], verdict=Verdict.PASS, verdicts={})
 
     def verify(cases, machine, setup, *, quick):
         ran.runs.append(cases)
-        return [CaseResult(case, ran.verdict) for case in cases]
+        return [CaseResult(case, ran.verdicts.get(case.backend, ran.verdict)) for case in cases]
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(trust.VARIABLE, raising=False)
@@ -200,6 +202,21 @@ def test_a_run_of_several_processes_says_which_command_verifies_its_kernels(ran,
         agree_on_kernels()
     agree_on_kernels()  # no TPUs
     assert capsys.readouterr().out == ""
+
+
+def test_a_kernel_that_nobody_named_and_that_failed_is_not_verified_again(config, ran):
+    """A run that names a backend takes what is trusted for all else."""
+    named = dataclasses.replace(config, backend="fused")
+    ran.verdicts["flash"] = Verdict.WRONG
+    verify_first(named, "auto")
+    verify_first(named, "auto")
+    assert len(ran.runs) == 1
+
+
+def test_the_weights_of_a_dense_model_are_those_of_its_mlp(config, replace):
+    dense = replace(config, model={"expert_width": 64})
+    sizes = {"data": 1, FSDP: 2, "model": 4}
+    assert cases_of(dense, sizes) == cases_of(config, sizes)
 
 
 def test_a_named_form_that_fails_ends_the_run_and_auto_goes_on(config, ran, replace):
