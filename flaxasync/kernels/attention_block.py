@@ -99,9 +99,8 @@ class Product:
     k_start: Index  # position in the sequence of its first row
     # whether the mask forbids some row of the one block to attend to some row of the other
     masked: bool
-    needed: (
-        bool | Array | None
-    )  # whether the mask lets any row attend to another; None where it always does
+    # whether the mask lets any row attend to another; None where it always does
+    needed: bool | Array | None
 
 
 @dataclasses.dataclass(frozen=True)

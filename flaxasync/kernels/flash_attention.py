@@ -283,17 +283,14 @@ def _forward_body(
     @pl.when(j == 0)
     def begin() -> None:
         if is_whole:
-            no_sum = jnp.zeros_like(acc)
-            no_weights = jnp.zeros_like(weights_ref)
-            acc[...] = no_sum
-            weights_ref[...] = no_weights
+            acc[...] = jnp.zeros_like(acc)
+            weights_ref[...] = jnp.zeros_like(weights_ref)
             highest_ref[...] = jnp.full_like(highest_ref, LOWEST)
-            return
-        acc[...] = acc_in[...]
-        highest = as_column(stats_in[0:1])
-        weights = as_column(stats_in[1:2]) / LANES
-        highest_ref[...] = highest
-        weights_ref[...] = weights
+        else:
+            acc[...] = acc_in[...]
+            highest_ref[...] = as_column(stats_in[0:1])
+            # every lane gets an equal share of the sum
+            weights_ref[...] = as_column(stats_in[1:2]) / LANES
 
     def add(part: Part) -> None:
         for rows in grid.sub_blocks():
@@ -308,7 +305,7 @@ def _forward_body(
                 highest = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
                 p = jnp.exp2(s - widened(highest, rows.size))
                 if allowed is not None and (ids or part is Part.SOME):
-                    # where a whole row is masked, LOWEST is the maximum
+                    # where a whole row is masked, LOWEST is the maximum, and p would be 1
                     p = jnp.where(allowed, p, 0.0)
                 shrink = jnp.exp2(before - highest)
                 new = sum(p[:, lane : lane + LANES] for lane in range(0, rows.size, LANES))
@@ -329,9 +326,10 @@ def _forward_body(
             )
             out[...] = (acc[...] / widened(weights, grid.head_size)).astype(out.dtype)
             log_sum[...] = as_row(highest_ref[...] + jnp.log2(weights))
-            return
-        stats[0:1] = as_row(highest_ref[...])
-        stats[1:2] = jnp.sum(jnp.swapaxes(weights_ref[...], 0, 1), axis=0, keepdims=True)
+        else:
+            stats[0:1] = as_row(highest_ref[...])
+            lanes = jnp.swapaxes(weights_ref[...], 0, 1)
+            stats[1:2] = jnp.sum(lanes, axis=0, keepdims=True)
 
 
 def _backward_body(

@@ -184,6 +184,11 @@ class Blocks:
                     cls(rows, deep, wide, k // deep, n // wide, width, most) for most in sizes
                 ]
         fitting = [blocks for blocks in candidates if problem.vmem_bytes(blocks) <= available()]
+        if not fitting:
+            raise UnsupportedError(
+                f"grouped_matmul lacks tiles of {rows} rows: none fits into vector memory; use "
+                "fewer rows a tile"
+            )
         best = min(fitting, key=problem.seconds)
         return best, problem.vmem_bytes(best)
 

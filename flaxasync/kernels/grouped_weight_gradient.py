@@ -58,6 +58,7 @@ from flaxasync.kernels.grouped_matmul import (
     outer_semantics,
     table_library,
 )
+from flaxasync.mesh import UnsupportedError
 
 HEIGHT = 512  # rows of dw that are multiplied at once
 WIDTH = 1024  # columns of dw that are multiplied at once
@@ -174,30 +175,31 @@ class _Kernel:
         i, j, step = (pl.program_id(axis) for axis in range(3))
         end = pl.num_programs(2) - 1
         expert = order[EXPERT, step]
-        experts = order[RANK, end] + 1  # those that have tiles
+        present = order[RANK, end] + 1  # experts that have tiles
         first = (step == 0) | (order[EXPERT, jnp.maximum(step - 1, 0)] != expert)
         last = (step == end) | (order[EXPERT, jnp.minimum(step + 1, end)] != expert)
-        block, blocks = self.place(i, j)
-        number = block * experts + order[RANK, step]  # in the order of storing
-        numbers = blocks * experts
+        block, block_count = self.place(i, j)
+        # of this block of dw of this expert, in the order of storing
+        number = block * present + order[RANK, step]
+        numbers = block_count * present
         slot = outgoing[0].slot(number)
         sums = [one.tiles.at[slot] for one in outgoing]
 
-        def wait_for(number: Scalar) -> None:
+        def wait_for(which: Scalar) -> None:
             for one in outgoing:
-                one.wait(one.slot(number), self.blocks.k, self.blocks.n)
+                one.wait(one.slot(which), self.blocks.k, self.blocks.n)
 
-        def fetch(number: Scalar, expert: Scalar) -> None:
-            row, column = split(lax.div(number, experts), self.grid[1])
+        def fetch(which: Scalar, of_expert: Scalar) -> None:
+            row, column = split(lax.div(which, present), self.grid[1])
             if self.cores > 1:
                 of_core = i
             else:
                 of_core = row
-            to = outgoing[0].slot(number)
+            to = outgoing[0].slot(which)
             rows = aligned(of_core * self.blocks.k, self.blocks.k, LANES)
             columns = aligned(column * self.blocks.n, self.blocks.n, LANES)
             for one, ref in zip(outgoing, initial, strict=True):
-                start_copy(ref.at[expert, rows, columns], one.tiles.at[to], one.sems.at[to])
+                start_copy(ref.at[of_expert, rows, columns], one.tiles.at[to], one.sems.at[to])
 
         def target(dw: Ref, expert: Scalar, rows: pl.Slice, columns: pl.Slice) -> Ref:
             of_k = aligned(i * self.blocks.k + rows.start, rows.size, LANES)
@@ -226,7 +228,8 @@ class _Kernel:
 
         @pl.when(first & (number >= 2))
         def free() -> None:
-            wait_for(number - 2)  # its slot is the next one to be written
+            # its slot is written next: with two slots by these sums, with three by fetch_next
+            wait_for(number - 2)
 
         if initial:
             when((number == 0) & first, fetch, number, expert)
@@ -244,16 +247,17 @@ class _Kernel:
                 store_zeros(previous + 1, expert)
 
             @pl.when(step == 0)
-            def store_last() -> None:
+            def store_behind_the_last() -> None:
                 store_zeros(order[EXPERT, end] + 1, self.expert_count)
 
         for which, tile in enumerate(tiles):
-            cases: list[tuple[bool, Condition]] = [(True, True)]
-            if not initial:
-                cases = [(True, jnp.logical_not(first)), (False, first)]
-            for begun, condition in cases:
-                add = functools.partial(_add, tile, sums, begun=begun, last=last, store=store)
-                when(condition & (order[FACTOR, step] == which), add)
+            mine = order[FACTOR, step] == which
+            add = functools.partial(_add, tile, sums, last=last, store=store)
+            if initial:
+                when(mine, functools.partial(add, begun=True))
+            else:
+                when(jnp.logical_not(first) & mine, functools.partial(add, begun=True))
+                when(first & mine, functools.partial(add, begun=False))
 
         @pl.when((number + 1 == numbers) & (step == end))
         def finish() -> None:
@@ -373,10 +377,13 @@ def _add(
 
 
 def _choose(
-    factors: Sequence[Factors], experts: int, rows: int, initial: Sequence[Array]
+    factors: Sequence[Factors], expert_count: int, tile_rows: int, initial: Sequence[Array]
 ) -> tuple[Tiles, int]:
     """Returns the blocks that are the fastest of those that fit into vector memory, and what they
     take of it.
+
+    Raises:
+      NotImplementedError: None fit: tiles have too many rows, or there are too many factors.
     """
     x = factors[0].x
     dys = factors[0].dys
@@ -388,22 +395,28 @@ def _choose(
     bandwidth = chip.hbm_bandwidth * chip.hbm_efficiency
 
     def vmem_bytes(tiles: Tiles) -> int:
-        streamed = itemsize * rows * (tiles.k + len(dys) * tiles.n) * len(factors)
+        step_bytes = itemsize * tile_rows * (tiles.k + len(dys) * tiles.n) * len(factors)
         sums = 4 * tiles.k * tiles.n * len(dys) * _slots(initial)
-        return 2 * streamed + sums + 8 * HEIGHT * WIDTH
+        values = 2 * 4 * HEIGHT * WIDTH  # a product, and its sum
+        return 2 * step_bytes + sums + values
 
     def seconds(tiles: Tiles) -> float:
         rows_of_blocks = k // tiles.k
         columns_of_blocks = n // tiles.n
-        streamed = itemsize * m * (k * columns_of_blocks + len(dys) * n * rows_of_blocks)
-        stored = 4 * experts * k * n * (len(dys) + len(initial))
+        factor_bytes = itemsize * m * (k * columns_of_blocks + len(dys) * n * rows_of_blocks)
+        dw_bytes = 4 * expert_count * k * n * (len(dys) + len(initial))  # written, and read
         last = 4 * len(dys) * tiles.k * tiles.n  # nothing is multiplied meanwhile
-        steps = rows_of_blocks * columns_of_blocks * (m // rows)
+        steps = rows_of_blocks * columns_of_blocks * (m // tile_rows)
         products = 2 * m * k * n * len(dys) / chip.flops * imbalance(rows_of_blocks, chip.cores)
-        moving = max((streamed + stored) / bandwidth, products)
-        return moving + last / bandwidth + steps * STEP_SECONDS
+        longer = max((factor_bytes + dw_bytes) / bandwidth, products)
+        return longer + last / bandwidth + steps * STEP_SECONDS
 
-    choices = [Tiles(rows, *sides) for sides in itertools.product(divisors(k), divisors(n))]
+    choices = [Tiles(tile_rows, *sides) for sides in itertools.product(divisors(k), divisors(n))]
     fitting = [tiles for tiles in choices if vmem_bytes(tiles) <= available()]
+    if not fitting:
+        raise UnsupportedError(
+            f"grouped_weight_gradient lacks tiles of {tile_rows} rows in {len(factors)} factors: "
+            "none fits into vector memory; use fewer rows a tile, or fewer factors at once"
+        )
     best = min(fitting, key=seconds)
     return best, vmem_bytes(best)

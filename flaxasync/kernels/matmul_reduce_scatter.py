@@ -265,7 +265,11 @@ def matmul_reduce_scatter(
         w_trips = 1
     else:
         w_trips = size * used.rows.count
-    streamed = sum(ks) * (size * used.columns.count * batch * m + w_trips * n) * dtype.itemsize
+    x_elements = batch * all_rows * sum(ks)
+    w_elements = sum(ks) * n
+    streamed = (used.columns.count * x_elements + w_trips * w_elements) * dtype.itemsize
+    # every block is written once, and all but one come back as a neighbour's sum
+    sums_bytes = (2 * size - 1) * block_bytes
     by_block = [x.reshape(batch, size, m, -1) for x in xs]
     dws = [of_result(each.padded.m, each.padded.n) for each in more.sums]
     operands = ReduceScatterOperands(by_block, ws, laid_out, local)
@@ -283,7 +287,7 @@ def matmul_reduce_scatter(
         cost_estimate=pl.CostEstimate(
             flops=2 * batch * all_rows * sum(ks) * n + more.flops,
             transcendentals=0,
-            bytes_accessed=streamed + (2 * size - 1) * block_bytes + more.hbm_bytes,
+            bytes_accessed=streamed + sums_bytes + more.hbm_bytes,
             remote_bytes_transferred=(size - 1) * block_bytes,
         ),
         name=CALLER,
@@ -311,14 +315,17 @@ def _plan(
     n = ws[0].shape[0 if transposed else 1]
     ks = [x.shape[2] for x in xs]
     block = BlockOfRows(batch, m, n, sublanes(dtype))
-    asked = tiles or _default_tiles(batch * m, n)
-    rows, columns = block.tiles(asked)
     if tiles is None:
+        asked = _default_tiles(batch * m, n)
         rows, columns = block.best_tiles(asked, directions)
+    else:
+        asked = tiles
+        rows, columns = block.tiles(asked)
 
     def need(outgoing: int, t: Tiles) -> int:
+        steps = sum(pl.cdiv(k, t.k) for k in ks)
         # where a tile takes several steps, there are the product and the accumulator
-        if sum(pl.cdiv(k, t.k) for k in ks) == 1:
+        if steps == 1:
             sums = 1
         else:
             sums = 2
@@ -334,9 +341,10 @@ def _plan(
     # Where vector memory is short, fewer tiles may be leaving, and then products are less deep.
     contraction = Tiling.of(ks, asked.k)
     choices = [(slots, contraction) for slots in range(OUTGOING, FEWEST_OUTGOING - 1, -1)]
-    while tiles is None and choices[-1][1].size > LANES:
-        half = Tiling.of(ks, choices[-1][1].size // 2)
-        choices.append((FEWEST_OUTGOING, half))
+    while tiles is None and contraction.size > LANES:
+        contraction = Tiling.of(ks, contraction.size // 2)
+        choices.append((FEWEST_OUTGOING, contraction))
+    # where none fits, `check_vmem` raises for the smallest
     outgoing, contraction = next(filter(fits, choices), choices[-1])
     used = Tiles(rows.size, contraction.size, columns.size)
     need_bytes = check_vmem(CALLER, used, functools.partial(need, outgoing))

@@ -108,6 +108,11 @@ class ParallelMoE(StoredLayer):
                 f"ParallelMoE needs a capacity_factor above 0: got {capacity_factor}; use None to "
                 "drop no rows"
             )
+        if "out_sharding" in options.get("kernel_metadata", {}):
+            raise ValueError(
+                "ParallelMoE takes no out_sharding in kernel_metadata: its parameters are sharded "
+                "over axis_name and fsdp_axis"
+            )
         self.settings = settings = settings_of(
             "ParallelMoE", options, ExpertOptions.__annotations__
         )
@@ -119,16 +124,18 @@ class ParallelMoE(StoredLayer):
         self.activation = activation
         self.router_options = router
         devices = mesh_axis_size("ParallelMoE", settings.axis_name)
-        self.split: Split = "experts" if experts >= devices else "hidden"
-        if self.split == "hidden":
+        if experts >= devices:
+            self.split: Split = "experts"
+            self.shares = Shares.equal(experts, devices)
+            self.dims = {"up": 0, "gate": 0, "down": 0}
+        else:
+            self.split = "hidden"
             check_divides(
                 "ParallelMoE with fewer experts than devices", settings.axis_name, hidden=hidden
             )
+            self.shares = Shares.equal(hidden, devices)
+            self.dims = {"up": 2, "gate": 2, "down": 1}
         self.router = Router(features, experts, router.selection_bias, settings, rngs)
-        self.shares = Shares.equal(experts if self.split == "experts" else hidden, devices)
-        self.dims = dict(
-            zip(self.names, (0, 0, 0) if self.split == "experts" else (2, 2, 1), strict=True)
-        )
         self.gate: nnx.Param[jax.Array] | None = nnx.data(None)
         stored: list[P | None] = []
         for name, dim in self.dims.items():
@@ -147,23 +154,20 @@ class ParallelMoE(StoredLayer):
             setattr(self, name, parameter)
             stored.append(spec)
         self.stored = tuple(stored)
-        of_products: Any = {
-            **options,
-            "backend": if_available("all_gather_matmul", settings.backend),
-        }
-        self.shared = (
-            ParallelMLP(
+        if shared_hidden:
+            backend = if_available("all_gather_matmul", settings.backend)
+            mlp_options: Any = {**options, "backend": backend}
+            self.shared: ParallelMLP | None = ParallelMLP(
                 features,
                 shared_hidden,
                 gated=gated,
                 activation=activation,
                 use_bias=False,
                 rngs=rngs,
-                **of_products,
+                **mlp_options,
             )
-            if shared_hidden
-            else None
-        )
+        else:
+            self.shared = None
 
     def __call__(
         self, inputs: Float[Array, "*batch s d"], out_sharding: OutSharding = None
@@ -203,8 +207,10 @@ class ParallelMoE(StoredLayer):
         args = x, linears, None if selection_bias is None else selection_bias[...]
         in_specs = (placement.in_spec, call.specs, P(None))
         out_specs = (placement.in_spec, P())
-        y, routing = placement.run(_apply, call, args, in_specs, out_specs)
-        return (y if self.shared is None else y + self.shared(x)), routing
+        y, facts = placement.run(_apply, call, args, in_specs, out_specs)
+        if self.shared is not None:
+            y += self.shared(x)
+        return y, facts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,37 +226,43 @@ class _ExpertCall(Call):
 
 
 def _apply(
-    call: _ExpertCall, x: Array, linears: tuple[Linear, ...], bias: Array | None
+    call: _ExpertCall, x: Array, linears: tuple[Linear, ...], selection_bias: Array | None
 ) -> tuple[Array, Routing]:
     settings = call.settings
     axis_name = settings.axis_name
-    (router, _), *kernels = call.take(x, linears)
     wide = jnp.promote_types(jnp.float32, x.dtype)
+    of_router, of_experts = (
+        dataclasses.replace(call, parts=parts) for parts in (call.parts[:1], call.parts[1:])
+    )
+    ((router, _),) = of_router.take(x, linears[:1], wide)
+    kernels = of_experts.take(x, linears[1:])
     logits = lax.dot_general(
         x.astype(wide),
         shards.cast(router, x, wide),
         (((x.ndim - 1,), (0,)), ((), ())),
         precision=lax.Precision.HIGHEST,
     )
-    choice = route(logits, call.k, call.router, bias)
+    choice = route(logits, call.k, call.router, selection_bias)
     rows = x.astype(settings.dtype).reshape(-1, x.shape[-1])
     chosen = choice.ids.reshape(-1, call.k)
     factors = choice.weights.reshape(-1, call.k)
     count = rows.shape[0]
     if not call.rows_sharded:  # every device has all rows, and takes its part of them
         shares = Shares.equal(count, lax.axis_size(axis_name))
-        rows, chosen, factors = (
-            shares.local_entries(y, axis_name, 0) for y in (rows, chosen, factors)
-        )
+        rows = shares.local_entries(rows, axis_name, 0)
+        factors = shares.local_entries(factors, axis_name, 0)
+        # What pads the rows, zeros, chooses no expert, which is number -1.
+        chosen = shares.local_entries(chosen + 1, axis_name, 0) - 1
     capacity = None
     if call.capacity_factor is not None:
         capacity = max(1, int(call.capacity_factor * rows.shape[0] * call.k / call.experts))
-    up, *gate, down = (shards.cast(kernel, x, settings.dtype) for kernel, _ in kernels)
+    cast = [shards.cast(kernel, x, settings.dtype) for kernel, _ in kernels]
+    up, gate, down = cast if len(cast) == 3 else (cast[0], None, cast[1])
     y = expert_mlp(
         rows,
         chosen,
         factors,
-        gate[0] if gate else None,
+        gate,
         up,
         down,
         axis_name,
@@ -262,12 +274,11 @@ def _apply(
     )
     if not call.rows_sharded:
         y = lax.all_gather(y, axis_name, axis=0, tiled=True, to="invarying")[:count]
-    if capacity is None:
-        left_out = jnp.int32(0)
-    else:
+    left_out = jnp.int32(0)
+    if capacity is not None:
         left_out = dropped(chosen, call.experts, capacity)
-    if capacity is not None and not call.rows_sharded:
-        left_out = lax.psum(left_out, axis_name)
+        if not call.rows_sharded:  # `routing` sums over the axes of x alone
+            left_out = lax.psum(left_out, axis_name)
     return y.reshape(x.shape), routing(logits, choice, left_out, jax.typeof(x).mat.varying)
 
 

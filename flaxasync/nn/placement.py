@@ -135,11 +135,12 @@ def place(
 ) -> Placement:
     """Reads how `x` [..., rows, features] is sharded.
 
-    `axis_name` may split the dimension `sharded` alone.
+    `axis_name` may split no other dimension than `sharded`: it must split features, and may split
+    rows.
 
     `features` is the number for which the layer was built, on all devices of the axis together;
-    None takes any. A second axis of the layer, `rows_axis`, splits the rows; where `axis_name`
-    splits the features, it must.
+    None takes any. A second axis of the layer, `rows_axis`, may split the rows, and must where
+    `axis_name` splits the features.
     """
     size = mesh_axis_size(layer, axis_name)
     if x.ndim < 2:
@@ -151,14 +152,14 @@ def place(
     manual = axis_types()[axis_name] == AxisType.Manual
     varies = manual and _varies(layer, x, axis_name)
     features_split = varies and not by_rows
-    if features is not None and x.shape[-1] != (
-        wanted := features // size if features_split else features
-    ):
-        raise ValueError(
-            f"{layer} was built for {features} input "
-            f"features{' over the axis' if features_split else ''}: got {list(x.shape)}, needed "
-            f"[..., {wanted}]"
-        )
+    if features is not None:
+        wanted = features // size if features_split else features
+        if x.shape[-1] != wanted:
+            raise ValueError(
+                f"{layer} was built for {features} input "
+                f"features{' over the axis' if features_split else ''}: got {list(x.shape)}, "
+                f"needed [..., {wanted}]"
+            )
     if manual:
         return Placement(
             axis_name, size, ((),) * (x.ndim - 2), (), varies and by_rows, features_split, True
@@ -173,13 +174,15 @@ def place(
             "its devices"
         )
     else:
-        fits = fits and axis_name not in rows and last == ((axis_name,) if size > 1 or last else ())
+        is_split = last == (axis_name,) or (size == 1 and not last)
+        fits = fits and axis_name not in rows and is_split
         needed = f"whose features (dimension -1) are sharded over {axis_name!r}"
     if rows_axis is not None and not by_rows:
-        if not (rows_axis in rows or mesh_axis_size(layer, rows_axis) > 1):
-            rows = (*rows, rows_axis)
+        if rows_axis not in rows and mesh_axis_size(layer, rows_axis) == 1:
+            rows = (*rows, rows_axis)  # one device has all rows: they count as sharded
         needed = f"whose rows (dimension -2) are sharded over {rows_axis!r}, and {needed}"
         fits = fits and rows_axis in rows
+        # before `fits` is judged: under Auto axes rows that do not divide were not sharded
         check_divides(layer, rows_axis, rows=x.shape[-2])
     if not fits:
         raise ValueError(
@@ -258,25 +261,28 @@ def _entries(
     auto = tuple(name for name, kind in axis_types().items() if kind == AxisType.Auto)
     if in_spec is not None:
         given = entries_of(in_spec, x.ndim)
-        if [tuple(name for name in entry if name not in auto) for entry in given] != typed:
+        given_in_types = [tuple(name for name in entry if name not in auto) for entry in given]
+        if given_in_types != typed:
             raise ValueError(
                 f"{layer} was built with in_spec={in_spec}, and its input {list(x.shape)} is "
-                f"sharded {spec_of(typed)}; leave in_spec out under Explicit axes"
+                f"sharded {spec_of(typed)}; leave in_spec out where all axes are Explicit or Manual"
             )
         return given
+    # (dimension, axes); `axis_name` is last, the minor-most of its dimension
+    wishes: list[tuple[int, Entry]] = []
     if batch_dims:
-        wishes = [(0, tuple(name for name in auto if name not in (axis_name, rows_axis)))]
-    else:
-        wishes = []
+        wishes.append((0, tuple(name for name in auto if name not in (axis_name, rows_axis))))
     if rows_axis in auto:
         wishes.append((-2, (rows_axis,)))
     if split is not None and axis_name in auto:
         wishes.append((split, (axis_name,)))
+    entries = typed
     mesh = jax.sharding.get_abstract_mesh()
     for dim, names in wishes:
-        if x.shape[dim] % math.prod(mesh.shape[name] for name in (*typed[dim], *names)) == 0:
-            typed[dim] += names
-    return typed
+        wished = (*entries[dim], *names)
+        if x.shape[dim] % math.prod(mesh.shape[name] for name in wished) == 0:
+            entries[dim] = wished
+    return entries
 
 
 @dataclasses.dataclass(frozen=True)

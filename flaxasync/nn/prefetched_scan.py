@@ -208,15 +208,16 @@ def _forward(
     ) -> tuple[tuple[Carried, Leaves], list[Kept]]:
         kept = []
         for n in range(scan.turns):
-            carry, one = turn(carry, layer + n)
-            kept.append(one)
+            carry, of_layer = turn(carry, layer + n)
+            kept.append(of_layer)
         return carry, kept
 
     def loop(x: Carried, first: Leaves) -> tuple[Carried, Leaves, Any]:
-        # The gradients of what follows the layers are large. They leave beside the layers after the
-        # loop, which are the first to be computed backward, and are gone when it begins. A loop of
-        # one body would be none for libtpu, which then fails at what is offloaded.
-        in_loop = (layers - (scan.finish is not None)) // scan.turns * scan.turns
+        # The gradients of `finish` are large. So that they are gone when the loop begins backward,
+        # one layer or more come after the loop, and they leave beside these.
+        in_loop = layers if scan.finish is None else layers - 1
+        in_loop -= in_loop % scan.turns
+        # A loop of one body would be none for libtpu, which then fails at what is offloaded.
         if in_loop == scan.turns:
             in_loop = 0
         carry, stacks = lax.scan(
@@ -224,15 +225,16 @@ def _forward(
         )
         rest = []
         for layer in range(in_loop, layers):
-            carry, one = turn(carry, jnp.int32(layer))
-            rest.append(one)
+            carry, of_layer = turn(carry, jnp.int32(layer))
+            rest.append(of_layer)
         return (*carry, (stacks, rest))
 
     first = scan.gather_layer(stacked, 0).done()
     if scan.finish is None:
         y, whole, kept = loop(x, first)
         return y, (stacked, last, kept, None, whole, args)
-    first, shards = tie(first, last)  # the first layer does not wait for more than itself
+    # the weights of `finish` set out once those of the first layer are there, and do not delay them
+    first, shards = tie(first, last)
     travelling = scan.gather(shards, scan.finish_dims)
     y, whole, kept = meanwhile([travelling], loop, x, first)
     finish = scan.finish
@@ -250,7 +252,7 @@ def _backward(scan: Scan, saved: tuple, dy: PyTree) -> tuple[Leaves, Leaves, Car
         dy, whole, gradients, sums = carry
         # nothing uses what the last turn gathers
         preceding = scan.gather_layer(stacked, jnp.maximum(layer - 1, 0))
-        if scan.axis is None:
+        if scan.axis is None:  # gradients do not wait for the next turn
             gradients, dy = pull_layer(whole, kept, dy)
             sums = _write(sums, scan.reduce(stacked, gradients, scan.dims).done(), layer)
             return dy, preceding.done(), (), sums
@@ -269,11 +271,11 @@ def _backward(scan: Scan, saved: tuple, dy: PyTree) -> tuple[Leaves, Leaves, Car
             carry = turn(carry, layer + n, kept[n])
         return carry, None
 
-    dlast: Leaves = ()
-    leaving = []
+    dlast: Leaves = ()  # the gradients of `last`, as it is stored
+    leaving: list[Transfers] = []  # one, where something follows the layers
     if pull is not None:
-        dlast, dy = pull(dy)
-        leaving = [scan.reduce(last, dlast, scan.finish_dims)]
+        whole_gradients, dy = pull(dy)
+        leaving.append(scan.reduce(last, whole_gradients, scan.finish_dims))
     initial = _before_any_layer(scan, stacked, whole, dy)
     stacks, rest = kept
     in_loop = layers - len(rest)
@@ -285,8 +287,9 @@ def _backward(scan: Scan, saved: tuple, dy: PyTree) -> tuple[Leaves, Leaves, Car
         return carry
 
     carry = meanwhile(leaving, after_loop, dy)
-    for transfers in leaving:  # whole gradients and what arrived of others end here
-        dlast, carry = tie(transfers.done(), carry)
+    if leaving:
+        # the loop begins once the buffers of whole gradients, and of what arrived, are free
+        dlast, carry = tie(leaving[0].done(), carry)
     firsts = jnp.arange(0, in_loop, scan.turns, dtype=jnp.int32)
     (dx, _, gradients, sums), _ = lax.scan(body, carry, (firsts, stacks), reverse=True)
     if scan.axis is not None:

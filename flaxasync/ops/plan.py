@@ -108,13 +108,13 @@ def plan(
         spec = chip_named(chip)
     _check(name, spec, ring, shapes, options)
     costs = MODELS[name](spec, ring, *shapes, **options)
-    fitting = {name: cost for name, cost in costs.items() if cost.held < spec.hbm_bytes}
+    fitting = {backend: cost for backend, cost in costs.items() if cost.held < spec.hbm_bytes}
     candidates = fitting or costs
-    ranked = sorted(candidates, key=lambda name: candidates[name].seconds)
+    ranked = sorted(candidates, key=lambda backend: candidates[backend].seconds)
     first = ranked[0]
     reason = _reason(ranked, costs, ring, spec)
     if not fitting:
-        least = min(costs, key=lambda name: costs[name].held)
+        least = min(costs, key=lambda backend: costs[backend].held)
         reason = f"nothing fits: even {least} {_too_much(costs[least], spec)}; {reason}"
     if costs[first].kept:
         kept = costs[first].kept / 2**20
@@ -126,19 +126,20 @@ def plan(
         f"balance of a {spec.name} is {spec.flops / spec.hbm_bandwidth:.0f}"
     )
     quantization = quantization_of(name, options.get("quantization"))
-    kernels = [backend for backend in costs if backend not in trust.PLAIN]
-    if kernels:
+    need_verdicts = [backend for backend in costs if backend not in trust.PLAIN]
+    if need_verdicts:
         evidence = trust.known(spec.name)
     else:
         evidence = trust.Evidence("none")
     kinds = quantization.kinds if quantization else ()
-    unverified = tuple(b for b in kernels if trust.lacking(evidence, name, b, ring, kinds))
+    unverified = tuple(b for b in need_verdicts if trust.lacking(evidence, name, b, ring, kinds))
     times: Mapping[str, float] = {}
     if options.get("backward", True) and quantization is None:  # as `verify` times calls
         times = evidence.times.get(trust.call_key(name, ring, shapes, itemsize), {})
     expected = _expected(candidates, times)
-    verified = [backend for backend in ranked if backend not in unverified]
-    trusted = min(verified, key=expected.__getitem__, default="none")
+    allowed = [backend for backend in ranked if backend not in unverified]
+    # "none" if all that fit into memory are unverified
+    trusted = min(allowed, key=expected.__getitem__, default="none")
     return Plan(name, first, reason, costs, trusted, unverified)
 
 
@@ -230,6 +231,11 @@ def _intensity(op: str, ring: int, itemsize: int, x: Shape, *others: Shape) -> f
         _, rows, heads, features = x
         flops = 4 * rows * heads * ring * rows * features
         moved = 2 * rows * features * (heads + ring * others[0][2])
+    elif op == "expert_mlp":
+        ids, _, *kernels = others
+        choices = math.prod(ids)  # as many rows as leave, on average, arrive
+        flops = sum(2 * choices * w[1] * w[2] for w in kernels)
+        moved = 2 * math.prod(x) + sum(math.prod(w) for w in kernels)
     else:
         m = math.prod(x[:-1]) * (ring if op == "all_gather_matmul" else 1)
         k = x[-1]

@@ -181,9 +181,10 @@ def quantize(
     else:
         count = math.prod(x.shape[dim] for dim in contracted)
     if kind == "int8" and count > MAX_INT8_PRODUCTS:
-        what = "features on a device"
-        instead = "quantization=None, or a larger axis"
-        if not isinstance(contracted, int):
+        if isinstance(contracted, int):
+            what = "features on a device"
+            instead = "quantization=None, or a larger axis"
+        else:
             what = "rows in dw"
             instead = "a Quantization without weights, or fewer rows in a microbatch"
         raise UnsupportedError(
@@ -193,13 +194,9 @@ def quantize(
     wide = jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
     if kind == "int8":
         type_ = jnp.int8
-    elif rounding is None:
-        type_ = jnp.float8_e4m3fn
-    else:
-        type_ = jnp.float8_e5m2
-    if kind == "int8":
         largest = 127.0
     else:
+        type_ = jnp.float8_e4m3fn if rounding is None else jnp.float8_e5m2
         largest = float(jnp.finfo(type_).max)
     values = x.astype(wide)
     if most is None:
@@ -210,9 +207,8 @@ def quantize(
         most = jnp.broadcast_to(jnp.max(most, initial=0), most.shape)
     if over:
         most = lax.pmax(most, over)
-    scales = jnp.where(
-        most > 0, most * jnp.asarray(1 / largest, wide), jnp.where(most == 0, 1, most)
-    )
+    scales = most * jnp.asarray(1 / largest, wide)  # NaN stays NaN
+    scales = jnp.where(most == 0, 1, scales)
     ratio = values / jnp.expand_dims(scales, contracted)
     # an infinity divided by an infinite scale
     ratio = jnp.where(jnp.isnan(ratio), jnp.sign(values), ratio)

@@ -43,8 +43,10 @@ class Rates:
     """The constants of one backend of one op."""
 
     share: float  # of the peak FLOP/s that large products reach
-    once: float = 0.0  # seconds of each trip beside products and hops
-    step: float = 0.0  # seconds of each product beside its FLOPs or bytes
+    # seconds of each trip beside products and hops; of experts, of each step
+    once: float = 0.0
+    # seconds of each product beside its FLOPs or bytes; of experts, of each row
+    step: float = 0.0
 
 
 MATMUL = {
@@ -253,26 +255,29 @@ def ring_attention_costs(
     ways = 1 if sequence.one_way else directions(ring)
     kv_elements = 2 * b * s * k[2] * d
     kv_bytes = kv_elements * itemsize
-    dkv_bytes = 4 * kv_elements * backward
-    carry_bytes = 2 * b * h * s * d * 4  # the accumulator of a product is read and written once
-    own = 0.5 if causal else 1.0
-    used = 0.5 if causal and layout == "zigzag" else 1.0
+    dkv_bytes = 4 * kv_elements if backward else 0
+    # the accumulator of a block is read and written once
+    accumulator_bytes = 2 * 4 * b * h * s * d
+    # the shares of a block's scores that are computed
+    share_of_own = 0.5 if causal else 1.0
+    share_of_arrived = 0.5 if causal and layout == "zigzag" else 1.0
 
-    def block(matmuls: int, share: float) -> float:
+    def block_seconds(matmuls: int, share: float) -> float:
         flops = 2 * matmuls * b * h * s * s * d * share
         reached = chip.flops * ATTENTION["xla"].share
-        return max(flops / reached, carry_bytes / chip.hbm_bandwidth)
+        return max(flops / reached, accumulator_bytes / hbm(chip))
 
     passes = [(2, kv_bytes)]  # the matmuls of a block, and the bytes that travel
     if backward:
         passes.append((5, kv_bytes + dkv_bytes))
     compute = exposed = gathered = 0.0
     for matmuls, sent in passes:
-        each = block(matmuls, used)
+        own = block_seconds(matmuls, share_of_own)
+        arrived = block_seconds(matmuls, share_of_arrived)
         hop = hop_seconds(chip, sent, ways)
-        compute += block(matmuls, own) + hops * each
-        exposed += (ring - 1) * max(0.0, hop - each)
-        gathered += (ring - 1) * hop
+        compute += own + hops * arrived
+        exposed += hops * max(0.0, hop - arrived)
+        gathered += (ring - 1) * hop_seconds(chip, sent, directions(ring))
     steps = len(passes) * (hops + 1)
     held = {"xla": 2 * (kv_bytes + dkv_bytes), "none": ring * (kv_bytes + dkv_bytes)}
     waits = {"xla": exposed, "none": gathered}
@@ -300,37 +305,44 @@ def mesh_matmul_costs(
     x, y = ring
     m, k = lhs
     rhs_rows, n = rhs
-    needed = k * n * itemsize
-    result = m * n * itemsize
-    moved = m * k * itemsize + needed + result
-    gathered = (x - 1) * hop_seconds(chip, rhs_rows * n * itemsize, 1)  # every block to everyone
+    w_bytes = k * n * itemsize
+    o_bytes = m * n * itemsize
+    moved = m * k * itemsize + w_bytes + o_bytes
+    # seconds: of a gather of all blocks of rhs, and of hops that bring w alone
+    gathered = (x - 1) * hop_seconds(chip, rhs_rows * n * itemsize, 1)
     if x == y > 1:
-        permuted = hop_seconds(chip, needed, 1)
+        permuted = hop_seconds(chip, w_bytes, 1)
     else:
-        permuted = (x - 1) * hop_seconds(chip, needed / x, 1)
-    reduced = 2 * (y - 1) * hop_seconds(chip, result / y, 1)
-    summed = 3 * result / hbm(chip) if y > 1 else 0.0
-    sliced = 2 * needed / hbm(chip) if x > 1 and y > 1 else 0.0
+        permuted = (x - 1) * hop_seconds(chip, w_bytes / x, 1)
+    reduced = 2 * (y - 1) * hop_seconds(chip, o_bytes / y, 1)
+    summed = 3 * o_bytes / hbm(chip) if y > 1 else 0.0
+    sliced = 2 * w_bytes / hbm(chip) if x > 1 and y > 1 else 0.0
+    before = gathered + sliced
     after = reduced + summed
 
-    def cost(backend: str, waits: float, steps: int, held: int, hidden: float = 0.0) -> Cost:
+    def cost(backend: str, waits: float, steps: int, held: int, beside: float = 0.0) -> Cost:
+        """`beside` are the seconds of transfers behind the product."""
         rates = MESH[backend]
         cores = chip.cores if backend in ("fused", "overlapped") else 1
         product = max(2 * m * k * n * cores / (chip.flops * rates.share), moved / hbm(chip))
-        exposed = waits + max(0.0, hidden - product)
+        exposed = waits + max(0.0, beside - product)
         return Cost(product, exposed, steps, held, steps * rates.step)
 
-    first = permuted if x == y else gathered + sliced
-    costs = {"none": cost("none", first + after, 3, needed)}
+    # "none" brings w by one permute on a square mesh, and gathers all blocks on another.
+    whole_rhs = x * rhs_rows * n * itemsize
+    if x == y:
+        costs = {"none": cost("none", permuted + after, 3, w_bytes)}
+    else:
+        costs = {"none": cost("none", before + after, 3, whole_rhs)}
     if kernels and x * y > 1:
-        whole = x * rhs_rows * n * itemsize + result
         for backend in ("xla_gemm", "serial"):
-            costs[backend] = cost(backend, gathered + sliced + after, 3, whole)
+            costs[backend] = cost(backend, before + after, 3, whole_rhs + o_bytes)
         # The product of "fused" hides the transfers of w, and that of "overlapped" those of sums,
         # too.
-        own = needed + result
-        costs["fused"] = cost("fused", after, 2 if after else 1, own, permuted)
-        costs["overlapped"] = cost("overlapped", 0.0, 1, own, max(permuted, reduced))
+        own = w_bytes + o_bytes
+        costs["fused"] = cost("fused", after, 2 if after else 1, own, beside=permuted)
+        beside = max(permuted, reduced)
+        costs["overlapped"] = cost("overlapped", 0.0, 1, own, beside=beside)
     return costs
 
 

@@ -217,31 +217,29 @@ def start_kernel(
     dtype)`, and so many semaphores. It returns the semaphores, the arrays, and what was created.
     `sent` are the bytes that leave the device.
     """
-    count = len(scalars)
-    size = len(arrays)
+    scalar_count = len(scalars)
+    array_count = len(arrays)
+    first_made = semaphores + array_count  # results: semaphores, the arrays, what is made
     made_spaces = tuple(pl.BlockSpec(memory_space=type_.memory_space) for type_ in made)
 
     def kernel(*refs: Ref) -> None:
-        given = refs[:count]
-        array_refs = refs[count : count + size]
-        refs = refs[count + size :]
-        sems = refs[:semaphores]
-        made_refs = refs[semaphores + size :]
-        body(*given, *array_refs, *made_refs, *sems)
+        operands = refs[: scalar_count + array_count]
+        of_results = refs[scalar_count + array_count :]
+        body(*operands, *of_results[first_made:], *of_results[:semaphores])
 
     results = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=count,
-            in_specs=[_HBM] * size,
-            out_specs=(*(_SEMAPHORE,) * semaphores, *(_HBM,) * size, *made_spaces),
+            num_scalar_prefetch=scalar_count,
+            in_specs=[_HBM] * array_count,
+            out_specs=(*(_SEMAPHORE,) * semaphores, *(_HBM,) * array_count, *made_spaces),
         ),
         out_shape=(
             *(pltpu.SemaphoreType.DMA(()),) * semaphores,
             *map(pltpu.HBM.like, arrays),
             *made,
         ),
-        input_output_aliases={count + i: semaphores + i for i in range(size)},
+        input_output_aliases={scalar_count + i: semaphores + i for i in range(array_count)},
         compiler_params=_params(collective_id),
         cost_estimate=pl.CostEstimate(
             flops=0, transcendentals=0, bytes_accessed=0, remote_bytes_transferred=sent
@@ -253,8 +251,8 @@ def start_kernel(
     )
     return (
         list(results[:semaphores]),
-        list(results[semaphores:][:size]),
-        list(results[semaphores + size :]),
+        list(results[semaphores:first_made]),
+        list(results[first_made:]),
     )
 
 

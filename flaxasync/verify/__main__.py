@@ -43,7 +43,9 @@ def main(arguments: list[str] | None = None, *, serve: Serve = serve) -> int:
     add("--platform", choices=("cpu", "gpu", "tpu"), help=platform)
     devices = f"devices that a CPU is divided into (default: {Setup.cpu_devices})"
     add("--cpu-devices", type=int, default=Setup.cpu_devices, help=devices)
-    seconds = f"seconds after which a case hangs (default: {LIMIT}; quick: {QUICK_LIMIT})"
+    seconds = (
+        f"seconds after which a case hangs (default: {LIMIT}; quick, on devices: {QUICK_LIMIT})"
+    )
     add("--limit", type=float, help=seconds)
     rehearse = (
         "do what a run on such chips does, such as v5e:2x4, without a TPU: times are those of a "
@@ -61,7 +63,9 @@ def main(arguments: list[str] | None = None, *, serve: Serve = serve) -> int:
         repeats = 1
         if not chosen.rehearse:
             limit = QUICK_LIMIT
-    if chosen.limit:
+    if chosen.limit is not None:
+        if not chosen.limit > 0:
+            parser.error(f"--limit must be above 0: got {chosen.limit:g}")
         limit = chosen.limit
     setup = Setup(
         platform={"gpu": "cuda"}.get(chosen.platform, chosen.platform),

@@ -49,7 +49,7 @@ FORGETS = "JAX's simulator forgets transfers that outlive a kernel"
 MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 # the backends of MATMULS that are verified in 8 bits, too: others only send the values
 IN_8_BITS = ("none", "fused")
-SIZES = {  # rows, features, head size and heads
+SIZES = {  # rows of products, features, head size and heads
     "cpu": (32, 64, 16, 4),
     "simulated": (16, 256, 64, 2),
     "rehearsed": (128, 512, 128, 4),
@@ -159,10 +159,10 @@ def list_cases(
     """Returns the cases for so many devices of a "tpu", "gpu" or "cpu".
 
     A `chip` of the table has cases in 8 bits of the types for which it has a rate, others of all
-    types. Quick cases have small shapes, smaller ones in a rehearsal, and verify gradients together
-    with results only. `only` names ops, such as "all_gather_matmul", or "attention/flash" with a
-    backend; all by default. The plain backend of each op is always among the cases, because a
-    backend may be slower than it. An unknown name raises ValueError.
+    types. Quick cases have small shapes, smaller ones in a rehearsal, those of CPUs in any case, and
+    verify gradients together with results only. `only` names ops, such as "all_gather_matmul", or
+    "attention/flash" with a backend; all by default. The plain backend of each op is always among
+    the cases, because a backend may be slower than it. An unknown name raises ValueError.
     """
     chosen: set[tuple[str, str]] = set()
     for name in only:

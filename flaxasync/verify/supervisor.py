@@ -59,26 +59,26 @@ def run_cases(cases: Sequence[Case], setup: Setup) -> Iterator[Facts]:
     done = 0
     pauses = list(setup.pauses)
     while done < len(cases):
+        why: str | None = None  # the devices could not be opened, or not be released
         try:
             with _Child(setup, cases[done:]) as child:
-                machine = child.receive(START_LIMIT)
-                why = None
-                if machine is None:
+                answers = child.receive(START_LIMIT) is not None  # it describes the machine
+                if not answers:
                     why = child.end()
-                # the last message; None from a child that has ended or hangs
-                outcome: Facts | None = machine
-                while outcome is not None and done < len(cases):
+                while answers and done < len(cases):
                     outcome = child.receive(setup.limit)
-                    if outcome is None and child.running:
+                    answers = outcome is not None
+                    if outcome is not None:
+                        yield outcome
+                    elif child.running:
                         yield {"hung": f"did not end within {setup.limit:g} s and was ended"}
                     else:
-                        yield outcome or {"crashed": child.end()}
+                        yield {"crashed": child.end()}
                     done += 1
-                if outcome is not None:
+                if answers:
                     child.finish()
-        except (
-            MachineError
-        ) as error:  # a child that cannot be ended keeps the devices: there is no use in waiting
+        except MachineError as error:
+            # a child that cannot be ended keeps the devices: there is no use in waiting
             why = str(error)
             pauses = []
         if why is None:

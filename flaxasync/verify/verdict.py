@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import enum
+import re
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -87,7 +88,8 @@ def judge(outcome: Facts, case: Case) -> CaseResult:
     ((kind, found),) = outcome.items()
     if kind == "error":
         verdict = Verdict.CRASHED
-        if "RACE" in found or found.startswith("RaceError"):  # in JAX's simulator, and in ours
+        # in JAX's simulator, and in ours
+        if re.search(r"\bRACE\b", found) or found.startswith("RaceError"):
             verdict = Verdict.WRONG
         return CaseResult(case, verdict, found)
     if kind != "measurement":  # the name of a verdict, in lower case

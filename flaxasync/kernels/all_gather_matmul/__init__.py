@@ -50,13 +50,14 @@ def all_gather_matmul(
     """Returns the ys, or an epilogue's results, and the gathered x or None. With two directions, a
     block has halves.
 
-    Args beside those of the head of `flaxasync.kernels`: transposed: multiply by w.T; then each w
-      is [n, k]. keep_gathered: whether the gathered x, [B, R*m, k], is a result, too. epilogue:
-      what is made of the products of all w, which then have one shape, before they leave vector
-      memory. operands: the operands of the epilogue, each [B, R*m, n], of the dtype of the results.
+    Args beside those of the head of `flaxasync.kernels`:
+      transposed: multiply by w.T; then each w is [n, k].
+      keep_gathered: whether the gathered x, [B, R*m, k], is a result, too.
+      epilogue: what is made of the products of all w, which then have one shape, before they leave
+        vector memory.
+      operands: the operands of the epilogue, each [B, R*m, n], of the dtype of the results.
       measured: the results of the epilogue whose largest magnitudes in each row, of all of them
-      together, are another
-        result after them, [B, R*m] in float32.
+        together, are another result after them, [B, R*m] in float32.
       scales: those of all rows, [B, R*m], and of the columns of each w, [n], in float32, if x and
         ws are 8-bit values.
       result: the dtype of the results; that of x by default.
@@ -68,21 +69,22 @@ def all_gather_matmul(
     ring = Ring(axis_name, size, directions)
     result = jnp.dtype(result or x.dtype)
     work = GatherWork(
-        BlockLayout.of(batch, m, sublanes(x.dtype), directions),
-        size,
-        k,
-        widths,
-        transposed,
-        x.dtype,
-        ws[0].dtype,
-        result,
-        scales is not None,
-        tiles,
-        epilogue,
-        len(operands),
-        measured,
+        layout=BlockLayout.of(batch, m, sublanes(x.dtype), directions),
+        size=size,
+        k=k,
+        widths=widths,
+        transposed=transposed,
+        dtype=x.dtype,
+        w_dtype=ws[0].dtype,
+        result=result,
+        scaled=scales is not None,
+        tiles=tiles,
+        epilogue=epilogue,
+        operands=len(operands),
+        measured=measured,
     )
     plan = _plan(work)
+    layout = plan.work.layout  # the plan may have divided half-blocks into chunks
     streams = isinstance(plan, stream.StreamSchedule)
 
     def body(
@@ -90,10 +92,10 @@ def all_gather_matmul(
     ) -> None:
         device: stream.Stream | resident.Resident
         if isinstance(plan, stream.StreamSchedule):
-            gather = Gather(ring, plan.work.layout, given.x, made.gathered, semaphores)
+            gather = Gather(ring, layout, given.x, made.gathered, semaphores)
             device = stream.Stream(plan, gather, given, made, keep_gathered, scratch)
         else:
-            gather = Gather(ring, plan.work.layout, given.x, made.gathered, semaphores, scratch.x)
+            gather = Gather(ring, layout, given.x, made.gathered, semaphores, scratch.x)
             device = resident.Resident(plan, gather, given, made, keep_gathered, scratch)
         device.begin()
         ring.enter(f"{CALLER} {transposed} {keep_gathered} {len(ws)} {streams}", collective_id)
@@ -104,7 +106,7 @@ def all_gather_matmul(
 
     y_widths = widths
     if epilogue is not None:
-        y_widths = widths[:1] * epilogue.results
+        y_widths = widths[:1] * epilogue.results  # all w have one width, and so have the results
     results = GatherResults([of_rows(n, result) for n in y_widths], None, None)
     if isinstance(plan, stream.StreamSchedule) and measured is not None:
         lanes = plan.tiles.columns.count * LANES
@@ -117,8 +119,10 @@ def all_gather_matmul(
         laid_out = laid_out_scales(of_x.reshape(batch, size, m), of_ws)
     of_epilogue = [operand.reshape(batch, size, m, -1) for operand in operands]
     rows = size * batch * m
-    read_bytes = itemsize * (plan.elements_read + rows * keep_gathered * k)
-    scratch: Ref = [plan.scratch(), GatherSemaphores.allocate(plan.work.layout, size)]
+    moved = plan.elements_read
+    if keep_gathered:
+        moved += rows * k  # written
+    scratch: Ref = [plan.scratch(), GatherSemaphores.allocate(layout, size)]
     all_operands = GatherOperands(x, ws, of_epilogue, laid_out)
     (made,) = pl.pallas_call(
         body,
@@ -133,7 +137,7 @@ def all_gather_matmul(
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * k * sum(widths),
             transcendentals=0,
-            bytes_accessed=read_bytes + result.itemsize * rows * sum(y_widths),
+            bytes_accessed=itemsize * moved + result.itemsize * rows * sum(y_widths),
             remote_bytes_transferred=(size - 1) * x.size * itemsize,
         ),
         name=CALLER,

@@ -4,7 +4,7 @@ devices.
 | file | what it has |
 |---|---|
 | `operands` | types of what a kernel body handles, hardware tiles, the sizes of matmul tiles |
-| `call` | the call of a kernel; the vector memory that its tiles need, and its error |
+| `vector_memory` | the vector memory that the tiles of a kernel need, and its error |
 | `tiling` | the order in which tiles are visited; tiles of a dimension, or of rows in batches |
 | `slots` | tiles on their way in or out; the start of every transfer, and the wait |
 | `matmul` | the tiles of x and w: fetch, wait, multiply, accumulate; epilogues |

@@ -274,19 +274,19 @@ class Beside:
         stored.
         """
         scratch = self.scratch
-        tiles = one.tiles
+        tiles = one.tiles  # [k, m] of x, [k, n] of y, [m, n] of dw
         slot = remainder(number, 2)
         i, j, t = one.grid.coordinates(number - one.first)
-        result = self._result(one, i, j)
+        dw_tile = self._result(one, i, j)
         last = t == one.grid.sizes[2] - 1
-        out = scratch.outgoing.slot(result)
-        side = largest_divisor(tiles.m, SUB_BLOCK, LANES)
+        out_slot = scratch.outgoing.slot(dw_tile)
+        sub_block = largest_divisor(tiles.m, SUB_BLOCK, LANES)
         scratch.x.wait(slot, tiles.k, tiles.m)
         scratch.y.wait(slot, tiles.k, tiles.n)
-        when(last, scratch.outgoing.free, result, self._wait_until_left)
+        when(last, scratch.outgoing.free, dw_tile, self._wait_until_left)
         scales = scratch.scales
         if scales is not None:
-            when(last, scales.wait, scales.rows.slot(result), 1, tiles.m, tiles.n)
+            when(last, scales.wait, scales.rows.slot(dw_tile), 1, tiles.m, tiles.n)
 
         def product(depth: int, index: tuple[pl.Slice, slice]) -> jax.Array:
             x = scratch.x.tiles[slot, :depth, index[0]]
@@ -297,14 +297,15 @@ class Beside:
 
         def finish(sums: jax.Array, index: tuple[pl.Slice, slice]) -> None:
             if scales is not None:
-                of_tile = scales.rows.slot(result)
+                of_tile = scales.rows.slot(dw_tile)
+                # as the only batch, since `Scales` is for tiles in batches
                 (sums,) = scales.apply(of_tile, sums[None], (slice(0, 1), *index))
-            scratch.outgoing.put(out, sums, index)
+            scratch.outgoing.put(out_slot, sums, index)
 
         def for_each_sub_block(use: Callable[..., None]) -> None:
-            @pl.loop(0, tiles.m // side)
-            def _(number: Scalar) -> None:
-                use((aligned(number * side, side, LANES), slice(0, tiles.n)))
+            @pl.loop(0, tiles.m // sub_block)
+            def _(place: Scalar) -> None:
+                use((aligned(place * sub_block, sub_block, LANES), slice(0, tiles.n)))
 
         accumulate(
             Tiling((one.padded.k,), tiles.k),
@@ -321,7 +322,7 @@ class Beside:
         def _() -> None:
             k = aligned(i * tiles.m, tiles.m, LANES)
             n = aligned(j * tiles.n, tiles.n, LANES)
-            scratch.outgoing.store(out, self.dws[sum_].at[k, n])
+            scratch.outgoing.store(out_slot, self.dws[sum_].at[k, n])
 
     def _operands(self, sum_: int) -> Sequence[Ref]:
         each = len(self.given) // len(self.plan.sums)

@@ -141,14 +141,12 @@ def plan(
     m, k = x.shape
     held, n = w.shape
     dtype = x.dtype
-    if reduce:
-        caller = "overlapped"
-    else:
-        caller = "fused"
     size, columns_of_mesh = (lax.axis_size(name) for name in axis_names)
     if reduce:
+        caller = "overlapped"
         phases = columns_of_mesh
     else:
+        caller = "fused"
         phases = 1
     most_k = math.gcd(k, held)
     unit = sublanes(dtype)
@@ -160,17 +158,17 @@ def plan(
             f"{most_k}, needed a multiple of {LANES}; pad K, or use backend='none'"
         )
     if phases > 2 and directions != 1 and block % (2 * unit) == 0:
-        both = 2
+        row_directions = 2
     else:
-        both = 1
-    if directions == 2 and phases > 2 and both == 1:
+        row_directions = 1
+    if directions == 2 and phases > 2 and row_directions == 1:
         raise ValueError(
             f"{caller} sends half of the rows each way around {axis_names[1]!r}: got {m} rows of "
             f"{dtype}, needed a multiple of {phases * 2 * unit}; use directions=1"
         )
 
     def fit(most: Tiles) -> Tiles:
-        rows = largest_divisor(block, most.m, unit * both)
+        rows = largest_divisor(block, most.m, unit * row_directions)
         columns = Tiling.of((n,), most.n)
         return Tiles(rows, largest_divisor(most_k, most.k, LANES), columns.size)
 
@@ -193,14 +191,15 @@ def plan(
     narrow = dataclasses.replace(TILES, n=min(TILES.n, max(NARROWEST, n // CHUNKS)))
     for default in (narrow, TILES):
         used = fitting(tiles, default, fit, functools.partial(need, 1))
-        panels = [
-            rows for rows in range(max(1, PANEL // used.m), 0, -1) if block % (used.m * rows) == 0
-        ]
-        rows = next((rows for rows in panels if need(rows, used) <= available()), 1)
+        # the highest panel that fits, in tiles of rows
+        heights = range(max(1, PANEL // used.m), 0, -1)
+        even = [height for height in heights if block % (used.m * height) == 0]
+        rows = next((height for height in even if need(height, used) <= available()), 1)
         columns = Tiling((n,), used.n)
-        side = used.m // both
         schedule = MeshSchedule(columns.count, block // (rows * used.m), rows, k // used.k, phases)
-        blocks_of_w = schedule.chunks * schedule.depth * (size > 1)
+        blocks_of_w = 0
+        if size > 1:
+            blocks_of_w = schedule.chunks * schedule.depth
         arrivals = blocks_of_w + 2 * (phases - 1) * schedule.rounds * rows
         if arrivals <= SEMAPHORES:
             break
@@ -212,13 +211,16 @@ def plan(
             "over columns of w, or backend='serial'"
         )
     column = Ring(axis_names[0], size, 2 if size > 2 and directions != 1 else 1)
-    row_tiling = RowTiling(Tiling((both,), both, 1), Tiling((side,), side, unit))
+    side = used.m // row_directions
+    row_tiling = RowTiling(
+        Tiling((row_directions,), row_directions, 1), Tiling((side,), side, unit)
+    )
     vmem_bytes = check_vmem(caller, used, functools.partial(need, rows))
     matmul_tiles = MatmulTiles(row_tiling, columns, Tiling((k,), used.k), transposed=False)
     return MeshPlan(
         caller,
         column,
-        Ring(axis_names[1], phases, both),
+        Ring(axis_names[1], phases, row_directions),
         schedule,
         matmul_tiles,
         outgoing(rows),

@@ -70,10 +70,11 @@ def load(
     """
     targets = variables_of(module)
     specs = _layer_specs(module)
-    # constants and random streams, too
+    # all names of the model: constants and random streams, too, are neither loaded nor left over
     known = {_name(path) for path, _ in nnx.to_flat_state(nnx.state(module))}
     named = {_variable_name(name, known): value for name, value in _flatten(params).items()}
-    source = join_fused(params, split_fused(module, named, known), known)
+    split = split_fused(module, named, known)
+    source = join_fused(params, split, known)
     found = {}
     reshaped = {}
     errors = []
@@ -94,20 +95,22 @@ def load(
         errors.append(f"missing in the source: {_some_of(missing)}")
     if strict and unexpected:
         errors.append(f"left over in the source: {_some_of(unexpected)}")
+    if strict and (missing or unexpected):
+        errors.append("strict=False leaves names out")
     if errors:
         raise ValueError(
             f"load cannot put these arrays into a {type(module).__name__}: {'; '.join(errors)}"
-            + ("; strict=False leaves names out" if strict else "")
         )
     for name, value in found.items():
         variable = targets[name]
         target = variable.get_value()
-        spec = specs.get(name)
-        if spec is None:
+        of_one_layer = specs.get(name)
+        if of_one_layer is None:
             spec = _current_spec(variable)
         else:
             # a stack of layers has leading dimensions
-            spec = P(*(None,) * (target.ndim - len(spec)), *spec)
+            stack = (None,) * (target.ndim - len(of_one_layer))
+            spec = P(*stack, *of_one_layer)
             variable.set_metadata(out_sharding=tuple(spec))
         variable.set_value(_put(value, target, spec))
     return Loaded(tuple(found), missing, unexpected, reshaped)

@@ -61,8 +61,9 @@ def _check_attention(old: nnx.MultiHeadAttention) -> None:
                 "parameters ParallelAttention reads without calling it: adapt separate layers"
             )
     reasons = {
-        "it decodes with a cache of keys and values: build the model with decode=False to train "
-        "it, and decode with the plain one": old.decode or old.cached_key is not None,
+        "it decodes with a cache of keys and values: build the model with decode=False, and give "
+        "the parallel layer its own cache with init_cache": old.decode
+        or old.cached_key is not None,
         "its dropout is the same for the whole batch: give it broadcast_dropout=False": (
             old.dropout_rate and old.broadcast_dropout
         ),

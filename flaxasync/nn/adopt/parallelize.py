@@ -87,7 +87,7 @@ def parallelize(
         parallel layers. The parameters of an abstract model, of `nnx.eval_shape`, stay abstract,
         and `load` puts values into them.
       rules: A rule for each pattern of paths. `*` stands for one name, or for a part of it, and
-        `**` for any number.
+        `**` for any number, also none: `**.up` is every `up`.
       axis_name: The mesh axis that splits the layers.
       fsdp_axis: A mesh axis over which the parallel layers store their parameters sharded as well;
         None for none.
@@ -110,18 +110,20 @@ def parallelize(
                 "flaxasync.nn.Fused"
             )
     modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model) if path}
-    every = {"": model} | modules
-    holders = _holders(every)
-    chosen = _without_adapted(every, _match(modules, rules), holders)
+    with_root = {"": model} | modules  # the root holds layers, and no pattern names it
+    holders = _holders(with_root)
+    asked = _match(modules, rules)
+    chosen = _without_adapted(with_root, asked, holders)
     options = {"axis_name": axis_name, "fsdp_axis": fsdp_axis, "backend": backend}
     new = {path: _new_layer(path, modules[path], rule, options) for path, rule in chosen.items()}
     for path in new:
         _check_held(path, modules[path], holders)
     for path, layer in new.items():
         values = [variable.get_value() for variable in variables_of(modules[path]).values()]
-        # as `nnx.eval_shape` makes them
-        if not any(isinstance(value, jax.ShapeDtypeStruct) for value in values):
+        is_abstract = any(isinstance(value, jax.ShapeDtypeStruct) for value in values)
+        if not is_abstract:
             load(layer, modules[path])
+    # whatever is wrong was an error above: only from here on the model changes
     done = []
     for path, layer in new.items():
         old = modules[path]
@@ -177,9 +179,12 @@ def _match(
     """Returns the rule of each path, in the order of the model."""
     chosen: dict[str, tuple[str, Rule | Fused]] = {}
     for pattern, rule in rules.items():
-        parts = {"**": ".*", "*": "[^.]*"}
+        parts = {"**.": r"(?:.*\.)?", ".**": r"(?:\..*)?", "**": ".*", "*": "[^.]*"}
         regex = re.compile(
-            "".join(parts.get(part, re.escape(part)) for part in re.split(r"(\*\*|\*)", pattern))
+            "".join(
+                parts.get(part, re.escape(part))
+                for part in re.split(r"((?:^|(?<=\.))\*\*\.|\.\*\*$|\*\*|\*)", pattern)
+            )
         )
         matched = [path for path in modules if regex.fullmatch(path)]
         if not matched:

@@ -225,6 +225,16 @@ def scores_spec(array: Array | None, placement: Placement, batch: int) -> P:
     return P(placement.token_spec()[0] if has_batch else None, None, None, None)
 
 
+def check_whole_rows(layer: str, placement: Placement) -> None:
+    """Raises ValueError for an input whose rows another axis than the layer's shards."""
+    if placement.rows:
+        raise ValueError(
+            f"{layer} needs all rows of a sequence on {placement.axis_name!r}: its input's rows "
+            f"are sharded over {', '.join(map(repr, placement.rows))}, too; reshard it with "
+            "jax.reshard, or name that axis with context_axis"
+        )
+
+
 def attend_cached(
     layer: AttentionLayer, x: Array, inputs: Inputs[Array], qkv_sharding: OutSharding
 ) -> Array:
@@ -242,6 +252,7 @@ def attend_cached(
         if getattr(inputs, argument) is not None:
             raise NotImplementedError(f"{name} with decode=True lacks {argument}; leave it out")
     placement = place_input(layer, x, None)
+    check_whole_rows(name, placement)
     check_qkv_sharding(name, qkv_sharding, placement, splits_heads=True)
     if keys is None or values is None or index is None:
         raise ValueError(
@@ -252,33 +263,30 @@ def attend_cached(
             f"{name} lacks a cache with an attention_fn, and inside shard_map: leave decode out"
         )
     batch, length = keys[...].shape[:2]
-    if isinstance(index[...], jax.core.Tracer):
-        taken = None
-    else:
+    taken = 0  # at least, where a trace hides it
+    of_which = ""
+    if not isinstance(index[...], jax.core.Tracer):
         taken = int(index[...])
-    if x.shape[0] != batch or (taken or 0) + x.shape[1] > length:
-        if taken is None:
-            of_which = ""
-        else:
-            of_which = f", of which {taken} are taken"
+        of_which = f", of which {taken} are taken"
+    if x.shape[0] != batch or taken + x.shape[1] > length:
         raise ValueError(
             f"{name} has a cache for {batch} sequences of {length} rows{of_which}: got "
-            f"{x.shape[0]} sequences and {x.shape[1]} new rows; make a larger one with init_cache"
+            f"{x.shape[0]} sequences and {x.shape[1]} new rows; init_cache makes one that fits"
         )
     mask = scores_array(name, "mask", inputs.mask, (batch, 1, x.shape[1], length))
     call, linears, norms = make_call(layer, x, placement, placement)
-    heads = P(placement.spec()[0], None, placement.axis_name, None)
+    cache_spec = P(placement.spec()[0], None, placement.axis_name, None)
     arguments = x, linears, norms, keys[...], values[...], index[...], mask
     specs = (
         placement.in_spec,
         call.specs,
         P(None),
-        heads,
-        heads,
+        cache_spec,
+        cache_spec,
         P(),
         scores_spec(mask, placement, batch),
     )
-    out_specs = placement.in_spec, heads, heads
+    out_specs = placement.in_spec, cache_spec, cache_spec
     y, keys[...], values[...] = placement.run(_attend_new_rows, call, arguments, specs, out_specs)
     index[...] += x.shape[1]
     return y

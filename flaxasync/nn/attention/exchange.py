@@ -93,12 +93,12 @@ def choose(call: AttentionCall, x: Array, weights: Weights, inputs: Inputs[Array
     if wanted is False or size == 1 or x.size == 0:
         return None
     given = [
-        name
+        name.replace("dropout_key", "dropout")
         for name, array in inputs._asdict().items()
         if array is not None and name != "segment_ids"
     ]
     lacks = {
-        ", ".join(given): bool(given),
+        ", ".join(given): bool(given),  # "" is never told
         "an input that every device has whole": not call.rows_sharded,
         "split sequences": call.attention.context_axis is not None,
         "kernels that were gathered in 8 bits": any(
@@ -115,18 +115,12 @@ def choose(call: AttentionCall, x: Array, weights: Weights, inputs: Inputs[Array
         return None
     batch, rows, features = x.shape
     dtype = jnp.dtype(settings.dtype)
-    out, _ = weights.out
-    heads = sum(kernel.shape[1] for kernel, _ in weights[:3])
-    sizes = Sizes(batch, rows, features, heads, out.shape[0])
-    copied = all(
-        in_whole_tiles(jax.ShapeDtypeStruct((n, rows), dtype), 0) for n in (sizes.inputs, sizes.out)
-    )
-    direct = (
-        mesh.platform() == "tpu"
-        and copied
-        and rows % LANES == 0
-        and settings.backend not in trust.PLAIN
-    )
+    qkv_features = sum(kernel.shape[1] for kernel, _ in weights[:3])
+    out_kernel, _ = weights.out
+    sizes = Sizes(batch, rows, features, qkv_features, out_kernel.shape[0])
+    blocks = [jax.ShapeDtypeStruct((n, rows), dtype) for n in (sizes.inputs, sizes.out)]
+    fits_tiles = rows % LANES == 0 and all(in_whole_tiles(block, 0) for block in blocks)
+    direct = mesh.platform() == "tpu" and fits_tiles and settings.backend not in trust.PLAIN
     if wanted:
         if direct:
             return "direct"
@@ -157,26 +151,27 @@ def apply(
     [b, s].
     """
     settings = call.settings
-    axis_name = call.settings.axis_name
-    dtype = call.settings.dtype
+    axis_name = settings.axis_name
+    dtype = settings.dtype
     batch, rows, _ = x.shape
     size = lax.axis_size(axis_name)
     x = x.astype(dtype)
-    w = jnp.concatenate([shards.cast(kernel, x, dtype).T for kernel, _ in weights[:3]])
-    out = shards.cast(weights.out[0], x, dtype)
-    out_bias = weights.out[1]
-    widths = [kernel.shape[1] for kernel, _ in weights[:3]]
-    biases = tuple(None if bias is None else shards.cast(bias, x, dtype) for _, bias in weights[:3])
-    scales = vary_like(norms, x)
+    qkv = weights[:3]
+    w = jnp.concatenate([shards.cast(kernel, x, dtype).T for kernel, _ in qkv])
+    out_kernel, out_bias = weights.out
+    out = shards.cast(out_kernel, x, dtype)
+    widths = [kernel.shape[1] for kernel, _ in qkv]
+    qkv_biases = tuple(None if bias is None else shards.cast(bias, x, dtype) for _, bias in qkv)
+    qk_norms = vary_like(norms, x)
 
+    # static: arrays come as arguments, those with gradients in `shared`; the closure has sizes
     def attend(
         z: Array, sequence: tuple[Inputs[Array], RotaryTables | None], shared: tuple[tuple, Norms]
     ) -> Array:
         inputs, tables = sequence
         biases, norms = shared
-        projected = lax.split(
-            row_major(z.transpose(0, 2, 1)).reshape(1, size * rows, -1), widths, 2
-        )
+        of_all_rows = row_major(z.transpose(0, 2, 1)).reshape(1, size * rows, -1)
+        projected = lax.split(of_all_rows, widths, 2)
         q, k, v = (
             y if bias is None else y + bias[None, None]
             for y, bias in zip(projected, biases, strict=True)
@@ -186,7 +181,7 @@ def apply(
 
     projections, output = (
         executor_for_weights(
-            "ParallelSelfAttention",
+            "an attention layer",
             kernel,
             batch * rows,
             axis_name,
@@ -196,10 +191,10 @@ def apply(
         )
         for kernel in (w, out)
     )
-    kept = size * w.size * w.dtype.itemsize <= settings.gathered_bytes
-    block = ExchangedAttention(projections, output, attend, direct=form == "direct", keep=kept)
+    keep = size * w.size * w.dtype.itemsize <= settings.gathered_bytes
+    block = ExchangedAttention(projections, output, attend, direct=form == "direct", keep=keep)
     tables = call.attention.rotary_tables(x, size * rows)
     ids = [None if segment_ids is None else segment_ids[i : i + 1] for i in range(batch)]
     sequences = tuple((Inputs(segment_ids=of_sequence), tables) for of_sequence in ids)
-    ys = exchanged_attention(block, tuple(x), w, out, sequences, (biases, scales))
+    ys = exchanged_attention(block, tuple(x), w, out, sequences, (qkv_biases, qk_norms))
     return shards.finish(jnp.stack(ys), out_bias, settings)

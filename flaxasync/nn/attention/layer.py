@@ -13,6 +13,7 @@ from flaxasync.mesh import mesh_axis_size
 from flaxasync.nn.attention.base import (
     AttentionLayer,
     attend_cached,
+    check_whole_rows,
     place_input,
     run,
     scores_array,
@@ -238,12 +239,8 @@ class ParallelAttention(AttentionLayer):
         check_qkv_sharding(layer, qkv_sharding, placement, splits_heads=True)
         if attention.context_axis is not None:
             _check_split_sequence(layer, x, inputs, placement, attention)
-        elif placement.rows:
-            raise ValueError(
-                f"{layer} needs all rows of a sequence on {placement.axis_name!r}: its input's "
-                f"rows are sharded over {', '.join(map(repr, placement.rows))}, too; reshard it "
-                "with jax.reshard, or name that axis with context_axis"
-            )
+        else:
+            check_whole_rows(layer, placement)
         kv_placement = self._place_keys(x, inputs, placement)
         if inputs.inputs_k is None:
             keys = x

@@ -201,15 +201,15 @@ def _forward(
 def _backward(
     block: ExchangedAttention, saved: tuple, dys: Arrays
 ) -> tuple[Arrays, Array, Array, None, Any]:
-    xs, w, gathered, out, heads, pulls = saved
+    xs_given, w, gathered, out, heads_given, pulls = saved
     dys = _first_derivative_only(block, dys)
     quantization = block.projections.quantization
-    found: dict[str, Any] = {}
     with jax.named_scope("project_output_dx"):
         dys_given, (out_given,) = backward_operands(quantization, dys, (out,))
         dheads, _ = block.output.gather(out_given, dys_given, transposed=True)
-    xs = tuple(map(dequantize, xs))
-    heads = tuple(dequantize(one, 0) for one in heads)
+    xs = tuple(map(dequantize, xs_given))
+    heads = tuple(dequantize(one, 0) for one in heads_given)
+    found: dict[str, Any] = {}  # dout and dxs, which are computed while heads travel
 
     def reduce_dout(arriving: list[Transfers]) -> Arrays:
         with jax.named_scope("project_output_dw"):
@@ -231,34 +231,29 @@ def _backward(
         )
 
     def local_dx(*dzs: Array) -> Arrays:
+        """Returns dz.T @ gathered for each dz."""
         with jax.named_scope("project_inputs_dx"):
-            w_given, given = of_dx(gathered, dzs, None)
+            gathered_given, dzs_given = of_dx(gathered, dzs, None)
             return tuple(
-                weight_gradient(dz, w_given, block.projections.precision).astype(w.dtype)
-                for dz in given
+                weight_gradient(dz, gathered_given, block.projections.precision).astype(w.dtype)
+                for dz in dzs_given
             )
 
     def first_dxs(leaving: list[Transfers], dzs: Arrays) -> None:
         if gathered is not None and dzs:
             found["dxs"] = meanwhile(leaving, local_dx, *dzs)
 
-    dzs, dshared = block.through(dheads[0], reduce_dout, lambda i, dy: pulls[i](dy), first_dxs)
+    dzs, dshareds = block.through(dheads[0], reduce_dout, lambda i, dh: pulls[i](dh), first_dxs)
     if gathered is None:
         with jax.named_scope("project_inputs_dx"):
-            dxs = _transposed_product(
-                block.projections, *of_dx(w, dzs, block.projections.axis_name)
-            )
+            given = of_dx(w, dzs, block.projections.axis_name)
+            dxs = _transposed_product(block.projections, *given)
     else:
         dxs = (*found.get("dxs", ()), *local_dx(dzs[-1]))
     with jax.named_scope("project_inputs_dw"):
         dw = _sum_over_sequences(block.projections, dzs, xs, of_x=True)
-    return (
-        dxs,
-        dw,
-        found["dout"],
-        None,
-        jax.tree.map(lambda *each: functools.reduce(jnp.add, each), *dshared),
-    )
+    dshared = jax.tree.map(lambda *each: functools.reduce(jnp.add, each), *dshareds)
+    return dxs, dw, found["dout"], None, dshared
 
 
 exchanged_attention.defvjp(_forward, _backward)

@@ -113,26 +113,30 @@ def expert_mlp(
     )
     x, ids, weights, kernels = vary_alike((x, ids, weights, Weights(columns, down)), axis_name)
     if not x.size or not ids.size:
-        return x * 0
+        return jnp.zeros_like(x)
     rows = x.reshape(-1, x.shape[-1])
-    ids, weights = (y.reshape(-1, y.shape[-1]) for y in (ids, weights.astype(accumulator_dtype(x))))
+    ids = ids.reshape(-1, ids.shape[-1])
+    weights = weights.astype(accumulator_dtype(x)).reshape(ids.shape)
     known = (ids >= 0) & (ids < count)
     ids = jnp.where(known, ids, 0).astype(jnp.int32)
     weights = jnp.where(known, weights, jnp.nan)
     ring: Ring | Exchange = execution.ring(axis_name)
     if execution.backend == "exchange":
         ring = Exchange(axis_name, direct=capacity is None and mesh.platform() == "tpu")
-    blocks = len(block_shifts(ring, rows.shape[0]))
+    n = rows.shape[0]
+    blocks = len(block_shifts(ring, n))  # 2 half-blocks, or 1 whole block
     kernels = jax.tree.map(lambda kernel: kernel.astype(x.dtype), kernels)
     tile_rows = _tile_rows(ids.size // count // blocks)
     products: Products = OneTile(activation, precision)
+    # of how many devices the rows are multiplied in one call, at most
     if isinstance(ring, Exchange):
         together = 2
     elif ring.transport is None:
         together = size
     else:
         together = 1
-    held = {together * rows.shape[0], *(count for _, count in split_rows(rows.shape[0], blocks))}
+    # all numbers of rows to which one call adds
+    held = {together * n, *(half for _, half in split_rows(n, blocks))}
     if _takes_kernels(op, kernel, rows, kernels, precision, held):
         products = Grouped(activation)
         tile_rows = max(tile_rows, LANES)
@@ -141,7 +145,16 @@ def expert_mlp(
     else:
         of_half = capacity_of_half(capacity)
     mean = -(-ids.size // (count * blocks))
-    experts = Experts(axis_name, split, count, mean, tile_rows, 2 // blocks, of_half, products)
+    experts = Experts(
+        axis_name,
+        split,
+        count,
+        mean,
+        tile_rows,
+        parts=2 // blocks,
+        capacity=of_half,
+        products=products,
+    )
     return multiply(experts, ring, rows, ids, weights, kernels).reshape(x.shape)
 
 
@@ -178,11 +191,11 @@ def _takes_kernels(
             )
         if len(weights.columns) == 1 or precision is not None:
             if len(weights.columns) == 1:
-                lacks = "a gate"
+                needed = "a gate"
             else:
-                lacks = "the default precision alone"
+                needed = "the default precision alone"
             raise UnsupportedError(
-                f"{op} with kernel='grouped' takes {lacks}; use kernel='reference'"
+                f"{op} with kernel='grouped' takes {needed}; use kernel='reference'"
             )
         check_grouped(op, x.dtype, LANES, x.shape[1], weights.down.shape[1])
         for count in held:
@@ -222,18 +235,9 @@ def _check(
             f"{op} needs x [..., n, D], and ids and weights [..., n, k] of the same rows: got "
             f"{list(x.shape)}, {list(ids.shape)} and {list(weights.shape)}"
         )
-    e, _, f = up = columns[0].shape if columns[0].ndim == 3 else (0, 0, 0)
-    if (
-        columns[0].ndim != 3
-        or up[1] != x.shape[-1]
-        or any(w.shape != up for w in columns)
-        or down.shape
-        != (
-            e,
-            f,
-            x.shape[-1],
-        )
-    ):
+    e, d, f = columns[0].shape if columns[0].ndim == 3 else (0, 0, 0)
+    fits = d == x.shape[-1] and all(w.shape == (e, d, f) for w in columns)
+    if not fits or down.shape != (e, f, d):
         raise ValueError(
             f"{op} needs gate and up [e, D, F] and down [e, F, D] for x {list(x.shape)}: got "
             f"{', '.join(str(list(w.shape)) for w in (*columns[1:], columns[0], down))}"

@@ -6,11 +6,10 @@ ids [n, k]   ->   tiles of t assignments, sorted by expert:   [e0 e0] [e0 --] [e
 ```
 
 A block is sorted once, by its owner, and travels with its tiles. A tile that the rows of an expert
-do not fill ends in
-padding, which sorts behind them: it is made as further assignments of that expert. A device that
-  has several blocks
-multiplies them together: the tiles of an expert follow each other, whatever block they are of. The
-number of tiles is known on the device alone, so a loop visits as many as there are.
+do not fill ends in padding, which sorts behind them: it is made as further assignments of that
+expert. A device that has several blocks multiplies them together: the tiles of an expert follow
+each other, whatever block they are of. The number of tiles is known on the device alone, so a loop
+visits as many as there are.
 """
 
 from typing import NamedTuple
@@ -27,7 +26,7 @@ class Assignments(NamedTuple):
     """
 
     rows: Array  # [T, t]: the row of each assignment; n for padding
-    weights: Array  # [T, t]: the weight of each; 0 for padding
+    weights: Array  # [T, t]: the weight of each; 0 for padding in the tiles in use
     tiles: Array  # [E]: how many tiles each expert has
 
 
@@ -51,36 +50,38 @@ def sort(
     n, k = ids.shape
     number = n * k
     t = tile_rows
-    one = n * k + 1
-    last = experts * one + number  # sorts behind all tiles
+    # A key is expert * stride + place. The place of padding is `number`.
+    stride = number + 1
+    last = experts * stride + number  # sorts behind all tiles
     if last >= 2**31:
         raise ValueError(
             f"expert_mlp counts {number} choices of {experts} experts in 32 bits: give it fewer "
             "rows"
         )
-    # by expert, and by place within each
-    keys = ids.reshape(-1) * one + lax.iota(jnp.int32, number)
+    keys = ids.reshape(-1) * stride + lax.iota(jnp.int32, number)
     of_parts = counts_of_parts(ids, experts, parts)
     counts = jnp.sum(of_parts, axis=1, dtype=jnp.int32)
     weights = weights.reshape(-1)
     if capacity is not None:
         keys, weights = lax.sort((keys, weights), num_keys=1)
-        expert = keys // one
-        place = keys % one
-        part = sum((place >= first * k).astype(jnp.int32) for first, _ in split_rows(n, parts)[1:])
+        expert = keys // stride
+        place = keys % stride
+        later_parts = split_rows(n, parts)[1:]
+        part = sum((place >= first * k).astype(jnp.int32) for first, _ in later_parts)
+        # how many sort before the first one of each expert and part
         before = jnp.cumsum(of_parts, dtype=jnp.int32).reshape(experts, parts) - of_parts
         rank = lax.iota(jnp.int32, number) - before[expert, part]
         keys = jnp.where(rank < capacity, keys, last)
         counts = jnp.sum(jnp.minimum(of_parts, capacity), axis=1, dtype=jnp.int32)
+    # Each expert's last tile is filled up; what is left sorts behind all tiles.
     missing = jnp.arange(t, dtype=jnp.int32)[None] < (-counts % t)[:, None]
-    padding = jnp.where(missing, jnp.arange(experts, dtype=jnp.int32)[:, None] * one + number, last)
-    keys = lax.concatenate([keys, padding.reshape(-1)], 0)
+    filling = jnp.arange(experts, dtype=jnp.int32)[:, None] * stride + number
+    padding = jnp.where(missing, filling, last).reshape(-1)
+    keys = lax.concatenate([keys, padding], 0)
     weights = jnp.pad(weights, (0, padding.size))
-    keys, weights = (
-        x[: (number // t + experts) * t].reshape(-1, t)
-        for x in lax.sort((keys, weights), num_keys=1)
-    )
-    places = keys % one
+    most = (number // t + experts) * t  # no routing fills more
+    keys, weights = (x[:most].reshape(-1, t) for x in lax.sort((keys, weights), num_keys=1))
+    places = keys % stride
     rows = jnp.where(places == number, n, places // k)
     return Assignments(rows, weights, -(-counts // t)), places
 

@@ -84,6 +84,8 @@ def exchange(
         counts = None
     targets = {shift: (me + shift) % devices for shift in range(1, devices)}
     rows = {shift: rows_for(routes, limits, target, n) for shift, target in targets.items()}
+    # By shift s: `held` came from device me - s, to which `returning` sends what was made of it.
+    # What arrives instead, `results`, is what device me + s made of this device's rows.
     results: dict[int, PyTree] = {}
     returning: dict[int, Moving] = {}
     held: dict[int, ExpertBlock] = {0: block}
@@ -96,17 +98,16 @@ def exchange(
         moving = [one.transfers for one in (*coming.values(), *returning.values())]
         found, carry = meanwhile(moving, work, tuple(held.values()), carry)
         results |= {s: one.done() for s, one in returning.items()}
+        made = dict(zip(held, found, strict=True))
+        if 0 in made:  # of this device's own block, in the first turn
+            results[0] = made.pop(0)
         with jax.named_scope("return_sums"):
-            made = dict(zip(held, found, strict=True))
-            returning = {s: _start(way, block, one, -s, counts) for s, one in made.items() if s}
-        if 0 in made:  # this device's own block, in the first turn
-            results[0] = made[0]
+            returning = {s: _start(way, block, one, -s, counts) for s, one in made.items()}
         held = {s: one.done() for s, one in coming.items()}
     results |= {s: one.done() for s, one in returning.items()}
+    first_tiles = {s: routes.first_tiles[target] for s, target in targets.items()}
     with jax.named_scope("add_sums"):
-        return _added(
-            experts, results, rows, {s: routes.first_tiles[target] for s, target in targets.items()}
-        ), carry
+        return _added(experts, results, rows, first_tiles), carry
 
 
 @dataclasses.dataclass
@@ -218,35 +219,36 @@ def find_routes(assignments: Assignments, n: int, devices: int, limits: Bounds) 
     scatters.
     """
     tiles, t = assignments.rows.shape
-    of_device = jnp.sum(assignments.tiles.reshape(devices, -1), axis=1, dtype=jnp.int32)
-    last_tiles = jnp.cumsum(of_device, dtype=jnp.int32)
+    tile_counts = jnp.sum(assignments.tiles.reshape(devices, -1), axis=1, dtype=jnp.int32)
+    tile_ends = jnp.cumsum(tile_counts, dtype=jnp.int32)
     each = lax.iota(jnp.int32, devices)[:, None]
-    device = jnp.sum(
-        lax.iota(jnp.int32, tiles)[:, None] >= last_tiles[None], axis=1, dtype=jnp.int32
+    of_tile = jnp.sum(
+        lax.iota(jnp.int32, tiles)[:, None] >= tile_ends[None], axis=1, dtype=jnp.int32
     )
-    # by device, then by row, and padding behind them
-    keys = (device[:, None] * (n + 1) + assignments.rows).reshape(-1)
+    # Assignments by device, then by row, and padding (row n) behind those of its device.
+    keys = (of_tile[:, None] * (n + 1) + assignments.rows).reshape(-1)
     keys, slots = lax.sort((keys, lax.iota(jnp.int32, tiles * t)), num_keys=1)
     device = keys // (n + 1)
     row = keys % (n + 1)
-    # of the choices of a row
+    # whether a row is named first for its device: it travels there once
     is_first = (row < n) & (keys != jnp.pad(keys, (1, 0), constant_values=-1)[:-1])
-    counts = jnp.sum(is_first[None] & (device[None] == each), axis=1, dtype=jnp.int32)
-    first_rows = jnp.cumsum(counts, dtype=jnp.int32) - counts
-    before = jnp.sum(
+    row_counts = jnp.sum(is_first[None] & (device[None] == each), axis=1, dtype=jnp.int32)
+    first_rows = jnp.cumsum(row_counts, dtype=jnp.int32) - row_counts
+    # first_rows[device]
+    first_row = jnp.sum(
         jnp.where(device[None] == each, first_rows[:, None], 0), axis=0, dtype=jnp.int32
     )
-    places = jnp.where(row < n, jnp.cumsum(is_first, dtype=jnp.int32) - 1 - before, limits.rows)
-    _, places = lax.sort((slots, places), num_keys=1)
+    place = jnp.cumsum(is_first, dtype=jnp.int32) - 1 - first_row
+    _, places = lax.sort((slots, jnp.where(row < n, place, limits.rows)), num_keys=1)
     rows = lax.sort(jnp.where(is_first, keys, devices * (n + 1))) % (n + 1)
     more = ((0, limits.tiles), (0, 0))
     return Routes(
-        jnp.pad(rows, (0, limits.rows)),
-        first_rows,
-        counts,
-        jnp.pad(places.reshape(tiles, t), more),
-        jnp.pad(assignments.weights, more),
-        last_tiles - of_device,
+        rows=jnp.pad(rows, (0, limits.rows)),
+        first_rows=first_rows,
+        row_counts=row_counts,
+        places=jnp.pad(places.reshape(tiles, t), more),
+        weights=jnp.pad(assignments.weights, more),
+        first_tiles=tile_ends - tile_counts,
     )
 
 

@@ -164,27 +164,30 @@ def _for_all_devices(
     def packed(tree: PyTree) -> Array:
         return pack(tree, features, dtype)
 
-    results = jax.eval_shape(lambda blocks: work(blocks, carry)[0], blocks)
-    # halves can differ by a row
-    result_of = {jax.eval_shape(packed, like).shape: like for like in results}
+    like_results = jax.eval_shape(lambda blocks: work(blocks, carry)[0], blocks)
+    # by packed shape: halves can differ by a row
+    like_of = {jax.eval_shape(packed, like).shape: like for like in like_results}
 
+    def nothing(likes: tuple[Any, ...]) -> tuple[Array, ...]:
+        return tuple(packed(jax.tree.map(jnp.zeros_like, like)) for like in likes)
+
+    # Of its own blocks a device multiplies the first at hop 0, and the other one in `last`.
     def visit(hop: Index, held: tuple[Array, ...], carry: PyTree) -> tuple[tuple[Array, ...], Any]:
         unpacked = tuple(map(unpack, held, blocks))
-        if not (isinstance(hop, int) and hop == 0):
-            found, carry = work(unpacked, carry)
-            return tuple(map(packed, found)), carry
-        found, carry = work(unpacked[:1], carry)
-        return (packed(found[0]), *nothing(results[1:])), carry
+        if isinstance(hop, int) and hop == 0:
+            (first,), carry = work(unpacked[:1], carry)
+            return (packed(first), *nothing(like_results[1:])), carry
+        found, carry = work(unpacked, carry)
+        return tuple(map(packed, found)), carry
 
     def last(carry: PyTree) -> tuple[tuple[Array, ...], Any]:
-        found, carry = work(blocks[1:], carry) if blocks[1:] else ((), carry)
-        return (*nothing(results[:1]), *map(packed, found)), carry
-
-    def nothing(some: tuple[Any, ...]) -> tuple[Array, ...]:
-        return tuple(packed(jax.tree.map(jnp.zeros_like, one)) for one in some)
+        found: tuple[Any, ...] = ()
+        if blocks[1:]:
+            found, carry = work(blocks[1:], carry)
+        return (*nothing(like_results[:1]), *map(packed, found)), carry
 
     def add(arrived: Array, addend: Array) -> Array:
-        like = result_of[arrived.shape]
+        like = like_of[arrived.shape]
         return packed(_add(unpack(arrived, like), unpack(addend, like)))
 
     sums, carry = ring_visit(
@@ -197,7 +200,7 @@ def _for_all_devices(
         shifts=block_shifts(ring, sum(b.x.shape[0] for b in blocks)),
         hops=size - 1,
     )
-    return tuple(map(unpack, sums, results)), carry
+    return tuple(map(unpack, sums, like_results)), carry
 
 
 def _add(arrived: PyTree, addend: PyTree) -> Any:

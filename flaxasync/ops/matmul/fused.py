@@ -54,13 +54,14 @@ class FusedExecutor:
         *batch, m, k = x.shape
         values = values_of(x)
         scales = None
-        of_rows = None
+        row_scales = None  # of all devices
         if isinstance(x, Quantized):  # scales are few, and travel ahead
-            of_rows = lax.all_gather(x.scales, self.axis_name, axis=x.ndim - 2, tiled=True)
-            scales = _row_scales(of_rows, size, values.dtype), [_column_scales(w) for w in ws]
+            row_scales = lax.all_gather(x.scales, self.axis_name, axis=x.ndim - 2, tiled=True)
+            of_columns = [_column_scales(w) for w in ws]
+            scales = _row_scales(row_scales, size, values.dtype), of_columns
         unit = sublanes(values.dtype)
         block = _pad(values.reshape(-1, m, k), {1: unit, 2: LANES})
-        # otherwise it travels in one direction
+        # whether a block is two halves of whole tiles; otherwise it travels in one direction
         halves = block.shape[0] % 2 == 0 or block.shape[1] % (2 * unit) == 0
         ys, gathered = all_gather_matmul(
             block,
@@ -76,25 +77,24 @@ class FusedExecutor:
             directions=self.directions if halves else 1,
         )
         widths = [w.shape[0 if transposed else 1] for w in ws]
-        if epilogue:
+        if epilogue:  # whose results are all as wide as the first product
             widths = widths[:1] * epilogue.results
-        more = tuple(
-            _unpad(rows[..., None], size, m, 1).reshape(*batch, size * m)
-            for rows in ys[len(widths) :]
+        count = len(widths)
+        results = tuple(
+            _unpad(y, size, m, n).reshape(*batch, size * m, n)
+            for y, n in zip(ys[:count], widths, strict=True)
         )
-        ys = (
-            tuple(
-                _unpad(y, size, m, n).reshape(*batch, size * m, n)
-                for y, n in zip(ys, widths, strict=False)
-            )
-            + more
+        largest = tuple(
+            _unpad(of_row[..., None], size, m, 1).reshape(*batch, size * m) for of_row in ys[count:]
         )
+        if gathered is None:
+            return results + largest, None
         # All rows in one dimension: for a product over batches and rows XLA changes the layout of
         # x, and of all that is computed beside it, with copies.
-        if gathered is None:
-            return ys, None
         rows = _unpad(gathered, size, m, k).reshape(-1, k)
-        return ys, rows if of_rows is None else Quantized(rows, of_rows.reshape(-1), x.dtype)
+        if row_scales is None:
+            return results + largest, rows
+        return results + largest, Quantized(rows, row_scales.reshape(-1), x.dtype)
 
     def reduce(
         self,

@@ -209,36 +209,36 @@ def _only(arrays: Sequence[Array]) -> Array | None:
 
 def _mlp_bwd(mlp: FusedMLP, saved: Saved, dy: Array) -> tuple[Array, tuple[Any, ...], Any]:
     executor = mlp.executor
+    quantization = executor.quantization
     x, ws, down, products, dy = _first_derivative_only(*saved, dy)
     with jax.named_scope("matmul_reduce_scatter_dx"):
-        (dy_given,), down_given = backward_operands(executor.quantization, (dy,), (down,))
-        found, dys = executor.gather(
+        (dy_given,), down_given = backward_operands(quantization, (dy,), (down,))
+        found, all_dy = executor.gather(
             dy_given,
             down_given,
             transposed=True,
             keep=True,
             epilogue=ActivateGradient(mlp.activation, len(ws)),
             operands=products,
-            measured=_measured(
-                executor.quantization and executor.quantization.backward, slice(0, len(ws))
-            ),
+            measured=_measured(quantization and quantization.backward, slice(0, len(ws))),
         )
         dproducts = found[: len(ws)]
         h, *most = found[len(ws) :]
-    assert dys is not None
+    assert all_dy is not None
     with jax.named_scope("matmul_reduce_scatter_dw"):
         h_given: Operand = h.reshape(-1, h.shape[-1])
-        # else it is rounded below
-        if executor.quantization is not None and executor.quantization.weights is None:
-            (h_given,), _ = forward_operands(executor.quantization, (h_given,), ())
-        dys, (h_given,) = weight_operands(executor.quantization, dys, (h_given,))
-        local: list[tuple[Operand, Operands]] = [(h_given, (dys,))]
+        # h is rounded as it was forward, or by `weight_operands` for a product in 8 bits
+        if quantization is not None and quantization.weights is None:
+            (h_given,), _ = forward_operands(quantization, (h_given,), ())
+        all_dy, (h_given,) = weight_operands(quantization, all_dy, (h_given,))
+        local: list[tuple[Operand, Operands]] = []
         d_downs: Arrays = ()
-        if not isinstance(h_given, Quantized):
-            d_down = weight_gradient(h_given, dys).astype(dy.dtype)
-            # d_down can travel beside what follows, and h and dys end here
+        if isinstance(h_given, Quantized):  # d_down is computed beside dx
+            local = [(h_given, (all_dy,))]
+        else:
+            d_down = weight_gradient(h_given, all_dy).astype(dy.dtype)
+            # d_down can travel beside what follows, and h and all_dy end here
             d_down, dproducts = tie(d_down, dproducts)
-            local = []
             d_downs = (d_down,)
     dx, dws, beside = vjp.gradients_of_gather(
         executor, mlp.keep, (x, ws), dproducts, local, _only(most)

@@ -154,7 +154,6 @@ def gradients_of_gather(
     with jax.named_scope("all_gather_matmul_dw"):
         if keep:
             dys = tuple(dy.reshape(*x.shape[:-1], dy.shape[-1]) for dy in dys)
-        if keep:
             axis_name = None
         else:
             axis_name = executor.axis_name
