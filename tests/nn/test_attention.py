@@ -550,9 +550,14 @@ def test_what_a_cache_lacks_is_refused():
             ValueError, match="2 sequences of 6 rows, of which 0 are taken: got 1 sequences and 6"
         ):
             layer(X[:1], decode=True)
+        with (
+            jax.set_mesh(make_mesh(2, 4)),
+            pytest.raises(ValueError, match="rows are sharded over 'data', too; reshard it"),
+        ):
+            layer(jax.device_put(X, jax.P(None, "data")), decode=True)
         layer.cache_index[...] = jnp.int32(4)
         message = (
-            "of 6 rows, of which 4 are taken: got 2 sequences and 3 new rows; make a larger one"
+            "of 6 rows, of which 4 are taken: got 2 sequences and 3 new rows; init_cache makes one"
         )
         with pytest.raises(ValueError, match=message):
             layer(X[:, :3], decode=True)

@@ -187,6 +187,32 @@ def test_capacity_drops_and_says_how_much():
     assert np.abs(np.asarray(y) - dense(moe, X, 2)).max() > 1e-3
 
 
+def test_rows_that_pad_a_share_choose_no_expert():
+    """Nine rows on four devices that all have them: three rows each, and the last device has none."""
+    x = np.resize(X, (2, 9, FEATURES))
+    with jax.set_mesh(make_mesh(2, 4)):
+        moe = make(capacity_factor=1.0)
+        _, routing = nnx.jit(lambda moe, x: moe.with_routing(x))(moe, jax.device_put(x, SAME))
+    ids, _ = routed(moe, x.astype(np.float64), 2)
+    shares = ids.reshape(2 * 3, 3, 2)
+    halves = [half for share in shares for half in (share[:2], share[2:])]
+    left_out = sum(
+        np.maximum(np.bincount(half.reshape(-1), minlength=8) - 1, 0).sum() for half in halves
+    )
+    close(routing.dropped, left_out / ids.size)
+
+
+def test_scores_are_those_of_float32_however_the_router_is_stored():
+    with jax.set_mesh(make_mesh(2, 4)):
+        routings = []
+        for fsdp_axis in (None, "data"):
+            moe = make(dtype=jnp.bfloat16, fsdp_axis=fsdp_axis)
+            x = jax.device_put(X, ROWS)
+            routings.append(nnx.jit(lambda moe, x: moe.with_routing(x)[1])(moe, x))
+    for whole, gathered in zip(*map(jax.tree.leaves, routings), strict=True):
+        np.testing.assert_array_equal(whole, gathered)
+
+
 def test_a_shared_expert_is_added():
     moe, x = make(shared_hidden=32), X.astype(np.float64)
     gate, up, down = (
@@ -209,6 +235,7 @@ def test_nan_in_a_row_stays_in_it():
     ({"experts_per_token": 0}, "experts_per_token=0"),
     ({"capacity_factor": 0}, "capacity_factor above 0"),
     ({"experts": 3, "hidden": 30}, "hidden=30 on 4 devices; use 28 or 32"),
+    ({"kernel_metadata": {"out_sharding": (None, "data")}}, "no out_sharding in kernel_metadata"),
 ])  # fmt: skip
 def test_refuses_what_does_not_fit(options, message):
     options = {"experts": 8, "hidden": HIDDEN, "experts_per_token": 2} | options

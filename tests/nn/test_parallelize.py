@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
+from flaxasync.nn.adopt.parallelize import _match
 from tests.nn.conftest import ROWS, Block, check_replaced, drawn, make_mesh, ones, permutes
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -75,6 +76,21 @@ def test_rules_that_do_not_fit(rules, message):
     with jax.set_mesh(make_mesh(2, 4)), pytest.raises(ValueError, match=message):
         fa.nn.parallelize(model, rules)
     assert type(model.blocks[0].up) is nnx.Linear
+
+
+@pytest.mark.parametrize(
+    ("pattern", "paths"),
+    [
+        ("**.up", ["up", "blocks.0.up", "blocks.1.up"]),
+        ("blocks.**.up", ["blocks.0.up", "blocks.1.up"]),
+        ("blocks.0.**", ["blocks.0", "blocks.0.up", "blocks.0.up_too"]),
+        ("*.*.up*", ["blocks.0.up", "blocks.0.up_too", "blocks.1.up"]),
+        ("**", ["up", "blocks.0", "blocks.0.up", "blocks.0.up_too", "blocks.1.up"]),
+    ],
+)
+def test_two_stars_are_any_number_of_names_also_none(pattern, paths):
+    modules = dict.fromkeys(["up", "blocks.0", "blocks.0.up", "blocks.0.up_too", "blocks.1.up"])
+    assert list(_match(modules, {pattern: "column"})) == paths
 
 
 def odd_layers():

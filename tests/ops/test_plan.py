@@ -161,6 +161,13 @@ def test_large_matmuls_are_one_kernel_where_kernels_can_serve(op, shapes):
         ("all_gather_matmul", [(2, 128, 1024), (1024, 512), (1024, 512)], 4, 341),
         # 4 * 128 * 8 * 512 / (4 * 128 * (8 + 4 * 2))
         ("ring_attention", [(2, 128, 8, 64), (2, 128, 2, 64)], 4, 256),
+        # three products of 2 * 512 choices, [256, 1024] each; rows twice, and 8 experts
+        (
+            "expert_mlp",
+            [(512, 256), (512, 2), (512, 2), (8, 256, 1024), (8, 256, 1024), (8, 1024, 256)],
+            4,
+            123,
+        ),
     ],
 )
 def test_the_reason_has_the_arithmetic_intensity_beside_the_balance_of_the_chip(

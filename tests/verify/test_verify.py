@@ -406,6 +406,7 @@ def test_a_deviation_within_the_tolerance_passes_and_one_above_is_wrong():
         is Verdict.PASS
     )
     assert judge({"error": "XlaRuntimeError: RACE DETECTED"}, case).verdict is Verdict.WRONG
+    assert judge({"error": "RuntimeError: TRACEBACK"}, case).verdict is Verdict.CRASHED
     assert judge({"unsupported": "needs squares"}, case).verdict is Verdict.UNSUPPORTED
 
 
