@@ -331,7 +331,8 @@ def test_eight_devices_play_without_a_finding():
     assert not fa.check.play(together, *fns[0][1:], topology="v5e:2x4").notes
 
 
-@pytest.mark.parametrize("directions", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("directions", [1, 2])
 def test_four_rows_of_four_play_without_a_finding(directions):
     """No scalar is read before it was written: the order of blocks, whose last one comes over the
     most hops here.

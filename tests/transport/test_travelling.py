@@ -106,8 +106,14 @@ def transfer_of(report):
     return transfer
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("backend", [None, "xla", "pallas"])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        (None, jnp.bfloat16),
+        ("pallas", jnp.float32),
+        pytest.param("xla", jnp.float32, marks=pytest.mark.slow),
+    ],
+)
 def test_the_product_is_computed_while_the_block_travels(backend, dtype):
     report = audited(one_window(backend), dtype)
     assert "empty-window" not in report.codes(), str(report)
