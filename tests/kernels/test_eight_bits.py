@@ -42,9 +42,7 @@ def wide(x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "transposed"), [(jnp.int8, True), (jnp.float8_e4m3fn, False)]
-)
+@pytest.mark.parametrize(("dtype", "transposed"), [(jnp.int8, True), (jnp.float8_e4m3fn, False)])
 def test_gathered_values_are_multiplied_and_scaled(dtype, transposed):
     rng = np.random.default_rng(0)
     x, of_rows = (

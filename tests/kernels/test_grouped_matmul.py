@@ -51,9 +51,7 @@ def blocks(request, monkeypatch, interpreter):
 
 def quick_with(form):
     """Runs a test with both forms, of which `make test` has one."""
-    params = [
-        pytest.param(name, marks=[] if name == form else pytest.mark.slow) for name in FORMS
-    ]
+    params = [pytest.param(name, marks=[] if name == form else pytest.mark.slow) for name in FORMS]
     return pytest.mark.parametrize("blocks", params, indirect=True)
 
 

@@ -78,11 +78,13 @@ def parity(shape, mode="on_wait", dtype="float32", m=64, k=512, n=256, *, races=
                 (
                     "fused",
                     (4, 1),
-                    "on_wait",
+                    "eager",
                     {"dtype": "bfloat16", "m": 128, "k": 1024, "tiles": Tiles(48, 128, 128)},
                 ),
+                ("fused", (4, 1), "on_wait", {"directions": 1}),
                 ("overlapped", (1, 4), "on_wait", {"dtype": "bfloat16", **PARTIAL}),
-                ("overlapped", (4, 1), "eager", {"directions": 1, "dtype": "bfloat16"}),
+                ("overlapped", (2, 2), "eager", PARTIAL),
+                ("overlapped", (4, 1), "on_wait", {"directions": 1, "dtype": "bfloat16"}),
                 ("overlapped", (3, 1), "on_wait", {"k": 768, "m": 96}),
                 ("overlapped", (1, 1), "on_wait", {}),
             ]
@@ -96,7 +98,6 @@ def test_kernels_on_any_mesh(backend, shape, mode, options):
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "shape", "options"), [
     ("overlapped", (2, 4), {"m": 192, "k": 1024, "directions": 1, **PARTIAL}),
-    ("fused", (3, 2), {"m": 192, "k": 1536}),
 ])  # fmt: skip
 def test_values_on_more_devices(backend, shape, options):
     """Values alone: the simulator looks for races on four devices at most."""
@@ -154,6 +155,7 @@ def test_values_and_gradients_of_a_kernel():
         check_gradients(mesh, sharded(backend="overlapped"))
 
 
+@pytest.mark.slow
 def test_a_wrong_slot_of_w_is_seen(monkeypatch):
     """Negative test: a tile of w that arrives where the one in use lies is a race."""
     at = schedule.MeshSchedule.at
@@ -309,7 +311,7 @@ def test_the_study_compiles_at_full_size():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("topology", "shape"), [
-    ("tpu7x:2x2x1", (2, 4)), ("v5p:2x2x2", (2, 4)), ("v6e:2x4", (2, 4)), ("v5e:4x4", (4, 4))
+    ("tpu7x:2x2x1", (2, 4)), ("v6e:2x4", (2, 4)), ("v5e:4x4", (4, 4))
 ])  # fmt: skip
 def test_other_meshes_compile_at_full_size(topology, shape):
     """A core of a v5p or tpu7x has 64 MiB of vector memory."""

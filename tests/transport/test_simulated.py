@@ -45,14 +45,14 @@ LOOPS = [name for name, form in FORMS.items() if form.expect]
 @pytest.mark.parametrize(
     ("name", "hops", "size", "mode", "delayed"),
     [
-        *((name, 5, 4, mode, None) for name, mode in zip(LOOPS, itertools.cycle(MODES))),  # noqa: B905
+        *((name, 5, 4, mode, None) for name, mode in zip(LOOPS, itertools.cycle(MODES))),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 # the swap needs an odd number
                 *(
                     (name, 5 if name == "swap" else 4, 4, mode, None)
-                    for name, mode in zip(LOOPS, itertools.cycle(MODES[::-1]))  # noqa: B905
+                    for name, mode in zip(LOOPS, itertools.cycle(MODES[::-1]))
                 ),
                 ("staggered", 7, 8, "on_wait", None),
                 ("staggered_both", 3, 4, "eager", {1: 0.05}),  # a late device is waited for
