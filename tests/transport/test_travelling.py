@@ -141,6 +141,7 @@ def test_the_audit_says_to_remove_a_barrier_that_ties_the_sent_block():
     )
 
 
+@pytest.mark.slow
 def test_work_that_xla_moved_into_another_transfer_is_not_blamed_on_a_barrier():
     def merged(x, w):
         """Nothing ties the products, so XLA computes two of them beside one permute."""
