@@ -179,9 +179,8 @@ def test_windows_that_are_not_tied_are_moved_out():
     assert faults(compile_form(products(tie=True)), pairs=3) == set()
 
 
-@pytest.mark.parametrize(
-    "op", ["all_gather_matmul", pytest.param("matmul_reduce_scatter", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_without_its_ties_the_loop_hides_less(op, monkeypatch):
     def f(x):
         x = jnp.concatenate([x] * 8) if op == "matmul_reduce_scatter" else x

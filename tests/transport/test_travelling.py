@@ -126,6 +126,7 @@ def test_a_loop_that_carries_a_future_has_a_product_in_every_turn():
     assert all(pair.inside > PRODUCT for pair in turns)
 
 
+@pytest.mark.slow
 def test_the_audit_says_to_remove_a_barrier_that_ties_the_sent_block():
     report = audited(tied_by_hand)
     (found,) = [f for f in report.findings if f.code == "empty-window"]

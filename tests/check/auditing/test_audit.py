@@ -161,8 +161,8 @@ def ring(op, backend):
 @pytest.mark.parametrize(
     ("op", "backend"),
     [
-        (fa.all_gather_matmul, "pallas"),
         (fa.matmul_reduce_scatter, "xla"),
+        pytest.param(fa.all_gather_matmul, "pallas", marks=pytest.mark.slow),
         pytest.param(fa.all_gather_matmul, "xla", marks=pytest.mark.slow),
         pytest.param(fa.matmul_reduce_scatter, "pallas", marks=pytest.mark.slow),
     ],

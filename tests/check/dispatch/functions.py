@@ -120,7 +120,7 @@ TABLE = [
     Row(callback_that_jax_removes, slow=True),
     Row(callback_that_xla_removes, waits=True),
     Row(cond, branches=1, slow=True),
-    Row(cond_after_work, branches=1, late=1),
+    Row(cond_after_work, branches=1, late=1, slow=True),
     Row(static_loop, slow=True),
     Row(dynamic_while, loops=1),
 ]

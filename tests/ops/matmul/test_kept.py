@@ -266,7 +266,8 @@ def test_a_backend_that_plan_does_not_know_keeps_nothing(monkeypatch):
     assert choose.decide("all_gather_matmul", "stateful", **call).keep
 
 
-@pytest.mark.parametrize("layer", [pytest.param("mlp", marks=pytest.mark.slow), "attention"])
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", ["mlp", "attention"])
 def test_layers_have_the_option(layer):
     """The layers give the option to their column-parallel products; the trips are counted in a
     layer's gradient.
