@@ -66,7 +66,11 @@ GROUPS = {
 
 @pytest.mark.parametrize(
     ("topology", "group"),
-    [("v5e:2x2", "value futures"), pytest.param("v5e:2x4", "Refs", marks=pytest.mark.slow)],
+    [
+        ("v5e:2x2", "value futures"),
+        pytest.param("v5e:2x4", "value futures", marks=pytest.mark.slow),
+        pytest.param("v5e:2x2", "Refs", marks=pytest.mark.slow),
+    ],
 )
 def test_every_form_of_a_transport(topology, group):
     """Blocks are passed on, accumulated, gathered and reduced, in one direction and in both.

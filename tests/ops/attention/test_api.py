@@ -143,7 +143,7 @@ def parity(
                 {"size": 2, "window": 1, "data": 2, "axis_type": AxisType.Auto},
                 {"rows": 512, "layout": "zigzag", "size": 2, "kernel": Reference(tile=64)},
                 {"window": 6, "causal": False, "layout": "zigzag", "segments": True},
-                {"window": 5, "layout": "zigzag", "directions": 2},
+                {"window": 5, "layout": "zigzag", "heads": 8, "kv_heads": 1},
                 {"size": 3, "rows": 16, "head_dim": 16, "layout": "zigzag", "dtype": "bfloat16"},
                 {"size": 3, "rows": 16, "head_dim": 16, "dtype": "bfloat16", "backend": "none"},
             ]

@@ -63,7 +63,7 @@ def test_every_transfer_has_work_inside_and_none_is_touched(backend):
 @pytest.mark.slow
 def test_a_gather_overlaps_with_no_work():
     """Negative test: the audit sees that nothing is overlapped."""
-    report = fa.check.audit(program("v5e:2x4", 8, 2048, "none", backward=False))
+    report = fa.check.audit(program("v5e:2x4", 8, 8192, "none", backward=False))
     assert "synchronous-collective" in report.codes()
     assert not [pair for pair in report.pairs if pair.communicates and pair.overlapped]
 
@@ -71,7 +71,7 @@ def test_a_gather_overlaps_with_no_work():
 @pytest.mark.slow
 def test_memory_grows_only_with_the_rows_of_a_device():
     def temporaries(size, backend):
-        made = program({4: "v5e:2x2", 8: "v5e:2x4"}[size], size, 2048, backend, backward=False)
+        made = program({4: "v5e:2x2", 8: "v5e:2x4"}[size], size, 8192, backend, backward=False)
         return made.bytes_by_kind["temporaries"]
 
     assert 0 < temporaries(8, "xla") <= 1.1 * temporaries(4, "xla")
