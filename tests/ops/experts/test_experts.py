@@ -117,8 +117,7 @@ def check(found, wanted, tolerance=1e-5):
         )
 
 
-# Of all values of each parameter, `make test` runs those that take another path of the code on few
-# devices. The slow cases add longer rings, odd ones, more experts than rows and a single choice.
+# The slow cases add rings of one, two and eight devices, more experts than rows, and a single choice.
 CASES = [  # devices, experts, k, backend, directions, route
     (4, 8, 2, "none", 1, "even"),
     (3, 6, 2, "exchange", 1, "zipf"),

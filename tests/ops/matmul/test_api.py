@@ -21,8 +21,8 @@ from tests.ops.matmul.conftest import SPECS, assert_close, check_parity
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 OPS, BACKENDS = list(SPECS), ["xla", "none"]
-# Two devices are both neighbours of each other, and eight are the first ring with a loop.
-SIZES, SIZES_WITH_ALL_PATHS = [1, 2, 3, 5, 8], [3, 8]
+SIZES = [1, 2, 3, 5, 8]
+SIZES_WITH_ALL_PATHS = [3, 8]  # three have two different neighbours, and eight have a loop
 MESH_FORMS = [{}, {"axis_type": AxisType.Auto}, {"check_vma": False}]
 
 
@@ -52,7 +52,7 @@ def parity(op, size, *, rows, **options):
     ],
 )
 def test_ring_matches_the_reference(op, size, directions):
-    """The property test below has the other sizes, too."""
+    """The property test below draws the sizes."""
     parity(op, size, rows=3, batch=3, backend="xla", directions=directions)
 
 
@@ -215,6 +215,7 @@ def test_a_shared_trip_sends_x_once():
     assert apart == 2 * one
 
 
+@pytest.mark.slow
 def test_under_scan_over_layers():
     x, w = dense_pair()[0], draw((3, 12, 12)) / 4
 

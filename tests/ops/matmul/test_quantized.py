@@ -193,7 +193,8 @@ def test_products_of_several_pairs_are_scaled_before_they_are_added():
     np.testing.assert_allclose(of("fused"), of("none"), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("limit", [pytest.param(0, marks=pytest.mark.slow), 10**6])
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [0, 10**6])
 def test_executors_agree_where_blocks_travel_whatever_is_kept(limit):
     """The owner of a block quantises it, so that y is equal bit for bit; rows that are kept are
     kept in 8 bits.
