@@ -11,7 +11,7 @@ import re
 
 import pytest
 
-from tests.test_plain import count
+from tests.test_plain import count_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -66,6 +66,11 @@ def within(name, package):
     return name == package or name.startswith(package + ".")
 
 
+@functools.cache
+def nodes(path):
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
 def imported(path, known):
     """Returns every module of `known` that a file imports at any depth of its code.
 
@@ -73,7 +78,7 @@ def imported(path, known):
     import names.
     """
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -164,7 +169,7 @@ def nodes_of(folder):
     """Counts the nodes of a folder, or of a module of the package."""
     place = ROOT / folder if (ROOT / folder).is_dir() else ROOT / "flaxasync" / folder
     files = place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]
-    return sum(count(file.read_text())["nodes"] for file in files)
+    return sum(count_of(file)["nodes"] for file in files)
 
 
 @pytest.mark.parametrize(("folders", "budget"), list(budgets()))
@@ -177,7 +182,7 @@ def test_no_public_class_name_stands_twice_in_a_layer():
     places = collections.defaultdict(list)
     for name, path in modules().items():
         room = CHECK if within(name, CHECK) else layer(name)
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[room, node.name].append(name)
     assert {key: names for key, names in places.items() if len(names) > 1} == {}

@@ -27,11 +27,11 @@ LONG = 41  # statements of a function, with its own
 
 
 def own_nodes(statement):
-    """Yields the nodes of a statement, without those of the statements inside of it."""
-    yield statement
-    for child in ast.iter_child_nodes(statement):
-        if not isinstance(child, ast.stmt):
-            yield from own_nodes(child)
+    """Returns the nodes of a statement, without those of the statements inside of it."""
+    found = [statement]
+    for node in found:  # which grows by the children of each node
+        found += (c for c in ast.iter_child_nodes(node) if not isinstance(c, ast.stmt))
+    return found
 
 
 def is_packed(node):
@@ -72,7 +72,7 @@ def count(source):
         if isinstance(node, ast.stmt) and not is_docstring(node):
             found["statements"] += 1
             found["packed assignments"] += is_packed(node)
-            size = len(list(own_nodes(node)))
+            size = len(own_nodes(node))
             found["nodes"] += size
             is_block = isinstance(node, (ast.FunctionDef, ast.ClassDef))
             found["deep expressions"] += not is_block and size > DEEP
@@ -87,8 +87,13 @@ def files():
 
 
 @functools.cache
+def count_of(path):
+    return count(path.read_text())
+
+
+@functools.cache
 def total():
-    return sum((count(path.read_text()) for path in files()), collections.Counter())
+    return sum(map(count_of, files()), collections.Counter())
 
 
 @pytest.mark.parametrize("what", LIMITS)

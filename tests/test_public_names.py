@@ -38,11 +38,15 @@ def run(code):
     ).stdout.split()
 
 
-def test_neither_the_package_nor_a_layer_loads_the_checking_tools_or_matplotlib():
+def test_the_package_loads_nothing_before_it_is_used():
     loaded = run("import flaxasync, sys; print(*sys.modules)")
     assert not [
         name for name in loaded if name.startswith(("flaxasync.check", "matplotlib", "jax"))
     ]
+
+
+@pytest.mark.slow  # the new process imports JAX and Flax
+def test_layers_and_ops_load_neither_the_checking_tools_nor_matplotlib():
     used = "flaxasync.nn, flaxasync.all_gather_matmul, flaxasync.plan"
     loaded = run(f"import flaxasync, sys; {used}; print(*sys.modules)")
     assert "flaxasync.nn.linear" in loaded

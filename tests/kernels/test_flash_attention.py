@@ -80,16 +80,17 @@ def test_they_give_what_the_reference_gives(window, segments, q_rows, square, mo
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-4, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(
     ("head", "window", "by_segment"),
     [
-        pytest.param(64, 200, False, marks=pytest.mark.slow),
-        pytest.param(128, None, False, marks=pytest.mark.slow),
-        pytest.param(128, 200, False, marks=pytest.mark.slow),
+        (64, 200, False),
+        (128, None, False),
+        (128, 200, False),
         (128, None, True),
-        pytest.param(192, None, False, marks=pytest.mark.slow),
-        pytest.param(256, None, False, marks=pytest.mark.slow),
+        (192, None, False),
+        (256, None, False),
     ],
 )
 def test_whole_sequences_need_no_ring(head, window, by_segment):

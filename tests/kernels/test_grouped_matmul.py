@@ -44,9 +44,15 @@ FORMS = {
 }
 
 
-@pytest.fixture(params=FORMS)
+@pytest.fixture
 def blocks(request, monkeypatch, interpreter):
     monkeypatch.setattr(Blocks, "choose", lambda *arguments: (FORMS[request.param], 2**20))
+
+
+def quick_with(form):
+    """Runs a test with both forms, of which `make test` has one."""
+    params = [pytest.param(name, marks=[] if name == form else pytest.mark.slow) for name in FORMS]
+    return pytest.mark.parametrize("blocks", params, indirect=True)
 
 
 def rows(features, dtype="float32", seed=0):
@@ -86,6 +92,8 @@ def product(x, w):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", ["K divided"], indirect=True)
 @pytest.mark.usefixtures("blocks")
 def test_a_product():
     x, w = rows(K, "bfloat16"), draw_weights(K, N, dtype="bfloat16")[0]
@@ -94,6 +102,7 @@ def test_a_product():
     assert_close(live(y), product(x, w), "bfloat16")
 
 
+@quick_with("K divided")
 @pytest.mark.usefixtures("blocks")
 def test_a_sum_of_transposed_products():
     xs, ws = (rows(K), rows(K, seed=3)), draw_weights(N, K)
@@ -112,6 +121,7 @@ class Gate:
         return jax.nn.silu(gate) * up, up + operands[0]
 
 
+@quick_with("K whole")
 @pytest.mark.usefixtures("blocks")
 def test_an_epilogue_of_two_products_of_one_x():
     x, ws, operand = rows(K), draw_weights(K, N), rows(N, seed=3)
@@ -131,7 +141,7 @@ def test_an_epilogue_of_two_products_of_one_x():
     [
         pytest.param(False, (128, 256), 1, marks=pytest.mark.slow),
         (True, (256, 128), 1),
-        (False, (256, 256), 2),
+        pytest.param(False, (256, 256), 2, marks=pytest.mark.slow),
     ],
 )
 def test_weight_gradients(adds, sides, times, monkeypatch):
@@ -167,7 +177,11 @@ def test_weight_gradients(adds, sides, times, monkeypatch):
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(
-    ("slots", "what", "wrong"), [(IncomingTiles, "wait", "y"), (OutgoingTiles, "wait", "dw")]
+    ("slots", "what", "wrong"),
+    [
+        (IncomingTiles, "wait", "y"),
+        pytest.param(OutgoingTiles, "wait", "dw", marks=pytest.mark.slow),
+    ],
 )
 def test_a_wait_that_is_left_out_is_seen(slots, what, wrong, monkeypatch):
     """Negative test: transfers of the interpreter move nothing before they are waited for, so that
@@ -217,14 +231,19 @@ def test_two_cores_share_the_outer_blocks(monkeypatch):
 
 @pytest.mark.parametrize("xp", [np, jnp])
 def test_tiles_of_an_expert_follow_each_other(xp):
-    experts = xp.array([0, 0, 2, 9], np.int32), xp.array([0, 1, 2, 2], np.int32)
+    experts = np.array([0, 0, 2, 9], np.int32), np.array([0, 1, 2, 2], np.int32)
     nothing = jax.ShapeDtypeStruct((4 * ROWS, K), np.float32)
-    order = grouped_weight_gradient.order_of_tiles(
-        [
-            Factors(nothing, (nothing,), tiles, xp.int32(count))
-            for tiles, count in zip(experts, (3, 4), strict=True)
-        ]
-    )
+
+    def order_of_tiles(experts, counts):
+        return grouped_weight_gradient.order_of_tiles(
+            [
+                Factors(nothing, (nothing,), tiles, count)
+                for tiles, count in zip(experts, counts, strict=True)
+            ]
+        )
+
+    find = order_of_tiles if xp is np else jax.jit(order_of_tiles)
+    order = find(experts, (np.int32(3), np.int32(4)))
     assert np.asarray(order)[:, :7].tolist() == [
         [0, 0, 0, 1, 2, 2, 2],  # the expert
         [0, 0, 0, 1, 2, 2, 2],  # how many came before

@@ -66,11 +66,11 @@ SMALL_PARTS = tiling, "SUB_BLOCK", 16
             None,
             {"directions": 2, "batch": 2, "ks": (256, 128), "dtype": "bfloat16", "mode": "eager"},
         ),
-        # nothing can be fetched ahead of its sum
-        (2, None, {"directions": 2, "m": 8, "n": 128, "mode": "eager"}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                # nothing can be fetched ahead of its sum
+                (2, None, {"directions": 2, "m": 8, "n": 128, "mode": "eager"}),
                 (
                     3,
                     None,
@@ -140,6 +140,7 @@ def test_a_block_that_a_call_without_a_backend_may_have_has_semaphores(batch, m,
     assert 2 * schedule.block <= SEMAPHORES
 
 
+@pytest.mark.slow
 def test_the_fewest_tiles_of_rows_that_nothing_divides(monkeypatch):
     """328 rows in tiles of 64, of which the last has half a part of 16 rows: 7 tiles of 48 would be
     too many.
@@ -150,6 +151,7 @@ def test_the_fewest_tiles_of_rows_that_nothing_divides(monkeypatch):
     assert_close(*run(2, m=328, ks=(256,), tiles=None), "float32")
 
 
+@pytest.mark.slow
 def test_a_product_of_a_whole_tile_is_seen(monkeypatch):
     """Negative test: a partial tile of the contraction is multiplied as if it were whole, with what
     lies beyond it.

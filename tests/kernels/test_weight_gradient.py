@@ -95,6 +95,7 @@ def test_large_tiles_need_room_in_vector_memory(topology, large):
     assert (schedule.columns.size == 2432) is large
 
 
+@pytest.mark.slow
 def test_a_product_of_a_whole_tile_is_seen(monkeypatch):
     """Negative test: a partial tile of rows is multiplied as if it were whole, with what lies
     beyond it.
@@ -207,6 +208,7 @@ def test_one_set_would_be_overwritten_unread():
     assert overwritten_unread(3, 2, sets=1)
 
 
+@pytest.mark.slow
 def test_one_set_of_receive_buffers_is_seen(monkeypatch):
     """Negative test: a chunk that arrives where the one before lies overwrites what was not
     read.

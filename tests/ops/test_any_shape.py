@@ -52,7 +52,7 @@ def of_any_shape(*strategies):
     """Makes a test of some shapes, which are the same in every run."""
 
     def decorate(test):
-        return hypothesis.settings(max_examples=30)(hypothesis.given(*strategies)(test))
+        return hypothesis.settings(max_examples=15)(hypothesis.given(*strategies)(test))
 
     return decorate
 

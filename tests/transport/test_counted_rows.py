@@ -29,7 +29,7 @@ def sent(x, shift):
 
 
 @pytest.mark.parametrize(("shift", "mode", "delayed"), [
-    (1, "eager", {1: 0.05}), (2, "on_wait", {3: 0.05}), (-1, "on_wait", None),
+    (2, "eager", {1: 0.05}), (-1, "on_wait", {3: 0.05}),
 ])  # fmt: skip
 def test_what_arrives(shift, mode, delayed):
     blocks, got, report = on_ring(

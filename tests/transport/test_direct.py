@@ -34,11 +34,13 @@ def exchanged(xs, dim):
 
 
 @pytest.mark.parametrize(("kind", "expect", "shape", "dim", "mode", "delayed"), [
-    (direct.all_gather, gathered, (16, 128), 0, "eager", None),
     (direct.all_gather, gathered, (8, 256), 1, "on_wait", {1: 0.05}),
-    (direct.all_gather, gathered, (2, 8, 128), 0, "eager", {3: 0.05}),
-    (direct.all_to_all, exchanged, (64, 128), 0, "on_wait", {2: 0.05}),
     (direct.all_to_all, exchanged, (8, 1024), 1, "eager", {2: 0.05}),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        (direct.all_gather, gathered, (16, 128), 0, "eager", None),
+        (direct.all_gather, gathered, (2, 8, 128), 0, "eager", {3: 0.05}),
+        (direct.all_to_all, exchanged, (64, 128), 0, "on_wait", {2: 0.05}),
+    ]),
 ])  # fmt: skip
 def test_what_arrives(kind, expect, shape, dim, mode, delayed):
     pair = kind("x", SIZE, dim)

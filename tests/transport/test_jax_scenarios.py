@@ -210,7 +210,15 @@ def test_simulated(name):
     assert report.problems() == set()
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+# Each scenario is simulated at every change. Compiled are those in which XLA may copy what a loop
+# carries, or has to take vector memory.
+COMPILED = "staggered_full_copy_in_a_loop", "copy_into_vmem", "scoped_by_run_state"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in COMPILED else pytest.mark.slow) for name in SCENARIOS],
+)
 def test_compiled(name):
     scenario = SCENARIOS[name]
     module = check.parse(compile_form(scenario.run, rows=256, dtype=jnp.float32).as_text())

@@ -3,6 +3,7 @@ check that is named.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -44,11 +45,19 @@ LOOPS = [name for name, form in FORMS.items() if form.expect]
 @pytest.mark.parametrize(
     ("name", "hops", "size", "mode", "delayed"),
     [
-        *((name, 5, 4, "on_wait", None) for name in LOOPS),
-        # the swap needs an odd number
-        *((name, 5 if name == "swap" else 4, 4, "eager", None) for name in LOOPS),
-        ("staggered", 7, 8, "on_wait", None),
-        ("staggered_both", 3, 4, "eager", {1: 0.05}),  # a late device is waited for
+        *((name, 5, 4, mode, None) for name, mode in zip(LOOPS, itertools.cycle(MODES))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                # the swap needs an odd number
+                *(
+                    (name, 5 if name == "swap" else 4, 4, mode, None)
+                    for name, mode in zip(LOOPS, itertools.cycle(MODES[::-1]))
+                ),
+                ("staggered", 7, 8, "on_wait", None),
+                ("staggered_both", 3, 4, "eager", {1: 0.05}),  # a late device is waited for
+            ]
+        ),
         ("swap", 3, 4, "eager", {1: 0.05}),
     ],
 )
@@ -156,7 +165,7 @@ def test_a_step_that_is_left_out_is_reported(fn, mode, problems):
     assert problems <= report.problems()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["eager", pytest.param("on_wait", marks=pytest.mark.slow)])
 def test_a_missing_capacity_ack_writes_early(mode):
     """Two Refs with a barrier at the first hop only: a Ref is written before its owner is done with
     it.

@@ -62,7 +62,13 @@ def untied_copies(x):
     return transport.copy_done(x, future), seen
 
 
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x4", "v5p:2x2x2", "tpu7x:2x2x1"])
+@pytest.mark.parametrize(
+    "topology",
+    [
+        "v5e:2x2",
+        *(pytest.param(t, marks=pytest.mark.slow) for t in ("v6e:2x4", "v5p:2x2x2", "tpu7x:2x2x1")),
+    ],
+)
 def test_a_loop_that_reads_its_block_without_a_tie_is_copied_in_flight(topology):
     program = compile_form(untied, topology)
     assert "copied" in faults(program, pairs=3)

@@ -106,8 +106,14 @@ def transfer_of(report):
     return transfer
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("backend", [None, "xla", "pallas"])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        (None, jnp.bfloat16),
+        ("pallas", jnp.float32),
+        pytest.param("xla", jnp.float32, marks=pytest.mark.slow),
+    ],
+)
 def test_the_product_is_computed_while_the_block_travels(backend, dtype):
     report = audited(one_window(backend), dtype)
     assert "empty-window" not in report.codes(), str(report)
@@ -120,6 +126,7 @@ def test_a_loop_that_carries_a_future_has_a_product_in_every_turn():
     assert all(pair.inside > PRODUCT for pair in turns)
 
 
+@pytest.mark.slow
 def test_the_audit_says_to_remove_a_barrier_that_ties_the_sent_block():
     report = audited(tied_by_hand)
     (found,) = [f for f in report.findings if f.code == "empty-window"]
@@ -135,6 +142,7 @@ def test_the_audit_says_to_remove_a_barrier_that_ties_the_sent_block():
     )
 
 
+@pytest.mark.slow
 def test_work_that_xla_moved_into_another_transfer_is_not_blamed_on_a_barrier():
     def merged(x, w):
         """Nothing ties the products, so XLA computes two of them beside one permute."""

@@ -143,10 +143,6 @@ def test_a_loop_that_copies_what_it_carries():
 # The package's own rings are safe and overlap. tests/transport/test_compiled.py audits every
 # transport.
 
-OPS = pytest.mark.parametrize(
-    "op", [fa.all_gather_matmul, fa.matmul_reduce_scatter], ids=lambda op: op.__name__
-)
-
 
 @functools.cache
 def ring(op, backend):
@@ -162,8 +158,16 @@ def ring(op, backend):
     return compile_for("v5e:2x4", *program, compiler_options=HLO_ONLY)
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas"])
-@OPS
+@pytest.mark.parametrize(
+    ("op", "backend"),
+    [
+        (fa.matmul_reduce_scatter, "xla"),
+        pytest.param(fa.all_gather_matmul, "pallas", marks=pytest.mark.slow),
+        pytest.param(fa.all_gather_matmul, "xla", marks=pytest.mark.slow),
+        pytest.param(fa.matmul_reduce_scatter, "pallas", marks=pytest.mark.slow),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_a_ring_is_safe_and_overlaps(op, backend):
     report = audit(ring(op, backend))
     assert report.ok, str(report)
@@ -173,7 +177,14 @@ def test_a_ring_is_safe_and_overlaps(op, backend):
     assert sum(p.overlapped for p in moving) >= len(moving) // 2
 
 
-@OPS
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param(fa.all_gather_matmul, marks=pytest.mark.slow),
+        fa.matmul_reduce_scatter,
+    ],
+    ids=lambda op: op.__name__,
+)
 def test_without_a_ring_nothing_overlaps_and_it_takes_longer(op):
     report = audit(ring(op, "none"))
     assert not [p for p in report.pairs if p.communicates and p.overlapped]

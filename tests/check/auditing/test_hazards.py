@@ -62,7 +62,11 @@ def test_two_transfers_of_one_source():
 
 
 @pytest.mark.parametrize(
-    ("form", "spaces"), [("stateful", "vmem-to-vmem"), ("value", "hbm-to-hbm")]
+    ("form", "spaces"),
+    [
+        pytest.param("stateful", "vmem-to-vmem", marks=pytest.mark.slow),
+        ("value", "hbm-to-hbm"),
+    ],
 )
 def test_the_memory_space_in_the_text_is_that_of_the_chips_instructions(form, spaces, tmp_path):
     """`S(1)` in the text of a start means that its DMA moves vector memory, as it does for small

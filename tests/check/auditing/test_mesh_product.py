@@ -74,11 +74,11 @@ def test_other_products_are_not_taken_for_one(arrival, sum_):
     assert advised(text) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("topology", "shape", "found"), [
     ("v6e:2x4", (4, 2), {"all-gather", "all-reduce"}),
-    pytest.param("v5e:2x4", (4, 2), {"all-gather", "all-reduce"}, marks=pytest.mark.slow),
-    pytest.param("v5e:2x4", (2, 4), {"collective-permute", "all-reduce"}, marks=pytest.mark.slow),
-    pytest.param("v5e:4x4", (4, 4), {"collective-permute", "all-reduce"}, marks=pytest.mark.slow),
+    ("v5e:2x4", (2, 4), {"collective-permute", "all-reduce"}),
+    ("v5e:4x4", (4, 4), {"collective-permute", "all-reduce"}),
 ])  # fmt: skip
 def test_what_xla_makes_of_it_on_other_meshes(topology, shape, found):
     """test_audit.py has the study's 2x2. XLA gathers the rows where there are more mesh rows than

@@ -142,6 +142,7 @@ def test_after_a_compiler_died_the_next_call_works(matmul):
     assert compile_for("v5e:2x2", *matmul).text
 
 
+@pytest.mark.slow
 def test_a_process_with_other_flags_takes_the_place_of_the_shared_one(monkeypatch):
     """libtpu reads its flags once, so a program must not be compiled by a process that has those of
     before.

@@ -30,6 +30,7 @@ from tests.check.dispatch.functions import (
 
 # seconds; far more than the host needs for a call, even while other tests use the cores
 FLOOR = 0.02
+ROWS = [pytest.param(row, marks=pytest.mark.slow) if row.slow else row for row in TABLE]
 SMALL, ONES = jax.ShapeDtypeStruct((8, 8), jnp.float32), jnp.ones(4)
 
 
@@ -47,7 +48,7 @@ def hide_private(monkeypatch):
     monkeypatch.setattr(compatibility, "read_flags", lambda compiled: None)
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.fn.__name__)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.fn.__name__)
 def test_the_table_of_functions_also_without_private_attributes(row, x, monkeypatch):
     aot = compiled(row.fn, x)
     info = check.check_async_compatible(aot)
@@ -171,7 +172,12 @@ def on_gpu(monkeypatch):
     [
         (work, True, "nothing in it"),
         (dynamic_while, False, "reads its condition back every time (99 % of a call on an H100)"),
-        (functions.lbfgs, False, "reads its condition back every time"),
+        pytest.param(
+            functions.lbfgs,
+            False,
+            "reads its condition back every time",
+            marks=pytest.mark.slow,
+        ),
         (functions.static_loop, True, "nothing in it"),
         (functions.cond, True, "its index is there at once (2.7 % of a call on an H100)"),
         (

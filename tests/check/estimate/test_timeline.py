@@ -207,7 +207,14 @@ def test_bad_input(text, options, message):
         timeline(text, **options)
 
 
-@pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4", "v5p:2x2x2", "tpu7x:2x2x1"])
+@pytest.mark.parametrize(
+    "topology",
+    [
+        "v5e:2x4",
+        "tpu7x:2x2x1",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("v6e:2x4", "v5p:2x2x2")),
+    ],
+)
 def test_slices_of_a_core_do_not_overlap(topology):
     t = timeline(programs.compiled(programs.scan_of_collectives, topology))
     assert t.chip == topology.partition(":")[0]

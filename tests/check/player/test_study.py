@@ -26,7 +26,9 @@ W, O = SHAPE[1] // 2 * SHAPE[2] * 2, SHAPE[0] // 2 * SHAPE[2] * 2  # noqa: E741,
 
 
 @pytest.mark.parametrize(("variant", "bytes_sent", "phases"), [
-    ("collectives_and_gemm", None, ("all-gather", "gemm", "psum")),
+    pytest.param(
+        "collectives_and_gemm", None, ("all-gather", "gemm", "psum"), marks=pytest.mark.slow
+    ),
     ("series", [W + O] * 4, ("all_gather", "gemm", "all_reduce")),
     ("fused", [W + O] * 4, ("fused", "all_reduce")),
     ("overlapped", [W + O, O, O, W + O], ("overlapped",)),

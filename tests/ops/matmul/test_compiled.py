@@ -60,7 +60,7 @@ def instructions_that_make_outputs(program):
     return multiply, move
 
 
-@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize("directions", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_all_gather_matmul_writes_each_block_once(directions):
     fn = functools.partial(
         fa.all_gather_matmul, axis_name="model", backend="xla", directions=directions
@@ -76,6 +76,7 @@ def test_all_gather_matmul_writes_each_block_once(directions):
     assert program.memory["temp_size_in_bytes"] <= B * S * D * 2 / 2
 
 
+@pytest.mark.slow
 def test_the_check_sees_that_an_output_of_zeros_is_written_first():
     """Negative test: a ring is usually written so, and then it broadcasts zeros to the whole output
     first.

@@ -1,4 +1,4 @@
-"""What several processes agree on: two that read different files, versions and variables trace one
+"""What several processes trust: two that read different files, versions and variables trace one
 program.
 """
 
@@ -13,7 +13,7 @@ import pytest
 from flaxasync.ops import trust
 from tests.processes import environments
 
-PROCESS = pathlib.Path(__file__).with_name("agreeing_process.py")
+PROCESS = pathlib.Path(__file__).with_name("trusting_process.py")
 
 
 def run_two(second, folder):
@@ -38,7 +38,6 @@ def run_two(second, folder):
 @pytest.mark.parametrize(
     ("first", "second", "taken", "reason"),
     [
-        ({}, {"VERDICT": "PASS"}, "fused", ""),
         ({}, {"VERDICT": ""}, "fused", ""),
         (
             {"VERDICT": "WRONG"},
@@ -57,7 +56,7 @@ def run_two(second, folder):
             "same in process 0 and in process 1",
         ),
     ],
-    ids=["the same", "no file in process 1", "another verdict in process 0", "other options"],
+    ids=["no file in process 1", "another verdict in process 0", "other options"],
 )
 def test_two_processes_take_what_the_file_of_process_0_trusts(
     first, second, taken, reason, tmp_path
