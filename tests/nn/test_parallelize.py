@@ -230,8 +230,9 @@ def parallel_linear():
     return drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0)), seed=2)
 
 
+@nnx.jit
 def gradient(layer, x):
-    return nnx.jit(nnx.grad(lambda layer: jnp.sum(layer(x) ** 2)))(layer)
+    return nnx.grad(lambda layer: jnp.sum(layer(x) ** 2))(layer)
 
 
 @pytest.mark.parametrize("form", ["module", "state", "nested", "flat"])
