@@ -101,7 +101,6 @@ def test_segments_and_the_norms_of_heads_are_those_of_rows_that_travel():
     [
         (None, None, {"backend": "none"}),
         ("int8", "int8", {"backend": "xla"}),
-        ("int8", None, {"backend": "xla"}),
         ("int8", "int8", {"backend": "none", "gathered_bytes": 2**20}),
     ],
 )
