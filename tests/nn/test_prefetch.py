@@ -271,7 +271,7 @@ def test_direct_copies_in_the_simulator(sizes, layers, policy):
     for kind in kinds:
         kind.cache_clear()
     with jax.set_mesh(make_fsdp_mesh(*sizes)):
-        module = drawn(lambda: Model(layers, features=512))
+        module = Model(layers, features=512)
         x = placed(np.random.default_rng(0).standard_normal((4, 2, 512)), P(BATCH))
         want = jax.tree.map(np.asarray, gradients(module, x, run=projected_after))
         run = functools.partial(projected_within, backend="pallas", policy=POLICIES.get(policy))
