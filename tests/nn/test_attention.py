@@ -106,19 +106,24 @@ def pair(
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "form", "input_form"),
     [
-        (2, 1, {}, {"size": 1}),
         (6, 3, {}, {"size": 3}),
         (8, 4, {"use_bias": True, "backend": "none"}, {"size": 4, "data": 2}),
-        (
-            8,
-            4,
-            {"use_bias": True, "backend": "xla"},
-            {"size": 4, "data": 2, "axis_type": AxisType.Auto},
-        ),
         (4, 4, {"causal": False, "window": 3}, {"size": 4}),
-        pytest.param(4, 4, {"rope_theta": None}, {"size": 4}, marks=slow),
-        (4, 4, {}, {"size": 4, "dtype": "bfloat16"}),
         (4, 4, {}, {"size": 4, "x_spec": SAME, "y_spec": SAME}),
+        *(
+            pytest.param(*case, marks=slow)
+            for case in [
+                (2, 1, {}, {"size": 1}),
+                (
+                    8,
+                    4,
+                    {"use_bias": True, "backend": "xla"},
+                    {"size": 4, "data": 2, "axis_type": AxisType.Auto},
+                ),
+                (4, 4, {"rope_theta": None}, {"size": 4}),
+                (4, 4, {}, {"size": 4, "dtype": "bfloat16"}),
+            ]
+        ),
     ],
 )
 def test_parity(heads, kv_heads, form, input_form):
@@ -169,13 +174,14 @@ CONTIGUOUS, ZIGZAG = (
 @pytest.mark.parametrize(
     ("cls", "told", "x_spec", "sizes", "axis_type", "form"),
     [
-        (
+        pytest.param(
             RING,
             {"layout": "zigzag", "in_spec": ALONE},
             ALONE,
             (2, 2, 1),
             AxisType.Auto,
             {"layout": "zigzag", "use_bias": True},
+            marks=slow,
         ),
         (
             RING,
@@ -221,6 +227,7 @@ def test_a_sequence_that_is_split_or_has_segments(cls, told, x_spec, sizes, axis
     check_split(functools.partial(cls, **told), context_mesh(*sizes, axis_type), x_spec, **form)
 
 
+@slow
 def test_a_wrong_layout_gives_other_numbers():
     """Negative test: the rows are in another order than the layer was told."""
     with pytest.raises(AssertionError, match="relative error"):
@@ -470,15 +477,6 @@ def test_keys_and_values_travel_as_the_layers_backend_says(options, backend):
             )
         )
     assert layer.attention.context_backend == backend
-
-
-def test_eval_mode_drops_nothing():
-    with jax.set_mesh(make_mesh(1, 4)):
-        layer = fa.nn.ParallelSelfAttention(8, 4, dropout_rate=0.5, rngs=nnx.Rngs(0, dropout=1))
-        x = ones((1, 8, 8), ROWS)
-        assert not np.array_equal(layer(x), layer(x))
-        layer.eval()
-        np.testing.assert_array_equal(layer(x), layer(x))
 
 
 # ---- the key-value cache --------------------------------------------------------------------------------------------

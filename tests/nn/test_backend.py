@@ -60,7 +60,8 @@ def call(name, layer, spec):
     )
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+# on one device nothing travels
+@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_backend_that_cannot_run_is_refused(name, devices):
     make, specs = LAYERS[name]

@@ -55,7 +55,13 @@ def differentiable(x, w, dimension_numbers, **options):
     return lax.dot_general(jnp.sin(x), jnp.sin(w), dimension_numbers, **options)
 
 
-@pytest.mark.parametrize("form", FORMS)
+# layers whose rows all devices have multiply in the same way
+SHARDED = [
+    pytest.param(form, marks=[] if "sharded" in form else [pytest.mark.slow]) for form in FORMS
+]
+
+
+@pytest.mark.parametrize("form", SHARDED)
 def test_the_function_multiplies_and_its_rule_differentiates(form):
     make, options, x_spec, y_spec = FORMS[form]
     layer, plain = make(4, dot_general=with_a_rule, **options), linear(4, dot_general=with_a_rule)
@@ -191,7 +197,10 @@ def in_float32(x, w, dimension_numbers, **options):
 WIDER = {"preferred_element_type": jnp.float32}, {"dot_general": in_float32}
 
 
-@pytest.mark.parametrize(("form", "given"), list(zip(FORMS, (*WIDER, *WIDER[::-1]), strict=True)))
+@pytest.mark.parametrize(("form", "given"), [
+    pytest.param(form, given, marks=[] if "column" in form else [pytest.mark.slow])
+    for form, given in zip(FORMS, (*WIDER, *WIDER[::-1]), strict=True)
+])  # fmt: skip
 def test_products_that_are_wider_than_the_computation(form, given):
     """They are not rounded to the dtype of the computation on the way, as those of nnx.Linear are
     not.
@@ -245,7 +254,7 @@ def test_a_low_rank_product_is_not_that_function():
         assert_close(layer(jax.device_put(x, ROWS)), plain(x), "float32", "y")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_promotion_in_an_embedding(dtype):
     """A function that turns everything into one dtype decides for look-ups and logits alike, as in
     nnx.Embed.

@@ -68,7 +68,14 @@ def example(kind, batch=4):
     return drawn(make), ones((batch, 8, 16), spec)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "column",
+        "embed",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("row", "mlp", "attention")),
+    ],
+)
 def test_a_second_call_compiles_nothing(compilations, kind):
     with jax.set_mesh(make_mesh(2, 4)):
         layer, x = example(kind)
@@ -96,9 +103,11 @@ def of_a_layer(kind):
     return run
 
 
-@pytest.mark.parametrize(
-    "run", [a_loss, *map(of_a_layer, ("mlp", "embed"))], ids=["loss", "mlp", "embed"]
-)
+@pytest.mark.parametrize("run", [
+    pytest.param(of_a_layer("embed"), id="embed"),
+    pytest.param(a_loss, id="loss", marks=pytest.mark.slow),
+    pytest.param(of_a_layer("mlp"), id="mlp", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_second_mesh_and_other_types_of_axes_get_programs_of_their_own(run):
     """An eager call keeps its program, which is that of one mesh: one of the same sizes can have
     other axis types.
@@ -172,7 +181,7 @@ def test_vmap_over_a_sharded_batch(kind):
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5), got, want)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "embed"])
+@pytest.mark.parametrize("kind", [pytest.param("mlp", marks=pytest.mark.slow), "embed"])
 def test_a_layer_is_displayed_and_a_table_leaves_its_class_as_it_was(capsys, kind):
     with jax.set_mesh(make_mesh(2, 4)):
         layer, x = example(kind)
@@ -198,7 +207,8 @@ def test_the_attributes_of_nnx_linear_and_embed_are_there():
         ]
         for ours, plain, sizes in pairs:
             layer, reference = (
-                kind(*sizes, rngs=nnx.Rngs(0), dtype=np.float16) for kind in (ours, plain)
+                nnx.eval_shape(lambda kind=kind: kind(*sizes, rngs=nnx.Rngs(0), dtype=np.float16))
+                for kind in (ours, plain)
             )
             for name in set(vars(reference)) - {
                 "pytree__state",
@@ -293,16 +303,16 @@ def test_layers_in_a_loop_are_traced_once_and_others_by_their_lines(traced):
     """The lines of a model stand in what was traced, so two lines do not share a trace."""
     with jax.set_mesh(make_mesh(2, 4)):
         x = ones((4, 8, 16), ROWS)
-        gradients(Tower(loop=True), x)
+        gradients(drawn(lambda: Tower(loop=True)), x)
         assert len(traced) == 1
-        gradients(Tower(loop=False), x)
+        gradients(drawn(lambda: Tower(loop=False)), x)
         assert len(traced) == 4
 
 
 def test_a_trace_is_shared_with_no_other_trace(traced):
     """What a kernel may do can change between two traces, as when it was verified."""
     with jax.set_mesh(make_mesh(2, 4)):
-        tower = Tower(loop=True)
+        tower = drawn(lambda: Tower(loop=True))
         x = ones((4, 8, 16), ROWS)
         for _ in range(2):
             gradients(tower, x)
@@ -328,7 +338,7 @@ def test_layers_that_share_a_trace_have_gradients_of_their_own():
     with jax.set_mesh(make_mesh(2, 4)):
         x = jax.device_put(np.random.default_rng(0).standard_normal((4, 8, 16), np.float32), ROWS)
         got, want = (
-            nnx.jit(nnx.grad(lambda tower, x: jnp.sum(jnp.sin(tower(x)))))(Tower(loop), x)
-            for loop in (True, False)
+            nnx.jit(nnx.grad(lambda tower, x: jnp.sum(jnp.sin(tower(x)))))(tower, x)
+            for tower in (drawn(lambda loop=loop: Tower(loop)) for loop in (True, False))
         )
     assert_parameters_close(got, want, "float32")

@@ -35,12 +35,12 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "options", "form"),
     [
-        (8, 4, {"use_bias": True, "backend": "none"}, {"size": 4}),
         (6, 3, {"backend": "xla", "gathered_bytes": 2**20}, {"size": 3}),
-        (4, 4, {"gathered_bytes": 2**20}, {"size": 4, "dtype": "bfloat16"}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                (8, 4, {"use_bias": True, "backend": "none"}, {"size": 4}),
+                (4, 4, {"gathered_bytes": 2**20}, {"size": 4, "dtype": "bfloat16"}),
                 # heads that the axis does not divide
                 (6, 2, {"backend": "none"}, {"size": 4}),
                 (
@@ -101,7 +101,6 @@ def test_segments_and_the_norms_of_heads_are_those_of_rows_that_travel():
     [
         (None, None, {"backend": "none"}),
         ("int8", "int8", {"backend": "xla"}),
-        ("int8", None, {"backend": "xla"}),
         ("int8", "int8", {"backend": "none", "gathered_bytes": 2**20}),
     ],
 )
@@ -223,7 +222,8 @@ def test_what_this_form_lacks_is_refused_by_name_or_left_to_rows(x_spec, options
             options_of = {"exchange_heads": exchange, **options}
             return drawn(lambda: fa.nn.ParallelSelfAttention(8, 4, rngs=nnx.Rngs(0), **options_of))
 
-        assert make(None)(x, **more).shape == x.shape
+        y = nnx.eval_shape(lambda layer, x: layer(x, **more), make(None), x)
+        assert y.shape == x.shape
         with pytest.raises(NotImplementedError, match=f"exchange_heads=True lacks .*{lacking}"):
             make(True)(x, **more)
 

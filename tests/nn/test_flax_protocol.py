@@ -232,12 +232,14 @@ def test_a_view_decodes_with_a_cache_of_its_own():
 @pytest.mark.parametrize(("name", "given", "wanted", "axis_type"), [
     ("ColumnParallelLinear", ROWS, SAME, AxisType.Explicit),
     ("RowParallelLinear", COLUMNS, SAME, AxisType.Auto),
-    ("RowParallelLinear", COLUMNS, COLUMNS, AxisType.Explicit),
     ("ParallelMLP", ROWS, COLUMNS, AxisType.Auto),
-    ("ParallelMoE", ROWS, SAME, AxisType.Explicit),
-    ("ParallelSelfAttention", ROWS, COLUMNS, AxisType.Auto),
-    ("ParallelLoRA", COLUMNS, SAME, AxisType.Explicit),
     ("VocabParallelEmbed", TOKENS, SAME, AxisType.Auto),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("RowParallelLinear", COLUMNS, COLUMNS, AxisType.Explicit),
+        ("ParallelMoE", ROWS, SAME, AxisType.Explicit),
+        ("ParallelSelfAttention", ROWS, COLUMNS, AxisType.Auto),
+        ("ParallelLoRA", COLUMNS, SAME, AxisType.Explicit),
+    ]),
 ])  # fmt: skip
 def test_out_sharding_says_how_the_output_is_sharded(name, given, wanted, axis_type):
     mesh = make_mesh(2, 4, axis_type)

@@ -131,7 +131,9 @@ def test_a_layer_computes_the_same_however_its_parameters_are_stored(name, axis_
         ), path
 
 
-@pytest.mark.parametrize(("entries", "layout"), [(31, "sequence"), (32, "replicated")])
+@pytest.mark.parametrize(("entries", "layout"), [
+    (31, "sequence"), pytest.param(32, "replicated", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_an_embedding_computes_the_same_however_it_is_stored(entries, layout):
     ids = np.random.default_rng(2).integers(0, entries, (4, 8), np.int32)
     make = functools.partial(fa.nn.VocabParallelEmbed, entries, 16, layout=layout)
@@ -148,9 +150,9 @@ def test_an_embedding_computes_the_same_however_it_is_stored(entries, layout):
 
 def test_weights_travel_in_the_dtype_of_the_computation_and_gradients_are_summed_in_that_of_the_parameter():
     with jax.set_mesh(make_fsdp_mesh(1, 4, 1, 2)):
-        layer = fa.nn.ColumnParallelLinear(
+        layer = drawn(lambda: fa.nn.ColumnParallelLinear(
             16, 32, use_bias=False, fsdp_axis="fsdp", dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
-        )
+        ))  # fmt: skip
         found = collectives(layer, jax.device_put(np.ones((4, 8, 16), np.float32), ROWS))
     assert [(kind, str(dtype)) for kind, dtype, axes in found if axes == ("fsdp",)] == [
         ("all_gather", "bfloat16"), ("reduce_scatter", "float32"),
@@ -198,9 +200,14 @@ def collectives(layer, x, wrap=lambda apply: apply):
 
 
 @pytest.mark.parametrize("options", [
-    {"kernel_metadata": {"out_sharding": ("fsdp", "model"), "mine": 1}},
-    {"kernel_init": nnx.with_partitioning(nnx.initializers.lecun_normal(), ("fsdp", "model"))},
-], ids=["metadata", "initializer"])  # fmt: skip
+    pytest.param(
+        {"kernel_metadata": {"out_sharding": ("fsdp", "model"), "mine": 1}}, id="metadata"
+    ),
+    pytest.param(
+        {"kernel_init": nnx.with_partitioning(nnx.initializers.lecun_normal(), ("fsdp", "model"))},
+        id="initializer", marks=pytest.mark.slow,
+    ),
+])  # fmt: skip
 def test_annotations_of_the_user_are_honoured_and_swapped_for_the_kernels_of_the_other_kind(
     options,
 ):
@@ -286,7 +293,7 @@ def test_what_the_map_splits_is_gathered_and_a_parameter_that_lost_its_sharding_
 )
 def test_bad_input_is_refused_with_sizes_that_work(make, options, message):
     with jax.set_mesh(make_fsdp_mesh(2, 2, 1, 2)), pytest.raises(ValueError, match=message):
-        make(rngs=nnx.Rngs(0), **options)
+        nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0), **options))
 
 
 def test_parallelize_stores_a_dense_model_fully_sharded():
@@ -313,7 +320,9 @@ def test_a_checkpointed_layer_gathers_its_parameters_again_unless_the_policy_kee
 ):
     x, _ = data(16)
     with jax.set_mesh(make_fsdp_mesh(2, 2, 1, 2)):
-        layer = fa.nn.ParallelMLP(16, 32, fsdp_axis="fsdp", backend="none", rngs=nnx.Rngs(0))
+        layer = drawn(
+            lambda: fa.nn.ParallelMLP(16, 32, fsdp_axis="fsdp", backend="none", rngs=nnx.Rngs(0))
+        )
         x = jax.device_put(x, ROWS)
         counts = [
             sum(

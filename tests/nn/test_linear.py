@@ -110,7 +110,9 @@ def test_rows_may_be_sharded_over_another_axis_too():
         np.testing.assert_allclose(y, x @ np.asarray(layer.kernel[...]), rtol=1e-5)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(
+    "axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)]
+)
 def test_parameters_are_those_of_nnx_linear_and_sharded_as_their_metadata_says(axis_type):
     def make():
         return fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(3))
@@ -204,23 +206,26 @@ def mlp_pair(size, *, backend=None, **options):
 @pytest.mark.parametrize(
     ("options", "rows", "form"),
     [
-        *(
-            ({"gated": gated, "use_bias": not gated}, 3 * size, {"size": size})
-            for size, gated in [(1, True), (2, False), (3, True)]
+        ({"gated": False, "use_bias": True}, 6, {"size": 2}),
+        (
+            {"use_bias": True, "backend": "none"},
+            8,
+            {"size": 4, "data": 2, "dtype": "bfloat16"},
         ),
+        ({"use_bias": True}, 7, {"size": 4, "x_spec": SAME, "y_spec": SAME}),
         *(
-            (
-                {"use_bias": True, "backend": backend},
-                8,
-                {"size": 4, "data": 2, "axis_type": axis_type, "dtype": dtype},
-            )
-            for axis_type, backend, dtype in [
-                (AxisType.Explicit, "none", "bfloat16"),
-                (AxisType.Auto, "xla", "float32"),
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ({"use_bias": False}, 3, {"size": 1}),
+                ({"use_bias": False}, 9, {"size": 3}),
+                ({"use_bias": False}, 24, {"size": 8}),
+                (
+                    {"use_bias": True, "backend": "xla"},
+                    8,
+                    {"size": 4, "data": 2, "axis_type": AxisType.Auto},
+                ),
             ]
         ),
-        pytest.param({"gated": True, "use_bias": False}, 24, {"size": 8}, marks=pytest.mark.slow),
-        ({"use_bias": True}, 7, {"size": 4, "x_spec": SAME, "y_spec": SAME}),
     ],
 )
 def test_parity_of_an_mlp(options, rows, form):

@@ -109,12 +109,12 @@ def embedding(kernel, **options):
 
 @pytest.mark.parametrize(("mesh", "axis_type", "entries", "output_of", "options"), [
     ((1, 2), AxisType.Explicit, 13, column, {"block_rows": SMALL}),  # a padded vocabulary
-    ((2, 4), AxisType.Auto, 24, column, {"block_rows": SMALL}),
     ((2, 4), AxisType.Explicit, 25, embedding, {"z_loss": 1e-2}),
     ((2, 4), AxisType.Explicit, 24, lambda kernel: jax.device_put(kernel, P(None, "model")), {}),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
         ((1, 1), AxisType.Explicit, 12, column, {}),
         ((1, 8), AxisType.Explicit, 50, column, {"block_rows": SMALL}),
+        ((2, 4), AxisType.Auto, 24, column, {"block_rows": SMALL}),
         ((2, 4), AxisType.Explicit, 24, embedding, {"logit_softcap": 2.0}),
         ((2, 4), AxisType.Explicit, 25, column, {"label_smoothing": 0.1}),
     ]),

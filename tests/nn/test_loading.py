@@ -83,7 +83,13 @@ def by_manager_of_items(path, state):
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 @pytest.mark.parametrize(
-    "save", [by_standard_checkpointer, by_pytree_checkpointer, by_manager, by_manager_of_items]
+    "save",
+    [
+        by_standard_checkpointer,
+        by_pytree_checkpointer,
+        pytest.param(by_manager, marks=pytest.mark.slow),
+        pytest.param(by_manager_of_items, marks=pytest.mark.slow),
+    ],
 )
 def test_what_orbax_restores_without_a_target(plain, tmp_path, save):
     check_loads(save(tmp_path / "saved", nnx.state(plain)), plain)

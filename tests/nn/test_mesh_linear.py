@@ -56,8 +56,10 @@ def parity(
 
 
 @pytest.mark.parametrize(("shape", "axis_type"), [
-    *((shape, AxisType.Explicit) for shape in [(1, 2), (2, 1), (4, 2)]),
-    *((shape, AxisType.Auto) for shape in [(2, 2), (2, 4)]),
+    ((4, 2), AxisType.Explicit), ((2, 2), AxisType.Auto),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ((1, 2), AxisType.Explicit), ((2, 1), AxisType.Explicit), ((2, 4), AxisType.Auto),
+    ]),
 ])  # fmt: skip
 def test_parity(shape, axis_type):
     parity(mesh_of(shape, axis_type))
@@ -76,7 +78,9 @@ def test_parity_in_other_forms():
     parity(mesh_of((2, 2)), features=32, **stored)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(
+    "axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)]
+)
 def test_the_batch_may_be_sharded_over_another_axis(axis_type):
     names = ("data", "rows", "features")
     specs = {"x_spec": P("data", "rows", "features"), "y_spec": P("data", "rows", None)}

@@ -162,9 +162,10 @@ def test_parallelize_turns_nnx_lora_into_parallel_lora(axis_type, rules):
     assert {path[-1] for path, _ in nnx.to_flat_state(got)} == {"lora_a", "lora_b"}
 
 
-@pytest.mark.parametrize(
-    ("cls", "spec"), [(fa.nn.RowParallelLinear, COLUMNS), (fa.nn.ColumnParallelLinear, SAME)]
-)
+@pytest.mark.parametrize(("cls", "spec"), [
+    (fa.nn.RowParallelLinear, COLUMNS),
+    pytest.param(fa.nn.ColumnParallelLinear, SAME, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_nnx_lora_itself(cls, spec):
     """It works around layers whose output may be added to one that is sharded as the input's rows
     are.
@@ -262,7 +263,7 @@ def test_adaptations_that_cannot_be_replaced(make, rules, message):
         )
 
 
-@pytest.mark.parametrize("rule", ["column", "row"])
+@pytest.mark.parametrize("rule", [pytest.param("column", marks=pytest.mark.slow), "row"])
 def test_factors_that_are_wider_than_the_layer(rule):
     """Everything is then computed in float32, as in nnx.LoRA."""
     x = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(jnp.bfloat16)

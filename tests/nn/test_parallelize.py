@@ -18,22 +18,25 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 class Model(nnx.Module):
-    def __init__(self):
+    def __init__(self, blocks=2):
         rngs = nnx.Rngs(0)
-        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+        self.blocks = nnx.List([Block(rngs) for _ in range(blocks)])
         self.shared = self.blocks[0].up
 
     def __call__(self, x):
-        return self.blocks[1](self.blocks[0](x))
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 RULES = {"blocks.*.up": "column", "blocks.*.down": "row", "blocks.*.attention": "attention"}
 
 
 @pytest.mark.parametrize(
-    "axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)]
+    ("blocks", "axis_type"),
+    [(1, AxisType.Explicit), pytest.param(2, AxisType.Auto, marks=pytest.mark.slow)],
 )
-def test_a_model_computes_what_it_did(capsys, axis_type):
+def test_a_model_computes_what_it_did(capsys, blocks, axis_type):
     def replace(model):
         done = fa.nn.parallelize(model, RULES)
         assert model.shared is model.blocks[0].up
@@ -50,7 +53,7 @@ def test_a_model_computes_what_it_did(capsys, axis_type):
         )
         return model
 
-    check_replaced(drawn(Model), make_mesh(2, 4, axis_type), replace)
+    check_replaced(drawn(lambda: Model(blocks)), make_mesh(2, 4, axis_type), replace)
 
 
 @pytest.mark.parametrize(
@@ -246,8 +249,9 @@ def parallel_linear():
     return drawn(lambda: fa.nn.ColumnParallelLinear(8, 12, rngs=nnx.Rngs(0)), seed=2)
 
 
+@nnx.jit
 def gradient(layer, x):
-    return nnx.jit(nnx.grad(lambda layer: jnp.sum(layer(x) ** 2)))(layer)
+    return nnx.grad(lambda layer: jnp.sum(layer(x) ** 2))(layer)
 
 
 @pytest.mark.parametrize("form", ["module", "state", "nested", "flat"])

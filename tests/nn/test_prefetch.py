@@ -17,9 +17,10 @@ from flaxasync.check import HLO_ONLY
 from flaxasync.nn.prefetched_scan import Scan
 from flaxasync.transport import direct
 from flaxasync.transport.transfers import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from tests.nn.conftest import make_fsdp_mesh, make_mesh, scan, stack
+from tests.nn.conftest import drawn, make_fsdp_mesh, make_mesh, scan, stack
 from tests.simulator.split_pairs import session
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 BATCH = ("data", "fsdp")
 ROWS = P(BATCH, "model", None)
 
@@ -48,6 +49,10 @@ def blocks(layers, dtype=None, features=16, fsdp_axis="fsdp"):
     return stack(
         lambda rngs: Block(fsdp_axis=fsdp_axis, dtype=dtype, features=features, rngs=rngs), layers
     )
+
+
+def drawn_blocks(layers, **options):
+    return drawn(lambda: blocks(layers, **options))
 
 
 def prefetch(layers, x, *ids, **options):
@@ -132,7 +137,7 @@ def test_value_and_gradients_are_those_of_a_plain_scan_and_stay_sharded(
     sizes, layers, policy, then
 ):
     with jax.set_mesh(make_fsdp_mesh(*sizes)):
-        module = Model(layers)
+        module = drawn(lambda: Model(layers))
         runs = functools.partial(projected_within, policy=POLICIES.get(policy)), projected_after
         if not then:
             module, runs = module.layers, (prefetch, scan)
@@ -143,12 +148,12 @@ def test_value_and_gradients_are_those_of_a_plain_scan_and_stay_sharded(
         )
 
 
-@pytest.mark.parametrize(("sizes", "policy"), [
-    ((2, 4), "costly"), pytest.param((4, 2), None, marks=pytest.mark.slow),
+@pytest.mark.parametrize(("sizes", "layers", "policy"), [
+    ((2, 4), 1, "costly"), pytest.param((4, 2), 3, None, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_without_an_fsdp_axis_value_and_gradients_are_those_of_a_plain_scan(sizes, policy):
+def test_without_an_fsdp_axis_value_and_gradients_are_those_of_a_plain_scan(sizes, layers, policy):
     with jax.set_mesh(make_mesh(*sizes)):
-        module = Model(3, fsdp_axis=None)
+        module = drawn(lambda: Model(layers, fsdp_axis=None))
         x = placed(np.random.default_rng(0).standard_normal((8, 8, 16)), P("data", "model", None))
         ids = jax.device_put((np.arange(64).reshape(8, 8) % 3).astype(np.int32), P("data", "model"))
         within = functools.partial(projected_within, fsdp_axis=None, policy=POLICIES.get(policy))
@@ -160,7 +165,7 @@ def test_without_an_fsdp_axis_value_and_gradients_are_those_of_a_plain_scan(size
 def test_two_devices_exchange_gradients_in_the_dtype_of_the_computation():
     """And no all-reduce has the gradient of a kernel, as those of a plain scan have."""
     with jax.set_mesh(make_mesh(2, 4)):
-        graph, state = nnx.split(blocks(3, dtype=jnp.bfloat16, fsdp_axis=None))
+        graph, state = nnx.split(drawn_blocks(3, dtype=jnp.bfloat16, fsdp_axis=None))
         x = placed(np.ones((8, 8, 16)), P("data", "model", None))
 
         def program(run):
@@ -250,7 +255,7 @@ def test_weights_and_further_arguments_are_not_among_what_is_kept(policy):
     with jax.set_mesh(make_fsdp_mesh(1, 4, 1, 1)), mock.patch.object(Scan, "forward", watch):
         x = jax.device_put(np.ones((4, 3, 16), np.float32), P("fsdp", None, None))
         ids = jax.device_put(np.ones((4, 3), np.int32), P("fsdp", None))
-        gradients(blocks(2), x, ids, run=functools.partial(prefetch, policy=POLICIES[policy]))
+        gradients(drawn_blocks(2), x, ids, run=functools.partial(prefetch, policy=POLICIES[policy]))
     assert kept == [[]]
 
 
@@ -266,11 +271,8 @@ def test_direct_copies_in_the_simulator(sizes, layers, policy):
     for kind in kinds:
         kind.cache_clear()
     with jax.set_mesh(make_fsdp_mesh(*sizes)):
-        module, x = (
-            Model(layers, features=512),
-            np.random.default_rng(0).standard_normal((4, 2, 512)),
-        )
-        x = placed(x, P(BATCH))
+        module = Model(layers, features=512)
+        x = placed(np.random.default_rng(0).standard_normal((4, 2, 512)), P(BATCH))
         want = jax.tree.map(np.asarray, gradients(module, x, run=projected_after))
         run = functools.partial(projected_within, backend="pallas", policy=POLICIES.get(policy))
         with session(mode="eager", delayed={1: 0.02}) as report:
@@ -288,7 +290,7 @@ def test_transfers_are_permutes_in_the_dtype_of_the_computation_and_sums_in_that
     has.
     """
     with jax.set_mesh(make_fsdp_mesh(1, 4, 1, 2)):
-        graph, state = nnx.split(blocks(3, dtype=jnp.bfloat16))
+        graph, state = nnx.split(drawn_blocks(3, dtype=jnp.bfloat16))
         x = jax.device_put(np.ones((8, 8, 16), np.float32), P("fsdp", "model", None))
 
         def loss(state, x):
@@ -309,8 +311,9 @@ def test_transfers_are_permutes_in_the_dtype_of_the_computation_and_sums_in_that
 
 
 # four devices send 8 rows around; XLA sums what they do not divide
-@pytest.mark.parametrize("rows", [2, 8, 3])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("size", "rows"), [(2, 2), (4, 8), (4, 3), pytest.param(2, 3, marks=pytest.mark.slow)]
+)
 def test_the_sum_of_all_devices_is_the_same_on_each_of_them(size, rows):
     addends = np.random.default_rng(0).standard_normal((size, rows, 3)).astype(np.float32)
     with jax.set_mesh(make_mesh(size, 1)):
@@ -326,8 +329,11 @@ def test_the_sum_of_all_devices_is_the_same_on_each_of_them(size, rows):
         np.testing.assert_array_equal(other, first)
 
 
-@pytest.mark.parametrize("block", [4, 3])  # halves go both ways; an odd shard goes one way
-@pytest.mark.parametrize("dim", [0, 1])
+# halves go both ways; an odd shard goes one way
+@pytest.mark.parametrize(
+    ("dim", "block"),
+    [(0, 4), (1, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(0, 3), (1, 4)])],
+)
 def test_the_rings_are_a_gather_and_its_transpose(dim, block):
     shape = [5, 5]
     shape[dim] = 4 * block
@@ -356,7 +362,8 @@ def test_bad_input_is_refused():
     ):
         prefetch(nnx.eval_shape(lambda: blocks(2)), x)
     with jax.set_mesh(make_fsdp_mesh(2, 2, 1, 2)):
-        layers, counted, sharded, x = blocks(2), blocks(2), blocks(2), placed(x)
+        layers, counted, sharded = (drawn_blocks(2) for _ in range(3))
+        x = placed(x)
         counted.count = nnx.BatchStat(jnp.zeros(2))
         sharded.norm.scale = nnx.Param(placed(np.ones((2, 16)), P("data")))
         for module, args, options, message in [
@@ -428,7 +435,7 @@ def test_the_axis_must_be_the_last_of_a_dimension(axes):
         )
 
     with jax.set_mesh(make_fsdp_mesh(2, 2, 1, 2)):
-        module, x = stack(make, 2), placed(np.ones((8, 8, 16)))
+        module, x = drawn(lambda: stack(make, 2)), placed(np.ones((8, 8, 16)))
         if axes == ("data", "fsdp"):
             got, want = nnx.jit(prefetch)(module, x), nnx.jit(scan)(module, x)
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
@@ -455,7 +462,7 @@ def test_layers_whose_parameters_every_device_of_their_axis_has(execute):
         if not execute:
             assert nnx.eval_shape(lambda x: prefetch(make(), x), x).shape == x.shape
             return
-        module = make()
+        module = drawn(make)
         np.testing.assert_allclose(
             nnx.jit(prefetch)(module, x), nnx.jit(scan)(module, x), rtol=1e-5, atol=1e-5
         )

@@ -16,7 +16,7 @@ import flaxasync as fa
 from tests.nn.conftest import ROWS, Block, assert_close, drawn, make_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-AXES = [AxisType.Explicit, AxisType.Auto]
+AXES = [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)]
 X = np.random.default_rng(0).standard_normal((8, 16, 16)).astype(np.float32)
 
 
@@ -95,10 +95,11 @@ def saved(tmp_path_factory):
     return path, values(model), y
 
 
-@pytest.mark.parametrize(("shape", "axis_type"), [
-    ((1, 8), AxisType.Auto), ((4, 2), AxisType.Explicit),
-    pytest.param((8, 1), AxisType.Explicit, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "axis_type"),
+    [((1, 8), AxisType.Auto), ((4, 2), AxisType.Explicit), ((8, 1), AxisType.Explicit)],
+)
 def test_a_checkpoint_is_restored_to_another_mesh(saved, shape, axis_type):
     path, want, want_y = saved
     mesh = make_mesh(*shape, axis_type)

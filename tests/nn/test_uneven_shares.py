@@ -225,7 +225,9 @@ def first_row(y):
     return jnp.sum(y, axis=1, where=(jnp.arange(y.shape[1]) == 0)[:, None])
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(
+    "axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)]
+)
 def test_one_row_moves_and_its_value_and_gradient_are_exact(axis_type):
     x = np.random.default_rng(0).standard_normal((2, PADDED, 16)).astype(np.float32)
     with jax.set_mesh(make_mesh(2, 4, axis_type)):

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import sys
 
 import jax
@@ -31,21 +32,29 @@ CONFIG = dataclasses.replace(
 )
 
 
-@pytest.fixture
-def folder(tmp_path, text):
-    folder = tmp_path / "folder"
-    export(folder, CONFIG, random_parameters(CONFIG, make_mesh(1, 1)))
-    train_tokenizer(folder / "tokenizer.json", text)
-    change_config(folder, eos_token_id=[1, 0], bos_token_id=0)
-    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
-    return folder
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """Where the folder and its import are made once, of which each test gets a copy."""
+    return tmp_path_factory.mktemp("kept")
 
 
 @pytest.fixture
-def imported(folder, tmp_path):
+def folder(kept, tmp_path, text):
+    made = kept / "folder"
+    if not made.exists():
+        export(made, CONFIG, random_parameters(CONFIG, make_mesh(1, 1)))
+        train_tokenizer(made / "tokenizer.json", text)
+        change_config(made, eos_token_id=[1, 0], bos_token_id=0)
+        (made / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
+    return shutil.copytree(made, tmp_path / "folder")
+
+
+@pytest.fixture
+def imported(folder, kept, tmp_path):
     """The workdir of an import."""
-    assert run_import(folder, tmp_path / "run") == 0
-    return tmp_path / "run"
+    if not (kept / "run").exists():
+        assert run_import(folder, kept / "run") == 0
+    return shutil.copytree(kept / "run", tmp_path / "run")
 
 
 def change_config(folder, **changes):
@@ -390,29 +399,27 @@ def test_what_is_left_of_an_import_that_was_killed_is_removed(folder, tmp_path):
 
 @pytest.mark.parametrize("existed", [False, True])
 def test_an_export_that_is_interrupted_leaves_nothing_and_can_be_repeated(
-    existed, folder, tmp_path, monkeypatch, capsys
+    existed, imported, tmp_path, monkeypatch, capsys
 ):
-    workdir, out = tmp_path / "run", tmp_path / "out"
-    assert run_import(folder, workdir) == 0
+    out = tmp_path / "out"
     if existed:
         out.mkdir()
     with monkeypatch.context() as patch:
         # the tensors have just been written
         patch.setattr(export_checkpoint.shutil, "copy2", interrupt)
-        assert export_checkpoint.main([str(workdir), str(out), *MESH]) == 130
+        assert export_checkpoint.main([str(imported), str(out), *MESH]) == 130
     assert "error: interrupted. Nothing was exported" in capsys.readouterr().err
     assert out.exists() == existed
     assert not existed or not list(out.iterdir())
-    assert export_checkpoint.main([str(workdir), str(out), *MESH]) == 0
+    assert export_checkpoint.main([str(imported), str(out), *MESH]) == 0
 
 
-def test_reading_a_checkpoint_says_nothing(folder, tmp_path, caplog):
+def test_reading_a_checkpoint_says_nothing(imported, caplog):
     """The package that reads it would otherwise log a warning for each of its options that reading
     does not use.
     """
-    assert run_import(folder, tmp_path / "run") == 0
     logging.getLogger("absl").setLevel(logging.NOTSET)
-    with Checkpoints(tmp_path / "run" / "imported", read_only=True):
+    with Checkpoints(imported / "imported", read_only=True):
         pass
     assert not caplog.records
 

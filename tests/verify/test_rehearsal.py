@@ -17,27 +17,23 @@ from flaxasync.verify.__main__ import main, record_verdicts
 from flaxasync.verify.cases import BACKENDS, FORGETS, Case, stand_in
 from flaxasync.verify.rehearsal import rehearse_case
 from flaxasync.verify.verdict import CaseResult, Verdict, judge
+from tests.verify import sparing_child
 
-LARGE = (
-    "all_gather_matmul",
-    "matmul_reduce_scatter",
-    "matmul_all_reduce",
-    "mesh_matmul",
-    "ring_attention",
-)
 UNKNOWN = "the start of an asynchronous all-gather of XLA reads a table that the dump lacks"
-SMALL = [op for op in BACKENDS if op not in LARGE]
-GROUPS = [*LARGE, ",".join(SMALL[::2]), ",".join(SMALL[1::2])]  # each takes half a minute or more
+SUMS = "matmul_reduce_scatter", "matmul_all_reduce"
+SMALL = [op for op in BACKENDS if op not in ("all_gather_matmul", *SUMS)]
+GROUPS = ["all_gather_matmul", ",".join(SUMS), ",".join(SMALL)]  # each takes a minute or more
 OTHERS = [("v6e:2x4", "attention"), ("v5p:2x2x2", "matmul_all_reduce/fused")]
 pytestmark = pytest.mark.usefixtures("empty_cache")  # which must stay empty
 
 
-def rehearse(topology, ops, folder, capsys):
+def rehearse(topology, ops, folder, capsys, serve, has_values):
     """Rehearses the quick cases of some ops, and checks that each has a verdict, and what it lacks
     a reason.
     """
     file = folder / "verdicts.json"
-    status = main(["--rehearse", topology, "--quick", "--ops", ops, "--json", str(file)])
+    options = ["--rehearse", topology, "--quick", "--ops", ops, "--json", str(file)]
+    status = main(options, serve=serve)
     out = capsys.readouterr().out
     assert status == 0, out
     content = json.loads(file.read_text())
@@ -60,7 +56,8 @@ def rehearse(topology, ops, folder, capsys):
         assert result["verdict"] in ("PASS", "SLOWER")
         assert (result["planned"] is None) == bool(missing.get("plan"))
         assert (result["seconds"] is None) == bool(missing.get("time"))
-        assert (not result["errors"]) == bool(missing.get("values")) == case.is_pair
+        assert bool(missing.get("values")) == case.is_pair
+        assert bool(result["errors"]) == has_values(case)
         assert case.op in MODELS or result["planned"] is None
     assert f"A rehearsal for {topology}: times are simulated" in out
     assert "the verdicts are in" not in out
@@ -69,16 +66,34 @@ def rehearse(topology, ops, folder, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("topology", "ops"), [*(("v5e:2x4", ops) for ops in GROUPS), *OTHERS])
-def test_quick_cases_of_every_op_and_chip_of_which_nothing_is_trusted(
-    topology, ops, tmp_path, capsys, monkeypatch
-):
-    results = rehearse(topology, ops, tmp_path, capsys)
+@pytest.mark.parametrize("ops", GROUPS)
+def test_quick_cases_of_every_op_of_which_nothing_is_trusted(ops, tmp_path, capsys, monkeypatch):
+    sparing = sparing_child.with_few_values, sparing_child.compares_values
+    results = rehearse("v5e:2x4", ops, tmp_path, capsys, *sparing)
     assert {r["clock"] for r in results if r["seconds"] is not None} <= {"simulated"}
     assert os.environ["XDG_CACHE_HOME"] == str(tmp_path / "cache")
     monkeypatch.setenv(trust.VARIABLE, str(tmp_path / "verdicts.json"))
-    known = trust.known(topology.partition(":")[0])
-    assert known.verdict("ppermute/pallas/3+") is None
+    assert trust.known("v5e").verdict("ppermute/pallas/3+") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "ops"), OTHERS)
+def test_quick_cases_of_other_chips(topology, ops, tmp_path, capsys):
+    """Their values are those of any chip."""
+    rehearse(topology, ops, tmp_path, capsys, sparing_child.without_values, lambda case: False)
+
+
+def test_values_are_compared_of_each_kind_of_case():
+    listed = cases.list_cases("tpu", 8, chip="v5e", quick=True, rehearse=True)
+    compared = [case for case in listed if sparing_child.compares_values(case)]
+
+    def kinds(cases):
+        return {(case.op, case.backend, case.quantization, case.keeps) for case in cases}
+
+    assert kinds(compared) == kinds(case for case in listed if not case.is_pair)
+    for op in cases.MATMULS:
+        fused = {c.directions for c in compared if (c.op, c.backend) == (op, "fused")}
+        assert fused == {1, 2}
 
 
 def test_verdicts_of_a_rehearsal_are_not_stored():

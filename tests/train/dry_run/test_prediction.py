@@ -234,7 +234,9 @@ def test_scores_are_counted_where_all_of_them_are_in_memory(step):
 
 
 @pytest.mark.parametrize(("remat", "post_norms", "gathered_mib"), [
-    ("dots", False, 1), ("dots", True, 0), ("cheap", False, 0), ("cheap", True, 1),
+    ("dots", True, 0), ("cheap", True, 1),
+    *(pytest.param(*case, marks=pytest.mark.slow)
+      for case in [("dots", False, 1), ("cheap", False, 0)]),
 ])  # fmt: skip
 def test_what_remat_keeps_is_what_the_gradient_of_the_model_saves(remat, post_norms, gathered_mib):
     """All residuals that have the dimension of the layers, but those of remat layer too: its input

@@ -156,7 +156,9 @@ def runs_ahead(loop, train_step, *, until: int, seconds: float) -> bool:
 @pytest.mark.parametrize(("waits", "until", "ahead"), [
     pytest.param(False, 8, True, id="two intervals"),
     pytest.param(False, 9, False, id="negative: the report of step 8 waits"),
-    pytest.param(True, 2, False, id="negative: every call of the step waits"),
+    pytest.param(
+        True, 2, False, id="negative: every call of the step waits", marks=pytest.mark.slow
+    ),
 ])  # fmt: skip
 def test_the_host_dispatches_two_intervals_before_it_waits(
     waits, until, ahead, config, make_loop, replace

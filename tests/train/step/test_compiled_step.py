@@ -122,6 +122,7 @@ def test_the_gathering_backend_has_the_collectives_that_the_ring_lacks(compiled)
     assert "reduce-scatter" in {one.opcode for one in found}
 
 
+@pytest.mark.slow
 def test_the_step_of_make_train_has_loops_of_two_turns_forward_and_backward():
     """Of every ring of a layer, and of no other one: the loops of a ring have two permutes, one in
     each turn.

@@ -136,8 +136,7 @@ def check_shards(state, mesh):
         pytest.param((1, 1, 1, 8), "xla", "xla", "none", marks=SLOW),
         # the program of a real run
         pytest.param((2, 1, 1, 4), "xla", "xla", "none", marks=[pytest.mark.optimized, SLOW]),
-        *(pytest.param(sizes, "xla", "xla", "none", marks=SLOW) for sizes in [ALONE, (1, 1, 4, 2)]),
-        pytest.param((2, 1, 1, 4), "none", "xla", "none", marks=SLOW),
+        pytest.param((1, 1, 4, 2), "xla", "xla", "none", marks=SLOW),
         pytest.param((2, 2, 1, 2), "auto", "xla", "none", marks=SLOW),
         pytest.param((1, 4, 1, 2), "auto", "prefetch", "layer", marks=SLOW),
         pytest.param((1, 2, 2, 2), "auto", "prefetch", "none", marks=SLOW),
@@ -175,19 +174,12 @@ def test_steps_in_8_bits_learn_as_those_of_one_device_do(losses, alone, sizes, b
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sizes", "separator", "counts"),
-    [((2, 1, 1, 4), None, (1, 2)), ((1, 2, 2, 2), 2, (1, 4))],
-    ids=str,
-)
-def test_micro_batches_have_the_losses_of_the_whole_batch(
-    on, replace, trainer_of, sizes, separator, counts
-):
+def test_micro_batches_have_the_losses_of_the_whole_batch(on, replace, trainer_of):
     # A token of these rows is 2 now and then, but not equally often in each micro-batch.
-    config, mesh = on(sizes, data={"batch_size": 16, "separator": separator})
+    config, mesh = on((1, 2, 2, 2), data={"batch_size": 16, "separator": 2})
     with jax.set_mesh(mesh):
         began, histories, totals = None, [], []
-        for count in counts:
+        for count in (1, 4):
             changed = replace(config, data={"microbatches": count})
             trainer = trainer_of(changed, mesh)
             if began is None:

@@ -1,0 +1,40 @@
+"""Children of `flaxasync.verify` that compile and simulate every case of a rehearsal, and compare
+the values of some cases or of none.
+
+Values are those of small shapes on CPU devices. They depend neither on the topology nor on libtpu,
+and those of the fused kernels take longer than all the rest of their cases.
+"""
+
+import dataclasses
+
+from flaxasync.verify import child
+
+# The direction of the fused kernels whose values are compared, for (quantization, keeps).
+COMPARED = {(None, False): 2, ("int8", False): 1, ("int8", True): 2}
+
+
+def compares_values(case):
+    """Says whether `with_few_values` compares the values of a case."""
+    if case.is_pair:
+        return False
+    is_ring = case.backend == "fused" and case.directions is not None
+    return not is_ring or case.directions == COMPARED[case.quantization, case.keeps]
+
+
+def with_few_values(messages, request):
+    """Serves a request: each kind of fused product has values in one of its two directions."""
+    run = child.run
+
+    def run_sparingly(case, setup):
+        if not compares_values(case):
+            setup = dataclasses.replace(setup, repeats=0)
+        return run(case, setup)
+
+    child.run = run_sparingly
+    child.serve(messages, request)
+
+
+def without_values(messages, request):
+    """Serves a request without any values."""
+    setup = dataclasses.replace(request.setup, repeats=0)
+    child.serve(messages, dataclasses.replace(request, setup=setup))
