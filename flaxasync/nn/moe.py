@@ -231,11 +231,9 @@ def _apply(
     settings = call.settings
     axis_name = settings.axis_name
     wide = jnp.promote_types(jnp.float32, x.dtype)
-    of_router, of_experts = (
-        dataclasses.replace(call, parts=parts) for parts in (call.parts[:1], call.parts[1:])
-    )
-    ((router, _),) = of_router.take(x, linears[:1], wide)
-    kernels = of_experts.take(x, linears[1:])
+    router, _ = call.take_part(x, call.parts[0], linears[0], wide)
+    of_experts = zip(call.parts[1:], linears[1:], strict=True)
+    kernels = [call.take_part(x, part, linear) for part, linear in of_experts]
     logits = lax.dot_general(
         x.astype(wide),
         shards.cast(router, x, wide),

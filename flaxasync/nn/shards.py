@@ -72,27 +72,27 @@ class Call:
     def take(
         self, x: Array, linears: Sequence[Linear], dtype: DTypeLike | None = None
     ) -> list[Linear]:
-        """Returns the parameters with which this device computes.
+        """Returns the parameters with which this device computes; see `take_part`."""
+        parts = zip(self.parts, linears, strict=True)
+        return [self.take_part(x, part, linear, dtype) for part, linear in parts]
 
-        Those that are fully sharded are gathered in `dtype`, which is that of the computation by
-        default, or in 8 bits.
+    def take_part(
+        self, x: Array, part: Part, linear: Linear, dtype: DTypeLike | None = None
+    ) -> Linear:
+        """Returns the parameters of one Dense layer with which this device computes.
+
+        Those that are fully sharded are gathered in `dtype`, that of the computation where it is
+        None, or in 8 bits.
         """
-        axis_name = self.settings.axis_name
-        if dtype is None:
-            dtype = self.settings.dtype
-        gathered = []
-        for part, (kernel, bias) in zip(self.parts, linears, strict=True):
-            if part.shares.whole:
-                quantization = self.settings.quantization
-            else:
-                quantization = None
-            kernel = fully_sharded.gather(kernel, part.kernel, x, axis_name, dtype, quantization)
-            if bias is not None:
-                bias = fully_sharded.gather(bias, part.bias, x, axis_name, dtype)
-            gathered.append((kernel, bias))
-        return [
-            part.take(linear, axis_name) for linear, part in zip(gathered, self.parts, strict=True)
-        ]
+        kernel, bias = linear
+        settings = self.settings
+        axis_name = settings.axis_name
+        in_dtype = dtype or settings.dtype
+        quantization = settings.quantization if part.shares.whole else None
+        kernel = fully_sharded.gather(kernel, part.kernel, x, axis_name, in_dtype, quantization)
+        if bias is not None:
+            bias = fully_sharded.gather(bias, part.bias, x, axis_name, in_dtype)
+        return part.take((kernel, bias), axis_name)
 
 
 def column(

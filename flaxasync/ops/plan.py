@@ -116,9 +116,6 @@ def plan(
     if not fitting:
         least = min(costs, key=lambda backend: costs[backend].held)
         reason = f"nothing fits: even {least} {_too_much(costs[least], spec)}; {reason}"
-    if costs[first].kept:
-        kept = costs[first].kept / 2**20
-        reason += f"; it keeps the gathered x, {kept:.0f} MiB, which spares its second trip"
     itemsize = options.get("itemsize", 2)
     intensity = _intensity(name, 1 if isinstance(ring, tuple) else ring, itemsize, *shapes)
     reason += (
@@ -233,9 +230,9 @@ def _intensity(op: str, ring: int, itemsize: int, x: Shape, *others: Shape) -> f
         moved = 2 * rows * features * (heads + ring * others[0][2])
     elif op == "expert_mlp":
         ids, _, *kernels = others
-        choices = math.prod(ids)  # as many rows as leave, on average, arrive
-        flops = sum(2 * choices * w[1] * w[2] for w in kernels)
-        moved = 2 * math.prod(x) + sum(math.prod(w) for w in kernels)
+        weights = sum(map(math.prod, kernels))
+        flops = 2 * math.prod(ids) * weights // kernels[0][0]
+        moved = 2 * math.prod(x) + weights
     else:
         m = math.prod(x[:-1]) * (ring if op == "all_gather_matmul" else 1)
         k = x[-1]

@@ -58,13 +58,8 @@ MATMUL = {
 # Those of attention are played on v5e (benchmarks/attention.py), and their steps assumed.
 ATTENTION = {"none": Rates(0.9, 0.0, 5e-6), "xla": Rates(0.9, 0.0, 10e-6)}
 # Played on v5e (docs/kernels/mesh_matmul.md); a step is a kernel or a collective, assumed.
-MESH = {
-    "none": Rates(0.95, 0.0, 3e-6),
-    "xla_gemm": Rates(0.94, 0.0, 3e-6),
-    "serial": Rates(0.94, 0.0, 3e-6),
-    "fused": Rates(0.95, 0.0, 3e-6),
-    "overlapped": Rates(0.95, 0.0, 3e-6),
-}
+_MESH_SHARES = {"none": 0.95, "xla_gemm": 0.94, "serial": 0.94, "fused": 0.95, "overlapped": 0.95}
+MESH = {name: Rates(share, 0.0, 3e-6) for name, share in _MESH_SHARES.items()}
 # Of all backends of experts. A step is a row that is sorted, taken and added (docs/moe.md).
 EXPERTS = Rates(0.9, 5e-6, 35e-9)
 
@@ -330,10 +325,8 @@ def mesh_matmul_costs(
 
     # "none" brings w by one permute on a square mesh, and gathers all blocks on another.
     whole_rhs = x * rhs_rows * n * itemsize
-    if x == y:
-        costs = {"none": cost("none", permuted + after, 3, w_bytes)}
-    else:
-        costs = {"none": cost("none", before + after, 3, whole_rhs)}
+    first, brought = (permuted, w_bytes) if x == y else (before, whole_rhs)
+    costs = {"none": cost("none", first + after, 3, brought)}
     if kernels and x * y > 1:
         for backend in ("xla_gemm", "serial"):
             costs[backend] = cost(backend, before + after, 3, whole_rhs + o_bytes)

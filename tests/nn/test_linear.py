@@ -312,7 +312,13 @@ def test_layers_that_cannot_be_built(make, error):
         (COLUMN, {}, (4, 4, 8), P("model", None, None), "whose rows"),
         (ROW, {}, (4, 4, 8), ROWS, r"whose features \(dimension -1\) are sharded over 'model'"),
         (ROW, {}, (4, 4, 8), SAME, "whose features"),
-        (COLUMN, {"in_spec": SAME}, (4, 4, 8), ROWS, "leave in_spec out under Explicit axes"),
+        (
+            COLUMN,
+            {"in_spec": SAME},
+            (4, 4, 8),
+            ROWS,
+            "leave in_spec out where all axes are Explicit",
+        ),
     ],
 )
 def test_inputs_that_a_layer_does_not_take(cls, options, shape, spec, error):

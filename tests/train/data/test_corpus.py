@@ -72,8 +72,8 @@ def test_token_files_are_mapped_not_loaded(dtype, tmp_path):
     ("picture.png", b"\x89PNG\0\0", "holds a zero byte"),
     ("odd.bin", b"123", "has 3 bytes, which is no multiple of the 2 bytes of a uint16"),
     ("torn.npy", b"\x93NUMPY\x01", "torn.npy cannot be read"),
-    ("a.npy", np.zeros((2, 3), np.uint16), "must hold a one-dimensional uint16 or uint32 array"),
-    ("a.npy", np.zeros(6, np.int64), "must hold a one-dimensional uint16 or uint32 array"),
+    ("a.npy", np.zeros((2, 3), np.uint16), "must hold a one-dimensional array of uint8, uint16 or uint32"),
+    ("a.npy", np.zeros(6, np.int64), "must hold a one-dimensional array of uint8, uint16 or uint32"),
     ("a.npy", np.zeros(0, np.uint16), "has no tokens"),
     ("a.npy", np.array([{}], object), "cannot be read"),  # pickled objects are never loaded
     ("", None, "has no file that is not empty"),
