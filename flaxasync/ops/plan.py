@@ -116,6 +116,9 @@ def plan(
     if not fitting:
         least = min(costs, key=lambda backend: costs[backend].held)
         reason = f"nothing fits: even {least} {_too_much(costs[least], spec)}; {reason}"
+    if costs[first].kept:
+        kept = costs[first].kept / 2**20
+        reason += f"; it keeps the gathered x, {kept:.0f} MiB, which spares its second trip"
     itemsize = options.get("itemsize", 2)
     intensity = _intensity(name, 1 if isinstance(ring, tuple) else ring, itemsize, *shapes)
     reason += (
