@@ -233,7 +233,7 @@ def _apply(
     wide = jnp.promote_types(jnp.float32, x.dtype)
     router, _ = call.take_part(x, call.parts[0], linears[0], wide)
     of_experts = zip(call.parts[1:], linears[1:], strict=True)
-    kernels = [call.take_part(x, part, linear) for part, linear in of_experts]
+    kernels = [call.take_part(x, *each) for each in of_experts]
     logits = lax.dot_general(
         x.astype(wide),
         shards.cast(router, x, wide),
@@ -245,12 +245,14 @@ def _apply(
     chosen = choice.ids.reshape(-1, call.k)
     factors = choice.weights.reshape(-1, call.k)
     count = rows.shape[0]
+    is_row = jnp.ones((count, 1), bool)
     if not call.rows_sharded:  # every device has all rows, and takes its part of them
         shares = Shares.equal(count, lax.axis_size(axis_name))
-        rows = shares.local_entries(rows, axis_name, 0)
-        factors = shares.local_entries(factors, axis_name, 0)
-        # What pads the rows, zeros, chooses no expert, which is number -1.
-        chosen = shares.local_entries(chosen + 1, axis_name, 0) - 1
+        rows, chosen, factors, is_row = (
+            shares.local_entries(y, axis_name, 0) for y in (rows, chosen, factors, is_row)
+        )
+        # A row chooses different experts, also one of padding, whose weights are zeros.
+        chosen = jnp.where(is_row, chosen, jnp.arange(call.k, dtype=chosen.dtype))
     capacity = None
     if call.capacity_factor is not None:
         capacity = max(1, int(call.capacity_factor * rows.shape[0] * call.k / call.experts))
@@ -274,7 +276,7 @@ def _apply(
         y = lax.all_gather(y, axis_name, axis=0, tiled=True, to="invarying")[:count]
     left_out = jnp.int32(0)
     if capacity is not None:
-        left_out = dropped(chosen, call.experts, capacity)
+        left_out = dropped(jnp.where(is_row, chosen, -1), call.experts, capacity)
         if not call.rows_sharded:  # `routing` sums over the axes of x alone
             left_out = lax.psum(left_out, axis_name)
     return y.reshape(x.shape), routing(logits, choice, left_out, jax.typeof(x).mat.varying)

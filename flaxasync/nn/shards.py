@@ -74,7 +74,7 @@ class Call:
     ) -> list[Linear]:
         """Returns the parameters with which this device computes; see `take_part`."""
         parts = zip(self.parts, linears, strict=True)
-        return [self.take_part(x, part, linear, dtype) for part, linear in parts]
+        return [self.take_part(x, *each, dtype) for each in parts]
 
     def take_part(
         self, x: Array, part: Part, linear: Linear, dtype: DTypeLike | None = None

@@ -159,10 +159,11 @@ def list_cases(
     """Returns the cases for so many devices of a "tpu", "gpu" or "cpu".
 
     A `chip` of the table has cases in 8 bits of the types for which it has a rate, others of all
-    types. Quick cases have small shapes, smaller ones in a rehearsal, those of CPUs in any case, and
-    verify gradients together with results only. `only` names ops, such as "all_gather_matmul", or
-    "attention/flash" with a backend; all by default. The plain backend of each op is always among
-    the cases, because a backend may be slower than it. An unknown name raises ValueError.
+    types. Quick cases have small shapes, and smaller ones in a rehearsal; the shapes of CPUs are
+    small in any case. Quick cases verify gradients together with results only. `only` names ops,
+    such as "all_gather_matmul", or "attention/flash" with a backend; all by default. The plain
+    backend of each op is always among the cases, because a backend may be slower than it. An
+    unknown name raises ValueError.
     """
     chosen: set[tuple[str, str]] = set()
     for name in only:

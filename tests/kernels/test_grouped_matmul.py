@@ -323,3 +323,15 @@ def test_the_program_for_a_tpu_is_the_kernels_alone():
     kernels = sorted(i.name.partition(".")[0] for i in calls)
     assert kernels == ["grouped_matmul", "grouped_sum", "grouped_weight_gradient"]
     assert not [i for i in instructions if i.opcode == "copy" and i.shape.element_type == "f32"]
+
+
+def test_tiles_of_which_none_fits_are_refused():
+    rows = 2**20
+    x = jax.ShapeDtypeStruct((rows, K), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((COUNT, K, N), jnp.bfloat16)
+    dy = jax.ShapeDtypeStruct((rows, N), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="1048576 rows: none fits into vector memory"):
+        Blocks.choose(Problem.of([x], [w], N, rows, 1))
+    factors = [Factors(x, (dy,), jnp.zeros(1, jnp.int32), jnp.int32(1))]
+    with pytest.raises(NotImplementedError, match="1048576 rows in 1 factors: none fits"):
+        weight_gradients(factors, COUNT, tile_rows=rows)

@@ -201,6 +201,25 @@ def test_rows_that_pad_a_share_choose_no_expert():
     close(routing.dropped, left_out / ids.size)
 
 
+@pytest.mark.parametrize("backend", ["none", pytest.param("exchange", marks=pytest.mark.slow)])
+def test_rows_that_pad_a_share_change_no_gradient(backend):
+    """Against one device for the experts, whose share is not padded."""
+    x = np.resize(X, (2, 9, FEATURES))
+
+    def loss(moe, x):
+        return jnp.sum(moe(x) ** 2)
+
+    found = []
+    for devices in (1, 4):
+        with jax.set_mesh(make_mesh(2, devices)):
+            gradients = nnx.jit(nnx.grad(loss, argnums=(0, 1)))(
+                make(backend=backend), jax.device_put(x, SAME)
+            )
+            found.append([np.asarray(leaf) for leaf in jax.tree.leaves(gradients)])
+    for whole, padded in zip(*found, strict=True):
+        close(padded, whole)
+
+
 def test_scores_are_those_of_float32_however_the_router_is_stored():
     with jax.set_mesh(make_mesh(2, 4)):
         routings = []

@@ -191,9 +191,10 @@ def _called(steps: Chain) -> Iterator[Broken]:
         )
     bound = steps.bound()
     declared = [wrapped.parameters[n].shape for n in sorted(wrapped.parameters)]
-    # a step after the start may bind the buffers of results, too; without a done, others may follow
+    # A step after the start may bind the buffers of results, too.
     binds_results = _late(start) and (len(steps.futures) > 1 or steps.done is not None)
     more = len(bound) > len(declared) and not binds_results
+    # Without a done, further steps may follow.
     fewer = len(bound) < len(declared) and steps.done is not None
     if more or fewer or not all(a.is_like(b) for a, b in zip(declared, bound, strict=False)):
         have = ", ".join(map(str, declared))

@@ -73,8 +73,7 @@ def load(
     # all names of the model: constants and random streams, too, are neither loaded nor left over
     known = {_name(path) for path, _ in nnx.to_flat_state(nnx.state(module))}
     named = {_variable_name(name, known): value for name, value in _flatten(params).items()}
-    split = split_fused(module, named, known)
-    source = join_fused(params, split, known)
+    source = join_fused(params, split_fused(module, named, known), known)
     found = {}
     reshaped = {}
     errors = []

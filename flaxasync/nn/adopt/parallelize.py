@@ -173,20 +173,20 @@ def _holders(modules: Mapping[str, nnx.Module]) -> dict[int, list[_Holder]]:
     return found
 
 
+# What stands for names in a pattern, and the regular expression of each.
+_STAR = re.compile(r"((?:^|(?<=\.))\*\*\.|\.\*\*$|\*\*|\*)")
+_STARS = {"**.": r"(?:.*\.)?", ".**": r"(?:\..*)?", "**": ".*", "*": "[^.]*"}
+
+
 def _match(
     modules: Mapping[str, nnx.Module], rules: Mapping[str, Rule | Fused]
 ) -> dict[str, Rule | Fused]:
     """Returns the rule of each path, in the order of the model."""
     chosen: dict[str, tuple[str, Rule | Fused]] = {}
     for pattern, rule in rules.items():
-        parts = {"**.": r"(?:.*\.)?", ".**": r"(?:\..*)?", "**": ".*", "*": "[^.]*"}
-        regex = re.compile(
-            "".join(
-                parts.get(part, re.escape(part))
-                for part in re.split(r"((?:^|(?<=\.))\*\*\.|\.\*\*$|\*\*|\*)", pattern)
-            )
-        )
-        matched = [path for path in modules if regex.fullmatch(path)]
+        parts = [_STARS.get(part, re.escape(part)) for part in _STAR.split(pattern)]
+        regex = "".join(parts)
+        matched = [path for path in modules if re.fullmatch(regex, path)]
         if not matched:
             raise ValueError(
                 f"parallelize: no module matches {pattern!r}; the model has "

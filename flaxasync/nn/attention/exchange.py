@@ -164,7 +164,7 @@ def apply(
     qkv_biases = tuple(None if bias is None else shards.cast(bias, x, dtype) for _, bias in qkv)
     qk_norms = vary_like(norms, x)
 
-    # static: arrays come as arguments, those with gradients in `shared`; the closure has sizes
+    # Static for the VJP rule: all arrays come as arguments.
     def attend(
         z: Array, sequence: tuple[Inputs[Array], RotaryTables | None], shared: tuple[tuple, Norms]
     ) -> Array:
