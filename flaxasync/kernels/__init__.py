@@ -24,6 +24,7 @@ each kernel:
 ```
 tiles          the largest tiles of a product, of which the last may be partial; None: chosen
 directions     1, or 2 to send half of what travels each way around the ring
+cores          the cores of a device that share out the work, where a kernel has it; None: chosen
 collective_id  the id of the entry barrier; by default one that no other kernel of the program has
 ```
 """

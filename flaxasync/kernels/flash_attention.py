@@ -13,6 +13,11 @@ to which all rows attend need no mask. In a causal product with square tiles the
 diagonal: there each sub-block of keys is multiplied only with the rows of queries from its own
 first row on.
 
+The forward kernel adds nothing up over heads or tiles of queries, so the cores of a device share
+out whatever it visits. The backward kernel adds dk and dv up over the heads of a group: its cores
+share out sequences or groups. Over whole sequences, if both are odd, they share out the heads of
+each group, and their sums are added after the kernel.
+
 The kernels have no soft cap and no dropout, and head sizes are multiples of 64 up to 256.
 
 Source: Dao, "FlashAttention-2" (2023).
@@ -40,6 +45,7 @@ from flaxasync.kernels.attention_block import (
     Segments,
 )
 from flaxasync.kernels.engine.operands import LANES, DType, Ref, Scalar, largest_divisor
+from flaxasync.kernels.engine.vector_memory import chip_in_use
 from flaxasync.kernels.flash_attention_grid import Grid, is_triangle
 from flaxasync.kernels.flash_attention_mask import (
     Part,
@@ -55,6 +61,8 @@ from flaxasync.kernels.flash_attention_mask import (
 WHOLE_ROWS = 8192
 # rows whose dk and dv stay in VMEM: 4 MiB of float32 at head size 128, and 16 MiB with the copies
 KV_ROWS = 4096
+# elements of dk that a part of a group may have: dk and dv have two buffers of float32 each
+PART_ELEMENTS = 2**20
 VMEM_LIMIT = 64 * 2**20  # bytes; these kernels use less than half of them
 
 _NT = (((1,), (1,)), ((), ()))  # x @ y.T
@@ -170,15 +178,25 @@ class Flash:
         """Returns dq, dk and dv, as q, k and v, from what `attend_whole` returned and do [b, s, n *
         g * d].
         """
-        grid = self._grid(scores, _heads(q, k, head_size), product, self.triangle_tiles[1])
+        heads = _heads(q, k, head_size)
+        parts = _parts_of_groups(heads)
+        grid = self._grid(scores, heads, product, self.triangle_tiles[1]).in_parts(parts)
+        log_sum_exp = log_sum_exp.reshape(*grid.shape[:3], 1, -1)
         operands = [(q, grid.joined()), (k, grid.joined_keys()), (v, grid.joined_keys())]
         operands += [(do, grid.joined()), (out, grid.joined()), (log_sum_exp, grid.statistics(1))]
         sums = (grid.q_tile, head_size), (2, grid.k_rows, head_size), (2, grid.q_tile)
-        of_keys = [(jax.ShapeDtypeStruct.like(x), grid.joined_key_gradients()) for x in (k, v)]
-        results = [(jax.ShapeDtypeStruct.like(q), grid.joined()), *of_keys]
-        return _call(
+        if parts == 1:
+            of_keys = [jax.ShapeDtypeStruct.like(x) for x in (k, v)]
+        else:
+            of_keys = [_like(x, (parts, *x.shape), jnp.float32) for x in (k, v)]
+        results = [(jax.ShapeDtypeStruct.like(q), grid.joined())]
+        results += [(of_key, grid.joined_key_gradients()) for of_key in of_keys]
+        dq, dk, dv = _call(
             BACKWARD, scores, grid, operands, segments, product, [product], sums, results=results
         )
+        if parts == 1:
+            return dq, dk, dv
+        return dq, _sum_of_parts(dk, k.dtype), _sum_of_parts(dv, v.dtype)
 
     def _grid(self, scores: Scores, heads: tuple[int, ...], product: Product, square: int) -> Grid:
         if product.masked and is_triangle(scores.mask):
@@ -253,6 +271,24 @@ def _heads(q: Array, k: Array, head_size: int) -> tuple[int, ...]:
     """Returns (b, n, g, s, d) of q [b, s, n * g * d] and k [b, s, n * d]."""
     batch, rows, features = q.shape
     return batch, k.shape[-1] // head_size, features // k.shape[-1], rows, head_size
+
+
+def _parts_of_groups(heads: tuple[int, ...]) -> int:
+    """Returns in how many parts the heads of each group are visited for (b, n, g, s, d): as many as
+    cores, if these cannot share out the sequences or the groups evenly, and vector memory has room.
+    """
+    batch, groups, of_group, rows, head_size = heads
+    cores = chip_in_use().cores
+    if batch % cores == 0 or groups % cores == 0 or of_group % cores:
+        return 1
+    if rows * head_size > PART_ELEMENTS:
+        return 1
+    return cores
+
+
+def _sum_of_parts(sums: Array, dtype: DType) -> Array:
+    """Returns the gradient of keys or of values [b, t, n * d] from those of each part."""
+    return jnp.sum(sums, axis=0).astype(dtype)
 
 
 def _like(x: Array, shape: tuple[int, ...], dtype: DType) -> jax.ShapeDtypeStruct:

@@ -12,7 +12,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from flaxasync.kernels.attention_block import Mask, Product
-from flaxasync.kernels.engine.operands import LANES, largest_divisor
+from flaxasync.kernels.engine.operands import LANES, Ref, Scalar, largest_divisor
+from flaxasync.kernels.engine.tiling import split
+
+type Indices = tuple[Scalar, ...]  # of a block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Grid:
     k_rows: int  # rows of the block of keys and values
     k_tile: int  # rows of a tile of keys and values
     sub_block: int  # rows of a tile of keys and values that are multiplied at once
+    parts: int = 1  # parts of a group, which are visited as if each were a group of its own
 
     @classmethod
     def of(
@@ -65,6 +69,11 @@ class Grid:
     def shape(self) -> tuple[int, ...]:
         return self.batch, self.groups, self.heads, self.q_tiles, self.k_tiles
 
+    def in_parts(self, parts: int) -> "Grid":
+        """Returns the steps for each group in parts of equally many heads."""
+        groups = self.groups * parts
+        return dataclasses.replace(self, groups=groups, heads=self.heads // parts, parts=parts)
+
     def scalars(self, product: Product) -> Array:
         """Returns the scalars [4] that every step can read.
 
@@ -100,13 +109,24 @@ class Grid:
     def joined_keys(self) -> pl.BlockSpec:
         """Returns the block [k_tile, d] of one head of keys or of values [b, t, n * d]."""
         shape = (None, self.k_tile, self.head_size)
-        return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (b, s[1] * self.k_tiles + j, n))
+
+        def index(b: Scalar, n: Scalar, g: Scalar, i: Scalar, j: Scalar, s: Ref) -> Indices:
+            return b, s[1] * self.k_tiles + j, self._group(n)[0]
+
+        return pl.BlockSpec(shape, index)
 
     def joined_key_gradients(self) -> pl.BlockSpec:
         """Returns the block [k_rows, d] of dk or dv [b, t, n * d]; it stays in VMEM for all heads
-        of a group.
+        of a group. Groups in parts have a block for each of them, of [parts, b, t, n * d].
         """
+
+        def of_part(b: Scalar, n: Scalar, g: Scalar, i: Scalar, j: Scalar, s: Ref) -> Indices:
+            group, part = self._group(n)
+            return part, b, s[1], group
+
         shape = (None, self.k_rows, self.head_size)
+        if self.parts > 1:
+            return pl.BlockSpec((None, *shape), of_part)
         return pl.BlockSpec(shape, lambda b, n, g, i, j, s: (b, s[1], n))
 
     def statistics(self, count: int = 2) -> pl.BlockSpec:
@@ -154,6 +174,12 @@ class Grid:
         """Says whether tiles are above the diagonal of a causal product, on it, or below: blocks
         begin at multiples of their rows, so square tiles are."""
         return product.masked and is_triangle(mask) and self.q_tile == self.k_tile
+
+    def _group(self, number: Scalar) -> tuple[Scalar, Scalar]:
+        """Returns a group, and which part of it, from the number of the part among all."""
+        if self.parts == 1:
+            return number, 0
+        return split(number, self.parts)
 
     def _reached(self, mask: Mask, product: Product) -> float:
         """Returns the share of the scores that are computed; 1 if the positions are traced

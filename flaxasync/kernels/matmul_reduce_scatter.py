@@ -21,6 +21,9 @@ receiver has acknowledged that it read the tile that lies there, which was sent 
 One count for each direction is enough, since tiles are sent and read in one order. Every wait is
 for something that an earlier tile causes, so waits cannot form a circle. Where links take longer
 than the products, the kernel can compute weight gradients meanwhile: `engine.beside`.
+
+Where several cores of a device run the kernel (`engine.cores`), each has equally many rows of every
+block.
 """
 
 import dataclasses
@@ -35,6 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flaxasync.kernels.engine import beside
+from flaxasync.kernels.engine.cores import CoreRows
 from flaxasync.kernels.engine.matmul import MatmulScratch, MatmulTiles, Scales, laid_out_scales
 from flaxasync.kernels.engine.operands import (
     LANES,
@@ -170,6 +174,15 @@ class ReduceScatterOperands(NamedTuple):
     scales: Sequence[Ref]
     beside: Sequence[Ref]  # of the weight gradients
 
+    def on_core(self, share: CoreRows) -> "ReduceScatterOperands":
+        """Returns the part of one core: its rows, and all of w."""
+        return ReduceScatterOperands(
+            [share.part(x, 0, 2) for x in self.xs],
+            self.ws,
+            [share.part(one, 0, 2) for one in self.scales[:1]] + list(self.scales[1:]),
+            self.beside,
+        )
+
 
 class ReduceScatterResults(NamedTuple):
     """The results, in HBM."""
@@ -177,6 +190,12 @@ class ReduceScatterResults(NamedTuple):
     y: Ref  # [B, m, n]
     receive_buffers: Ref  # [2, B, m, n]
     dws: Sequence[Ref]  # [k, n] in whole tiles
+
+    def on_core(self, share: CoreRows) -> "ReduceScatterResults":
+        """Returns the part of one core: its rows."""
+        return ReduceScatterResults(
+            share.part(self.y, 0, 1), share.part(self.receive_buffers, 1, 2), self.dws
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -202,6 +221,7 @@ def matmul_reduce_scatter(
     gradients: Sequence[beside.WeightGradient] = (),
     tiles: Tiles | None = None,
     directions: int = 2,
+    cores: int | None = None,
     collective_id: int | None = None,
 ) -> tuple[jax.Array, ...]:
     """Returns y, in the dtype in which sums travel, too, and each dw; see the heads of this file
@@ -222,23 +242,29 @@ def matmul_reduce_scatter(
     n = ws[0].shape[0 if transposed else 1]
     ks = [x.shape[2] for x in xs]
     result = jnp.dtype(result or dtype)
+    # tiles travel in either direction: the rows of a core need no halves
+    share = CoreRows.of(CALLER, batch, m, sublanes(dtype), 1, cores)
+    block = BlockOfRows(share.batches, share.rows, n, sublanes(dtype))
     schedule, vmem_bytes = _plan(
-        xs, ws, transposed, tiles, size, directions, result, scales is not None
+        block, ks, dtype, transposed, tiles, size, directions, result, scales is not None
     )
-    ring = Ring(axis_name, size, schedule.directions)
+    ring = Ring(axis_name, size, schedule.directions, share.cores)
     used = schedule.tiles
     laid_out = []
     if scales is not None:
         laid_out = laid_out_scales(scales[0].reshape(batch, size, m), scales[1:])
-    more = beside.BesidePlan.of(gradients, result, available() - vmem_bytes)
+    more = beside.BesidePlan.of(gradients, result, available() - vmem_bytes, share.cores)
     local = beside.operands(more, gradients)
 
     def body(
         given: ReduceScatterOperands, made: ReduceScatterResults, scratch: ReduceScatterScratch
     ) -> None:
+        given = given.on_core(share)
+        made = made.on_core(share)
         others = None
         if scratch.beside is not None:
-            others = beside.Beside(more, given.beside, made.dws, scratch.beside)
+            factors, dws = more.on_core(given.beside, made.dws)
+            others = beside.Beside(more, factors, dws, scratch.beside)
         device = _Device(ring, schedule, used, given, made, scratch, others)
         ring.enter(f"{CALLER} {transposed} {len(xs)}", collective_id)
         device.run()
@@ -267,20 +293,24 @@ def matmul_reduce_scatter(
         w_trips = size * used.rows.count
     x_elements = batch * all_rows * sum(ks)
     w_elements = sum(ks) * n
+    w_trips *= share.cores.count
     streamed = (used.columns.count * x_elements + w_trips * w_elements) * dtype.itemsize
     # every block is written once, and all but one come back as a neighbour's sum
     sums_bytes = (2 * size - 1) * block_bytes
     by_block = [x.reshape(batch, size, m, -1) for x in xs]
-    dws = [of_result(each.padded.m, each.padded.n) for each in more.sums]
+    padded = [more.padded(sum_) for sum_ in range(len(gradients))]
+    dws = [of_result(each.m, each.n) for each in padded]
     operands = ReduceScatterOperands(by_block, ws, laid_out, local)
     results = ReduceScatterResults(of_result(batch, m, n), of_result(2, batch, m, n), dws)
     (made,) = pl.pallas_call(
         body,
+        grid=share.cores.grid,
         out_shape=(results,),
         in_specs=in_hbm((operands,)),
         out_specs=in_hbm((results,)),
         scratch_shapes=[scratch],
         compiler_params=pltpu.CompilerParams(
+            dimension_semantics=share.cores.semantics,
             collective_id=collective_id,
             vmem_limit_bytes=vmem_limit(vmem_bytes + more.vmem_bytes),
         ),
@@ -292,13 +322,14 @@ def matmul_reduce_scatter(
         ),
         name=CALLER,
     )(operands)
-    sums = zip(made.dws, more.sums, strict=True)
-    return made.y, *(dw[: each.shape[0], : each.shape[1]] for dw, each in sums)
+    sums = zip(made.dws, gradients, strict=True)
+    return made.y, *(dw[: each.x.shape[1], : each.y.shape[1]] for dw, each in sums)
 
 
 def _plan(
-    xs: Sequence[jax.Array],
-    ws: Sequence[jax.Array],
+    block: "BlockOfRows",
+    ks: Sequence[int],
+    dtype: jnp.dtype,
     transposed: bool,
     tiles: Tiles | None,
     size: int,
@@ -309,14 +340,8 @@ def _plan(
     """Returns the schedule, with two tiles of a block or more if possible, and the bytes of vector
     memory.
     """
-    batch, all_rows, _ = xs[0].shape
-    dtype = xs[0].dtype
-    m = all_rows // size
-    n = ws[0].shape[0 if transposed else 1]
-    ks = [x.shape[2] for x in xs]
-    block = BlockOfRows(batch, m, n, sublanes(dtype))
     if tiles is None:
-        asked = _default_tiles(batch * m, n)
+        asked = _default_tiles(block.batch * block.m, block.n)
         rows, columns = block.best_tiles(asked, directions)
     else:
         asked = tiles
@@ -356,8 +381,8 @@ def _plan(
     if 2 * schedule.block > SEMAPHORES:
         raise UnsupportedError(
             f"{CALLER} has two semaphores for each tile of a block of rows, and a TPU has "
-            f"{SEMAPHORES} for them: {batch * m} rows and n={n} in tiles of m={used.m}, n={used.n} "
-            f"are {schedule.block} tiles; use larger tiles, a loop over columns of w, or "
+            f"{SEMAPHORES} for them: {block.batch * block.m} rows and n={block.n} in tiles of "
+            f"m={used.m}, n={used.n} are {schedule.block} tiles; use larger tiles, a loop over columns of w, or "
             "backend='xla'"
         )
     return schedule, vmem_bytes
@@ -368,7 +393,7 @@ type BlockTiles = tuple[RowTiling, Tiling]  # of the rows and of the columns of 
 
 @dataclasses.dataclass(frozen=True)
 class BlockOfRows:
-    """The rows of one device, in all columns: what its tiles can be."""
+    """The rows of one device, or of one of its cores, in all columns: what its tiles can be."""
 
     batch: int
     m: int

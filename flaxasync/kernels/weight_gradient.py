@@ -16,6 +16,9 @@ Each block is multiplied by all columns of dy where it is, so that the chunk's r
 in vector memory and stored once. A hop moves a block while the block before is multiplied, from the
 first chunk on, so that no chunk is waited for.
 
+Where several cores of a device run the kernel (`engine.cores`), each has equally many columns of x,
+in chunks and receive buffers of its own.
+
 Of 8-bit values the sums are int32, or float32 of fp8. Before they are rounded and stored, they are
 multiplied with the scales of columns of x and of dy.
 
@@ -45,6 +48,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flaxasync.kernels.engine.cores import Cores, cores_for
 from flaxasync.kernels.engine.matmul import Scales, accumulate, dot, laid_out_scales, sums_dtype
 from flaxasync.kernels.engine.operands import (
     LANES,
@@ -164,12 +168,23 @@ class WeightGradientOperands(NamedTuple):
     # of columns of x, [1, k, LANES], and of columns of each dy, [SUBLANES, n_i]; or none
     scales: Sequence[Ref]
 
+    def on_core(self, cores: Cores) -> "WeightGradientOperands":
+        """Returns the part of one core: its columns of x, and all of dy."""
+        of_x = [cores.part(one, 1) for one in self.scales[:1]]
+        return WeightGradientOperands(cores.part(self.x, 0), self.dys, of_x + list(self.scales[1:]))
+
 
 class WeightGradientResults(NamedTuple):
     """The results, in HBM."""
 
     dws: Sequence[Ref]  # [k, n_i]
-    receive_buffers: Ref  # [BUFFER_SETS, R - 1, chunk, B*m]
+    # [BUFFER_SETS, R - 1, chunk, B*m]; of all cores [BUFFER_SETS, R - 1, cores * chunk, B*m]
+    receive_buffers: Ref
+
+    def on_core(self, cores: Cores) -> "WeightGradientResults":
+        """Returns the part of one core: its rows of dw."""
+        dws = [cores.part(dw, 0) for dw in self.dws]
+        return WeightGradientResults(dws, cores.part(self.receive_buffers, 2))
 
 
 def gather_weight_gradient(
@@ -181,6 +196,7 @@ def gather_weight_gradient(
     result: DType | None = None,
     tiles: Tiles | None = None,
     directions: int = 2,
+    cores: int | None = None,
     collective_id: int | None = None,
 ) -> tuple[jax.Array, ...]:
     """Returns the dws; see the head of this file and that of `flaxasync.kernels`.
@@ -196,19 +212,23 @@ def gather_weight_gradient(
     batch, m, k = x.shape
     itemsize = x.dtype.itemsize
     widths = [dy.shape[2] for dy in dys]
-    schedule, vmem_bytes = _plan(x, widths, tiles, size, directions, result, scales is not None)
+    on = _cores(k, cores)
+    schedule, vmem_bytes = _plan(
+        x, k // on.count, widths, tiles, size, directions, result, scales is not None
+    )
     laid_out = []
     if scales is not None:
         of_x, of_dys = scales
         laid_out = laid_out_scales(of_x[None], of_dys)
-    ring = Ring(axis_name, size, schedule.directions)
+    ring = Ring(axis_name, size, schedule.directions, on)
     chunks = schedule.chunks
-    receive_buffers = (min(BUFFER_SETS, chunks.count), size - 1, chunks.size, batch * m)
+    sets = min(BUFFER_SETS, chunks.count)
+    receive_buffers = (sets, size - 1, on.count * chunks.size, batch * m)
 
     def body(
         given: WeightGradientOperands, made: WeightGradientResults, scratch: WeightGradientScratch
     ) -> None:
-        device = _Device(ring, schedule, given, made, scratch)
+        device = _Device(ring, schedule, given.on_core(on), made.on_core(on), scratch)
         ring.enter(f"{CALLER} {len(dys)}", collective_id)
         device.run()
 
@@ -223,7 +243,8 @@ def gather_weight_gradient(
         recv_sem=dma((BUFFER_SETS, ring.directions, size - 1)),
         scales=None if scales is None else Scales.allocate(2, (1, chunks.size), n),
     )
-    streamed = chunks.count * size * batch * m * sum(widths) + (3 * size - 2) * x.size
+    readings = on.count * chunks.count  # of every dy
+    streamed = readings * size * batch * m * sum(widths) + (3 * size - 2) * x.size
     x_transposed = x.reshape(batch * m, k).T
     by_block = [dy.reshape(batch, size, m, -1) for dy in dys]
     dws = [output((k, n), x, *dys, dtype=result) for n in widths]
@@ -231,11 +252,13 @@ def gather_weight_gradient(
     results = WeightGradientResults(dws, output(receive_buffers, x, *dys))
     (made,) = pl.pallas_call(
         body,
+        grid=on.grid,
         out_shape=(results,),
         in_specs=in_hbm((operands,)),
         out_specs=in_hbm((results,)),
         scratch_shapes=[scratch],
         compiler_params=pltpu.CompilerParams(
+            dimension_semantics=on.semantics,
             collective_id=collective_id,
             vmem_limit_bytes=vmem_limit(vmem_bytes),
         ),
@@ -250,8 +273,22 @@ def gather_weight_gradient(
     return tuple(made.dws)
 
 
+def _cores(columns: int, asked: int | None) -> Cores:
+    """Returns the cores that share out the columns of x, in whole tiles: those asked for, or the
+    best.
+    """
+    count = cores_for(CALLER, columns, asked, LANES)
+    if count > 1 and columns % (count * LANES) != 0:
+        raise ValueError(
+            f"{CALLER} divides whole tiles of {LANES} columns of x among {asked} cores: got "
+            f"{columns} columns; use cores=1"
+        )
+    return Cores(count)
+
+
 def _plan(
     x: jax.Array,
+    columns_of_core: int,
     widths: list[int],
     tiles: Tiles | None,
     size: int,
@@ -260,7 +297,7 @@ def _plan(
     scaled: bool,
 ) -> tuple[WeightGradientSchedule, int]:
     """Returns the schedule, and the bytes of vector memory that it needs."""
-    batch, m, k = x.shape
+    batch, m, _ = x.shape
     dtype = x.dtype
     candidates = [LARGE, TILES]
     columns_of_x = max(LANES, ACCUMULATORS // (4 * sum(widths)))
@@ -269,7 +306,7 @@ def _plan(
         columns_of_x = tiles.m
 
     def schedule_of(asked: Tiles) -> WeightGradientSchedule:
-        chunks = Tiling.in_sub_blocks(k, min(asked.m, columns_of_x), SUB_BLOCK, LANES)
+        chunks = Tiling.in_sub_blocks(columns_of_core, min(asked.m, columns_of_x), SUB_BLOCK, LANES)
         rows = _rows(batch, m, sublanes(dtype), asked.k, directions)
         columns = Tiling.of(widths, asked.n)
         return WeightGradientSchedule(

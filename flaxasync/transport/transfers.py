@@ -4,6 +4,7 @@ beside a computation.
 | backend | what moves the blocks |
 |---|---|
 | `"xla"` | rings of permutes in both directions, asynchronous on every TPU; not loops, so that XLA can place each hop |
+| `"xla"` on GPUs | XLA's own collectives, which are asynchronous there |
 | `"pallas"` | copies from each device to each other one (`flaxasync.transport.direct`) |
 
 Blocks that are not in whole tiles (`flaxasync.transport.direct.in_whole_tiles`) cannot be copied
@@ -20,7 +21,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from flaxasync.mesh import declare_invarying, vary_like
+from flaxasync.mesh import declare_invarying, platform, vary_like
 from flaxasync.ring import Index, Ring, ring_gather, ring_reduce
 from flaxasync.transport import direct
 from flaxasync.transport.direct import in_whole_tiles
@@ -104,7 +105,9 @@ def start_reduce_scatter(x: Array, dtype: DTypeLike, axis: str, dim: int, backen
 
 
 def ring_all_gather(shard: Array, axis: str, dim: int) -> Array:
-    """Returns all shards along `dim`, by permutes."""
+    """Returns all shards along `dim`: by permutes, on GPUs by one collective."""
+    if platform() == "gpu":
+        return lax.all_gather(shard, axis, axis=dim, tiled=True)
     shape = (*shard.shape[:dim], lax.axis_size(axis) * shard.shape[dim], *shard.shape[dim + 1 :])
     whole = vary_like(jnp.zeros(shape, shard.dtype), shard)
 
@@ -115,7 +118,11 @@ def ring_all_gather(shard: Array, axis: str, dim: int) -> Array:
 
 
 def ring_reduce_scatter(x: Array, axis: str, dim: int) -> Array:
-    """Returns this device's shard along `dim` of the sum over all devices, by permutes."""
+    """Returns this device's shard along `dim` of the sum over all devices: by permutes, on GPUs by
+    one collective.
+    """
+    if platform() == "gpu":
+        return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
     def produce(start: Index, count: int) -> Array:
         return lax.dynamic_slice_in_dim(x, start, count, dim)
@@ -124,14 +131,17 @@ def ring_reduce_scatter(x: Array, axis: str, dim: int) -> Array:
 
 
 def ring_all_reduce(x: Array, dtype: DTypeLike, axis: str) -> Array:
-    """Returns the sum of `x` over all devices of an axis, in a dtype, by permutes; its type no
-    longer varies over it.
+    """Returns the sum of `x` over all devices of an axis, in a dtype; its type no longer varies
+    over it.
 
-    Two devices exchange x as it is, so it may travel in a narrower dtype than that of the sum, and
-    each adds the same two numbers. More devices reduce-scatter and gather along the first dimension
-    that they divide. Where they divide none, XLA sums.
+    GPUs add it up in one collective, other devices by permutes: two devices exchange x as it is, so
+    it may travel in a narrower dtype than that of the sum, and each adds the same two numbers. More
+    devices reduce-scatter and gather along the first dimension that they divide. Where they divide
+    none, XLA sums.
     """
     size = lax.axis_size(axis)
+    if platform() == "gpu":
+        return lax.psum(x.astype(dtype), axis)
     if size == 2:
         other = lax.ppermute(x, axis, [(0, 1), (1, 0)])
         return declare_invarying(x.astype(dtype) + other.astype(dtype), {axis})

@@ -36,6 +36,7 @@ def run(
     dtype="float32",
     epilogue=None,
     operands=0,
+    cores=1,
     **options,
 ):
     """Compares y and the gathered x with an unsharded product; m and widths are those of one
@@ -55,13 +56,16 @@ def run(
     )
 
     def local(x, ws, more):
-        ys, gathered = all_gather_matmul(x, ws, "ring", epilogue=epilogue, operands=more, **options)
+        ys, gathered = all_gather_matmul(
+            x, ws, "ring", epilogue=epilogue, operands=more, cores=cores, **options
+        )
         count = epilogue.results if epilogue else len(ws)
         return ys[:count], gathered, ys[count:]
 
     out_specs = columns, rows if keep else None, rows
+    in_specs = rows, w_spec, columns
     ys, gathered, most = simulate(
-        local, (x, ws, more), (rows, w_spec, columns), out_specs, shape=(size,), mode=mode
+        local, (x, ws, more), in_specs, out_specs, shape=(size,), mode=mode, cores=cores
     )
     if "measured" in options:  # on each device those of its own columns
         of_device = np.split(np.abs(np.stack(ys[options["measured"]])).max(axis=0), size, axis=-1)
@@ -184,6 +188,31 @@ def case(form, *, slow=True, batch=2, k=256, **options):
             mode="eager",
         ),  # half-blocks in chunks
         case(
+            "x stays",
+            size=3,
+            batch=1,
+            m=64,
+            k=128,
+            widths=[256],
+            transposed=True,
+            keep_gathered=True,
+            tiles=Tiles(64, 128, 128),
+            cores=2,
+        ),
+        case(
+            "w comes again",
+            size=3,
+            batch=4,
+            m=16,
+            widths=[256, 128],
+            dtype="bfloat16",
+            keep_gathered=True,
+            tiles=Tiles(16, 128, 128),
+            cores=2,
+            mode="eager",
+            slow=False,
+        ),
+        case(
             "as planned",
             size=2,
             m=16,
@@ -208,6 +237,21 @@ def case(form, *, slow=True, batch=2, k=256, **options):
             mode="eager",
             measured=slice(0, 2),
         ),  # a partial tile of columns
+        case(
+            "as planned",
+            size=2,
+            batch=1,
+            m=64,
+            k=128,
+            widths=[128] * 2,
+            operands=1,
+            epilogue=Mix(2),
+            tiles=Tiles(16, 128, 128),
+            dtype="bfloat16",
+            measured=slice(0, 1),
+            cores=2,
+            directions=1,
+        ),
     ],
 )
 def test_values(monkeypatch, form, options):

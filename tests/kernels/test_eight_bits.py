@@ -42,8 +42,11 @@ def wide(x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "transposed"), [(jnp.int8, True), (jnp.float8_e4m3fn, False)])
-def test_gathered_values_are_multiplied_and_scaled(dtype, transposed):
+@pytest.mark.parametrize(
+    ("dtype", "transposed", "cores"),
+    [(jnp.int8, True, 1), (jnp.float8_e4m3fn, False, 1), (jnp.int8, False, 2)],
+)
+def test_gathered_values_are_multiplied_and_scaled(dtype, transposed, cores):
     rng = np.random.default_rng(0)
     x, of_rows = (
         draw(rng, (BATCH, SIZE * ROWS, K), dtype),
@@ -55,13 +58,14 @@ def test_gathered_values_are_multiplied_and_scaled(dtype, transposed):
     def local(x, ws, of_rows, of_columns):
         return all_gather_matmul(
             x, ws, "model", transposed=transposed, keep_gathered=True, scales=(of_rows, of_columns),
-            result=jnp.bfloat16, tiles=TILES,
+            result=jnp.bfloat16, tiles=TILES, cores=cores,
         )  # fmt: skip
 
     columns = P("model") if transposed else P(None, "model")
     in_specs = P(None, "model"), columns, P(), P("model")
     out_specs = (P(None, None, "model"),) * 2, P(None, None, "model")
-    ys, gathered = run(local, (x, ws, of_rows, of_columns), in_specs, out_specs, **RING)
+    operands = x, ws, of_rows, of_columns
+    ys, gathered = run(local, operands, in_specs, out_specs, **RING, cores=cores)
     for y, w, scale in zip(ys, ws, of_columns, strict=True):
         sums = wide(x) @ (wide(w).T if transposed else wide(w))
         np.testing.assert_allclose(
@@ -72,7 +76,8 @@ def test_gathered_values_are_multiplied_and_scaled(dtype, transposed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.int8])
-def test_scaled_sums_are_reduced(dtype):
+@pytest.mark.parametrize("cores", [1, 2])
+def test_scaled_sums_are_reduced(dtype, cores):
     rng = np.random.default_rng(1)
     x, w = draw(rng, (BATCH, SIZE * ROWS, SIZE * K), dtype), draw(rng, (SIZE * K, N), dtype)
     of_rows = rng.random((SIZE, BATCH, SIZE * ROWS), np.float32)
@@ -81,11 +86,12 @@ def test_scaled_sums_are_reduced(dtype):
     def local(x, w, of_rows, of_columns):
         scales = of_rows[0], of_columns[0]
         return matmul_reduce_scatter(
-            (x,), (w,), "model", scales=scales, result=jnp.float32, tiles=TILES
+            (x,), (w,), "model", scales=scales, result=jnp.float32, tiles=TILES, cores=cores
         )[0]
 
     in_specs = P(None, None, "model"), P("model"), P("model"), P("model")
-    y = run(local, (x, w, of_rows, of_columns), in_specs, P(None, "model"), **RING)
+    operands = x, w, of_rows, of_columns
+    y = run(local, operands, in_specs, P(None, "model"), **RING, cores=cores)
     xs, ws = np.split(wide(x), SIZE, -1), np.split(wide(w), SIZE)
     want = sum(
         (a @ b) * rows[..., None] * columns
@@ -98,16 +104,17 @@ def test_scaled_sums_are_reduced(dtype):
 @pytest.mark.parametrize(
     "case",
     [
-        (jnp.int8, jnp.int8, "eager"),
-        (jnp.float8_e4m3fn, jnp.float8_e5m2, "on_wait"),
-        (jnp.bfloat16, jnp.bfloat16, "on_wait"),
+        (jnp.int8, jnp.int8, "eager", 1),
+        (jnp.float8_e4m3fn, jnp.float8_e5m2, "on_wait", 1),
+        (jnp.bfloat16, jnp.bfloat16, "on_wait", 1),
+        (jnp.int8, jnp.int8, "eager", 2),
     ],
 )
 def test_weight_gradients_are_computed_beside_the_sums(monkeypatch, case):
     """Two of them between the steps of a product in bfloat16: several tiles of each side, padded,
     in two sub-blocks.
     """
-    of_x, of_y, mode = case
+    of_x, of_y, mode, cores = case
     monkeypatch.setattr(beside, "TILES", Tiles(256, 128, 256))
     monkeypatch.setattr(beside, "SUB_BLOCK", 128)
     rng = np.random.default_rng(3)
@@ -127,12 +134,13 @@ def test_weight_gradients_are_computed_beside_the_sums(monkeypatch, case):
             for pair, one in zip(pairs, scales, strict=True)
         ]
         return matmul_reduce_scatter(
-            (x,), (w,), "model", result=jnp.float32, gradients=given, tiles=TILES
+            (x,), (w,), "model", result=jnp.float32, gradients=given, tiles=TILES, cores=cores
         )
 
     in_specs = P(None, None, "model"), P("model"), P(None, "model"), P("model")
     out_specs = P(None, "model"), P("model"), P("model")
-    y, *dws = run(local, (x, w, pairs, scales), in_specs, out_specs, **RING | {"mode": mode})
+    ring = RING | {"mode": mode, "cores": cores}
+    y, *dws = run(local, (x, w, pairs, scales), in_specs, out_specs, **ring)
     np.testing.assert_allclose(y, wide(x) @ wide(w), rtol=1e-4, atol=1e-2)
     for dw, pair, of_pair in zip(dws, pairs, scales, strict=True):
         a, b, of_a, of_b = (np.split(wide(side), SIZE, -1) for side in (*pair, *of_pair))
@@ -143,7 +151,8 @@ def test_weight_gradients_are_computed_beside_the_sums(monkeypatch, case):
 
 
 @pytest.mark.slow
-def test_the_sums_of_a_weight_gradient_are_scaled():
+@pytest.mark.parametrize("cores", [1, 2])
+def test_the_sums_of_a_weight_gradient_are_scaled(cores):
     dtype = of_dy = jnp.int8
     rng = np.random.default_rng(2)
     x, of_x = draw(rng, (BATCH, SIZE * ROWS, K), dtype), rng.random(K, np.float32)
@@ -154,11 +163,12 @@ def test_the_sums_of_a_weight_gradient_are_scaled():
         scales = of_x, of_dys
         tiles = Tiles(128, 128, 128)
         return gather_weight_gradient(
-            x, tuple(dys), "model", scales=scales, result=jnp.float32, tiles=tiles
+            x, tuple(dys), "model", scales=scales, result=jnp.float32, tiles=tiles, cores=cores
         )
 
     in_specs = P(None, "model"), P(None, None, "model"), P(), P("model")
-    dws = run(local, (x, dys, of_x, of_dys), in_specs, (P(None, "model"),) * 2, **RING)
+    out_specs = (P(None, "model"),) * 2
+    dws = run(local, (x, dys, of_x, of_dys), in_specs, out_specs, **RING, cores=cores)
     for dw, dy, scale in zip(dws, dys, of_dys, strict=True):
         want = np.einsum("bmk,bmn->kn", wide(x), wide(dy)) * of_x[:, None] * scale
         np.testing.assert_allclose(dw, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
@@ -170,7 +180,7 @@ def test_a_tile_that_is_not_waited_for_is_seen_beside_the_sums(monkeypatch):
     monkeypatch.setattr(beside, "IncomingTiles", Unawaited)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
         test_weight_gradients_are_computed_beside_the_sums(
-            monkeypatch, (jnp.int8, jnp.int8, "eager")
+            monkeypatch, (jnp.int8, jnp.int8, "eager", 1)
         )
 
 
@@ -180,4 +190,4 @@ def test_scales_that_are_not_waited_for_are_seen(monkeypatch):
     monkeypatch.setattr(Scales, "wait", lambda *_: None)
     monkeypatch.setitem(RING, "mode", "on_wait")
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        test_scaled_sums_are_reduced(jnp.int8)
+        test_scaled_sums_are_reduced(jnp.int8, cores=1)

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from flaxasync import check
+from flaxasync import check, hardware
 from flaxasync.check.player import play_dump, played_chip
 from flaxasync.kernels import flash_attention
 from flaxasync.kernels.attention_block import BlockOperands, Mask, Product, Scores
@@ -94,9 +94,58 @@ def test_they_give_what_the_reference_gives(window, segments, q_rows, square, mo
     ],
 )
 def test_whole_sequences_need_no_ring(head, window, by_segment):
-    """Through the op and its rule: o, dq, dk, dv. Heads of 128 take no carry."""
-    q, do = (draw((1, ROWS, 2, head), seed=seed) for seed in (0, 1))
-    k, v = (draw((1, ROWS, 1, head), seed=seed) for seed in (2, 3))
+    """Heads of 128 take no carry."""
+    compare_whole_sequences(2, 1, head, window, by_segment)
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    monkeypatch.setattr(flash_attention, "chip_in_use", lambda: hardware.chip("v5p"))
+    params = pltpu.InterpretParams(num_cores_or_threads=2, detect_races=True, on_race="raise")
+    with pltpu.force_tpu_interpret_mode(params), quick_callbacks():
+        yield
+
+
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [(2, 1), pytest.param(6, 3, marks=pytest.mark.slow)]
+)
+def test_two_cores_share_out_the_heads_of_a_group(heads, kv_heads):
+    """The only group, or three: each part has sums of its own for dk and dv."""
+    compare_whole_sequences(heads, kv_heads, 128, None, by_segment=False)
+
+
+@pytest.mark.parametrize(
+    ("heads", "parts"),
+    [
+        ((1, 1, 4, 8192, 128), 2),
+        ((3, 1, 4, 4096, 256), 2),
+        ((1, 1, 4, 8192, 256), 1),  # vector memory has no room
+        ((2, 1, 4, 4096, 128), 1),  # cores share out the sequences
+        ((1, 2, 4, 4096, 128), 1),  # the groups
+        ((1, 1, 3, 4096, 128), 1),  # nothing is even
+    ],
+)
+def test_groups_have_parts_where_cores_cannot_share_out_more(monkeypatch, heads, parts):
+    assert flash_attention._parts_of_groups(heads) == 1
+    monkeypatch.setattr(flash_attention, "chip_in_use", lambda: hardware.chip("v5p"))
+    assert flash_attention._parts_of_groups(heads) == parts
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_sums_of_one_part_alone_are_seen(monkeypatch):
+    """Negative test: the gradients of keys lack what the other core adds."""
+    add = flash_attention._sum_of_parts
+
+    monkeypatch.setattr(flash_attention, "_sum_of_parts", lambda sums, dtype: add(sums[:1], dtype))
+    with pytest.raises(AssertionError, match="dk"):
+        compare_whole_sequences(2, 1, 128, None, by_segment=False)
+
+
+def compare_whole_sequences(heads, kv_heads, head, window, by_segment):
+    """Compares o, dq, dk and dv, through the op and its rule, with those of the reference."""
+    q, do = (draw((1, ROWS, heads, head), seed=seed) for seed in (0, 1))
+    k, v = (draw((1, ROWS, kv_heads, head), seed=seed) for seed in (2, 3))
     ids = (
         np.sort(np.random.default_rng(0).integers(0, 3, (1, ROWS)), axis=1) if by_segment else None
     )

@@ -16,7 +16,7 @@ from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.engine.ring import Acknowledgements
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.engine.vector_memory import SEMAPHORES
-from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+from flaxasync.kernels.matmul_reduce_scatter import BlockOfRows, matmul_reduce_scatter
 from flaxasync.ops.roofline import LARGEST_BLOCK
 from tests.kernels.conftest import as_float32, assert_close, draw
 from tests.kernels.conftest import run as simulate
@@ -35,6 +35,7 @@ def run(
     mode="on_wait",
     transposed=False,
     tiles=TILES,
+    cores=1,
     **options,
 ):
     """Runs the kernel on an axis of `size` devices; returns what it gave and what it should
@@ -45,9 +46,16 @@ def run(
     given = tuple(w.T for w in ws) if transposed else ws
     specs = P(None, None, "ring"), P(None, "ring") if transposed else P("ring", None)
     local = functools.partial(
-        matmul_reduce_scatter, axis_name="ring", transposed=transposed, tiles=tiles, **options
+        matmul_reduce_scatter,
+        axis_name="ring",
+        transposed=transposed,
+        tiles=tiles,
+        cores=cores,
+        **options,
     )
-    (got,) = simulate(local, (xs, given), specs, (P(None, "ring"),), shape=(size,), mode=mode)
+    (got,) = simulate(
+        local, (xs, given), specs, (P(None, "ring"),), shape=(size,), mode=mode, cores=cores
+    )
     return got, sum(x @ w for x, w in zip(as_float32(xs), as_float32(ws), strict=True))
 
 
@@ -66,6 +74,8 @@ SMALL_PARTS = tiling, "SUB_BLOCK", 16
             None,
             {"directions": 2, "batch": 2, "ks": (256, 128), "dtype": "bfloat16", "mode": "eager"},
         ),
+        # Each core has rows of the only batch, and a receive buffer is written a second time.
+        (4, None, {"m": 64, "ks": (256,), "cores": 2, "mode": "eager"}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
@@ -77,6 +87,7 @@ SMALL_PARTS = tiling, "SUB_BLOCK", 16
                     RAGGED | {"batch": 3, "m": 16, "ks": (640, 384), "n": 256, "dtype": "bfloat16"},
                 ),  # batches 2 + 1
                 (2, None, {"directions": 1}),  # the neighbour is one and the same
+                (3, None, {"batch": 4, "ks": (128, 256), "cores": 2, "transposed": True}),
                 (4, None, {"m": 64, "ks": (384,), "transposed": True, "mode": "eager"}),
                 (
                     3,
@@ -100,28 +111,27 @@ def test_values(monkeypatch, size, replaced, options):
     assert_close(*run(size, **options), options.get("dtype", "float32"))
 
 
+def plan(batch, m, k, n, size):
+    """Returns the schedule of bfloat16 rows of one device of a ring, in both directions."""
+    block = BlockOfRows(batch, m, n, 16)
+    dtype = jnp.dtype(jnp.bfloat16)
+    return reduce_scatter_form._plan(block, [k], dtype, False, None, size, 2, dtype, scaled=False)[
+        0
+    ]
+
+
 def test_w_stays_where_it_fits():
     """All of it, beside the other buffers; else it has two slots."""
-    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(4, 4096, 1792), (1792, 4096)])
-    assert reduce_scatter_form._plan((x,), (w,), False, None, 8, 2, jnp.bfloat16, scaled=False)[
-        0
-    ].tiles.w_stays
-    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(4, 4096, 8192), (8192, 8192)])
-    schedule, _ = reduce_scatter_form._plan(
-        (x,), (w,), False, None, 8, 2, jnp.bfloat16, scaled=False
-    )
-    assert schedule.tiles.w_slots == 2
+    assert plan(4, 512, 1792, 4096, 8).tiles.w_stays
+    assert plan(4, 512, 8192, 8192, 8).tiles.w_slots == 2
 
 
 @pytest.mark.parametrize("n", [2560, 3072, 4096, 5120, 7168])
 def test_both_directions_have_as_many_tiles_of_columns(n):
     """With three tiles of 2560 columns, the links of one direction had twice as much to send."""
-    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(4, 2048, 1024), (1024, n)])
-    schedule, _ = reduce_scatter_form._plan(
-        (x,), (w,), False, None, 4, 2, jnp.dtype(jnp.bfloat16), scaled=False
-    )
-    assert schedule.tiles.columns.count % 2 == 0
-    assert schedule.tiles.columns.size <= reduce_scatter_form.WIDEST
+    columns = plan(4, 512, 1024, n, 4).tiles.columns
+    assert columns.count % 2 == 0
+    assert columns.size <= reduce_scatter_form.WIDEST
 
 
 @pytest.mark.parametrize(
@@ -130,14 +140,8 @@ def test_both_directions_have_as_many_tiles_of_columns(n):
 )
 def test_a_block_that_a_call_without_a_backend_may_have_has_semaphores(batch, m, n):
     """Tiles that divide these rows are small, and would be too many."""
-    x, w = (
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(batch, 8 * m, 1024), (1024, n)]
-    )
     assert batch * m * n < LARGEST_BLOCK
-    schedule, _ = reduce_scatter_form._plan(
-        (x,), (w,), False, None, 8, 2, jnp.dtype(jnp.bfloat16), scaled=False
-    )
-    assert 2 * schedule.block <= SEMAPHORES
+    assert 2 * plan(batch, m, 1024, n, 8).block <= SEMAPHORES
 
 
 @pytest.mark.slow

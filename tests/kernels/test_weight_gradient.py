@@ -38,6 +38,7 @@ def run(
     dtype="float32",
     mode="on_wait",
     tiles=TILES,
+    cores=1,
     **options,
 ):
     """Runs the kernel on an axis of `size` devices; returns what it gave and what it should have,
@@ -45,9 +46,11 @@ def run(
     """
     x = draw((batch, size * m, k), dtype)
     dys = tuple(draw((batch, size * m, size * n), dtype, i + 1) for i, n in enumerate(ns))
-    local = functools.partial(gather_weight_gradient, axis_name="ring", tiles=tiles, **options)
+    local = functools.partial(
+        gather_weight_gradient, axis_name="ring", tiles=tiles, cores=cores, **options
+    )
     specs = P(None, "ring"), P(None, None, "ring")
-    dws = simulate(local, (x, dys), specs, P(None, "ring"), shape=(size,), mode=mode)
+    dws = simulate(local, (x, dys), specs, P(None, "ring"), shape=(size,), mode=mode, cores=cores)
     want = [np.einsum("bmk,bmn->kn", as_float32(x), dy) for dy in as_float32(dys)]
     return np.concatenate(dws, 1), np.concatenate(want, 1)
 
@@ -61,9 +64,12 @@ RAGGED = {"m": 640, "k": 640, "ns": (640,), "tiles": Tiles(384, 384, 384)}  # 38
     ("size", "options"),
     [
         (3, {"directions": 2, "batch": 4, "m": 64, "ns": (256, 128)}),
+        (3, {"m": 256, "k": 512, "cores": 2, "mode": "eager"}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                # Receive buffers of each core are written again from its third chunk on.
+                (2, {"m": 256, "k": 768, "cores": 2, "ns": (256, 128), "dtype": "bfloat16"}),
                 # batches 3 + 2
                 (
                     3,
@@ -91,7 +97,9 @@ def test_large_tiles_need_room_in_vector_memory(topology, large):
     """All 2432 columns of a dy at once, or a half of them."""
     x = jax.ShapeDtypeStruct((4, 512, 2560), jnp.bfloat16)
     with jax.set_mesh(check.topology_mesh(topology, (4,), ("ring",))):
-        schedule, _ = weight_gradient._plan(x, [2432, 2432], None, 4, 2, x.dtype, scaled=False)
+        schedule, _ = weight_gradient._plan(
+            x, 2560, [2432, 2432], None, 4, 2, x.dtype, scaled=False
+        )
     assert (schedule.columns.size == 2432) is large
 
 

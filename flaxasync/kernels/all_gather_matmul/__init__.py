@@ -11,6 +11,9 @@ it each way. `engine.gather` has the gather. There are two orders of work. In `s
 come from HBM. In `resident` the gathered x stays in vector memory, where it has room, and the
 products follow a static `schedule`. With an epilogue the order is always `stream`, and so it is for
 8-bit values, whose sums are multiplied with the scales of rows and columns.
+
+Where several cores of a device run the kernel (`engine.cores`), each has equally many rows of every
+block, and a gather of its own.
 """
 
 from collections.abc import Sequence
@@ -24,6 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 from flaxasync.kernels.all_gather_matmul import resident, stream
 from flaxasync.kernels.all_gather_matmul.stream import CALLER
 from flaxasync.kernels.all_gather_matmul.work import GatherOperands, GatherResults, GatherWork
+from flaxasync.kernels.engine.cores import CoreRows
 from flaxasync.kernels.engine.gather import BlockLayout, Gather, GatherSemaphores
 from flaxasync.kernels.engine.matmul import Epilogue, laid_out_scales
 from flaxasync.kernels.engine.operands import LANES, DType, Ref, Tiles, in_hbm, output, sublanes
@@ -45,6 +49,7 @@ def all_gather_matmul(
     result: DType | None = None,
     tiles: Tiles | None = None,
     directions: int = 2,
+    cores: int | None = None,
     collective_id: int | None = None,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """Returns the ys, or an epilogue's results, and the gathered x or None. With two directions, a
@@ -66,10 +71,12 @@ def all_gather_matmul(
     batch, m, k = x.shape
     itemsize = x.dtype.itemsize
     widths = [w.shape[0 if transposed else 1] for w in ws]
-    ring = Ring(axis_name, size, directions)
+    unit = sublanes(x.dtype)
+    share = CoreRows.of(CALLER, batch, m, unit, directions, cores)
+    ring = Ring(axis_name, size, directions, share.cores)
     result = jnp.dtype(result or x.dtype)
     work = GatherWork(
-        layout=BlockLayout.of(batch, m, sublanes(x.dtype), directions),
+        layout=BlockLayout.of(share.batches, share.rows, unit, directions),
         size=size,
         k=k,
         widths=widths,
@@ -82,6 +89,7 @@ def all_gather_matmul(
         epilogue=epilogue,
         operands=len(operands),
         measured=measured,
+        cores=share.cores,
     )
     plan = _plan(work)
     layout = plan.work.layout  # the plan may have divided half-blocks into chunks
@@ -90,6 +98,8 @@ def all_gather_matmul(
     def body(
         given: GatherOperands, made: GatherResults, scratch: Ref, semaphores: GatherSemaphores
     ) -> None:
+        given = given.on_core(share)
+        made = made.on_core(share)
         device: stream.Stream | resident.Resident
         if isinstance(plan, stream.StreamSchedule):
             gather = Gather(ring, layout, given.x, made.gathered, semaphores)
@@ -119,18 +129,20 @@ def all_gather_matmul(
         laid_out = laid_out_scales(of_x.reshape(batch, size, m), of_ws)
     of_epilogue = [operand.reshape(batch, size, m, -1) for operand in operands]
     rows = size * batch * m
-    moved = plan.elements_read
+    moved = share.cores.count * plan.elements_read
     if keep_gathered:
         moved += rows * k  # written
     scratch: Ref = [plan.scratch(), GatherSemaphores.allocate(layout, size)]
     all_operands = GatherOperands(x, ws, of_epilogue, laid_out)
     (made,) = pl.pallas_call(
         body,
+        grid=share.cores.grid,
         out_shape=(results,),
         in_specs=in_hbm((all_operands,)),
         out_specs=in_hbm((results,)),
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
+            dimension_semantics=share.cores.semantics,
             collective_id=collective_id,
             vmem_limit_bytes=vmem_limit(plan.vmem_bytes),
         ),

@@ -29,7 +29,7 @@ from flaxasync.kernels.engine.matmul import dot
 from flaxasync.kernels.engine.operands import LANES, Condition, Ref, Scalar, Tiles, when
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles, start_copy, wait
 from flaxasync.kernels.engine.tiling import Tiling
-from flaxasync.kernels.engine.vector_memory import SEMAPHORES, available, chip_in_use
+from flaxasync.kernels.engine.vector_memory import SEMAPHORES, available
 
 # What the plan chooses from.
 ROWS = 512  # rows of one product, at most
@@ -124,7 +124,7 @@ def plan(work: GatherWork) -> ResidentPlan | None:
 
 def _plan_of(work: GatherWork, columns: Tiling, most_rows: int) -> ResidentPlan | None:
     """Returns the plan with given chunks and tiles; None if something does not fit."""
-    chip = chip_in_use()
+    chip = work.cores.rates()
     itemsize = jnp.dtype(work.dtype).itemsize
     layout = work.layout
     k = work.k

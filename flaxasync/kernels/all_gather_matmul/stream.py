@@ -43,7 +43,7 @@ from flaxasync.kernels.engine.operands import (
 )
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.tiling import IterationGrid, RowTiling, Tiling, remainder, split
-from flaxasync.kernels.engine.vector_memory import available, check_vmem, chip_in_use, matmul_bytes
+from flaxasync.kernels.engine.vector_memory import available, check_vmem, matmul_bytes
 
 CALLER = "all_gather_matmul"
 TILES = Tiles(1024, 1024, 2048)
@@ -176,7 +176,7 @@ def plan(work: GatherWork) -> StreamSchedule:
     would bring it again for each of them.
     """
     layout = work.layout
-    chip = chip_in_use()
+    chip = work.cores.rates()
     rows = layout.batches * layout.rows
     hop = rows * work.k * jnp.dtype(work.dtype).itemsize / chip.link_bandwidth
     if hop > 2 * layout.arrival_rows * work.k * sum(work.widths) / chip.flops:

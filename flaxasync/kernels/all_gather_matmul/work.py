@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from flaxasync.kernels.engine.cores import ONE_CORE, CoreRows, Cores
 from flaxasync.kernels.engine.gather import BlockLayout
 from flaxasync.kernels.engine.matmul import Epilogue
 from flaxasync.kernels.engine.operands import DType, Ref, Tiles
@@ -11,7 +12,7 @@ from flaxasync.kernels.engine.operands import DType, Ref, Tiles
 
 @dataclasses.dataclass(frozen=True)
 class GatherWork:
-    layout: BlockLayout  # how blocks are divided into half-blocks and chunks
+    layout: BlockLayout  # how blocks, or a core's part, are divided into half-blocks and chunks
     size: int  # devices of the ring
     k: int  # length of the contraction
     widths: Sequence[int]  # columns of each w
@@ -25,6 +26,7 @@ class GatherWork:
     operands: int = 0  # operands of the epilogue
     # results of the epilogue whose largest magnitudes in each row are asked for
     measured: slice | None = None
+    cores: Cores = ONE_CORE  # of which each does this work, for its own rows
 
     @property
     def arrivals(self) -> int:
@@ -40,6 +42,15 @@ class GatherOperands(NamedTuple):
     # of the rows, [B, R, m, LANES], and of the columns of each w, [SUBLANES, n]; or none
     scales: Sequence[Ref]
 
+    def on_core(self, share: CoreRows) -> "GatherOperands":
+        """Returns the part of one core: its rows, and all of w."""
+        return GatherOperands(
+            share.part(self.x, 0, 1),
+            self.ws,
+            [share.part(one, 0, 2) for one in self.of_epilogue],
+            [share.part(one, 0, 2) for one in self.scales[:1]] + list(self.scales[1:]),
+        )
+
 
 class GatherResults(NamedTuple):
     """The results, in HBM."""
@@ -47,3 +58,11 @@ class GatherResults(NamedTuple):
     ys: Sequence[Ref]  # [B, R, m, n]
     maxima: Ref | None  # [B, R, m, tiles of columns * LANES], if they are asked for
     gathered: Ref | None  # [B, R, m, k], if x streams from there or is kept
+
+    def on_core(self, share: CoreRows) -> "GatherResults":
+        """Returns the part of one core: its rows."""
+        return GatherResults(
+            [share.part(y, 0, 2) for y in self.ys],
+            share.part(self.maxima, 0, 2),
+            share.part(self.gathered, 0, 2),
+        )

@@ -8,6 +8,7 @@ devices.
 | `tiling` | the order in which tiles are visited; tiles of a dimension, or of rows in batches |
 | `slots` | tiles on their way in or out; the start of every transfer, and the wait |
 | `matmul` | the tiles of x and w: fetch, wait, multiply, accumulate; epilogues |
+| `cores` | the cores of a device that run a kernel, and the part of each |
 | `ring` | neighbours on a mesh axis, the entry barrier, half-blocks, acknowledgements |
 | `beside` | weight gradients of one device between the steps of another kernel |
 | `gather` | an all-gather along a ring inside a kernel, into HBM or into vector memory |

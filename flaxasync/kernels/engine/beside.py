@@ -8,7 +8,8 @@ kernel   step 0        step 1        step 2         ...      its own work, which
 beside          0 1           2             3 4     ...      steps of the sums
 ```
 
-The steps are divided evenly between those of the kernel. A tile of a sum stays in vector memory
+Where several cores run the kernel, each has equally many columns of x, and computes those rows of
+dw. The steps are divided evenly between those of the kernel. A tile of a sum stays in vector memory
 until all rows are in it. Then it is multiplied with the scales of its columns of x and y, if these
 are 8-bit values, rounded, and stored.
 """
@@ -24,6 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flaxasync.kernels.engine.cores import ONE_CORE, Cores
 from flaxasync.kernels.engine.matmul import Scales, accumulate, laid_out_scales, sums_dtype
 from flaxasync.kernels.engine.operands import (
     LANES,
@@ -55,9 +57,8 @@ class WeightGradient:
 
 @dataclasses.dataclass(frozen=True)
 class GradientSum:
-    """The steps of one dw: for each of its tiles, all tiles of rows."""
+    """The steps of one dw on one core: for each of its tiles, all tiles of rows."""
 
-    shape: tuple[int, int]  # [k, n]
     tiles: Tiles  # columns of x, rows, and columns of y
     grid: IterationGrid  # tiles of columns of x, of columns of y, and of rows
     first: int  # the number of its first step, among those of all sums
@@ -97,19 +98,26 @@ class BesidePlan:
     y_dtype: DType
     result: DType
     scaled: bool
+    cores: Cores = ONE_CORE  # of which each has equally many columns of every x
 
     @classmethod
-    def of(cls, gradients: Sequence[WeightGradient], result: DType, room: int) -> "BesidePlan":
-        """Returns the plan with the largest tiles whose buffers fit in `room` bytes of vector
-        memory.
+    def of(
+        cls,
+        gradients: Sequence[WeightGradient],
+        result: DType,
+        room: int,
+        cores: Cores = ONE_CORE,
+    ) -> "BesidePlan":
+        """Returns the plan of each core with the largest tiles whose buffers fit in `room` bytes of
+        its vector memory.
         """
         if not gradients:
             return cls((), result, result, result, scaled=False)
         first = gradients[0]
         most = TILES
         while True:
-            sums = _sums(gradients, most)
-            plan = cls(sums, first.x.dtype, first.y.dtype, result, first.scales is not None)
+            sums = _sums(gradients, most, cores)
+            plan = cls(sums, first.x.dtype, first.y.dtype, result, first.scales is not None, cores)
             if plan.vmem_bytes <= room or max(most.m, most.k, most.n) <= 2 * LANES:
                 return plan
             most = most.halved()
@@ -124,14 +132,17 @@ class BesidePlan:
 
     @property
     def flops(self) -> int:
-        return sum(2 * one.grid.steps * math.prod(one.sides) for one in self.sums)
+        of_core = sum(2 * one.grid.steps * math.prod(one.sides) for one in self.sums)
+        return self.cores.count * of_core
 
     @property
     def hbm_bytes(self) -> int:
         """Bytes that are read and written."""
         read = sum(one.grid.steps * one.tiles.k * (one.tiles.m + one.tiles.n) for one in self.sums)
         written = sum(one.results * one.tiles.m * one.tiles.n for one in self.sums)
-        return read * jnp.dtype(self.x_dtype).itemsize + written * jnp.dtype(self.result).itemsize
+        read *= jnp.dtype(self.x_dtype).itemsize
+        written *= jnp.dtype(self.result).itemsize
+        return self.cores.count * (read + written)
 
     @property
     def largest(self) -> Tiles:
@@ -148,6 +159,22 @@ class BesidePlan:
             total += Scales.nbytes(2, tiles.m, tiles.n)
         return total
 
+    def padded(self, sum_: int) -> Tiles:
+        """Returns the columns of x of all cores, the rows, and the columns of y, in whole tiles."""
+        of_core = self.sums[sum_].padded
+        return dataclasses.replace(of_core, m=self.cores.count * of_core.m)
+
+    def on_core(self, given: Sequence[Ref], dws: Sequence[Ref]) -> tuple[list[Ref], list[Ref]]:
+        """Returns the part of one core: its columns of each x and their scales, and its rows of
+        each dw.
+        """
+        parts = list[Ref]()
+        for number, operand in enumerate(given):
+            if number % 2 == 0:
+                operand = self.cores.part(operand, 1)
+            parts.append(operand)
+        return parts, [self.cores.part(dw, 0) for dw in dws]
+
     def scratch(self) -> BesideScratch:
         tiles = self.largest
         return BesideScratch(
@@ -159,19 +186,22 @@ class BesidePlan:
         )
 
 
-def _sums(gradients: Sequence[WeightGradient], most: Tiles) -> tuple[GradientSum, ...]:
-    """Returns the sums of these gradients in tiles of at most these sides."""
+def _sums(
+    gradients: Sequence[WeightGradient], most: Tiles, cores: Cores
+) -> tuple[GradientSum, ...]:
+    """Returns the sums of one core for these gradients, in tiles of at most these sides."""
     sums = list[GradientSum]()
     steps = 0
     results = 0
     for each in gradients:
-        rows, k = each.x.shape
+        rows, columns_of_x = each.x.shape
+        k = pl.cdiv(columns_of_x, cores.count)
         n = each.y.shape[1]
         tiles = Tiles(
             m=_side(k, most.m, 2 * LANES), k=_side(rows, most.k, LANES), n=_side(n, most.n, LANES)
         )
         grid = IterationGrid((pl.cdiv(k, tiles.m), pl.cdiv(n, tiles.n), pl.cdiv(rows, tiles.k)))
-        sums.append(GradientSum((k, n), tiles, grid, steps, results))
+        sums.append(GradientSum(tiles, grid, steps, results))
         steps += grid.steps
         results += sums[-1].results
     return tuple(sums)
@@ -186,14 +216,15 @@ def _side(length: int, most: int, unit: int) -> int:
 
 
 def operands(plan: BesidePlan, gradients: Sequence[WeightGradient]) -> list[jax.Array]:
-    """Returns what the kernel is given for `Beside`: each x and y in whole tiles, and their
-    scales.
+    """Returns what the kernel is given for `Beside`: for each sum x and y in whole tiles, and their
+    scales if they have any.
     """
     given = list[jax.Array]()
-    for sum_, each in zip(plan.sums, gradients, strict=True):
-        m = sum_.padded.m
-        rows = sum_.padded.k
-        n = sum_.padded.n
+    for sum_, each in enumerate(gradients):
+        padded = plan.padded(sum_)
+        m = padded.m
+        rows = padded.k
+        n = padded.n
         given += [_pad(each.x, rows, m), _pad(each.y, rows, n)]
         if each.scales is not None:
             of_x, of_y = each.scales

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flaxasync.kernels.engine.cores import ONE_CORE, Cores
 from flaxasync.kernels.engine.operands import Condition, Ref, Scalar, when
 from flaxasync.mesh import device_at
 
@@ -30,6 +31,7 @@ class Ring:
     axis_name: str
     size: int  # devices on the axis; 1 for this device by itself, whatever the axis has
     directions: int  # 1, or 2 where blocks travel both ways
+    cores: Cores = ONE_CORE  # of each device; a ring joins those of one number
 
     @property
     def both(self) -> range:
@@ -73,7 +75,8 @@ class Ring:
     def enter(self, tag: str, collective_id: int | None) -> None:
         """Waits until the neighbours have entered the kernel; see `enter`."""
         senders = [self.sender(direction) for direction in self.both]
-        enter(f"{tag} {self.axis_name} {self.directions}", senders, collective_id)
+        name = f"{tag} {self.axis_name} {self.directions}"
+        enter(name, senders, collective_id, core=self.cores.index)
 
 
 @jax.tree_util.register_dataclass
@@ -87,7 +90,9 @@ class Acknowledgements:
 
     def send(self, ring: Ring, direction: int) -> None:
         """Tells the sender that what came from it has been read."""
-        pl.semaphore_signal(self.sems.at[direction], device_id=ring.sender(direction))
+        pl.semaphore_signal(
+            self.sems.at[direction], device_id=ring.sender(direction), core_index=ring.cores.index
+        )
 
     def wait(self, direction: int) -> None:
         """Waits until the receiver has read one more."""
@@ -121,6 +126,7 @@ def enter(
     senders: Iterable[Device],
     collective_id: int | None,
     *,
+    core: Scalar | None = None,
     conditional: Iterable[tuple[Device, Condition, jax.Array]] = (),
 ) -> None:
     """Waits until every device that this one sends to has entered this kernel, too.
@@ -136,6 +142,7 @@ def enter(
         kernel of the program has, unless `collective_id` is given.
       senders: the devices that send to this device. As many, in the same places, receive from it.
       collective_id: the id of the barrier.
+      core: the core that enters, and is signalled, of several that run the kernel.
       conditional: further (device, whether it sends here, whether a device in that place receives
         from this one).
     """
@@ -145,7 +152,7 @@ def enter(
     awaited = jnp.int32(len(senders))
     with jax.named_scope("enter"):
         for sender in senders:
-            pl.semaphore_signal(barrier, device_id=sender)
+            pl.semaphore_signal(barrier, device_id=sender, core_index=core)
         for device, sends, receives in conditional:
             when(sends, pl.semaphore_signal, barrier, device_id=device)
             awaited += receives.astype(jnp.int32)

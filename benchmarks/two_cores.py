@@ -1,0 +1,123 @@
+"""What the second core of a v5p is worth to the fused kernels, in the layers of an 8B decoder.
+
+    python benchmarks/two_cores.py [--cache DIR] [--write docs/kernels.md]      half an hour, no TPU
+
+A program is one layer, forward and with all gradients, in bfloat16 on v5p:2x2x2, with four sequences
+of 4096 tokens: the MLP, or the whole decoder layer. Every op has the backend "fused", with its
+kernels on one core or on both, or "xla", the ring of XLA's permutes. Nothing here ran on a TPU: every
+time is a prediction. XLA sums gradients over the data axis by a collective that nothing hides, and
+that is the same in all programs. With --cache no program is played twice.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType
+
+import flaxasync as fa
+from benchmarks.programs import kept, play_program
+from benchmarks.step import BATCH, SEQUENCE, architecture, layer_program
+from benchmarks.table import command_line, print_table, write_between_markers
+from flaxasync.check import topology_devices
+from flaxasync.kernels import flash_attention, weight_gradient
+from flaxasync.kernels.engine import cores
+from flaxasync.kernels.engine.vector_memory import chip_in_use
+from flaxasync.ops import roofline
+from models.layer import DecoderLayer
+
+TOPOLOGY = "v5p:2x2x2"
+LAYERS = ("MLP", "decoder layer")
+MESHES = ((2, 4), (1, 8))  # data x model
+HEADER = (
+    "layer",
+    "data x model",
+    "one core ms",
+    "both cores ms",
+    "times as fast",
+    "XLA's ring ms",
+    "of each: sums over data ms",
+)
+
+
+@contextlib.contextmanager
+def one_core() -> Iterator[None]:
+    """The collective kernels are predicted and traced for core 0 alone, and attention shares out no
+    heads.
+    """
+
+    def one(chip: fa.check.Chip, length: int) -> int:
+        return 1
+
+    def chip_of_one_core() -> fa.check.Chip:
+        return dataclasses.replace(chip_in_use(), cores=1)
+
+    with (
+        mock.patch.object(cores, "best_cores", one),
+        mock.patch.object(weight_gradient, "best_cores", one),
+        mock.patch.object(roofline, "best_cores", one),
+        mock.patch.object(flash_attention, "chip_in_use", chip_of_one_core),
+    ):
+        yield
+
+
+def make_layer(layer: str, backend: str) -> nnx.Module:
+    config = architecture("llama_8b", "flaxasync")
+    if layer == "decoder layer":
+        return DecoderLayer(config, backend=backend, rngs=nnx.Rngs(0))
+    return fa.nn.ParallelMLP(
+        config.width,
+        config.mlp_width,
+        backend=backend,
+        dtype=jnp.bfloat16,
+        param_dtype=jnp.bfloat16,
+        rngs=nnx.Rngs(0),
+    )
+
+
+def played(
+    layer: str, mesh_shape: tuple[int, int], backend: str, cache: pathlib.Path | None
+) -> tuple[float, float]:
+    """Returns the milliseconds of a program, and those of its sums over the data axis."""
+    devices = topology_devices(TOPOLOGY)
+    kinds = (AxisType.Explicit,) * 2
+    mesh = fa.make_mesh(mesh_shape, ("data", "model"), devices=devices, axis_types=kinds)
+    shape = jax.ShapeDtypeStruct((BATCH, SEQUENCE, 4096), jnp.bfloat16)
+    with jax.set_mesh(mesh):
+        fn, arguments = layer_program(lambda: make_layer(layer, backend), shape, mesh)
+
+        def simulate() -> list[float]:
+            result, _ = play_program(TOPOLOGY, fn, *arguments)
+            sums = [p.seconds for p in result.slowest.phases if p.name.startswith("all-reduce")]
+            return [1e3 * result.seconds, 1e3 * sum(sums)]
+
+        facts = str(mesh.devices.tolist()), fn.lower(*arguments).as_text()
+        total, sums = kept(cache, facts, simulate)
+    return total, sums
+
+
+def row(layer: str, mesh: tuple[int, int], cache: pathlib.Path | None) -> tuple[str, ...]:
+    with one_core():
+        alone, _ = played(layer, mesh, "fused", cache)
+    jax.clear_caches()  # the traces of kernels, too
+    both, sums = played(layer, mesh, "fused", cache)
+    ring, _ = played(layer, mesh, "xla", cache)
+    times = (f"{alone:.2f}", f"{both:.2f}", f"{alone / both:.2f}", f"{ring:.2f}", f"{sums:.2f}")
+    return (layer, f"{mesh[0]} x {mesh[1]}", *times)
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--cache", type=pathlib.Path)
+    chosen = parser.parse_args()
+    rows = [row(layer, mesh, chosen.cache) for layer in LAYERS for mesh in MESHES]
+    write_between_markers(chosen.write, "two cores", print_table(HEADER, rows))
+
+
+if __name__ == "__main__":
+    main()
