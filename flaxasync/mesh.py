@@ -316,6 +316,16 @@ def chip() -> hardware.Chip | None:
     return None
 
 
+def gpu() -> hardware.Gpu | None:
+    """Returns the GPU of the mesh's devices; None where the table lacks it, or the mesh does not
+    say.
+    """
+    device = _abstract_device()
+    if device is not None:
+        return hardware.gpu_of_device(device.device_kind)
+    return None
+
+
 def chip_name() -> str:
     """Returns the name of the chip of the mesh's devices, or what the devices call themselves if it
     is not known.

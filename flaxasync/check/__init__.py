@@ -43,10 +43,12 @@ Where would the time go?
   play                     compiles a function and simulates the compiler's final instructions, cycle by cycle
   save_picture             draws timelines, or results of `play`
   save_trace               writes either as a Chrome trace
-  CHIPS                    the chips for which times can be estimated
+  CHIPS                    the TPUs for which times can be estimated
   Chip                     one of them
+  GPUS                     the GPUs for which times can be estimated
+  Gpu                      one of them
 
-Compiling for a TPU that is not there
+Compiling for a TPU or a GPU that is not there
   compile_for              compiles a function for a topology
   CompiledProgram          the result of `compile_for`
   topology_mesh            a mesh over the devices of a topology
@@ -80,7 +82,7 @@ from flaxasync.check.hlo.reader import parse
 from flaxasync.check.hlo.shapes import HloError, Shape
 from flaxasync.check.hlo.writer import format_module
 from flaxasync.check.timeline_of import timeline
-from flaxasync.hardware import CHIPS, Chip
+from flaxasync.hardware import CHIPS, GPUS, Chip, Gpu
 
 if TYPE_CHECKING:
     from flaxasync.check.compile.compile_for import HLO_ONLY, compile_for
@@ -112,6 +114,7 @@ _HOME_OF = {
 __all__ = [
     "CHIPS",
     "CODES",
+    "GPUS",
     "HLO_ONLY",
     "AsyncOperation",
     "Audit",
@@ -123,6 +126,7 @@ __all__ = [
     "DispatchInfo",
     "DispatchTiming",
     "Finding",
+    "Gpu",
     "HbmError",
     "HloError",
     "HloModule",

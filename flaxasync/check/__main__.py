@@ -20,7 +20,7 @@ from flaxasync.check.auditing.audit import audit
 from flaxasync.check.auditing.findings import Severity
 from flaxasync.check.dump_folder import read_dump
 from flaxasync.check.hlo.load import read_module
-from flaxasync.hardware import CHIPS
+from flaxasync.hardware import CHIPS, GPUS
 
 # The modules of the other commands. They are imported when they are used, because some need JAX.
 _COMMANDS = {
@@ -44,7 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
-        "--chip", choices=sorted(CHIPS), help="the chip whose times are estimated (default: v5e)"
+        "--chip",
+        choices=sorted((*CHIPS, *GPUS)),
+        help="the chip whose times are estimated (default: v5e, and h100 for a program for GPUs)",
     )
     parser.add_argument(
         "--expect",

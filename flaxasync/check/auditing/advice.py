@@ -35,9 +35,11 @@ from flaxasync.check.auditing import mesh_product
 from flaxasync.check.auditing.findings import size_text
 from flaxasync.check.auditing.independent_work import IndependentWork
 from flaxasync.check.estimate.costs import Costs
+from flaxasync.check.hlo.gpu_calls import is_product
 from flaxasync.check.hlo.module import Instruction
 from flaxasync.check.hlo.shapes import Shape
 from flaxasync.check.hlo.value_flow import nearest
+from flaxasync.hardware import Gpu
 
 # XLA's flags, by what they move to a SparseCore; tests/check/auditing/test_advice.py checks that
 # libtpu knows them.
@@ -46,6 +48,8 @@ OFFLOAD_FLAGS = {
     "reduce-scatter": "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=true",
     "all-reduce": "xla_tpu_enable_sparse_core_collective_offload_all_reduce=true",
 }
+# XLA's flag for GPUs; `flaxasync.hardware.Gpu.schedules` says where it is on by default
+SCHEDULER_FLAG = "xla_gpu_enable_latency_hiding_scheduler=true"
 # those with SparseCores on which docs/async.md found the flags to work
 OFFLOADING_CHIPS = ("v6e", "tpu7x")
 _OPS = {
@@ -56,6 +60,7 @@ _OPS = {
 _PASSES = frozenset(
     {"bitcast", "copy", "convert", "get-tuple-element", "reshape", "transpose", "tuple"}
 )
+_MOVES = _PASSES | {"parameter"}
 _IN_BACKWARD = "transpose("  # in the name of an operation that JAX made of the transpose of another
 _WINDOW = re.compile(r"size=([\dx]{1,99})")
 
@@ -74,7 +79,7 @@ def advise(work: IndependentWork, i: Instruction, collective: Instruction) -> Ad
     kind = costs.collective_kind(i, collective)
     ways = []
     if kind in _OPS:
-        matmuls = nearest(i, lambda one: one.contains_matmul, _PASSES, kind == "all-gather")
+        matmuls = nearest(i, _is_matmul, _PASSES, kind == "all-gather", passes=_only_moves)
     else:
         matmuls = []
     if matmuls and kind == "all-reduce" and _IN_BACKWARD in i.op_name:
@@ -91,6 +96,15 @@ def advise(work: IndependentWork, i: Instruction, collective: Instruction) -> Ad
     return max(ways, key=lambda advice: advice.gain)
 
 
+def _is_matmul(i: Instruction) -> bool:
+    return i.contains_matmul or is_product(i)
+
+
+def _only_moves(i: Instruction) -> bool:
+    """Says whether a fusion computes nothing: XLA for GPUs puts a transposition into one."""
+    return i.opcode == "fusion" and all(one.opcode in _MOVES for one in i.inside)
+
+
 def _offload_flag(costs: Costs, kind: str) -> str | None:
     if costs.chip.name in OFFLOADING_CHIPS:
         return OFFLOAD_FLAGS.get(kind)
@@ -101,6 +115,8 @@ def _beside(work: IndependentWork, i: Instruction, kind: str) -> Advice:
     """Advises to run a collective beside work that does not depend on it, where a flag does
     that.
     """
+    if isinstance(work.costs.chip, Gpu):
+        return _beside_on_gpu(work, i)
     flag = _offload_flag(work.costs, kind)
     if flag is None:
         chip = work.costs.chip.name
@@ -113,6 +129,22 @@ def _beside(work: IndependentWork, i: Instruction, kind: str) -> Advice:
     text = (
         f"run it beside {free[0].name}, on which it does not depend; the XLA flag {flag} moves it "
         "to the SparseCore"
+    )
+    return Advice(text, gain)
+
+
+def _beside_on_gpu(work: IndependentWork, i: Instruction) -> Advice:
+    """Advises to let XLA for GPUs run a collective beside work that does not depend on it."""
+    gpu = work.costs.chip
+    chip = gpu.name
+    if isinstance(gpu, Gpu) and gpu.schedules:
+        return Advice(f"nothing that is known shortens it on {chip} where it is", 0.0)
+    free, gain = _hidden(work, i)
+    if not free:
+        return Advice("nothing independent is there to run beside it", 0.0)
+    text = (
+        f"run it beside {free[0].name}, on which it does not depend: the XLA flag "
+        f"{SCHEDULER_FLAG} does that, which is off on {chip}"
     )
     return Advice(text, gain)
 

@@ -13,21 +13,26 @@ from typing import Any
 
 from flaxasync.check.auditing import overlap
 from flaxasync.check.auditing.async_rules import check_async_rules
-from flaxasync.check.auditing.findings import CODES, Audit, Finding, finding
+from flaxasync.check.auditing.findings import CODES, Audit, Finding, Ring, finding
+from flaxasync.check.auditing.gpu_products import held_up_products
 from flaxasync.check.auditing.hazards import kernel_hazards, sent_operands
 from flaxasync.check.auditing.independent_work import IndependentWork
+from flaxasync.check.auditing.rings import rings_of
 from flaxasync.check.auditing.wide_transfers import wide_transfers
 from flaxasync.check.estimate.costs import Costs
+from flaxasync.check.estimate.costs_of import costs_of
 from flaxasync.check.estimate.estimator import limits
 from flaxasync.check.hlo.async_operations import KERNEL, AsyncOperation, async_operations
+from flaxasync.check.hlo.gpu_calls import is_for_gpus
 from flaxasync.check.hlo.load import axes_of, chip_of, module_of
 from flaxasync.check.hlo.module import HloModule, Instruction
 from flaxasync.check.hlo.participants import AxisNames
 from flaxasync.check.hlo.shapes import SEMAPHORE, SMEM, VMEM
-from flaxasync.hardware import chip as chip_named
+from flaxasync.hardware import Chip
 
-# the chip whose times are estimated if neither the caller nor the program names one
+# the chips whose times are estimated if neither the caller nor the program names one
 DEFAULT_CHIP = "v5e"
+DEFAULT_GPU = "h100"
 
 
 def audit(
@@ -42,8 +47,9 @@ def audit(
     Args:
       compiled: What `jitted.lower(...).compile()` or `compile_for` returned, or HLO text, or a
         parsed module.
-      chip: The chip whose times are estimated, or one of its topologies: "v5e", "v5p:2x2x2". By
-        default the program's own chip, or v5e if the program does not say.
+      chip: The chip whose times are estimated, or one of its topologies: "v5e", "v5p:2x2x2",
+        "h100:8". By default the program's own chip. If the program does not say, v5e, or h100 for
+        a program that was compiled for GPUs.
       expect: How many asynchronous operations the program must have at least, by a part of their
         name or by their kind: {"permute_start": 3}.
       kernels: Seconds of Pallas kernels, by name. The time of any other kernel is that of its own
@@ -58,7 +64,7 @@ def audit(
     """
     module = module_of(compiled)
     named = chip or chip_of(compiled)
-    costs = Costs(module, chip_named(named or DEFAULT_CHIP), dict(kernels or {}))
+    costs = costs_of(module, named or default_chip(module), program=compiled, kernels=kernels)
     names = AxisNames(module, axes_of(compiled))
     in_text = async_operations(module)
     operations = [op for op in in_text if op.computation in costs.runs]  # those that run
@@ -79,6 +85,8 @@ def audit(
         found.append(finding("not-scheduled", message, module.entry))
     holding = overlap.collectives_that_hold_the_chip(costs)
     found += overlap.synchronous_collectives(independent, holding, names)
+    if module.is_scheduled:
+        found += held_up_products(costs, zip(operations, pairs, strict=True), holding)
     copied_in_flight = {
         (f.computation, f.instruction) for f in found if f.code == "in-flight-copied"
     }
@@ -91,9 +99,25 @@ def audit(
     if module.is_scheduled:  # these have counts already: one is of several computations
         found += wide_transfers(costs, pairs, holding)
     found.sort(key=lambda f: (-f.severity, -f.gain, list(CODES).index(f.code)))
+    rings: tuple[Ring, ...] = ()
+    if module.is_scheduled:
+        synchronous = [(collective, costs.runs[i.computation.name]) for i, collective in holding]
+        rings = rings_of(pairs, synchronous)
     return Audit(
-        module.name, costs.chip.name, pairs, tuple(found), _notes(module, costs, named is None)
+        module.name,
+        costs.chip.name,
+        pairs,
+        tuple(found),
+        _notes(module, costs, named is None),
+        rings,
     )
+
+
+def default_chip(module: HloModule) -> str:
+    """Returns the chip that is assumed for a program that names none."""
+    if is_for_gpus(module):
+        return DEFAULT_GPU
+    return DEFAULT_CHIP
 
 
 def _notes(module: HloModule, costs: Costs, chip_was_assumed: bool) -> tuple[str, ...]:
@@ -104,7 +128,10 @@ def _notes(module: HloModule, costs: Costs, chip_was_assumed: bool) -> tuple[str
             "chip=..."
         )
     instructions = module.instructions
-    if not any("estimated_cycles" in i.attributes.get("backend_config", "") for i in instructions):
+    has_estimates = isinstance(costs.chip, Chip)  # of a TPU's program the compiler writes some
+    if has_estimates and not any(
+        "estimated_cycles" in i.attributes.get("backend_config", "") for i in instructions
+    ):
         if not any(_is_for_tpu(i) for i in instructions):
             notes.append(
                 "the text has no cycle estimates (it is no TPU program): work is timed by its "

@@ -4,10 +4,13 @@ import dataclasses
 import enum
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from flaxasync.check.hlo.module import Computation, Instruction
 
 EMPTY = 0.01  # a window with less work than this share of the transfer counts as empty
+# A ring has lost its overlap if more than this share of its transfers has nothing inside.
+LOST = 0.3
 LISTED = 4  # the most findings of one code that the table shows in full
 
 
@@ -113,6 +116,16 @@ CODES = {
         "round before the transfer: preferred_element_type=jnp.bfloat16 in the einsum whose "
         "product is summed over the devices, or .astype before the sharding constraint; a sum over "
         "devices is then rounded in each step",
+    ),
+    "merged-products": Code(
+        _WARNING,
+        "on a GPU, one product multiplies the blocks of two steps of a ring, and waits for both",
+        "put the operands of each product behind jax.lax.optimization_barrier",
+    ),
+    "accumulates-arrival": Code(
+        _WARNING,
+        "on a GPU, a product is added to what arrives as it computes, and so waits for it",
+        "put jax.lax.optimization_barrier between the product and the addition",
     ),
     "not-scheduled": Code(
         _WARNING,
@@ -258,6 +271,8 @@ class Pair:
     transfer: float  # seconds that the transfer takes alone on its link
     crosses: str  # how the future crosses a loop; "" if it crosses none
     source: str  # "file:line" of the Python that made the start; "" if the text does not say
+    # the function of flaxasync whose ring it belongs to, like "all_gather_matmul"; "" for none
+    ring: str = ""
 
     @property
     def exposed(self) -> float:
@@ -271,6 +286,27 @@ class Pair:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ring:
+    """The transfers of all rings that one function of flaxasync made, over all iterations of the
+    loops around them.
+    """
+
+    function: str  # like "all_gather_matmul", or "all_gather_matmul_dw" of its gradient
+    transfers: int
+    empty: int  # transfers that have nothing inside, or no start and no done
+
+    @property
+    def has_lost_overlap(self) -> bool:
+        return self.empty > LOST * self.transfers
+
+    def __str__(self) -> str:
+        what = "have nothing inside"
+        if self.empty == 1:
+            what = "has nothing inside"
+        return f"{self.empty:,} of {self.transfers:,} permutes of {self.function} {what}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Audit:
     """What `audit` found. `print` shows it as a table."""
 
@@ -280,6 +316,13 @@ class Audit:
     findings: tuple[Finding, ...]  # what is wrong, the most severe first
     # what a reader should know about the figures, such as a chip that was assumed
     notes: tuple[str, ...]
+    # those that flaxasync made, which are meant to have work inside all transfers
+    rings: tuple[Ring, ...] = ()
+
+    @property
+    def lost_overlap(self) -> str:
+        """Which rings of flaxasync have lost their overlap, in one line; "" for none."""
+        return "; ".join(str(ring) for ring in self.rings if ring.has_lost_overlap)
 
     @property
     def ok(self) -> bool:
@@ -300,17 +343,24 @@ class Audit:
             dataclasses.asdict(p) | {"exposed": p.exposed, "overlapped": p.overlapped}
             for p in self.pairs
         ]
-        facts = {"module": self.module, "chip": self.chip, "ok": self.ok, "notes": self.notes}
+        facts: dict[str, Any] = {
+            "module": self.module,
+            "chip": self.chip,
+            "ok": self.ok,
+            "notes": self.notes,
+        }
+        facts["rings"] = [dataclasses.asdict(ring) for ring in self.rings]
         return json.dumps(
             facts | {"pairs": pairs, "findings": [f.to_json() for f in self.findings]}, indent=2
         )
 
     def __str__(self) -> str:
-        lines = [
-            f"audit of {self.module or 'a fragment'} ({self.chip}): "
-            f"{'ok' if self.ok else 'NOT OK'}",
-            "",
-        ]
+        verdict = "NOT OK"
+        if self.ok:
+            verdict = "ok"
+        if self.lost_overlap:
+            verdict += f"; {self.lost_overlap}"
+        lines = [f"audit of {self.module or 'a fragment'} ({self.chip}): {verdict}", ""]
         lines += _table(self.pairs)
         counts = {s: sum(f.severity == s for f in self.findings) for s in reversed(Severity)}
         lines += [

@@ -22,6 +22,7 @@ from flaxasync.check.auditing.findings import (
     time_text,
 )
 from flaxasync.check.auditing.independent_work import IndependentWork
+from flaxasync.check.auditing.rings import function_of
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.hlo.async_operations import COLLECTIVES, AsyncOperation, synchronous_collective
 from flaxasync.check.hlo.module import Computation, Instruction
@@ -116,6 +117,7 @@ def pair_of(windows: Windows, op: AsyncOperation) -> Pair:
         transfer=windows.costs.transfer_seconds(op),
         crosses=", ".join(window.crosses) if window else "",
         source=op.start.source,
+        ring=function_of(op.start),
     )
 
 

@@ -1,11 +1,11 @@
-"""`compile_for`, which compiles a function for a TPU topology on a machine without a TPU.
+"""`compile_for`, which compiles a function for TPUs or GPUs on a machine without any.
 
 The caller's process traces and lowers the function, and a child process compiles it, with the flags
-that the variable LIBTPU_INIT_ARGS has then. libtpu can end the process in which it compiles: with a
-segmentation fault on some kernels, and with an arithmetic fault on some names. The child stays for
-the next call. A new one is started if it has died, or if the flags are others. Calls that ask for
-dumps have a child of their own, because libtpu reads the flags for dumps only when it is loaded.
-The program is that of jax.jit on the topology.
+that the variable LIBTPU_INIT_ARGS (for GPUs: XLA_FLAGS) has then. libtpu can end the process in
+which it compiles: with a segmentation fault on some kernels, and with an arithmetic fault on some
+names. The child stays for the next call. A new one is started if it has died, or if the flags are
+others. Calls that ask for dumps have a child of their own, because libtpu reads the flags for dumps
+only when it is loaded. The program is that of jax.jit on the topology.
 """
 
 import atexit
@@ -26,23 +26,30 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from flaxasync.check.compile import worker
 from flaxasync.check.compile.function_call import FunctionCall
-from flaxasync.check.compile.program import CompiledProgram, hbm_error
+from flaxasync.check.compile.gpu_topologies import GPU_OPTIONS, GpuTopology, cudnn_of
+from flaxasync.check.compile.program import CompiledProgram, check_memory, hbm_error
 from flaxasync.check.compile.topologies import (
     ENVIRONMENT,
     busy_message,
     place_arguments,
     places_of,
+    topology_arguments,
     topology_devices,
 )
 from flaxasync.check.progress import progress
 from flaxasync.check.tested_libtpu import installed_libtpu
 
-FLAGS = "LIBTPU_INIT_ARGS"  # the environment variable of libtpu's flags
+# the environment variable of each compiler's flags
+FLAGS = {"TPU": "LIBTPU_INIT_ARGS", "GPU": "XLA_FLAGS"}
 # an 8B training step takes a minute to compile, so ten minutes mean that the compiler hangs
 COMPILE_SECONDS = 600
+
+# The custom call of jax.experimental.custom_partitioning.
+_PARTITIONED_HERE = b"CustomSPMDPartitioning"
 
 # Compiler options for callers that read the HLO only: loops in the code of fusions are not
 # unrolled. 55 small programs took 24 s of processor time instead of 63; large matmuls gain little.
@@ -63,10 +70,11 @@ def compile_for(
     timeout: float = COMPILE_SECONDS,
     **kwargs: Any,
 ) -> CompiledProgram:
-    """Compiles a function for a TPU topology in a child process, without a TPU.
+    """Compiles a function for a topology of TPUs or GPUs in a child process, without any of them.
 
     Args:
-      topology: The chip and its grid: "v5e:2x4", "v5p:2x2x2", ...; "v5e:2x4*2" for two slices.
+      topology: The chip and its grid: "v5e:2x4", "v5p:2x2x2", ...; "v5e:2x4*2" for two slices. Or
+        GPUs: "h100:8", "h100:2x8" for two hosts; also "a100", "h200" and "b200".
       fn: A function of `jax.jit` or `nnx.jit`, or one of global arrays; also `functools.partial` of
         these, a method, or a module that is called.
       *args: Arrays or jax.ShapeDtypeStruct, or pytrees of them; modules and optimizers of Flax;
@@ -77,9 +85,11 @@ def compile_for(
         axes. If no argument has a sharding and no mesh is ambient, the function is compiled for one
         chip.
       keep_dumps: Whether to also write libtpu's final bundles: a folder for them, or True for a new
-        temporary folder. The folder is `.dumps` of the result, and the caller deletes it.
-      compiler_options: libtpu's own options, as for `Lowered.compile`. `HLO_ONLY` compiles sooner
-        where only the HLO is read.
+        temporary folder. The folder is `.dumps` of the result, and the caller deletes it. There are
+        none of GPUs.
+      compiler_options: The compiler's own options, as for `Lowered.compile`. `HLO_ONLY` compiles
+        sooner for TPUs where only the HLO is read. Products on GPUs are calls of cuBLAS, and no
+        kernel is chosen by its time, unless options say otherwise.
       timeout: Seconds after which the child is ended.
       **kwargs: Arguments of the function by name. For one with a name of above, use
         `functools.partial`.
@@ -91,21 +101,33 @@ def compile_for(
     Raises:
       TypeError: `fn` is no function, or has arguments that cannot be moved.
       ValueError: The topology is unknown, or does not have the size of the mesh, or the arguments
-        lie on several meshes.
-      ImportError: libtpu is not installed.
+        lie on several meshes; or dumps of a GPU's program were asked for; or the function has a
+        call of jax.experimental.custom_partitioning.
+      ImportError: The compiler is not installed: libtpu, or JAX's wheels for GPUs.
       HbmError: The program does not fit into the memory of a device. This RuntimeError has
         `.needed` and `.available`.
       RuntimeError: The compiler refused the program, crashed (the message names the signal), or did
         not finish.
     """
+    gpus: GpuTopology | None = None
+    if isinstance(topology, str):
+        gpus = GpuTopology.of(topology)
+    if gpus is not None and keep_dumps:
+        raise ValueError(
+            f"keep_dumps asks for libtpu's bundles, which programs of {topology} do not have"
+        )
     devices = topology_devices(topology)
     call, mesh = place_arguments(topology, devices, FunctionCall.of(fn, args, kwargs))
-    with (
-        contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh),
-        progress(f"tracing for {topology}"),
-    ):
-        lowered = call.lower()
-    request = _request(topology, lowered, dict(compiler_options or {}))
+    with progress(f"tracing for {topology}"):
+        lowered = _lower(call, mesh, gpus)
+    options = dict(compiler_options or {})
+    kind = "TPU"
+    version = installed_libtpu()
+    if gpus is not None:
+        kind = "GPU"
+        version = ""
+        options = GPU_OPTIONS | options
+    request = _request(topology, lowered, options)
     known = {d.id for d in devices}
     if len(request["device_ids"]) > len(devices) or not known.issuperset(request["device_ids"]):
         raise ValueError(
@@ -113,19 +135,12 @@ def compile_for(
             f"of {topology}: make its mesh with topology_mesh({topology!r}, ...), or let it use "
             "the ambient mesh"
         )
-    folder: str | os.PathLike[str] | None = None
-    if keep_dumps is True:
-        folder = tempfile.mkdtemp(prefix="flaxasync-")
-    elif keep_dumps:
-        folder = keep_dumps
-    if folder is None:
-        dumps = None
-    else:
-        dumps = pathlib.Path(folder).absolute()
+    dumps = _folder_of(keep_dumps)
     with progress(f"compiling for {topology}"):
-        answer = shared_process(dumps=dumps is not None).compile(request, timeout, dumps)
+        process = shared_process(kind, dumps=dumps is not None)
+        answer = process.compile(request, timeout, dumps)
     coords = places_of(devices)
-    return CompiledProgram(
+    program = CompiledProgram(
         text=answer["text"],
         topology=topology,
         memory=answer["memory"],
@@ -133,18 +148,41 @@ def compile_for(
         coords=tuple(coords[i] for i in request["device_ids"]),
         dumps=dumps,
         axes=_mesh_axes(call),
-        libtpu=installed_libtpu(),
+        libtpu=version,
     )
+    if gpus is not None:
+        check_memory(program, gpus.gpu)
+    return program
+
+
+def _lower(call: FunctionCall, mesh: Mesh | None, gpus: GpuTopology | None) -> Any:
+    """Traces a call on a mesh, for GPUs as if cuDNN was installed."""
+    with contextlib.ExitStack() as around:
+        if mesh is not None:
+            around.enter_context(jax.set_mesh(mesh))
+        if gpus is not None:
+            around.enter_context(cudnn_of(gpus.gpu))
+        return call.lower()
+
+
+def _folder_of(keep_dumps: bool | str | os.PathLike) -> pathlib.Path | None:
+    """Returns the folder for dumps: a new one if it is not named, None if none are kept."""
+    if not keep_dumps:
+        return None
+    if keep_dumps is True:
+        return pathlib.Path(tempfile.mkdtemp(prefix="flaxasync-")).absolute()
+    return pathlib.Path(keep_dumps).absolute()
 
 
 class CompilerProcess:
-    """A child process that compiles. It dumps all programs or none, into a folder, from which
-    `compile` moves them.
+    """A child process that compiles for one `kind`, "TPU" or "GPU". It dumps all programs or none,
+    into a folder, from which `compile` moves them.
     """
 
-    def __init__(self, *, dumps: bool = False):
+    def __init__(self, kind: str = "TPU", *, dumps: bool = False):
         environment = ENVIRONMENT | os.environ | {"JAX_PLATFORMS": "cpu"}
-        self.flags = environment.get(FLAGS, "")  # which libtpu reads when it is loaded
+        self.kind = kind
+        self.flags = environment.get(FLAGS[kind], "")  # which a compiler reads when it is loaded
         self._dumps = tempfile.TemporaryDirectory(prefix="flaxasync-") if dumps else None
         if self._dumps is not None:
             flags = (
@@ -152,7 +190,7 @@ class CompilerProcess:
                 "--xla_jf_dump_hlo_text=true"
             )
             flags += f" --xla_jf_dump_llo_pass_label_regex={_DUMP_PASSES}"
-            environment[FLAGS] = f"{self.flags} {flags}".strip()
+            environment[FLAGS["TPU"]] = f"{self.flags} {flags}".strip()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115, it is closed with the process
         self.process = subprocess.Popen(
             [sys.executable, worker.__file__],
@@ -180,7 +218,9 @@ class CompilerProcess:
             lines = self._log.read().decode(errors="replace").strip().splitlines()
             last_lines = "\n".join(line for line in lines if not line.startswith("http"))[-2000:]
             self.end()
-            raise RuntimeError(f"the TPU compiler {death}; its last lines:\n{last_lines}") from None
+            raise RuntimeError(
+                f"the {self.kind} compiler {death}; its last lines:\n{last_lines}"
+            ) from None
         finally:
             if self._dumps is not None and folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -191,7 +231,7 @@ class CompilerProcess:
             if "already in use" in message:
                 refused = busy_message(message)
             else:
-                refused = f"the TPU compiler refused: {message}"
+                refused = f"the {self.kind} compiler refused: {message}"
             raise hbm_error(message) or RuntimeError(refused)
         return answer["ok"]
 
@@ -205,7 +245,7 @@ class CompilerProcess:
         if not select.select([stdout], [], [], timeout)[0]:
             self.end()
             raise RuntimeError(
-                f"the TPU compiler did not finish in {timeout} s and was ended; pass a longer "
+                f"the {self.kind} compiler did not finish in {timeout} s and was ended; pass a longer "
                 "timeout"
             )
         return pickle.load(stdout)
@@ -223,22 +263,24 @@ class CompilerProcess:
                 stream.close()  # type: ignore[union-attr]
 
 
-_shared: dict[bool, CompilerProcess] = {}  # by whether it dumps
+# by what it compiles for, and whether it dumps
+_shared: dict[tuple[str, bool], CompilerProcess] = {}
 
 
-def shared_process(*, dumps: bool = False) -> CompilerProcess:
-    """Returns the process that dumps, or the one that does not. Starts it if there is none with the
-    present flags.
+def shared_process(kind: str = "TPU", *, dumps: bool = False) -> CompilerProcess:
+    """Returns the process for "TPU" or "GPU" that dumps, or the one that does not. Starts it if
+    there is none with the present flags.
     """
-    there = _shared.get(dumps)
+    key = (kind, dumps)
+    there = _shared.get(key)
     if there is not None and (
-        there.process.poll() is not None or there.flags != os.environ.get(FLAGS, "")
+        there.process.poll() is not None or there.flags != os.environ.get(FLAGS[kind], "")
     ):
-        _shared.pop(dumps).close()
-    if dumps not in _shared:
-        _shared[dumps] = CompilerProcess(dumps=dumps)
-        atexit.register(_shared[dumps].close)
-    return _shared[dumps]
+        _shared.pop(key).close()
+    if key not in _shared:
+        _shared[key] = CompilerProcess(kind, dumps=dumps)
+        atexit.register(_shared[key].close)
+    return _shared[key]
 
 
 def _mesh_axes(call: FunctionCall) -> dict[str, int]:
@@ -265,6 +307,13 @@ def _request(topology: str, lowered: Any, compiler_options: dict) -> dict:
     options = dict(lowering._compiler_options_kvs) | compiler_options
     module = io.BytesIO()
     lowered.compiler_ir("stablehlo").operation.write_bytecode(module)
+    if _PARTITIONED_HERE in module.getvalue():
+        raise ValueError(
+            "the function has a call that a Python function of this process partitions, "
+            "jax.experimental.custom_partitioning, as jax.nn.dot_product_attention with "
+            "implementation='cudnn' has; another process cannot compile it: call it inside "
+            "jax.shard_map"
+        )
     compile_options = pxla.create_compile_options(
         lowered.compiler_ir("stablehlo"),
         facts["tuple_args"],
@@ -275,7 +324,7 @@ def _request(topology: str, lowered: Any, compiler_options: dict) -> dict:
         options,
     )
     return {
-        "topology": topology,
+        "topology": topology_arguments(topology),
         "module": module.getvalue(),
         "options": compile_options.SerializeAsString(),
         "device_ids": [d.id for d in devices],

@@ -1,5 +1,5 @@
-"""The TPU topologies that libtpu describes, meshes over their devices, and the move of arguments to
-them.
+"""The topologies that compilers describe, meshes over their devices, and the move of arguments to
+them. Those of GPUs are in gpu_topologies.py.
 
 The machine need not have the devices. The arguments of a function may be sharded over a mesh of CPU
 devices, or over an AbstractMesh, as `nnx.eval_shape` leaves them. Both are moved to a mesh of the
@@ -14,11 +14,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from flaxasync.check.compile.function_call import FunctionCall, is_array, is_number
+from flaxasync.check.compile.gpu_topologies import GpuTopology, gpu_devices
 from flaxasync.device_order import order_slices
+from flaxasync.hardware import CHIPS, GPUS
 
 # With these settings libtpu loads on a machine without a TPU, and beside another process that has
 # loaded it.
@@ -51,7 +54,8 @@ def topology_mesh(
 
     Args:
       topology: The chip and its grid: "v5e:2x4", "v5p:2x2x2", ...; with "*2" for two slices,
-        "v5e:2x4*2". An axis before the last one is divided among the slices.
+        "v5e:2x4*2". An axis before the last one is divided among the slices. Or GPUs: "h100:8", and
+        "h100:2x8" for two hosts, whose devices follow one another host by host.
       axis_shapes: The number of devices on each mesh axis. They must multiply to the devices of the
         topology.
       axis_names: One name for each axis.
@@ -60,7 +64,7 @@ def topology_mesh(
     Raises:
       ValueError: The topology is unknown, or the axes do not multiply to its devices or cannot be
         divided among its slices.
-      ImportError: libtpu is not installed.
+      ImportError: The compiler is not installed: libtpu, or JAX's wheels for GPUs.
     """
     devices = topology_devices(topology)
     shape = tuple(axis_shapes)
@@ -72,8 +76,12 @@ def topology_mesh(
             f"axis_shapes must multiply to the {len(devices)} devices of {topology}: got {shape}, "
             f"which is {size}; change the mesh, or choose a topology of that size"
         )
-    ordered = order_slices(devices, shape, names)
-    assert ordered is not None  # the devices of each slice fill its grid
+    if GpuTopology.of(topology) is not None:
+        ordered = np.array(devices).reshape(shape)
+    else:
+        in_rings = order_slices(devices, shape, names)
+        assert in_rings is not None  # the devices of each slice fill its grid
+        ordered = in_rings
     return Mesh(ordered, names, axis_types=axis_types)
 
 
@@ -88,18 +96,21 @@ def topology_devices(topology: str) -> list:
     """Returns the devices of a topology.
 
     Raises:
-      ValueError: The topology is unknown. The message lists those that exist.
-      ImportError: libtpu is not installed.
+      ValueError: The topology is unknown, and the message lists those that exist; or a host has no
+        such number of GPUs, or there are too many hosts.
+      ImportError: The compiler is not installed: libtpu, or JAX's wheels for GPUs.
       RuntimeError: Another process holds libtpu.
     """
+    if isinstance(topology, str) and (gpus := GpuTopology.of(topology)) is not None:
+        return gpu_devices(gpus)
     if isinstance(topology, str):
         match = _NAME.fullmatch(topology)
     else:
         match = None
     known = "; ".join(f"{family}: {', '.join(sizes)}" for family, sizes in TOPOLOGIES.items())
     wanted = (
-        f"topology must be one that libtpu describes, like 'v5e:2x4': got {topology!r}; there are "
-        f"{known}"
+        f"topology must be one that libtpu describes, like 'v5e:2x4', or GPUs, like 'h100:8': got "
+        f"{topology!r}; there are {known}; GPUs: {', '.join(GPUS)}"
     )
     if match:
         sizes = [int(n.lstrip("*")) for n in match.groups()[1:] if n]
@@ -115,23 +126,42 @@ def topology_devices(topology: str) -> list:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        name, _, slices = topology.partition("*")
-        if slices:
-            several = {"num_slices": int(slices)}
-        else:
-            several = {}
-        return topologies.get_topology_desc(name, platform="tpu", **several).devices
+        return topologies.get_topology_desc(**topology_arguments(topology)).devices
     except jax.errors.JaxRuntimeError as error:
         if "lock" in str(error) or "in use" in str(error):
             raise RuntimeError(busy_message(error)) from error
         raise ValueError(f"{wanted} ({error})") from error
 
 
+def topology_arguments(topology: str) -> dict[str, Any]:
+    """Returns the arguments of `jax.experimental.topologies.get_topology_desc` by which a compiler
+    describes a topology as the real one is.
+
+    Unless it is told which dimensions wrap, libtpu describes every slice as a grid without the
+    links that close its rings. Then it makes the permutes that cross them synchronous on v5e, and
+    chooses slower algorithms for the collectives of whole slices.
+    """
+    if (gpus := GpuTopology.of(topology)) is not None:
+        return gpus.arguments
+    name, _, slices = topology.partition("*")
+    family, _, grid = name.partition(":")
+    wraps = CHIPS[family].wraps([int(size) for size in grid.split("x")])
+    wraps_in_space = (*wraps, False)[:3]  # libtpu wants three dimensions
+    described: dict[str, Any] = {
+        "platform": "tpu",
+        "topology_name": name,
+        "wrap": wraps_in_space,
+    }
+    if slices:
+        described["num_slices"] = int(slices)
+    return described
+
+
 def places_of(devices: list) -> dict[int, tuple[int, ...]]:
     """Returns, for the number of each device, the coordinates of its chip, and its core where a
-    chip has several.
+    chip has several. Those of a GPU are its slice, its host, and its place in the host.
     """
-    cores = any(device.core_on_chip for device in devices)
+    cores = any(getattr(device, "core_on_chip", 0) for device in devices)
     return {
         device.id: (*device.coords, device.core_on_chip) if cores else tuple(device.coords)
         for device in devices
@@ -217,7 +247,7 @@ def _is_of_topology(mesh: object, devices: list) -> bool:
     """Says whether the devices of a mesh are described ones (which exist on no machine) of the
     topology's kind.
     """
-    if not isinstance(mesh, Mesh) or mesh.empty or mesh.devices.flat[0].platform != "tpu":
+    if not isinstance(mesh, Mesh) or mesh.empty or mesh.devices.flat[0].platform == "cpu":
         return False
     first = mesh.devices.flat[0]
     return (

@@ -1,7 +1,7 @@
-"""The process in which libtpu compiles. It reads requests from stdin and writes answers to stdout,
-both as pickles.
+"""The process in which libtpu, or XLA for GPUs, compiles. It reads requests from stdin and writes
+answers to stdout, both as pickles.
 
-libtpu may crash this process without harm to its parent. compile_for.py runs this file as a script,
+A compiler may crash this process without harm to its parent. compile_for.py runs this file as a script,
 by its path. It imports jax and never flaxasync, so that it starts fast.
 
 The script uses three internals of jaxlib (the compile-only client, CompileOptions and DeviceList),
@@ -18,23 +18,16 @@ def compile_request(request: dict) -> dict:
     """Compiles one lowered module.
 
     The request has its "module" (MLIR bytecode), "options" (serialized CompileOptions), "topology"
-    (the name), and "device_ids" in the order of the mesh. The answer has "text" (HLO), "memory"
-    (bytes by kind) and "cost".
+    (the arguments that describe it), and "device_ids" in the order of the mesh. The answer has
+    "text" (HLO), "memory" (bytes by kind) and "cost", which is {} for GPUs.
     """
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
     from jax.experimental import topologies
     from jaxlib.mlir import ir
 
-    name, _, slices = request["topology"].partition("*")
-    if slices:
-        several = {"num_slices": int(slices)}
-    else:
-        several = {}
-    described: list[Any] = list(
-        topologies.get_topology_desc(name, platform="tpu", **several).devices
-    )
-    devices = {device.id: device for device in described}
+    described: Any = topologies.get_topology_desc(**request["topology"])
+    devices = {device.id: device for device in described.devices}
     chosen = tuple(devices[i] for i in request["device_ids"])
     with mlir.make_ir_context():
         module = ir.Module.parse(request["module"])
@@ -44,6 +37,9 @@ def compile_request(request: dict) -> dict:
             compile_options=xla_client.CompileOptions.ParseFromString(request["options"]),
         )
     stats = executable.get_compiled_memory_stats()
+    cost: dict = {}
+    if request["topology"]["platform"] == "tpu":  # the compiler for GPUs makes no analysis of costs
+        cost = dict(executable.cost_analysis())
     return {
         "text": "\n\n".join(m.to_string() for m in executable.hlo_modules()),
         "memory": {
@@ -51,13 +47,13 @@ def compile_request(request: dict) -> dict:
             for name in dir(stats)
             if name.endswith(("_in_bytes", "_allocation_bytes"))
         },
-        "cost": dict(executable.cost_analysis()),
+        "cost": cost,
     }
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # so that nothing that libtpu prints on stdout is taken for an answer
+    os.dup2(2, 1)  # so that nothing that a compiler prints on stdout is taken for an answer
     while True:
         try:
             request = pickle.load(sys.stdin.buffer)

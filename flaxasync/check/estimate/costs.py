@@ -13,23 +13,24 @@ bytes, of 1.121 estimated. A Pallas kernel without a `cost_estimate` is charged 
 
 import dataclasses
 import functools
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from flaxasync.check.estimate.moved_bytes import moved_bytes
+from flaxasync.check.estimate.product_flops import flops_of
+from flaxasync.check.estimate.torus import Torus, torus_of
 from flaxasync.check.hlo.async_operations import (
     COLLECTIVES,
     AsyncOperation,
     collective_in_fusion,
     step_of,
 )
-from flaxasync.check.hlo.module import MATMULS, Computation, HloModule, Instruction
+from flaxasync.check.hlo.module import Computation, HloModule, Instruction
 from flaxasync.check.hlo.participants import groups_in, permute_pairs
-from flaxasync.check.hlo.shapes import HBM, SEMAPHORE, VMEM, HloError
+from flaxasync.check.hlo.shapes import HBM, SEMAPHORE, VMEM
 from flaxasync.check.hlo.trip_count import trip_count
-from flaxasync.hardware import Chip
+from flaxasync.hardware import DEVICES_PER_CHIP, Accelerator, Chip
 
 # Opcodes that name, group or order values and take no time.
 _FREE = frozenset(
@@ -57,7 +58,7 @@ class CoreTime(NamedTuple):
     exposed: float = 0.0  # of a kernel: in which it waits for other devices, as far as is known
 
 
-_NO_TIME = CoreTime(0.0, "nothing")
+NO_TIME = CoreTime(0.0, "nothing")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +77,13 @@ class KernelTime:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """The times of the instructions of one module on one chip, in seconds."""
+    """The times of the instructions of one module on one chip, in seconds.
+
+    Those of a GPU are in gpu_costs.py.
+    """
 
     module: HloModule
-    chip: Chip
+    chip: Accelerator
     # that the caller gives, by `_given`
     kernels: Mapping[str, float] = dataclasses.field(default_factory=dict)
     copies: str = "cycles"  # or "bytes" or "simulated": what the time of a copy is taken from
@@ -90,6 +94,18 @@ class Costs:
     _known: dict[tuple[str, str], CoreTime] = dataclasses.field(default_factory=dict, repr=False)
     _totals: dict[str, float] = dataclasses.field(default_factory=dict, repr=False)
 
+    @property
+    def tpu(self) -> Chip:
+        """The chip, with what only a TPU has."""
+        assert isinstance(self.chip, Chip)
+        return self.chip
+
+    def lane(self, operation: AsyncOperation) -> str:
+        """Returns the name of the lane of a transfer between devices where one carries all of a
+        device's; "" where each direction of each ring has its own, as on TPUs.
+        """
+        return ""
+
     def seconds(self, instruction: Instruction) -> float:
         """Returns the time that the core spends on an instruction. A start and a done take none."""
         return self.explained(instruction).seconds
@@ -98,7 +114,7 @@ class Costs:
         """Returns the time of an instruction, and what it was taken from."""
         if _takes_no_time(instruction.opcode):
             # which is not kept: a large program has more of these than of all others
-            return _NO_TIME
+            return NO_TIME
         key = (instruction.computation.name, instruction.name)
         found = self._known.get(key)
         if found is None:
@@ -149,7 +165,7 @@ class Costs:
         cost estimates.
         """
         known: dict[str, float] = {}
-        return sum(n * _flops(self.module.computations[c], known) for c, n in self.runs.items())
+        return sum(n * flops_of(self.module.computations[c], known) for c, n in self.runs.items())
 
     def transfer_seconds(self, operation: AsyncOperation) -> float:
         """Returns how long an asynchronous operation is under way when it is alone on its link or
@@ -163,15 +179,15 @@ class Costs:
         if operation.spelling == "kernel" and operation.communicates:
             return self.chip.hop_latency + operation.bytes / self.chip.link_bandwidth
         if operation.start.opcode == "async-start" and operation.collectives:
-            return sum(self._wrapped_seconds(one) for one in operation.collectives)
+            return sum(self._wrapped_seconds(one, operation) for one in operation.collectives)
         if operation.communicates:
             collective = operation.inner or operation.start
             sent = self._operand_bytes(operation.start) or operation.bytes
             if not operation.start.operands:  # updates bring the operands, after the future
                 bound = sum(self._operand_bytes(one, skip=1) for one in operation.updates)
                 sent = max(sent, bound)
-            return collective_seconds(
-                operation.kind, sent, operation.bytes, self.group_size(collective), self.chip
+            return self._collective_seconds(
+                collective, operation.kind, sent, operation.bytes, beside=[operation.start]
             )
         if operation.with_host and self.chip.host_bandwidth is not None:
             return operation.bytes / self.chip.host_bandwidth
@@ -185,7 +201,7 @@ class Costs:
         """
         if self.copies != "simulated":
             return 0.0
-        return self.chip.memory_latency
+        return self.tpu.memory_latency
 
     def _ends_in_hbm(self, copy: AsyncOperation) -> int:
         """Returns how often a byte of a copy passes HBM: as it is read, as it is written, or
@@ -196,7 +212,7 @@ class Costs:
         beside = sum(shape.memory_space == VMEM for shape in read + written)
         return 2 - beside
 
-    def _wrapped_seconds(self, collective: Instruction) -> float:
+    def _wrapped_seconds(self, collective: Instruction, operation: AsyncOperation) -> float:
         """Returns the seconds of a collective that an asynchronous operation wraps, alone or within
         a fusion.
         """
@@ -209,7 +225,9 @@ class Costs:
         fusions = [call for call in collective.computation.callers if call.opcode == "fusion"]
         if kind == "all-reduce" and fusions and fusions[0].shape.bytes < sent:
             kind = "reduce-scatter"  # as XLA writes it: an all-reduce, and a slice of the sum
-        return collective_seconds(kind, sent, received, self.group_size(collective), self.chip)
+        return self._collective_seconds(
+            collective, kind, sent, received, beside=[operation.start, *fusions]
+        )
 
     def _explain(self, i: Instruction) -> CoreTime:
         if i.opcode in ("while", "conditional", "call"):
@@ -218,18 +236,22 @@ class Costs:
                 return CoreTime(max(parts, default=0.0), "body")
             return CoreTime(self.trips(i) * sum(parts), "body")
         if i.opcode in COLLECTIVES:
-            return CoreTime(self._collective_seconds(i, i), "links")
+            return CoreTime(self._synchronous_seconds(i, i), "links")
         if i.opcode == "custom-call":
             return self._custom_call(i)
         if i.opcode == "fusion" and (collective := collective_in_fusion(i)) is not None:
             if collective.opcode == "custom-call":
-                return _NO_TIME  # the fusion is a start or a done
-            return CoreTime(self._collective_seconds(i, collective), "links")
+                return NO_TIME  # the fusion is a start or a done
+            return CoreTime(self._synchronous_seconds(i, collective), "links")
+        if i.name in self.kernels:
+            return CoreTime(self.kernels[i.name], "given")
+        if i.name in self.played:
+            return CoreTime(self.played[i.name].seconds, "played")
         moved = self._bytes_seconds(i)
         cycles = i.estimated_cycles
         if cycles is None:
             return CoreTime(moved, "bytes")
-        estimated = cycles / self.chip.clock
+        estimated = cycles / self.tpu.clock
         if i.opcode == "copy" and self.copies == "simulated":
             return CoreTime(self._copy_seconds(i, estimated, moved), "bytes")
         as_estimated = i.contains_matmul or (i.opcode == "copy" and self.copies == "cycles")
@@ -242,10 +264,10 @@ class Costs:
         if given is not None:
             return CoreTime(given, "given")
         if i.custom_call_target in _FREE_CALLS:
-            return _NO_TIME
+            return NO_TIME
         both = (i, *i.inputs)
         if any(leaf.memory_space == SEMAPHORE for one in both for _, leaf in one.shape.leaves()):
-            return _NO_TIME  # one half of an asynchronous pair
+            return NO_TIME  # one half of an asynchronous pair
         least = CoreTime(self._bytes_seconds(i), "bytes")
         if i.kernel_flops is not None:
             multiplying = i.kernel_flops / self.chip.flops
@@ -260,10 +282,31 @@ class Costs:
     def _given(self, kernel: str) -> float | None:
         return self.kernels.get(kernel, self.kernels.get(_NUMBER.sub("", kernel)))
 
-    def _collective_seconds(self, i: Instruction, collective: Instruction) -> float:
+    def _synchronous_seconds(self, i: Instruction, collective: Instruction) -> float:
+        """Returns the seconds of a collective, or of the fusion `i` that it is in."""
         sent = self._operand_bytes(i)
         kind = self.collective_kind(i, collective)
-        return collective_seconds(kind, sent, i.shape.bytes, self.group_size(collective), self.chip)
+        return self._collective_seconds(collective, kind, sent, i.shape.bytes, beside=[i])
+
+    def _collective_seconds(
+        self,
+        collective: Instruction,
+        kind: str,
+        sent: int,
+        received: int,
+        *,
+        beside: Sequence[Instruction],
+    ) -> float:
+        """Returns the seconds of a collective whose algorithm the compiler may have noted at other
+        instructions: at its start, or at the fusion that it is in.
+        """
+        group = self.group_size(collective)
+        torus = None
+        if group > 4:  # up to four devices have the links of one ring
+            notes = " ".join(i.attributes.get("backend_config", "") for i in (*beside, collective))
+            chips = self.module.num_devices // DEVICES_PER_CHIP.get(self.chip.name, 1)
+            torus = torus_of(notes, group, chips, self.tpu)
+        return collective_seconds(kind, sent, received, group, self.chip, torus)
 
     def collective_kind(self, i: Instruction, collective: Instruction) -> str:
         """Returns the opcode of what a collective does. XLA writes a reduce-scatter as an
@@ -289,7 +332,7 @@ class Costs:
         in_vmem = max((size for space, size in moved if space == VMEM), default=0)
         moving = max(
             self.memory_seconds(in_hbm),
-            in_vmem / (self.chip.vmem_bytes_per_cycle * self.chip.clock),
+            in_vmem / (self.tpu.vmem_bytes_per_cycle * self.tpu.clock),
         )
         if in_hbm:
             moving += self.memory_latency()
@@ -303,7 +346,7 @@ class Costs:
         orders = [shape.layout and shape.layout.minor_to_major for shape in shapes]
         if orders[0] == orders[-1] or all(shape.memory_space != VMEM for shape in shapes):
             return min(estimated, moved)
-        relaid = i.shape.bytes / (self.chip.vmem_relayout_bytes_per_cycle * self.chip.clock)
+        relaid = i.shape.bytes / (self.tpu.vmem_relayout_bytes_per_cycle * self.tpu.clock)
         return min(estimated, max(moved, relaid))
 
     def memory_seconds(self, moved: int) -> float:
@@ -321,24 +364,34 @@ def _takes_no_time(opcode: str) -> bool:
     return opcode in _FREE or step_of(opcode).role != ""
 
 
-def collective_seconds(opcode: str, bytes_in: int, bytes_out: int, group: int, chip: Chip) -> float:
+def collective_seconds(
+    opcode: str,
+    bytes_in: int,
+    bytes_out: int,
+    group: int,
+    chip: Accelerator,
+    torus: Torus | None = None,
+) -> float:
     """Returns the seconds of a collective that is alone on its links, by the model of a
     bandwidth-optimal ring.
 
     A group of two devices has one link; a larger group sends in both directions of its ring at
     once. For large arrays XLA's own collectives are within a few percent of the model. The time of
     small collectives is that of the hops. `bytes_in` and `bytes_out` are those of one device's
-    operand and result.
+    operand and result. A gather or a sum that is known to go around a `torus` sends the same bytes
+    on more links; other collectives have no such form.
     """
     if group < 2:
         return 0.0
     volume = sent_on_ring(opcode, bytes_in, bytes_out, group)
     if volume is None:  # a collective-permute sends its operand in one direction
         return chip.hop_latency + bytes_in / chip.link_bandwidth
-    directions = 2
+    directions = 2.0
     hops = group // 2
     if group == 2:
-        directions = 1
+        directions = 1.0
+    if torus is not None and opcode in ("all-gather", "reduce-scatter", "all-reduce"):
+        directions, hops = torus
     if opcode == "all-reduce":  # around the ring twice
         hops *= 2
     return hops * chip.hop_latency + volume / (directions * chip.link_bandwidth)
@@ -361,56 +414,3 @@ def sent_on_ring(opcode: str, bytes_in: int, bytes_out: int, group: int) -> floa
         "ragged-all-to-all": exchanged,
         "collective-broadcast": bytes_in,
     }.get(opcode)
-
-
-def _flops(computation: Computation, known: dict[str, float]) -> float:
-    """Returns the FLOPs of a computation and of the fusions in it. `known` has those that were
-    asked for before.
-    """
-    if computation.name not in known:
-        total = 0.0
-        for i in computation.instructions:
-            total += i.kernel_flops or 0
-            if i.opcode in MATMULS:
-                total += 2.0 * math.prod(max(size, 0) for size in i.shape.dimensions) * _summed(i)
-            if i.opcode == "fusion":
-                total += sum(_flops(body, known) for body in i.called)
-        known[computation.name] = total
-    return known[computation.name]
-
-
-def _summed(product: Instruction) -> float:
-    """Returns how many products are added up for one element of a result."""
-    shapes = [made.shape for made in product.inputs[:2]]
-    if len(shapes) < 2 or any(shape.is_tuple for shape in shapes):
-        raise _bad_product(
-            product, f"needs two arrays: got {', '.join(map(str, shapes)) or 'no operand'}"
-        )
-    left, right = (shape.dimensions for shape in shapes)
-    if product.opcode == "dot":
-        contracted = [
-            int(n[:9])
-            for n in re.findall(r"\d+", product.attributes.get("lhs_contracting_dims", ""))
-        ]
-        if any(n >= len(left) for n in contracted):
-            raise _bad_product(
-                product, f"sums over dimensions {contracted} of {shapes[0]}, which has {len(left)}"
-            )
-        return math.prod(max(left[n], 0) for n in contracted)
-    # The kernel has a dimension of output features, "o"; every other element of it is multiplied
-    # for each result.
-    kernel = product.attributes.get("dim_labels", "").partition("_")[2].partition("->")[0]
-    if kernel and len(kernel) != len(right):
-        raise _bad_product(
-            product, f"labels the {len(right)} dimensions of its kernel {shapes[1]} with {kernel!r}"
-        )
-    features = 1
-    if "o" in kernel:
-        features = max(right[kernel.index("o")], 1)
-    return math.prod(max(size, 0) for size in right) / features
-
-
-def _bad_product(product: Instruction, what: str) -> HloError:
-    return HloError(
-        f"{product.opcode} '{product.name}' {what}", product.line, 1 if product.line else 0
-    )

@@ -5,23 +5,24 @@ program.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flaxasync.check.estimate.costs import Costs, KernelTime
+from flaxasync.check.estimate.costs import KernelTime
+from flaxasync.check.estimate.costs_of import costs_of
 from flaxasync.check.estimate.lockstep import Lockstep
-from flaxasync.check.estimate.timeline import FROM_TEXT, KERNELS_PLAYED, KINDS, DeviceTime, Timeline
+from flaxasync.check.estimate.measured import known_error
+from flaxasync.check.estimate.timeline import (
+    FROM_TEXT,
+    KINDS,
+    ONLY_FROM_TEXT,
+    PARTS_PLAYED,
+    DeviceTime,
+    Timeline,
+)
 from flaxasync.check.hlo.async_operations import KERNEL
+from flaxasync.check.hlo.gpu_calls import is_for_gpus
 from flaxasync.check.hlo.load import chip_of, module_of
-from flaxasync.check.hlo.module import HloModule, Instruction
+from flaxasync.check.hlo.module import HloModule
 from flaxasync.check.hlo.shapes import HOST
-from flaxasync.hardware import Chip
-from flaxasync.hardware import chip as chip_named
-
-_KNOWN_ERROR = {
-    "v5e": "+2.4 % on the one program with a published time, the 2x2 jnp.matmul of docs/check.md "
-    "(12.05 ms measured, 12.34 estimated)"
-}
-_GPU_CALLS = ("__cublas", "__cudnn", "__cusolver", "__triton")
-# in a backend_config: XLA for GPUs writes the first to what it runs
-_GPU_NOTES = ('"operation_queue_id"', '"__triton')
+from flaxasync.hardware import Chip, Gpu, accelerator
 
 
 def timeline(
@@ -31,10 +32,12 @@ def timeline(
     kernels: Mapping[str, float] | None = None,
     copies: str = "cycles",
     played: Mapping[str, KernelTime] | None = None,
+    products_played: bool = False,
     notes: Sequence[str] = (),
 ) -> Timeline:
-    """Does what `fa.check.timeline` says. What kernels took in a simulation is in `played`, by
-    their names.
+    """Does what `fa.check.timeline` says. Given seconds of kernels and of products are in
+    `kernels`, and what they took in a simulation in `played`, by their names; `products_played`
+    says whether products were simulated.
     """
     module = module_of(compiled)
     named = chip or chip_of(compiled)
@@ -49,21 +52,26 @@ def timeline(
         )
     if copies not in ("bytes", "cycles", "simulated"):
         raise ValueError(f"copies must be 'cycles', 'bytes' or 'simulated': got {copies!r}")
-    on = chip_named(named)
-    costs = Costs(module, on, kernels or {}, copies, played or {})
+    on = accelerator(named)
+    costs = costs_of(module, named, program=compiled, kernels=kernels, copies=copies, played=played)
     lockstep = Lockstep(costs)
     lockstep.run()
     devices = tuple(_device_time(lockstep, n) for n in range(len(lockstep.devices)))
     basis = _basis(on, copies)
-    preference = FROM_TEXT
+    preference = FROM_TEXT if isinstance(on, Chip) else ONLY_FROM_TEXT
+    error = known_error(on.name, "timeline")
     if played:
-        basis = f"kernels as they were simulated one by one, {basis}"
-        preference = KERNELS_PLAYED
+        parts = "kernels"
+        if products_played:
+            parts = "products and kernels"
+            error = known_error(on.name, "simulated")
+        basis = f"{parts} as they were simulated one by one, {basis}"
+        preference = PARTS_PLAYED
     return Timeline(
         name=module.name,
         chip=on.name,
         basis=basis,
-        known_error=_KNOWN_ERROR.get(on.name, f"none measured on {on.name}"),
+        known_error=error,
         slices=tuple(lockstep.slices),
         devices=devices,
         notes=(*_notes(lockstep), *notes),
@@ -85,10 +93,12 @@ def limits(module: HloModule, chip: str) -> list[str]:
     copies = [i for i in instructions if i.opcode == "copy" or i.opcode.endswith("-start")]
     with_host = sum(any(leaf.memory_space == HOST for _, leaf in i.shape.leaves()) for i in copies)
     notes = []
-    if any(map(_is_for_gpus, instructions)):
+    of_gpu = isinstance(accelerator(chip), Gpu)
+    if is_for_gpus(module) and not of_gpu:
         notes.append(
             "this is a program for GPUs, whose times are not known: all times and gains are as on "
-            f"a {chip}; what runs in a window, and the rules, are facts of the text"
+            f"a {chip}; what runs in a window, and the rules, are facts of the text. chip='h100' "
+            "estimates those of a GPU"
         )
     if between_slices:
         notes.append(
@@ -96,17 +106,12 @@ def limits(module: HloModule, chip: str) -> list[str]:
             f"does not name: timed as on a link of a {chip}, which is faster"
         )
     if with_host:
-        rate = chip_named(chip).host_bandwidth
+        rate = accelerator(chip).host_bandwidth
         timed = "as within HBM, which is faster"
         if rate is not None:
             timed = f"at {rate / 1e9:g} GB/s of PCIe in each direction"
         notes.append(f"{_transfers(with_host)} to or from the memory of the host: timed {timed}")
     return notes
-
-
-def _is_for_gpus(i: Instruction) -> bool:
-    config = i.attributes.get("backend_config", "")
-    return i.custom_call_target.startswith(_GPU_CALLS) or any(n in config for n in _GPU_NOTES)
 
 
 def _transfers(count: int) -> str:
@@ -160,7 +165,15 @@ def _notes(lockstep: Lockstep) -> tuple[str, ...]:
     return (*notes, *limits(module, lockstep.costs.chip.name))
 
 
-def _basis(chip: Chip, copies: str) -> str:
+def _basis(chip: Chip | Gpu, copies: str) -> str:
+    if isinstance(chip, Gpu):
+        return (
+            f"products at {chip.product_share:.0%} of {chip.flops / 1e12:g} TFLOP/s in bfloat16, "
+            f"other work by its bytes in HBM of {chip.hbm_bandwidth / 1e9:g} GB/s at "
+            f"{chip.hbm_efficiency:.0%}, {chip.kernel_latency * 1e6:g} us a kernel, NVLink of "
+            f"{chip.link_bandwidth / 1e9:g} GB/s and a network of {chip.network_bandwidth / 1e9:g} "
+            f"GB/s in each direction at {chip.link_share:.0%}; nothing was run"
+        )
     if copies == "cycles":
         estimated = "matmuls and copies"
     else:

@@ -163,9 +163,10 @@ class Lockstep:
         pairs = permute_pairs(op.inner or op.start)
         if not op.communicates:
             return [(op.with_host or "memory", self.clock[n], n)]
+        shared = self.costs.lane(op)
         if not pairs:
             group = next((g for g in self._groups(op.inner or op.start) if n in g), [n])
-            lane = "links"
+            lane = shared or "links"
             if op.spelling == "kernel":  # whose text does not say where it sends
                 config = op.start.backend_config.get("custom_call_config", {})
                 if isinstance(config, dict):
@@ -174,6 +175,8 @@ class Lockstep:
                     number = 0
                 lane = f"link {number}"
             return [(lane, max(self.clock[m] for m in group), n)]
+        if len(self.devices) == 1 and shared:
+            return [(shared, self.clock[0], 0)]
         if len(self.devices) == 1:
             # The lane is named after the distance that most devices send over.
             count = self.module.num_devices
@@ -188,7 +191,7 @@ class Lockstep:
             if target == n:
                 lane = "memory"
             else:
-                lane = f"link to {target}"
+                lane = shared or f"link to {target}"
             sends.append((lane, max(self.clock[n], self.clock[target]), target))
         return sends
 

@@ -23,32 +23,33 @@ KINDS = {
 
 # What the time of an instruction can be taken from.
 SOURCES = {
-    "played": "kernels that were simulated",
+    "played": "kernels and products that were simulated",
     "given": "kernels whose seconds the caller gave",
     "estimate": "kernels, by their own cost estimates at the peak of the data sheet",
     "cycles": "the compiler's estimates of cycles",
+    "flops": "products of a GPU, by FLOPs at a share of the peak",
     "bytes": "bytes at the rate of memory",
     "links": "waits for other devices, by bytes on the links of the data sheet",
     "memory": "waits for copies within the device",
 }
 
 
-# Which of the three predictions of one program to believe, for each of them. docs/check.md says
-# why.
+# Which of the predictions of one program to believe, for each of them. docs/check.md says why.
 FROM_TEXT = (
-    "of the three predictions of a program this one, from its text alone, is the coarsest: where "
-    "Pallas kernels take "
-    'much of the time, prefer timeline(program, kernels="play"), and where it can be simulated, '
-    "play of the whole"
+    "this prediction, from the text of the program alone, is the coarsest: where Pallas kernels "
+    'take much of the time, prefer timeline(program, kernels="play"), where matrix products do, '
+    'products="play" beside it, and where it can be simulated, play of the whole'
 )
-KERNELS_PLAYED = (
-    "from the text, and from kernels that were simulated one by one: prefer it to a timeline "
-    "without them, and play of the whole program, in which all work, copies and collectives share "
-    "HBM and links, to both"
+PARTS_PLAYED = (
+    "from the text, and from kernels or products that were simulated one by one: prefer it to a "
+    "timeline without them, and play of the whole program, in which all work, copies and "
+    "collectives share HBM and links, to both"
 )
-WHOLE_PLAYED = (
-    "of the three predictions of a program, the simulation of the whole is the one to believe"
+ONLY_FROM_TEXT = (
+    "of a program for GPUs this is the only prediction, from its text alone: use it to compare "
+    "forms of a program, and measure the one that you take"
 )
+WHOLE_PLAYED = "of the predictions of a program, the simulation of the whole is the one to believe"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import sys
 from flaxasync.check.gate.comparison import Tolerances, compare
 from flaxasync.check.gate.snapshot import read_baseline, summarize, write_baseline
 from flaxasync.check.hlo.load import read_module
-from flaxasync.hardware import CHIPS
+from flaxasync.hardware import CHIPS, GPUS
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,7 +29,11 @@ def main(arguments: list[str] | None = None) -> int:
     add("program", help="HLO text (a dump, or compiled.as_text()); - reads standard input")
     add("--update", action="store_true", help="write the baseline, and compare nothing")
     add("--mesh", metavar="NAME=SIZE,...", type=_axes, help="the mesh axes in order")
-    add("--chip", choices=sorted(CHIPS), help="whose times are estimated (default: v5e)")
+    add(
+        "--chip",
+        choices=sorted((*CHIPS, *GPUS)),
+        help="whose times are estimated (default: v5e, and h100 for a program for GPUs)",
+    )
     add("--json", action="store_true", help="print the differences as JSON")
     for field in dataclasses.fields(Tolerances):
         meaning = f"share by which they may grow (default: {field.default})"

@@ -12,17 +12,18 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from flaxasync.check.auditing.audit import DEFAULT_CHIP, audit
+from flaxasync.check.auditing.audit import audit, default_chip
 from flaxasync.check.auditing.findings import CODES, Severity, size_text
 from flaxasync.check.auditing.overlap import COPIED, collectives_that_hold_the_chip
 from flaxasync.check.estimate.costs import Costs
+from flaxasync.check.estimate.costs_of import costs_of
 from flaxasync.check.estimate.estimator import timeline
 from flaxasync.check.hlo.async_operations import COLLECTIVES, async_operations, largest_array
 from flaxasync.check.hlo.load import axes_of, chip_of, module_of
 from flaxasync.check.hlo.module import HloModule, Instruction, without_number
 from flaxasync.check.hlo.origins import callback_name, is_host_callback, loops_around, origin
 from flaxasync.check.hlo.participants import AxisNames
-from flaxasync.hardware import chip as chip_named
+from flaxasync.hardware import accelerator
 
 SMALL = 1 << 10  # bytes; a smaller transfer, such as the sum of a loss, has no row
 FORMAT = 2  # of the file; a file of another format is refused
@@ -94,16 +95,20 @@ def summarize(
         to its devices.
     """
     module = module_of(compiled)
-    named = chip or chip_of(compiled) or DEFAULT_CHIP
+    named = chip or chip_of(compiled) or default_chip(module)
     names = AxisNames(module, axes or axes_of(compiled))
     if axes and not names.axes:
         given = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise ValueError(
             f"axes must multiply to the {module.num_devices} devices of {module.name}: got {given}"
         )
-    time = timeline(module, named)
-    rows = _rows(module, names, Costs(module, chip_named(named)), time.slowest.causes)
-    for found in audit(module, chip=named).findings:
+    # A program says on which host each GPU is; a module does not.
+    source = module
+    if hasattr(compiled, "coords"):
+        source = compiled
+    time = timeline(source, named)
+    rows = _rows(module, names, costs_of(module, named, program=compiled), time.slowest.causes)
+    for found in audit(source, chip=named).findings:
         if found.severity == Severity.ERROR:
             total = rows.setdefault(CODES[found.code].meaning, Total(found.code))
             total.add(found.count, found.source)
@@ -113,7 +118,7 @@ def summarize(
         memory = None
     return Summary(
         module=module.name,
-        chip=chip_named(named).name,
+        chip=accelerator(named).name,
         devices=module.num_devices,
         axes=dict(names.axes),
         seconds=time.seconds,

@@ -10,7 +10,7 @@ from typing import Any
 from flaxasync.check.hlo.module import HloModule
 from flaxasync.check.hlo.reader import parse
 from flaxasync.check.hlo.shapes import HloError
-from flaxasync.hardware import chip_of_device
+from flaxasync.hardware import chip_of_device, gpu_of_device
 
 _AS_TEXT = (
     "write it as text: XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text', or compiled.as_text()"
@@ -53,7 +53,8 @@ def chip_of(compiled: Any) -> str | None:
         return compiled.chip
     for sharding in _shardings(compiled):
         for device in getattr(sharding, "device_set", ()):
-            found = chip_of_device(device.device_kind)
+            kind = device.device_kind
+            found = chip_of_device(kind) or gpu_of_device(kind)
             return None if found is None else found.name
     return None
 

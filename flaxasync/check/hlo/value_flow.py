@@ -101,10 +101,15 @@ def trace(
 
 
 def nearest(
-    step: Instruction, wanted: Callable[[Instruction], bool], passed: Set[str], forward: bool
+    step: Instruction,
+    wanted: Callable[[Instruction], bool],
+    passed: Set[str],
+    forward: bool,
+    *,
+    passes: Callable[[Instruction], bool] = lambda one: False,
 ) -> list[Instruction]:
     """Returns the nearest wanted instructions that follow a step, or precede it, across opcodes
-    that are passed, the nearest first.
+    that are passed, and across what `passes`, the nearest first.
     """
     found = []
     pending = collections.deque([step])
@@ -117,7 +122,7 @@ def nearest(
             seen.add(one.name)
             if wanted(one):
                 found.append(one)
-            elif one.opcode in passed:
+            elif one.opcode in passed or passes(one):
                 pending.append(one)
     return found
 

@@ -7,6 +7,7 @@ printed after it. Nothing is interpreted here: operands stay text.
 """
 
 import dataclasses
+import functools
 import pathlib
 import re
 import sys
@@ -31,6 +32,7 @@ _ALLOCATION = re.compile(
     r"#(allocation\w+) \[shape = '([^']*)', space=(\w+), size = (0x[0-9a-f]+|\d+)"
     r"(?:, offset = (0x[0-9a-f]+|\d+))?[^\n]*?tag = '([^']*)'"
 )
+_MEETING = "BarrierMegacore"  # the compiler's word for a meeting of the cores of a device
 _HLO_REGION = re.compile(r"^ *\$region\d+: #\{([^}]+)\}|vtrace (\d{10})\b", re.M)
 # Trace marks: the number of an instruction plus MARK_START where it begins, and plus MARK_END where
 # it ends.
@@ -79,6 +81,17 @@ class Program:
     declarations: dict[str, Declaration]  # the buffers, scalars and semaphores, by name
     # the HLO instruction of each trace mark; only the top level program has any
     marks: dict[int, str]
+
+    @functools.cached_property
+    def cores_meet(self) -> bool:
+        """Whether the cores of a device wait for each other in this program. A kernel that runs on
+        all of them begins so, and one that core 0 runs alone does not.
+        """
+        return any(
+            operation.unit == "shalt" and _MEETING in operation.comment
+            for bundle in self.bundles
+            for operation in bundle
+        )
 
     def location(self, index: int) -> str:
         """Returns the file, line and address of a bundle, for messages."""

@@ -27,9 +27,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from flaxasync.check.player.errors import MeshMismatchError, PlayerError, UnsimulatedError
-from flaxasync.hardware import CHIPS, Chip
+from flaxasync.hardware import CHIPS, DEVICES_PER_CHIP, Chip
 
-DEVICES_PER_CHIP = {"tpu7x": 2}  # one for every other chip
 _TOPOLOGY = re.compile(r"([a-z0-9]+):(\d+)x(\d+)(?:x(\d+))?")
 _V5E_ERROR = (
     "1 % on the totals of the published 2x2 study and 7 % on its phases (docs/player.md), two of "

@@ -25,11 +25,13 @@ Collectives without a table compute their partners and are simulated from their 
 import dataclasses
 
 from flaxasync.check.estimate.costs import collective_seconds, sent_on_ring
+from flaxasync.check.estimate.torus import torus_of
 from flaxasync.check.hlo.module import Instruction
 from flaxasync.check.hlo.participants import permute_pairs, replica_groups
 from flaxasync.check.player.bundle_text import Program
 from flaxasync.check.player.chips import PlayedChip
 from flaxasync.check.player.memory import padded_bytes
+from flaxasync.hardware import DEVICES_PER_CHIP
 
 SYNCHRONOUS = (
     "all-gather",
@@ -138,6 +140,8 @@ class ModelledCollective:
     bytes_in: int  # of one device's operand
     bytes_out: int  # of one device's result
     groups: tuple[tuple[int, ...], ...]  # of devices that exchange data
+    notes: str  # the compiler's, about its algorithm
+    devices: int  # of the program
     arrived: int = 0  # devices of one group
 
     def sent_bytes(self, group: tuple[int, ...]) -> int:
@@ -151,7 +155,11 @@ class ModelledCollective:
         the additions.
         """
         links = dataclasses.replace(chip.sheet, link_bandwidth=chip.link)
-        seconds = collective_seconds(self.opcode, self.bytes_in, self.bytes_out, len(group), links)
+        chips = self.devices // DEVICES_PER_CHIP.get(chip.name, 1)
+        torus = torus_of(self.notes, len(group), chips, links)
+        seconds = collective_seconds(
+            self.opcode, self.bytes_in, self.bytes_out, len(group), links, torus
+        )
         if self.opcode in ("all-reduce", "reduce-scatter"):
             seconds += _HBM_BYTES_PER_REDUCED_BYTE * self.bytes_in / chip.hbm
         return chip.cycles(seconds)
@@ -167,4 +175,5 @@ def modelled_collective(instruction: Instruction | None, devices: int) -> Modell
     bytes_in = {"all-gather": size // count, "reduce-scatter": size * count}.get(
         instruction.opcode, size
     )
-    return ModelledCollective(instruction.opcode, bytes_in, size, groups)
+    notes = instruction.attributes.get("backend_config", "")
+    return ModelledCollective(instruction.opcode, bytes_in, size, groups, notes, devices)

@@ -47,3 +47,13 @@ class HaltError(ProtocolError):
 
 class DeadlockError(ProtocolError):
     """Devices wait for something that no device will send."""
+
+
+def first_sentence(error: Exception) -> str:
+    """Returns the first line of a message; also the second one, if the first one introduces a
+    list.
+    """
+    lines = str(error).splitlines() or [type(error).__name__]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return f"{lines[0]} {lines[1].strip()}"
+    return lines[0]

@@ -36,13 +36,12 @@ from flaxasync.check.hlo.async_operations import async_operations
 from flaxasync.check.hlo.module import HloModule, Instruction
 from flaxasync.check.hlo.reader import parse
 from flaxasync.check.hlo.shapes import HBM, SEMAPHORE, SMEM, VMEM, Shape
-from flaxasync.check.player.chips import DEVICES_PER_CHIP
-from flaxasync.check.player.errors import PlayerError
+from flaxasync.check.player.errors import PlayerError, first_sentence
 from flaxasync.check.player.memory import integer_elements
 from flaxasync.check.player.play import play_dump
 from flaxasync.check.player.transfers import UNKNOWN_SCALARS
 from flaxasync.check.progress import progress
-from flaxasync.hardware import CHIPS
+from flaxasync.hardware import CHIPS, DEVICES_PER_CHIP
 
 # the environment variable that names another folder for the times of kernels
 VARIABLE = "FLAXASYNC_PLAYED_KERNELS"
@@ -126,8 +125,7 @@ def kernel_times(
                     time = _simulate(program, kernel)
             # it cannot be simulated, or not be compiled
             except (PlayerError, RuntimeError) as error:
-                first_line, _, _ = str(error).partition("\n")
-                lines.append(f"{names[0]} was not simulated: {first_line}")
+                lines.append(f"{names[0]} was not simulated: {first_sentence(error)}")
                 continue
             file.parent.mkdir(parents=True, exist_ok=True)
             partial = file.with_suffix(f".{os.getpid()}")

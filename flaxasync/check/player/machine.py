@@ -12,6 +12,7 @@ from flaxasync.check.player.chips import Coords
 from flaxasync.check.player.errors import PlayerError, UnsimulatedError
 from flaxasync.check.player.memory import LATE, Addresses
 from flaxasync.check.player.result import Recorder
+from flaxasync.check.player.routing import RoutingTable
 
 MAX_BLOCKS = 20_000_000  # basic blocks that a device may run: far more than any program has
 # no word from here on is reported as read before it was written
@@ -47,6 +48,7 @@ class Machine:
     scalars: dict[str, int]
     recorder: Recorder
     notes: Counter[str]  # what the simulation could not know, and how often
+    routing: RoutingTable | None = None  # None if programs address chips by their numbers
     now: float = 0.0  # the time of the core
     stack: list[Frame] = dataclasses.field(default_factory=list)  # the callers
     finished: bool = False
@@ -154,6 +156,8 @@ class Machine:
         value = self.smem.get(address)
         if value is not None:
             return value
+        if self.routing is not None and self.routing.holds(address):
+            return self.routing.word(address)
         tag = self.addresses.fixed.get(("smem", address), "")
         for words, meaning in self.scalars.items():
             if words in tag:

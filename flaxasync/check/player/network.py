@@ -18,6 +18,9 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 _UNLIMITED = 1e9  # bytes per cycle of a transfer that uses no resource
+# Rates that differ by less are the same, but for rounding. Devices that do the same use up all of
+# their resources at the same rate.
+_EQUAL = 1 + 1e-12
 
 Resource = tuple[Any, ...]  # ("hbm", device), or ("link", from, to)
 Use = tuple[Resource, float]  # a resource, and the bytes of it that one byte of the transfer uses
@@ -106,22 +109,35 @@ class Network:
 def _share_evenly(flows: list[Flow], capacity: Mapping[str, float]) -> None:
     """Sets max-min fair rates of flows.
 
-    It raises all rates evenly until a resource is used up, fixes the flows that need that resource,
+    It raises all rates evenly until resources are used up, fixes the flows that need one of these,
     and goes on with the rest.
     """
     for flow in flows:
         flow.rate = _UNLIMITED
+    wanted = _wanted(flows)
+    free = {resource: capacity[resource[0]] for resource in wanted}
     left = [flow for flow in flows if flow.uses]
-    free = {resource: capacity[resource[0]] for flow in left for resource, _ in flow.uses}
     while left:
-        wanted: dict[Resource, float] = {}
+        rate = min(free[resource] / wanted[resource] for resource in wanted)
+        used_up = {
+            resource for resource in wanted if free[resource] <= rate * wanted[resource] * _EQUAL
+        }
+        remaining = []
         for flow in left:
-            for resource, share in flow.uses:
-                wanted[resource] = wanted.get(resource, 0.0) + share
-        scarcest = min(wanted, key=lambda resource: free[resource] / wanted[resource])
-        rate = free[scarcest] / wanted[scarcest]
-        for flow in [f for f in left if any(resource == scarcest for resource, _ in f.uses)]:
+            if used_up.isdisjoint(resource for resource, _ in flow.uses):
+                remaining.append(flow)
+                continue
             flow.rate = rate
             for resource, share in flow.uses:
                 free[resource] -= share * rate
-            left.remove(flow)
+        left = remaining
+        wanted = _wanted(left)
+
+
+def _wanted(flows: list[Flow]) -> dict[Resource, float]:
+    """Returns how many bytes of each resource are used if a byte of each flow moves."""
+    wanted: dict[Resource, float] = {}
+    for flow in flows:
+        for resource, share in flow.uses:
+            wanted[resource] = wanted.get(resource, 0.0) + share
+    return wanted

@@ -11,15 +11,27 @@ from typing import Any
 from flaxasync.check.auditing.hazards import unsafe_buffers
 from flaxasync.check.estimate.estimator import timeline
 from flaxasync.check.estimate.timeline import WHOLE_PLAYED
-from flaxasync.check.player.chips import PlayedChip, chip_grid, places_of_partitions, played_chip
-from flaxasync.check.player.dump import Note, read_dump, write_note
-from flaxasync.check.player.errors import MeshMismatchError, UnsimulatedError
+from flaxasync.check.player.chips import (
+    ChipGrid,
+    Coords,
+    PlayedChip,
+    chip_grid,
+    places_of_partitions,
+    played_chip,
+)
+from flaxasync.check.player.dump import Dump, Note, read_dump, write_note
+from flaxasync.check.player.errors import MeshMismatchError, PlayerError, UnsimulatedError
 from flaxasync.check.player.matrix_unit import operations
+from flaxasync.check.player.prepared import prepare
 from flaxasync.check.player.result import Result
 from flaxasync.check.player.simulation import Simulation
 from flaxasync.check.player.state import State
 from flaxasync.check.progress import progress
 from flaxasync.check.tested_libtpu import installed_libtpu, untested
+from flaxasync.hardware import is_gpu
+
+# the most devices that are all simulated; of more only a part, where that is enough
+LARGEST_WHOLE = 16
 
 
 def play(
@@ -57,6 +69,11 @@ def play(
     # imports JAX, which play_dump does not need
     from flaxasync.check.compile.compile_for import compile_for
 
+    if is_gpu(topology):
+        raise ValueError(
+            f"play simulates TPUs alone: got {topology!r}; fa.check.timeline estimates programs for "
+            "GPUs"
+        )
     with (
         progress(f"playing for {topology}"),
         tempfile.TemporaryDirectory(prefix="flaxasync-") as temporary,
@@ -128,9 +145,7 @@ def play_dump(
     try:
         grid = chip_grid(named)
         places = places_of_partitions(grid, devices, order)
-        state = State(dump, grid, places, chip or played_chip(named), frozenset(accept))
-        with progress(state.progress):
-            Simulation(state).run()
+        state = _simulate(dump, grid, places, chip or played_chip(named), frozenset(accept))
     except UnsimulatedError as error:
         why = str(error)
         if version is not None:
@@ -143,10 +158,47 @@ def play_dump(
     return _result(state, notes)
 
 
+def _simulate(
+    dump: Dump,
+    grid: ChipGrid,
+    places: tuple[tuple[Coords, int], ...],
+    chip: PlayedChip,
+    accept: frozenset[str],
+) -> State:
+    """Simulates the devices of a small slice; of a larger one device 0 and all to which it sends,
+    directly or through others, if these need nothing of other devices and use no links of them.
+
+    Which devices these are is found by simulating those that are known, until they reach no other.
+    The other devices are not compared with them.
+    """
+    prepared = prepare(dump, grid, places, chip, accept)
+    part = {0}
+    while len(places) > LARGEST_WHOLE and len(part) <= len(places) // 2:
+        state = State(prepared, part)
+        try:
+            with progress(state.progress):
+                Simulation(state).run()
+        except PlayerError:
+            # Devices wait for others that do not run yet; where these are not known, all must run.
+            if state.reached <= part:
+                break
+        if not state.reached and prepared.sends:
+            break  # others send, and device 0 does not
+        if state.reached <= part:
+            if state.passed <= {places[device][0] for device in part}:
+                return state
+            break
+        part |= state.reached
+    state = State(prepared)
+    with progress(state.progress):
+        Simulation(state).run()
+    return state
+
+
 def _result(state: State, notes: list[str]) -> Result:
     """Returns the result of a simulation that has ended, whose first notes are those given."""
     chip = state.chip
-    devices = tuple(m.recorder.device(m.coords, m.now) for m in state.machines)
+    devices = tuple(m.recorder.device(m.coords, m.now) for m in state.running)
     all_notes = list(notes)
     for text, count in sorted(state.notes.items()):
         if count > 1:
@@ -155,10 +207,16 @@ def _result(state: State, notes: list[str]) -> Result:
             all_notes.append(text)
     if analytic := sorted({p.name for d in devices for p in d.phases if p.analytic}):
         all_notes.append(f"timed by a ring model, not by their bundles: {', '.join(analytic)}")
+    executed = f"{len(devices)} devices,"
+    if len(devices) < len(state.machines):
+        executed = (
+            f"{len(devices)} of {len(state.machines)} devices, device 0 and those with which it "
+            "exchanges data, as the others are taken to do the same,"
+        )
     basis = (
         f"a simulated prediction, nothing was run on a TPU: libtpu "
-        f"{state.dump.note.libtpu or 'unknown'}'s final bundles executed for {len(devices)} "
-        f"devices, {chip.clock / 1e9:g} GHz, HBM {chip.hbm / 1e9:.0f} GB/s, links "
+        f"{state.dump.note.libtpu or 'unknown'}'s final bundles executed for {executed} "
+        f"{chip.clock / 1e9:g} GHz, HBM {chip.hbm / 1e9:.0f} GB/s, links "
         f"{chip.link / 1e9:.1f} GB/s in each direction"
     )
     return Result(

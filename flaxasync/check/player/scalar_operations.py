@@ -75,7 +75,7 @@ _BY_UNIT = {
     "smulhi": "({0} * {1}) >> 32",
     "sc": "({0} + {1}) > 4294967295",  # the carry of an addition
     "sclz": "32 - ({0}).bit_length()",
-    "reloc": "0",  # the index of a profile counter
+    "reloc": "{0}",  # the index of a word that the parts of a program share
 }
 _CONVERSIONS = {
     "scvt.s32.f32": "as_bits(float(signed({0})))",

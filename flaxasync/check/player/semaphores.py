@@ -133,7 +133,7 @@ class Semaphores:
         """
         left = [
             f"device {m.device}: {self._named(number)} is {value}"
-            for m in self._state.machines
+            for m in self._state.running
             for number, value in sorted(m.semaphores.items())
             if value
         ]
@@ -147,7 +147,7 @@ class Semaphores:
         """Returns the error for devices that wait although no event is left that could end their
         waits.
         """
-        machines = self._state.machines
+        machines = self._state.running
         lines = [self._blocked(m) for m in machines if not m.finished]
         finished = ", ".join(str(m.device) for m in machines if m.finished)
         if finished:

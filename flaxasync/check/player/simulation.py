@@ -44,21 +44,24 @@ class Simulation:
         self._collectives: dict[tuple, ModelledCollective] = {}
 
     def run(self) -> None:
-        """Runs all devices to the end. ProtocolError says which rule of the machine the program
-        breaks.
+        """Runs all devices to the end, or until `state.stop_at`. ProtocolError says which rule of
+        the machine the program breaks.
         """
         state = self._state
         network = self._engine.network
-        for machine in state.machines:
+        for machine in state.running:
             self._advance(machine)
         while state.events or network.next < math.inf:
-            if not state.events or network.next <= state.events[0][0]:
+            now = min(state.next_event, network.next)
+            if now > state.stop_at:
+                return
+            if now == network.next:
                 network.finish()
             else:
-                now, _, answer = heapq.heappop(state.events)
+                _, _, answer = heapq.heappop(state.events)
                 network.advance(now)
                 answer()
-        if any(not m.finished for m in state.machines):
+        if any(not m.finished for m in state.running):
             raise self._semaphores.deadlock()
         self._semaphores.end_program()
 
@@ -151,7 +154,10 @@ class Simulation:
         now = machine.now
         if target is not machine:
             now += state.chip.cycles(state.chip.route_latency(links, signal=True))
-        state.at(now, lambda: self._semaphores.add(target, semaphore, amount, now, SIGNAL, message))
+        receiver = state.receiver(target)
+        state.at(
+            now, lambda: self._semaphores.add(receiver, semaphore, amount, now, SIGNAL, message)
+        )
 
     def _halted(self, machine: Machine, external: ExternalOperation) -> errors.ProtocolError:
         comment = external.operation.comment
@@ -195,7 +201,7 @@ class Simulation:
             return False
         if instruction is not None and instruction.opcode == "custom-call":
             self._engine.find_constants(instruction, values)
-        machine.call(self._state.codes[program.name], values)
+        machine.call(self._state.prepared.codes[program.name], values)
         return True
 
     def _join(self, machine: Machine, name: str, collective: ModelledCollective) -> None:
@@ -203,6 +209,7 @@ class Simulation:
         group joins.
         """
         group = next((g for g in collective.groups if machine.device in g), (machine.device,))
+        self._state.reach(group, machine.now)
         joined = self._collectives.setdefault((name, group), collective)
         joined.arrived += 1
         machine.recorder.mark_analytic()

@@ -1,27 +1,25 @@
 """What the parts of a simulation share: the program, the devices, what they know of each other, and
 what happens next.
-
-A simulation begins where the program begins on a TPU, after the host has prepared its parameters,
-its outputs and the device assignment, and after a preamble that checks that all devices were
-launched together.
 """
 
 import heapq
 import itertools
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from flaxasync.check.estimate.timeline import Slice
-from flaxasync.check.player.basic_blocks import BlockCode
-from flaxasync.check.player.bundle_text import MARK_END, MARK_RUN, MARK_START, Operation
-from flaxasync.check.player.chips import ChipGrid, Coords, PlayedChip
-from flaxasync.check.player.dump import TOP, Dump
+from flaxasync.check.player import routing
+from flaxasync.check.player.chips import Coords
+from flaxasync.check.player.dump import TOP
 from flaxasync.check.player.errors import PlayerError
 from flaxasync.check.player.machine import Machine
-from flaxasync.check.player.memory import Addresses, Buffer, padded_bytes
+from flaxasync.check.player.prepared import REGISTRY, REGISTRY_TAG, PreparedProgram
 from flaxasync.check.player.result import EndedWait, Recorder
 
-_PROFILE_COUNTERS = 0x180000  # an address beyond all scalar memory that a program uses
+# The seconds for which a part goes on after it was found to be too small, so that more of its
+# neighbours are found as well: devices signal all their neighbours when they begin a kernel.
+_FIRST_SIGNALS = 10e-6
 
 # for each device, the number of instructions that it is known to have entered
 type Progress = list[int]
@@ -74,66 +72,82 @@ class VectorClocks:
 
 
 class State:
-    """The state of a simulation of a program on a grid of chips, whose partitions are on these
-    chips and cores.
+    """The state of a simulation of a program.
+
+    Only the devices of `part` run, where one is given, and what they send to others has no effect.
+    The simulation of a part is not continued beyond the time `stop_at`, in cycles, which is a
+    little later than that at which one of its devices first sends to one outside: a larger part is
+    needed then.
+
+    A `mirrored` state has a part of one device, and takes all others to do the same as it does: it
+    receives what it sends.
     """
 
     def __init__(
         self,
-        dump: Dump,
-        grid: ChipGrid,
-        places: tuple[tuple[Coords, int], ...],
-        chip: PlayedChip,
-        accept: frozenset[str],
+        prepared: PreparedProgram,
+        part: Collection[int] | None = None,
+        *,
+        mirrored: bool = False,
     ):
-        self.dump = dump
-        self.grid = grid
-        self.chip = chip
-        self.addresses = Addresses(chip.hbm_unit)
-        for program in dump.programs.values():
-            self.addresses.add(program)
-        self.codes = {
-            n: BlockCode(p, self.addresses, chip, accept) for n, p in dump.programs.items()
-        }
-        # The number of each partition's chip (and core), as programs address it.
-        self.chips = [grid.chip_id(chip) * grid.cores + core for chip, core in places]
-        # the words of the buffers that the runtime has filled
-        self.tables: dict[Buffer, list[int]] = {}
-        parameters, pointers = self._prepare_memory()
+        self.prepared = prepared
+        self.dump = prepared.dump
+        self.grid = prepared.grid
+        self.chip = prepared.chip
+        self.addresses = prepared.addresses
         self.slices: list[Slice] = []  # of all devices, in the order in which they ended
         self.waits: list[EndedWait] = []  # likewise
         self.notes: Counter[str] = Counter()  # what the simulation could not know, and how often
-        top = self.codes[TOP]
-        self.machines: list[Machine] = []
-        for device, number in enumerate(self.chips):
-            chip_id, core = divmod(number, grid.cores)
-            scalars = {"chip ID": chip_id, "core index": core, "partition id": device} | pointers
-            machine = Machine(
-                device=device,
-                coords=places[device][0],
-                addresses=self.addresses,
-                code=top,
-                position=first_bundle(top),
-                parameters=parameters,
-                scalars=scalars,
-                recorder=Recorder(device, chip, self.slices, self.waits),
-                notes=self.notes,
-            )
-            self.machines.append(machine)
-        self.clocks = VectorClocks(len(places))
+        self.machines = [self._machine(device) for device in range(len(prepared.places))]
+        self.running = self.machines
+        if part is not None:
+            self.running = [self.machines[device] for device in sorted(part)]
+        self._part = None if part is None else frozenset(part)
+        self._mirrored = mirrored
+        self.reached: set[int] = set()  # devices to which others sent something, or which they met
+        self.passed: set[Coords] = set()  # chips on the routes of transfers and signals
+        self.stop_at = math.inf
+        self.clocks = VectorClocks(len(self.machines))
         # a heap: their times, their order, what happens
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._by_number = dict(zip(self.chips, self.machines, strict=True))
+        self._by_number = dict(zip(prepared.chips, self.machines, strict=True))
+
+    def _machine(self, device: int) -> Machine:
+        prepared = self.prepared
+        chip_id, core = divmod(prepared.chips[device], self.grid.cores)
+        names = {"chip ID": chip_id, "core index": core, "partition id": device}
+        machine = Machine(
+            device=device,
+            coords=prepared.places[device][0],
+            addresses=self.addresses,
+            code=prepared.codes[TOP],
+            position=prepared.begin,
+            parameters=prepared.memory.parameters,
+            scalars=names | prepared.memory.scalars,
+            recorder=Recorder(device, self.chip, self.slices, self.waits),
+            notes=self.notes,
+        )
+        for register, value in prepared.constants.items():
+            machine.registers[register] = value
+        self._give_routing_table(machine, chip_id)
+        return machine
 
     def progress(self) -> str:
         """Says how far the simulation has come."""
-        now = min(machine.now for machine in self.machines)
-        where = next(machine.phase for machine in self.machines if machine.now == now)
+        now = min(machine.now for machine in self.running)
+        where = next(machine.phase for machine in self.running if machine.now == now)
         return (
-            f"simulating {len(self.machines)} devices, {self.chip.seconds(now) * 1e3:.3f} ms of "
+            f"simulating {len(self.running)} devices, {self.chip.seconds(now) * 1e3:.3f} ms of "
             f"the program, at {where}"
         )
+
+    @property
+    def next_event(self) -> float:
+        """The time of the next event; infinity if there is none."""
+        if self.events:
+            return self.events[0][0]
+        return math.inf
 
     def at(self, time: float, answer: Callable[[], None]) -> None:
         """Queues an event. Events at the same time happen in the order in which they were
@@ -142,13 +156,47 @@ class State:
         heapq.heappush(self.events, (time, next(self._order), answer))
 
     def addressed(self, chip: int, core: int, sender: Machine) -> Machine:
+        if sender.routing is not None:
+            chip = sender.routing.chip(chip)
         number = chip * self.grid.cores + core % self.grid.cores
         if number not in self._by_number:
             raise PlayerError(
                 f"{sender.kernel} on device {sender.device} addresses chip {chip}, which "
                 f"{self.grid.name} lacks: name the topology that the program was compiled for"
             )
-        return self._by_number[number]
+        target = self._by_number[number]
+        self.reach([target.device], sender.now)
+        self.passed.update(end for _, _, end in self.grid.route(sender.coords, target.coords))
+        return target
+
+    def receiver(self, target: Machine) -> Machine:
+        """Returns the device whose memory and semaphores stand for those of a target."""
+        if self._mirrored:
+            return self.running[0]
+        return target
+
+    def reach(self, devices: Iterable[int], now: float) -> None:
+        """Notes that a device sends something to others, or meets them."""
+        self.reached.update(devices)
+        if self._part is None or self._mirrored:
+            return
+        if not self.reached <= self._part:
+            self.stop_at = min(self.stop_at, now + self.chip.cycles(_FIRST_SIGNALS))
+
+    def _give_routing_table(self, machine: Machine, chip_id: int) -> None:
+        """Gives a device its routing table, if the program reads one, and the pointer to it."""
+        top = self.dump.programs[TOP]
+        buffers = {
+            declaration.tag: self.addresses.of(top, name)
+            for name, declaration in top.declarations.items()
+            if declaration.tag in (REGISTRY_TAG, routing.TAG)
+        }
+        if len(buffers) < 2:
+            return
+        table = buffers[routing.TAG]
+        machine.routing = routing.RoutingTable(table, chip_id, math.prod(self.grid.shape))
+        # Its pointer is the last one of the registry.
+        machine.smem[REGISTRY + buffers[REGISTRY_TAG].size - 1] = table.address
 
     def made_at(self, machine: Machine) -> str:
         """Returns the end of a message, with the line of Python that made the instruction which a
@@ -158,62 +206,3 @@ class State:
         if source:
             return f"; the operation was made at {source}"
         return ""
-
-    def _prepare_memory(self) -> tuple[dict[int, int], dict[str, int]]:
-        """Gives addresses, which are the same on every device, to what the host prepares.
-
-        Returns the address of each parameter of the program, and the scalars that the runtime
-        leaves in scalar memory, by the compiler's words for them.
-        """
-
-        def new(size: int, label: str) -> Buffer:
-            return self.addresses.new("hbm", size, label)
-
-        instructions = self.dump.module.entry.instructions
-        parameters = {
-            i.parameter_number: new(
-                padded_bytes(i.shape), f"parameter {i.parameter_number} ({i.name})"
-            ).address
-            for i in instructions
-            if i.parameter_number is not None
-        }
-        root = next(i for i in instructions if i.is_root)
-        shapes = [root.shape]
-        if root.opcode == "tuple" and root.operands:
-            shapes = [self.dump.instructions[name].shape for name in root.operands]
-        outputs = [
-            new(padded_bytes(shape), f"output {n}").address for n, shape in enumerate(shapes)
-        ]
-        assignment = new(4 * len(self.chips), "the device assignment")
-        table = new(4 * len(outputs), "the table of outputs")
-        self.tables = {assignment: self.chips, table: outputs}
-        # Nothing was fetched before the program began.
-        scalars = dict.fromkeys(("replica id", "launch", "hbm offset", "spec success"), 0) | {
-            "device assignment ptr": assignment.address,
-            "output ptr": table.address if len(outputs) > 1 else outputs[0],
-            "registry": _PROFILE_COUNTERS,
-        }
-        return parameters, scalars
-
-
-def _begins(operation: Operation) -> bool:
-    """Says whether an operation marks the begin of an instruction, or asks for a parameter."""
-    if operation.unit == "vtrace" and operation.operands[0].isdigit():
-        mark = int(operation.operands[0])
-        return MARK_START <= mark < MARK_END and (mark & MARK_RUN) != MARK_RUN
-    return operation.unit == "scalar_parameter_address"
-
-
-def first_bundle(code: BlockCode) -> int:
-    """Returns the bundle at which the program begins, after the last branch of the preamble."""
-    first = 0
-    for index, bundle in enumerate(code.program.bundles):
-        for operation in bundle:
-            if operation.unit == "sbr":
-                first = index + code.chip.branch_delay + 1
-            if _begins(operation):
-                return first
-    raise PlayerError(
-        f"{code.program.path.name} has no instruction of a program: the dump was cut, or is of "
-        "another version"
-    )

@@ -221,11 +221,11 @@ class TransferEngine:
             target = self._state.addressed(transfer.chip, transfer.core, machine)
         if transfer.target == "smem":
             self._fill_scalar_memory(machine, transfer)
-        if target is not machine:
-            self._check_entered(machine, target, transfer)
-        self._flow(
-            machine, target, transfer, self._claims.claim(transfer, machine.device, target.device)
-        )
+        receiver = self._state.receiver(target)
+        if receiver is not machine:
+            self._check_entered(machine, receiver, transfer)
+        claims = self._claims.claim(transfer, machine.device, receiver.device)
+        self._flow(machine, target, transfer, claims)
 
     def find_constants(self, kernel: Instruction, addresses: Sequence[int | None]) -> None:
         """Notes which buffers hold the constants among the operands of a kernel that is called."""
@@ -250,6 +250,7 @@ class TransferEngine:
         size = transfer.granules * GRANULE
         name = recorder.phase
         message = state.clocks.known_to(machine.device)
+        receiver = state.receiver(target)
         route = state.grid.route(machine.coords, target.coords)
         if target is machine:
             kind = f"{transfer.source} to {transfer.target}"
@@ -259,7 +260,10 @@ class TransferEngine:
             kind = f"{transfer.source} to remote {transfer.target}"
             lane = f"link to {target.device}"
             latency = state.chip.cycles(state.chip.route_latency(len(route)))
-        recorder.bytes[kind] += size
+        senders = 1
+        if target is not machine:
+            senders = self._senders(machine, transfer)
+        recorder.bytes[kind] += senders * size
 
         def done(now: float, flow: Flow) -> None:
             recorder.transfer(lane, flow.started, now, name)
@@ -269,12 +273,22 @@ class TransferEngine:
             arrived = now + latency
             state.at(
                 arrived,
-                lambda: add(target, transfer.received, transfer.raised, arrived, kind, message),
+                lambda: add(receiver, transfer.received, transfer.raised, arrived, kind, message),
             )
 
-        ends = [(transfer.source, machine.device), (transfer.target, target.device)]
-        uses = Counter(end for end in ends if end[0] == "hbm") | Counter(route)
-        self.network.start(machine.now, size, tuple(uses.items()), done)
+        ends = [(transfer.source, machine.device), (transfer.target, receiver.device)]
+        memory = Counter(end for end in ends if end[0] == "hbm")
+        links = [(link, senders) for link in route]
+        self.network.start(machine.now, size, (*memory.items(), *links), done)
+
+    def _senders(self, machine: Machine, transfer: Transfer) -> int:
+        """Returns how many cores of the device send as much at this time, over the same links."""
+        instruction = self._state.dump.instructions.get(transfer.phase)
+        if instruction is None or instruction.opcode != "custom-call":
+            return 1
+        if not machine.code.program.cores_meet:
+            return 1
+        return self._state.chip.cores
 
     def _check_entered(self, machine: Machine, target: Machine, transfer: Transfer) -> None:
         instruction = self._state.dump.instructions.get(transfer.phase)
@@ -302,10 +316,10 @@ class TransferEngine:
         if buffer is not None:
             what = buffer.label
             first = (transfer.source_address - state.addresses.granules(buffer)[0]) * GRANULE // 4
-            contents = self._constants.get(buffer) or state.tables.get(buffer)
+            contents = self._constants.get(buffer) or state.prepared.memory.tables.get(buffer)
             if contents is None and "constant" in buffer.label:
                 collective = state.dump.collective(name)
-                contents = table_of(collective, machine.code.program, state.chips)
+                contents = table_of(collective, machine.code.program, state.prepared.chips)
                 if contents is None and state.dump.is_half_of_collective(name):
                     raise UnknownOperationError(refusal(collective, name, transfer.location))
         if contents is None:

@@ -39,7 +39,7 @@ from flaxasync.check.trace.profile import (
     seconds,
     union,
 )
-from flaxasync.hardware import CHIPS
+from flaxasync.hardware import CHIPS, GPUS
 
 # How the names of instructions between devices begin, where no program says what they are.
 COMMUNICATION = (
@@ -341,7 +341,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="its name in the profile (default: the one that took longest)",
     )
     parser.add_argument(
-        "--chip", choices=sorted(CHIPS), help="the chip that the program is estimated for"
+        "--chip", choices=sorted((*CHIPS, *GPUS)), help="the chip that the program is estimated for"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     chosen = parser.parse_args(arguments)

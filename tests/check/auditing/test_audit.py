@@ -37,7 +37,7 @@ class Silent:
 
 
 @pytest.mark.parametrize(("program", "options", "message"), [
-    (LOOP, {"chip": "v9"}, "chip must be one of v5e, v6e, v5p, tpu7x: got 'v9'"),
+    (LOOP, {"chip": "v9"}, "chip must be one of v5e, v6e, v5p, tpu7x, a100, h100, h200, b200: got 'v9'"),
     (Silent(), {}, "xla_dump_to"),
     (3, {}, "expected a compiled program or HLO text: got int"),
     ("not HLO", {}, "line 1, column 1"),
@@ -210,7 +210,12 @@ def test_every_code_has_an_example():
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example(path):
-    report = audit(path.read_text(), chip="v5e")
+    text = path.read_text()
+    if "__cublas" in text:
+        report = audit(text)
+        assert report.chip == "h100"
+    else:
+        report = audit(text, chip="v5e")
     assert path.stem in report.codes(), str(report)
     severity = next(f.severity for f in report.findings if f.code == path.stem)
     assert str(severity) == SEVERITIES.get(path.stem, "error")

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.experimental import io_callback
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,6 +22,7 @@ from benchmarks.programs import array
 from flaxasync.check import CHIPS, HbmError, audit, compile_for, parse, topology_mesh, topology_size
 from flaxasync.check.compile.compile_for import CompilerProcess, shared_process
 from flaxasync.check.compile.program import hbm_error
+from flaxasync.check.compile.topologies import topology_arguments
 from flaxasync.check.hlo.origins import callback_name, is_host_callback
 
 
@@ -195,6 +197,34 @@ def test_neighbours_on_a_ring_are_neighbours_on_the_network(topology, shape, axi
     for row in rows:
         assert hops([device.coords for device in row]) <= {0, 1}
     assert len({device.id for device in mesh.devices.flat}) == mesh.devices.size
+
+
+@pytest.mark.parametrize(
+    ("topology", "wraps"),
+    [
+        ("v5e:4x8", (False, False, False)),
+        ("v6e:8x16", (False, True, False)),
+        ("v5e:16x16*2", (True, True, False)),
+        ("v5p:2x4x4", (False, False, False)),
+        ("v5p:4x4x8", (True, True, True)),
+    ],
+)
+def test_a_topology_is_described_with_the_links_that_close_its_rings(topology, wraps):
+    assert topology_arguments(topology)["wrap"] == wraps
+
+
+def test_a_permute_over_a_closing_link_is_asynchronous():
+    """libtpu makes it synchronous on v5e where it takes the row for open."""
+    mesh = topology_mesh("v5e:16x16", (16, 16), ("row", "ring"))
+    size = mesh.shape["ring"]
+
+    def around(x):
+        return lax.ppermute(x, "ring", [(n, (n + 1) % size) for n in range(size)])
+
+    rows = P(None, "ring")
+    mapped = jax.shard_map(around, mesh=mesh, in_specs=rows, out_specs=rows)
+    x = array((256, size * 1024), mesh, rows, jnp.bfloat16)
+    assert "collective-permute-start" in compile_for("v5e:16x16", jax.jit(mapped), x).text
 
 
 def test_a_mesh_of_several_slices():

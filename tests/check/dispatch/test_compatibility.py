@@ -212,6 +212,7 @@ def test_a_callback_that_nobody_can_look_for_is_taken_for_one_that_waits(monkeyp
 
 
 def test_on_a_gpu_the_remedy_names_flags_for_the_kind_of_loop(on_gpu, monkeypatch):
+    monkeypatch.setattr(command_buffers, "cuda_version", lambda: None)
     info = check.check_async_compatible(compiled(dynamic_while))
     assert "functions.py:" in info.reasons[0]
     assert f"add {command_buffers.flags_for('WHILE')} to XLA_FLAGS" in info.remedies[0]

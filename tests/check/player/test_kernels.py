@@ -155,7 +155,7 @@ def test_the_estimate_with_simulated_kernels_is_close_to_the_simulation_of_the_w
     assert estimated.flops == pytest.approx(products, rel=1e-3)
 
     said.clear()
-    again = fa.check.timeline(program, kernels="play", say=said.append)
+    again = fa.check.timeline(program, program.topology, kernels="play", say=said.append)
     assert (again.seconds, said) == (estimated.seconds, []), (
         "the second time they come from the cache"
     )

@@ -1,0 +1,116 @@
+"""Why a transfer of a ring has no product beside it on a GPU: two things that XLA for GPUs does to
+the products of a ring.
+
+* It joins products that share an operand. Those of two blocks of a ring share the weight, and the
+  one product of both blocks waits for the later one (`merged-products`).
+* It makes what is added to a product the accumulator of the call. A product that is added to what
+  arrives waits for it (`accumulates-arrival`).
+"""
+
+from collections.abc import Iterable
+
+from flaxasync.check.auditing.findings import Finding, Pair, finding, time_text
+from flaxasync.check.estimate.costs import Costs
+from flaxasync.check.hlo import gpu_calls
+from flaxasync.check.hlo.async_operations import AsyncOperation
+from flaxasync.check.hlo.module import Instruction
+from flaxasync.check.hlo.value_flow import nearest
+from flaxasync.hardware import Gpu
+
+_PERMUTE = "collective-permute"
+_DONE = "collective-permute-done"
+# what may stand between a transfer and the product that reads what arrived
+_PASSES = frozenset(
+    {"bitcast", "concatenate", "convert", "copy", "fusion", "get-tuple-element", "reshape", "tuple"}
+)
+_MERGER = (
+    "put the operands of each product behind jax.lax.optimization_barrier, or set the XLA flag "
+    "xla_gpu_dot_merger_threshold_mb=0"
+)
+_ACCUMULATOR = (
+    "put jax.lax.optimization_barrier between the product and the addition, or send each product "
+    "to its owner and add there"
+)
+
+
+def held_up_products(
+    costs: Costs,
+    pairs: Iterable[tuple[AsyncOperation, Pair]],
+    holding: Iterable[tuple[Instruction, Instruction]],
+) -> list[Finding]:
+    """Returns a finding for each permute without a product beside it for one of these two reasons.
+
+    `holding` are the collectives without a start.
+    """
+    if not isinstance(costs.chip, Gpu):
+        return []
+    found = []
+    for op, pair in pairs:
+        if op.kind == _PERMUTE and not _has_product(costs, pair):
+            for window in op.windows:
+                found += _cause(costs, op.start, window.done, pair.transfer)
+    for _, collective in holding:
+        if collective.opcode == _PERMUTE:
+            found += _cause(costs, collective, collective, costs.seconds(collective))
+    return found
+
+
+def _has_product(costs: Costs, pair: Pair) -> bool:
+    for work in pair.work:
+        instruction = costs.module.computations[work.computation].by_name[work.instruction]
+        if _is_product(instruction):
+            return True
+    return False
+
+
+def _is_product(i: Instruction) -> bool:
+    return gpu_calls.is_product(i) or i.contains_matmul
+
+
+def _cause(costs: Costs, start: Instruction, done: Instruction, transfer: float) -> list[Finding]:
+    """Returns what holds up the first product that reads what a permute brings."""
+    readers = nearest(done, _is_product, _PASSES, forward=True)
+    if not readers:
+        return []
+    product = min(readers, key=lambda one: one.position)
+    gain = min(transfer, costs.seconds(product))
+    waits = f"{product.name} waits for {start.name} ({time_text(transfer)})"
+    if _reaches(product, done, [gpu_calls.accumulated_operand(product)]):
+        message = f"{waits}, because it is added to what arrives as it computes"
+        return [finding("accumulates-arrival", message, start, advice=_ACCUMULATOR, gain=gain)]
+    blocks = _blocks_of(product)
+    if done in blocks and len(blocks) > 1:
+        message = f"{waits}, because it multiplies {len(blocks)} blocks of the ring at once"
+        return [finding("merged-products", message, start, advice=_MERGER, gain=gain)]
+    return []
+
+
+def _reaches(product: Instruction, done: Instruction, operands: list[Instruction | None]) -> bool:
+    """Says whether what arrived is, or is made into, one of some operands of a product."""
+    for operand in operands:
+        if operand is None:
+            continue
+        before = nearest(operand, lambda one: one is done, _PASSES, forward=False)
+        if operand is done or before:
+            return True
+    return False
+
+
+def _blocks_of(product: Instruction) -> list[Instruction]:
+    """Returns the blocks of a ring that one operand of a product consists of: what permutes brought,
+    and what they send.
+    """
+
+    def is_block(one: Instruction) -> bool:
+        sent = any(user.opcode.startswith(_PERMUTE) for user in one.users)
+        return one.opcode in (_DONE, _PERMUTE) or (sent and one.opcode != _DONE)
+
+    found: list[Instruction] = []
+    for operand in product.inputs[:2]:
+        if is_block(operand):
+            blocks = [operand]
+        else:
+            blocks = nearest(operand, is_block, _PASSES, forward=False)
+        if len(blocks) > len(found):
+            found = blocks
+    return found
