@@ -8,7 +8,9 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-type Remat = Literal["none", "cheap", "dots", "layer", "offload", "offload_most"]
+type Remat = Literal[
+    "none", "cheap", "dots", "operands", "mlp", "attention", "layer", "offload", "offload_most"
+]
 type FsdpOverlap = Literal["xla", "prefetch", "prefetch_pallas"]
 type ContextLayout = Literal["zigzag", "contiguous"]
 
@@ -140,18 +142,21 @@ class RunOptions:
     """The dtype of activations and of the operands of matmuls, which accumulate in float32."""
     remat: Remat | None = None
     """What the backward pass does again: nothing; only what is cheap, so neither matmuls nor
-    attention nor gathers of kernels; all but matmuls ("dots"); or each whole layer. "offload" keeps
-    in the memory of the host what each layer and its attention get, and "offload_most" also what
-    attention returns. None lets the trainer choose what is predicted to be the fastest of these
-    that fits, without offloading; elsewhere it means "none"."""
+    attention nor gathers of kernels; all but matmuls ("dots"); or each whole layer. Between the
+    last two, "operands" keeps what attention and the activation of the MLP take, "mlp" what that
+    activation takes and what attention adds to its input, and "attention" what attention takes,
+    returns and adds. "offload" keeps in the memory of the host what each layer and its attention
+    get, and "offload_most" also what attention returns. None lets the trainer choose the fastest of
+    these that fits; elsewhere it means "none"."""
     exchange_heads: bool | None = None
     """Whether weights and heads of attention travel instead of rows; None for what is predicted to
     be faster.
     """
-    gathered_mib: int = 0
+    gathered_mib: int | None = None
     """The most MiB for which a layer keeps the rows that a product gathers, until its gradient,
     instead of sending them again. Attention and MLP of a layer may keep as much: of all layers, or
-    of one at a time with remat "layer"."""
+    of one at a time with remat "layer". None lets the trainer choose, where it compares compiled
+    forms; elsewhere nothing is kept."""
     quantization: Literal["int8", "fp8"] | None = None
     """The 8-bit type in which Dense layers multiply and gather; None for dtype. Experts and logits
     keep dtype.
@@ -170,6 +175,11 @@ class RunOptions:
     kernels (prefetch_pallas). Without an fsdp axis, prefetch sums the gradients of each layer over
     the data axis while the rest of it computes backward. None lets the trainer choose what is
     predicted to be the fastest of those that are trusted; elsewhere it means "xla"."""
+
+    @property
+    def gathered_bytes(self) -> int:
+        """The limit `gathered_mib` in bytes."""
+        return (self.gathered_mib or 0) * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +224,7 @@ def check_fits(
             "quantization_backward and quantization_weights need a quantization: got "
             f"{' and '.join(map(repr, of_gradients))} without it; give it too, or leave them out"
         )
-    if config.gathered_mib < 0:
+    if config.gathered_bytes < 0:
         raise ValueError(
             f"gathered_mib must be 0 or more: got {config.gathered_mib}; use 0 to keep nothing"
         )

@@ -9,9 +9,11 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 import flaxasync as fa
+from flaxasync.ops.saved import ADDED
 from models.config import ContextLayout, TransformerConfig
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}
@@ -35,7 +37,7 @@ class DecoderLayer(nnx.Module):
     ):
         shared: Any = layer_options(config, given)
         options = shared | {
-            "gathered_bytes": config.gathered_mib * 2**20,
+            "gathered_bytes": config.gathered_bytes,
             "quantization": quantization_of(config),
         }
         self.attention_norm = RMSNorm(config, rngs=rngs)
@@ -116,6 +118,7 @@ class DecoderLayer(nnx.Module):
         that is None.
         """
         y_BLD = self.attention(self.attention_norm(x_BLD), segment_ids_BL, mask=mask, decode=decode)
+        y_BLD = checkpoint_name(y_BLD, ADDED)
         if self.post_attention_norm is not None:
             y_BLD = self.post_attention_norm(y_BLD)
         x_BLD += y_BLD
@@ -128,6 +131,7 @@ class DecoderLayer(nnx.Module):
                 )
         else:
             y_BLD = self.mlp(normed_BLD)
+        y_BLD = checkpoint_name(y_BLD, ADDED)
         if self.post_mlp_norm is not None:
             y_BLD = self.post_mlp_norm(y_BLD)
         return x_BLD + y_BLD, losses

@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 import flaxasync as fa
-from flaxasync.ops.saved import STREAM
+from flaxasync.ops.saved import STREAM, save_attention, save_mlp, save_operands
 from models.config import ContextLayout, Remat, TransformerConfig
 from models.layer import DecoderLayer, RMSNorm, layer_options
 
@@ -36,6 +36,9 @@ _POLICIES: dict[Remat | None, Callable[..., bool] | None] = {
     "none": jax.checkpoint_policies.everything_saveable,
     "cheap": fa.save_costly,
     "dots": fa.save_matmuls,
+    "operands": save_operands,
+    "mlp": save_mlp,
+    "attention": save_attention,
     "offload": fa.offload_operands,
     "offload_most": fa.offload_most,
     "layer": None,

@@ -6,6 +6,7 @@ from typing import Unpack
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from flaxasync.nn import shards
@@ -14,7 +15,9 @@ from flaxasync.nn.options import ConfiguredProducts, LinearOptions, Settings, se
 from flaxasync.nn.out_sharding import OutSharding, output_spec, shard_output
 from flaxasync.nn.placement import place
 from flaxasync.nn.shards import Call, Linear
-from flaxasync.ops.matmul.mlp import Activation, activate, parallel_mlp
+from flaxasync.ops.matmul.activation import Activation, activate
+from flaxasync.ops.matmul.mlp import parallel_mlp
+from flaxasync.ops.saved import HIDDEN
 
 
 class ParallelMLP(ConfiguredProducts):
@@ -103,7 +106,8 @@ def _mlp(static: tuple[Call, Activation], x: Array, linears: tuple[Linear, ...])
             activate(activation, products), down, settings, rows_sharded=call.rows_sharded
         )
 
-    return finish(shards.column(x, columns, settings, rows_sharded=call.rows_sharded), down)
+    products = shards.column(x, columns, settings, rows_sharded=call.rows_sharded)
+    return finish(checkpoint_name(products, HIDDEN), down)
 
 
 def _is_one_op(columns: list[Linear], settings: Settings) -> bool:

@@ -28,7 +28,7 @@ from flaxasync.ops.choose import if_available
 from flaxasync.ops.experts.api import expert_mlp
 from flaxasync.ops.experts.assignments import dropped
 from flaxasync.ops.experts.local import Split
-from flaxasync.ops.matmul.mlp import Activation
+from flaxasync.ops.matmul.activation import Activation
 
 
 class Router(WholeLinear):

@@ -17,9 +17,10 @@ from typing import Any, Literal
 import jax
 
 from flaxasync import hardware, mesh
+from flaxasync.hardware import Gpu
 from flaxasync.mesh import UnsupportedError
 from flaxasync.ops import trust
-from flaxasync.ops.plan import Plan, plan
+from flaxasync.ops.plan import Plan, plan, unknown_on_gpus
 from flaxasync.ops.quantization import Quantization
 from flaxasync.ops.roofline import Shape
 from flaxasync.ring import Ring
@@ -41,6 +42,7 @@ class Support:
     backends: tuple[str, ...]  # the names that a call may give
     # what a call gets that names none on devices without a data sheet; it runs on every device
     default: str = "xla"
+    on_gpus: str | None = None  # the default on GPUs, if it is another
     kernel: str | None = None  # the backend whose limits say whether the planned kernels can serve
     # which backends run on devices other than TPUs, too
     anywhere: tuple[str, ...] = ON_EVERY_DEVICE
@@ -59,7 +61,8 @@ OPS: dict[str, Support] = {
         (*RINGS, "exchange"), default="none", anywhere=(*ON_EVERY_DEVICE, "exchange")
     ),
     "ring_attention": Support(RINGS),
-    "lookup_reduce_scatter": Support(RINGS),
+    # Nothing is computed beside the transfers of a lookup.
+    "lookup_reduce_scatter": Support(RINGS, on_gpus="none"),
 }
 
 
@@ -209,7 +212,9 @@ def _plan(
     """Returns the plan for the chips of the mesh without kernels that `check` refuses; None if it
     knows no chip.
     """
-    chip = mesh.chip()
+    chip = mesh.chip() or mesh.gpu()
+    if isinstance(chip, Gpu) and unknown_on_gpus(op, ring, options) is not None:
+        return None
     if chip is None and mesh.platform() == "tpu":
         trust.say_once(hardware.describe_unknown(mesh.chip_name()))
     if chip is None or not shapes or any(0 in shape for shape in shapes):
@@ -229,6 +234,8 @@ def _fastest(
     """Returns the fastest backend of those that are trusted here; says once which one would be
     faster.
     """
+    if found is None and mesh.platform() == "gpu":
+        return OPS[op].on_gpus or OPS[op].default
     if found is None:
         return OPS[op].default
     if trust.is_assumed():

@@ -10,11 +10,10 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flaxasync.hardware import Chip
-from flaxasync.hardware import chip as chip_named
+from flaxasync.hardware import Chip, Gpu, accelerator
 from flaxasync.ops import trust
 from flaxasync.ops.quantization import quantization_of
-from flaxasync.ops.roofline import MODELS, Cost, Shape
+from flaxasync.ops.roofline import LARGEST_ON_GPUS, MODELS, ON_GPUS, Cost, Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Plan:
 def plan(
     op: str | Callable,
     *shapes: Shape,
-    chip: str | Chip,
+    chip: str | Chip | Gpu,
     ring: int | tuple[int, int],
     **options: Any,
 ) -> Plan:
@@ -81,7 +80,8 @@ def plan(
         spread evenly over the experts.
       *shapes: The shapes of its operands on one device, in its order; those of a tuple of w one
         after the other.
-      chip: "v5e", "v5e:2x4", or a `flaxasync.hardware.Chip`.
+      chip: "v5e", "v5e:2x4", or a `flaxasync.hardware.Chip`; for the collective matmuls also a GPU of
+        one host, "h100" or a `flaxasync.hardware.Gpu`.
       ring: The number of devices on the axis; for mesh_matmul the numbers on both axes, (x, y).
       **options: Those options of the op that matter for its time, under its names; `itemsize`, the
         bytes of an element (2 by default); `backward`, whether to count the gradient too (True by
@@ -102,10 +102,10 @@ def plan(
         name = op
     else:
         name = getattr(op, "__name__", repr(op))
-    if isinstance(chip, Chip):
+    if isinstance(chip, Chip | Gpu):
         spec = chip
     else:
-        spec = chip_named(chip)
+        spec = accelerator(chip)
     _check(name, spec, ring, shapes, options)
     costs = MODELS[name](spec, ring, *shapes, **options)
     fitting = {backend: cost for backend, cost in costs.items() if cost.held < spec.hbm_bytes}
@@ -162,7 +162,7 @@ def _expected(costs: Mapping[str, Cost], times: Mapping[str, float]) -> dict[str
 
 def _check(
     op: str,
-    chip: Chip,
+    chip: Chip | Gpu,
     ring: int | tuple[int, int],
     shapes: tuple[Shape, ...],
     options: Mapping[str, Any],
@@ -177,6 +177,10 @@ def _check(
         raise ValueError(
             f"plan needs ring=(x, y) for mesh_matmul, and one number for other ops: got ring={ring}"
         )
+    if isinstance(chip, Gpu):
+        unknown = unknown_on_gpus(op, ring, options)
+        if unknown is not None:
+            raise ValueError(f"plan knows {unknown} on {chip.name}")
     for shape in shapes:
         if any(not isinstance(size, numbers.Integral) or size < 1 for size in shape):
             raise ValueError(f"plan needs dimensions of 1 or more: got {list(shape)}")
@@ -187,6 +191,19 @@ def _check(
     check_gathered_bytes(op, options.get("gathered_bytes", 0))
     if wrong := _misfit(op, sizes, *shapes):
         raise ValueError(f"plan cannot take these shapes or options for {op}: {wrong}")
+
+
+def unknown_on_gpus(op: str, ring: int | tuple[int, int], options: Mapping[str, Any]) -> str | None:
+    """Says of which calls on GPUs times are known, and what was asked for, if it is none of them;
+    None if it is one.
+    """
+    if op not in ON_GPUS:
+        return f"{', '.join(ON_GPUS)} on GPUs: got {op!r}"
+    if options.get("quantization") is not None:
+        return f"no times of 8-bit products on GPUs: got {options['quantization']!r}"
+    if isinstance(ring, tuple) or ring > LARGEST_ON_GPUS:
+        return f"rings of at most {LARGEST_ON_GPUS} GPUs, those of one host: got ring={ring}"
+    return None
 
 
 def check_gathered_bytes(caller: str, gathered_bytes: object) -> None:
@@ -246,7 +263,7 @@ def _intensity(op: str, ring: int, itemsize: int, x: Shape, *others: Shape) -> f
 
 
 def _reason(
-    ranked: list[str], costs: Mapping[str, Cost], ring: int | tuple[int, int], chip: Chip
+    ranked: list[str], costs: Mapping[str, Cost], ring: int | tuple[int, int], chip: Chip | Gpu
 ) -> str:
     """Says why the first of those that fit into memory is chosen over the second."""
     if ring in (1, (1, 1)):
@@ -284,7 +301,7 @@ def _reason(
     return f"{why}: {second} is predicted to take {ratio:.2f} times as long on {mesh} {chip.name}"
 
 
-def _too_much(cost: Cost, chip: Chip) -> str:
+def _too_much(cost: Cost, chip: Chip | Gpu) -> str:
     held = f"{cost.held / 2**30:.1f} GiB"
     return f"would hold {held} beside its operands, more than a {chip.name} has"
 

@@ -20,18 +20,21 @@ local     one product; nothing travels
 "none" takes products and collectives one after the other. "xla" and "pallas" take, for each hop,
 the longer one of the hop and of half a product: one half runs beside each direction's half-block.
 "fused" takes, for each trip, the longer one of all products and of all hops with half a product
-behind them. Sums over other mesh axes, such as those of gradients over data, are not counted: every
-backend has them.
+behind them. On GPUs of one host the share of the peak and the seconds of a step are figures of
+`flaxasync.hardware.Gpu`, and there are "none" and "xla". Sums over other mesh axes, such as those
+of gradients over data, are not counted: every backend has them.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from flaxasync.hardware import Chip
+from flaxasync.hardware import Chip, Gpu
 from flaxasync.kernels.attention_block import Mask
+from flaxasync.kernels.engine.cores import best_cores
+from flaxasync.kernels.engine.operands import LANES
 from flaxasync.ops.attention import layouts
 from flaxasync.ops.quantization import Quantization, check_chip, quantization_of
 
@@ -72,9 +75,9 @@ LOOPLESS = 4
 LARGEST_BLOCK = 80 * 2**20
 """The largest block of partial sums, in elements, for which the kernel has semaphores, whatever its
 sides. Among 5149 random shapes of 20 to 140 Mi elements, it refused no block below 86 Mi."""
-KEEPING_GAINS = 0.05
-"""The op keeps what it gathers only if that saves this share of its time: predictions are no better
-than that."""
+KEEPING_GAINS = 0.015
+"""The op keeps what it gathers only if that is predicted to save this share of its time. Eleven of
+the twelve layers of docs/plan.md are faster if they keep."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +108,7 @@ class Trip:
     n: int
     itemsize: int  # of results, and of operands without 8-bit type
     quantized: str | None = None  # the type of both operands of the product, if they have 8 bits
+    batches: int = 1  # of which the rows are
 
     @property
     def travels(self) -> bool:
@@ -135,13 +139,13 @@ def hop_seconds(chip: Chip, size: float, directions: int) -> float:
     return chip.hop_latency + size / (directions * chip.link_bandwidth)
 
 
-def hbm(chip: Chip) -> float:
+def hbm(chip: Chip | Gpu) -> float:
     """Returns the bytes a second that a program moves to and from HBM."""
     return chip.hbm_bandwidth * chip.hbm_efficiency
 
 
 def all_gather_matmul_costs(
-    chip: Chip,
+    chip: Chip | Gpu,
     ring: int,
     x: Shape,
     *ws: Shape,
@@ -158,13 +162,14 @@ def all_gather_matmul_costs(
     """
     *batch, k = x
     rows = math.prod(batch)
+    batches = math.prod(batch[:-1])
     n = sum(w[1] for w in ws)
     forward, dx, dw = _kinds("all_gather_matmul", chip, quantization)
     sent = rows * k * (1 if forward else itemsize)
-    trips = [Trip("gather", sent, rows, k, n, itemsize, forward)]
+    trips = [Trip("gather", sent, rows, k, n, itemsize, forward, batches)]
     if not backward:
         return _costs(chip, ring, trips, kernels)
-    trips.append(Trip("reduce", rows * k * itemsize, rows, n, k, itemsize, dx))
+    trips.append(Trip("reduce", rows * k * itemsize, rows, n, k, itemsize, dx, batches))
     costs = _costs(chip, ring, [*trips, Trip("dw", sent, k, rows, n, itemsize, dw)], kernels)
     gathered = ring * sent
     if ring == 1 or gathered > gathered_bytes:
@@ -183,7 +188,7 @@ def all_gather_matmul_costs(
 
 def sum_of_products_costs(
     op: Literal["matmul_reduce_scatter", "matmul_all_reduce"],
-    chip: Chip,
+    chip: Chip | Gpu,
     ring: int,
     x: Shape,
     w: Shape,
@@ -201,14 +206,15 @@ def sum_of_products_costs(
     """
     rows = math.prod(x[:-1])
     share = -(-rows // ring)
+    batches = math.prod(x[:-2])
     k, n = w
     scatters = op == "matmul_reduce_scatter"
     forward, dx, dw = _kinds(op, chip, quantization)
     sent = share * n * itemsize
-    trips = [Trip("reduce", sent, share, k, n, itemsize, forward)]
+    trips = [Trip("reduce", sent, share, k, n, itemsize, forward, batches)]
     if backward and scatters:
         sent_back = share * n * (1 if dx else itemsize)
-        trips.append(Trip("gather", sent_back, share, n, k, itemsize, dx))
+        trips.append(Trip("gather", sent_back, share, n, k, itemsize, dx, batches))
     elif backward:
         trips.append(Trip("local", 0, rows, n, k, itemsize, dx))
     if backward:
@@ -216,6 +222,8 @@ def sum_of_products_costs(
     costs = _costs(chip, ring, trips, kernels)
     if scatters:
         return costs
+    if isinstance(chip, Gpu):
+        return _with_gather_on_gpus(chip, ring, sent, costs)
     gather = (ring - 1) * hop_seconds(chip, sent, directions(ring))
     for name, cost in costs.items():
         costs[name] = dataclasses.replace(cost, exposed=cost.exposed + gather)
@@ -468,22 +476,31 @@ MODELS: dict[str, Callable[..., dict[str, Cost]]] = {
     "ring_attention": ring_attention_costs,
 }
 """For each op, what returns the cost of each backend that can serve a call."""
+# the ops of which costs on GPUs are known, and the largest ring: that of one host
+LARGEST_ON_GPUS = 8
+ON_GPUS = ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter")
 
 
 def _kinds(
-    op: str, chip: Chip, quantization: Quantization | str | None
+    op: str, chip: Chip | Gpu, quantization: Quantization | str | None
 ) -> tuple[str | None, str | None, str | None]:
     """Returns the 8-bit types of the products of y, of dx and of dw; None for those that are not
     quantised.
     """
     quantization = quantization_of(op, quantization)
-    check_chip(op, quantization, chip)
+    if isinstance(chip, Chip):
+        check_chip(op, quantization, chip)
     if quantization is None:
         return None, None, None
     return quantization.forward, quantization.backward, quantization.weights
 
 
-def _costs(chip: Chip, ring: int, trips: Sequence[Trip], kernels: bool) -> dict[str, Cost]:
+def _costs(chip: Chip | Gpu, ring: int, trips: Sequence[Trip], kernels: bool) -> dict[str, Cost]:
+    if isinstance(chip, Gpu):
+        costs = {"none": _gpu_serial(chip, ring, trips)}
+        if ring > 1:
+            costs["xla"] = _gpu_blocks(chip, ring, trips)
+        return costs
     costs = {"none": _serial(chip, ring, trips)}
     if ring == 1:
         return costs
@@ -493,6 +510,84 @@ def _costs(chip: Chip, ring: int, trips: Sequence[Trip], kernels: bool) -> dict[
     if kernels and largest <= LARGEST_BLOCK:
         costs["fused"] = _fused(chip, ring, trips)
     return costs
+
+
+def _gpu_serial(gpu: Gpu, ring: int, trips: Sequence[Trip]) -> Cost:
+    """Predicts "none" on GPUs of one host. For "dw", XLA sees that x was gathered before.
+
+    NCCL gathers and scatters whole arrays, so the rows of several batches are put in another order
+    before or after, and so are those of what is beside them in a layer.
+    """
+    compute = exposed = 0.0
+    held = 0
+    for trip in trips:
+        blocks = ring if trip.travels else 1
+        compute += _gpu_product(gpu, trip, blocks)
+        if ring > 1 and trip.kind in ("gather", "reduce"):
+            exposed += _nccl_seconds(gpu, (ring - 1) * trip.sent)
+            held = max(held, ring * trip.sent)
+            if trip.batches > 1:
+                compute += 4 * ring * trip.sent / hbm(gpu)
+    return Cost(compute, exposed, len(trips), held, len(trips) * gpu.kernel_latency)
+
+
+def _gpu_blocks(gpu: Gpu, ring: int, trips: Sequence[Trip]) -> Cost:
+    """Predicts "xla" on GPUs of one host (`flaxasync.ops.matmul.switch`): blocks are sliced from all
+    rows, or put in order, and what arrives of a sum is added at once.
+    """
+    compute = exposed = 0.0
+    kernels = held = 0
+    for trip in trips:
+        if not trip.travels:
+            compute += _gpu_product(gpu, trip, 1)
+            kernels += 1
+            continue
+        block = _gpu_product(gpu, trip, 1)
+        results = trip.itemsize * trip.m * trip.n
+        if trip.kind == "gather":
+            copied = 2 * ring * results
+        elif trip.kind == "reduce":
+            copied = ring * (2 * trip.m * trip.k * trip.itemsize + results)
+        else:
+            copied = 2 * ring * trip.k * trip.n * trip.itemsize
+        compute += ring * block + copied / hbm(gpu)
+        turn = block + copied / ring / hbm(gpu) + 2 * gpu.kernel_latency
+        exposed += (ring - 1) * max(0.0, _nccl_seconds(gpu, trip.sent) - turn)
+        kernels += 2 * ring
+        held = max(held, 2 * trip.sent)
+    return Cost(compute, exposed, kernels, held, kernels * gpu.kernel_latency)
+
+
+def _with_gather_on_gpus(
+    gpu: Gpu, ring: int, sent: int, costs: Mapping[str, Cost]
+) -> dict[str, Cost]:
+    """Returns the costs of all-reduces, whose sums are gathered after they were scattered; "none"
+    does both in one collective, which begins once.
+    """
+    if ring == 1:
+        return dict(costs)
+    gathered = _nccl_seconds(gpu, (ring - 1) * sent)
+    found = {}
+    for name, cost in costs.items():
+        waits = cost.exposed + gathered
+        if name == "none":
+            waits -= gpu.hop_latency
+        found[name] = dataclasses.replace(cost, exposed=waits)
+    return found
+
+
+def _gpu_product(gpu: Gpu, trip: Trip, blocks: int) -> float:
+    """Returns the seconds of the product of some blocks at once."""
+    m = trip.m * (1 if trip.kind == "dw" else blocks)
+    k = trip.k * (blocks if trip.kind == "dw" else 1)
+    peak = gpu.rate(trip.quantized) or gpu.flops
+    moved = (m * k + k * trip.n) * trip.operand_bytes + m * trip.n * trip.itemsize
+    return max(2 * m * k * trip.n / (peak * gpu.product_share), moved / hbm(gpu))
+
+
+def _nccl_seconds(gpu: Gpu, sent: int) -> float:
+    """Returns the seconds of a transfer in which each GPU of a host sends so many bytes."""
+    return gpu.hop_latency + sent / (gpu.link_bandwidth * gpu.link_share)
 
 
 def _serial(chip: Chip, ring: int, trips: Sequence[Trip]) -> Cost:
@@ -555,7 +650,9 @@ def _ring_of_blocks(chip: Chip, ring: int, trips: Sequence[Trip], backend: str) 
 
 
 def _fused(chip: Chip, ring: int, trips: Sequence[Trip]) -> Cost:
-    """Predicts "fused"; a kernel multiplies on one core of a device, and XLA does what is local."""
+    """Predicts "fused": a kernel for each trip, on the cores that suit it; XLA does what is
+    local.
+    """
     rates = MATMUL["fused"]
     resident = RESIDENT * chip.vmem_bytes
     compute = exposed = 0.0
@@ -577,7 +674,12 @@ def _fused(chip: Chip, ring: int, trips: Sequence[Trip]) -> Cost:
             # The rows that each direction brought are contracted in whole passes of matrix units.
             unit = directions(ring) * chip.matrix_unit
             trip = dataclasses.replace(trip, k=-(-trip.k // unit) * unit)
-        products = _product(chip, trip, rates, blocks=ring, weights=weights, cores=chip.cores)
+        tile = 1  # rows, which batches share out as well
+        if trip.kind == "dw":
+            tile = LANES  # columns
+        cores = best_cores(chip, trip.m, tile)
+        readings = cores * weights  # each core reads all of w
+        products = _product(chip, trip, rates, blocks=ring, weights=readings, cores=cores)
         busy = products + ring * rates.step
         hops = (ring - 1) * hop_seconds(chip, sent, directions(ring))
         compute += products
@@ -602,20 +704,22 @@ def _product(
     blocks: int = 1,
     weights: int = 1,
     result: int | None = None,
-    cores: int = 1,
+    cores: int | None = None,
 ) -> float:
     """Returns the seconds of the product of some blocks at once, which reads w `weights` times.
 
-    It moves `result` bytes for its result, which by default is written once.
+    It moves `result` bytes for its result, which by default is written once. `cores` of a device
+    multiply, by default all.
     """
     m = trip.m * (1 if trip.kind == "dw" else blocks)
     k = trip.k * (blocks if trip.kind == "dw" else 1)
     peak = chip.rate(trip.quantized) or chip.flops
-    flops = 2 * m * k * trip.n * cores / (peak * rates.share)
+    reached = peak * rates.share * (cores or chip.cores) / chip.cores
+    flops = 2 * m * k * trip.n
     operands = (m * k + weights * k * trip.n) * trip.operand_bytes
     if result is None:
         result = m * trip.n * trip.itemsize
-    return max(flops, (operands + result) / hbm(chip))
+    return max(flops / reached, (operands + result) / hbm(chip))
 
 
 def _collective_seconds(chip: Chip, ring: int, sent: int) -> float:

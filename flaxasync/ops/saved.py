@@ -16,6 +16,7 @@ from jax.extend.core import Primitive
 from flaxasync.mesh import UnsupportedError
 
 PRODUCT = "flaxasync_product"  # the result of a collective matmul
+HIDDEN = "flaxasync_hidden"  # the products of an MLP that its activation takes: up and gate
 # the all_gather(x) that `all_gather_matmul` keeps for its weight gradient
 GATHERED = "flaxasync_gathered"
 ATTENTION = "flaxasync_attention"  # the result of attention
@@ -23,16 +24,24 @@ STATISTICS = "flaxasync_statistics"  # the log-sum-exp of each row of attention
 # a parameter of a fully sharded layer, as it was gathered for the layer
 PARAMETER = "flaxasync_parameter"
 STREAM = "flaxasync_stream"  # the input of a layer
+ADDED = "flaxasync_added"  # what the attention and the MLP of a layer add to its input
 # the operands of attention: heads of queries, keys and values, rotated by positions
 OPERANDS = "flaxasync_operands"
 
+_only = jax.checkpoint_policies.save_only_these_names
 _matmuls = jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(PRODUCT, GATHERED),
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _only(PRODUCT, HIDDEN, GATHERED)
 )
 _costly = jax.checkpoint_policies.save_from_both_policies(
-    _matmuls, jax.checkpoint_policies.save_only_these_names(ATTENTION, STATISTICS, PARAMETER)
+    _matmuls, _only(ATTENTION, STATISTICS, PARAMETER)
 )
+# Policies that keep some products, for memory that is too small for those of `save_matmuls`:
+# what attention and the activation of an MLP take,
+save_operands = _only(OPERANDS, HIDDEN, GATHERED)
+# what that activation takes, so that products before attention are repeated, and attention is,
+save_mlp = _only(HIDDEN, ADDED, GATHERED)
+# and all of attention, so that the products before the activation are repeated.
+save_attention = _only(OPERANDS, ATTENTION, STATISTICS, ADDED, GATHERED)
 _offloading = functools.partial(
     jax.checkpoint_policies.save_and_offload_only_these_names,
     offload_src="device",

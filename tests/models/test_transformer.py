@@ -236,10 +236,11 @@ def test_every_option_changes_the_logits(config):
 @pytest.mark.slow
 def test_remat_changes_nothing_but_memory():
     """The mixture above has the other policies."""
-    loss, grads, *_ = loss_and_gradients(dataclasses.replace(CONFIG, remat="dots"))
     want, want_grads, *_ = loss_and_gradients(CONFIG)
-    np.testing.assert_allclose(loss, want, rtol=1e-6)
-    assert_gradients_close(grads, want_grads)
+    for remat in ("dots", "operands", "mlp", "attention"):
+        loss, grads, *_ = loss_and_gradients(dataclasses.replace(CONFIG, remat=remat))
+        np.testing.assert_allclose(loss, want, rtol=1e-6)
+        assert_gradients_close(grads, want_grads)
 
 
 def test_a_form_that_is_not_named_is_the_plain_one():
@@ -291,10 +292,8 @@ def test_offloading_changes_no_bit_of_loss_and_gradients(remat, offloaded, overl
     jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
-def test_remat_dots_and_cheap_repeat_no_product_and_no_transfer_of_a_layer():
-    """With "dots", only attention is computed again: two products, of queries and keys, and of
-    scores and values.
-    """
+def test_each_policy_repeats_the_products_and_transfers_that_it_does_not_keep():
+    """Attention has two products, of queries and keys, and of scores and values."""
 
     def counts(remat):
         with jax.set_mesh(make_mesh()):
@@ -308,10 +307,14 @@ def test_remat_dots_and_cheap_repeat_no_product_and_no_transfer_of_a_layer():
 
     products, gathers, scatters = counts("none")
     assert counts("cheap") == (products, gathers, scatters)
-    assert counts("dots") == (products + 2, gathers, scatters)
+    attention = 2
+    assert counts("dots") == (products + attention, gathers, scatters)
+    assert counts("operands") == (products + attention + 1, gathers, scatters + 1)
+    assert counts("mlp") == (products + attention + 3, gathers + 1, scatters)
+    assert counts("attention") == (products + 2, gathers + 1, scatters)
     # Negative test: a whole layer has four collective matmuls, of which the gradient does not need
     # the last one again.
-    assert counts("layer") == (products + 2 + 6, gathers + 2, scatters + 1)
+    assert counts("layer") == (products + attention + 6, gathers + 2, scatters + 1)
 
 
 def test_logits_stay_split_over_the_vocabulary():

@@ -81,6 +81,7 @@ def layers(exchange, *, features=8, **options):
     return make(False), make(exchange)
 
 
+@pytest.mark.slow
 def test_segments_and_the_norms_of_heads_are_those_of_rows_that_travel():
     rng = np.random.default_rng(0)
     with jax.set_mesh(make_mesh(1, 4)):

@@ -15,7 +15,7 @@ from flaxasync.kernels.engine.operands import LANES
 from flaxasync.kernels.flash_attention import Flash, unsupported
 from flaxasync.mesh import UnsupportedError, mapped_axis_size, vary_alike
 from flaxasync.ops import trust
-from flaxasync.ops.attention import vjp
+from flaxasync.ops.attention import cudnn, vjp
 from flaxasync.ops.attention.blocks import Reference
 from flaxasync.ops.attention.layouts import (
     AttentionLayout,
@@ -27,6 +27,7 @@ from flaxasync.ops.attention.ring import Call
 from flaxasync.ops.choose import check_mapped, decide
 
 KERNELS = ("reference", "flash")
+CUDNN = "cudnn"  # of whole sequences alone
 
 
 def ring_attention(
@@ -160,8 +161,9 @@ def attention(
     It works inside `jax.shard_map`, on this device's batch and heads, and outside of it. Saved for
     the backward pass are q, k, v, o and the log-sum-exp of each row.
 
-    The arguments are those of `ring_attention`. The kernel "reference" has a second derivative,
-    "flash" has none.
+    The arguments are those of `ring_attention`. There is one kernel more: "cudnn", by NVIDIA's
+    library, in bfloat16 and float16; None stands for it on NVIDIA's GPUs where it can serve. The
+    kernel "reference" has a second derivative, the others have none.
 
     Returns:
       o, in the dtype of q.
@@ -175,9 +177,33 @@ def attention(
     _check_operands(op, q, k, v, segment_ids, window)
     rows = q.shape[1]
     sequence = Sequence("contiguous", Mask(causal, window), rows, 1)
+    scores = _scores(sequence.mask, q, scale, precision)
+    if kernel in (None, CUDNN) and _takes_cudnn(kernel, q, segment_ids, scores):
+        q, k, v = vary_alike((q, k, v))
+        out = cudnn.attend(q, k, v, scores.mask, scores.scale)
+        if joined:
+            return out.reshape(*q.shape[:2], -1)
+        return out
     block_kernel = _choose_kernel(op, kernel, q, rows, rows)
-    call = Call(None, sequence, _scores(sequence.mask, q, scale, precision), block_kernel)
+    call = Call(None, sequence, scores, block_kernel)
     return _apply(call, q, k, v, segment_ids, set(), joined)
+
+
+def _takes_cudnn(
+    kernel: str | BlockKernel | None, q: Array, segment_ids: Array | None, scores: Scores
+) -> bool:
+    """Says whether a call that names "cudnn", or no kernel, is one of cuDNN."""
+    lacking = cudnn.unsupported(q, scores.mask, segment_ids, scores.precision)
+    if kernel is None:
+        return cudnn.is_known_here() and lacking is None and q.size > 0
+    if not cudnn.is_here():
+        lacking = f"NVIDIA's GPUs: got a mesh of {mesh.chip_name()}"
+    if lacking is not None:
+        raise UnsupportedError(
+            f"attention with kernel='cudnn' takes {lacking}; use kernel='reference', or leave it "
+            "out"
+        )
+    return True
 
 
 def _scores(mask: Mask, q: Array, scale: float | None, precision: lax.PrecisionLike) -> Scores:
@@ -224,6 +250,10 @@ def _choose_kernel(
     """
     if kernel is not None and not isinstance(kernel, str):
         return kernel
+    if kernel == CUDNN:
+        raise UnsupportedError(
+            f"{op} with kernel='cudnn' attends to whole sequences; use kernel='reference'"
+        )
     if kernel not in (None, *KERNELS):
         raise ValueError(
             f"{op} got kernel={kernel!r}: it must be one of {', '.join(KERNELS)}, a BlockKernel, "

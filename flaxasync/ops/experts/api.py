@@ -22,7 +22,7 @@ from flaxasync.ops.experts.exchange import Exchange
 from flaxasync.ops.experts.local import Experts
 from flaxasync.ops.experts.products import Grouped, OneTile, Products, Weights
 from flaxasync.ops.experts.ring import block_shifts, multiply
-from flaxasync.ops.matmul.mlp import Activation
+from flaxasync.ops.matmul.activation import Activation
 from flaxasync.ops.matmul.products import accumulator_dtype
 from flaxasync.ring import Ring, split_rows
 

@@ -23,7 +23,8 @@ from flaxasync.kernels.engine.operands import LANES
 from flaxasync.kernels.grouped_matmul import grouped_matmul
 from flaxasync.kernels.grouped_weight_gradient import Factors, grouped_weight_gradient
 from flaxasync.ops.experts.assignments import Tiles
-from flaxasync.ops.matmul.mlp import Activate, ActivateGradient, Activation, activate
+from flaxasync.ops.matmul.activation import Activation, activate
+from flaxasync.ops.matmul.mlp import Activate, ActivateGradient
 from flaxasync.ops.matmul.products import (
     Arrays,
     accumulator_dtype,

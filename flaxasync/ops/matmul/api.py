@@ -16,11 +16,12 @@ from jaxtyping import Array, Float
 from flaxasync import mesh
 from flaxasync.kernels.engine.operands import DTYPES
 from flaxasync.mesh import mapped_axis_size, vary_alike
-from flaxasync.ops.choose import Directions, cannot_serve, check_mapped, decide
+from flaxasync.ops.choose import Directions, Execution, cannot_serve, check_mapped, decide
 from flaxasync.ops.matmul import vjp
 from flaxasync.ops.matmul.fused import FusedExecutor
 from flaxasync.ops.matmul.products import Arrays, Operands
 from flaxasync.ops.matmul.ring import RingExecutor
+from flaxasync.ops.matmul.switch import LARGEST, SwitchExecutor, WholeExecutor
 from flaxasync.ops.matmul.vjp import Executor
 from flaxasync.ops.plan import check_gathered_bytes
 from flaxasync.ops.quantization import Quantization, check_chip, quantization_of
@@ -278,9 +279,24 @@ def choose_executor(
         return FusedExecutor(
             axis_name, execution.directions, quantization=quantization
         ), execution.keep
+    if mesh.platform() == "gpu" and quantization is None:
+        on_gpus = _executor_on_gpus(execution, size)
+        if on_gpus is not None:
+            return on_gpus(axis_name, options.precision, options.reduce_dtype), execution.keep
     return RingExecutor(
         execution.ring(axis_name), options.precision, options.reduce_dtype, quantization
     ), execution.keep
+
+
+def _executor_on_gpus(
+    execution: Execution, size: int
+) -> type[SwitchExecutor] | type[WholeExecutor] | None:
+    """Returns what executes a call on GPUs; None for what their rings are no better at than any."""
+    if execution.backend == "none":
+        return WholeExecutor
+    if execution.backend == "xla" and execution.directions == 1 and 1 < size <= LARGEST:
+        return SwitchExecutor
+    return None
 
 
 def _check_kernels(

@@ -19,7 +19,7 @@ again.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,8 +29,11 @@ from jax.ad_checkpoint import checkpoint_name
 from flaxasync.kernels.engine.matmul import Values
 from flaxasync.mesh import vary_alike
 from flaxasync.ops.matmul import api, vjp
+from flaxasync.ops.matmul.activation import FUSED, Activation, activate
 from flaxasync.ops.matmul.fused import FusedExecutor
 from flaxasync.ops.matmul.products import Arrays, Operands, weight_gradient
+from flaxasync.ops.matmul.switch import SwitchExecutor
+from flaxasync.ops.matmul.switch_mlp import SwitchMLP, switch_mlp
 from flaxasync.ops.quantization import (
     Operand,
     Quantization,
@@ -40,23 +43,8 @@ from flaxasync.ops.quantization import (
     forward_operands,
     weight_operands,
 )
-from flaxasync.ops.saved import GATHERED, PRODUCT, first_only
+from flaxasync.ops.saved import GATHERED, HIDDEN, PRODUCT, first_only
 from flaxasync.transport.schedule import tie
-
-type Activation = Callable[[Array], Array]
-
-FUSED: tuple[Activation, ...] = (jax.nn.silu, jax.nn.gelu, jax.nn.relu)
-"""The activations that the kernels compute. Another function may not lower for a TPU, or may close
-over arrays.
-"""
-
-
-def activate(activation: Activation, products: Values) -> Array:
-    """Returns act(gate) * up of the products (up, gate), or act(up) of (up,)."""
-    up, *gate = products
-    if gate:
-        return activation(gate[0]) * up
-    return activation(up)
 
 
 def parallel_mlp(
@@ -90,6 +78,12 @@ def parallel_mlp(
     x, ws, down = vary_alike((x, tuple(ws), down), axis_name)
     if (
         activation in FUSED
+        and isinstance(gather, SwitchExecutor)
+        and isinstance(scatter, SwitchExecutor)
+    ):
+        return switch_mlp(SwitchMLP(gather, keep, activation), x, ws, down)
+    if (
+        activation in FUSED
         and isinstance(gather, FusedExecutor)
         and isinstance(scatter, FusedExecutor)
     ):
@@ -102,7 +96,8 @@ def parallel_mlp(
             scatter, (activate(activation, products).astype(x.dtype),), (down,)
         )
 
-    return finish(vjp.gather_and_multiply(gather, keep, x, ws), down)
+    products = vjp.gather_and_multiply(gather, keep, x, ws)
+    return finish(checkpoint_name(products, HIDDEN), down)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +164,7 @@ def _mlp_fwd(mlp: FusedMLP, x: Array, ws: Operands, down: Operand) -> tuple[Arra
     y, (saved, *others, products) = _forward(mlp, len(ws), *operands)
     if mlp.keep:
         saved = checkpoint_name(saved, GATHERED)
-    return checkpoint_name(y, PRODUCT), (saved, *others, checkpoint_name(products, PRODUCT))
+    return checkpoint_name(y, PRODUCT), (saved, *others, checkpoint_name(products, HIDDEN))
 
 
 def _forward(

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
 from flaxasync import check
-from flaxasync.ops.matmul.mlp import FUSED, Activate, ActivateGradient, activate, parallel_mlp
+from flaxasync.ops.matmul.activation import FUSED, activate
+from flaxasync.ops.matmul.mlp import Activate, ActivateGradient, parallel_mlp
 from tests.kernels.conftest import as_float32, draw, simulated
 
 ROWS, COLUMNS, DOWN = P(None, "model", None), P(None, "model"), P("model", None)
