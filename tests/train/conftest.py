@@ -182,16 +182,17 @@ def run(preset, capsys, monkeypatch, trainer_of):
 @pytest.fixture
 def refuses(capsys):
     """A function that checks that a command ends with code 2 and one line on standard error, which
-    says something.
+    says something, and returns the line.
     """
 
-    def refuses(command, says: str, *arguments: object) -> None:
+    def refuses(command, says: str, *arguments: object) -> str:
         capsys.readouterr()
         assert command([*map(str, arguments)]) == 2
         err = without_progress(capsys.readouterr().err)
         assert err.startswith("error: ")
         assert err.count("\n") == 1
         assert says in err
+        return err
 
     return refuses
 

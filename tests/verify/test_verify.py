@@ -339,7 +339,8 @@ def test_a_quick_run_passes_on_this_machine(tmp_path, capsys):
         ),
         (
             "--rehearse v5e:3x5",
-            "error: topology must be one that libtpu describes, like 'v5e:2x4': got 'v5e:3x5'",
+            "error: topology must be one that libtpu describes, like 'v5e:2x4', or GPUs, like 'h100:8': "
+            "got 'v5e:3x5'",
         ),
     ],
 )

@@ -14,7 +14,7 @@ from flaxasync.verify.child import Setup
 from train.config import Config
 from train.config.command import load_config
 from train.dry_run.command import topology_devices
-from train.dry_run.forms import best_mesh, with_mesh
+from train.dry_run.meshes import best_mesh, with_mesh
 from train.lifecycle.errors import InputError
 from train.metrics.output import print_line
 from train.step.flags import may_have_tpus
@@ -34,7 +34,13 @@ def mesh_of_topology(config: Config, topology: str) -> Config:
             f"between slices: got --topology {topology}; {_NAMED}"
         )
     devices = len(topology_devices(topology))
-    return best_mesh(config, CHIPS[topology.partition(":")[0]], devices)
+    chip = topology.partition(":")[0]
+    if chip not in CHIPS:
+        raise InputError(
+            f"--mesh auto predicts the times of TPUs alone: got --topology {topology}; {_NAMED}, "
+            "with mesh.model within a host"
+        )
+    return best_mesh(config, CHIPS[chip], devices)
 
 
 def mesh_of_run(config: Config, trust: Mode, *, setup: Setup | None = None) -> Config:

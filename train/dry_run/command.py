@@ -1,11 +1,12 @@
 """`run.py --dry-run --topology v5e:2x4` reports whether a run fits those chips and how fast it
-would be, without them.
+would be, without them; so does `--topology h100:2x8` for GPUs.
 
-The whole training step is compiled for the topology by libtpu, in a separate process. The memory
+The whole training step is compiled for the topology by its compiler, in a separate process. The memory
 figures are the compiler's own. Times are estimated by `flaxasync.check` from the compiled program.
 """
 
 import collections
+import functools
 import json
 import time
 from collections.abc import Mapping
@@ -19,14 +20,16 @@ from flaxasync.check.estimate.phases import Phases
 from flaxasync.check.estimate.picture import draw_timeline
 from flaxasync.check.estimate.timeline import SOURCES
 from flaxasync.check.progress import progress
+from flaxasync.hardware import Chip, accelerator
 from flaxasync.ops import trust
 from train.config import Config
-from train.dry_run.forms import choose_and_say, what_fits
+from train.dry_run.forms import Estimate
 from train.dry_run.memory import predicted_memory
+from train.dry_run.meshes import choose_and_say, what_fits
 from train.lifecycle.errors import COMPLETE, InputError, as_input_errors
 from train.lifecycle.memory import bytes_on_device
 from train.metrics.output import gib, say, time_text
-from train.step.flags import flags_of, in_effect
+from train.step.flags import flags_of, in_effect, platform_of
 from train.step.mesh import check_fits_mesh, mesh_over
 from train.step.products import FORMULA, model_flops_per_token
 from train.step.trainer import Trainer, TrainState, backend_limits_are_input_errors
@@ -36,7 +39,7 @@ LISTED = 5  # number of causes of waits, and of kinds of findings, that the text
 MEMORY = """\
 memory     {verdict}: {needed} per device for batch {data.batch_size} x {data.sequence_length} \
 tokens; {available} are available
-           as the compiler counts it; {predicted} were predicted from the sizes alone"""
+           as the compiler counts it{predicted}"""
 STEP = """\
 dry run    {chips} devices of {topology}, as {shape}; {parameters:,} parameters
 {memory}
@@ -44,7 +47,7 @@ dry run    {chips} devices of {topology}, as {shape}; {parameters:,} parameters
 {size[optimizer]}; {size[aliased]} of these are donated to the outputs)
            further outputs {size[outputs]}, temporaries {size[temporaries]} (activations, \
 gradients), code {size[code]}
-step       {step} estimated: work {work:.1%}, waiting for other devices {exposed_share:.1%}, for \
+step       {step} estimated{guessed}: work {work:.1%}, waiting for other devices {exposed_share:.1%}, for \
 its own memory {own_memory:.1%}; nothing was run
 speed      {estimated_tokens_per_second:,.0f} tokens/s, {each:,.0f} per device; MFU \
 {estimated_causal_mfu:.1%} of {teraflops:g} TFLOP/s in bfloat16 (with half of attention, as it \
@@ -72,16 +75,35 @@ def dry_run(
         taken = "those predicted to be fastest"
     say(f"kernels    {taken}")
     folder = Path(config.workdir) / "dry_run"
+    simulated: Literal["play"] | None = None  # which takes the cost estimates of kernels
+    if kernels == "play" and chip in check.CHIPS:
+        simulated = "play"
+
+    @functools.cache
+    def compiled(form: Config) -> tuple[TrainState, check.CompiledProgram]:
+        say(f"compiling  {form.model.remat}, {form.model.fsdp_overlap} for {topology} ...")
+        with backend_limits_are_input_errors(form), progress(f"compiling for {topology}"):
+            return compile_step(form, topology, mesh)
+
+    def estimate(form: Config) -> Estimate | None:
+        try:
+            _, program = compiled(form)
+        # it does not fit, or a backend or the compiler refuses it
+        except (RuntimeError, InputError) as error:
+            say(f"refused    {str(error).splitlines()[0]}")
+            return None
+        with progress("reading the compiled program"):
+            timeline = check.timeline(program, kernels=simulated, say=_say_simulated)
+        return Estimate(timeline.seconds, program.bytes_by_kind["total"])
+
     with flags_of(config, chip) as flags, jax.set_mesh(mesh):
         say(flags)
-        config = choose_and_say(config, mesh)  # its form is complete from here on
-        say(f"compiling  for {topology} ...")
         try:
-            with backend_limits_are_input_errors(config), progress(f"compiling for {topology}"):
-                state, program = compile_step(config, topology, mesh)
+            config = choose_and_say(config, mesh, estimate)  # its form is complete from here on
+            state, program = compiled(config)
         except check.HbmError as error:
             figures = memory_figures(config, topology, mesh.shape, error.needed)
-            advice = what_fits(config, check.CHIPS[chip], mesh.shape)
+            advice = what_fits(config, accelerator(chip), mesh.shape)
             text = f"{memory_text(config, figures, 'does not fit')}\n           {advice}"
             say(text)
             _write_report(folder, figures | {"fits": False, "advice": advice}, text)
@@ -93,8 +115,6 @@ def dry_run(
         figures = memory_figures(config, topology, mesh.shape, program.bytes_by_kind["total"])
     with progress("reading the compiled program"):
         audit = check.audit(program)
-        # None takes their cost estimates
-        simulated: Literal["play"] | None = "play" if kernels == "play" else None
         timeline = check.timeline(program, kernels=simulated, say=_say_simulated)
         figures |= step_figures(config, state, program, timeline)
         text = render(config, program, timeline, audit, figures)
@@ -148,13 +168,21 @@ def memory_figures(
     config: Config, topology: str, mesh: Mapping[str, int], needed: int
 ) -> dict[str, Any]:
     """Returns the figures of report.json about memory, in bytes per device."""
-    chip = check.CHIPS[topology.partition(":")[0]]
+    chip = accelerator(topology)
+    predicted = None
+    if isinstance(chip, Chip):
+        predicted = sum(predicted_memory(config, mesh, chip).values())
     return {
         "topology": topology,
         "mesh": dict(mesh),
-        "flags": in_effect(),
+        "form": {
+            "remat": config.model.remat,
+            "fsdp_overlap": config.model.fsdp_overlap,
+            "gathered_mib": config.model.gathered_mib,
+        },
+        "flags": in_effect(platform_of(topology)),
         "bytes_needed": needed,
-        "bytes_predicted": sum(predicted_memory(config, mesh, chip).values()),
+        "bytes_predicted": predicted,
         "bytes_available": round(chip.hbm_bytes),
     }
 
@@ -167,7 +195,7 @@ def step_figures(
     """
     model = config.model
     length = config.data.sequence_length
-    flops = check.CHIPS[program.chip].flops
+    flops = accelerator(program.chip).flops
     kinds = program.bytes_by_kind
     params = bytes_on_device(state.params)
     optimizer = bytes_on_device(state.opt_state)
@@ -220,10 +248,11 @@ def render(
         memory=memory_text(config, figures, "fits"),
         size={name.partition(" ")[0]: gib(count) for name, count in sizes.items()},
         step=time_text(t.seconds),
+        guessed=_guessed(t),
         work=t.compute / t.seconds,
         own_memory=t.slowest.memory / t.seconds,
         each=figures["estimated_tokens_per_second"] / chips,
-        teraflops=check.CHIPS[program.chip].flops / 1e12,
+        teraflops=accelerator(program.chip).flops / 1e12,
         **figures,
     )
     lines = []
@@ -239,12 +268,26 @@ def render(
         f"           known error: {t.known_error}",
         *(f"           note: {note}" for note in t.notes),
     ]
-    return "\n".join([text, *lines, *_audit_lines(audit)])
+    lost = []
+    if audit.lost_overlap:
+        lost.append(f"overlap    lost: {audit.lost_overlap}")
+    return "\n".join([*lost, text, *lines, *_audit_lines(audit)])
+
+
+def _guessed(t: check.Timeline) -> str:
+    """Says which share of a step is that of kernels that were not simulated; "" for none."""
+    share = t.slowest.sources.get("estimate", 0.0) / t.seconds
+    if share < 0.001:
+        return ""
+    return f", {share:.1%} of it from cost estimates of kernels that were not simulated"
 
 
 def memory_text(config: Config, figures: Mapping[str, Any], verdict: str) -> str:
-    sizes = {name: gib(figures[f"bytes_{name}"]) for name in ("needed", "predicted", "available")}
-    return MEMORY.format(verdict=verdict, data=config.data, **sizes)
+    sizes = {name: gib(figures[f"bytes_{name}"]) for name in ("needed", "available")}
+    predicted = ""
+    if figures["bytes_predicted"] is not None:
+        predicted = f"; {gib(figures['bytes_predicted'])} were predicted from the sizes alone"
+    return MEMORY.format(verdict=verdict, data=config.data, predicted=predicted, **sizes)
 
 
 def _write_report(folder: Path, figures: Mapping[str, Any], text: str) -> None:

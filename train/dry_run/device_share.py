@@ -27,6 +27,8 @@ BYTES = {"float32": 4, "bfloat16": 2}
 class OpCall:
     """A call of an op on one device, as `flaxasync.plan` knows it."""
 
+    # What the layer gets from it, by the names of `Policy`; "output" is what no gradient needs.
+    makes: str
     op: str
     ring: int
     shapes: tuple[tuple[int, ...], ...]
@@ -92,15 +94,22 @@ class DeviceShare:
         sizes = {"batch": self.batch, "length": self.length, "ring": self.ring}
         plain: tuple[tuple[str, object], ...] = (("itemsize", self.computed),)
         quantized = (*plain, ("quantization", quantization_of(model)))
-        keeping = (*quantized, ("gathered_bytes", model.gathered_mib * 2**20))
+        keeping = (*quantized, ("gathered_bytes", model.gathered_bytes))
         options = {"all_gather_matmul": keeping, "matmul_reduce_scatter": quantized}
+        last = "output"
+        if model.post_norms:
+            last = "added"
         calls = [
-            OpCall(op, self.ring, (x, w), options[op])
-            for op, x, w in products_of_a_layer(model, **sizes)
+            OpCall(makes, op, self.ring, (x, w), options[op])
+            for makes, (op, x, w) in zip(
+                ("operands", "added", "hidden", last),
+                products_of_a_layer(model, **sizes),
+                strict=False,  # a mixture without a shared expert has the first two only
+            )
         ]
         if model.experts:
             shapes = experts_of_a_layer(model, **sizes)
-            calls.append(OpCall("expert_mlp", self.ring, shapes, plain))
+            calls.append(OpCall("hidden", "expert_mlp", self.ring, shapes, plain))
         query, key = (
             (self.batch, self.length, heads, model.head_features)
             for heads in local_heads(model, self.ring)
@@ -108,27 +117,31 @@ class DeviceShare:
         layout = plain
         if self.context > 1:
             layout = (*plain, ("layout", self.config.mesh.context_layout))
-        return [*calls, OpCall("ring_attention", self.context, (query, key), layout)]
+        return [*calls, OpCall("attention", "ring_attention", self.context, (query, key), layout)]
 
     def output_call(self) -> OpCall:
         """Returns the product of the output projection."""
         x = (self.batch, self.length // self.ring, self.model.width)
         w = (self.model.width, self.vocabulary)
-        return OpCall("all_gather_matmul", self.ring, (x, w), (("itemsize", self.computed),))
+        options = (("itemsize", self.computed),)
+        return OpCall("output", "all_gather_matmul", self.ring, (x, w), options)
+
+    @property
+    def bytes_of_rows(self) -> int:
+        """The bytes of all rows of a layer's input, as a product gathers them."""
+        itemsize = self.computed
+        if self.model.quantization is not None:
+            itemsize = 1
+        return self.rows * self.model.width * itemsize
 
     def gathered_bytes(self, chip: Chip | None) -> int:
         """Returns the bytes of gathered rows that one layer keeps for its gradient, by the costs of
         a chip; without one they are kept wherever the limit allows it.
         """
-        model = self.model
-        itemsize = self.computed
-        if model.quantization is not None:
-            itemsize = 1
-        each = self.rows * model.width * itemsize
-        if self.ring == 1 or each > model.gathered_mib * 2**20:
+        if self.ring == 1 or self.bytes_of_rows > self.model.gathered_bytes:
             return 0
         if chip is None:
-            return 2 * each
+            return 2 * self.bytes_of_rows
         gathers = [call for call in self.layer_calls() if call.op == "all_gather_matmul"]
         return sum(cost_of(chip, call, self.config.backend).kept for call in gathers)
 

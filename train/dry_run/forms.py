@@ -1,39 +1,60 @@
-"""Which form of a step a run takes where its configuration leaves that open, and which meshes and
-forms would fit.
+"""Which form of a step a run takes where its configuration leaves that open.
 
-A form is a value of `model.remat` and one of `model.fsdp_overlap`. `choose` takes the form that is
-predicted to be the fastest of those that fit and are trusted; `rank` orders all meshes, each with
-its best form.
+A form is a value of `model.remat` and one of `model.fsdp_overlap`, and whether products keep the
+rows that they gather (`model.gathered_mib`). `choose` takes the form that is predicted to be the
+fastest of those that fit and are trusted. Where others are predicted to be about as fast, it
+compiles some of them and takes the fastest by the estimates of their programs.
 """
 
 import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import get_args
 
-import jax
-
-from flaxasync import mesh as ambient_mesh
-from flaxasync.hardware import Chip
-from flaxasync.mesh import mesh_report
+from flaxasync.hardware import Chip, Gpu
 from flaxasync.ops import trust
 from models.config import FsdpOverlap, Remat
 from train.config import Config, replace_options
+from train.dry_run.device_share import DeviceShare
 from train.dry_run.prediction import Prediction, predict
 from train.lifecycle.errors import InputError, as_input_errors
-from train.metrics.output import gib, print_line, say, time_text
-from train.step.mesh import AXES, FSDP, check_fits_mesh, mesh_shape
+from train.metrics.output import gib, say, time_text
+from train.step.mesh import FSDP, check_fits_mesh
 
-AUTOMATIC: tuple[Remat, ...] = ("none", "cheap", "dots", "layer")
-"""What a run chooses from. Around the transfers to the host, XLA was seen to copy the stacks of all
-layers.
+AUTOMATIC: tuple[Remat, ...] = (
+    "none",
+    "cheap",
+    "dots",
+    "operands",
+    "mlp",
+    "attention",
+    "layer",
+)
+"""What a run chooses from by predictions."""
+ON_GPUS: tuple[Remat, ...] = ("none", "cheap", "dots", "layer")
+"""What a dry run for GPUs compiles until one fits."""
+OFFLOADING: tuple[Remat, ...] = ("offload", "offload_most")
+"""What it takes only if the compiled program is the fastest: around the transfers to the host, XLA
+was seen to copy the stacks of all layers.
 """
-ROOM = 0.9  # share of the memory that a form may need if there is one that needs less
-MUCH = 1.1  # a mesh is named instead of that of a run if it is predicted to be as many times faster
+ROOM = 0.95  # share of the memory that a form may need if there is one that needs less
+CLOSE = 1.15  # how many times as long a form that is compiled may be predicted to take
+MOST_COMPILED = 3  # forms, because one may take minutes
 DIRECT = "prefetch_pallas"
-RUNNERS_UP = 5  # meshes that `--mesh auto` names beside the one that it takes
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What the compiled program of a form takes."""
+
+    seconds: float  # infinity if there is no estimate
+    needed: int  # bytes of a device, as the compiler counts them
+
+
+type Compile = Callable[[Config], Estimate | None]
+"""Compiles a form; None if the compiler refuses it, mostly because it does not fit the memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,149 +66,99 @@ class Choice:
     instead: str = ""  # which form would be faster, and why it is not taken; "" if there is none
 
 
-def choose(config: Config, chip: Chip, mesh: Mapping[str, int], *, linked: bool = True) -> Choice:
+def choose(
+    config: Config,
+    chip: Chip,
+    mesh: Mapping[str, int],
+    *,
+    linked: bool = True,
+    compiled: Compile | None = None,
+) -> Choice:
     """Chooses what `model.remat` and `model.fsdp_overlap` leave open, for a mesh that the run
     divides over.
 
     `linked` says whether links connect the devices of fsdp, which go across slices otherwise.
+    `compiled` compares forms that are predicted to be about as fast; without it the prediction
+    decides.
     """
     if None not in (config.model.remat, config.model.fsdp_overlap):
         return Choice(config)
-    found = _forms(config, chip, mesh, linked=linked)
-    best = _fastest(found, chip)
-    chosen = f"{best.form} ({_reason(best, len(found), 'forms')})"
+    found = predicted_forms(config, chip, mesh, linked=linked)
+    best = fastest(found, chip)
+    reason = reason_for(best, len(found), "forms")
+    close = []
+    if compiled is not None:
+        keeping = _keeping_rows(config, best, chip, mesh)
+        offloading = _offloading(config, chip, mesh, linked=linked)
+        close = _close(best, [*found, *keeping, *offloading], chip)
+    if compiled is not None and close not in ([], [best]):
+        best, reason = _fastest_compiled(config, _trusted(found, chip), close, compiled)
+    chosen = f"{best.form} ({reason})"
     instead = ""
-    faster = [one for one in found if one.seconds < best.seconds]
-    verifiable = [one for one in faster if _has_room(one)]
+    # Trusted forms with room were compiled, or need more memory than one that was refused.
+    trusted = _trusted(found, chip)
+    faster = [
+        one
+        for one in found
+        if one.seconds < best.seconds and not (one in trusted and has_room(one))
+    ]
+    verifiable = [one for one in faster if has_room(one)]
     if faster:
-        other = min(verifiable or faster, key=_seconds)
+        other = min(verifiable or faster, key=seconds_of)
         why = f"it needs {gib(other.needed)}"
         if verifiable:
             why = f"it did not pass {trust.COMMAND!r}"
         instead = f"{other.form} would take {time_text(other.seconds)}, but {why}"
-    return Choice(with_form(config, best.remat, best.overlap), chosen, instead)
+    return Choice(_taking(config, best), chosen, instead)
 
 
-def choose_and_say(config: Config, mesh: jax.sharding.Mesh) -> Config:
-    """Chooses the form for a mesh, which is set, and prints on TPUs what was chosen, and instead of
-    what. Where no time is predicted, XLA hides what it can, and nothing is computed again.
+def choose_on_gpus(config: Config, gpu: Gpu, mesh: Mapping[str, int], compiled: Compile) -> Choice:
+    """Chooses what `model.remat` and `model.fsdp_overlap` leave open on GPUs, of which no form is
+    predicted: for each overlap the first form that fits is compiled, from that which computes
+    nothing again on, and the fastest is taken.
     """
-    chip = ambient_mesh.chip()
-    if chip is None:
-        return with_form(config, config.model.remat or "none", config.model.fsdp_overlap or "xla")
-    across_slices = [axis.name for axis in mesh_report(mesh) if axis.across_slices]
-    choice = choose(config, chip, mesh.shape, linked=FSDP not in across_slices)
-    instead = [choice.instead]
-    if not across_slices:
-        now = predict(choice.config, chip, mesh.shape).seconds
-        instead.append(faster_mesh(config, chip, mesh.shape, now))
-    if ambient_mesh.platform() == "tpu":
-        if choice.chosen:
-            say(f"chosen     {choice.chosen}")
-        for text in filter(None, instead):
-            say(f"instead    {text}")
-    return choice.config
+    if None not in (config.model.remat, config.model.fsdp_overlap):
+        return Choice(config)
+    remats = ON_GPUS
+    if config.model.remat is not None:
+        remats = (config.model.remat,)
+    overlaps: tuple[FsdpOverlap, ...] = ("xla",)
+    if config.model.fsdp_overlap is not None:
+        overlaps = (config.model.fsdp_overlap,)
+    elif mesh.get(FSDP, 1) > 1:
+        overlaps = ("xla", "prefetch")
+    found: list[tuple[Estimate, Config]] = []
+    for overlap in overlaps:
+        for remat in remats:
+            tried = with_form(config, remat, overlap)
+            estimate = compiled(tried)
+            if estimate is not None and estimate.needed <= ROOM * gpu.hbm_bytes:
+                figures = figures_of(estimate, round(gpu.hbm_bytes))
+                say(f"compared   {_options_of(tried)}: {figures}")
+                found.append((estimate, tried))
+                break
+    if not found:
+        return Choice(with_form(config, remats[-1], overlaps[0]))
+    estimate, best = min(found, key=lambda pair: pair[0].seconds)
+    why = f"the fastest of {len(found)} that fit: {figures_of(estimate, round(gpu.hbm_bytes))}"
+    return Choice(best, f"{_options_of(best)} ({why})")
 
 
-def faster_mesh(config: Config, chip: Chip, mesh: Mapping[str, int], now: float) -> str:
-    """Says which mesh of as many chips is predicted to be much faster than `now` seconds a step; ""
-    if none is.
-    """
-    best = rank(config, chip, math.prod(mesh.values()))[0]
-    if not best.fits or MUCH * best.seconds > now:
-        return ""
-    figures = f"{time_text(best.seconds)} in {gib(best.needed)}"
-    return (
-        f"{best.options} would take {figures}, where this mesh takes {time_text(now)}; --mesh auto "
-        "takes the fastest"
-    )
-
-
-def best_mesh(config: Config, chip: Chip, devices: int) -> Config:
-    """Returns a configuration whose mesh is the fastest that fits some devices, by prediction, and
-    prints its sizes and those that come next.
-    """
-    best, *others = rank(config, chip, devices)
-    reason = _reason(best, 1 + len(others), "meshes")
-    print_line(f"mesh       {best.mesh_options} (auto: {reason})")
-    for other in filter(_fits, others[:RUNNERS_UP]):
-        print_line(f"           then {_named(other.sizes)} with {other.form}: {_figures(other)}")
-    return with_mesh(config, tuple(best.sizes.values()))
-
-
-def rank(config: Config, chip: Chip, devices: int) -> list[Prediction]:
-    """Returns all meshes of some devices that the run divides over: those that fit by time, then
-    the others by memory.
-
-    Each takes the fastest of the trusted forms that fits with room to spare, or that which needs
-    the least memory.
-    """
-    predictions = []
-    refusal = ""
-    divisors = [size for size in range(1, devices + 1) if devices % size == 0]
-    for sizes in itertools.product(divisors, repeat=len(AXES)):
-        if math.prod(sizes) != devices:
-            continue
-        shape = mesh_shape(with_mesh(config, sizes).mesh, devices)
-        try:
-            check_fits_mesh(config, shape)
-        except InputError as error:
-            named = _named(dict(zip(AXES, sizes, strict=True)))
-            refusal = f"{named} is refused because {error}"
-        else:
-            predictions.append(_fastest(_forms(config, chip, shape), chip))
-    if not predictions:
-        raise InputError(f"no mesh of {devices} devices divides the model and the batch; {refusal}")
-    fitting = sorted((one for one in predictions if one.fits), key=_seconds)
-    return fitting + sorted((one for one in predictions if not one.fits), key=_needed)
-
-
-def what_fits(config: Config, chip: Chip, mesh: Mapping[str, int]) -> str:
-    """Says which form on this mesh, and which mesh, need less than a step that does not fit, by
-    prediction.
-    """
-    free = with_form(config, None, None)
-    refused = predict(config, chip, mesh).needed
-    here = _fastest(_forms(free, chip, mesh), chip)
-    texts = []
-    if here.needed < refused and _has_room(here):
-        texts.append(f"{here.form} ({gib(here.needed)})")
-    for one in rank(free, chip, math.prod(mesh.values())):
-        if one.mesh != here.mesh and one.needed < refused and _has_room(one):
-            texts.append(f"{one.options} ({gib(one.needed)})")
-            break
-    nothing = (
-        "no form on any mesh; use a smaller data.batch_size, bfloat16 parameters or more chips"
-    )
-    return f"Predicted to fit into {gib(chip.hbm_bytes)}: {', or '.join(texts) or nothing}"
-
-
-@contextlib.contextmanager
-def explains_lack(config: Config, mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """Adds to the first line of the error of a compiler that runs out of memory what would fit; a
-    mesh is set.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        chip = ambient_mesh.chip()
-        first_line = str(error).partition("\n")[0]
-        if chip is None or "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise RuntimeError(f"{first_line}. {what_fits(config, chip, mesh.shape)}") from error
-
-
-def with_mesh(config: Config, sizes: Sequence[int]) -> Config:
-    return replace_options(
-        config, {f"mesh.{name}": size for name, size in zip(AXES, sizes, strict=True)}
-    )
+def _options_of(config: Config) -> str:
+    return f"--model.remat {config.model.remat} --model.fsdp_overlap {config.model.fsdp_overlap}"
 
 
 def with_form(config: Config, remat: Remat | None, overlap: FsdpOverlap | None) -> Config:
     return replace_options(config, {"model.remat": remat, "model.fsdp_overlap": overlap})
 
 
-def _forms(
+def _taking(config: Config, form: Prediction) -> Config:
+    """Returns the configuration with a form that was predicted for it."""
+    named = with_form(config, form.remat, form.overlap)
+    return replace_options(named, {"model.gathered_mib": form.gathered_mib})
+
+
+def predicted_forms(
     config: Config, chip: Chip, mesh: Mapping[str, int], *, linked: bool = True
 ) -> list[Prediction]:
     """Predicts all forms that a mesh can have, of those that the configuration leaves open; the
@@ -212,52 +183,126 @@ def _forms(
     return found
 
 
-def _fastest(forms: Sequence[Prediction], chip: Chip) -> Prediction:
+def _offloading(
+    config: Config, chip: Chip, mesh: Mapping[str, int], *, linked: bool
+) -> list[Prediction]:
+    """Predicts the forms that use the memory of the host, if `model.remat` is left open and the
+    rate of that memory is known.
+    """
+    if config.model.remat is not None or not chip.host_bandwidth:
+        return []
+    found = []
+    for remat in OFFLOADING:
+        named = with_form(config, remat, config.model.fsdp_overlap)
+        found += predicted_forms(named, chip, mesh, linked=linked)
+    return found
+
+
+def _keeping_rows(
+    config: Config, form: Prediction, chip: Chip, mesh: Mapping[str, int]
+) -> list[Prediction]:
+    """Predicts a form whose products keep the rows that they gather, if that is left open and
+    predicted to gain.
+    """
+    if config.model.gathered_mib is not None:
+        return []
+    rows = DeviceShare.of(config, mesh).bytes_of_rows
+    keeping = dataclasses.replace(form, gathered_mib=math.ceil(rows / 2**20))
+    kept = predict(_taking(config, keeping), chip, mesh)
+    if kept.seconds < form.seconds:
+        return [kept]
+    return []
+
+
+def fastest(forms: Sequence[Prediction], chip: Chip) -> Prediction:
     """Returns the fastest trusted form that leaves some memory, or that which needs the least.
 
     Predictions of memory are only good to a few percent, and a step that is refused takes the place
     of a slower one.
     """
+    trusted = _trusted(forms, chip)
+    least = min(trusted, key=needed_by)
+    if not least.fits:
+        return least
+    return min([*filter(has_room, trusted), least], key=seconds_of)
+
+
+def _trusted(forms: Sequence[Prediction], chip: Chip) -> Sequence[Prediction]:
+    """Returns the trusted forms, or all of them if none is, because one that was named is taken."""
 
     def is_trusted(one: Prediction) -> bool:
         return one.overlap != DIRECT or trust.is_trusted(
             "prefetch", "pallas", chip.name, one.mesh[FSDP]
         )
 
-    trusted = [one for one in forms if is_trusted(one)] or forms  # or what was named
-    least = min(trusted, key=_needed)
-    if not least.fits:
-        return least
-    return min([*filter(_has_room, trusted), least], key=_seconds)
+    return [one for one in forms if is_trusted(one)] or forms
 
 
-def _reason(best: Prediction, count: int, kind: str) -> str:
+def _close(best: Prediction, forms: Sequence[Prediction], chip: Chip) -> list[Prediction]:
+    """Returns the trusted forms with room that are predicted to be about as fast as the best one,
+    or faster. The best one comes first, if it has room.
+    """
+    close = [
+        one
+        for one in sorted(_trusted(forms, chip), key=seconds_of)
+        if has_room(one) and one != best and one.seconds <= CLOSE * best.seconds
+    ]
+    if has_room(best):
+        close = [best, *close]
+    return close[:MOST_COMPILED]
+
+
+def _fastest_compiled(
+    config: Config, forms: Sequence[Prediction], close: Sequence[Prediction], compiled: Compile
+) -> tuple[Prediction, str]:
+    """Compiles some forms, and returns the fastest one that leaves some memory, and why.
+
+    If none does, it is the one predicted to be the fastest of those that need less memory, or else
+    the one that needs the least.
+    """
+    estimates = []
+    for one in close:
+        estimate = compiled(_taking(config, one))
+        if estimate is None:
+            say(f"compared   {one.form}: the compiler refuses it")
+            continue
+        say(f"compared   {one.form}: {figures_of(estimate, one.available)}")
+        if estimate.needed <= ROOM * one.available:
+            estimates.append((estimate, one))
+    if not estimates:
+        why = f"as none of {len(close)} compiled ones leaves memory"
+        refused = min(one.needed for one in close)
+        smaller = [one for one in forms if has_room(one) and one.needed < refused]
+        if smaller:
+            return min(smaller, key=seconds_of), f"the fastest of those that need less, {why}"
+        return min(forms, key=needed_by), f"the smallest, {why}"
+    if any(math.isinf(estimate.seconds) for estimate, _ in estimates):
+        best = min((one for _, one in estimates), key=seconds_of)
+        return best, f"the fastest of {len(close)} compiled, by prediction: one has no estimate"
+    estimate, best = min(estimates, key=lambda pair: pair[0].seconds)
+    figures = figures_of(estimate, best.available)
+    return best, f"the fastest of {len(close)} compiled: {figures}"
+
+
+def reason_for(best: Prediction, count: int, kind: str) -> str:
     """Says why one of so many forms or meshes is taken."""
     why = f"the fastest of {count} {kind} that fits"
     if not best.fits:
         why = f"the smallest of {count} {kind}, none fits"
-    return f"{why}, by prediction: {_figures(best)}"
+    return f"{why}, by prediction: {figures_of(best, best.available)}"
 
 
-def _figures(one: Prediction) -> str:
-    return f"{time_text(one.seconds)} in {gib(one.needed)} of {gib(one.available)}"
+def figures_of(one: Prediction | Estimate, available: int) -> str:
+    return f"{time_text(one.seconds)} in {gib(one.needed)} of {gib(available)}"
 
 
-def _named(sizes: Mapping[str, int]) -> str:
-    return f"{' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))}"
-
-
-def _seconds(one: Prediction) -> float:
+def seconds_of(one: Prediction) -> float:
     return one.seconds
 
 
-def _fits(one: Prediction) -> bool:
-    return one.fits
-
-
-def _needed(one: Prediction) -> int:
+def needed_by(one: Prediction) -> int:
     return one.needed
 
 
-def _has_room(one: Prediction) -> bool:
+def has_room(one: Prediction) -> bool:
     return one.needed <= ROOM * one.available

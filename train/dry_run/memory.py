@@ -21,20 +21,31 @@ class Policy:
 
     keeps: tuple[str, ...]  # in the memory of the device, until the backward pass
     offloads: tuple[str, ...] = ()  # in that of the host
-    repeats: tuple[str, ...] = ()  # the work of the forward pass that the backward pass does again
+    # What the backward pass makes again: the results of `DeviceShare.layer_calls`, and "passes",
+    # which are those over memory alone.
+    repeats: tuple[str, ...] = ("passes",)
 
 
 POLICIES: dict[Remat, Policy] = {
-    "none": Policy(("everything", "scores", "gathered", "kernels")),
-    "cheap": Policy(
-        ("stream", "products", "attention", "statistics", "gathered", "kernels"),
-        repeats=("passes",),
-    ),
+    "none": Policy(("everything", "scores", "gathered", "kernels"), repeats=()),
+    "cheap": Policy(("stream", "products", "attention", "statistics", "gathered", "kernels")),
     "dots": Policy(("stream", "products", "gathered"), repeats=("passes", "attention")),
-    "layer": Policy(("stream",), repeats=("passes", "attention", "matmuls")),
-    "offload": Policy(("attention", "statistics"), ("stream", "operands"), ("passes", "matmuls")),
+    "operands": Policy(
+        ("stream", "operands", "hidden", "gathered"), repeats=("passes", "attention", "added")
+    ),
+    "mlp": Policy(
+        ("stream", "hidden", "added", "gathered"), repeats=("passes", "operands", "attention")
+    ),
+    "attention": Policy(
+        ("stream", "operands", "attention", "statistics", "added", "gathered"),
+        repeats=("passes", "hidden"),
+    ),
+    "layer": Policy(("stream",), repeats=("passes", "operands", "attention", "added", "hidden")),
+    "offload": Policy(
+        ("attention", "statistics"), ("stream", "operands"), ("passes", "added", "hidden")
+    ),
     "offload_most": Policy(
-        ("statistics",), ("stream", "operands", "attention"), ("passes", "matmuls")
+        ("statistics",), ("stream", "operands", "attention"), ("passes", "added", "hidden")
     ),
 }
 # What such a scan keeps in place of some of them: it gathers kernels again, and its loop of two
@@ -166,7 +177,8 @@ def layer_values(here: DeviceShare, chip: Chip | None) -> dict[str, float]:
         hidden = model.shared_expert_width
     value = rows * here.computed
     stream = value * model.width
-    products = value * (heads + 2 * hidden) + (1 + model.post_norms) * stream
+    added = (1 + model.post_norms) * stream
+    products = value * (heads + 2 * hidden) + added
     passes = (5 - model.post_norms) * stream + value * (query + 2 * hidden)
     # norms compute in float32, and so do sines and cosines of positions
     normed = 2 * (1 + model.post_norms) * model.width
@@ -182,6 +194,8 @@ def layer_values(here: DeviceShare, chip: Chip | None) -> dict[str, float]:
     return {
         "stream": stream,
         "operands": value * heads,
+        "hidden": value * 2 * hidden,
+        "added": added,
         "products": products,
         "attention": value * query,
         "statistics": 4 * rows * model.heads,

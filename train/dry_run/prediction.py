@@ -45,7 +45,7 @@ HIDDEN_MOVED = 2  # the hidden features of the MLP, in a layer; fitted
 # float32 logits: XLA writes those of a block once and reads them three times, on v6e
 LOGITS_MOVED = 4
 # what a scan that prefetches by permutes sends: blocks are cut out, added and written; fitted
-UPDATES_MOVED = 8
+UPDATES_MOVED = 7.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Prediction:
     mesh: Mapping[str, int]
     remat: Remat
     overlap: FsdpOverlap
+    gathered_mib: int | None  # the most that a product keeps of the rows that it gathers
     memory: Mapping[str, int]  # by use
     work: float  # time in which the core works
     # time in which the core waits for other devices or the host, by the axis and the transfer
@@ -77,7 +78,10 @@ class Prediction:
     @property
     def form(self) -> str:
         """The options of the command line that name the form."""
-        return f"--model.remat {self.remat} --model.fsdp_overlap {self.overlap}"
+        kept = ""
+        if self.gathered_mib:
+            kept = f" --model.gathered_mib {self.gathered_mib}"
+        return f"--model.remat {self.remat} --model.fsdp_overlap {self.overlap}{kept}"
 
     @property
     def options(self) -> str:
@@ -168,6 +172,7 @@ def predict(config: Config, chip: Chip, mesh: Mapping[str, int]) -> Prediction:
         mesh=dict(mesh),
         remat=remat,
         overlap=overlap,
+        gathered_mib=model.gathered_mib,
         memory=memory,
         work=work,
         waits=waits,
@@ -189,9 +194,8 @@ def _layer_times(here: DeviceShare, chip: Chip) -> LayerTimes:
     work = 0.0
     waits = {True: 0.0, False: 0.0}  # by whether it is attention, over context
     for call in here.layer_calls():
-        kind = "attention" if call.is_attention else "matmuls"
         passes = [True]
-        if kind in repeated:
+        if call.makes in repeated:
             passes.append(False)
         for backward in passes:
             cost = cost_of(chip, call, here.config.backend, backward=backward)

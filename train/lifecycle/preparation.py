@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from flaxasync import mesh
+from flaxasync import check, mesh
 from flaxasync.check import check_async_compatible
 from flaxasync.check.progress import progress
 from flaxasync.ops import trust
@@ -126,7 +126,22 @@ def compile_steps(
         except OSError:  # a full disk; nothing depends on this file
             with contextlib.suppress(OSError):
                 work.program.unlink()
+        if lost := lost_overlap(train_step):
+            say(f"overlap    lost: {lost}")
     return train_step, eval_step
+
+
+def lost_overlap(step: jax.stages.Compiled | str) -> str:
+    """Says which rings of the compiled step have lost their overlap; "" for none, for a program
+    that cannot be read, and on CPUs, whose transfers are all synchronous.
+    """
+    if jax.default_backend() == "cpu":
+        return ""
+    with progress("reading the compiled program"):
+        try:
+            return check.audit(step).lost_overlap
+        except ValueError:
+            return ""
 
 
 def describe_dispatch(train_step: jax.stages.Compiled) -> list[str]:

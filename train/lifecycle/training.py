@@ -20,8 +20,9 @@ from train.config import Config, ProfileConfig, flatten
 from train.config.command import Command
 from train.data.batches import TrainingBatches, split
 from train.data.corpus import identify, open_corpora
-from train.dry_run.forms import choose_and_say, explains_lack
+from train.dry_run.meshes import explains_lack
 from train.lifecycle.errors import COMPLETE, DivergedError
+from train.lifecycle.form import form_of_run
 from train.lifecycle.memory import check_memory
 from train.lifecycle.preparation import (
     agree_on_kernels,
@@ -60,7 +61,6 @@ def train(command: Command, stop: StopRequest) -> int:
         check_host_memory(config, mesh)
         if config.mesh.distributed:
             agree_on_kernels()
-        command = dataclasses.replace(command, config=choose_and_say(config, mesh))
         with open_workdir(Path(config.workdir)) as work:
             return Run(command, mesh, stop, work).run()
 
@@ -97,18 +97,20 @@ class Run:
 
     def run(self) -> int:
         """Starts the run, continues it, or reports that it is complete; returns the exit code."""
-        config = self.config
         work = self.work
         with self.checkpoints, contextlib.ExitStack() as stack:
             start = self.checkpoints.choose(self.command.resume_step)
             require_same(
                 {
-                    "command line": flat_fields(config),
+                    "command line": flat_fields(self.config),
                     "newest checkpoint": start,
                     "data": self.identity.corpus,
                     "set of libtpu's flags": self.identity.flags,
                 }
             )
+            if start < self.config.steps:
+                self.config = form_of_run(self.config, self.mesh, work)
+            config = self.config
             with backend_limits_are_input_errors(config):
                 trainer = Trainer(config, self.mesh)
             check_memory(trainer, config, self.mesh)

@@ -27,6 +27,7 @@ class Workdir:
     def __init__(self, root: Path):
         self.root = root
         self.config = root / "config.json"
+        self.form = root / "form.json"
         self.metrics = root / "metrics.jsonl"
         self.events = root / "events.jsonl"
         self.tensorboard = root / "tensorboard"
@@ -57,6 +58,7 @@ class Workdir:
         """
         files = (
             self.config,
+            self.form,
             self.metrics,
             self.events,
             self.plot,

@@ -1,24 +1,28 @@
-"""The flags of libtpu with which a run is compiled: chosen by its chip, and set before JAX loads
-libtpu.
+"""The flags of the compiler with which a run is compiled: chosen by its chip, and set before JAX
+loads libtpu, or XLA for GPUs.
 
 libtpu reads its flags once, when JAX first asks for a device, from the variable LIBTPU_INIT_ARGS.
 So nothing here imports JAX. A flag that is in the variable already stays as it is. The children of
 `train.step.verify` and of `fa.check.compile_for` inherit the variable, and so verify and compile
-what the run executes. libtpu ends a process that has a flag which it does not know, so flags are
-added only for versions with which they were tested.
+what the run executes. Both compilers end a process that has a flag which they do not know, so flags
+are added only for versions with which they were tested. Those of XLA for GPUs are in the variable
+XLA_FLAGS.
 """
 
 import contextlib
 import glob
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from flaxasync.check.tested_libtpu import TESTED_LIBTPU, installed_libtpu
+from flaxasync.hardware import GPUS, gpu_of_device, is_gpu
 from train.config import Config
 
 VARIABLE = "LIBTPU_INIT_ARGS"
+XLA_VARIABLE = "XLA_FLAGS"
 SCOPED = "xla_tpu_scoped_vmem_limit_kib"
 WHOLE_LAYERS: Mapping[str, Mapping[str, str]] = {
     "v5e": {SCOPED: "98304"},
@@ -29,7 +33,19 @@ WHOLE_LAYERS: Mapping[str, Mapping[str, str]] = {
 elsewhere none.
 """
 
+SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+WITH_FSDP: Mapping[str, str] = {
+    "xla_gpu_enable_while_loop_double_buffering": "true",
+    "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
+}
+"""Flags that `auto` takes on GPUs where mesh.fsdp is not 1, by the predictions of docs/gpu.md."""
+# The share of a GPU's memory that JAX takes; its default, 0.75, is less than a dry run allows.
+MEMORY_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+MEMORY_SHARE = "0.95"
+_TESTED_JAXLIB = "0.12."  # how the versions begin with which they were tested
+
 _PCI = Path("/sys/bus/pci/devices")
+_NVIDIA = Path("/proc/driver/nvidia/gpus")
 _GOOGLE = "0x1ae0"  # the vendor of these PCI devices, which are those of jax._src.hardware_utils
 _PCI_CHIPS = {"0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "tpu7x"}
 # beginnings of TPU_ACCELERATOR_TYPE
@@ -37,15 +53,22 @@ _TYPES = {"v5litepod": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "tpu7x"}
 
 
 def set_flags(config: Config) -> str:
-    """Sets the flags of a run in this process, and returns a line about them, "" for a run that
-    cannot be on TPUs.
+    """Sets the flags of a run in this process, and the memory that JAX takes of a known GPU. Returns
+    a line about the flags, "" for a run that cannot be on TPUs or GPUs.
     """
-    if not may_have_tpus(config):
+    if may_have_gpus(config):
+        chip = gpu_of_machine()
+        variable = XLA_VARIABLE
+        if chip is not None and config.xla.flags != "none":
+            os.environ.setdefault(MEMORY_VARIABLE, MEMORY_SHARE)
+    elif may_have_tpus(config):
+        chip = chip_of_machine()
+        variable = VARIABLE
+    else:
         return ""
-    chip = chip_of_machine()
     flags = wanted(config, chip)
-    os.environ[VARIABLE] = with_flags(flags)
-    return describe(config, chip, flags)
+    os.environ[variable] = with_flags(flags, variable)
+    return describe(config, chip, flags, variable)
 
 
 @contextlib.contextmanager
@@ -56,30 +79,58 @@ def flags_of(config: Config, chip: str) -> Iterator[str]:
     Yields the line about them.
     """
     flags = wanted(config, chip)
-    with added(flags):
-        yield describe(config, chip, flags)
+    variable = VARIABLE
+    if chip in GPUS:
+        variable = XLA_VARIABLE
+    with added(flags, variable):
+        yield describe(config, chip, flags, variable)
 
 
 @contextlib.contextmanager
-def added(flags: Mapping[str, str]) -> Iterator[None]:
+def added(flags: Mapping[str, str], variable: str = VARIABLE) -> Iterator[None]:
     """Adds flags, {"xla_...": value}, for one block of code."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = with_flags(flags)
+    before = os.environ.get(variable)
+    os.environ[variable] = with_flags(flags, variable)
     try:
         yield
     finally:
         if before is None:
-            del os.environ[VARIABLE]
+            del os.environ[variable]
         else:
-            os.environ[VARIABLE] = before
+            os.environ[variable] = before
 
 
 def wanted(config: Config, chip: str | None) -> dict[str, str]:
-    """Returns the flags to add for a run, without those that LIBTPU_INIT_ARGS has already."""
+    """Returns the flags to add for a run, without those that its variable has already."""
+    if chip in GPUS:
+        return _wanted_on_gpus(config, chip)
     if config.xla.flags == "none" or config.mesh.model != 1 or not _is_tested():
         return {}
     flags = WHOLE_LAYERS.get(chip or "", {})
     return {name: value for name, value in flags.items() if name not in in_effect()}
+
+
+def _wanted_on_gpus(config: Config, gpu: str) -> dict[str, str]:
+    if config.xla.flags == "none" or not _is_tested_on_gpus() or _names_a_file():
+        return {}
+    there = in_effect("gpu")
+    return {name: value for name, value in _of_gpus(config, gpu).items() if name not in there}
+
+
+def _names_a_file() -> bool:
+    """Says whether XLA_FLAGS is the name of a file of flags: no flag can be added to it."""
+    there = os.environ.get(XLA_VARIABLE, "").strip()
+    return there != "" and not there.startswith("-")
+
+
+def _of_gpus(config: Config, gpu: str) -> dict[str, str]:
+    """Returns the flags that a run on GPUs is predicted to gain by."""
+    flags: dict[str, str] = {}
+    if not GPUS[gpu].schedules:  # without it no transfer has work beside it
+        flags[SCHEDULER] = "true"
+    if config.mesh.fsdp != 1:
+        flags |= WITH_FSDP
+    return flags
 
 
 def parse(text: str) -> dict[str, str]:
@@ -95,38 +146,51 @@ def in_effect(platform: str = "tpu") -> dict[str, str]:
     """Returns the flags with which this process compiles for a platform, those that were there
     before included.
     """
-    if platform != "tpu":
+    variables = {"tpu": VARIABLE, "gpu": XLA_VARIABLE}
+    if platform not in variables:
         return {}
-    return parse(os.environ.get(VARIABLE, ""))
+    return parse(os.environ.get(variables[platform], ""))
 
 
-def with_flags(flags: Mapping[str, str]) -> str:
-    """Returns the value of LIBTPU_INIT_ARGS with some flags before those that it has.
+def platform_of(topology: str) -> str:
+    """Returns the platform of a topology: "gpu" for "h100:8", "tpu" for "v5e:2x4"."""
+    if is_gpu(topology):
+        return "gpu"
+    return "tpu"
 
-    JAX adds one at the end when it is imported on a machine with TPUs. The text must not depend on
-    whether it was, because verdicts on kernels count only for the same text
+
+def with_flags(flags: Mapping[str, str], variable: str = VARIABLE) -> str:
+    """Returns the value of a variable with some flags before those that it has.
+
+    JAX adds one to LIBTPU_INIT_ARGS at the end when it is imported on a machine with TPUs. The text
+    must not depend on whether it was, because verdicts on kernels count only for the same text
     (`flaxasync.ops.trust.Machine`).
     """
-    there = os.environ.get(VARIABLE, "")
+    there = os.environ.get(variable, "")
     if not flags:
         return there
     texts = [f"--{name}={value}" for name, value in flags.items()]
     return " ".join([*texts, there.strip()]).strip()
 
 
-def describe(config: Config, chip: str | None, flags: Mapping[str, str]) -> str:
+def describe(
+    config: Config, chip: str | None, flags: Mapping[str, str], variable: str = VARIABLE
+) -> str:
     """Says in one line which flags a run has, where they come from, and what else is possible."""
-    others = [f"{name}={value}" for name, value in in_effect().items() if name not in flags]
+    of_variable = parse(os.environ.get(variable, ""))
+    others = [f"{name}={value}" for name, value in of_variable.items() if name not in flags]
     there = ""
     if others:
-        there = f"; {VARIABLE} has {' '.join(others)}"
+        there = f"; {variable} has {' '.join(others)}"
     if flags:
         named = " ".join(f"{name}={value}" for name, value in flags.items())
         return f"flags      {named} (auto, {chip}); --xla.flags none turns them off{there}"
     if config.xla.flags == "none":
         return f"flags      none are added, by --xla.flags{there}"
     if chip is None:
-        why = f": nothing here tells the kind of chip; {VARIABLE} sets some"
+        why = f": nothing here tells the kind of chip; {variable} sets some"
+    elif chip in GPUS:
+        return _describe_none_on_gpus(config, chip, there)
     elif config.mesh.model != 1:
         why = f" (auto, {chip}): none is predicted to help where mesh.model is not 1"
     elif not _is_tested():
@@ -138,8 +202,46 @@ def describe(config: Config, chip: str | None, flags: Mapping[str, str]) -> str:
     return f"flags      none{why}{there}"
 
 
+def _describe_none_on_gpus(config: Config, gpu: str, there: str) -> str:
+    """Says why no flag is added on GPUs; `there` is the end of the line: what the variable has."""
+    if not _is_tested_on_gpus():
+        why = f"they were not tested with this jaxlib; {XLA_VARIABLE} sets some{there}"
+    elif _names_a_file():
+        why = f"{XLA_VARIABLE} names a file, to which none can be added"
+    elif _of_gpus(config, gpu):  # as the variable has them
+        return f"flags      none are added (auto, {gpu}){there}"
+    else:
+        why = f"none is predicted to help here{there}"
+    return f"flags      none (auto, {gpu}): {why}"
+
+
 def _is_tested() -> bool:
     return installed_libtpu() in TESTED_LIBTPU
+
+
+def _is_tested_on_gpus() -> bool:
+    return importlib.metadata.version("jaxlib").startswith(_TESTED_JAXLIB)
+
+
+def gpu_of_machine() -> str | None:
+    """Returns the name of the attached GPUs, such as "h100", without opening them; None if the
+    table lacks them, or nothing tells it.
+    """
+    for information in sorted(_NVIDIA.glob("*/information")):
+        for line in information.read_text().splitlines():
+            name, _, kind = line.partition(":")
+            found = gpu_of_device(kind.strip())
+            if name == "Model" and found is not None:
+                return found.name
+    return None
+
+
+def may_have_gpus(config: Config) -> bool:
+    """Says whether the run may be on NVIDIA's GPUs, without opening them."""
+    if config.mesh.platform != "auto":
+        return config.mesh.platform == "gpu"
+    named = os.environ.get("JAX_PLATFORMS", "cuda").partition(",")[0]
+    return named in ("cuda", "gpu") and _NVIDIA.is_dir()
 
 
 def chip_of_machine() -> str | None:

@@ -20,7 +20,8 @@ from train.config import Config, MeshConfig
 from train.config.command import as_json
 from train.dry_run.auto_mesh import mesh_of_run
 from train.dry_run.command import compile_step
-from train.dry_run.forms import rank, with_form, with_mesh
+from train.dry_run.forms import with_form
+from train.dry_run.meshes import rank, with_mesh
 from train.run import main
 from train.step.flags import flags_of
 from train.step.mesh import axis_sizes, mesh_over

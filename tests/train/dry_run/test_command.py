@@ -17,9 +17,11 @@ from flaxasync.check.progress import progress
 from flaxasync.ops.trust import VARIABLE, is_assumed
 from train.config.command import load_preset
 from train.dry_run import command as dry_run_module
+from train.dry_run.forms import MOST_COMPILED
 from train.lifecycle.errors import InputError
 from train.metrics.output import GIB
 from train.run import main
+from train.step.flags import WITH_FSDP
 from train.step.products import model_flops_per_token
 from train.step.trainer import Trainer
 
@@ -95,6 +97,49 @@ def test_a_dry_run_reports_memory_and_estimated_speed(dry_run, tmp_path):
     assert not (tmp_path / "run" / "config.json").exists(), "a dry run must not start a run"
 
 
+@pytest.mark.slow
+@pytest.mark.optimized
+def test_a_dry_run_takes_the_fastest_of_the_forms_that_it_compiles(options, capsys, tmp_path):
+    """All forms of the minuscule run are predicted to be about as fast."""
+    assert main([*options, "--model.gathered_mib", "0"]) == 0
+    out = capsys.readouterr().out
+    line = r"compared   --model.remat (\w+) --model.fsdp_overlap (\w+): ([\d.]+) ms in "
+    compared = {(remat, overlap): float(ms) for remat, overlap, ms in re.findall(line, out)}
+    assert len(compared) == MOST_COMPILED
+    best = min(compared, key=compared.get)
+    chosen = re.search(r"chosen     --model.remat (\w+) --model.fsdp_overlap (\w+) \(the fas", out)
+    assert chosen.groups() == best
+    figures = json.loads((tmp_path / "run" / "dry_run" / "report.json").read_text())
+    assert figures["estimated_step_seconds"] * 1e3 == pytest.approx(compared[best], rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "mesh", "forms"),
+    [("h100:4", "data 2 x model 2", 1), ("h100:2x4", "data 2 x fsdp 2 x model 2", 2)],
+)
+def test_a_dry_run_for_gpus_compares_what_fits_and_reports_as_for_tpus(
+    topology, mesh, forms, preset, capsys, tmp_path
+):
+    options = ["--mesh.model", "2", "--mesh.fsdp", str(forms), "--dry-run", "--topology", topology]
+    assert main([str(preset("auto")), *options]) == 0
+    out = capsys.readouterr().out
+    assert f"devices of {topology}, as {mesh}" in out
+    assert out.count("compared   --model.remat none") == forms
+    assert "; a run on GPUs has to be given these options" in out
+    assert re.search(r"memory +fits: .* MiB per device .*; 79.11 GiB are available\n", out)
+    assert "as the compiler counts it\n" in out
+    assert re.search(r"speed +[\d,]+ tokens/s, .* MFU [\d.]+% of 989.4 TFLOP/s", out)
+    assert "NVLink of 450 GB/s" in out
+    figures = json.loads((tmp_path / "run" / "dry_run" / "report.json").read_text())
+    assert figures["fits"]
+    assert figures["bytes_predicted"] is None
+    wanted = dict(WITH_FSDP)
+    if forms == 1:
+        wanted = {}
+    assert figures["flags"] == wanted
+
+
 @pytest.mark.parametrize("trusted", ["", "none"])
 def test_the_kernels_are_those_predicted_or_only_those_verified(
     trusted, preset, monkeypatch, capsys
@@ -114,7 +159,7 @@ def test_a_step_that_does_not_fit_says_by_how_much_and_what_would(
 ):
     lack = check.HbmError("no room", 40 * GIB, round(15.75 * GIB))
     monkeypatch.setattr(check, "compile_for", mock.Mock(side_effect=lack))
-    assert main(options) == 0
+    assert main([*options, "--model.remat", "none", "--model.fsdp_overlap", "xla"]) == 0
     out = capsys.readouterr().out
     assert "memory     does not fit: 40 GiB per device for batch 8 x 16 tokens; 15.75 GiB" in out
     assert " as the compiler counts it; " in out
@@ -148,6 +193,7 @@ def test_a_step_that_never_compiles_is_refused(options, monkeypatch, refuses):
         (["--dry-run"], "--dry-run and --topology go together: got only --dry-run"),
         (["--topology", TOPOLOGY], "--dry-run and --topology go together: got only --topology"),
         (["--dry-run", "--topology", "v9:2x2"], "topology must be one that libtpu describes"),
+        (["--dry-run", "--topology", "h100:9"], "at most 8 GPUs a host"),
         (
             ["--dry-run", "--topology", "v5e:2x4"],
             "must multiply to the number of devices: there are 8 v5e:2x4 devices",

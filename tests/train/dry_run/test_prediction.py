@@ -17,8 +17,9 @@ from configs.qwen3_30b_a3b import qwen3_30b_a3b
 from flaxasync.hardware import CHIPS
 from models.config import FsdpOverlap, Remat, TransformerConfig
 from models.transformer import Transformer
-from train.dry_run.forms import AUTOMATIC, rank
+from train.dry_run.forms import AUTOMATIC
 from train.dry_run.memory import POLICIES, predicted_memory
+from train.dry_run.meshes import rank
 from train.dry_run.prediction import predict
 from train.lifecycle.errors import InputError
 from train.step.mesh import make_mesh
@@ -235,8 +236,12 @@ def test_scores_are_counted_where_all_of_them_are_in_memory(step):
 
 @pytest.mark.parametrize(("remat", "post_norms", "gathered_mib"), [
     ("dots", True, 0), ("cheap", True, 1),
+    ("operands", True, 1), ("mlp", False, 0), ("attention", True, 0),
     *(pytest.param(*case, marks=pytest.mark.slow)
-      for case in [("dots", False, 1), ("cheap", False, 0)]),
+      for case in [
+          ("dots", False, 1), ("cheap", False, 0),
+          ("operands", False, 0), ("mlp", True, 1), ("attention", False, 1),
+      ]),
 ])  # fmt: skip
 def test_what_remat_keeps_is_what_the_gradient_of_the_model_saves(remat, post_norms, gathered_mib):
     """All residuals that have the dimension of the layers, but those of remat layer too: its input

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.runs import SCRIPT, checkpoints_of, lines_of, without_progress
+from train.run import main
 
 STEPS = 40
 QUIET = ("--eval.every", 0)
@@ -46,23 +47,40 @@ def fault(*names: str) -> Callable:
     return register
 
 
+@pytest.fixture(scope="session")
+def without_torch(tmp_path_factory) -> str:
+    """A PYTHONPATH with which a process has no torch, as in an environment for training.
+
+    tensorboardX imports torch where there is one, which is half of what starting a run takes, and
+    train/run.py needs none of it. The process of the tests has what is installed.
+    """
+    folder = tmp_path_factory.mktemp("without_torch")
+    (folder / "torch.py").write_text('raise ImportError("tests start runs without torch")\n')
+    inherited = os.environ.get("PYTHONPATH")
+    if not inherited:
+        return str(folder)
+    return os.pathsep.join((str(folder), inherited))
+
+
 @pytest.fixture
-def start(preset, compile_little) -> Iterator[Callable[..., subprocess.Popen]]:
+def environment(compile_little, without_torch) -> dict[str, str]:
+    """The environment of the runs that tests start."""
+    # XLA says that a collective waits where the machine is busy
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+    return os.environ | compile_little | quiet | {"PYTHONPATH": without_torch}
+
+
+@pytest.fixture
+def start(preset, environment) -> Iterator[Callable[..., subprocess.Popen]]:
     """A function that starts train/run.py in a process, on the minuscule run unless it gets another
     preset.
     """
     runs = []
-    # XLA says that a collective waits where the machine is busy
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 
-    def start(*options: object, on: Path | None = None, **environment: str) -> subprocess.Popen:
+    def start(*options: object, on: Path | None = None, **variables: str) -> subprocess.Popen:
         command = list(map(str, [sys.executable, SCRIPT, on or preset(), *options]))
         pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-        runs.append(
-            subprocess.Popen(
-                command, env=os.environ | compile_little | quiet | environment, text=True, **pipes
-            )
-        )
+        runs.append(subprocess.Popen(command, env=environment | variables, text=True, **pipes))
         return runs[-1]
 
     yield start
@@ -74,33 +92,45 @@ def start(preset, compile_little) -> Iterator[Callable[..., subprocess.Popen]]:
 class Workplace:
     """Starts the same run again and again in one workdir, with or without a fault in its
     process.
+
+    A run with a fault has a process of its own. One without a fault runs in the process of the
+    test, where importing all packages and tracing the steps took most of its time. That a new
+    process continues a run is what the tests show that stop or kill it several times.
     """
 
-    def __init__(self, start: Callable[..., subprocess.Popen], preset: Path, work: Path):
-        self._start, self.preset, self.work = start, preset, work
+    def __init__(
+        self,
+        start: Callable[..., subprocess.Popen],
+        run_here: Callable[..., tuple[int, str, str]],
+        preset: Path,
+        work: Path,
+    ):
+        self._start, self._run_here, self.preset, self.work = start, run_here, preset, work
+
+    def beside(self, name: str) -> "Workplace":
+        """Returns a workplace for the same run in another workdir."""
+        return Workplace(self._start, self._run_here, self.preset, self.work.with_name(name))
 
     def start(self, *options: object, code: str = "", **environment: str) -> subprocess.Popen:
         """Starts the run; `code` is Python that its process runs first."""
         path = self.preset.with_name("with_fault.py")
         path.write_text(self.preset.read_text() + SLOW_DATA + code)
-        options = (
-            "--steps",
-            STEPS,
-            "--workdir",
-            self.work,
-            "--checkpoint.every",
-            5,
-            *QUIET,
-            *options,
-        )
-        return self._start(*options, on=path, **environment)
+        return self._start(*self.options, *options, on=path, **environment)
+
+    @property
+    def options(self) -> tuple[object, ...]:
+        return ("--steps", STEPS, "--workdir", self.work, "--checkpoint.every", 5, *QUIET)
 
     def run(self, *options: object, code: str = "") -> tuple[int, str, str]:
         """Runs to the end; returns the exit code and what was printed."""
-        process = self.start(*options, code=code)
-        out, err = process.communicate(timeout=120)
+        if code:
+            process = self.start(*options, code=code)
+            out, err = process.communicate(timeout=120)
+            ended = process.returncode
+        else:
+            ended, out, err = self._run_here(*self.options, *options)
         assert "Traceback" not in err, out + err
-        return process.returncode, out, without_progress(err)
+        return ended, out, without_progress(err)
 
     def fails(self, exit_code: int, says: str, *options: object, code: str = "") -> str:
         """Runs to the end, checks that it fails with one paragraph that says something, and returns
@@ -175,8 +205,21 @@ def after_checkpoint(place: Workplace, process: subprocess.Popen) -> None:
 
 
 @pytest.fixture
-def place(start, preset, tmp_path) -> Workplace:
-    return Workplace(start, preset(), tmp_path / "run")
+def place(start, run, preset, tmp_path) -> Workplace:
+    return Workplace(start, run, preset(), tmp_path / "run")
+
+
+@pytest.fixture
+def refused(place, preset, refuses) -> Callable[..., str]:
+    """A function that checks that the run is refused before it trains, and returns what it said.
+
+    It calls the script in this process: importing all packages takes longer than a refusal.
+    """
+
+    def refused(says: str, *options: object) -> str:
+        return refuses(main, says, preset("auto"), *place.options, *options)
+
+    return refused
 
 
 @pytest.fixture(scope="session")
@@ -185,12 +228,12 @@ def undisturbed() -> dict[str, list[float]]:
 
 
 @pytest.fixture
-def expected(undisturbed, start, preset, tmp_path) -> list[float]:
+def expected(undisturbed, place) -> list[float]:
     """The losses of the run that nothing disturbs."""
     if not undisturbed:
-        place = Workplace(start, preset(), tmp_path / "undisturbed")
-        assert place.completes() == ""
-        undisturbed["losses"] = place.losses()
+        alone = place.beside("undisturbed")
+        assert alone.completes() == ""
+        undisturbed["losses"] = alone.losses()
     return undisturbed["losses"]
 
 

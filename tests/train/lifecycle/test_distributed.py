@@ -157,7 +157,7 @@ def test_a_locked_workdir_ends_all(launch, tmp_path):
 
 @pytest.mark.slow
 def test_kills_under_the_supervisor_of_the_document_change_no_loss(
-    launch, preset, compile_little, tmp_path
+    launch, preset, environment, tmp_path
 ):
     work, script = tmp_path / "run", tmp_path / "supervise.sh"
     script.write_text(re.search(r"```bash\n(#!.*?)```", DOCUMENT.read_text(), re.DOTALL)[1])
@@ -179,7 +179,7 @@ def test_kills_under_the_supervisor_of_the_document_change_no_loss(
     supervisors = [
         subprocess.Popen(
             ["bash", script, sys.executable, SCRIPT, preset(), *forever],
-            env=os.environ | compile_little | {"PAUSE": "0.5"} | variables,
+            env=environment | {"PAUSE": "0.5"} | variables,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

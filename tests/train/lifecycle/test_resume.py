@@ -22,11 +22,11 @@ STEPS = 60
 SEED = 20  # determines the moments
 MOMENTS = [  # what is awaited, and the longest time after it (seconds)
     ("start", 3),
-    ("start", 9),
+    ("start", 5),
     ("step", 0.05),
     ("saving", 0.01),
     ("saved", 0.02),
-    ("start", 9),
+    ("start", 5),
     ("saving", 0.03),
     ("saved", 0.1),
     ("saving", 0.1),

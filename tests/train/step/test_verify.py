@@ -13,10 +13,11 @@ import flaxasync as fa
 from flaxasync.hardware import CHIPS
 from flaxasync.ops import trust
 from flaxasync.verify import programs
-from flaxasync.verify.child import Setup
+from flaxasync.verify.child import Setup, serve
 from flaxasync.verify.supervisor import MachineError
 from flaxasync.verify.verdict import CaseResult, Verdict
 from models.config import TransformerConfig
+from tests.verify.sparing_child import without_values
 from tests.verify.test_what_follows import follow, machine_of
 from train.lifecycle.errors import InputError
 from train.lifecycle.preparation import agree_on_kernels
@@ -310,13 +311,14 @@ def as_on_chips(empty_cache, monkeypatch):
     )
 
 
-def rehearse(config, capsys):
+def rehearse(config, capsys, serve=serve):
     """Rehearses the check before a run on eight v5e, and shows that the next run need not verify;
     returns its lines.
     """
-    verify_first(config, "auto", setup=Setup(rehearse="v5e:2x4", repeats=1))
+    setup = Setup(rehearse="v5e:2x4", repeats=1, serve=serve)
+    verify_first(config, "auto", setup=setup)
     first, *lines, last = capsys.readouterr().out.splitlines()
-    verify_first(config, "auto", setup=Setup(rehearse="v5e:2x4", repeats=1))
+    verify_first(config, "auto", setup=setup)
     assert capsys.readouterr().out == "", "the next run verifies nothing"
     assert first == f"verify     {len(lines)} cases on TPU v5 lite, once; --verify off skips this"
     assert last.startswith("verify     the verdicts are in ")
@@ -345,6 +347,9 @@ def test_the_check_before_a_run_is_rehearsed_and_the_next_run_reads_its_verdicts
 def test_the_check_before_a_run_of_a_preset(name, replace, capsys):
     """Mesh, options and head size are those of the preset; sequences are short, and a wide model
     has fewer heads.
+
+    The values of a rehearsal are those of a small case, whatever the preset:
+    tests/verify/test_rehearsal.py compares them.
     """
     config = replace(
         preset(name), mesh={"platform": "tpu"}, data={"sequence_length": 512, "batch_size": 8}
@@ -355,7 +360,7 @@ def test_the_check_before_a_run_of_a_preset(name, replace, capsys):
         for field in ("width", "heads", "kv_heads", "mlp_width")
     }
     config = replace(config, model=sizes)
-    lines = rehearse(config, capsys)
+    lines = rehearse(config, capsys, without_values)
     mesh = config.mesh
     sizes = {"data": mesh.data, FSDP: mesh.fsdp, CONTEXT: mesh.context, "model": mesh.model}
     cases = cases_of(config, infer_sizes(sizes, 8))

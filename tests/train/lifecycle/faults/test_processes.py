@@ -81,7 +81,7 @@ _trainer.Trainer.compile_train_step = _block
 
 
 @fault("standard input, output and error are closed")
-def test_closed_streams(place, compile_little, expected):
+def test_closed_streams(place, environment, expected):
     options = ("--steps", STEPS, "--workdir", place.work, "--checkpoint.every", 5, *QUIET)
     run = [
         "bash",
@@ -93,10 +93,7 @@ def test_closed_streams(place, compile_little, expected):
         place.preset,
         *options,
     ]
-    assert (
-        subprocess.run(list(map(str, run)), env=os.environ | compile_little, timeout=120).returncode
-        == 0
-    )
+    assert subprocess.run(list(map(str, run)), env=environment, timeout=120).returncode == 0
     assert place.losses() == expected
     assert place.steps_saved()[-1] == STEPS
 

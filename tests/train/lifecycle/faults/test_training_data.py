@@ -23,7 +23,7 @@ def other_data(place: Workplace, change: Callable[[bytes], bytes]) -> Path:
 
 
 @fault("another corpus than that of the checkpoint", "another tokenizer")
-def test_changed_data(stopped, expected, text, tmp_path):
+def test_changed_data(stopped, refused, expected, text, tmp_path):
     """The data reversed, halved, and with one byte that differs; another file of a tokenizer, and
     only its name.
     """
@@ -35,17 +35,14 @@ def test_changed_data(stopped, expected, text, tmp_path):
         (lambda data: data[: len(data) // 2], "tokens was "),
         (lambda data: data[:9000] + b"X" + data[9001:], "source data: content_hash was "),
     ):
-        assert "--data.accept_change True" in stopped.fails(
-            2, says, "--data.path", other_data(stopped, change)
-        )
+        said = refused(says, "--data.path", other_data(stopped, change))
+        assert "--data.accept_change True" in said
         assert contents(stopped.work) == before
     for name, says in (
         (tokenizer, "tokenizer was bytes and is"),
         ("gpt2", "where data.tokenizer is a name"),
     ):
-        code, _, err = stopped.run("--data.tokenizer", name)
-        assert code == 2
-        assert says in err
+        refused(says, "--data.tokenizer", name)
     stopped.goes_on(expected)
 
 
@@ -60,16 +57,16 @@ def test_accepted_data(stopped, expected):
 
 
 @fault("missing, empty, binary or foreign data")
-def test_bad_data(stopped, expected):
+def test_bad_data(stopped, refused, expected):
     path = stopped.work.with_name("bad.txt")
-    stopped.fails(2, "there is no", "--data.path", path)
+    refused("there is no", "--data.path", path)
     for content, says in (
         (b"", "is empty"),
         (b"\0abc" * 100, "holds a zero byte"),
         (b"\xff" * 9000, "token ids"),
     ):
         path.write_bytes(content)
-        stopped.fails(2, says, "--data.path", path)
+        refused(says, "--data.path", path)
     stopped.goes_on(expected)
 
 
@@ -146,7 +143,7 @@ def test_token_cache(place, text, tmp_path):
         == f"warning: {tokens} was not the file of tokens that had been written; it was made "
         "again\n"
     )
-    again = Workplace(place._start, place.preset, tmp_path / "again")
+    again = place.beside("again")
     assert again.completes(*options) == ""
     assert place.losses() == again.losses()
 

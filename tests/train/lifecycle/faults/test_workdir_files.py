@@ -87,9 +87,9 @@ def test_cut_line(stopped, expected):
 
 
 @fault("a deleted config.json, and another seed")
-def test_deleted_config(stopped, expected):
+def test_deleted_config(stopped, refused, expected):
     (stopped.work / "config.json").unlink()
-    stopped.fails(2, "seed was 0 and is 1", "--seed", 1)
+    refused("seed was 0 and is 1", "--seed", 1)
     stopped.goes_on(expected)
 
 
