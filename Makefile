@@ -66,6 +66,8 @@ format: .venv/.dev  ## format the code and fix the lint errors that ruff can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+CACHE := runs/bench
+
 bench: .venv/.bench  ## measure or predict the tables that take minutes, and draw their pictures
 	$(CPU) $(BIN)/python benchmarks/train_throughput.py --write README.md
 	$(CPU) $(BIN)/python benchmarks/timeline.py --write docs/check.md --pictures docs/img
@@ -79,18 +81,23 @@ bench: .venv/.bench  ## measure or predict the tables that take minutes, and dra
 	$(CPU) $(BIN)/python benchmarks/attention_kernel.py --write docs/kernels/layers.md
 	$(CPU) $(BIN)/python benchmarks/attention.py --write docs/ring.md
 	$(CPU) $(BIN)/python benchmarks/scaling.py --write docs/scaling.md
+	$(CPU) $(BIN)/python benchmarks/gpu.py --write docs/gpu.md
+	$(CPU) $(BIN)/python benchmarks/gpu_steps.py --programs $(CACHE) --write docs/gpu.md
 	$(CPU) $(BIN)/python benchmarks/dispatch.py --write docs/dispatch.md
-
-CACHE := runs/bench
 
 bench-long: .venv/.bench  ## predict the tables that take hours; what is in runs/bench is not played or compiled again
 	$(CPU) $(BIN)/python benchmarks/tp_mlp.py --write docs/kernels/layers.md
 	$(CPU) $(BIN)/python benchmarks/step.py --cache $(CACHE) --write docs/kernels/layers.md
+	$(CPU) $(BIN)/python benchmarks/two_cores.py --cache $(CACHE) --write docs/kernels.md
 	$(CPU) $(BIN)/python benchmarks/plan.py --results $(CACHE)/plan.jsonl --write docs/plan.md
 	$(CPU) $(BIN)/python benchmarks/plan_layers.py --cache $(CACHE) --write docs/plan.md
 	$(CPU) $(BIN)/python benchmarks/recipes.py --programs $(CACHE) --write docs/scaling.md
+	$(CPU) $(BIN)/python benchmarks/published_models.py --programs $(CACHE) --write docs/scaling.md
+	$(CPU) $(BIN)/python benchmarks/data_axis.py --write docs/scaling.md
+	$(CPU) $(BIN)/python benchmarks/moe.py --programs $(CACHE) --write docs/moe.md
 	$(CPU) $(BIN)/python benchmarks/quantization.py --programs $(CACHE) --write docs/quantization.md
 	$(CPU) $(BIN)/python benchmarks/whole_step.py --programs $(CACHE) --write docs/scaling.md
+	$(CPU) $(BIN)/python benchmarks/measured.py --write docs/check.md
 	$(CPU) $(BIN)/python benchmarks/soak.py --write docs/operations.md
 
 pictures: .venv/.dev  ## draw the pictures in docs/img that need no benchmark

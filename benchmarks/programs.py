@@ -3,6 +3,7 @@ simulation.
 """
 
 import contextlib
+import dataclasses
 import gzip
 import hashlib
 import importlib.metadata
@@ -11,6 +12,7 @@ import os
 import pathlib
 import pickle
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -22,10 +24,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flaxasync import check
+from flaxasync.check import player
 from flaxasync.check.compile.compile_for import FLAGS
+from flaxasync.check.compile.topologies import topology_arguments
 from flaxasync.check.player import Result, play_dump
 from flaxasync.check.player.dump import Note, write_note
 from flaxasync.check.player.errors import UnknownOperationError
+from flaxasync.check.player.products import product_times
 
 # a large program takes two minutes on an idle machine, and much longer on a busy one
 COMPILE_SECONDS = 7200
@@ -156,18 +161,67 @@ def compile_once(
     The file is that of the lowered function, the flags of libtpu in the environment, and the
     compiler. Code that moves but computes the same finds its file again.
     """
+
+    def make() -> check.CompiledProgram:
+        options = check.HLO_ONLY
+        return check.compile_for(
+            topology, fn, *arguments, timeout=COMPILE_SECONDS, compiler_options=options
+        )
+
+    return _load_or_make(_file_of(folder, name, topology, fn, arguments), make)
+
+
+def compile_with_products(
+    folder: pathlib.Path, name: str, topology: str, fn: Any, *arguments: Any
+) -> tuple[check.CompiledProgram, dict[str, float]]:
+    """Compiles a jitted function, and simulates the bundles of its matrix products, or reads what
+    an earlier call left in the folder. The file is that of `compile_once`, and of the simulator.
+
+    Returns the program, and the seconds of its products by name. What was not simulated is printed.
+    """
+
+    def make() -> tuple[check.CompiledProgram, dict[str, float]]:
+        with tempfile.TemporaryDirectory(prefix="flaxasync-") as dumps:
+            program = check.compile_for(
+                topology, fn, *arguments, timeout=COMPILE_SECONDS, keep_dumps=dumps
+            )
+            module = check.parse(program.text)
+            times, lines = product_times(program, module, pathlib.Path(dumps))
+        for line in lines:
+            print(line, file=sys.stderr)
+        return dataclasses.replace(program, dumps=None), times
+
+    file = _file_of(folder, f"{name} products", topology, fn, arguments, _player())
+    return _load_or_make(file, make)
+
+
+def _player() -> str:
+    """Returns a digest of the sources of the simulator."""
+    sources = sorted(pathlib.Path(player.__file__).parent.glob("*.py"))
+    return hashlib.sha256("".join(file.read_text() for file in sources).encode()).hexdigest()
+
+
+def _file_of(
+    folder: pathlib.Path, name: str, topology: str, fn: Any, arguments: tuple, also: object = None
+) -> pathlib.Path:
+    """Returns the file of what depends on a function, how it is compiled, and something else."""
     versions = [importlib.metadata.version(package) for package in ("jaxlib", "libtpu")]
     with without_lines():
         lowered = fn.lower(*arguments).as_text()
-    content = repr((topology, lowered, os.environ.get(FLAGS), versions))
+    described = topology_arguments(topology)
+    # the text names devices by their places in the mesh
+    first = jax.tree.leaves(arguments)[0].sharding
+    order = [device.id for device in first.mesh.devices.flat]
+    content = repr((described, order, lowered, os.environ.get(FLAGS["TPU"]), versions, also))
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]
     # names of files have 255 letters
-    file = folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', name)[:200]}-{digest}.pickle.gz"
+    return folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', name)[:200]}-{digest}.pickle.gz"
+
+
+def _load_or_make[T](file: pathlib.Path, make: Callable[[], T]) -> T:
+    """Returns what is in a file, which is made first if it is not there."""
     if not file.exists():
-        options = check.HLO_ONLY
-        found = check.compile_for(
-            topology, fn, *arguments, timeout=COMPILE_SECONDS, compiler_options=options
-        )
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(gzip.compress(pickle.dumps(found)))
+        content = gzip.compress(pickle.dumps(make()))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
     return pickle.loads(gzip.decompress(file.read_bytes()))

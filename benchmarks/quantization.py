@@ -74,7 +74,7 @@ def row(case: Case, folder: pathlib.Path) -> tuple[str, ...]:
             param_dtype=jnp.bfloat16,
             backend=case.backend,
             quantization=kind and fa.Quantization(kind, backward, weights=weights),
-            gathered_bytes=model.gathered_mib * 2**20,
+            gathered_bytes=model.gathered_bytes,
             rngs=nnx.Rngs(0),
         )
 

@@ -2,9 +2,9 @@
 
     python benchmarks/scaling.py [--write docs/scaling.md]      half a minute, no TPU
 
-A step has one sequence for each chip. The mesh of a row is the best of all grids of data x fsdp x
-context x model by `train.dry_run.prediction`, whose predictions are made of the sizes of model and
-mesh alone. Nothing has run on a TPU.
+The mesh of a row is the best of all grids of data x fsdp x context x model by
+`train.dry_run.prediction`, each with its best form: it is what `--mesh auto` takes, if `verify`
+passed. These predictions are made of the sizes of model and mesh alone. Nothing has run on a TPU.
 """
 
 import dataclasses
@@ -12,9 +12,10 @@ import pathlib
 
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.hardware import CHIPS
+from flaxasync.ops.trust import trusting
 from train.config import Config
 from train.config.command import load_preset
-from train.dry_run.forms import rank
+from train.dry_run.meshes import rank
 from train.dry_run.prediction import Prediction
 from train.metrics.output import gib, time_text
 
@@ -22,11 +23,18 @@ CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 PRESETS = ("llama_8b", "llama_70b")
 # A slice of v5e or v6e has 256 chips at most.
 CHIP_COUNTS = {"v5e": (8, 16, 64, 256), "v6e": (8, 16, 64, 256), "v5p": (8, 16, 64, 512)}
-SEQUENCE = {"v5e": 4096, "v6e": 4096, "v5p": 8192}
+SEQUENCE = 8192
+# for each chip
+SEQUENCES = {
+    "llama_8b": {"v5e": 1, "v6e": 3, "v5p": 2},
+    "llama_70b": {"v5e": 1, "v6e": 1, "v5p": 1},
+}
 HEADER = (
     "model",
     "chips",
     "data x fsdp x context x model",
+    "remat",
+    "fsdp overlap",
     "memory",
     "step",
     "tokens/s a chip",
@@ -39,24 +47,26 @@ HEADER = (
 def run(preset: str, chip: str, chips: int) -> Config:
     config = load_preset(CONFIGS / f"{preset}.py")
     data = dataclasses.replace(
-        config.data, batch_size=chips, sequence_length=SEQUENCE[chip], microbatches=1
+        config.data,
+        batch_size=chips * SEQUENCES[preset][chip],
+        sequence_length=SEQUENCE,
+        microbatches=1,
     )
-    model = dataclasses.replace(config.model, remat="layer", fsdp_overlap="xla")
-    return dataclasses.replace(config, data=data, model=model)
+    return dataclasses.replace(config, data=data)
 
 
 def predicted(preset: str, chip: str, chips: int) -> tuple[str, ...]:
-    best = rank(run(preset, chip, chips), CHIPS[chip], chips)[0]
-    mesh = mesh_text(best)
+    with trusting("predicted"):
+        best = rank(run(preset, chip, chips), CHIPS[chip], chips)[0]
+    what = (preset, f"{chips} {chip}")
+    form = (mesh_text(best), best.remat, best.overlap, gib(best.needed))
     if not best.fits:
         limit = f"memory: a {chip} has {gib(best.available)}"
-        return (preset, f"{chips} {chip}", mesh, gib(best.needed), "-", "-", "-", "-", limit)
-    speed = SEQUENCE[chip] / best.seconds
+        return (*what, *form, "-", "-", "-", "-", limit)
+    speed = SEQUENCES[preset][chip] * SEQUENCE / best.seconds
     return (
-        preset,
-        f"{chips} {chip}",
-        mesh,
-        gib(best.needed),
+        *what,
+        *form,
         time_text(best.seconds),
         f"{speed:,.0f}",
         f"{best.mfu:.1%}",

@@ -148,7 +148,7 @@ def compiled(case: Case, folder: pathlib.Path) -> check.CompiledProgram:
 
 def row(case: Case | Recipe, folder: pathlib.Path) -> tuple[str, ...]:
     if isinstance(case, Recipe):
-        program, timeline = recipes.estimated(case, folder)
+        program, timeline, _ = recipes.predicted(case, folder)
         named = (AUTOMATIC, f"1x{case.chips}x1", "dots" if case.saved else "offload", "xla")
     else:
         program = compiled(case, folder)

@@ -32,7 +32,15 @@ SMALL = Recipe(
     length=1024,
 )
 TINY = dataclasses.replace(
-    SMALL, layers=2, width=32, heads=4, mlp_width=48, vocabulary=64, length=16, offloaded=()
+    SMALL,
+    layers=2,
+    width=32,
+    heads=4,
+    head_dim=8,
+    mlp_width=48,
+    vocabulary=64,
+    length=16,
+    offloaded=(),
 )
 DOCUMENT = (pathlib.Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
 
@@ -95,23 +103,83 @@ def test_a_recipe_computes_the_loss_of_the_decoder(pairs, monkeypatch):
     assert float(loss) == pytest.approx(-float(likelihood.mean()), rel=1e-2)
 
 
+def drawn_weights(recipe):
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda w: (rng.standard_normal(w.shape) / 4).astype(np.float32), recipes.weights(recipe)
+    )
+
+
+def joined(weights, names):
+    """Returns some weights of all layers [layers, D, F] as one [layers, D, n, F]."""
+    return np.stack([weights[name] for name in names], axis=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fused", "saved"), [(True, recipes.PRODUCTS), (False, ())])
+def test_split_over_two_axes_the_step_is_the_same(fused, saved, monkeypatch):
+    """Weights and moments are split over both axes, and all three results of a step agree."""
+    monkeypatch.setattr(recipes, "attention_of", causal_attention)
+    plain = dataclasses.replace(TINY, topology="v5e:2x2", kv_heads=TINY.heads, sequences=1)
+    split = dataclasses.replace(plain, tensor=2, fused=fused, saved=saved)
+    params = drawn_weights(plain)
+    tokens, targets = np.random.default_rng(1).integers(0, TINY.vocabulary, (2, 4, TINY.length))
+    results = []
+    for recipe, sizes in ((plain, {"fsdp": 4}), (split, {"fsdp": 2, "tensor": 2})):
+        given = params
+        if recipe.fused:
+            layers = dict(params["layers"])
+            layers["qkv"] = joined(layers, ("query", "key", "value"))
+            layers["gate_up"] = joined(layers, ("gate", "up"))
+            layers = {name: layers[name] for name in recipes.weights(recipe)["layers"]}
+            given = params | {"layers": layers}
+        auto = (jax.sharding.AxisType.Auto,) * len(sizes)
+        mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), auto)
+        step, (described, *_) = recipes.program(recipe, mesh)
+        placed = jax.tree.map(lambda w, d: jax.device_put(w, d.sharding), given, described)
+        with jax.numpy_dtype_promotion("standard"), jax.set_mesh(mesh):
+            state = recipes.optimizer().init(placed)
+            updated, _, loss = step(placed, state, tokens, targets)
+        results.append((float(loss), updated["output"], updated["layers"]["down"]))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-2, atol=1e-4)
+    assert updated["layers"]["out"].sharding.spec == jax.P(None, "tensor", "fsdp")
+    assert updated["output"].sharding.spec == jax.P("fsdp", "tensor")
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "seconds"),
+    [
+        ("128B", "v5e:16x16", 14.42),
+        ("32B", "v5p:4x4x4", 7.30),
+        ("64B", "v5p:4x4x4", 7.38),
+        ("128B", "v5p:4x4x8", 5.04),
+        ("256B", "v5p:8x8x8", 10.13),
+    ],
+)
+def test_seconds_follow_from_the_rate_that_a_page_prints(name, topology, seconds):
+    (recipe,) = [r for r in recipes.RECIPES if (r.name, r.topology) == (name, topology)]
+    assert recipe.seconds == pytest.approx(seconds, abs=5e-3)
+
+
 @pytest.mark.slow
 def test_a_compiled_step_offloads_layer_by_layer(tmp_path, monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
     with jax.numpy_dtype_promotion("standard"):  # optax needs it
-        program, timeline = recipes.estimated(SMALL, tmp_path)
+        found = recipes.predicted(SMALL, tmp_path)
         assert os.environ["LIBTPU_INIT_ARGS"] == "", "the flags are those of the step alone"
         monkeypatch.setattr(check, "compile_for", None)
         monkeypatch.setattr(recipes, "kernel_seconds", lambda recipe: {})
-        assert recipes.estimated(SMALL, tmp_path)[0] == program, "it is kept"
-    monkeypatch.setattr(recipes, "estimated", lambda recipe, folder: (program, timeline))
+        assert recipes.predicted(SMALL, tmp_path).program == found.program, "it is kept"
+    monkeypatch.setattr(recipes, "predicted", lambda recipe, folder: found)
     cells = recipes.row(SMALL, tmp_path)
-    assert (*cells[:3], cells[6]) == (
-        "small",
-        "v6e:2x2",
-        "2 x 1024",
-        f"{timeline.seconds - 1:+.1%}",
+    assert cells[:3] == ("small", "v6e:2x2", "2 x 1024")
+    assert cells[5:] == (
+        f"{found.without_products.seconds:.3f}",
+        f"{found.simulated.seconds:.3f}",
+        f"{found.simulated.seconds - 1:+.1%}",
     )
+    timeline = found.without_products
     assert {"given"} == {
         source for source in timeline.slowest.sources if source in ("given", "estimate")
     }
@@ -128,14 +196,14 @@ def test_a_compiled_step_offloads_layer_by_layer(tmp_path, monkeypatch):
     assert counted == want
 
 
-def test_the_recipes_of_the_document_are_within_7_percent():
+def test_the_recipes_of_the_document_are_within_7_percent_but_for_two_that_it_explains():
     section = DOCUMENT.partition("<!-- recipes -->")[2].partition("<!-- /recipes -->")[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in section.splitlines()
-        if "v6e" in line
+        if line.startswith("|") and ":" in line.split("|")[2]
     ]
     known = [[recipe.name, recipe.topology] for recipe in recipes.RECIPES]
-    assert known[:3] == [row[:2] for row in rows][:3]
-    assert all(row[:2] in known for row in rows)
-    assert all(abs(float(row[6].rstrip("%"))) <= 7 for row in rows)
+    assert known == [row[:2] for row in rows]
+    far = [row[:2] for row in rows if abs(float(row[-1].rstrip("%"))) > 7]
+    assert far == [["32B", "v5e:16x16"], ["64B", "v5p:4x4x4"]]
