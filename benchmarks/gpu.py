@@ -149,7 +149,7 @@ def transfers(program: check.CompiledProgram) -> tuple[int, int]:
     """
     module = check.parse(program.text)
     products = {
-        i.name for i in module.instructions if gpu_calls.is_product(i) or gpu_calls.is_attention(i)
+        i.name for i in module.instructions if gpu_calls.product_of(i) or gpu_calls.is_attention(i)
     }
     report = check.audit(program)
     moving = [pair for pair in report.pairs if pair.communicates]

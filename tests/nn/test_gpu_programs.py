@@ -44,7 +44,7 @@ def permutes(program):
     """Returns how many permutes the rings have, and those without a product beside them."""
     module = check.parse(program.text)
     products = {
-        i.name for i in module.instructions if gpu_calls.is_product(i) or gpu_calls.is_attention(i)
+        i.name for i in module.instructions if gpu_calls.product_of(i) or gpu_calls.is_attention(i)
     }
     report = check.audit(program)
     moving = [pair for pair in report.pairs if pair.kind == "collective-permute"]

@@ -35,7 +35,7 @@ from flaxasync.check.auditing import mesh_product
 from flaxasync.check.auditing.findings import size_text
 from flaxasync.check.auditing.independent_work import IndependentWork
 from flaxasync.check.estimate.costs import Costs
-from flaxasync.check.hlo.gpu_calls import is_product
+from flaxasync.check.hlo.gpu_calls import product_of
 from flaxasync.check.hlo.module import Instruction
 from flaxasync.check.hlo.shapes import Shape
 from flaxasync.check.hlo.value_flow import nearest
@@ -97,7 +97,7 @@ def advise(work: IndependentWork, i: Instruction, collective: Instruction) -> Ad
 
 
 def _is_matmul(i: Instruction) -> bool:
-    return i.contains_matmul or is_product(i)
+    return i.contains_matmul or product_of(i) is not None
 
 
 def _only_moves(i: Instruction) -> bool:

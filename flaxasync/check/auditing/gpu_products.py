@@ -64,7 +64,7 @@ def _has_product(costs: Costs, pair: Pair) -> bool:
 
 
 def _is_product(i: Instruction) -> bool:
-    return gpu_calls.is_product(i) or i.contains_matmul
+    return gpu_calls.product_of(i) is not None or i.contains_matmul
 
 
 def _cause(costs: Costs, start: Instruction, done: Instruction, transfer: float) -> list[Finding]:
@@ -75,7 +75,7 @@ def _cause(costs: Costs, start: Instruction, done: Instruction, transfer: float)
     product = min(readers, key=lambda one: one.position)
     gain = min(transfer, costs.seconds(product))
     waits = f"{product.name} waits for {start.name} ({time_text(transfer)})"
-    if _reaches(product, done, [gpu_calls.accumulated_operand(product)]):
+    if _reaches(product, done, _accumulated(product)):
         message = f"{waits}, because it is added to what arrives as it computes"
         return [finding("accumulates-arrival", message, start, advice=_ACCUMULATOR, gain=gain)]
     blocks = _blocks_of(product)
@@ -85,11 +85,29 @@ def _cause(costs: Costs, start: Instruction, done: Instruction, transfer: float)
     return []
 
 
-def _reaches(product: Instruction, done: Instruction, operands: list[Instruction | None]) -> bool:
+def _accumulated(product: Instruction) -> list[Instruction]:
+    """Returns the operands that a product is added to as it computes: one, or none."""
+    call = gpu_calls.product_of(product)
+    operand = call and gpu_calls.accumulated_operand(call)
+    if operand is None:
+        return []
+    if call is product:
+        return [operand]
+    # of a fusion, the operands are those of its parameters
+    parameters = [operand]
+    if operand.opcode != "parameter":
+        parameters = nearest(operand, _is_parameter, _PASSES, forward=False)
+    numbers = [parameter.parameter_number for parameter in parameters]
+    return [product.inputs[number] for number in numbers if number is not None]
+
+
+def _is_parameter(i: Instruction) -> bool:
+    return i.opcode == "parameter"
+
+
+def _reaches(product: Instruction, done: Instruction, operands: list[Instruction]) -> bool:
     """Says whether what arrived is, or is made into, one of some operands of a product."""
     for operand in operands:
-        if operand is None:
-            continue
         before = nearest(operand, lambda one: one is done, _PASSES, forward=False)
         if operand is done or before:
             return True

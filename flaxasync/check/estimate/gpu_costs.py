@@ -80,7 +80,7 @@ class GpuCosts(Costs):
         if i.custom_call_target in _NO_WORK:
             return NO_TIME
         moving = self._bytes_seconds(i)
-        multiplying = self._flops(i) / self._rate(i)
+        multiplying = self._flops(i) / self._rate(gpu_calls.product_of(i) or i)
         begun = self.gpu.kernel_latency
         if multiplying > 0:
             return CoreTime(max(multiplying, moving) + begun, "flops")

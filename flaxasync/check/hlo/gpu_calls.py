@@ -32,6 +32,17 @@ def is_product(i: Instruction) -> bool:
     return i.custom_call_target.startswith(PRODUCTS)
 
 
+def product_of(i: Instruction) -> Instruction | None:
+    """Returns the product of cuBLAS that an instruction runs: itself, or that of a fusion which
+    slices the operands or the result of one; None if it runs none.
+    """
+    if is_product(i):
+        return i
+    if i.opcode == "fusion":
+        return next(filter(is_product, i.inside), None)
+    return None
+
+
 def is_attention(i: Instruction) -> bool:
     """Says whether an instruction is attention by cuDNN, forward or backward."""
     return i.custom_call_target.startswith(ATTENTION)

@@ -67,6 +67,8 @@ class Instruction:
     line: int = dataclasses.field(default=0, compare=False)
     # that has the instruction, and sets this when it is made
     computation: "Computation" = dataclasses.field(init=False, repr=False, compare=False)
+    # its index in the computation, set with it
+    position: int = dataclasses.field(init=False, repr=False, compare=False)
 
     @property
     def inputs(self) -> list["Instruction"]:
@@ -77,11 +79,6 @@ class Instruction:
     def users(self) -> tuple["Instruction", ...]:
         """The instructions that read its result. Each is listed once, in order."""
         return self.computation.users.get(self.name, ())
-
-    @property
-    def position(self) -> int:
-        """Its index in the computation."""
-        return self.computation.position[self.name]
 
     @property
     def called(self) -> list["Computation"]:
@@ -226,17 +223,13 @@ class Computation:
     module: "HloModule" = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for i in self.instructions:
+        for position, i in enumerate(self.instructions):
             object.__setattr__(i, "computation", self)
+            object.__setattr__(i, "position", position)
 
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
         return {i.name: i for i in self.instructions}
-
-    @functools.cached_property
-    def position(self) -> dict[str, int]:
-        """The index of each instruction in the list."""
-        return {i.name: n for n, i in enumerate(self.instructions)}
 
     @functools.cached_property
     def opcodes(self) -> frozenset[str]:
@@ -380,9 +373,10 @@ class HloModule:
             computation = self.computations[name]
             yield computation.is_entry, computation.execution_thread, len(computation.instructions)
             for i in computation.instructions:
-                operands = [computation.position[operand] for operand in i.operands]
+                operands = [made.position for made in i.inputs]
                 before = [
-                    computation.position.get(other, other) for other in i.control_predecessors
+                    computation.by_name[other].position if other in computation.by_name else other
+                    for other in i.control_predecessors
                 ]
                 calls = [numbers[other] for other in i.called_computations]
                 others = {key: value for key, value in i.attributes.items() if key not in _NAMING}

@@ -1,7 +1,7 @@
 """Every remedy of the audit is tried: a program in which it is given, and the same with it, which
 is estimated shorter.
 
-The programs are compiled for eight chips of a v5e or a v6e. Errors are not here: their remedies
+The programs are compiled for eight chips of a v5e or a v6e, or for eight GPUs. Errors are not here: their remedies
 make results right, and tests/check/auditing/test_hazards.py and tests/transport/test_compiled.py
 have programs with and without them.
 """
@@ -411,6 +411,64 @@ def test_a_wide_transfer_is_rounded_before_it_travels():
     assert "preferred_element_type=jnp.bfloat16" in remedy
     after, seconds = found(topology, product(jnp.bfloat16), args, **WITHOUT_XLAS_RINGS)
     assert not remedies(after, "wide-transfer")
+    assert seconds < before
+
+
+# What XLA for GPUs does to the products of a ring of four, which is written without a loop.
+
+
+def gather_on_gpus(hold):
+    def fn(x, w):
+        made = []
+        for _ in range(4):
+            made.append(jnp.dot(*hold((x, w))))
+            x = onward(x)
+        return jnp.concatenate(made)
+
+    args = [
+        array("h100:8", (4 * ROWS, WIDTH), P("model")),
+        array("h100:8", (WIDTH, HIDDEN), P(None, "model")),
+    ]
+    return on_gpus(fn, (P("model"), P(None, "model")), P(None, "model")), args
+
+
+def scatter_on_gpus(hold):
+    def fn(x, w):
+        total = jnp.dot(x[0], w)
+        for part in range(1, 4):
+            total = onward(total) + hold(jnp.dot(x[part], w))
+        return total
+
+    args = [
+        array("h100:8", (4, ROWS, HIDDEN), P(None, None, "model")),
+        array("h100:8", (HIDDEN, WIDTH), P("model")),
+    ]
+    return on_gpus(fn, (P(None, None, "model"), P("model")), P("model")), args
+
+
+def on_gpus(fn, in_specs, out_specs):
+    return jax.shard_map(
+        fn, mesh=mesh_of("h100:8"), in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+
+def held_up(case, hold, code):
+    """Returns the remedies of one code, and the seconds that the program is estimated to take."""
+    fn, args = case(hold)
+    program = check.compile_for("h100:8", fn, *args)
+    return remedies(check.audit(program), code), check.timeline(program).seconds
+
+
+@pytest.mark.parametrize(
+    ("case", "code"),
+    [(gather_on_gpus, "merged-products"), (scatter_on_gpus, "accumulates-arrival")],
+)
+def test_products_of_a_ring_on_gpus_are_held_apart(case, code):
+    given, before = held_up(case, lambda operands: operands, code)
+    assert given
+    assert all("optimization_barrier" in remedy for remedy in given)
+    after, seconds = held_up(case, lax.optimization_barrier, code)
+    assert not after
     assert seconds < before
 
 

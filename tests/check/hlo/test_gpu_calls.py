@@ -2,7 +2,7 @@
 
 import pytest
 
-from flaxasync.check import HloError, parse
+from flaxasync.check import HloError, audit, parse
 from flaxasync.check.hlo import gpu_calls
 
 NUMBERS = (
@@ -46,6 +46,42 @@ def test_a_product_of_cublas(target):
 def test_a_product_that_is_added_to_an_operand():
     assert gpu_calls.accumulated_operand(product(beta=1, third=", c")).name == "c"
     assert gpu_calls.accumulated_operand(product(beta=0, third=", c")) is None
+
+
+FUSED = """HloModule m, is_scheduled=true, num_partitions=2
+f {
+  p0 = bf16[2,8,16]{2,1,0} parameter(0)
+  p1 = bf16[16,4]{1,0} parameter(1)
+  p2 = bf16[8,4]{1,0} parameter(2)
+  s = bf16[1,8,16]{2,1,0} slice(p0), slice={[1:2], [0:8], [0:16]}
+  x = bf16[8,16]{1,0} bitcast(s)
+  c = bf16[8,4]{1,0} bitcast(p2)
+  p = (bf16[8,4]{1,0}, s8[1024]{0}) custom-call(x, p1, c), custom_call_target="__cublas$lt$matmul", \
+backend_config={"gemm_backend_config":{"beta":1,"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
+  y = bf16[8,4]{1,0} get-tuple-element(p), index=0
+  ROOT t = (bf16[8,4]{1,0}) tuple(y)
+}
+ENTRY e {
+  parts = bf16[2,8,16]{2,1,0} parameter(0)
+  w = bf16[16,4]{1,0} parameter(1)
+  sums = bf16[8,4]{1,0} parameter(2)
+  arrived = bf16[8,4]{1,0} collective-permute(sums), source_target_pairs={{0,1},{1,0}}
+  other = bf16[8,4]{1,0} add(sums, sums)
+  ROOT slices = (bf16[8,4]{1,0}) fusion(parts, w, SUMMED), kind=kCustom, calls=f
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("summed", "codes"), [("arrived", {"accumulates-arrival"}), ("other", set())]
+)
+def test_a_product_in_a_fusion_that_slices_its_operands(summed, codes):
+    module = parse(FUSED.replace("SUMMED", summed))
+    fusion = module.entry.root
+    assert gpu_calls.product_of(fusion).name == "p"
+    assert gpu_calls.product_of(module.entry.by_name["other"]) is None
+    found = audit(module, chip="h100").codes()
+    assert {code for code in found if code != "synchronous-collective"} == codes
 
 
 @pytest.mark.parametrize(
