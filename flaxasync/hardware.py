@@ -189,8 +189,8 @@ class Gpu(Accelerator):
     """One GPU of a host whose GPUs are all connected with each other by NVLink.
 
     Its memory is what CUDA reports. JAX takes three quarters of it, unless
-    XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. Three figures are assumed: `hbm_efficiency`,
-    `hop_latency`, in which NCCL starts a transfer and both sides meet, and `kernel_latency`.
+    XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. Four figures are assumed: `hbm_efficiency`,
+    `attention_share`, `hop_latency`, in which NCCL starts a transfer and both sides meet, and `kernel_latency`.
 
     Attributes:
       kernel_latency: The seconds from the end of one kernel until the next one has begun.
@@ -198,6 +198,7 @@ class Gpu(Accelerator):
       float32: The peak rate of float32 products that are not rounded to TF32, in FLOP per second.
       float64: The peak rate of float64 products, in FLOP per second.
       product_share: The share of `flops` that large products reach.
+      attention_share: Of the rate that products reach, the share that attention by cuDNN reaches.
       link_share: The share of `link_bandwidth`, and of `network_bandwidth`, that large transfers
         reach.
       network_bandwidth: The bandwidth to other hosts, in bytes per second and direction.
@@ -214,6 +215,7 @@ class Gpu(Accelerator):
     hop_latency: float = 10e-6
     link_share: float = 0.82
     kernel_latency: float = 2e-6
+    attention_share: float = 0.75
     kind: str
     float32: float
     float64: float

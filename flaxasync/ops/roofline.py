@@ -515,8 +515,7 @@ def _costs(chip: Chip | Gpu, ring: int, trips: Sequence[Trip], kernels: bool) ->
 def _gpu_serial(gpu: Gpu, ring: int, trips: Sequence[Trip]) -> Cost:
     """Predicts "none" on GPUs of one host. For "dw", XLA sees that x was gathered before.
 
-    NCCL gathers and scatters whole arrays, so the rows of several batches are put in another order
-    before or after, and so are those of what is beside them in a layer.
+    Rows of several batches are put in order on the side of the product that does not travel.
     """
     compute = exposed = 0.0
     held = 0
@@ -527,7 +526,8 @@ def _gpu_serial(gpu: Gpu, ring: int, trips: Sequence[Trip]) -> Cost:
             exposed += _nccl_seconds(gpu, (ring - 1) * trip.sent)
             held = max(held, ring * trip.sent)
             if trip.batches > 1:
-                compute += 4 * ring * trip.sent / hbm(gpu)
+                features = trip.n if trip.kind == "gather" else trip.k
+                compute += 2 * ring * trip.m * features * trip.itemsize / hbm(gpu)
     return Cost(compute, exposed, len(trips), held, len(trips) * gpu.kernel_latency)
 
 
@@ -556,6 +556,16 @@ def _gpu_blocks(gpu: Gpu, ring: int, trips: Sequence[Trip]) -> Cost:
         kernels += 2 * ring
         held = max(held, 2 * trip.sent)
     return Cost(compute, exposed, kernels, held, kernels * gpu.kernel_latency)
+
+
+def attention_on_gpus(gpu: Gpu, batch: int, rows: int, features: int, *, causal: bool) -> float:
+    """Returns the seconds of attention by cuDNN, with its gradient, of whole sequences and heads of
+    so many features together: two products of all scores forward, five backward.
+    """
+    flops = 7 * 2.0 * batch * rows * rows * features
+    if causal:
+        flops /= 2
+    return flops / (gpu.flops * gpu.product_share * gpu.attention_share)
 
 
 def _with_gather_on_gpus(

@@ -23,8 +23,6 @@ from flaxasync.check.hlo.participants import groups_in, permute_pairs
 from flaxasync.check.hlo.shapes import HOST
 from flaxasync.hardware import Gpu
 
-# Of the rate that products reach, attention by cuDNN reaches this share.
-ATTENTION_SHARE = 0.75
 NVLINK = "NVLink"  # the lane of transfers within a host
 NETWORK = "network"  # the lane of transfers between hosts
 GPUS_OF_HOST = 8  # where the program does not say
@@ -90,7 +88,7 @@ class GpuCosts(Costs):
         if gpu_calls.is_product(i):
             return gpu_calls.product_flops(i)
         if gpu_calls.is_attention(i):
-            return gpu_calls.attention_flops(i) / ATTENTION_SHARE
+            return gpu_calls.attention_flops(i) / self.gpu.attention_share
         known: dict[str, float] = {}
         return sum(flops_of(body, known) for body in i.called)
 

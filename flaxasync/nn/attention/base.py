@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from flaxasync.kernels.attention_block import Mask
-from flaxasync.nn.attention import exchange
+from flaxasync.nn.attention import exchange, halves
 from flaxasync.nn.attention.exchange import AttentionCall, Weights, project_inputs, project_output
 from flaxasync.nn.attention.heads import HeadAttention, Inputs, Norms
 from flaxasync.nn.attention.protocol import LikeMultiHeadAttention, check_qkv_sharding
@@ -171,6 +171,8 @@ def _apply(
     form = exchange.choose(call, x, weights, inputs)
     if form is not None:
         return exchange.apply(call, form, x, weights, norms, inputs.segment_ids)
+    if halves.are_faster(call, x, weights, inputs):
+        return halves.apply(call, x, weights, norms, inputs.segment_ids)
     query, key, value = project_inputs(call, x, weights, inputs)
     heads = call.attention.attend(query, key, value, inputs, norms)
     return project_output(call, heads, weights.out)

@@ -101,6 +101,28 @@ def weight_gradients(x: Operand, dys: Operands, precision: lax.PrecisionLike = N
     return tuple(lax.split(dw, widths, axis=1))
 
 
+def by_device(x: Array, size: int) -> Array:
+    """Returns x [..., R*m, k] as [R, ..., m, k]: the rows that each device of a ring of R owns."""
+    *batch, rows, k = x.shape
+    axis = len(batch)
+    return jnp.moveaxis(x.reshape(*batch, size, rows // size, k), axis, 0)
+
+
+def in_order(x: Array) -> Array:
+    """Returns x [R, ..., m, k] as [..., R*m, k]; see `by_device`."""
+    size, *batch, rows, k = x.shape
+    return jnp.moveaxis(x, 0, len(batch)).reshape(*batch, size * rows, k)
+
+
+def rows_like[T: Operand](x: T, gathered: Operand) -> T:
+    """Returns x [..., R*m, n] with its rows as `Executor.gather` returns them: `gathered` [..., k]
+    has merged the batches, or has the rows by device, [R, ..., m, k].
+    """
+    if gathered.ndim > x.ndim:
+        return jax.tree.map(lambda array: by_device(array, gathered.shape[0]), x)
+    return jax.tree.map(lambda array: array.reshape(*gathered.shape[:-1], array.shape[-1]), x)
+
+
 def merge_batches[T: Operand](x: T) -> T:
     """Returns x [..., rows, k] as [rows, k]."""
     leading = x.ndim - 1

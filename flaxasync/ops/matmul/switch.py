@@ -25,7 +25,13 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from flaxasync.ops.matmul import products
-from flaxasync.ops.matmul.products import Arrays, Operands, accumulator_dtype
+from flaxasync.ops.matmul.products import (
+    Arrays,
+    Operands,
+    accumulator_dtype,
+    by_device,
+    in_order,
+)
 from flaxasync.ops.quantization import Operand, values_of
 from flaxasync.ring import gathered_owner, permutation
 from flaxasync.transport.schedule import tie
@@ -90,7 +96,8 @@ class SwitchExecutor:
         arrays = tuple(map(values_of, dys))
         sums: Array | None = None
         for hop in range(self.size):
-            sums = self.add_gradient(sums, block, self.rows_of_owner(arrays, hop))
+            dy = self.rows_of_owner(arrays, hop)
+            sums = add_gradient(sums, block, dy, self.precision)
             if hop + 1 < self.size:
                 sums, block = self.beside(sums, block)
         assert sums is not None
@@ -105,24 +112,6 @@ class SwitchExecutor:
         """Returns x @ w, or x @ w.T, in a dtype. XLA joins it with no other product."""
         x, w = tie(x, w)
         return multiply(x, w, dtype, self.precision, transposed=transposed)
-
-    def add_gradient(self, sums: Array | None, x: Array, dy: Array) -> Array:
-        """Returns x.T @ dy over all rows of all batches, added to the sums of other blocks.
-
-        The product adds to the sums as it writes them. The barrier keeps XLA from adding in another
-        order, which takes additions of their own.
-        """
-        rows = tuple(range(x.ndim - 1))
-        gradient = lax.dot_general(
-            x,
-            dy,
-            ((rows, rows), ((), ())),
-            precision=self.precision,
-            preferred_element_type=accumulator_dtype(x),
-        )
-        if sums is None:
-            return gradient
-        return tie(sums) + gradient
 
     def beside[T](self, made: T, block: Array) -> tuple[T, Array]:
         """Returns what was made of a block once the next block has arrived, and the next block.
@@ -211,6 +200,10 @@ class OwnersSums:
 class WholeExecutor:
     """Gathers or scatters all rows by one collective of NCCL, before or after one product; see
     `flaxasync.ops.matmul.vjp.Executor`. Operands are not quantised.
+
+    What NCCL moves lies in memory by device: [R, ..., m, k] for [..., R*m, k]. In the order of the
+    rows XLA would transpose all that was gathered, and all that is sent, so only the other side of
+    the product is put in order. It is R times narrower.
     """
 
     axis_name: str
@@ -221,10 +214,11 @@ class WholeExecutor:
     def gather(
         self, x: Operand, ws: Operands, *, transposed: bool = False, keep: bool = False
     ) -> tuple[Arrays, Operand | None]:
-        gathered = self._all_rows(values_of(x))
+        gathered = self.rows_of_devices(values_of(x))
         w = join_columns(ws, transposed)
         y = multiply(gathered, w, gathered.dtype, self.precision, transposed=transposed)
-        results = split_columns(y, [w.shape[0 if transposed else 1] for w in ws])
+        widths = [w.shape[0 if transposed else 1] for w in ws]
+        results = split_columns(in_order(y), widths)
         if keep:
             return results, gathered
         return results, None
@@ -237,12 +231,8 @@ class WholeExecutor:
         *,
         transposed: bool = False,
     ) -> tuple[Array, Arrays]:
-        x = join_columns(xs, False)
-        w = join_rows(ws, transposed)
-        sent = self.reduce_dtype or x.dtype
-        addend = multiply(x, w, sent, self.precision, transposed=transposed)
-        y = lax.psum_scatter(addend, self.axis_name, scatter_dimension=addend.ndim - 2, tiled=True)
-        return y.astype(x.dtype), local_gradients(local, self.precision)
+        y = self.sum_of_devices(self.addend(xs, ws, transposed=transposed))
+        return y.astype(xs[0].dtype), local_gradients(local, self.precision)
 
     def all_reduce(self, xs: Operands, ws: Operands) -> Array:
         x = join_columns(xs, False)
@@ -251,10 +241,23 @@ class WholeExecutor:
         return lax.psum(addend, self.axis_name).astype(x.dtype)
 
     def weight_gradient(self, x: Operand, dys: Operands) -> Arrays:
-        return products.weight_gradients(self._all_rows(values_of(x)), dys, self.precision)
+        gathered = self.rows_of_devices(values_of(x))
+        alike = tuple(products.rows_like(dy, gathered) for dy in dys)
+        return products.weight_gradients(gathered, alike, self.precision)
 
-    def _all_rows(self, x: Array) -> Array:
-        return lax.all_gather(x, self.axis_name, axis=x.ndim - 2, tiled=True)
+    def rows_of_devices(self, x: Array) -> Array:
+        """Returns all_gather(x) of x [..., m, k], as [R, ..., m, k]."""
+        return lax.all_gather(x, self.axis_name)
+
+    def addend(self, xs: Operands, ws: Operands, *, transposed: bool = False) -> Array:
+        """Returns this device's part of the sum of x @ w, or of x @ w.T, as [R, ..., m, n]."""
+        x = by_device(join_columns(xs, False), lax.axis_size(self.axis_name))
+        sent = self.reduce_dtype or x.dtype
+        return multiply(x, join_rows(ws, transposed), sent, self.precision, transposed=transposed)
+
+    def sum_of_devices(self, addend: Array) -> Array:
+        """Returns this device's rows [..., m, n] of the sum of all devices' [R, ..., m, n]."""
+        return lax.psum_scatter(addend, self.axis_name)
 
 
 def multiply(
@@ -265,6 +268,25 @@ def multiply(
     return lax.dot_general(
         x, w, (contracting, ((), ())), precision=precision, preferred_element_type=dtype
     )
+
+
+def add_gradient(sums: Array | None, x: Array, dy: Array, precision: lax.PrecisionLike) -> Array:
+    """Returns x.T @ dy over all rows of all batches, added to the sums of other blocks.
+
+    The product adds to the sums as it writes them. The barrier keeps XLA from adding in another
+    order, which takes additions of their own.
+    """
+    rows = tuple(range(x.ndim - 1))
+    gradient = lax.dot_general(
+        x,
+        dy,
+        ((rows, rows), ((), ())),
+        precision=precision,
+        preferred_element_type=accumulator_dtype(x),
+    )
+    if sums is None:
+        return gradient
+    return tie(sums) + gradient
 
 
 def local_gradients(

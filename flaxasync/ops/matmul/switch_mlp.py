@@ -18,7 +18,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from flaxasync.ops.matmul.activation import Activation, activate
 from flaxasync.ops.matmul.products import Arrays
-from flaxasync.ops.matmul.switch import SwitchExecutor, join_columns, split_columns
+from flaxasync.ops.matmul.switch import (
+    SwitchExecutor,
+    add_gradient,
+    join_columns,
+    split_columns,
+)
 from flaxasync.ops.saved import GATHERED, HIDDEN, PRODUCT
 
 # the blocks of x that are kept, in the order in which they arrive; ws, down, the products of blocks
@@ -99,13 +104,13 @@ def _mlp_bwd(mlp: SwitchMLP, saved: Saved, dy: Array) -> tuple[Array, Arrays, Ar
         with jax.named_scope("all_gather_matmul_dx"):
             sums.add(dproduct)
         with jax.named_scope("all_gather_matmul_dw"):
-            dw = executor.add_gradient(dw, block, dproduct)
+            dw = add_gradient(dw, block, dproduct, executor.precision)
             if mlp.keep and not is_last:
                 block = kept[hop + 1]
             elif not is_last:
                 dw, block = executor.beside(dw, block)
         with jax.named_scope("matmul_reduce_scatter_dw"):
-            d_down = executor.add_gradient(d_down, h, own_dy)
+            d_down = add_gradient(d_down, h, own_dy, executor.precision)
     assert dw is not None
     assert d_down is not None
     dws = _columns(dw.astype(ws[0].dtype), len(ws))

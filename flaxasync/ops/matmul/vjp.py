@@ -43,6 +43,7 @@ from flaxasync.ops.matmul.products import (
     Arrays,
     Operands,
     dot,
+    rows_like,
     sum_of_products,
     weight_gradient,
     weight_gradients,
@@ -80,8 +81,8 @@ class Executor(Protocol):
         """Returns all_gather(x) @ w for each w [k, n], or @ w.T for w [n, k], and all_gather(x) if
         `keep`, else None.
 
-        Leading dimensions of all_gather(x) [..., R*m, k] are merged where a weight gradient is
-        faster on it so.
+        The rows of all_gather(x) [..., R*m, k] are in the order in which a weight gradient is
+        fastest on them; see `rows_like`.
         """
 
     def reduce(
@@ -153,7 +154,7 @@ def gradients_of_gather(
         summed = backward_operands(executor.quantization, dys, ws, most)
     with jax.named_scope("all_gather_matmul_dw"):
         if keep:
-            dys = tuple(dy.reshape(*x.shape[:-1], dy.shape[-1]) for dy in dys)
+            dys = tuple(rows_like(dy, x) for dy in dys)
             axis_name = None
         else:
             axis_name = executor.axis_name
@@ -233,7 +234,7 @@ def _multiply_and_scatter_bwd(
         dxs, gathered = executor.gather(dy_given, ws_given, transposed=True, keep=True)
     assert gathered is not None
     with jax.named_scope("matmul_reduce_scatter_dw"):
-        alike = tuple(dequantize(x).reshape(*gathered.shape[:-1], x.shape[-1]) for x in xs)
+        alike = tuple(rows_like(dequantize(x), gathered) for x in xs)
         gathered, alike_given = weight_operands(executor.quantization, gathered, alike)
         dws = tuple(
             weight_gradient(x, gathered, executor.precision).astype(dy.dtype) for x in alike_given
