@@ -5,6 +5,8 @@ others set.
     python benchmarks/gpu.py --write docs/gpu.md          also writes the table of that file
     python benchmarks/gpu.py --only "h100:8, MLP"         rows whose description has this text
 
+With fsdp, ours has the flag that train/run.py sets, and so has one automatic form.
+
 Each row is a part of a decoder layer of llama_8b in bfloat16, forward and backward, whose gradient
 begins with its own result, so that the backward pass waits for the forward pass as in training.
 XLA's compiler for GPUs compiles it, and `fa.check.timeline` predicts it: nothing is run. "Empty"
@@ -29,6 +31,7 @@ from flaxasync import check
 from flaxasync.check.hlo import gpu_calls
 from models.config import TransformerConfig
 from models.layer import DecoderLayer
+from train.step.flags import WITH_FSDP
 
 OURS = "flaxasync"
 # Of XLA's own collective matmul, that of two streams is refused by the compiler's own verifier.
@@ -77,6 +80,14 @@ class Case:
         if self.layers > 1:
             count = f"{self.layers} layers, "
         return f"{count}{self.part}, {self.batch} x {self.sequence}"
+
+
+    @property
+    def forms(self) -> Mapping[str, Mapping[str, Any]]:
+        """The forms that are compiled, and the flags of each. Ours has those of train/run.py."""
+        if self.fsdp == 1:
+            return FORMS
+        return {**FORMS, OURS: WITH_FSDP, "automatic, two at once": WITH_FSDP}
 
 
 CASES = (
@@ -140,7 +151,7 @@ def compiled(case: Case, form: str) -> check.CompiledProgram:
 
         of_state = jax.tree.map(lambda leaf: leaf.sharding, state)
         jitted = jax.jit(step, out_shardings=(x.sharding, of_state, x.sharding))
-        return check.compile_for(case.topology, jitted, state, x, compiler_options=FORMS[form])
+        return check.compile_for(case.topology, jitted, state, x, compiler_options=case.forms[form])
 
 
 def transfers(program: check.CompiledProgram) -> tuple[int, int]:
@@ -190,7 +201,7 @@ def main() -> None:
     chosen = parser.parse_args()
     rows = []
     for case in CASES:
-        for form in FORMS:
+        for form in case.forms:
             if chosen.only in f"{case}, {form}":
                 rows.append(row(case, form))
                 print(*rows[-1], flush=True)

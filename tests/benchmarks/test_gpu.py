@@ -17,7 +17,7 @@ def rows_of(name):
 
 
 def test_the_page_has_every_case_in_every_form():
-    wanted = [[case.name, case.topology, form] for case in gpu.CASES for form in gpu.FORMS]
+    wanted = [[case.name, case.topology, form] for case in gpu.CASES for form in case.forms]
     assert [row[:3] for row in rows_of("gpu")] == wanted
 
 
@@ -30,9 +30,9 @@ def test_what_the_page_says_of_its_table_is_in_it():
 
     assert cell(mlp, gpu.OURS, "exposed ms") < 0.08 * cell(mlp, "automatic", "exposed ms")
     share = cell(layer, gpu.OURS, "exposed ms") / cell(layer, "automatic", "exposed ms")
-    assert share == pytest.approx(0.42, abs=0.01)
+    assert share == pytest.approx(0.22, abs=0.01)
     faster = cell(layer, "automatic", "predicted ms") / cell(layer, gpu.OURS, "predicted ms")
-    assert faster == pytest.approx(1.29, abs=0.01)
+    assert faster == pytest.approx(1.45, abs=0.01)
 
 
 def test_a_refused_form_has_a_row_that_says_so(monkeypatch):

@@ -136,11 +136,13 @@ def test_what_xla_does_to_the_ring_of_other_devices_is_found(topology, code, rea
     assert faster.seconds < 0.9 * check.timeline(program).seconds
 
 
-@pytest.mark.parametrize("batch", [(4, 4096), (1, 8192)])
-def test_a_layer_is_faster_than_with_automatic_sharding(batch):
+@pytest.mark.parametrize(
+    ("batch", "faster", "exposed"), [((4, 4096), 1.4, 0.25), ((1, 8192), 1.3, 0.35)]
+)
+def test_a_layer_is_faster_than_with_automatic_sharding(batch, faster, exposed):
     which = gpu.Case("h100:8", "layer", *batch)
     ours = check.timeline(compiled(which))
     others = [check.timeline(gpu.compiled(which, form)) for form in gpu.FORMS if form != OURS]
     best = min(others, key=lambda one: one.seconds)
-    assert best.seconds > 1.2 * ours.seconds
-    assert ours.exposed < 0.45 * best.exposed
+    assert best.seconds > faster * ours.seconds
+    assert ours.exposed < exposed * best.exposed

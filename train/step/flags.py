@@ -35,7 +35,6 @@ elsewhere none.
 
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 WITH_FSDP: Mapping[str, str] = {
-    "xla_gpu_enable_while_loop_double_buffering": "true",
     "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
 }
 """Flags that `auto` takes on GPUs where mesh.fsdp is not 1, by the predictions of docs/gpu.md."""

@@ -30,7 +30,12 @@ from jax.sharding import Mesh
 
 from flaxasync.check.compile import worker
 from flaxasync.check.compile.function_call import FunctionCall
-from flaxasync.check.compile.gpu_topologies import GPU_OPTIONS, GpuTopology, cudnn_of
+from flaxasync.check.compile.gpu_topologies import (
+    VARIABLE,
+    GpuTopology,
+    cudnn_of,
+)
+from flaxasync.check.compile.gpu_topologies import compiler_options as options_of_gpus
 from flaxasync.check.compile.program import CompiledProgram, check_memory, hbm_error
 from flaxasync.check.compile.topologies import (
     ENVIRONMENT,
@@ -44,7 +49,7 @@ from flaxasync.check.progress import progress
 from flaxasync.check.tested_libtpu import installed_libtpu
 
 # the environment variable of each compiler's flags
-FLAGS = {"TPU": "LIBTPU_INIT_ARGS", "GPU": "XLA_FLAGS"}
+FLAGS = {"TPU": "LIBTPU_INIT_ARGS", "GPU": VARIABLE}
 # an 8B training step takes a minute to compile, so ten minutes mean that the compiler hangs
 COMPILE_SECONDS = 600
 
@@ -126,7 +131,7 @@ def compile_for(
     if gpus is not None:
         kind = "GPU"
         version = ""
-        options = GPU_OPTIONS | options
+        options = options_of_gpus(options)
     request = _request(topology, lowered, options)
     known = {d.id for d in devices}
     if len(request["device_ids"]) > len(devices) or not known.issuperset(request["device_ids"]):

@@ -11,8 +11,9 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -27,6 +28,9 @@ MAX_HOSTS = 512
 GPU_OPTIONS = types.MappingProxyType(
     {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 )
+VARIABLE = "XLA_FLAGS"
+_FLAG = re.compile(r"--(xla_gpu_\w+)(?:=(\S+))?")
+_BOOLEANS = {"": True, "true": True, "false": False}  # of flags; options are spelt otherwise
 INSTALL = "pip install 'flaxasync[gpu-compile]'"
 _WHEEL = "jax-cuda13-pjrt"
 _PLUGIN = "jax_plugins.xla_cuda13"
@@ -101,6 +105,17 @@ def gpu_devices(topology: GpuTopology) -> list:
         importlib.import_module(_PLUGIN).initialize()
         described = topologies.get_topology_desc(**topology.arguments)
     return list(described.devices)
+
+
+def compiler_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options for XLA for GPUs: those of programs that nothing times, the flags that
+    XLA_FLAGS has now, and those that are given.
+
+    This process has read the variable when JAX began, and tells the compiler what it was then.
+    """
+    there = dict(_FLAG.findall(os.environ.get(VARIABLE, "")))
+    flags = {name: _BOOLEANS.get(value, value) for name, value in there.items()}
+    return GPU_OPTIONS | flags | dict(given)
 
 
 @contextlib.contextmanager

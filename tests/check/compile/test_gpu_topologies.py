@@ -93,6 +93,15 @@ def test_options_reach_the_compiler_which_names_a_wrong_one():
         compile_for("h100:1", jnp.dot, x, x, compiler_options={"xla_gpu_no_such_thing": 1})
 
 
+def test_flags_that_are_set_after_jax_began_reach_the_compiler(monkeypatch):
+    """As a dry run sets them; this process has read the variable long before."""
+    x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm")
+    assert "__cublas" not in compile_for("h100:1", jnp.dot, x, x).text
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    assert "__cublas" in compile_for("h100:1", jnp.dot, x, x).text
+
+
 def test_a_program_that_does_not_fit_says_what_it_needs():
     mesh = topology_mesh("a100:1", (1,), ("x",))
     x = array((50_000, 1_000_000), mesh, P())
