@@ -81,7 +81,6 @@ class Case:
             count = f"{self.layers} layers, "
         return f"{count}{self.part}, {self.batch} x {self.sequence}"
 
-
     @property
     def forms(self) -> Mapping[str, Mapping[str, Any]]:
         """The forms that are compiled, and the flags of each. Ours has those of train/run.py."""

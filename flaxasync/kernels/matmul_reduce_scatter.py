@@ -174,6 +174,13 @@ class ReduceScatterOperands(NamedTuple):
     scales: Sequence[Ref]
     beside: Sequence[Ref]  # of the weight gradients
 
+    def of_batches(self, first: int, count: int) -> "ReduceScatterOperands":
+        """Returns the part of some batches, and all of w."""
+        return self._replace(
+            xs=[x.at[pl.ds(first, count)] for x in self.xs],
+            scales=[one.at[pl.ds(first, count)] for one in self.scales[:1]] + list(self.scales[1:]),
+        )
+
     def on_core(self, share: CoreRows) -> "ReduceScatterOperands":
         """Returns the part of one core: its rows, and all of w."""
         return ReduceScatterOperands(
@@ -219,6 +226,7 @@ def matmul_reduce_scatter(
     scales: tuple[jax.Array, jax.Array] | None = None,
     result: DType | None = None,
     gradients: Sequence[beside.WeightGradient] = (),
+    batches: range | None = None,
     tiles: Tiles | None = None,
     directions: int = 2,
     cores: int | None = None,
@@ -230,13 +238,15 @@ def matmul_reduce_scatter(
     Args beside those: scales: those of all rows, [B, R*m], and of the columns, [n], in float32, if
       the only x and w are 8-bit values. result: the dtype of y and the dws; that of x by default.
       gradients: what is computed beside the sums. Where any are asked for, they have all vector
-      memory that y leaves.
+      memory that y leaves. batches: those of x that y has; all by default.
 
     Raises:
       NotImplementedError: there are more tiles than semaphores.
     """
     size = lax.axis_size(axis_name)
-    batch, all_rows, _ = xs[0].shape
+    all_batches, all_rows, _ = xs[0].shape
+    part = batches or range(all_batches)
+    batch = len(part)
     dtype = xs[0].dtype
     m = all_rows // size
     n = ws[0].shape[0 if transposed else 1]
@@ -252,13 +262,15 @@ def matmul_reduce_scatter(
     used = schedule.tiles
     laid_out = []
     if scales is not None:
-        laid_out = laid_out_scales(scales[0].reshape(batch, size, m), scales[1:])
+        laid_out = laid_out_scales(scales[0].reshape(all_batches, size, m), scales[1:])
     more = beside.BesidePlan.of(gradients, result, available() - vmem_bytes, share.cores)
     local = beside.operands(more, gradients)
 
     def body(
         given: ReduceScatterOperands, made: ReduceScatterResults, scratch: ReduceScatterScratch
     ) -> None:
+        if batch != all_batches:
+            given = given.of_batches(part.start, batch)
         given = given.on_core(share)
         made = made.on_core(share)
         others = None
@@ -297,7 +309,7 @@ def matmul_reduce_scatter(
     streamed = (used.columns.count * x_elements + w_trips * w_elements) * dtype.itemsize
     # every block is written once, and all but one come back as a neighbour's sum
     sums_bytes = (2 * size - 1) * block_bytes
-    by_block = [x.reshape(batch, size, m, -1) for x in xs]
+    by_block = [x.reshape(all_batches, size, m, -1) for x in xs]
     padded = [more.padded(sum_) for sum_ in range(len(gradients))]
     dws = [of_result(each.m, each.n) for each in padded]
     operands = ReduceScatterOperands(by_block, ws, laid_out, local)

@@ -74,7 +74,8 @@ devices and takes a part. That doubles the transfers."""
 LOOPLESS = 4
 LARGEST_BLOCK = 80 * 2**20
 """The largest block of partial sums, in elements, for which the kernel has semaphores, whatever its
-sides. Among 5149 random shapes of 20 to 140 Mi elements, it refused no block below 86 Mi."""
+sides. Among 5149 random shapes of 20 to 140 Mi elements, it refused no block below 86 Mi. A larger
+block takes several kernels, each for some of its batches."""
 KEEPING_GAINS = 0.015
 """The op keeps what it gathers only if that is predicted to save this share of its time. Eleven of
 the twelve layers of docs/plan.md are faster if they keep."""
@@ -206,9 +207,11 @@ def sum_of_products_costs(
     """
     rows = math.prod(x[:-1])
     share = -(-rows // ring)
-    batches = math.prod(x[:-2])
     k, n = w
     scatters = op == "matmul_reduce_scatter"
+    batches = math.prod(x[:-2])
+    if not scatters and x[-2] % ring:
+        batches = 1  # they are merged, so that one of them is padded
     forward, dx, dw = _kinds(op, chip, quantization)
     sent = share * n * itemsize
     trips = [Trip("reduce", sent, share, k, n, itemsize, forward, batches)]
@@ -506,10 +509,20 @@ def _costs(chip: Chip | Gpu, ring: int, trips: Sequence[Trip], kernels: bool) ->
         return costs
     costs["xla"] = _ring_of_blocks(chip, ring, trips, "xla")
     costs["pallas"] = _ring_of_blocks(chip, ring, trips, "pallas")
-    largest = max(trip.m * trip.n if trip.kind == "reduce" else 0 for trip in trips)
-    if kernels and largest <= LARGEST_BLOCK:
+    sums = [trip for trip in trips if trip.kind == "reduce"]
+    if kernels and all(kernels_of_sums(trip.batches, trip.m * trip.n) for trip in sums):
         costs["fused"] = _fused(chip, ring, trips)
     return costs
+
+
+def kernels_of_sums(batches: int, block: int) -> int:
+    """Returns how many kernels sum a block of so many elements, each for as many batches; 0 if no
+    number of them divides the batches and has semaphores enough.
+    """
+    for count in range(1, batches + 1):
+        if batches % count == 0 and block <= count * LARGEST_BLOCK:
+            return count
+    return 0
 
 
 def _gpu_serial(gpu: Gpu, ring: int, trips: Sequence[Trip]) -> Cost:
@@ -687,14 +700,19 @@ def _fused(chip: Chip, ring: int, trips: Sequence[Trip]) -> Cost:
         tile = 1  # rows, which batches share out as well
         if trip.kind == "dw":
             tile = LANES  # columns
-        cores = best_cores(chip, trip.m, tile)
-        readings = cores * weights  # each core reads all of w
+        kernels = 1
+        if trip.kind == "reduce":
+            kernels = kernels_of_sums(trip.batches, trip.m * trip.n)
+        cores = best_cores(chip, trip.m // kernels, tile)
+        readings = kernels * cores * weights  # each core reads all of w
         products = _product(chip, trip, rates, blocks=ring, weights=readings, cores=cores)
-        busy = products + ring * rates.step
+        if kernels > 1:  # what they return is joined
+            products += 2 * sent / hbm(chip)
+        busy = products + ring * kernels * rates.step
         hops = (ring - 1) * hop_seconds(chip, sent, directions(ring))
         compute += products
         exposed += max(0.0, hops + products / ring / 2 - busy)
-        steps += ring
+        steps += ring * kernels
         held = max(held, ring * sent)
     return _with_overhead(rates, compute, exposed, trips, steps, held)
 

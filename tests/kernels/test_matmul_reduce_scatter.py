@@ -56,7 +56,10 @@ def run(
     (got,) = simulate(
         local, (xs, given), specs, (P(None, "ring"),), shape=(size,), mode=mode, cores=cores
     )
-    return got, sum(x @ w for x, w in zip(as_float32(xs), as_float32(ws), strict=True))
+    want = sum(x @ w for x, w in zip(as_float32(xs), as_float32(ws), strict=True))
+    if "batches" in options:
+        want = want[list(options["batches"])]
+    return got, want
 
 
 # The last tile of every side is partial; what lies beyond it in vector memory is not a number at
@@ -74,6 +77,8 @@ SMALL_PARTS = tiling, "SUB_BLOCK", 16
             None,
             {"directions": 2, "batch": 2, "ks": (256, 128), "dtype": "bfloat16", "mode": "eager"},
         ),
+        # the last two of three batches, one on each core
+        (2, None, {"batch": 3, "batches": range(1, 3), "ks": (256,), "cores": 2}),
         # Each core has rows of the only batch, and a receive buffer is written a second time.
         (4, None, {"m": 64, "ks": (256,), "cores": 2, "mode": "eager"}),
         *(

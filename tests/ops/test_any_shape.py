@@ -70,6 +70,9 @@ def of_any_shape(*strategies):
 @hypothesis.example("all_gather_matmul", "v6e:2x2", 4, 13406, 1182, 26240, jnp.bfloat16, None)
 @hypothesis.example("matmul_reduce_scatter", "v5e:2x4", 1, 50576, 16384, 1152, jnp.bfloat16, None)
 @hypothesis.example("matmul_all_reduce", "v5p:2x2x2", 8, 2688, 256, 28800, jnp.bfloat16, None)
+# sums of a block that takes two kernels, and of one that no number of kernels can take
+@hypothesis.example("all_gather_matmul", "v6e:2x2", 24, 512, 8192, 7168, jnp.bfloat16, None)
+@hypothesis.example("matmul_all_reduce", "v6e:2x2", 6, 8190, 2048, 8192, jnp.bfloat16, None)
 def test_matmuls(op, topology, batch, m, k, n, dtype, quantization):
     ring = DEVICES[topology]
     # what int32 cannot add is refused

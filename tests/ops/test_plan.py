@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import flaxasync as fa
 from flaxasync.hardware import chip, chip_of_device
 from flaxasync.kernels.engine.cores import best_cores
+from flaxasync.ops import roofline
 
 LLAMA = (1, 4096, 32, 128), (1, 4096, 8, 128)
 
@@ -49,6 +50,24 @@ def test_where_blocks_are_small_steps_cost_more_than_waiting(op, shapes, options
     plan = fa.plan(op, *shapes, chip="v5e", ring=8, backward=False, **options)
     assert plan.backend == "none"
     assert f"overlap loses here: {why}" in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("batches", "block", "kernels"),
+    [(1, 80, 1), (24, 80, 1), (24, 96, 2), (3, 96, 3), (1, 96, 0), (4, 4 * 80 + 1, 0)],
+)
+def test_a_block_of_sums_that_is_too_large_takes_several_kernels(batches, block, kernels):
+    assert roofline.kernels_of_sums(batches, block * 2**20) == kernels
+
+
+def test_kernels_serve_large_blocks_of_several_sequences():
+    """The MLP of a published model on v5p, with 24 sequences of 2048 on a ring of four."""
+    shapes = (24, 512, 8192), (8192, 7168), (8192, 7168)
+    found = fa.plan(fa.all_gather_matmul, *shapes, chip="v5p", ring=4)
+    assert found.backend == "fused"
+    assert found.costs["fused"].steps == 4 * (1 + 2 + 1)
+    one = (1, 24 * 512, 8192), *shapes[1:]
+    assert "fused" not in fa.plan(fa.all_gather_matmul, *one, chip="v5p", ring=4).costs
 
 
 def test_a_backend_that_exceeds_memory_is_not_chosen():

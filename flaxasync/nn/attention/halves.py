@@ -17,7 +17,7 @@ from flaxasync.nn.attention.exchange import AttentionCall, Weights
 from flaxasync.nn.attention.heads import Inputs, Norms
 from flaxasync.ops.attention.halves import HalvedAttention, halved_attention
 from flaxasync.ops.matmul.api import Options, choose_executor
-from flaxasync.ops.matmul.switch import WholeExecutor
+from flaxasync.ops.matmul.switch import WholeExecutor, join_columns
 from flaxasync.ops.plan import Plan, plan, unknown_on_gpus
 from flaxasync.ops.roofline import Shape, attention_on_gpus
 
@@ -144,7 +144,7 @@ def apply(
     if segment_ids is not None:
         segments = tuple(lax.split(segment_ids, sizes))
     block = HalvedAttention(executor, attend, keep)
-    w = lax.concatenate(kernels, 1)
+    w = join_columns(kernels, False)
     kernel, bias = weights.out
     out = shards.cast(kernel, x, settings.dtype)
     shared = vary_like((of_inputs, norms), x)

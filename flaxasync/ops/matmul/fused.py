@@ -21,6 +21,7 @@ from flaxasync.kernels.weight_gradient import TILES, gather_weight_gradient
 from flaxasync.ops.matmul import products
 from flaxasync.ops.matmul.products import Arrays, Operands
 from flaxasync.ops.quantization import Operand, Quantization, Quantized, dequantize, values_of
+from flaxasync.ops.roofline import kernels_of_sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,17 +118,29 @@ class FusedExecutor:
                 )
                 return functools.reduce(jnp.add, others, y), dws
             scales = _row_scales(x.scales, size, x.values.dtype), _column_scales(ws[0])
-        y, *found = matmul_reduce_scatter(
-            tuple(_pad_blocks(values_of(x), size, sublanes(values_of(x).dtype)) for x in xs),
-            tuple(_pad(values_of(w), {0: LANES, 1: LANES}) for w in ws),
-            self.axis_name,
-            transposed=transposed,
-            scales=scales,
-            result=x.dtype,
-            gradients=[_weight_gradient(x, dy) for x, dys in local for dy in dys],
-            directions=self.directions,
-        )
-        return _unpad(y, 1, m, n).reshape(*batch, m, n), tuple(found)
+        blocks = tuple(_pad_blocks(values_of(x), size, sublanes(values_of(x).dtype)) for x in xs)
+        gradients = [_weight_gradient(x, dy) for x, dys in local for dy in dys]
+        batches = blocks[0].shape[0]
+        # one kernel, too, for a block that is too large for any number of them: it says so
+        each = batches // max(kernels_of_sums(batches, batches * m * n), 1)
+        ys = []
+        made: list[Array] = []
+        for first in range(0, batches, each):
+            part, *found = matmul_reduce_scatter(
+                blocks,
+                tuple(_pad(values_of(w), {0: LANES, 1: LANES}) for w in ws),
+                self.axis_name,
+                transposed=transposed,
+                scales=scales,
+                result=x.dtype,
+                gradients=[] if made else gradients,
+                batches=range(first, first + each),
+                directions=self.directions,
+            )
+            ys.append(part)
+            made += found
+        y = lax.concatenate(ys, 0)
+        return _unpad(y, 1, m, n).reshape(*batch, m, n), tuple(made)
 
     def all_reduce(self, xs: Operands, ws: Operands) -> Array:
         return products.scatter_then_gather(lambda xs: self.reduce(xs, ws)[0], xs, self.axis_name)

@@ -14,6 +14,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
+from flaxasync.ops import roofline
+from flaxasync.ops.matmul import fused
 from tests.grids import sparse
 from tests.kernels.conftest import as_float32, draw, simulated
 from tests.ops.matmul.conftest import SPECS, assert_close, check_parity
@@ -357,6 +359,25 @@ def test_fused_kernels_in_the_simulator(op, size, options):
         backend="fused",
         **{"m": 16 * size, "k": 256, "ns": [256], "mode": "on_wait"} | options,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_several_kernels_for_the_sums_of_a_large_block(op, monkeypatch):
+    """Three kernels, each with the sums of one batch; dx of all_gather_matmul has such sums."""
+    found = []
+    kernel = fused.matmul_reduce_scatter
+
+    def counted(*args, batches, **options):
+        found.append(batches)
+        return kernel(*args, batches=batches, **options)
+
+    monkeypatch.setattr(fused, "matmul_reduce_scatter", counted)
+    monkeypatch.setattr(roofline, "LARGEST_BLOCK", 16 * 256)
+    check_parity(
+        op, 2, backend="fused", batch=3, m=32, k=256, ns=[256], mode="on_wait", check_vma=False
+    )
+    assert found == [range(n, n + 1) for n in range(3)]
 
 
 @pytest.mark.parametrize(
