@@ -83,7 +83,9 @@ class Case:
 
     @property
     def forms(self) -> Mapping[str, Mapping[str, Any]]:
-        """The forms that are compiled, and the flags of each. Ours has those of train/run.py."""
+        """The forms that are compiled, and the flags of each. With fsdp, ours has the flag of
+        train/run.py.
+        """
         if self.fsdp == 1:
             return FORMS
         return {**FORMS, OURS: WITH_FSDP, "automatic, two at once": WITH_FSDP}

@@ -37,6 +37,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from flaxasync.mesh import platform, vary_like
@@ -52,9 +53,9 @@ from flaxasync.transport.transfers import (
 )
 
 type Leaves = tuple[Array, ...]
-type Carried = Any  # what goes through the layers: an array, or a pytree of arrays
+type Carried = PyTree  # what goes through the layers: an array, or a pytree of arrays
 # the input of a layer, or the VJP of jax.vjp without its weights and further arguments
-type Kept = Any
+type Kept = PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Scan:
     axis: str | None  # over which parameters are fully sharded; None where they are not
     # the dimension of each parameter of one layer that the axis shards; None for none
     dims: tuple[int | None, ...]
-    dtype: Any  # in which parameters are gathered
+    dtype: DTypeLike  # in which parameters are gathered
     backend: str
     policy: Callable[..., Any] | None  # what is kept of each layer; None for its input
     finish: (
@@ -116,7 +117,7 @@ class Scan:
         kept.args_res = [varying, kept.args_res[1], args]
         return kept(dy)[:2]
 
-    def gather_layer(self, stacked: Leaves, layer: Any) -> Transfers:
+    def gather_layer(self, stacked: Leaves, layer: Array | int) -> Transfers:
         """Begins to gather the parameters of one layer."""
         with jax.named_scope("prefetch_parameters"):
             shards = tuple(
@@ -168,7 +169,7 @@ class Scan:
         return gradient.astype(leaf.dtype)
 
 
-def _write(sums: Leaves, gradients: Leaves, layer: Any) -> Leaves:
+def _write(sums: Leaves, gradients: Leaves, layer: Array | int) -> Leaves:
     """Writes the gradients of one layer into those of all layers."""
     pairs = zip(sums, gradients, strict=True)
     return tuple(lax.dynamic_update_index_in_dim(total, one, layer, 0) for total, one in pairs)

@@ -210,8 +210,9 @@ def sum_of_products_costs(
     k, n = w
     scatters = op == "matmul_reduce_scatter"
     batches = math.prod(x[:-2])
-    if not scatters and x[-2] % ring:
-        batches = 1  # they are merged, so that one of them is padded
+    if not scatters and (x[-2] % ring or isinstance(chip, Gpu)):
+        # they are merged, so that one of them is padded; on GPUs no row changes its place
+        batches = 1
     forward, dx, dw = _kinds(op, chip, quantization)
     sent = share * n * itemsize
     trips = [Trip("reduce", sent, share, k, n, itemsize, forward, batches)]
@@ -510,19 +511,28 @@ def _costs(chip: Chip | Gpu, ring: int, trips: Sequence[Trip], kernels: bool) ->
     costs["xla"] = _ring_of_blocks(chip, ring, trips, "xla")
     costs["pallas"] = _ring_of_blocks(chip, ring, trips, "pallas")
     sums = [trip for trip in trips if trip.kind == "reduce"]
-    if kernels and all(kernels_of_sums(trip.batches, trip.m * trip.n) for trip in sums):
+    if kernels and all(_kernels_of(trip) for trip in sums):
         costs["fused"] = _fused(chip, ring, trips)
     return costs
 
 
 def kernels_of_sums(batches: int, block: int) -> int:
     """Returns how many kernels sum a block of so many elements, each for as many batches; 0 if no
-    number of them divides the batches and has semaphores enough.
+    number of them divides the batches and has semaphores enough. The elements are those of whole
+    tiles.
     """
     for count in range(1, batches + 1):
         if batches % count == 0 and block <= count * LARGEST_BLOCK:
             return count
     return 0
+
+
+def _kernels_of(trip: Trip) -> int:
+    """Returns how many kernels sum the blocks of a trip, padded to whole tiles."""
+    unit = 32 // trip.operand_bytes  # rows of a tile
+    rows = -(-trip.m // trip.batches // unit) * unit
+    columns = -(-trip.n // LANES) * LANES
+    return kernels_of_sums(trip.batches, trip.batches * rows * columns)
 
 
 def _gpu_serial(gpu: Gpu, ring: int, trips: Sequence[Trip]) -> Cost:
@@ -536,7 +546,7 @@ def _gpu_serial(gpu: Gpu, ring: int, trips: Sequence[Trip]) -> Cost:
         blocks = ring if trip.travels else 1
         compute += _gpu_product(gpu, trip, blocks)
         if ring > 1 and trip.kind in ("gather", "reduce"):
-            exposed += _nccl_seconds(gpu, (ring - 1) * trip.sent)
+            exposed += nccl_seconds(gpu, (ring - 1) * trip.sent)
             held = max(held, ring * trip.sent)
             if trip.batches > 1:
                 features = trip.n if trip.kind == "gather" else trip.k
@@ -565,7 +575,7 @@ def _gpu_blocks(gpu: Gpu, ring: int, trips: Sequence[Trip]) -> Cost:
             copied = 2 * ring * trip.k * trip.n * trip.itemsize
         compute += ring * block + copied / hbm(gpu)
         turn = block + copied / ring / hbm(gpu) + 2 * gpu.kernel_latency
-        exposed += (ring - 1) * max(0.0, _nccl_seconds(gpu, trip.sent) - turn)
+        exposed += (ring - 1) * max(0.0, nccl_seconds(gpu, trip.sent) - turn)
         kernels += 2 * ring
         held = max(held, 2 * trip.sent)
     return Cost(compute, exposed, kernels, held, kernels * gpu.kernel_latency)
@@ -589,7 +599,7 @@ def _with_gather_on_gpus(
     """
     if ring == 1:
         return dict(costs)
-    gathered = _nccl_seconds(gpu, (ring - 1) * sent)
+    gathered = nccl_seconds(gpu, (ring - 1) * sent)
     found = {}
     for name, cost in costs.items():
         waits = cost.exposed + gathered
@@ -608,7 +618,7 @@ def _gpu_product(gpu: Gpu, trip: Trip, blocks: int) -> float:
     return max(2 * m * k * trip.n / (peak * gpu.product_share), moved / hbm(gpu))
 
 
-def _nccl_seconds(gpu: Gpu, sent: int) -> float:
+def nccl_seconds(gpu: Gpu, sent: int) -> float:
     """Returns the seconds of a transfer in which each GPU of a host sends so many bytes."""
     return gpu.hop_latency + sent / (gpu.link_bandwidth * gpu.link_share)
 
@@ -702,7 +712,7 @@ def _fused(chip: Chip, ring: int, trips: Sequence[Trip]) -> Cost:
             tile = LANES  # columns
         kernels = 1
         if trip.kind == "reduce":
-            kernels = kernels_of_sums(trip.batches, trip.m * trip.n)
+            kernels = _kernels_of(trip)
         cores = best_cores(chip, trip.m // kernels, tile)
         readings = kernels * cores * weights  # each core reads all of w
         products = _product(chip, trip, rates, blocks=ring, weights=readings, cores=cores)

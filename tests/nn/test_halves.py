@@ -81,7 +81,9 @@ def test_parity(calls, batch, heads, kv_heads, options, form):
     make, plain = pair(heads, kv_heads, **options)
     check_parity(make, plain, (batch, 8, 8), apply=call, **form)
     of_device = batch // form.get("data", 1)
-    assert [of_device // 2, of_device - of_device // 2] in calls
+    # forward x, which is traced twice, backward dy, and x once more unless it was kept
+    trips = 4 - ("gathered_bytes" in options)
+    assert calls == [[of_device // 2, of_device - of_device // 2]] * trips
 
 
 def layer(backend=None, **options):
@@ -115,6 +117,32 @@ def test_segments_and_norms_of_each_half(calls):
     assert_alike(found, wanted)
 
 
+def test_heads_travel_where_they_are_to_travel(calls):
+    """Weights are gathered as rows are, and kept: on GPUs by one collective."""
+    make, plain = pair(4, 4, exchange_heads=True, gathered_bytes=2**20)
+    check_parity(make, plain, (2, 8, 8), size=2, apply=call)
+    assert not calls
+
+
+def test_a_policy_keeps_the_results_of_products_and_not_what_they_were_tied_to(calls):
+    """As much as of a layer whose rows travel around a ring."""
+
+    def kept(backend):
+        graph, state = nnx.split(layer(backend))
+        x = ones((2, 8, 8), ROWS)
+
+        def apply(state, x):
+            return nnx.merge(graph, state)(x) * 2
+
+        apply = jax.checkpoint(apply, policy=fa.save_matmuls)
+        pull = jax.eval_shape(lambda *operands: jax.vjp(apply, *operands)[1], state, x)
+        return sum(leaf.size for leaf in jax.tree.leaves(pull))
+
+    with jax.set_mesh(make_mesh(1, 4)):
+        assert kept(None) == kept("xla")
+    assert calls
+
+
 @pytest.mark.parametrize(
     ("batch", "options", "given"),
     [
@@ -134,17 +162,24 @@ def test_calls_that_are_not_halved(calls, batch, options, given):
 
 
 @pytest.mark.parametrize(
-    ("chip", "devices", "rows", "halved"),
+    ("chip", "devices", "shape", "flags", "halved"),
     [
-        ("h100", 8, 4096, True),
-        ("b200", 8, 4096, True),
-        ("h100", 2, 4096, False),  # the products of wide projections hide all of a ring
-        ("h100", 8, 64, False),  # most of the time is that in which NCCL begins
-        ("a100", 8, 4096, False),  # on which XLA puts nothing beside transfers
+        ("h100", 8, (4, 4096), "", True),
+        ("h100", 8, (3, 4096), "", True),
+        ("b200", 8, (4, 4096), "", True),
+        # the products of wide projections hide all of a ring
+        ("h100", 2, (4, 4096), "", False),
+        ("h100", 2, (3, 4096), "", False),
+        # most of the time is that in which NCCL begins
+        ("h100", 8, (4, 64), "", False),
+        # on which XLA puts nothing beside transfers, unless it is told to
+        ("a100", 8, (2, 8192), "--xla_gpu_other=true", False),
+        ("a100", 8, (2, 8192), "--xla_gpu_enable_latency_hiding_scheduler=true", True),
     ],
 )
-def test_when_halves_are_predicted_to_be_faster(chip, devices, rows, halved, monkeypatch):
+def test_when_halves_are_predicted_to_be_faster(chip, devices, shape, flags, halved, monkeypatch):
     """The projections of attention of llama_8b."""
+    monkeypatch.setenv("XLA_FLAGS", flags)
     monkeypatch.setattr(ambient, "platform", lambda: "gpu")
     monkeypatch.setattr(ambient, "gpu", lambda: hardware.GPUS[chip])
     found = []
@@ -156,7 +191,7 @@ def test_when_halves_are_predicted_to_be_faster(chip, devices, rows, halved, mon
             )
         )
         graph, state = nnx.split(attention)
-        x = jax.ShapeDtypeStruct((4, rows, 4096), "bfloat16", sharding=ROWS)
+        x = jax.ShapeDtypeStruct((*shape, 4096), "bfloat16", sharding=ROWS)
         jax.eval_shape(lambda state, x: nnx.merge(graph, state)(x), state, x)
     assert bool(found) is halved
 

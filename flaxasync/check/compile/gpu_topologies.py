@@ -29,8 +29,8 @@ GPU_OPTIONS = types.MappingProxyType(
     {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 )
 VARIABLE = "XLA_FLAGS"
-_FLAG = re.compile(r"--(xla_gpu_\w+)(?:=(\S+))?")
-_BOOLEANS = {"": True, "true": True, "false": False}  # of flags; options are spelt otherwise
+_FLAG = re.compile(r"--(xla_gpu_\w+)(=?)(\S*)")
+_BOOLEANS = {"true": True, "false": False}  # of flags; options are spelt otherwise
 INSTALL = "pip install 'flaxasync[gpu-compile]'"
 _WHEEL = "jax-cuda13-pjrt"
 _PLUGIN = "jax_plugins.xla_cuda13"
@@ -108,14 +108,25 @@ def gpu_devices(topology: GpuTopology) -> list:
 
 
 def compiler_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options for XLA for GPUs: those of programs that nothing times, the flags that
-    XLA_FLAGS has now, and those that are given.
+    """Returns the options for XLA for GPUs: those of programs that nothing times, the flags
+    xla_gpu_... that XLA_FLAGS has got since this module was loaded, and those that are given.
 
-    This process has read the variable when JAX began, and tells the compiler what it was then.
+    JAX has read the variable before, and tells the compiler what it was then.
     """
-    there = dict(_FLAG.findall(os.environ.get(VARIABLE, "")))
-    flags = {name: _BOOLEANS.get(value, value) for name, value in there.items()}
+    flags: dict[str, Any] = {}
+    for name, value in _flags(os.environ.get(VARIABLE, "")).items():
+        if _AT_FIRST.get(name) != value:
+            flags[name] = _BOOLEANS.get(value, value)
     return GPU_OPTIONS | flags | dict(given)
+
+
+def _flags(text: str) -> dict[str, str]:
+    """Returns the flags for GPUs in a text; one without a value is "true"."""
+    found = _FLAG.findall(text)
+    return {name: value if equals else "true" for name, equals, value in found}
+
+
+_AT_FIRST = _flags(os.environ.get(VARIABLE, ""))
 
 
 @contextlib.contextmanager

@@ -117,6 +117,7 @@ class GpuCosts(Costs):
             moved = read + gpu_calls.product_result(i).bytes
         else:
             moved = sum(size for space, size in moved_bytes(i) if space != HOST)
+            moved -= gpu_calls.returned_workspace(i)
         return self.memory_seconds(moved)
 
     def _collective_seconds(

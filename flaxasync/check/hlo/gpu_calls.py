@@ -82,6 +82,18 @@ def product_result(product: Instruction) -> Shape:
     return next(leaf for _, leaf in product.shape.leaves())
 
 
+def returned_workspace(fusion: Instruction) -> int:
+    """Returns the bytes of the workspace of a product of cuBLAS that a fusion returns; the call does
+    not write all of it.
+    """
+    call = product_of(fusion)
+    if call is None or call is fusion:
+        return 0
+    _, *workspaces = (leaf for _, leaf in call.shape.leaves())
+    returned = [leaf for _, leaf in fusion.shape.leaves()]
+    return sum(leaf.bytes for leaf in workspaces if leaf in returned)
+
+
 def product_flops(product: Instruction) -> float:
     """Returns the FLOPs of a matrix product of cuBLAS; 0 if the text does not say over which
     dimensions it sums.

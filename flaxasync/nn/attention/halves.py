@@ -6,6 +6,9 @@ little to hide its transfers behind. `flaxasync.ops.attention.halves` hides them
 the other half.
 """
 
+import math
+import os
+
 from jax import Array, lax
 from jax import numpy as jnp
 
@@ -19,7 +22,7 @@ from flaxasync.ops.attention.halves import HalvedAttention, halved_attention
 from flaxasync.ops.matmul.api import Options, choose_executor
 from flaxasync.ops.matmul.switch import WholeExecutor, join_columns
 from flaxasync.ops.plan import Plan, plan, unknown_on_gpus
-from flaxasync.ops.roofline import Shape, attention_on_gpus
+from flaxasync.ops.roofline import Shape, attention_on_gpus, nccl_seconds
 
 
 def are_faster(call: AttentionCall, x: Array, weights: Weights, inputs: Inputs[Array]) -> bool:
@@ -33,7 +36,7 @@ def are_faster(call: AttentionCall, x: Array, weights: Weights, inputs: Inputs[A
     others = inputs._replace(segment_ids=None)
     if (
         gpu is None
-        or not gpu.schedules  # XLA would put nothing beside a transfer
+        or not _schedules(gpu)
         or settings.backend not in (None, "none")
         or settings.quantization is not None
         or unknown_on_gpus("all_gather_matmul", size, {}) is not None
@@ -55,16 +58,43 @@ def are_faster(call: AttentionCall, x: Array, weights: Weights, inputs: Inputs[A
     return _seconds(call, x.shape, weights, gpu, size) < projected + attended
 
 
+def _schedules(gpu: Gpu) -> bool:
+    """Says whether XLA puts work beside transfers: by default, or because a flag says so."""
+    flag = "--xla_gpu_enable_latency_hiding_scheduler"
+    there = os.environ.get("XLA_FLAGS", "").split()
+    return gpu.schedules or flag in there or f"{flag}=true" in there
+
+
 def _seconds(call: AttentionCall, x: Shape, weights: Weights, gpu: Gpu, size: int) -> float:
     """Predicts halves of the batch, with gradients: the transfers of one half have the work of the
-    other beside them.
+    other beside them. Rows that are not kept are gathered twice.
     """
-    half = (x[0] // 2, *x[1:])
-    costs = [found.costs["none"] for found in _plans(call, half, weights, gpu, size)]
-    work = sum(cost.compute + cost.overhead for cost in costs)
-    work += _attention_seconds(call, half, weights, gpu, size)
-    transfers = sum(cost.exposed for cost in costs)
-    return 2 * work + transfers + max(0.0, transfers - work)
+    work = transfers = 0.0
+    for batch in _sizes(x[0]):
+        half = (batch, *x[1:])
+        costs = [found.costs["none"] for found in _plans(call, half, weights, gpu, size)]
+        work += sum(cost.compute + cost.overhead for cost in costs)
+        work += _attention_seconds(call, half, weights, gpu, size)
+        transfers += sum(cost.exposed for cost in costs)
+        if not _keeps(call, x, size):
+            transfers += nccl_seconds(gpu, (size - 1) * _bytes(call, half))
+    beside_nothing = transfers / 2
+    return work + beside_nothing + max(0.0, transfers / 2 - work / 2)
+
+
+def _sizes(batch: int) -> tuple[int, int]:
+    """Returns how many sequences each half has."""
+    return batch // 2, batch - batch // 2
+
+
+def _bytes(call: AttentionCall, x: Shape) -> int:
+    """Returns the bytes of an input as it travels."""
+    return math.prod(x) * jnp.dtype(call.settings.dtype).itemsize
+
+
+def _keeps(call: AttentionCall, x: Shape, size: int) -> bool:
+    """Says whether the rows that are gathered are kept for the backward pass."""
+    return size * _bytes(call, x) <= call.settings.gathered_bytes
 
 
 def _attention_seconds(
@@ -115,17 +145,15 @@ def apply(
     axis_name = settings.axis_name
     x, kernels = shards.operands(x, weights[:3], settings)
     batch, rows, features = x.shape
-    sizes = (batch // 2, batch - batch // 2)
-    options = Options(
-        "none", precision=settings.precision, gathered_bytes=settings.gathered_bytes // 2
-    )
-    executor, keep = choose_executor(
+    size = lax.axis_size(axis_name)
+    sizes = _sizes(batch)
+    executor, _ = choose_executor(
         "all_gather_matmul",
         [(sizes[1], rows, features), *(kernel.shape for kernel in kernels)],
         x.dtype,
         axis_name,
-        lax.axis_size(axis_name),
-        options,
+        size,
+        Options("none", precision=settings.precision),
     )
     assert isinstance(executor, WholeExecutor)
     widths = [kernel.shape[1] for kernel in kernels]
@@ -138,12 +166,13 @@ def apply(
             shards.finish(y, bias, settings)
             for y, bias in zip(lax.split(z, widths, 2), biases, strict=True)
         )
-        return call.attention.attend(q, k, v, Inputs(segment_ids=of_half), norms)
+        heads = call.attention.attend(q, k, v, Inputs(segment_ids=of_half), norms)
+        return heads.astype(settings.dtype)
 
     segments: tuple[Array | None, ...] = (None, None)
     if segment_ids is not None:
         segments = tuple(lax.split(segment_ids, sizes))
-    block = HalvedAttention(executor, attend, keep)
+    block = HalvedAttention(executor, attend, _keeps(call, x.shape, size))
     w = join_columns(kernels, False)
     kernel, bias = weights.out
     out = shards.cast(kernel, x, settings.dtype)

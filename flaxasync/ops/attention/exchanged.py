@@ -82,7 +82,7 @@ class ExchangedAttention:
     projections: Executor  # what sends and multiplies the weights of the input projections
     output: Executor  # the same for the output projection
     # (z [R, n, r], constants, shared) -> heads [R, m, r] of one sequence
-    attend: Callable[[Array, Any, Any], Array]
+    attend: Callable[[Array, PyTree, PyTree], Array]
     # whether Pallas copies make the exchanges, beside what is computed meanwhile, or XLA's
     # all-to-all
     direct: bool
@@ -109,7 +109,7 @@ class ExchangedAttention:
         first: Array,
         while_first_arrives: Callable[[list[Transfers]], Arrays],
         compute: Callable[[int, Array], tuple[Array, T]],
-        while_last_leaves: Callable[[list[Transfers], Arrays], Any],
+        while_last_leaves: Callable[[list[Transfers], Arrays], None],
     ) -> tuple[Arrays, list[T]]:
         """Sends each sequence [R*n, r] to where it is computed with, and the results [R*m, r] back.
 
@@ -179,7 +179,7 @@ def _forward(
     def product(gathered: Operand, x: Operand) -> Array:
         return dot(gathered, x, block.projections.precision, transposed=True).astype(x.dtype)
 
-    def attend(i: int, z: Array) -> tuple[Array, Any]:
+    def attend(i: int, z: Array) -> tuple[Array, Callable[[Array], tuple[Array, PyTree]]]:
         return jax.vjp(
             lambda z, shared: block.attend(z, constants[i], shared),
             checkpoint_name(z, PRODUCT),
@@ -200,7 +200,7 @@ def _forward(
 
 def _backward(
     block: ExchangedAttention, saved: tuple, dys: Arrays
-) -> tuple[Arrays, Array, Array, None, Any]:
+) -> tuple[Arrays, Array, Array, None, PyTree]:
     xs_given, w, gathered, out, heads_given, pulls = saved
     dys = _first_derivative_only(block, dys)
     quantization = block.projections.quantization

@@ -27,7 +27,6 @@ otherwise XLA joins them to one, which waits for all parts.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +46,7 @@ class HalvedAttention:
 
     executor: WholeExecutor
     # (z [b, R*m, n], constants, shared) -> heads [b, R*m, f] of one part
-    attend: Callable[[Array, Any, Any], Array]
+    attend: Callable[[Array, PyTree, PyTree], Array]
     keep: bool  # whether all_gather(x) is kept for the backward pass
 
     def gathered(self, xs: Arrays) -> Arrays:
@@ -103,17 +102,18 @@ def _forward(
         pulls.append(pull)
         with jax.named_scope("project_output"):
             addend = block.executor.addend((heads,), (out,))
-            y = block.executor.sum_of_devices(_after(found, addend)).astype(heads.dtype)
-            found.append(checkpoint_name(y, PRODUCT))
+            found.append(block.executor.sum_of_devices(_after(found, addend)).astype(heads.dtype))
+    # named at the end: a policy that keeps them keeps nothing that they were tied to
+    ys = checkpoint_name(tuple(found), PRODUCT)
     kept = xs
     if block.keep:
         kept = checkpoint_name(gathered, GATHERED)
-    return tuple(found), (kept, w, out, tuple(all_heads), tuple(pulls))
+    return ys, (kept, w, out, tuple(all_heads), tuple(pulls))
 
 
 def _backward(
     block: HalvedAttention, saved: tuple, dys: Arrays
-) -> tuple[Arrays, Array, Array, None, Any]:
+) -> tuple[Arrays, Array, Array, None, PyTree]:
     kept, w, out, all_heads, pulls = saved
     with jax.named_scope("project_output_dx"):
         gathered_dys = list(block.gathered(dys))
@@ -125,9 +125,10 @@ def _backward(
             dheads = block.product(gathered_dys[part], out, transposed=True)
         dz, dshared = pull(dheads)
         # the next gather, and the sum before, run beside what made dz
-        dz, gathered_dys[part + 1 : part + 2], dxs[-1:] = tie(
-            dz, gathered_dys[part + 1 : part + 2], dxs[-1:]
-        )
+        if part + 1 < len(pulls):
+            dz, gathered_dys[part + 1] = tie(dz, gathered_dys[part + 1])
+        if part > 0:
+            dz, dxs[part - 1] = tie(dz, dxs[part - 1])
         dzs.append(dz)
         dshareds.append(dshared)
         with jax.named_scope("project_inputs_dx"):

@@ -120,15 +120,19 @@ class FusedExecutor:
             scales = _row_scales(x.scales, size, x.values.dtype), _column_scales(ws[0])
         blocks = tuple(_pad_blocks(values_of(x), size, sublanes(values_of(x).dtype)) for x in xs)
         gradients = [_weight_gradient(x, dy) for x, dys in local for dy in dys]
-        batches = blocks[0].shape[0]
-        # one kernel, too, for a block that is too large for any number of them: it says so
-        each = batches // max(kernels_of_sums(batches, batches * m * n), 1)
+        padded_ws = tuple(_pad(values_of(w), {0: LANES, 1: LANES}) for w in ws)
+        batches, padded_rows, _ = blocks[0].shape
+        columns = padded_ws[0].shape[0 if transposed else 1]
+        count = kernels_of_sums(batches, batches * padded_rows // size * columns)
+        if count == 0:
+            count = 1  # no number of kernels suffices, and one raises the error that says why
+        each = batches // count
         ys = []
         made: list[Array] = []
         for first in range(0, batches, each):
             part, *found = matmul_reduce_scatter(
                 blocks,
-                tuple(_pad(values_of(w), {0: LANES, 1: LANES}) for w in ws),
+                padded_ws,
                 self.axis_name,
                 transposed=transposed,
                 scales=scales,

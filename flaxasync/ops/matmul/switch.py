@@ -203,7 +203,7 @@ class WholeExecutor:
 
     What NCCL moves lies in memory by device: [R, ..., m, k] for [..., R*m, k]. In the order of the
     rows XLA would transpose all that was gathered, and all that is sent, so only the other side of
-    the product is put in order. It is R times narrower.
+    the product is put in order. It has the columns of one device.
     """
 
     axis_name: str
@@ -219,9 +219,11 @@ class WholeExecutor:
         y = multiply(gathered, w, gathered.dtype, self.precision, transposed=transposed)
         widths = [w.shape[0 if transposed else 1] for w in ws]
         results = split_columns(in_order(y), widths)
-        if keep:
-            return results, gathered
-        return results, None
+        if not keep:
+            return results, None
+        if gathered.ndim == 3:  # without batches the rows are in order as they are
+            return results, in_order(gathered)
+        return results, gathered
 
     def reduce(
         self,

@@ -65,21 +65,32 @@ ENTRY e {
   parts = bf16[2,8,16]{2,1,0} parameter(0)
   w = bf16[16,4]{1,0} parameter(1)
   sums = bf16[8,4]{1,0} parameter(2)
-  arrived = bf16[8,4]{1,0} collective-permute(sums), source_target_pairs={{0,1},{1,0}}
-  other = bf16[8,4]{1,0} add(sums, sums)
-  ROOT slices = (bf16[8,4]{1,0}) fusion(parts, w, SUMMED), kind=kCustom, calls=f
+  arrived = SHAPE collective-permute(SENT), source_target_pairs={{0,1},{1,0}}
+  ROOT slices = (bf16[8,4]{1,0}) fusion(OPERANDS), kind=kCustom, calls=f
 }
 """
 
 
 @pytest.mark.parametrize(
-    ("summed", "codes"), [("arrived", {"accumulates-arrival"}), ("other", set())]
+    ("sent", "shape", "operands", "codes"),
+    [
+        ("sums", "bf16[8,4]{1,0}", "parts, w, arrived", {"accumulates-arrival"}),
+        ("parts", "bf16[2,8,16]{2,1,0}", "arrived, w, sums", set()),  # it is multiplied
+    ],
 )
-def test_a_product_in_a_fusion_that_slices_its_operands(summed, codes):
-    module = parse(FUSED.replace("SUMMED", summed))
+def test_a_product_in_a_fusion_that_slices_its_operands(sent, shape, operands, codes):
+    text = FUSED.replace("SENT", sent).replace("SHAPE", shape).replace("OPERANDS", operands)
+    module = parse(text)
     fusion = module.entry.root
     assert gpu_calls.product_of(fusion).name == "p"
-    assert gpu_calls.product_of(module.entry.by_name["other"]) is None
+    assert gpu_calls.product_of(module.entry.by_name["arrived"]) is None
+    assert gpu_calls.returned_workspace(fusion) == 0
+    workspace = text.replace(
+        "ROOT t = (bf16[8,4]{1,0}) tuple(y)",
+        "s8s = s8[1024]{0} get-tuple-element(p), index=1\n"
+        "  ROOT t = (bf16[8,4]{1,0}, s8[1024]{0}) tuple(y, s8s)",
+    ).replace("(bf16[8,4]{1,0}) fusion", "(bf16[8,4]{1,0}, s8[1024]{0}) fusion")
+    assert gpu_calls.returned_workspace(parse(workspace).entry.root) == 1024
     found = audit(module, chip="h100").codes()
     assert {code for code in found if code != "synchronous-collective"} == codes
 

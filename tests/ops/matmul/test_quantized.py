@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
+from flaxasync.ops.matmul import fused
 from tests.kernels.conftest import draw, simulated
 from tests.kernels.conftest import run as run_kernels
 from tests.ops.matmul.conftest import SPECS
@@ -173,6 +174,34 @@ def test_the_fused_kernels_have_the_integer_sums_and_the_model_s_results(op, siz
     arrays = operands(op, size)
     got = run(op, arrays, size, backend="fused", quantization="int8", mode=mode)
     assert_near(got, model(op, arrays, size, "int8"))
+
+
+@pytest.mark.slow
+def test_several_kernels_for_the_sums_of_a_large_block_have_their_scales_and_gradients(
+    monkeypatch,
+):
+    """dx and dw of one call in 8 bits: dw is computed beside the sums of the first kernel."""
+    arrays = operands(GATHER, 2)
+    options = {
+        "backend": "fused",
+        "mode": "eager",
+        "gathered_bytes": 2**20,
+        "quantization": fa.Quantization("int8", backward="int8", weights="int8"),
+    }
+    wanted = run(GATHER, arrays, 2, **options)
+    found = []
+    kernel = fused.matmul_reduce_scatter
+
+    def counted(*args, gradients, batches, **more):
+        found.append((batches, len(gradients)))
+        return kernel(*args, gradients=gradients, batches=batches, **more)
+
+    monkeypatch.setattr(fused, "matmul_reduce_scatter", counted)
+    monkeypatch.setattr(fused, "kernels_of_sums", lambda batches, block: batches)
+    for one, other in zip(run(GATHER, arrays, 2, **options), wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert len(found) > 1
+    assert [count for _, count in found] == [1] + [0] * (len(found) - 1)
 
 
 @pytest.mark.slow
