@@ -38,8 +38,11 @@ def product_of(i: Instruction) -> Instruction | None:
     """
     if is_product(i):
         return i
-    if i.opcode == "fusion":
-        return next(filter(is_product, i.inside), None)
+    if i.opcode != "fusion":
+        return None
+    for computation in i.called:
+        if "custom-call" in computation.opcodes:
+            return next(filter(is_product, computation.instructions), None)
     return None
 
 

@@ -67,8 +67,14 @@ class Instruction:
     line: int = dataclasses.field(default=0, compare=False)
     # that has the instruction, and sets this when it is made
     computation: "Computation" = dataclasses.field(init=False, repr=False, compare=False)
-    # its index in the computation, set with it
-    position: int = dataclasses.field(init=False, repr=False, compare=False)
+    # its index there, set when the first position in the computation is asked for
+    index: int = dataclasses.field(init=False, repr=False, compare=False)
+
+    @property
+    def position(self) -> int:
+        """Its index in the computation."""
+        self.computation.number_instructions()
+        return self.index
 
     @property
     def inputs(self) -> list["Instruction"]:
@@ -221,11 +227,20 @@ class Computation:
     execution_thread: str = "main"
     # that has the computation, and sets this when it is made
     module: "HloModule" = dataclasses.field(init=False, repr=False, compare=False)
+    _is_numbered: bool = dataclasses.field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
-        for position, i in enumerate(self.instructions):
+        for i in self.instructions:
             object.__setattr__(i, "computation", self)
-            object.__setattr__(i, "position", position)
+
+    def number_instructions(self) -> None:
+        """Tells the instructions their indices, once. A dictionary of them would be a fortieth of
+        the memory of a large program.
+        """
+        if not self._is_numbered:
+            for index, i in enumerate(self.instructions):
+                object.__setattr__(i, "index", index)
+            object.__setattr__(self, "_is_numbered", True)
 
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:

@@ -426,7 +426,7 @@ def test_the_table_of_ten_megabytes_takes_less_than_six_times_as_long_as_to_find
                 seconds("-m", "flaxasync.check", str(file), "--chip", "v5e"),
                 seconds("-c", WORDS, str(file)),
             )
-            for _ in range(3)
+            for _ in range(5)
         ),
         strict=True,
     )
