@@ -31,6 +31,8 @@ MIB = 2**20
 GIB = 2**30
 CUBE = 4  # the side of the cubes of chips that optical switches join on v5p and tpu7x
 DEVICES_PER_CHIP = {"tpu7x": 2}  # one for every other chip
+# the flag with which XLA for GPUs puts work beside transfers; see `Gpu.schedules`
+SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

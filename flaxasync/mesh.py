@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -324,6 +325,15 @@ def gpu() -> hardware.Gpu | None:
     if device is not None:
         return hardware.gpu_of_device(device.device_kind)
     return None
+
+
+def gpus_hide_latency(gpu: hardware.Gpu) -> bool:
+    """Says whether XLA puts work beside transfers of a GPU: by default, or because XLA_FLAGS says
+    so.
+    """
+    there = os.environ.get("XLA_FLAGS", "").split()
+    flag = f"--{hardware.SCHEDULER}"
+    return gpu.schedules or flag in there or f"{flag}=true" in there
 
 
 def chip_name() -> str:

@@ -9,7 +9,7 @@ import functools
 import pytest
 
 from benchmarks import gpu
-from flaxasync import check
+from flaxasync import check, hardware
 from flaxasync.check.hlo import gpu_calls
 from flaxasync.check.hlo.participants import permute_pairs
 from flaxasync.ops.matmul import api, switch
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 OURS = gpu.OURS
 # Without this flag, which is off on A100 by default, XLA places no transfer beside work.
-SCHEDULER = {"xla_gpu_enable_latency_hiding_scheduler": True}
+SCHEDULER = {hardware.SCHEDULER: True}
 ROWS = 4 * 4096
 WIDTH = 4096
 HIDDEN = 14336

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from flaxasync.check.tested_libtpu import TESTED_LIBTPU, installed_libtpu
-from flaxasync.hardware import GPUS, gpu_of_device, is_gpu
+from flaxasync.hardware import GPUS, SCHEDULER, gpu_of_device, is_gpu
 from train.config import Config
 
 VARIABLE = "LIBTPU_INIT_ARGS"
@@ -33,7 +33,6 @@ WHOLE_LAYERS: Mapping[str, Mapping[str, str]] = {
 elsewhere none.
 """
 
-SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 WITH_FSDP: Mapping[str, str] = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
 }

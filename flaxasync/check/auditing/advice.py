@@ -39,7 +39,7 @@ from flaxasync.check.hlo.gpu_calls import product_of
 from flaxasync.check.hlo.module import Instruction
 from flaxasync.check.hlo.shapes import Shape
 from flaxasync.check.hlo.value_flow import nearest
-from flaxasync.hardware import Gpu
+from flaxasync.hardware import SCHEDULER, Gpu
 
 # XLA's flags, by what they move to a SparseCore; tests/check/auditing/test_advice.py checks that
 # libtpu knows them.
@@ -48,8 +48,6 @@ OFFLOAD_FLAGS = {
     "reduce-scatter": "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=true",
     "all-reduce": "xla_tpu_enable_sparse_core_collective_offload_all_reduce=true",
 }
-# XLA's flag for GPUs; `flaxasync.hardware.Gpu.schedules` says where it is on by default
-SCHEDULER_FLAG = "xla_gpu_enable_latency_hiding_scheduler=true"
 # those with SparseCores on which docs/async.md found the flags to work
 OFFLOADING_CHIPS = ("v6e", "tpu7x")
 _OPS = {
@@ -144,7 +142,7 @@ def _beside_on_gpu(work: IndependentWork, i: Instruction) -> Advice:
         return Advice("nothing independent is there to run beside it", 0.0)
     text = (
         f"run it beside {free[0].name}, on which it does not depend: the XLA flag "
-        f"{SCHEDULER_FLAG} does that, which is off on {chip}"
+        f"{SCHEDULER}=true does that, which is off on {chip}"
     )
     return Advice(text, gain)
 

@@ -34,8 +34,8 @@ from flaxasync.check.compile.gpu_topologies import (
     VARIABLE,
     GpuTopology,
     cudnn_of,
+    options_of_gpus,
 )
-from flaxasync.check.compile.gpu_topologies import compiler_options as options_of_gpus
 from flaxasync.check.compile.program import CompiledProgram, check_memory, hbm_error
 from flaxasync.check.compile.topologies import (
     ENVIRONMENT,

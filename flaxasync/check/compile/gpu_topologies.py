@@ -107,7 +107,7 @@ def gpu_devices(topology: GpuTopology) -> list:
     return list(described.devices)
 
 
-def compiler_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def options_of_gpus(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options for XLA for GPUs: those of programs that nothing times, the flags
     xla_gpu_... that XLA_FLAGS has got since this module was loaded, and those that are given.
 

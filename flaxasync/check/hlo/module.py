@@ -67,14 +67,6 @@ class Instruction:
     line: int = dataclasses.field(default=0, compare=False)
     # that has the instruction, and sets this when it is made
     computation: "Computation" = dataclasses.field(init=False, repr=False, compare=False)
-    # its index there, set when the first position in the computation is asked for
-    index: int = dataclasses.field(init=False, repr=False, compare=False)
-
-    @property
-    def position(self) -> int:
-        """Its index in the computation."""
-        self.computation.number_instructions()
-        return self.index
 
     @property
     def inputs(self) -> list["Instruction"]:
@@ -85,6 +77,11 @@ class Instruction:
     def users(self) -> tuple["Instruction", ...]:
         """The instructions that read its result. Each is listed once, in order."""
         return self.computation.users.get(self.name, ())
+
+    @property
+    def position(self) -> int:
+        """Its index in the computation."""
+        return self.computation.position[self.name]
 
     @property
     def called(self) -> list["Computation"]:
@@ -227,29 +224,24 @@ class Computation:
     execution_thread: str = "main"
     # that has the computation, and sets this when it is made
     module: "HloModule" = dataclasses.field(init=False, repr=False, compare=False)
-    _is_numbered: bool = dataclasses.field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
         for i in self.instructions:
             object.__setattr__(i, "computation", self)
-
-    def number_instructions(self) -> None:
-        """Tells the instructions their indices, once. A dictionary of them would be a fortieth of
-        the memory of a large program.
-        """
-        if not self._is_numbered:
-            for index, i in enumerate(self.instructions):
-                object.__setattr__(i, "index", index)
-            object.__setattr__(self, "_is_numbered", True)
 
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
         return {i.name: i for i in self.instructions}
 
     @functools.cached_property
+    def position(self) -> dict[str, int]:
+        """The index of each instruction in the list."""
+        return {i.name: n for n, i in enumerate(self.instructions)}
+
+    @functools.cached_property
     def opcodes(self) -> frozenset[str]:
         """The opcodes of all instructions."""
-        return frozenset(i.opcode for i in self.instructions)
+        return _shared(frozenset(i.opcode for i in self.instructions))
 
     @functools.cached_property
     def users(self) -> dict[str, tuple[Instruction, ...]]:
@@ -388,14 +380,21 @@ class HloModule:
             computation = self.computations[name]
             yield computation.is_entry, computation.execution_thread, len(computation.instructions)
             for i in computation.instructions:
-                operands = [made.position for made in i.inputs]
+                operands = [computation.position[operand] for operand in i.operands]
                 before = [
-                    computation.by_name[other].position if other in computation.by_name else other
-                    for other in i.control_predecessors
+                    computation.position.get(other, other) for other in i.control_predecessors
                 ]
                 calls = [numbers[other] for other in i.called_computations]
                 others = {key: value for key, value in i.attributes.items() if key not in _NAMING}
                 yield i.opcode, i.shape, i.is_root, i.literal, operands, before, calls, others
+
+
+@functools.lru_cache(maxsize=1024)
+def _shared(opcodes: frozenset[str]) -> frozenset[str]:
+    """Returns the set that other computations have, if it is equal: a large program has few of
+    them.
+    """
+    return opcodes
 
 
 @functools.lru_cache(maxsize=1024)  # each is asked for often

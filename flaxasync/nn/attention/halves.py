@@ -7,7 +7,6 @@ the other half.
 """
 
 import math
-import os
 
 from jax import Array, lax
 from jax import numpy as jnp
@@ -31,24 +30,10 @@ def are_faster(call: AttentionCall, x: Array, weights: Weights, inputs: Inputs[A
     A caller who names a ring (`backend="xla"`) gets it.
     """
     gpu = mesh.gpu()
+    if gpu is None or not mesh.gpus_hide_latency(gpu) or not _can_take_halves(call, x, inputs):
+        return False
     settings = call.settings
     size = lax.axis_size(settings.axis_name)
-    others = inputs._replace(segment_ids=None)
-    if (
-        gpu is None
-        or not _schedules(gpu)
-        or settings.backend not in (None, "none")
-        or settings.quantization is not None
-        or unknown_on_gpus("all_gather_matmul", size, {}) is not None
-        or shards.multiplies_locally(settings)
-        or call.attention.context_axis is not None
-        or not call.rows_sharded
-        or any(array is not None for array in others)
-        or size == 1
-        or x.shape[0] < 2
-        or x.size == 0
-    ):
-        return False
     whole = _plans(call, x.shape, weights, gpu, size)
     if settings.backend is None:
         projected = sum(found.seconds[found.backend] for found in whole)
@@ -58,11 +43,23 @@ def are_faster(call: AttentionCall, x: Array, weights: Weights, inputs: Inputs[A
     return _seconds(call, x.shape, weights, gpu, size) < projected + attended
 
 
-def _schedules(gpu: Gpu) -> bool:
-    """Says whether XLA puts work beside transfers: by default, or because a flag says so."""
-    flag = "--xla_gpu_enable_latency_hiding_scheduler"
-    there = os.environ.get("XLA_FLAGS", "").split()
-    return gpu.schedules or flag in there or f"{flag}=true" in there
+def _can_take_halves(call: AttentionCall, x: Array, inputs: Inputs[Array]) -> bool:
+    """Says whether a call has two sequences or more, whose rows travel, and asks for nothing that
+    halves lack.
+    """
+    settings = call.settings
+    size = lax.axis_size(settings.axis_name)
+    travels = call.rows_sharded and size > 1 and x.size > 0
+    if not travels or x.shape[0] < 2 or call.attention.context_axis is not None:
+        return False
+    if settings.backend not in (None, "none") or settings.quantization is not None:
+        return False
+    if shards.multiplies_locally(settings):
+        return False
+    others = inputs._replace(segment_ids=None)
+    if any(array is not None for array in others):
+        return False
+    return unknown_on_gpus("all_gather_matmul", size, {}) is None
 
 
 def _seconds(call: AttentionCall, x: Shape, weights: Weights, gpu: Gpu, size: int) -> float:

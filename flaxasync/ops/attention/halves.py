@@ -1,5 +1,5 @@
-"""An attention block on GPUs for a batch in parts: the rows of one part travel while another part
-is computed with.
+"""An attention block on GPUs for a batch in parts, such as two halves: the rows of one part travel
+while another part is computed with.
 
 ```
 x       [b, m, k]      for each part, this device's rows                    (R devices on the axis)
