@@ -133,8 +133,8 @@ def _backward(
         dshareds.append(dshared)
         with jax.named_scope("project_inputs_dx"):
             addend = block.executor.addend((dz,), (w,), transposed=True)
-            # dw and dout run beside the last sum
-            addend, dzs, all_heads = tie(addend, dzs, all_heads)
+            if part + 1 == len(pulls):  # dw and dout run beside the last sum
+                addend, dzs, all_heads = tie(addend, dzs, all_heads)
             dxs.append(block.executor.sum_of_devices(addend).astype(dz.dtype))
     with jax.named_scope("project_inputs_dw"):
         gathered = kept
