@@ -41,7 +41,8 @@ KERNEL = "tpu_custom_call"
 # The custom calls that mark the fusions in which XLA starts and ends a collective.
 _FUSED_START = "AsyncCollectiveStart"
 _FUSED_DONE = "AsyncCollectiveDone"
-
+# what a fusion has that performs a collective, or is its start or its done
+_PERFORMING = frozenset((*COLLECTIVES, "custom-call"))
 
 _STEP = re.compile(r"([\w\-]+)-(start|update|done)")
 
@@ -168,7 +169,8 @@ def collective_in_fusion(fusion: Instruction) -> Instruction | None:
     collective is under way also contains that collective, with notes about its progress, but it
     does not perform the collective.
     """
-    inside = fusion.inside
+    found = [called for called in fusion.called if not _PERFORMING.isdisjoint(called.opcodes)]
+    inside = [i for called in found for i in called.instructions]
     for mark in inside:
         if mark.custom_call_target.startswith("AsyncCollective"):
             return mark
@@ -339,7 +341,10 @@ def _buffer_ends(start: Instruction, spelling: str) -> tuple[list[Instruction], 
 
 
 def _contains_mark(fusion: Instruction, target: str) -> bool:
-    return fusion.opcode == "fusion" and any(i.custom_call_target == target for i in fusion.inside)
+    if fusion.opcode != "fusion":
+        return False
+    found = [called for called in fusion.called if "custom-call" in called.opcodes]
+    return any(i.custom_call_target == target for called in found for i in called.instructions)
 
 
 def _new_semaphores(instruction: Instruction) -> list[tuple[int, ...]]:

@@ -45,10 +45,10 @@ def permute_pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
     {{0,1},{1,0}}.
     """
     text = instruction.attributes.get("source_target_pairs", "{}")
-    pairs = _lists(text)
-    if pairs is None or any(len(pair) != 2 for pair in pairs):
+    pairs = _pairs(text)
+    if pairs is None:
         raise _error(instruction, "source_target_pairs", text)
-    return tuple((source, target) for source, target in pairs)
+    return pairs
 
 
 def groups_in(collective: Instruction) -> Groups:
@@ -70,11 +70,7 @@ def replica_groups(instruction: Instruction, devices: int) -> Groups:
     """
     text = instruction.attributes.get("replica_groups", "{}")
     groups = _groups(text, devices)
-    if (
-        not groups
-        or not all(groups)
-        or len({d for group in groups for d in group}) != sum(map(len, groups))
-    ):
+    if groups is None:
         raise _error(instruction, "replica_groups", text)
     return groups
 
@@ -143,9 +139,29 @@ def _axes_in_text(module: HloModule) -> dict[str, int]:
     return {}
 
 
-@functools.lru_cache(maxsize=64)  # a program repeats few of them, and asks for each one often
+# a program repeats few of these texts, and asks for each one often
+@functools.lru_cache(maxsize=64)
+def _pairs(text: str) -> tuple[tuple[int, int], ...] | None:
+    """Reads {{0,1},{1,0}}; None if the text is something else."""
+    pairs = _lists(text)
+    if pairs is None or any(len(pair) != 2 for pair in pairs):
+        return None
+    return tuple((source, target) for source, target in pairs)
+
+
+@functools.lru_cache(maxsize=64)
 def _groups(text: str, devices: int) -> Groups | None:
-    """Returns the groups; None if the text cannot be read."""
+    """Returns the groups; None if the text cannot be read, or if a device is in two of them."""
+    groups = _in_any_notation(text, devices)
+    if not groups or not all(groups):
+        return None
+    members = [device for group in groups for device in group]
+    if len(set(members)) < len(members):
+        return None
+    return groups
+
+
+def _in_any_notation(text: str, devices: int) -> Groups | None:
     if match := _IOTA.fullmatch(text):
         shape = _numbers(match[1])
         ids = _iota(match[2], match[3])
@@ -160,7 +176,6 @@ def _groups(text: str, devices: int) -> Groups | None:
     return _lists(text)
 
 
-@functools.lru_cache(maxsize=64)
 def _lists(text: str) -> Groups | None:
     """Reads {{0,1},{2,3}}; None if the text is something else."""
     try:

@@ -25,16 +25,30 @@ _TABLE = re.compile(r"(FileNames|FunctionNames|FileLocations|StackFrames)\s*\n(?
 _HEADER = re.compile(r"HloModule\s+%?([\w.\-]+)")
 _HEADER_LINE = re.compile(r"^HloModule\s+%?([\w.\-]+)", re.MULTILINE)
 _LOWERED = re.compile(r'(?:#\S* ?=[^\n]*\n\s*)*(?:module(?= [@{a])|"builtin\.module")')
-_COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?=[({])")
-_INSTRUCTION = re.compile(_GAP + r"((ROOT\s+)?%?([\w.\-]+))\s*=\s*")
-# with its operands, unless they have brackets
-_OPCODE = re.compile(r'\s*([a-z][\w\-]*)\(([^(){}\[\]"/]*\))?')
-_ATTRIBUTE = re.compile(_GAP + "," + _GAP + r"([A-Za-z_][\w\-]*)\s*=\s*")
-# without brackets, strings and comments, or with one pair of braces around strings, as most are
-_PLAIN_VALUE = re.compile(
-    r"""(?: [^(){}\[\]"/,\n]*
-        | \{ [^(){}\[\]"/]* (?: "[^"\\]*" [^(){}\[\]"/]* )* \}
-        ) (?=[,\n])""",
+# the name of a computation, and then its signature and the brace that opens it unless the signature
+# has layouts or tuples; the signature repeats the parameters
+_COMPUTATION = re.compile(
+    r"(?P<entry>ENTRY\s+)?%?(?P<name>[\w.\-]+)\s*(?=[({])"
+    r'(?P<opened>\([^(){}"/]*\)\s*->\s*\w+\[[\d,<=?\s]*\]\s*\{)?'
+)
+# an opcode, with its operands unless they have brackets
+_OPERATION = r'\s*(?P<opcode>[a-z][\w\-]*)\((?:(?P<operands>[^(){}\[\]"/]*)\))?'
+_OPERATION_ALONE = re.compile(_OPERATION)
+# a name, and then the shape and the operation unless the shape is a tuple
+_INSTRUCTION = re.compile(
+    _GAP + r"((ROOT\s+)?%?([\w.\-]+))\s*=\s*" + rf"(?:(?P<shape>{ARRAY.pattern}){_OPERATION})?"
+)
+# an attribute, with its value if that is without brackets, strings and comments, or with one pair of
+# braces around strings, as most are
+_ATTRIBUTE = re.compile(
+    _GAP
+    + ","
+    + _GAP
+    + r"""(?P<key>[A-Za-z_][\w\-]*)\s*=\s*
+        (?: (?P<value> [^(){}\[\]"/,\n]*+
+                     | \{ [^(){}\[\]"/]* (?: "[^"\\]*" [^(){}\[\]"/]* )* \}
+            ) (?=[,\n])
+        )?""",
     re.VERBOSE,
 )
 _OPERAND = re.compile(r"%([\w.\-]+)")
@@ -158,15 +172,9 @@ class _Reader:
         if not match:
             raise self.error(f"expected a computation: got {self.excerpt()}")
         self.at = match.end()
-        is_entry = match[1] is not None
-        name = match[2]
-        if self.text.startswith("(", self.at):  # the signature repeats the parameters
-            self.at = self.end(self.at)
-            if self.take("->"):
-                self.skip_blank()
-                self.shape()
-        if not self.take("{"):
-            raise self.error(f"expected '{{' to open computation '{name}': got {self.excerpt()}")
+        name = match["name"]
+        if match["opened"] is None:
+            self.signature(name)
         instructions: list[Instruction] = []
         names: set[str] = set()
         while head := _INSTRUCTION.match(self.text, self.at):
@@ -198,25 +206,39 @@ class _Reader:
         thread = self.attributes().get("execution_thread", _MAIN)
         if thread != _MAIN and not re.fullmatch(r'"[^"\\]*"', thread):
             raise self.error(f"execution_thread must be a string: got {thread[:40]!r}")
-        return Computation(name, tuple(instructions), is_entry, thread[1:-1])
+        return Computation(name, tuple(instructions), match["entry"] is not None, thread[1:-1])
+
+    def signature(self, name: str) -> None:
+        """Steps over the signature of a computation and the brace that opens it."""
+        if self.text.startswith("(", self.at):
+            self.at = self.end(self.at)
+            if self.take("->"):
+                self.skip_blank()
+                self.shape()
+        if not self.take("{"):
+            raise self.error(f"expected '{{' to open computation '{name}': got {self.excerpt()}")
 
     def instruction(self, begun: re.Match) -> Instruction:
         """Reads one instruction, which begins as `_INSTRUCTION` matched."""
         line = self.line_at(begun.start(1))
         is_root = begun[2] is not None
         name = sys.intern(begun[3])
-        self.at = begun.end()
-        shape = self.shape()
-        head = _OPCODE.match(self.text, self.at)
-        if not head:
-            self.skip_blank()
-            raise self.error(
-                f"expected an opcode and '(' in instruction '{name}': got {self.excerpt()}"
-            )
-        opcode = sys.intern(head[1])
-        begin = head.end(1) + 1
-        self.at = self.end(begin - 1) if head[2] is None else head.end()
-        inside = self.text[begin : self.at - 1]
+        if begun["shape"] is None:
+            self.at = begun.end()
+            shape = self.shape()
+            operation = self.operation(name)
+        else:
+            self.at = begun.start("shape")
+            shape = self.shape_in(begun["shape"])
+            operation = begun
+        opcode = sys.intern(operation["opcode"])
+        begin = operation.end("opcode") + 1
+        inside = operation["operands"]
+        if inside is None:
+            self.at = self.end(begin - 1)
+            inside = self.text[begin : self.at - 1]
+        else:
+            self.at = operation.end()
         if opcode in ("constant", "parameter"):
             literal = inside.strip()
         else:
@@ -230,6 +252,16 @@ class _Reader:
         instruction = Instruction(name, shape, opcode, operands, attributes, is_root, literal, line)
         check_participants(instruction)
         return instruction
+
+    def operation(self, name: str) -> re.Match:
+        """Matches the opcode and the operands of an instruction, whose name is for a message."""
+        match = _OPERATION_ALONE.match(self.text, self.at)
+        if not match:
+            self.skip_blank()
+            raise self.error(
+                f"expected an opcode and '(' in instruction '{name}': got {self.excerpt()}"
+            )
+        return match
 
     def operands(self, text: str, begin: int) -> tuple[str, ...]:
         """Reads `%a, f32[2]{0} %b, /*index=2*/c`. The shapes repeat what the definitions say, so
@@ -270,14 +302,20 @@ class _Reader:
         """
         found: dict[str, str] = {}
         while match := _ATTRIBUTE.match(self.text, self.at):
+            key = match["key"]
+            value = match["value"]
             begin = match.end()
-            self.at = self.end_of_value(begin)
-            value = sys.intern(self.text[begin : self.at].strip())
-            if match[1] == "device_ids" and found.get("replica_groups", "").startswith("mesh["):
+            if value is None:
+                self.at = self.end_of_value(begin)
+                value = self.text[begin : self.at]
+            else:
+                self.at = begin
+            value = sys.intern(value.strip())
+            if key == "device_ids" and found.get("replica_groups", "").startswith("mesh["):
                 # the one value that has a comma of its own
                 found["replica_groups"] += f", device_ids={value}"
             else:
-                found[match[1]] = value
+                found[key] = value
         if comma := _CONTINUED.match(self.text, self.at):
             self.at = comma.end()
             self.skip_blank()
@@ -288,9 +326,6 @@ class _Reader:
         """Returns the index behind the value of an attribute: of the comma, the line end or the
         brace after it.
         """
-        plain = _PLAIN_VALUE.match(self.text, begin)
-        if plain:
-            return plain.end()
         # most of a compiled text are the JSON objects of backend_config
         if self.text.startswith('{"', begin):
             try:
@@ -310,13 +345,17 @@ class _Reader:
             end = self.end(self.at + 1)
         else:
             raise self.error(f"expected a shape: got {self.excerpt()}")
-        text = self.text[self.at : end]
+        shape = self.shape_in(self.text[self.at : end])
+        self.at = end
+        return shape
+
+    def shape_in(self, text: str) -> Shape:
+        """Reads the text of a shape, which is at the current position."""
         if text not in self._shapes:
             try:
                 self._shapes[text] = read_shape(_COMMENT.sub("", text))
             except HloError as error:
                 raise self.error(str(error)) from None
-        self.at = end
         return self._shapes[text]
 
     def error(self, message: str, at: int | None = None) -> HloError:
@@ -390,15 +429,17 @@ def _check_calls(computations: dict[str, Computation]) -> None:
     """Refuses calls of what the text does not define, of a computation by itself, and those nested
     too deep.
     """
-    calls: dict[str, list[tuple[Instruction, str]]] = {}
+    calls: dict[str, list[tuple[Instruction, str]]] = {}  # of those that call any
     for computation in computations.values():
-        calls[computation.name] = [
-            (i, name) for i in computation.instructions for name in i.called_computations
-        ]
+        made = [(i, name) for i in computation.instructions for name in i.called_computations]
+        if made:
+            calls[computation.name] = made
     for i, name in itertools.chain.from_iterable(calls.values()):
         if name not in computations:
             raise _bad_call(i, name, ", which the text does not define")
-    callees = {caller: [name for _, name in made] for caller, made in calls.items()}
+    callees = {
+        caller: [name for _, name in made if name in calls] for caller, made in calls.items()
+    }
     try:
         callees_first = list(graphlib.TopologicalSorter(callees).static_order())
     except graphlib.CycleError as error:
@@ -409,7 +450,7 @@ def _check_calls(computations: dict[str, Computation]) -> None:
     for caller in callees_first:
         depths[caller] = 0
         for i, name in calls[caller]:
-            depths[caller] = max(depths[caller], depths[name] + 1)
+            depths[caller] = max(depths[caller], depths.get(name, 0) + 1)
             if depths[caller] >= MAX_CALLS:
                 raise _bad_call(i, name, f": calls are nested deeper than {MAX_CALLS}")
 
