@@ -25,11 +25,13 @@ _TABLE = re.compile(r"(FileNames|FunctionNames|FileLocations|StackFrames)\s*\n(?
 _HEADER = re.compile(r"HloModule\s+%?([\w.\-]+)")
 _HEADER_LINE = re.compile(r"^HloModule\s+%?([\w.\-]+)", re.MULTILINE)
 _LOWERED = re.compile(r'(?:#\S* ?=[^\n]*\n\s*)*(?:module(?= [@{a])|"builtin\.module")')
+_PLAIN = r'[^(){}\[\]"/]*+'
 # the name of a computation, and then its signature and the brace that opens it unless the signature
 # has layouts or tuples; the signature repeats the parameters
 _COMPUTATION = re.compile(
     r"(?P<entry>ENTRY\s+)?%?(?P<name>[\w.\-]+)\s*(?=[({])"
-    r'(?P<opened>\([^(){}"/]*\)\s*->\s*\w+\[[\d,<=?\s]*\]\s*\{)?'
+    rf"(?:\({_PLAIN}(?:\[{_PLAIN}\]{_PLAIN})*+\)\s*->\s*"
+    rf"(?P<result>[a-z][a-z0-9]*\[{_PLAIN}\])\s*\{{(?=\s*\n))?"
 )
 # an opcode, with its operands unless they have brackets
 _OPERATION = r'\s*(?P<opcode>[a-z][\w\-]*)\((?:(?P<operands>[^(){}\[\]"/]*)\))?'
@@ -171,10 +173,14 @@ class _Reader:
         match = _COMPUTATION.match(self.text, self.at)
         if not match:
             raise self.error(f"expected a computation: got {self.excerpt()}")
-        self.at = match.end()
         name = match["name"]
-        if match["opened"] is None:
+        if match["result"] is None:
+            self.at = match.end()
             self.signature(name)
+        else:
+            self.at = match.start("result")
+            self.shape_in(match["result"])
+            self.at = match.end()
         instructions: list[Instruction] = []
         names: set[str] = set()
         while head := _INSTRUCTION.match(self.text, self.at):

@@ -95,6 +95,22 @@ def test_unusual_lines_survive_a_round_trip(line):
     assert parse(format_module(module)) == module
 
 
+@pytest.mark.parametrize("signature", [
+    "(p: f32[2]) -> f32[2] {",
+    "(p: f32[2], /*index=1*/q: s32[]) -> f32[2] { // the brace opens it",
+    "(p: (f32[2], s32[])) -> (f32[2], s32[]) {",
+    "(p: f32[2]{0}) -> f32[2]{0} {",
+    "(p: f32[2]) -> f32[<=2]{0} {",
+    "{",
+])  # fmt: skip
+def test_a_signature_may_have_layouts_tuples_and_comments_or_be_missing(signature):
+    module = parse(
+        f"HloModule m\n\nENTRY %e {signature}\n  ROOT %p = f32[2]{{0}} parameter(0)\n}}\n"
+    )
+    assert [i.name for i in module.entry.instructions] == ["p"]
+    assert module.entry.root.line == 4
+
+
 def test_operands_with_shapes_and_comments_and_the_source_line_of_older_dumps():
     add = "ROOT b = f32[2] add(f32[2]{0:T(8,128)} %a, /*index=1*/f32[2] a)"
     line = 'metadata={source_file="a.py" source_line=3}'
@@ -212,6 +228,18 @@ def test_bits():
             "a string is not closed: the text is cut",
             4,
             30,
+        ),
+        (
+            "HloModule m\n\nENTRY e (p: f32[2]) -> f32[x] {\n  p = f32[2] parameter(0)\n}",
+            "size of a dimension",
+            3,
+            24,
+        ),
+        (
+            "HloModule m\n\ne (p: f32[2)]) -> f32[] {\n  p = f32[2] parameter(0)\n}",
+            "unexpected",
+            3,
+            12,
         ),
         ("HloModule m\n\nENTRY e {\n}", "empty", 3, 1),
         (
