@@ -121,7 +121,10 @@ class Instruction:
 
     @property
     def control_predecessors(self) -> tuple[str, ...]:
-        return tuple(_REFERENCE.findall(self.attributes.get("control-predecessors", "")))
+        text = self.attributes.get("control-predecessors")
+        if text is None:
+            return ()
+        return tuple(_REFERENCE.findall(text))
 
     @property
     def backend_config(self) -> dict:
@@ -141,12 +144,11 @@ class Instruction:
         """The names of the computations that this instruction calls: of a loop the body, then the
         condition.
         """
-        if _CALLING.isdisjoint(self.attributes):
+        keys = _CALLING.intersection(self.attributes)
+        if not keys:
             return ()
-        texts = [self.attributes[key] for key in _CALLS if key in self.attributes]
-        if len(texts) == 1:
-            return _names_in(texts[0])
-        return tuple(itertools.chain.from_iterable(map(_names_in, texts)))
+        texts = [self.attributes[key] for key in sorted(keys, key=_CALLS.index)]
+        return tuple(name for text in texts for name in _REFERENCE.findall(text))
 
     @property
     def loop_body(self) -> str:
@@ -395,12 +397,6 @@ def _shared(opcodes: frozenset[str]) -> frozenset[str]:
     them.
     """
     return opcodes
-
-
-@functools.lru_cache(maxsize=1024)  # each is asked for often
-def _names_in(text: str) -> tuple[str, ...]:
-    """Decodes `{%body, %condition}`."""
-    return tuple(_REFERENCE.findall(text))
 
 
 @functools.lru_cache(maxsize=1024)  # a program repeats few of them, and asks for each one often
