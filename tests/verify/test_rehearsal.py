@@ -23,12 +23,12 @@ UNKNOWN = "the start of an asynchronous all-gather of XLA reads a table that the
 SUMS = "matmul_reduce_scatter", "matmul_all_reduce"
 EXPERTS = "expert_mlp", "expert_products"
 SMALL = [op for op in BACKENDS if op not in ("all_gather_matmul", *SUMS, *EXPERTS)]
-# Each takes half a minute or more. A program of the experts takes half as long for a ring of four
-# devices, which has the same backends and directions as one of eight.
+# Each takes half a minute or more. Programs for a ring of four devices take half as long, and have
+# the same backends and directions as those for eight.
 GROUPS = [
     ("v5e:2x4", "all_gather_matmul"),
-    ("v5e:2x4", ",".join(SUMS)),
-    ("v5e:2x4", ",".join(SMALL)),
+    ("v5e:2x2", ",".join(SUMS)),
+    ("v5e:2x2", ",".join(SMALL)),
     ("v5e:2x2", ",".join(EXPERTS)),
 ]
 DEVICES = {"v5e:2x4": 8, "v5e:2x2": 4, "v6e:2x4": 8, "v5p:2x2x2": 8}
