@@ -22,6 +22,8 @@ from flaxasync.ops.matmul.mlp import parallel_mlp
 from flaxasync.ops.matmul.ring import RingExecutor
 from flaxasync.ops.matmul.switch import LARGEST, SwitchExecutor, WholeExecutor
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 ROWS, COLUMNS, DOWN = P(None, "model", None), P(None, "model"), P("model", None)
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
