@@ -13,16 +13,16 @@ from flaxasync.verify import cases, child, rehearsal
 COMPARED = {(None, False): 2, ("int8", False): 1, ("int8", True): 2}
 
 
-# Kernels that transfer nothing. One device computes what each of four does, and each further device
-# of the simulator adds rows and experts to all of them.
+# Kernels that transfer nothing. A device of two computes what one of four does, and each further
+# device of the simulator adds rows and experts to all of them.
 ALONE = ("flash", "grouped")
 
 
 def stand_in(case):
-    """Returns what `cases.stand_in` returns, on one device for kernels that transfer nothing."""
+    """Returns what `cases.stand_in` returns, on two devices for kernels that transfer nothing."""
     small = cases.stand_in(case)
     if case.backend in ALONE:
-        small = dataclasses.replace(small, mesh=(1,))
+        small = dataclasses.replace(small, mesh=(2,))
     return small
 
 
@@ -36,7 +36,7 @@ def compares_values(case):
 
 def with_few_values(messages, request):
     """Serves a request: each kind of fused product has values in one of its two directions, and
-    those of kernels that transfer nothing are compared on one device.
+    those of kernels that transfer nothing are compared on two devices.
     """
     run = child.run
 

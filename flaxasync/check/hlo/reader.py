@@ -26,19 +26,22 @@ _HEADER = re.compile(r"HloModule\s+%?([\w.\-]+)")
 _HEADER_LINE = re.compile(r"^HloModule\s+%?([\w.\-]+)", re.MULTILINE)
 _LOWERED = re.compile(r'(?:#\S* ?=[^\n]*\n\s*)*(?:module(?= [@{a])|"builtin\.module")')
 _PLAIN = r'[^(){}\[\]"/]*+'
-# the name of a computation, and then its signature and the brace that opens it unless the signature
-# has layouts or tuples; the signature repeats the parameters
+# The name of a computation, and then its signature and the brace that opens it, if the signature is
+# plain: an array without layouts. It repeats the parameters. A brace that touches the array begins a
+# layout.
 _COMPUTATION = re.compile(
     r"(?P<entry>ENTRY\s+)?%?(?P<name>[\w.\-]+)\s*(?=[({])"
     rf"(?:\({_PLAIN}(?:\[{_PLAIN}\]{_PLAIN})*+\)\s*->\s*"
-    rf"(?P<result>[a-z][a-z0-9]*\[{_PLAIN}\])\s*\{{(?=\s*\n))?"
+    rf"(?P<result>[a-z][a-z0-9]*\[{_PLAIN}\])\s+\{{)?"
 )
 # an opcode, with its operands unless they have brackets
 _OPERATION = r'\s*(?P<opcode>[a-z][\w\-]*)\((?:(?P<operands>[^(){}\[\]"/]*)\))?'
 _OPERATION_ALONE = re.compile(_OPERATION)
-# a name, and then the shape and the operation unless the shape is a tuple
+# a name, and then the shape and the operation if the shape is an array
 _INSTRUCTION = re.compile(
-    _GAP + r"((ROOT\s+)?%?([\w.\-]+))\s*=\s*" + rf"(?:(?P<shape>{ARRAY.pattern}){_OPERATION})?"
+    _GAP
+    + r"(?P<head>(?P<root>ROOT\s+)?%?(?P<name>[\w.\-]+))\s*=\s*"
+    + rf"(?:(?P<shape>{ARRAY.pattern}){_OPERATION})?"
 )
 # an attribute, with its value if that is without brackets, strings and comments, or with one pair of
 # braces around strings, as most are
@@ -64,7 +67,7 @@ _TOKEN = re.compile(
     r""" "[^"\\]*(?:\\.[^"\\]*)*"
       | /\*.*?\*/ | //[^\n]*
       | \[[^{}()\[\]"/]*\] | \{[^{}()\[\]"/]*\} | \([^{}()\[\]"/]*\)
-      | [{}()\[\],\n"]""",
+      | [{}()\[\],\n"] | /\*""",
     re.DOTALL | re.VERBOSE,
 )
 _JSON = json.JSONDecoder()
@@ -184,7 +187,7 @@ class _Reader:
         instructions: list[Instruction] = []
         names: set[str] = set()
         while head := _INSTRUCTION.match(self.text, self.at):
-            start = head.start(1)
+            start = head.start("head")
             instruction = self.instruction(head)
             if instruction.name in names:
                 raise self.error(
@@ -215,7 +218,9 @@ class _Reader:
         return Computation(name, tuple(instructions), match["entry"] is not None, thread[1:-1])
 
     def signature(self, name: str) -> None:
-        """Steps over the signature of a computation and the brace that opens it."""
+        """Steps over a signature that `_COMPUTATION` did not match, and the brace that opens the
+        computation.
+        """
         if self.text.startswith("(", self.at):
             self.at = self.end(self.at)
             if self.take("->"):
@@ -226,9 +231,9 @@ class _Reader:
 
     def instruction(self, begun: re.Match) -> Instruction:
         """Reads one instruction, which begins as `_INSTRUCTION` matched."""
-        line = self.line_at(begun.start(1))
-        is_root = begun[2] is not None
-        name = sys.intern(begun[3])
+        line = self.line_at(begun.start("head"))
+        is_root = begun["root"] is not None
+        name = sys.intern(begun["name"])
         if begun["shape"] is None:
             self.at = begun.end()
             shape = self.shape()
@@ -260,7 +265,9 @@ class _Reader:
         return instruction
 
     def operation(self, name: str) -> re.Match:
-        """Matches the opcode and the operands of an instruction, whose name is for a message."""
+        """Matches the opcode and the operands behind a shape that `_INSTRUCTION` did not match. The
+        name of the instruction is for a message.
+        """
         match = _OPERATION_ALONE.match(self.text, self.at)
         if not match:
             self.skip_blank()
@@ -356,7 +363,7 @@ class _Reader:
         return shape
 
     def shape_in(self, text: str) -> Shape:
-        """Reads the text of a shape, which is at the current position."""
+        """Reads the text of a shape. An error is at the current position, where it begins."""
         if text not in self._shapes:
             try:
                 self._shapes[text] = read_shape(_COMMENT.sub("", text))
@@ -419,6 +426,9 @@ class _Reader:
                 return token.start()
             elif mark == '"':  # a string that is closed is one token
                 raise self.error("a string is not closed: the text is cut short", token.start())
+            elif mark == "/*":  # a comment that is closed is one token; to go on would look for its
+                # end again at each later one
+                raise self.error("a comment is not closed: the text is cut short", token.start())
             elif mark in _CLOSING:
                 if not opened or mark != _CLOSER[opened.pop()[0]]:
                     raise self.error(f"unexpected {mark!r}", token.start())

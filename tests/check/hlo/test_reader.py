@@ -98,6 +98,8 @@ def test_unusual_lines_survive_a_round_trip(line):
 @pytest.mark.parametrize("signature", [
     "(p: f32[2]) -> f32[2] {",
     "(p: f32[2], /*index=1*/q: s32[]) -> f32[2] { // the brace opens it",
+    "(p: f32[2],\n  q: s32[]) -> f32[2] {",
+    "(p: f32[2]) -> b(f32[2]) {",
     "(p: (f32[2], s32[])) -> (f32[2], s32[]) {",
     "(p: f32[2]{0}) -> f32[2]{0} {",
     "(p: f32[2]) -> f32[<=2]{0} {",
@@ -108,7 +110,7 @@ def test_a_signature_may_have_layouts_tuples_and_comments_or_be_missing(signatur
         f"HloModule m\n\nENTRY %e {signature}\n  ROOT %p = f32[2]{{0}} parameter(0)\n}}\n"
     )
     assert [i.name for i in module.entry.instructions] == ["p"]
-    assert module.entry.root.line == 4
+    assert module.entry.root.line == 4 + signature.count("\n")
 
 
 def test_operands_with_shapes_and_comments_and_the_source_line_of_older_dumps():
@@ -241,6 +243,13 @@ def test_bits():
             3,
             12,
         ),
+        (  # a brace that touches the shape begins its layout
+            "HloModule m\n\ne (p: f32[2]) -> f32[2]{\n  p = f32[2] parameter(0)\n}",
+            "expected a layout",
+            3,
+            18,
+        ),
+        ("HloModule m\n\ne {\n  a = f32[] parameter(0), b=/*c", "a comment is not closed", 4, 29),
         ("HloModule m\n\nENTRY e {\n}", "empty", 3, 1),
         (
             "HloModule m\n\nENTRY e {\n  ROOT a = f32[] call(), to_apply=%none\n}",
