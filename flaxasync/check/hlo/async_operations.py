@@ -41,8 +41,9 @@ KERNEL = "tpu_custom_call"
 # The custom calls that mark the fusions in which XLA starts and ends a collective.
 _FUSED_START = "AsyncCollectiveStart"
 _FUSED_DONE = "AsyncCollectiveDone"
-# what a fusion has that performs a collective, or is its start or its done
-_PERFORMING = frozenset((*COLLECTIVES, "custom-call"))
+_MARKS = frozenset({"custom-call"})
+# the opcodes in a fusion that performs a collective, or is its start or its done
+_PERFORMING = _MARKS.union(COLLECTIVES)
 
 _STEP = re.compile(r"([\w\-]+)-(start|update|done)")
 
@@ -169,8 +170,7 @@ def collective_in_fusion(fusion: Instruction) -> Instruction | None:
     collective is under way also contains that collective, with notes about its progress, but it
     does not perform the collective.
     """
-    found = [called for called in fusion.called if not _PERFORMING.isdisjoint(called.opcodes)]
-    inside = [i for called in found for i in called.instructions]
+    inside = _inside(fusion, _PERFORMING)
     for mark in inside:
         if mark.custom_call_target.startswith("AsyncCollective"):
             return mark
@@ -343,8 +343,13 @@ def _buffer_ends(start: Instruction, spelling: str) -> tuple[list[Instruction], 
 def _contains_mark(fusion: Instruction, target: str) -> bool:
     if fusion.opcode != "fusion":
         return False
-    found = [called for called in fusion.called if "custom-call" in called.opcodes]
-    return any(i.custom_call_target == target for called in found for i in called.instructions)
+    return any(i.custom_call_target == target for i in _inside(fusion, _MARKS))
+
+
+def _inside(fusion: Instruction, opcodes: frozenset[str]) -> list[Instruction]:
+    """Returns the instructions of the called computations that have at least one of the opcodes."""
+    called = [one for one in fusion.called if not opcodes.isdisjoint(one.opcodes)]
+    return [i for one in called for i in one.instructions]
 
 
 def _new_semaphores(instruction: Instruction) -> list[tuple[int, ...]]:

@@ -25,6 +25,7 @@ _TABLE = re.compile(r"(FileNames|FunctionNames|FileLocations|StackFrames)\s*\n(?
 _HEADER = re.compile(r"HloModule\s+%?([\w.\-]+)")
 _HEADER_LINE = re.compile(r"^HloModule\s+%?([\w.\-]+)", re.MULTILINE)
 _LOWERED = re.compile(r'(?:#\S* ?=[^\n]*\n\s*)*(?:module(?= [@{a])|"builtin\.module")')
+# text without brackets, strings and comments
 _PLAIN = r'[^(){}\[\]"/]*+'
 # The name of a computation, and then its signature and the brace that opens it, if the signature is
 # plain: an array without layouts. It repeats the parameters. A brace that touches the array begins a
@@ -35,7 +36,7 @@ _COMPUTATION = re.compile(
     rf"(?P<result>[a-z][a-z0-9]*\[{_PLAIN}\])\s+\{{)?"
 )
 # an opcode, with its operands unless they have brackets
-_OPERATION = r'\s*(?P<opcode>[a-z][\w\-]*)\((?:(?P<operands>[^(){}\[\]"/]*)\))?'
+_OPERATION = rf"\s*(?P<opcode>[a-z][\w\-]*)\((?:(?P<operands>{_PLAIN})\))?"
 _OPERATION_ALONE = re.compile(_OPERATION)
 # a name, and then the shape and the operation if the shape is an array
 _INSTRUCTION = re.compile(
@@ -426,8 +427,7 @@ class _Reader:
                 return token.start()
             elif mark == '"':  # a string that is closed is one token
                 raise self.error("a string is not closed: the text is cut short", token.start())
-            elif mark == "/*":  # a comment that is closed is one token; to go on would look for its
-                # end again at each later one
+            elif mark == "/*":  # a comment that is closed is one token
                 raise self.error("a comment is not closed: the text is cut short", token.start())
             elif mark in _CLOSING:
                 if not opened or mark != _CLOSER[opened.pop()[0]]:

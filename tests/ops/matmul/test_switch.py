@@ -21,6 +21,7 @@ from flaxasync.ops.matmul.activation import activate
 from flaxasync.ops.matmul.mlp import parallel_mlp
 from flaxasync.ops.matmul.ring import RingExecutor
 from flaxasync.ops.matmul.switch import LARGEST, SwitchExecutor, WholeExecutor
+from tests.kernels.conftest import draw as standard_normal
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -34,8 +35,7 @@ def on_gpus(monkeypatch):
 
 
 def draw(shape, seed, dtype="float32"):
-    drawn = np.random.default_rng(seed).standard_normal(shape, np.float32) / 4
-    return drawn.astype(jnp.dtype(dtype))
+    return standard_normal(shape, dtype, seed) / 4
 
 
 def mesh(size):
