@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.plain_transformer import Layout, PlainLayer
 from benchmarks.programs import array, split_layer
 from benchmarks.step import architecture
-from benchmarks.table import command_line, print_table, write_between_markers
+from benchmarks.table import command_line, print_table, without_repeats, write_between_markers
 from flaxasync import check
 from flaxasync.check.hlo import gpu_calls
 from models.config import TransformerConfig
@@ -206,7 +206,8 @@ def main() -> None:
             if chosen.only in f"{case}, {form}":
                 rows.append(row(case, form))
                 print(*rows[-1], flush=True)
-    write_between_markers(chosen.write, "gpu", print_table(HEADER, rows))
+    table = print_table(HEADER, without_repeats(rows, columns=2))
+    write_between_markers(chosen.write, "gpu", table)
 
 
 if __name__ == "__main__":

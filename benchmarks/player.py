@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.player_kernels import STUDY, Tiles, program
 from benchmarks.programs import array
-from benchmarks.table import command_line, print_table, write_between_markers
+from benchmarks.table import command_line, print_table, without_repeats, write_between_markers
 from flaxasync.check import save_picture, topology_mesh
 from flaxasync.check.player import Result, play, played_chip
 from flaxasync.check.player.result import CAUSES, WaitTimes
@@ -445,7 +445,8 @@ def main() -> None:
     predicted = predict(ROWS, results)
     values = dict(predicted)
     rows = [table_row(row, values.get(row)) for row in ROWS]
-    table = print_table(("program", "row", "measured", "predicted", "error"), rows)
+    header = ("program", "row", "measured", "predicted", "error")
+    table = print_table(header, without_repeats(rows))
     write_between_markers(chosen.write, "player study", table)
     if chosen.pictures:
         titles = [TITLES[variant] for variant in DRAWN]

@@ -75,6 +75,22 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return table
 
 
+def without_repeats(rows: Sequence[Sequence[str]], columns: int = 1) -> list[Sequence[str]]:
+    """Returns the rows, with empty cells in the first columns where they are those of the row
+    above.
+    """
+    found: list[Sequence[str]] = []
+    above: Sequence[str] = ()
+    for row in rows:
+        first = row[:columns]
+        if first == above:
+            found.append((*[""] * columns, *row[columns:]))
+        else:
+            found.append(row)
+        above = first
+    return found
+
+
 def write_between_markers(path: str | None, name: str, text: str) -> None:
     """Replaces the text between `<!-- name -->` and `<!-- /name -->` in a file; without a path it
     does nothing.
