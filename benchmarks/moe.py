@@ -33,7 +33,7 @@ from benchmarks.programs import array, compile_once
 from benchmarks.table import write_rows
 from flaxasync import check
 from flaxasync.kernels import grouped_weight_gradient
-from flaxasync.kernels.grouped_matmul import Blocks
+from flaxasync.kernels.grouped_blocks import Blocks
 from flaxasync.ops.experts.assignments import Tiles, TilesOf
 from flaxasync.ops.trust import trusting
 

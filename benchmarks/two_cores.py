@@ -25,7 +25,7 @@ from benchmarks.programs import kept, play_program
 from benchmarks.step import BATCH, SEQUENCE, architecture, layer_program
 from benchmarks.table import command_line, print_table, write_between_markers
 from flaxasync.check import topology_devices
-from flaxasync.kernels import flash_attention, weight_gradient
+from flaxasync.kernels import flash_attention
 from flaxasync.kernels.engine import cores
 from flaxasync.kernels.engine.vector_memory import chip_in_use
 from flaxasync.ops import roofline
@@ -51,7 +51,7 @@ def one_core() -> Iterator[None]:
     heads.
     """
 
-    def one(chip: fa.check.Chip, length: int) -> int:
+    def one(chip: fa.check.Chip, length: int, tile: int = 1) -> int:
         return 1
 
     def chip_of_one_core() -> fa.check.Chip:
@@ -59,7 +59,6 @@ def one_core() -> Iterator[None]:
 
     with (
         mock.patch.object(cores, "best_cores", one),
-        mock.patch.object(weight_gradient, "best_cores", one),
         mock.patch.object(roofline, "best_cores", one),
         mock.patch.object(flash_attention, "chip_in_use", chip_of_one_core),
     ):

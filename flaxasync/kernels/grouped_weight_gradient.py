@@ -50,7 +50,7 @@ from flaxasync.kernels.engine.operands import (
 from flaxasync.kernels.engine.slots import OutgoingTiles, start_copy, wait
 from flaxasync.kernels.engine.tiling import split
 from flaxasync.kernels.engine.vector_memory import available, chip_in_use, vmem_limit
-from flaxasync.kernels.grouped_matmul import (
+from flaxasync.kernels.grouped_blocks import (
     STEP_SECONDS,
     check_grouped,
     divisors,

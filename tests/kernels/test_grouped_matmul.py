@@ -14,11 +14,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flaxasync import check, hardware
-from flaxasync.kernels import grouped_weight_gradient
+from flaxasync.kernels import grouped_blocks, grouped_weight_gradient
 from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.engine.slots import IncomingTiles, OutgoingTiles
 from flaxasync.kernels.engine.vector_memory import available
-from flaxasync.kernels.grouped_matmul import Blocks, Problem, grouped_matmul
+from flaxasync.kernels.grouped_blocks import Blocks, Problem
+from flaxasync.kernels.grouped_matmul import grouped_matmul
 from flaxasync.kernels.grouped_weight_gradient import Factors
 from flaxasync.kernels.grouped_weight_gradient import grouped_weight_gradient as weight_gradients
 from tests.kernels.conftest import as_float32, assert_close, draw
@@ -212,7 +213,7 @@ def test_a_wait_that_is_left_out_is_seen(slots, what, wrong, monkeypatch):
 @pytest.mark.usefixtures("interpreter")
 def test_two_cores_share_the_outer_blocks(monkeypatch):
     """Each core begins with nothing fetched and leaves nothing behind, whichever blocks it gets."""
-    for module in (sys.modules[grouped_matmul.__module__], grouped_weight_gradient):
+    for module in (grouped_blocks, sys.modules[grouped_matmul.__module__], grouped_weight_gradient):
         monkeypatch.setattr(module, "chip_in_use", lambda: hardware.chip("v5p"))
     monkeypatch.setattr(Blocks, "choose", lambda *arguments: (FORMS["K whole"], 2**20))
     monkeypatch.setattr(

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.kernels import matmul_reduce_scatter as reduce_scatter_form
+from flaxasync.kernels import reduce_scatter_schedule
 from flaxasync.kernels.engine import tiling
 from flaxasync.kernels.engine.matmul import MatmulTiles
 from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.engine.ring import Acknowledgements
 from flaxasync.kernels.engine.tiling import Tiling
 from flaxasync.kernels.engine.vector_memory import SEMAPHORES
-from flaxasync.kernels.matmul_reduce_scatter import BlockOfRows, matmul_reduce_scatter
+from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+from flaxasync.kernels.reduce_scatter_schedule import BlockOfRows
 from flaxasync.ops.roofline import LARGEST_BLOCK
 from tests.kernels.conftest import as_float32, assert_close, draw
 from tests.kernels.conftest import run as simulate
@@ -120,9 +121,9 @@ def plan(batch, m, k, n, size):
     """Returns the schedule of bfloat16 rows of one device of a ring, in both directions."""
     block = BlockOfRows(batch, m, n, 16)
     dtype = jnp.dtype(jnp.bfloat16)
-    return reduce_scatter_form._plan(block, [k], dtype, False, None, size, 2, dtype, scaled=False)[
-        0
-    ]
+    return reduce_scatter_schedule.plan_schedule(
+        block, [k], dtype, False, None, size, 2, dtype, scaled=False
+    )[0]
 
 
 def test_w_stays_where_it_fits():
@@ -136,7 +137,7 @@ def test_both_directions_have_as_many_tiles_of_columns(n):
     """With three tiles of 2560 columns, the links of one direction had twice as much to send."""
     columns = plan(4, 512, 1024, n, 4).tiles.columns
     assert columns.count % 2 == 0
-    assert columns.size <= reduce_scatter_form.WIDEST
+    assert columns.size <= reduce_scatter_schedule.WIDEST
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_the_fewest_tiles_of_rows_that_nothing_divides(monkeypatch):
     too many.
     """
     for name, value in (("TILES", Tiles(64, 128, 128)), ("SMALLEST", 8 * 128), ("SEMAPHORES", 24)):
-        monkeypatch.setattr(reduce_scatter_form, name, value)
+        monkeypatch.setattr(reduce_scatter_schedule, name, value)
     monkeypatch.setattr(tiling, "SUB_BLOCK", 16)
     assert_close(*run(2, m=328, ks=(256,), tiles=None), "float32")
 

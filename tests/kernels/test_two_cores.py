@@ -5,7 +5,6 @@ That their results are right, without a race, is a case of the tests of each ker
 
 import functools
 import re
-import sys
 
 import jax
 import pytest
@@ -19,6 +18,7 @@ from flaxasync import hardware
 from flaxasync.check import topology_mesh
 from flaxasync.check.player.transfers import TransferEngine
 from flaxasync.kernels.all_gather_matmul import all_gather_matmul
+from flaxasync.kernels import weight_gradient_schedule
 from flaxasync.kernels.engine import cores as engine_cores
 from flaxasync.kernels.engine.cores import ONE_CORE, CoreRows, Cores, cores_for
 from flaxasync.kernels.engine.operands import aligned
@@ -57,7 +57,7 @@ def test_cores_have_equally_many_whole_tiles(batches, tiles, unit, directions):
             "use cores=1",
         ),
         (
-            lambda: sys.modules[gather_weight_gradient.__module__]._cores(384, 2),
+            lambda: weight_gradient_schedule.cores_of(384, 2),
             r"gather_weight_gradient divides whole tiles of 128 columns of x among 2 cores: got 384 "
             "columns; use cores=1",
         ),
@@ -86,7 +86,7 @@ def test_only_cores_that_the_chip_has_run_a_kernel():
 
 
 def test_one_core_takes_any_number_of_columns():
-    assert sys.modules[gather_weight_gradient.__module__]._cores(200, 1) == ONE_CORE
+    assert weight_gradient_schedule.cores_of(200, 1) == ONE_CORE
 
 
 def test_cores_that_have_the_same_rows_are_seen(monkeypatch):

@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from jax.sharding import PartitionSpec as P
 
 from flaxasync import check
-from flaxasync.kernels import weight_gradient
+from flaxasync.kernels import weight_gradient, weight_gradient_schedule
 from flaxasync.kernels.engine.operands import Tiles
 from flaxasync.kernels.engine.ring import Ring
 from flaxasync.kernels.engine.tiling import RowTiling, Tiling
 from flaxasync.kernels.weight_gradient import (
     WeightGradientOperands,
     WeightGradientResults,
-    WeightGradientSchedule,
     gather_weight_gradient,
 )
+from flaxasync.kernels.weight_gradient_schedule import WeightGradientSchedule
 from tests.kernels.conftest import as_float32, assert_close, draw
 from tests.kernels.conftest import run as simulate
 
@@ -97,7 +97,7 @@ def test_large_tiles_need_room_in_vector_memory(topology, large):
     """All 2432 columns of a dy at once, or a half of them."""
     x = jax.ShapeDtypeStruct((4, 512, 2560), jnp.bfloat16)
     with jax.set_mesh(check.topology_mesh(topology, (4,), ("ring",))):
-        schedule, _ = weight_gradient._plan(
+        schedule, _ = weight_gradient_schedule.plan_schedule(
             x, 2560, [2432, 2432], None, 4, 2, x.dtype, scaled=False
         )
     assert (schedule.columns.size == 2432) is large
@@ -221,6 +221,7 @@ def test_one_set_of_receive_buffers_is_seen(monkeypatch):
     """Negative test: a chunk that arrives where the one before lies overwrites what was not
     read.
     """
-    monkeypatch.setattr(weight_gradient, "BUFFER_SETS", 1)
+    for module in (weight_gradient, weight_gradient_schedule):
+        monkeypatch.setattr(module, "BUFFER_SETS", 1)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
         run(3, directions=1, mode="eager")

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from flaxasync import mesh
 from flaxasync.kernels.add_rows import check_add_rows
 from flaxasync.kernels.engine.operands import LANES
-from flaxasync.kernels.grouped_matmul import check_grouped
+from flaxasync.kernels.grouped_blocks import check_grouped
 from flaxasync.mesh import UnsupportedError, mapped_axis_size, vary_alike
 from flaxasync.ops import trust
 from flaxasync.ops.choose import Directions, cannot_serve, check_mapped, decide

@@ -17,7 +17,8 @@ from flaxasync.kernels.engine.beside import WeightGradient
 from flaxasync.kernels.engine.matmul import Epilogue
 from flaxasync.kernels.engine.operands import LANES, sublanes
 from flaxasync.kernels.matmul_reduce_scatter import matmul_reduce_scatter
-from flaxasync.kernels.weight_gradient import TILES, gather_weight_gradient
+from flaxasync.kernels.weight_gradient import gather_weight_gradient
+from flaxasync.kernels.weight_gradient_schedule import TILES
 from flaxasync.ops.matmul import products
 from flaxasync.ops.matmul.products import Arrays, Operands
 from flaxasync.ops.quantization import Operand, Quantization, Quantized, dequantize, values_of

@@ -49,7 +49,7 @@ def found(topology, fn, args, **options):
     """Returns the audit of a function, and the seconds that it is estimated to take, with simulated
     kernels.
     """
-    program = check.compile_for(topology, fn, *args, compiler_options=options)
+    program = check.compile_for(topology, fn, *args, compiler_options=check.HLO_ONLY | options)
     return check.audit(program), check.timeline(program, kernels="play").seconds
 
 

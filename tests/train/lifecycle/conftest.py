@@ -6,15 +6,14 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.train.runs import SCRIPT, checkpoints_of, lines_of, without_progress
+from tests.train.lifecycle.warm_runs import Run
+from tests.train.runs import checkpoints_of, lines_of, without_progress
 from train.run import main
 
 STEPS = 40
@@ -71,16 +70,15 @@ def environment(compile_little, without_torch) -> dict[str, str]:
 
 
 @pytest.fixture
-def start(preset, environment) -> Iterator[Callable[..., subprocess.Popen]]:
+def start(preset, environment) -> Iterator[Callable[..., Run]]:
     """A function that starts train/run.py in a process, on the minuscule run unless it gets another
     preset.
     """
     runs = []
 
-    def start(*options: object, on: Path | None = None, **variables: str) -> subprocess.Popen:
-        command = list(map(str, [sys.executable, SCRIPT, on or preset(), *options]))
-        pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-        runs.append(subprocess.Popen(command, env=environment | variables, text=True, **pipes))
+    def start(*options: object, on: Path | None = None, **variables: str) -> Run:
+        arguments = list(map(str, [on or preset(), *options]))
+        runs.append(Run(arguments, environment, variables))
         return runs[-1]
 
     yield start
@@ -100,7 +98,7 @@ class Workplace:
 
     def __init__(
         self,
-        start: Callable[..., subprocess.Popen],
+        start: Callable[..., Run],
         run_here: Callable[..., tuple[int, str, str]],
         preset: Path,
         work: Path,
@@ -111,7 +109,7 @@ class Workplace:
         """Returns a workplace for the same run in another workdir."""
         return Workplace(self._start, self._run_here, self.preset, self.work.with_name(name))
 
-    def start(self, *options: object, code: str = "", **environment: str) -> subprocess.Popen:
+    def start(self, *options: object, code: str = "", **environment: str) -> Run:
         """Starts the run; `code` is Python that its process runs first."""
         path = self.preset.with_name("with_fault.py")
         path.write_text(self.preset.read_text() + SLOW_DATA + code)
@@ -167,7 +165,7 @@ class Workplace:
         return sorted(int(name) for name in checkpoints_of(self.work) if name.isdigit())
 
 
-def ends(process: subprocess.Popen, code: int, err: str = "") -> str:
+def ends(process: Run, code: int, err: str = "") -> str:
     """Waits for the end of a run, checks its exit code and what it said, and returns what it has
     printed since.
     """
@@ -176,7 +174,7 @@ def ends(process: subprocess.Popen, code: int, err: str = "") -> str:
     return out
 
 
-def error_of(process: subprocess.Popen, code: int) -> str:
+def error_of(process: Run, code: int) -> str:
     """Waits for the end of a run, checks its exit code, and returns what it said."""
     _, said = process.communicate(timeout=90)
     assert process.returncode == code, said
@@ -184,7 +182,7 @@ def error_of(process: subprocess.Popen, code: int) -> str:
     return without_progress(said)
 
 
-def after_step(process: subprocess.Popen, step: int) -> None:
+def after_step(process: Run, step: int) -> None:
     """Waits until a run has reported a step."""
     for line in process.stdout:
         found = re.match(r"step (\d+)/", line)
@@ -193,7 +191,7 @@ def after_step(process: subprocess.Popen, step: int) -> None:
     raise AssertionError(f"the run ended: {process.communicate()}")
 
 
-def after_checkpoint(place: Workplace, process: subprocess.Popen) -> None:
+def after_checkpoint(place: Workplace, process: Run) -> None:
     """Waits until a run has reported step 7 and its checkpoint of step 5, written beside the steps,
     is complete.
     """
