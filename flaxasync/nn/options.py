@@ -207,19 +207,19 @@ def _check_function(layer: str, name: str, function: object) -> None:
         ) from None
 
 
-def of_settings(name: str) -> property:
-    """Returns a property for an option, under the name that `nnx.Linear` and `nnx.Embed` give to
-    it.
+def option(name: str, *, of: str = "settings") -> property:
+    """Returns a property for an option, under the name that Flax's layers give to it. The layer's
+    attribute `of` has the options.
 
     It may be set, as `nnx.Module.set_attributes` does, and the next call computes with the new
     value.
     """
 
     def get(layer: Any) -> Any:
-        return getattr(layer.settings, name)
+        return getattr(getattr(layer, of), name)
 
     def put(layer: Any, value: object) -> None:
-        layer.settings = layer.settings.changed(type(layer).__name__, **{name: value})
+        setattr(layer, of, getattr(layer, of).changed(type(layer).__name__, **{name: value}))
 
     return property(get, put, doc=f"The option `{name}`.")
 
@@ -228,18 +228,18 @@ class Configured(nnx.Module):
     """A layer with the options of `LayerOptions`, under the names of Flax's layers."""
 
     settings: Settings
-    dtype = of_settings("dtype")
-    param_dtype = of_settings("param_dtype")
-    precision: Any = of_settings("precision")
-    promote_dtype = of_settings("promote_dtype")
+    dtype = option("dtype")
+    param_dtype = option("param_dtype")
+    precision: Any = option("precision")
+    promote_dtype = option("promote_dtype")
 
 
 class ConfiguredProducts(Configured):
     """One whose products have the options of `LinearOptions`, too."""
 
-    dot_general = of_settings("dot_general")
-    quantization = of_settings("quantization")
-    preferred_element_type = of_settings("preferred_element_type")
+    dot_general = option("dot_general")
+    quantization = option("quantization")
+    preferred_element_type = option("preferred_element_type")
 
 
 def fixed(name: str, get: Callable[[Any], Any]) -> property:

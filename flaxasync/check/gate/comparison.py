@@ -132,7 +132,7 @@ def _text(kind: str, total: Total) -> str:
         return time_text(total.amount)
     if kind not in (TRANSFERS, MEMORY):
         return f"{total.amount} runs"
-    size = size_text(int(total.amount))
+    size = size_text(total.amount)
     if not total.dtypes:
         return size
     return f"{size} of {' and '.join(total.dtypes)}"

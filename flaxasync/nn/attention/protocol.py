@@ -10,28 +10,11 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from flaxasync.nn.attention.heads import HeadAttention
 from flaxasync.nn.linear import DenseLayer
-from flaxasync.nn.options import ConfiguredProducts, fixed, fixed_setting
-from flaxasync.nn.out_sharding import OutSharding
-from flaxasync.nn.placement import Placement, entries_of, spec_of
-
-
-def _of_attention(name: str) -> property:
-    """Returns a property for an option of the heads. It may be set, and the next call computes with
-    the new value.
-    """
-
-    def get(layer: Any) -> Any:
-        return getattr(layer.attention, name)
-
-    def put(layer: Any, value: object) -> None:
-        layer.attention = layer.attention.changed(type(layer).__name__, **{name: value})
-
-    return property(get, put, doc=f"The option `{name}`.")
+from flaxasync.nn.options import ConfiguredProducts, fixed, fixed_setting, option
 
 
 class LikeMultiHeadAttention(ConfiguredProducts):
@@ -60,8 +43,8 @@ class LikeMultiHeadAttention(ConfiguredProducts):
     out_promote_dtype = fixed("out_promote_dtype", lambda layer: layer.settings.promote_dtype)
     qkv_dot_general = fixed("qkv_dot_general", lambda layer: layer.settings.dot_general)
     out_dot_general = fixed("out_dot_general", lambda layer: layer.settings.dot_general)
-    dropout_rate = _of_attention("dropout_rate")
-    attention_fn = _of_attention("attention_fn")
+    dropout_rate = option("dropout_rate", of="attention")
+    attention_fn = option("attention_fn", of="attention")
     # What the layers lack, with the value that stands for it in `nnx.MultiHeadAttention`.
     broadcast_dropout = fixed("broadcast_dropout", lambda layer: False)
     ln_promote_dtype = fixed("ln_promote_dtype", lambda layer: nnx.nn.dtypes.promote_dtype)
@@ -134,28 +117,3 @@ def refuse(layer: str, instead: str, **given: Any) -> None:
     for name, value in given.items():
         if value is not None and value is not False:
             raise NotImplementedError(f"{layer} lacks {name} of nnx.MultiHeadAttention; {instead}")
-
-
-def check_qkv_sharding(
-    layer: str, qkv_sharding: OutSharding, placement: Placement, *, splits_heads: bool
-) -> None:
-    """Raises NotImplementedError for queries, keys and values [b, s, heads, head_dim] sharded as
-    the layer does not.
-    """
-    if qkv_sharding is None:
-        return
-    if isinstance(qkv_sharding, NamedSharding):
-        spec = qkv_sharding.spec
-    else:
-        spec = qkv_sharding
-    axis = (placement.axis_name,)
-    if splits_heads:
-        rows = placement.rows
-    else:
-        rows = (*placement.rows, *axis)
-    natural = [*placement.batch, rows, axis if splits_heads else (), ()]
-    if not isinstance(spec, PartitionSpec) or entries_of(spec, 4) != natural:
-        raise NotImplementedError(
-            f"{layer} shards queries, keys and values [b, s, heads, head_dim] as "
-            f"{spec_of(natural)}: got qkv_sharding={qkv_sharding}; leave it out"
-        )
