@@ -3,6 +3,7 @@ refused.
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypedDict
 
@@ -242,11 +243,26 @@ class ConfiguredProducts(Configured):
     preferred_element_type = option("preferred_element_type")
 
 
-def fixed(name: str, get: Callable[[Any], Any]) -> property:
-    """Returns a property for what decides the parameters of a layer. Setting it is an error, and
-    never ignored.
+def fixed(name: str, path: str) -> property:
+    """Returns a property for what decides the parameters of a layer, which is at a path of the
+    layer, such as "settings.use_bias". Setting it is an error, and never ignored.
     """
+    return _unchangeable(name, operator.attrgetter(path))
 
+
+def fixed_setting(name: str) -> property:
+    """Returns a property for an option that only counts while a layer is built."""
+    return fixed(name, f"settings.{name}")
+
+
+def lacking(name: str, value: object) -> property:
+    """Returns a property for an option of Flax's layer that a layer lacks, with the value that
+    stands for it there.
+    """
+    return _unchangeable(name, lambda layer: value)
+
+
+def _unchangeable(name: str, get: Callable[[Any], Any]) -> property:
     def put(layer: Any, value: object) -> None:
         raise AttributeError(
             f"{type(layer).__name__}.{name} is {get(layer)!r} since the layer was built, and "
@@ -254,8 +270,3 @@ def fixed(name: str, get: Callable[[Any], Any]) -> property:
         )
 
     return property(get, put, doc=f"`{name}`, as the layer was built.")
-
-
-def fixed_setting(name: str) -> property:
-    """Returns a property for an option that only counts while a layer is built."""
-    return fixed(name, lambda layer: getattr(layer.settings, name))
