@@ -317,6 +317,11 @@ def test_float64_is_computed_in_float64():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"heads": None}, "needs heads, or num_heads, which means the same: got None and None"),
+        (
+            {"heads": 4, "num_heads": 4},
+            "needs heads, or num_heads, which means the same: got 4 and 4",
+        ),
         (
             {"heads": 4, "dropout_rate": 1.5},
             "needs dropout_rate to be 0 or more and less than 1: got 1.5",

@@ -313,9 +313,15 @@ def test_what_of_out_sharding_is_refused():
 @pytest.mark.parametrize(
     "name", ["ParallelAttention", "ParallelSelfAttention", "RingSelfAttention"]
 )
-def test_keywords_of_attention_are_refused_by_name(name):
+def test_keywords_of_attention_are_taken_or_refused_by_name(name):
+    rows = (
+        P("data", "model", None, None)
+        if name == "RingSelfAttention"
+        else P("data", None, "model", None)
+    )
     with jax.set_mesh(make_mesh(2, 4)):
         layer, x = drawn(LAYERS[name][0]), ones((2, 8, 8), ROWS)
+        assert_close(layer(x, qkv_sharding=rows), layer(x), "float32", "y")
         refused = {"qkv_sharding": SAME, "sow_weights": True, "input_positions": jnp.arange(8)}
         if name != "ParallelAttention":
             refused |= {"inputs_k": x, "inputs_v": x}

@@ -96,7 +96,7 @@ def test_attention_is_that_of_nnx(heads, kv_heads, form, axis_type):
         layer = drawn(
             lambda: fa.nn.ParallelAttention(
                 24,
-                heads,
+                num_heads=heads,
                 kv_heads=kv_heads,
                 head_dim=4,
                 normalize_qk=normalize,

@@ -45,10 +45,9 @@ _LINEAR = _SHARED | _same("in_features", "dot_general", "promote_dtype", "prefer
 _EMBED = _same("num_embeddings", "features", "dtype", "param_dtype", "promote_dtype")
 _ATTENTION = (
     _SHARED
-    | _same("head_dim", "normalize_qk", "dropout_rate", "deterministic")
+    | _same("num_heads", "head_dim", "normalize_qk", "dropout_rate", "deterministic")
     | {
         "features": "in_features",
-        "heads": "num_heads",
         "kv_heads": "num_kv_heads",
         "kv_features": "in_kv_features",
         "promote_dtype": "qkv_promote_dtype",

@@ -26,7 +26,7 @@ from flaxasync.kernels.attention_block import Mask
 from flaxasync.nn.attention import exchange, halves
 from flaxasync.nn.attention.exchange import AttentionCall, Weights, project_inputs, project_output
 from flaxasync.nn.attention.heads import HeadAttention, Inputs, Norms
-from flaxasync.nn.attention.protocol import LikeMultiHeadAttention
+from flaxasync.nn.attention.protocol import LikeMultiHeadAttention, check_qkv_sharding
 from flaxasync.nn.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -35,6 +35,7 @@ from flaxasync.nn.linear import (
     with_dtype,
 )
 from flaxasync.nn.options import Settings
+from flaxasync.nn.out_sharding import OutSharding
 from flaxasync.nn.placement import Placement, place
 from flaxasync.nn.shards import Linear
 from flaxasync.ops.attention.dense import dense_attention
@@ -231,7 +232,9 @@ def check_whole_rows(layer: str, placement: Placement) -> None:
         )
 
 
-def attend_cached(layer: AttentionLayer, x: Array, inputs: Inputs[Array]) -> Array:
+def attend_cached(
+    layer: AttentionLayer, x: Array, inputs: Inputs[Array], qkv_sharding: OutSharding
+) -> Array:
     """Adds the rows of x to the cache of a layer, and returns its output for them.
 
     Inside `jax.jit` and other transformations nobody can check here how many rows the cache has
@@ -247,6 +250,7 @@ def attend_cached(layer: AttentionLayer, x: Array, inputs: Inputs[Array]) -> Arr
             raise NotImplementedError(f"{name} with decode=True lacks {argument}; leave it out")
     placement = place_input(layer, x, None)
     check_whole_rows(name, placement)
+    check_qkv_sharding(name, qkv_sharding, placement, splits_heads=True)
     if keys is None or values is None or index is None:
         raise ValueError(
             f"{name} decodes with a cache of keys and values, and has none: call init_cache first"

@@ -24,7 +24,7 @@ from flaxasync.nn.attention.heads import (
     Inputs,
     ParallelAttentionOptions,
 )
-from flaxasync.nn.attention.protocol import refuse
+from flaxasync.nn.attention.protocol import check_qkv_sharding, refuse
 from flaxasync.nn.linear import ColumnParallelLinear, RowParallelLinear
 from flaxasync.nn.options import settings_of
 from flaxasync.nn.out_sharding import OutSharding, output_spec, shard_output
@@ -58,6 +58,7 @@ class ParallelAttention(AttentionLayer):
     Args:
       features: The features of the input of queries.
       heads: The query heads; a multiple of `kv_heads`.
+      num_heads: The same, under the name in `nnx.MultiHeadAttention`.
       kv_features: The features of the inputs of keys and values; by default features.
       out_features: The features of the output; by default features.
       causal: Whether a row attends only to itself and to earlier rows.
@@ -74,8 +75,9 @@ class ParallelAttention(AttentionLayer):
     def __init__(
         self,
         features: int,
-        heads: int,
+        heads: int | None = None,
         *,
+        num_heads: int | None = None,
         kv_features: int | None = None,
         out_features: int | None = None,
         causal: bool = False,
@@ -85,6 +87,14 @@ class ParallelAttention(AttentionLayer):
     ):
         layer = type(self).__name__
         linear = dict[str, Any](options)
+        if (heads is None) == (num_heads is None):
+            raise ValueError(
+                f"{layer} needs heads, or num_heads, which means the same: got {heads} and "
+                f"{num_heads}"
+            )
+        if heads is None:
+            heads = num_heads
+        assert heads is not None
         given = {
             name: linear.pop(name) for name in AttentionOptions.__annotations__ if name in linear
         }
@@ -136,7 +146,7 @@ class ParallelAttention(AttentionLayer):
         decode: bool | None = None,
         is_causal: bool = False,
         out_sharding: OutSharding = None,
-        qkv_sharding: None = None,
+        qkv_sharding: OutSharding = None,
         input_positions: Array | None = None,
     ) -> Float[Array, "b s out"]:
         """Applies the layer.
@@ -157,7 +167,8 @@ class ParallelAttention(AttentionLayer):
             the layer was built without `causal`. A call that decodes makes no use of it.
           sow_weights: Must be False, because no device has the weights of all heads.
           out_sharding: How the output is to be sharded, if not as inputs_q is.
-          qkv_sharding: Must be None: queries, keys and values are sharded by heads.
+          qkv_sharding: How queries, keys and values are sharded: P(batch, None, axis_name, None),
+            or None.
           input_positions: Must be None. Rows are positions 0 .. s - 1; rotary positions are
             relative, so that rows of packed sequences need no others.
 
@@ -165,17 +176,11 @@ class ParallelAttention(AttentionLayer):
           ValueError: An input has other features, dimensions or rows, a batch of its own, or rows
             that are not on the axes where they belong; a mask or a bias does not fit; the layer
             drops and has nothing to draw from.
-          NotImplementedError: `sow_weights` is True, or input_positions or a `qkv_sharding` is
-            given; inputs_k, a mask or a bias is given where sequences are split.
+          NotImplementedError: `sow_weights` is True, or input_positions are given; inputs_k, a mask
+            or a bias is given where sequences are split; `qkv_sharding` is another one.
         """
         layer = type(self).__name__
-        refuse(
-            layer,
-            "leave it out",
-            sow_weights=sow_weights,
-            input_positions=input_positions,
-            qkv_sharding=qkv_sharding,
-        )
+        refuse(layer, "leave it out", sow_weights=sow_weights, input_positions=input_positions)
         if inputs_v is not None and inputs_k is None:
             raise ValueError(f"{layer} got inputs_v without inputs_k; give both, or inputs_k alone")
         inputs = Inputs(inputs_k, inputs_v, mask=mask, bias=bias)
@@ -187,6 +192,7 @@ class ParallelAttention(AttentionLayer):
             rngs=rngs,
             is_causal=is_causal,
             out_sharding=out_sharding,
+            qkv_sharding=qkv_sharding,
         )
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> None:
@@ -221,14 +227,16 @@ class ParallelAttention(AttentionLayer):
         rngs: nnx.Rngs | nnx.RngStream | None,
         is_causal: bool,
         out_sharding: OutSharding,
+        qkv_sharding: OutSharding,
     ) -> Array:
         layer = type(self).__name__
         attention = self.attention
         spec = output_spec(layer, out_sharding, self.settings.axis_name)
         if self.decodes(decode):
-            return shard_output(attend_cached(self, x, inputs), spec)
+            return shard_output(attend_cached(self, x, inputs, qkv_sharding), spec)
         dropout_key = self._dropout_key(deterministic, rngs)
         placement = place_input(self, x, inputs.segment_ids, attention.context_axis)
+        check_qkv_sharding(layer, qkv_sharding, placement, splits_heads=True)
         if attention.context_axis is not None:
             _check_split_sequence(layer, x, inputs, placement, attention)
         else:

@@ -10,11 +10,14 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from flaxasync.nn.attention.heads import HeadAttention
 from flaxasync.nn.linear import DenseLayer
 from flaxasync.nn.options import ConfiguredProducts, fixed, fixed_setting, lacking, option
+from flaxasync.nn.out_sharding import OutSharding
+from flaxasync.nn.placement import Placement, entries_of, spec_of
 
 
 class LikeMultiHeadAttention(ConfiguredProducts):
@@ -120,3 +123,28 @@ def refuse(layer: str, instead: str, **given: Any) -> None:
     for name, value in given.items():
         if value is not None and value is not False:
             raise NotImplementedError(f"{layer} lacks {name} of nnx.MultiHeadAttention; {instead}")
+
+
+def check_qkv_sharding(
+    layer: str, qkv_sharding: OutSharding, placement: Placement, *, splits_heads: bool
+) -> None:
+    """Raises NotImplementedError for queries, keys and values [b, s, heads, head_dim] sharded as
+    the layer does not.
+    """
+    if qkv_sharding is None:
+        return
+    if isinstance(qkv_sharding, NamedSharding):
+        spec = qkv_sharding.spec
+    else:
+        spec = qkv_sharding
+    axis = (placement.axis_name,)
+    if splits_heads:
+        rows = placement.rows
+    else:
+        rows = (*placement.rows, *axis)
+    natural = [*placement.batch, rows, axis if splits_heads else (), ()]
+    if not isinstance(spec, PartitionSpec) or entries_of(spec, 4) != natural:
+        raise NotImplementedError(
+            f"{layer} shards queries, keys and values [b, s, heads, head_dim] as "
+            f"{spec_of(natural)}: got qkv_sharding={qkv_sharding}; leave it out"
+        )

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from flaxasync.nn.attention.base import AttentionLayer, place_input, run
 from flaxasync.nn.attention.heads import HeadAttention, Inputs, ParallelAttentionOptions
 from flaxasync.nn.attention.layer import ParallelAttention
-from flaxasync.nn.attention.protocol import refuse
+from flaxasync.nn.attention.protocol import check_qkv_sharding, refuse
 from flaxasync.nn.linear import WholeLinear
 from flaxasync.nn.options import LinearOptions, settings_of
 from flaxasync.nn.out_sharding import OutSharding, output_spec, shard_output
@@ -34,8 +34,9 @@ class ParallelSelfAttention(ParallelAttention):
     def __init__(
         self,
         features: int,
-        heads: int,
+        heads: int | None = None,
         *,
+        num_heads: int | None = None,
         causal: bool = True,
         rope_theta: float | None = 10_000.0,
         rngs: nnx.Rngs,
@@ -45,6 +46,7 @@ class ParallelSelfAttention(ParallelAttention):
         super().__init__(
             features,
             heads,
+            num_heads=num_heads,
             causal=causal,
             rope_theta=rope_theta,
             rngs=rngs,
@@ -66,7 +68,7 @@ class ParallelSelfAttention(ParallelAttention):
         decode: bool | None = None,
         is_causal: bool = False,
         out_sharding: OutSharding = None,
-        qkv_sharding: None = None,
+        qkv_sharding: OutSharding = None,
         input_positions: None = None,
     ) -> Float[Array, "b s d"]:
         """Applies the layer to the one input of queries, keys and values.
@@ -78,13 +80,7 @@ class ParallelSelfAttention(ParallelAttention):
         """
         layer = type(self).__name__
         refuse(layer, "use ParallelAttention", inputs_k=inputs_k, inputs_v=inputs_v)
-        refuse(
-            layer,
-            "leave it out",
-            sow_weights=sow_weights,
-            input_positions=input_positions,
-            qkv_sharding=qkv_sharding,
-        )
+        refuse(layer, "leave it out", sow_weights=sow_weights, input_positions=input_positions)
         inputs = Inputs(segment_ids=segment_ids, mask=mask, bias=bias)
         return self._attend(
             inputs_q,
@@ -94,6 +90,7 @@ class ParallelSelfAttention(ParallelAttention):
             rngs=rngs,
             is_causal=is_causal,
             out_sharding=out_sharding,
+            qkv_sharding=qkv_sharding,
         )
 
 
@@ -174,13 +171,13 @@ class RingSelfAttention(AttentionLayer):
         decode: bool | None = None,
         is_causal: bool = False,
         out_sharding: OutSharding = None,
-        qkv_sharding: None = None,
+        qkv_sharding: OutSharding = None,
         input_positions: None = None,
     ) -> Float[Array, "b s d"]:
         """Applies the layer to its one input, sharded by rows. A row attends only to rows of the
         same segment.
 
-        `is_causal` and `out_sharding` are those of `ParallelAttention`. The layer
+        `is_causal`, `out_sharding` and `qkv_sharding` are those of `ParallelAttention`. The layer
         drops nothing, so `deterministic` and `rngs` say nothing.
 
         Raises:
@@ -191,13 +188,7 @@ class RingSelfAttention(AttentionLayer):
         layer = "RingSelfAttention"
         decode_in_call = self.decodes(decode) or None
         refuse(layer, "use ParallelAttention", inputs_k=inputs_k, inputs_v=inputs_v, mask=mask)
-        refuse(
-            layer,
-            "leave it out",
-            sow_weights=sow_weights,
-            input_positions=input_positions,
-            qkv_sharding=qkv_sharding,
-        )
+        refuse(layer, "leave it out", sow_weights=sow_weights, input_positions=input_positions)
         refuse(
             layer,
             "decode with ParallelSelfAttention, which takes the same parameters",
@@ -206,6 +197,7 @@ class RingSelfAttention(AttentionLayer):
         spec = output_spec(layer, out_sharding, self.settings.axis_name)
         x = inputs_q
         placement = place_input(self, x, segment_ids)
+        check_qkv_sharding(layer, qkv_sharding, placement, splits_heads=False)
         if (not placement.rows_sharded and placement.size > 1) or placement.rows:
             raise ValueError(
                 f"RingSelfAttention needs its input's rows sharded over {placement.axis_name!r} "
