@@ -31,7 +31,6 @@ Is it worse than before?
   compare                  what is different from a baseline, with source lines
   Comparison               the result of `compare`
   Change                   one difference
-  Tolerances               what may be different
   read_baseline            reads a summary from a file
   write_baseline           writes a summary to a file
 
@@ -74,7 +73,7 @@ from flaxasync.check.auditing.audit import audit
 from flaxasync.check.auditing.findings import CODES, Audit, Finding, Severity
 from flaxasync.check.compile.program import CompiledProgram, HbmError
 from flaxasync.check.estimate.timeline import Loop, Slice, Timeline
-from flaxasync.check.gate.comparison import Change, Comparison, Tolerances, compare
+from flaxasync.check.gate.comparison import Change, Comparison, compare
 from flaxasync.check.gate.snapshot import Summary, Total, read_baseline, summarize, write_baseline
 from flaxasync.check.hlo.async_operations import AsyncOperation, async_operations
 from flaxasync.check.hlo.module import Computation, HloModule, Instruction
@@ -137,7 +136,6 @@ __all__ = [
     "Slice",
     "Summary",
     "Timeline",
-    "Tolerances",
     "Total",
     "async_operations",
     "audit",

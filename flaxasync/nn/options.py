@@ -3,6 +3,7 @@ refused.
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypedDict
 
@@ -207,19 +208,19 @@ def _check_function(layer: str, name: str, function: object) -> None:
         ) from None
 
 
-def of_settings(name: str) -> property:
-    """Returns a property for an option, under the name that `nnx.Linear` and `nnx.Embed` give to
-    it.
+def option(name: str, *, of: str = "settings") -> property:
+    """Returns a property for an option, under the name that Flax's layers give to it. The layer's
+    attribute `of` has the options.
 
     It may be set, as `nnx.Module.set_attributes` does, and the next call computes with the new
     value.
     """
 
     def get(layer: Any) -> Any:
-        return getattr(layer.settings, name)
+        return getattr(getattr(layer, of), name)
 
     def put(layer: Any, value: object) -> None:
-        layer.settings = layer.settings.changed(type(layer).__name__, **{name: value})
+        setattr(layer, of, getattr(layer, of).changed(type(layer).__name__, **{name: value}))
 
     return property(get, put, doc=f"The option `{name}`.")
 
@@ -228,25 +229,40 @@ class Configured(nnx.Module):
     """A layer with the options of `LayerOptions`, under the names of Flax's layers."""
 
     settings: Settings
-    dtype = of_settings("dtype")
-    param_dtype = of_settings("param_dtype")
-    precision: Any = of_settings("precision")
-    promote_dtype = of_settings("promote_dtype")
+    dtype = option("dtype")
+    param_dtype = option("param_dtype")
+    precision: Any = option("precision")
+    promote_dtype = option("promote_dtype")
 
 
 class ConfiguredProducts(Configured):
     """One whose products have the options of `LinearOptions`, too."""
 
-    dot_general = of_settings("dot_general")
-    quantization = of_settings("quantization")
-    preferred_element_type = of_settings("preferred_element_type")
+    dot_general = option("dot_general")
+    quantization = option("quantization")
+    preferred_element_type = option("preferred_element_type")
 
 
-def fixed(name: str, get: Callable[[Any], Any]) -> property:
-    """Returns a property for what decides the parameters of a layer. Setting it is an error, and
-    never ignored.
+def fixed(name: str, path: str) -> property:
+    """Returns a property for what decides the parameters of a layer, which is at a path of the
+    layer, such as "settings.use_bias". Setting it is an error, and never ignored.
     """
+    return _unchangeable(name, operator.attrgetter(path))
 
+
+def fixed_setting(name: str) -> property:
+    """Returns a property for an option that only counts while a layer is built."""
+    return fixed(name, f"settings.{name}")
+
+
+def lacking(name: str, value: object) -> property:
+    """Returns a property for an option of Flax's layer that a layer lacks, with the value that
+    stands for it there.
+    """
+    return _unchangeable(name, lambda layer: value)
+
+
+def _unchangeable(name: str, get: Callable[[Any], Any]) -> property:
     def put(layer: Any, value: object) -> None:
         raise AttributeError(
             f"{type(layer).__name__}.{name} is {get(layer)!r} since the layer was built, and "
@@ -254,8 +270,3 @@ def fixed(name: str, get: Callable[[Any], Any]) -> property:
         )
 
     return property(get, put, doc=f"`{name}`, as the layer was built.")
-
-
-def fixed_setting(name: str) -> property:
-    """Returns a property for an option that only counts while a layer is built."""
-    return fixed(name, lambda layer: getattr(layer.settings, name))

@@ -66,7 +66,6 @@ def test_what_cannot_be_read(dump, capsys):
     ("gate", "usage: python -m flaxasync.check gate"),
     ("trace", "usage: python -m flaxasync.check trace"),
     ("gate b p --mesh data", "argument --mesh: needs NAME=SIZE,...: got data"),
-    ("gate b p --exposed -1", "the tolerance exposed must be"),
     ("no_file --expect permute_start", "--expect needs NAME=COUNT: got permute_start"),
     (
         "FOLDER --json --expect permute_start=1",
@@ -122,12 +121,8 @@ def test_the_gate_updates_then_passes_then_fails(files, capsys):
         "2 differences, 1 for the worse\n  worse: more transfers: collective-permute over model"
         in printed.out
     )
-    assert (
-        "  better: fewer copies in loops: copy (forward loop): 0 B in a step, 8 MiB" in printed.out
-    )
+    assert "  better: fewer loop-copies: a loop copies a buffer that it carries" in printed.out
     assert "--update" in printed.err
-    assert gate(files, "--json") == 1
-    assert [c["worse"] for c in json.loads(capsys.readouterr().out)] == [True, False]
     assert gate(files, "--update") == 0
     assert gate(files) == 0
 
@@ -137,7 +132,7 @@ def test_a_baseline_survives_its_file(files):
     write_baseline(summary, files[1])
     read, written = read_baseline(files[1]), files[1].read_text()
     assert read.rows.keys() == summary.rows.keys()
-    assert read.exposed == pytest.approx(summary.exposed, rel=1e-3)
+    assert read == summary
     write_baseline(read, files[1])
     assert files[1].read_text() == written
 
@@ -145,13 +140,13 @@ def test_a_baseline_survives_its_file(files):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is not a baseline of format 2 (JSONDecodeError"),
-        ("{}", "is not a baseline of format 2 (KeyError: 'format')"),
-        ("[]", "is not a baseline of format 2 (TypeError"),
+        ("", "is not a baseline of format 3 (JSONDecodeError"),
+        ("{}", "is not a baseline of format 3 (KeyError: 'format')"),
+        ("[]", "is not a baseline of format 3 (TypeError"),
         ('{"format": 1}', "(ValueError: it is of another format); write it again with --update"),
-        ('{"format": 2, "module": "m"}', "(KeyError: 'rows')"),
+        ('{"format": 3, "module": "m"}', "(KeyError: 'rows')"),
         (
-            '{"format": 2, "rows": {"all-gather": {"kind": "transfers", "times": 1}}}',
+            '{"format": 3, "rows": {"all-gather": {"amount": 1, "times": 1}}}',
             "unexpected keyword argument 'times'",
         ),
     ],

@@ -66,7 +66,7 @@ def test_a_model_computes_what_it_did(capsys, blocks, axis_type):
         ({"blocks.*.up": "diagonal"}, "'diagonal': a rule is one of column, logits, row"),
         (
             {"blocks.0.attention": "column"},
-            "attention is a MultiHeadAttention, and 'column' replaces Linear",
+            "attention by the rule 'column': the rule replaces nnx.Linear: got MultiHeadAttention",
         ),
         (
             {"**.up": "column", "blocks.0.*p": "row"},
@@ -114,6 +114,7 @@ def odd_layers():
         dropped=attention(dropout_rate=0.5, broadcast_dropout=True),
         adapted=attention(normalize_qk=True),
         normed=attention(normalize_qk=True),
+        tied=attention(),
         custom=linear(16, dot_general=lambda *a, **_: jax.lax.dot_general(*a)),
         uneven=linear(18),
         unbiased=linear(16),
@@ -125,6 +126,7 @@ def odd_layers():
     model.filled.init_cache((1, 8, 16))
     model.adapted.query = nnx.LoRA(16, 2, 16, base_module=model.adapted.query, rngs=nnx.Rngs(0))
     model.normed.key_ln = nnx.RMSNorm(4, rngs=nnx.Rngs(0))
+    model.tied.key = model.tied.query
     model.unbiased.bias = nnx.data(None)
     model.scaled.scale = nnx.Param(jnp.ones(8))
     model.b.kernel = model.a.kernel
@@ -150,19 +152,20 @@ def odd_layers():
             "normed",
             "normed by the rule 'attention': its key_ln is a RMSNorm and not a LayerNorm, whose",
         ),
+        ("tied", "tied by .*: tied.key and tied.query are one, and would be two; share the whole"),
         ("custom", "custom by the rule 'column': .* dot_general of its own lacks backend='xla'"),
         ("uneven", "uneven by the rule 'column': .*out_features=18 on 4 devices"),
         (
             "unbiased",
-            "unbiased by the rule 'column': it has the parameters kernel, and a layer .* has bias, "
-            "kernel",
+            r"unbiased by the rule 'column': it has the parameters kernel Param\[16, 16\], and a "
+            r"layer .* has bias Param\[16\], kernel Param\[16, 16\]; dim",
         ),
         (
             "scaled",
-            "scaled by the rule 'column': it has the parameters bias, kernel, scale, and .* has "
-            "bias, kernel",
+            r"scaled by the rule 'column': it has the parameters bias .*, kernel .*, scale "
+            r"Param\[8\], and .* has bias Param\[16\], kernel Param\[16, 16\]; dim",
         ),
-        ("a", r"a: a.kernel and b.kernel are one parameter, and would be two"),
+        ("a", "a by .*: a.kernel and b.kernel are one, and would be two"),
     ],
 )
 def test_layers_that_cannot_be_replaced(path, message):
@@ -189,7 +192,7 @@ def test_parameters_keep_their_dtypes_and_metadata():
     nnx.update(model, jax.tree.map(lambda p: p.astype(jnp.bfloat16), nnx.state(model, nnx.Param)))
     with jax.set_mesh(make_mesh(2, 4)):
         with pytest.raises(
-            ValueError, match=r"frozen by the rule .* its bias is of type LoRAParam, and that of a"
+            ValueError, match=r"frozen by the rule .* bias LoRAParam\[8\], .* has bias Param\[8\]"
         ):
             fa.nn.parallelize(model, {"frozen": "column"})
         fa.nn.parallelize(
@@ -367,8 +370,8 @@ def test_a_state_of_plain_arrays_and_of_random_streams_is_loaded():
 def test_a_list_is_no_array():
     model = drawn(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
     for source, name in [
-        ({"kernel": [[1.0]]}, "kernel is a list"),
-        ({"a": {"b": (1.0,)}}, r"a\.b is a tuple"),
+        ({"kernel": [[1.0]]}, r"kernel\.0\.0 is 1\.0, of type float"),
+        ({"a": {"b": (1,)}}, r"a\.b\.0 is 1, of type int"),
     ]:
         with pytest.raises(ValueError, match=f"load: {name}; give an array"):
             fa.nn.load(model, source)

@@ -5,15 +5,14 @@ pytest finds this plugin where flaxasync is installed. It imports nothing else o
 the fixture is used.
 """
 
-import pathlib
-import re
+import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
-# who uses each baseline
-_USED: pytest.StashKey[dict[pathlib.Path, pytest.FixtureRequest]] = pytest.StashKey()
+# Characters beside letters, digits and "_.-~" that names of files keep; others become %xx.
+KEPT = "[]=,+@ "
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,8 +37,11 @@ def check_overlap(request: pytest.FixtureRequest) -> Callable:
 
     The function that it returns takes a compiled program, or its text; a name of this program, for
     a test that checks several, which is added to the name of the file; `chip` and `axes` of
-    `summarize`; and the fields of `Tolerances`.
+    `summarize`; and the tolerances of `compare`.
     """
+    test = request.node.nodeid.partition("::")[2].replace("::", "-")
+    folder = request.node.path.parent / "overlap" / request.node.path.stem
+    used = set()  # files of programs that this test checked
 
     def check(
         compiled: Any,
@@ -49,20 +51,23 @@ def check_overlap(request: pytest.FixtureRequest) -> Callable:
         axes: Mapping[str, int] | None = None,
         **tolerances: float,
     ) -> None:
-        from flaxasync.check.gate.comparison import Tolerances, compare
+        from flaxasync.check.gate.comparison import compare
         from flaxasync.check.gate.snapshot import read_baseline, summarize, write_baseline
 
-        file = _baseline(request, name)
+        file = folder / f"{urllib.parse.quote(f'{test}-{name}' if name else test, KEPT)}.json"
+        if file in used:
+            pytest.fail(
+                f"{file} is the baseline of another program already: give each program a name of "
+                "its own, as in check_overlap(compiled, 'step')",
+                pytrace=False,
+            )
+        used.add(file)
         program = summarize(compiled, chip=chip, axes=axes)
         if request.config.getoption("--update-overlap"):
             write_baseline(program, file)
             return
-        if not file.exists():
-            pytest.fail(
-                f"there is no baseline {file}: pytest --update-overlap writes it", pytrace=False
-            )
         try:
-            comparison = compare(read_baseline(file), program, Tolerances(**tolerances))
+            comparison = compare(read_baseline(file), program, **tolerances)
         except ValueError as error:
             pytest.fail(
                 f"{file}: {error}".replace("--update", "pytest --update-overlap"), pytrace=False
@@ -75,23 +80,3 @@ def check_overlap(request: pytest.FixtureRequest) -> Callable:
             print(comparison)
 
     return check
-
-
-def _baseline(request: pytest.FixtureRequest, name: str) -> pathlib.Path:
-    """Returns the file of one program of a test, or fails the test if another program has it
-    already.
-    """
-    test = request.node.nodeid.partition("::")[2].replace("::", "-")
-    stem = re.sub(r"[^\w.\-]+", "_", f"{test}-{name}" if name else test).strip("_")
-    file = request.node.path.parent / "overlap" / request.node.path.stem / f"{stem}.json"
-    used = request.config.stash.setdefault(_USED, {})
-    owner = used.get(file)
-    # and no second try of it
-    if owner is request or (owner is not None and owner.node.nodeid != request.node.nodeid):
-        pytest.fail(
-            f"{file} is the baseline of another program already, which {owner.node.nodeid} checks: "
-            "give each program a name of its own, as in check_overlap(compiled, 'step')",
-            pytrace=False,
-        )
-    used[file] = request
-    return file

@@ -5,6 +5,7 @@ not how XLA combines and splits collectives: a row is a total over all instructi
 Seconds are estimates (`timeline`): they say what is hidden, and they are no measurement.
 """
 
+import collections
 import dataclasses
 import json
 import os
@@ -13,51 +14,44 @@ from collections.abc import Mapping
 from typing import Any
 
 from flaxasync.check.auditing.audit import audit, default_chip
-from flaxasync.check.auditing.findings import CODES, Severity, size_text
-from flaxasync.check.auditing.overlap import COPIED, collectives_that_hold_the_chip
+from flaxasync.check.auditing.findings import CODES, Severity
+from flaxasync.check.auditing.overlap import collectives_that_hold_the_chip
 from flaxasync.check.estimate.costs import Costs
 from flaxasync.check.estimate.costs_of import costs_of
 from flaxasync.check.estimate.estimator import timeline
 from flaxasync.check.hlo.async_operations import COLLECTIVES, async_operations, largest_array
 from flaxasync.check.hlo.load import axes_of, chip_of, module_of
 from flaxasync.check.hlo.module import HloModule, Instruction, without_number
-from flaxasync.check.hlo.origins import callback_name, is_host_callback, loops_around, origin
+from flaxasync.check.hlo.origins import callback_name, is_host_callback, origin
 from flaxasync.check.hlo.participants import AxisNames
 from flaxasync.hardware import accelerator
 
 SMALL = 1 << 10  # bytes; a smaller transfer, such as the sum of a loss, has no row
-FORMAT = 2  # of the file; a file of another format is refused
+FORMAT = 3  # of the file; a file of another format is refused
+# The kinds of rows; the code of a finding of the audit is one, too.
 TRANSFERS = "transfers"
+WAITS = "seconds of waiting"
+COPIES = "loop-copies"  # the code of a finding that is no error
 CALLBACKS = "host callbacks"
-COPIES = "copies in loops"
-MOVED = (TRANSFERS, COPIES)  # whose time is counted in that of a step
+MEMORY = "bytes of temporary memory"
 
 
 @dataclasses.dataclass
 class Total:
     """What a program has of a row in one step, over all iterations of its loops."""
 
-    kind: str  # TRANSFERS, COPIES, CALLBACKS, or the code of an error of the audit
-    amount: int = 0  # bytes of what moves, runs of others
+    amount: float = 0  # bytes, seconds or, of callbacks and findings, runs
     dtypes: list[str] = dataclasses.field(default_factory=list)  # of what is moved, sorted
-    exposed: float = 0.0  # seconds in which the device waits for them, as estimated
     # the instructions of each source line
     sources: dict[str, int] = dataclasses.field(default_factory=dict)
 
-    def add(self, amount: int, source: str) -> None:
-        """Adds one instruction, and its source line if the text names one."""
+    def add(self, amount: float, source: str = "", dtype: str = "") -> None:
+        """Adds one instruction, with its source line and the type that it moves, if it has any."""
         self.amount += amount
         if source:
             self.sources[source] = self.sources.get(source, 0) + 1
-
-    def __str__(self) -> str:
-        """Says "64 MiB of bf16", or "4 runs" of what moves nothing."""
-        if self.kind not in MOVED:
-            return f"{self.amount} runs"
-        size = size_text(self.amount)
-        if not self.dtypes:
-            return size
-        return f"{size} of {' and '.join(self.dtypes)}"
+        if dtype:
+            self.dtypes = sorted({*self.dtypes, dtype})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +63,7 @@ class Summary:
     devices: int  # the number of devices of the program
     axes: dict[str, int]  # the sizes of the mesh axes; empty if they are not known
     seconds: float  # the estimated time of one run
-    exposed: float  # the seconds of it in which the slowest device waits for others
-    # the bytes of temporary memory; None if only a text was given, which does not say
-    temporaries: int | None
-    # by their texts, such as "all-gather over model (backward loop)"
+    # by their kind and name, such as "transfers: all-gather over model (backward loop)"
     rows: dict[str, Total]
 
 
@@ -108,23 +99,24 @@ def summarize(
         source = compiled
     time = timeline(source, named)
     rows = _rows(module, names, costs_of(module, named, program=compiled), time.slowest.causes)
+    rows[f"{WAITS}: all transfers"].add(time.exposed)
     for found in audit(source, chip=named).findings:
-        if found.severity == Severity.ERROR:
-            total = rows.setdefault(CODES[found.code].meaning, Total(found.code))
-            total.add(found.count, found.source)
-    if hasattr(compiled, "memory_analysis"):
-        memory = compiled.memory_analysis()
-    else:
-        memory = None
+        if found.severity == Severity.ERROR or found.code == COPIES:
+            computation = module.computations[found.computation]
+            place, line = origin(computation.by_name.get(found.instruction, computation.root))
+            name = _name(CODES[found.code].meaning, place)
+            rows[f"{found.code}: {name}"].add(found.count, line)
+    if hasattr(compiled, "memory_analysis"):  # a text does not say it, and some backends do not
+        temporaries = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
+        if temporaries is not None:
+            rows[f"{MEMORY}: the program"].add(temporaries)
     return Summary(
         module=module.name,
         chip=accelerator(named).name,
         devices=module.num_devices,
         axes=dict(names.axes),
         seconds=time.seconds,
-        exposed=time.exposed,
-        temporaries=getattr(memory, "temp_size_in_bytes", None),
-        rows=rows,
+        rows=dict(rows),
     )
 
 
@@ -140,9 +132,12 @@ def read_baseline(path: str | os.PathLike) -> Summary:
     """Reads a summary from a file.
 
     Raises:
-      ValueError: The file is no baseline, or one of another format. The message says what to do.
+      ValueError: There is no file, or it is no baseline, or one of another format. The message says
+        what to do.
       OSError: The file cannot be read.
     """
+    if not os.path.exists(path):
+        raise ValueError("there is no such baseline: --update makes it")
     try:
         facts = json.loads(pathlib.Path(path).read_text("utf-8-sig"))
         if facts.pop("format") != FORMAT:
@@ -158,11 +153,12 @@ def read_baseline(path: str | os.PathLike) -> Summary:
 
 def _rows(
     module: HloModule, names: AxisNames, costs: Costs, exposed: Mapping[str, float]
-) -> dict[str, Total]:
-    """Returns the rows of transfers, callbacks and copies in loops. `exposed` has the seconds of a
-    device's waits, by the name of the start, or of the synchronous collective or kernel.
+) -> collections.defaultdict[str, Total]:
+    """Returns the rows of transfers, waits and callbacks. `exposed` has the
+    seconds of a device's waits, by the name of the start, or of the synchronous collective or
+    kernel.
     """
-    rows: dict[str, Total] = {}
+    rows = collections.defaultdict[str, Total](Total)
     runs = costs.runs
 
     def add(what: str, i: Instruction, collective: Instruction, result: Instruction) -> None:
@@ -172,10 +168,10 @@ def _rows(
             size *= costs.group_size(result)  # its result is one part of the whole array
         if size >= SMALL:
             place, source = origin(i, collective)
-            total = rows.setdefault(_row(what, place, names.of(collective)), Total(TRANSFERS))
-            total.add(size * runs[i.computation.name], source)
-            total.exposed += exposed.get(i.name, 0.0)
-            total.dtypes = sorted({*total.dtypes, largest_array(result).element_type})
+            name = _name(what, place, names.of(collective))
+            dtype = largest_array(result).element_type
+            rows[f"{TRANSFERS}: {name}"].add(size * runs[i.computation.name], source, dtype)
+            rows[f"{WAITS}: {name}"].add(exposed.get(i.name, 0.0), source)
 
     for op in async_operations(module):
         if op.computation in runs and op.kind in COLLECTIVES and not is_host_callback(op.start):
@@ -184,35 +180,20 @@ def _rows(
     for i, collective in collectives_that_hold_the_chip(costs):
         add(costs.collective_kind(i, collective), i, collective, collective)
     for i in costs.executed:
-        times = runs[i.computation.name]
         if i.is_communicating_kernel:
             add(f"kernel {without_number(i.name)}", i, i, i)
         if is_host_callback(i):
             place, source = origin(i)
-            rows.setdefault(_row(callback_name(i), place), Total(CALLBACKS)).add(times, source)
-        elif _is_loop_copy(i):
-            place, source = origin(i)
-            moved = times * largest_array(i).bytes
-            rows.setdefault(_row("copy", place), Total(COPIES)).add(moved, source)
+            name = _name(callback_name(i), place)
+            rows[f"{CALLBACKS}: {name}"].add(runs[i.computation.name], source)
     return rows
 
 
-def _row(what: str, place: str, axes: str = "") -> str:
-    """Returns the text of a row: what the text of the program does not say is left out."""
+def _name(what: str, place: str, axes: str = "") -> str:
+    """Returns the name of a row: what the text of the program does not say is left out."""
     text = what
     if axes:
         text += f" over {axes}"
     if place:
         text += f" ({place})"
     return text
-
-
-def _is_loop_copy(i: Instruction) -> bool:
-    """Says whether an instruction is a large copy in a loop that does not fetch an operand into
-    another memory space.
-    """
-    if i.opcode not in ("copy", "copy-start") or not loops_around(i.computation):
-        return False
-    copy = i.shape.at((0,)) or i.shape  # the first element of a copy-start is the copy
-    spaces = {made.shape.memory_space for made in i.inputs}
-    return copy.bytes >= COPIED and spaces == {copy.memory_space}

@@ -15,7 +15,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.nn.adopt.fused import join_fused, on_host, split_fused
+from flaxasync.nn.adopt.fused import on_host, regroup
+from flaxasync.nn.adopt.names import name_of, variables_of
 from flaxasync.nn.fully_sharded import StoredLayer
 from flaxasync.nn.placement import put
 
@@ -31,14 +32,18 @@ class Loaded:
     reshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
     def __str__(self) -> str:
-        lines = [f"loaded {len(self.names)} parameters"]
-        lines += [f"  missing in the source: {name}" for name in self.missing]
-        lines += [f"  left over in the source: {name}" for name in self.unexpected]
-        lines += [
-            f"  reshaped: {name} from {list(old)} to {list(new)}"
+        reshaped = [
+            f"reshaped: {name} from {list(old)} to {list(new)}"
             for name, (old, new) in self.reshaped.items()
         ]
-        return "\n".join(lines)
+        return "\n  ".join([f"loaded {len(self.names)} parameters", *self._unmatched(), *reshaped])
+
+    def _unmatched(self) -> list[str]:
+        """Returns sentences about the names that only the model or only the source has."""
+        sides = {"missing": self.missing, "left over": self.unexpected}
+        return [
+            f"{side} in the source: {_some_of(names)}" for side, names in sides.items() if names
+        ]
 
 
 def load(
@@ -69,62 +74,39 @@ def load(
         of an array. Nothing was loaded then.
     """
     targets = variables_of(module)
-    specs = _layer_specs(module)
     # all names of the model: constants and random streams, too, are neither loaded nor left over
-    known = {_name(path) for path, _ in nnx.to_flat_state(nnx.state(module))}
-    named = {_variable_name(name, known): value for name, value in _flatten(params).items()}
-    source = join_fused(params, split_fused(module, named, known), known)
-    found = {}
-    reshaped = {}
-    errors = []
-    for name in sorted(targets.keys() & source.keys()):
-        value = source[name]
-        target = targets[name].get_value()
-        if value.shape != target.shape:
-            if not _merges(value.shape, target.shape):
-                errors.append(
-                    f"{name} is {list(value.shape)} in the source and {list(target.shape)} here"
-                )
-                continue
-            reshaped[name] = value.shape, target.shape
-        found[name] = value
+    known = {name_of(path) for path, _ in nnx.to_flat_state(nnx.state(module))}
+    source = regroup(module, params, _flatten(params, known), known)
+    names = tuple(sorted(targets.keys() & source.keys()))
     missing = tuple(sorted(targets.keys() - source.keys()))
     unexpected = tuple(sorted(source.keys() - known))
-    if strict and missing:
-        errors.append(f"missing in the source: {_some_of(missing)}")
-    if strict and unexpected:
-        errors.append(f"left over in the source: {_some_of(unexpected)}")
+    shapes = {name: (source[name].shape, targets[name].shape) for name in names}
+    reshaped = {name: (old, new) for name, (old, new) in shapes.items() if old != new}
+    loaded = Loaded(names, missing, unexpected, reshaped)
+    errors = [
+        f"{name} is {list(old)} in the source and {list(new)} here"
+        for name, (old, new) in reshaped.items()
+        if not _merges(old, new)
+    ]
     if strict and (missing or unexpected):
-        errors.append("strict=False leaves names out")
+        errors += [*loaded._unmatched(), "strict=False leaves names out"]
     if errors:
         raise ValueError(
             f"load cannot put these arrays into a {type(module).__name__}: {'; '.join(errors)}"
         )
-    for name, value in found.items():
+    specs = _layer_specs(module)
+    for name in names:
         variable = targets[name]
         target = variable.get_value()
-        of_one_layer = specs.get(name)
-        if of_one_layer is None:
-            spec = _current_spec(variable)
-        else:
+        if name in specs:
             # a stack of layers has leading dimensions
-            stack = (None,) * (target.ndim - len(of_one_layer))
-            spec = P(*stack, *of_one_layer)
+            stack = (None,) * (target.ndim - len(specs[name]))
+            spec = P(*stack, *specs[name])
             variable.set_metadata(out_sharding=tuple(spec))
-        variable.set_value(_put(value, target, spec))
-    return Loaded(tuple(found), missing, unexpected, reshaped)
-
-
-def variables_of(module: nnx.Module) -> dict[str, nnx.Variable]:
-    """Returns the variables of a module that are no random streams, by their names."""
-    found = {
-        _name(path): value
-        for path, value in nnx.iter_graph(module)
-        if isinstance(value, nnx.Variable)
-    }
-    return {
-        name: variable for name, variable in found.items() if not isinstance(variable, nnx.RngState)
-    }
+        else:
+            spec = _current_spec(variable)
+        variable.set_value(_put(source[name], target, spec))
+    return loaded
 
 
 def _put(value: jax.Array | np.ndarray, target: jax.ShapeDtypeStruct, spec: P) -> jax.Array:
@@ -134,67 +116,44 @@ def _put(value: jax.Array | np.ndarray, target: jax.ShapeDtypeStruct, spec: P) -
     return put(array, spec)
 
 
-def _flatten(params: Any, prefix: str = "") -> dict[str, Any]:
+def _flatten(params: object, known: Set[str]) -> dict[str, Any]:
     """Returns the arrays by their names, but for the states of random streams."""
-    if isinstance(params, nnx.Module):  # arrays of a module that are no variables stay as they are
-        params = variables_of(params)
-    elif isinstance(params, nnx.State):
-        params = {_name(path): value for path, value in nnx.to_flat_state(params)}
-    elif isinstance(params, list | tuple):
-        params = dict(enumerate(params))
+    tree = params
+    if isinstance(params, nnx.Module):
+        tree = nnx.state(params)  # what several modules share has one name
     flat: dict[str, Any] = {}
-    for key, value in params.items():
-        name = f"{prefix}{_name(key) if isinstance(key, tuple) else key}"
-        if value is None or isinstance(value, nnx.RngState):
+    for path, leaf in jax.tree.leaves_with_path(
+        tree, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    ):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if name not in known:
+            # in what orbax restores of a state, this is the name of the array of a variable
+            name = name.removesuffix(".value")
+        array = leaf
+        if isinstance(leaf, nnx.Variable):
+            array = leaf.get_value()
+        if isinstance(leaf, nnx.RngState):
             continue
-        if isinstance(value, nnx.Variable):
-            array = value.get_value()
-        else:
-            array = value
-        if isinstance(array, list | tuple) and _is_of_numbers(array):
-            raise ValueError(f"load: {name} is a {type(array).__name__}; give an array")
-        if isinstance(array, nnx.Module | nnx.State | Mapping | list | tuple):
-            flat |= _flatten(array, f"{name}.")
-        elif hasattr(array, "shape") and hasattr(array, "dtype"):
-            flat[name] = array
-        else:
+        if not hasattr(array, "dtype"):
             raise ValueError(
                 f"load: {name} is {array!r}, of type {type(array).__name__}; give an array"
             )
+        flat[name] = array
     return flat
-
-
-def _is_of_numbers(value: object) -> bool:
-    """Says whether a list, or the first list in it, holds numbers, as an array that was written out
-    does.
-    """
-    if isinstance(value, list | tuple):
-        return bool(value) and _is_of_numbers(value[0])
-    return isinstance(value, int | float | complex)
-
-
-def _variable_name(name: str, known: Set[str]) -> str:
-    """Returns the name of a variable. In what orbax restores of a state, its array has the name
-    `value` after that.
-    """
-    if name in known:
-        return name
-    return name.removesuffix(".value")
 
 
 def _some_of(names: Sequence[str]) -> str:
     """Returns the first ten names, and how many more there are."""
+    some = ", ".join(names[:10])
     if len(names) > 10:
-        more = f" and {len(names) - 10} more"
-    else:
-        more = ""
-    return ", ".join(names[:10]) + more
+        return f"{some} and {len(names) - 10} more"
+    return some
 
 
 def _layer_specs(module: nnx.Module) -> dict[str, P]:
     """Returns how the parameters of parallel layers are stored, by their names."""
     return {
-        _name((*path, name)): spec
+        name_of((*path, name)): spec
         for path, layer in nnx.iter_modules(module)
         if isinstance(layer, StoredLayer)
         for name, spec in layer.specs.items()
@@ -207,20 +166,16 @@ def _current_spec(variable: nnx.Variable) -> P:
     if isinstance(target, jax.core.Tracer):
         return nnx.get_partition_spec(variable).get_value()
     sharding = getattr(target, "sharding", None)
-    if isinstance(sharding, P):
-        return sharding
-    if isinstance(sharding, jax.NamedSharding):
-        return sharding.spec
+    spec = getattr(sharding, "spec", sharding)
+    if isinstance(spec, P):
+        return spec
     return P()
 
 
 def _merges(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Says whether merging neighbouring dimensions of one shape gives the other."""
-    ends, other_ends = (
-        set(itertools.accumulate(shape, operator.mul, initial=1)) for shape in (one, other)
+    """Says whether merging neighbouring dimensions of the longer shape gives the shorter one."""
+    fewer, more = (
+        set(itertools.accumulate(shape, operator.mul, initial=1))
+        for shape in sorted((one, other), key=len)
     )
-    return math.prod(one) == math.prod(other) and (ends <= other_ends or other_ends <= ends)
-
-
-def _name(path: tuple) -> str:
-    return ".".join(map(str, path))
+    return math.prod(one) == math.prod(other) and fewer <= more

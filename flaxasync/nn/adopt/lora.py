@@ -37,6 +37,8 @@ class ParallelLoRA(nnx.LoRA):
       ValueError: base is no parallel Dense layer, or pads.
     """
 
+    base_module: ColumnParallelLinear | RowParallelLinear
+
     def __init__(
         self, base: ColumnParallelLinear | RowParallelLinear, rank: int, *, rngs: nnx.Rngs
     ):
@@ -73,7 +75,6 @@ class ParallelLoRA(nnx.LoRA):
     ) -> Float[Array, "*batch s out"]:
         """Applies the layer. Errors are those of the layer that is adapted."""
         base = self.base_module
-        assert isinstance(base, ColumnParallelLinear | RowParallelLinear)
         axis_name = base.settings.axis_name
         spec = output_spec("ParallelLoRA", out_sharding, axis_name)
         layout = layout_for(spec, x.ndim, axis_name, base.layout)

@@ -1,7 +1,6 @@
 """The parallel form of one plain layer: what can be replaced, and by what."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -12,13 +11,13 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxasync.nn.adopt.fused import Fused, parts_of
-from flaxasync.nn.adopt.loading import variables_of
+from flaxasync.nn.adopt.fused import Fused
+from flaxasync.nn.adopt.loading import load
 from flaxasync.nn.adopt.lora import ParallelLoRA
+from flaxasync.nn.adopt.names import variables_of
 from flaxasync.nn.attention.layer import ParallelAttention
 from flaxasync.nn.embed import VocabParallelEmbed
 from flaxasync.nn.linear import ColumnParallelLinear, ColumnParallelProjections, RowParallelLinear
-from flaxasync.nn.placement import Layout
 
 type Rule = Literal[
     "column", "logits", "row", "row_replicated", "embed", "embed_replicated", "attention"
@@ -26,214 +25,186 @@ type Rule = Literal[
 type Options = dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What a rule replaces, and by what."""
+
+    replaces: type[nnx.Module]
+    makes: Callable[..., nnx.Module]
+    kept: Mapping[str, str]  # keywords of the parallel layer, with the attributes of the plain one
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # its other keywords
+
+
 def _same(*names: str) -> dict[str, str]:
     """Returns keywords that are attributes of the plain layer, too."""
     return dict(zip(names, names, strict=True))
 
 
-# The keywords of parallel layers that are taken from a plain one, with its attributes.
-_EMBED = _same("dtype", "param_dtype", "promote_dtype")
-_SHARED = _same("use_bias", "dtype", "param_dtype", "precision")
-_LINEAR = _SHARED | _same("dot_general", "promote_dtype", "preferred_element_type")
+_SHARED = _same("out_features", "use_bias", "dtype", "param_dtype", "precision")
+_LINEAR = _SHARED | _same("in_features", "dot_general", "promote_dtype", "preferred_element_type")
+_EMBED = _same("num_embeddings", "features", "dtype", "param_dtype", "promote_dtype")
 _ATTENTION = (
     _SHARED
-    | _same("normalize_qk", "dropout_rate", "deterministic", "head_dim", "out_features")
+    | _same("num_heads", "head_dim", "normalize_qk", "dropout_rate", "deterministic")
     | {
+        "features": "in_features",
         "kv_heads": "num_kv_heads",
         "kv_features": "in_kv_features",
         "promote_dtype": "qkv_promote_dtype",
         "dot_general": "qkv_dot_general",  # None stands for the default
     }
 )
+_REPLICATED = {"layout": "replicated"}
+RULES: dict[Rule, Form] = {
+    "column": Form(nnx.Linear, ColumnParallelLinear, _LINEAR),
+    "logits": Form(nnx.Linear, ColumnParallelLinear, _LINEAR, {"pad": True}),
+    "row": Form(nnx.Linear, RowParallelLinear, _LINEAR),
+    "row_replicated": Form(nnx.Linear, RowParallelLinear, _LINEAR, _REPLICATED),
+    "embed": Form(nnx.Embed, VocabParallelEmbed, _EMBED),
+    "embed_replicated": Form(nnx.Embed, VocabParallelEmbed, _EMBED, _REPLICATED),
+    "attention": Form(nnx.MultiHeadAttention, ParallelAttention, _ATTENTION),
+}
+
+
+def parallel_form(old: Any, rule: Rule | Fused, options: Options) -> nnx.Module:
+    """Returns the parallel layer for a plain one, with its parameters in their dtypes. They are
+    abstract if those of the plain one are.
+
+    Raises:
+      ValueError: The rule is not for such a layer, or the layer does what the parallel one lacks.
+      NotImplementedError: The parallel layer lacks an option of the plain one.
+    """
+    if isinstance(rule, Fused):
+        form = Form(nnx.Linear, ColumnParallelProjections, _LINEAR, {"out_features": rule.parts})
+    elif rule in RULES:
+        form = RULES[rule]
+    else:
+        raise ValueError(f"a rule is one of {', '.join(RULES)}, or a flaxasync.nn.Fused")
+    layer: Any = nnx.eval_shape(lambda: _make(form, old, options))
+    before = variables_of(old)
+    is_abstract = any(
+        isinstance(variable.get_value(), jax.ShapeDtypeStruct) for variable in before.values()
+    )
+    if isinstance(rule, Fused):
+        before = _parts_of(before, rule)
+    dims = 2  # of a kernel
+    if isinstance(layer, ParallelAttention):
+        dims = 3  # heads are a dimension of the plain one
+        if old.dropout_rate:
+            layer.rngs = old.rngs
+    _take_over(layer, before, dims)
+    if not is_abstract:
+        load(layer, old)
+    return layer
+
+
+def _parts_of(fused: Mapping[str, nnx.Variable], rule: Fused) -> dict[str, nnx.Variable]:
+    """Returns abstract variables of the parts of fused ones, with their metadata."""
+    parts = {}
+    for name, variable in fused.items():
+        *others, features = variable.shape
+        if features != sum(rule.parts.values()):
+            raise ValueError(
+                f"its {name} has {features} features, which are not those of the parts"
+            )
+        for part, share in rule.parts.items():
+            abstract = jax.ShapeDtypeStruct((*others, share), variable.dtype)
+            parts[f"{part}.{name}"] = variable.replace(abstract)
+    return parts
+
+
+def _make(form: Form, old: Any, options: Options) -> nnx.Module:
+    """Makes the layer for a plain one; for an `nnx.LoRA` around that, with an adapter around it."""
+    if type(old) is nnx.LoRA:
+        base: Any = _make(form, old.base_module, options)
+        adapter = ParallelLoRA(base, old.lora_a.shape[-1], rngs=nnx.Rngs(0))
+        for name in ("dtype", "param_dtype", "promote_dtype"):
+            setattr(adapter, name, getattr(old, name))
+        return adapter
+    if type(old) is not form.replaces:
+        raise ValueError(
+            f"the rule replaces nnx.{form.replaces.__name__}: got {type(old).__name__}"
+        )
+    if isinstance(old, nnx.MultiHeadAttention):
+        _check_attention(old)
+    kept = {keyword: getattr(old, name) for keyword, name in form.kept.items()}
+    return form.makes(rngs=nnx.Rngs(0), **kept | form.options | options)
 
 
 def _check_attention(old: nnx.MultiHeadAttention) -> None:
     """Raises ValueError for attention that does what `ParallelAttention` does not."""
-    parts: dict[str, type[nnx.Module]] = dict.fromkeys(
-        ("query", "key", "value", "out"), nnx.LinearGeneral
-    )
-    if old.normalize_qk:
-        parts |= {"query_ln": nnx.LayerNorm, "key_ln": nnx.LayerNorm}
-    for name, kind in parts.items():
-        if type(part := getattr(old, name)) is not kind:
+    for name in ("query", "key", "value", "out", "query_ln", "key_ln"):
+        part = getattr(old, name)
+        kind = nnx.LayerNorm if name.endswith("_ln") else nnx.LinearGeneral
+        if part is not None and type(part) is not kind:
             raise ValueError(
                 f"its {name} is a {type(part).__name__} and not a {kind.__name__}, whose "
                 "parameters ParallelAttention reads without calling it: adapt separate layers"
             )
-    reasons = {
-        "it decodes with a cache of keys and values: build the model with decode=False, and give "
-        "the parallel layer its own cache with init_cache": old.decode
-        or old.cached_key is not None,
-        "its dropout is the same for the whole batch: give it broadcast_dropout=False": (
-            old.dropout_rate and old.broadcast_dropout
-        ),
-        "it has an attention_fn of its own, which would see only the heads of one device: build "
-        "ParallelAttention(attention_fn=...) yourself": old.attention_fn
-        is not nnx.dot_product_attention,
-        "it has a dot_general_cls: give it qkv_dot_general and out_dot_general": (
-            old.qkv_dot_general_cls is not None or old.out_dot_general_cls is not None
-        ),
-        "its parts have several functions dot_general or promote_dtype, and ParallelAttention has "
-        "one of each": (
-            old.qkv_dot_general is not old.out_dot_general
-            or old.qkv_promote_dtype is not old.out_promote_dtype
-            or old.ln_promote_dtype is not promote_dtype
-        ),
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise ValueError(reason)
+    if old.decode or old.cached_key is not None:
+        raise ValueError(
+            "it decodes with a cache of keys and values: build the model with decode=False, and "
+            "give the parallel layer its own cache with init_cache"
+        )
+    if old.dropout_rate and old.broadcast_dropout:
+        raise ValueError(
+            "its dropout is the same for the whole batch: give it broadcast_dropout=False"
+        )
+    if old.attention_fn is not nnx.dot_product_attention:
+        raise ValueError(
+            "it has an attention_fn of its own, which would see only the heads of one device: "
+            "build ParallelAttention(attention_fn=...) yourself"
+        )
+    functions = (old.out_dot_general, old.out_promote_dtype, old.ln_promote_dtype)
+    if functions != (old.qkv_dot_general, old.qkv_promote_dtype, promote_dtype) or (
+        old.qkv_dot_general_cls or old.out_dot_general_cls
+    ):
+        raise ValueError(
+            "its parts have several functions dot_general or promote_dtype, or a dot_general_cls, "
+            "and ParallelAttention has one dot_general and one promote_dtype"
+        )
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """What a rule replaces, and how the parallel layer is made."""
-
-    replaces: tuple[type[nnx.Module], ...]
-    makes: Callable[..., nnx.Module]
-    sizes: tuple[str, str]  # the attributes of a plain layer that are the first arguments
-    options: Mapping[str, str]
-    check: Callable[[Any], None] = lambda old: None  # raises ValueError for what cannot be replaced
-    parts: Mapping[str, int] | None = None  # the features of each part, where the output has parts
-
-    def make(self, old: Any, options: Options) -> nnx.Module:
-        """Makes the layer for a plain one; for an `nnx.LoRA` around that, with an adapter around
-        it.
-        """
-        if isinstance(old, nnx.LoRA):
-            base: Any = self.make(_adapted(old), options)
-            return ParallelLoRA(base, old.lora_a.shape[-1], rngs=nnx.Rngs(0))
-        self.check(old)
-        sizes = (getattr(old, name) for name in self.sizes)
-        kept = {keyword: getattr(old, name) for keyword, name in self.options.items()}
-        return self.makes(*sizes, rngs=nnx.Rngs(0), **kept, **options)
+# Metadata of a parameter that say how it is sharded.
+_PLACES = ("out_sharding", "sharding_rules", "mesh")
 
 
-def form_of(rule: Rule | Fused) -> Form:
-    """Returns the form of a rule."""
-    if isinstance(rule, Fused):
-        makes = functools.partial(_projections, rule)
-        return Form((nnx.Linear,), makes, _LINEAR_SIZES, _LINEAR, parts=rule.parts)
-    return RULES[rule]
-
-
-def parallel_form(old: Any, rule: Rule | Fused, options: Options) -> nnx.Module:
-    """Returns the parallel layer for a plain one: its parameters are abstract, in the dtypes of the
-    plain ones.
-    """
-    form = form_of(rule)
-    layer: Any = nnx.eval_shape(lambda: form.make(old, options))
-    _take_over(layer, old, form.parts)
-    if isinstance(layer, ParallelAttention):
-        layer.rngs = old.rngs if old.dropout_rate else nnx.data(None)
-    return layer
-
-
-def _take_over(layer: nnx.Module, old: nnx.Module, parts: Mapping[str, int] | None) -> None:
+def _take_over(layer: nnx.Module, before: Mapping[str, nnx.Variable], dims: int) -> None:
     """Gives the abstract parameters of a layer the leading dimensions, dtypes and metadata of those
-    of a plain one.
+    of a plain one, whose kernels have `dims` dimensions after those that `nnx.vmap` makes.
 
-    How they are sharded is the layer's. The plain one may be of several `parts` side by side.
+    How they are sharded is the layer's.
     """
-    before = variables_of(old)
     after = variables_of(layer)
-    if parts is not None:
-        before = parts_of(before, parts)
-    if before.keys() != after.keys():
-        has, needed = (", ".join(sorted(one)) for one in (before, after))
-        raise ValueError(f"it has the parameters {has}, and a layer of its options has {needed}")
-    stack = _stack(old)
-    whole = (None,) * len(stack)
+    stack = max((variable.shape for variable in before.values()), key=len)[:-dims]
+    dims_before = len(stack)
+    has = {name: (type(v), v.shape[:dims_before], v.size) for name, v in before.items()}
+    layers = math.prod(stack)
+    needed = {name: (type(v), stack, layers * v.size) for name, v in after.items()}
+    if has != needed:
+        raise ValueError(
+            f"it has the parameters {_listed(before)}, and a layer of its options has "
+            f"{_listed(after)}; dimensions of a stack come first, as with out_axes=0 of nnx.vmap"
+        )
+    whole = (None,) * dims_before
     for name, variable in after.items():
-        plain = before[name]
         value = variable.get_value()
-        if type(plain) is not type(variable):
-            raise ValueError(
-                f"its {name} is of type {type(plain).__name__}, and that of a parallel layer is of "
-                f"type {type(variable).__name__}"
-            )
-        if plain.shape[: len(stack)] != stack or plain.size != math.prod((*stack, *value.shape)):
-            raise ValueError(
-                f"its {name} is {list(plain.shape)}, and not {list(value.shape)} after dimensions "
-                "of layers: make a stack of layers with out_axes=0 of nnx.vmap"
-            )
         sharding = value.sharding
         if isinstance(sharding, NamedSharding):
             sharding = NamedSharding(sharding.mesh, P(*whole, *sharding.spec))
         variable.set_value(
-            jax.ShapeDtypeStruct((*stack, *value.shape), plain.dtype, sharding=sharding)
+            jax.ShapeDtypeStruct((*stack, *value.shape), before[name].dtype, sharding=sharding)
         )
+        kept = before[name].get_metadata()
+        metadata = {key: kept[key] for key in kept if key not in _PLACES}
         if out_sharding := variable.get_metadata().get("out_sharding"):
-            variable.set_metadata(out_sharding=(*whole, *out_sharding))
-        metadata = plain.get_metadata()
-        variable.set_metadata(
-            **{
-                key: metadata[key]
-                for key in metadata
-                if key not in ("out_sharding", "sharding_rules", "mesh")
-            }
-        )
+            metadata["out_sharding"] = (*whole, *out_sharding)
+        variable.set_metadata(**metadata)
 
 
-def _stack(old: nnx.Module) -> tuple[int, ...]:
-    """Returns the leading dimensions of the parameters of a layer that `nnx.vmap` made; () for a
-    single layer.
-    """
-    if isinstance(old, nnx.MultiHeadAttention):
-        return old.query.kernel.shape[:-3]
-    name = {nnx.LoRA: "lora_a", nnx.Embed: "embedding", nnx.Linear: "kernel"}[type(old)]
-    return getattr(old, name).shape[:-2]
-
-
-def _adapted(old: nnx.LoRA) -> nnx.Linear:
-    """Returns the layer that is adapted. Raises ValueError unless a `ParallelLoRA` does the
-    same.
-    """
-    adapted = old.base_module
-    if type(adapted) is not nnx.Linear:
-        raise ValueError(
-            f"it is around a {type(adapted).__name__}, and the rules are those of nnx.Linear: "
-            "around a parallel layer put flaxasync.nn.ParallelLoRA in its place"
-        )
-    dtypes = [(layer.dtype, layer.param_dtype, layer.promote_dtype) for layer in (old, adapted)]
-    if dtypes[0] != dtypes[1]:
-        raise ValueError(
-            "its dtype, param_dtype or promote_dtype is not that of the layer that it adapts"
-        )
-    return adapted
-
-
-def _projections(
-    rule: Fused, in_features: int, out_features: int, **options: Any
-) -> ColumnParallelProjections:
-    if sum(rule.parts.values()) != out_features:
-        raise ValueError(f"it has {out_features} features, and the parts of its rule are {rule}")
-    return ColumnParallelProjections(in_features, rule.parts, **options)
-
-
-def _of_linear(cls: type[nnx.Module], **more: Any) -> Form:
-    makes = functools.partial(cls, **more)
-    return Form((nnx.Linear, nnx.LoRA), makes, _LINEAR_SIZES, _LINEAR)
-
-
-def _of_embed(layout: Layout) -> Form:
-    makes = functools.partial(VocabParallelEmbed, layout=layout)
-    return Form((nnx.Embed,), makes, ("num_embeddings", "features"), _EMBED)
-
-
-_LINEAR_SIZES = ("in_features", "out_features")
-RULES: dict[Rule, Form] = {
-    "column": _of_linear(ColumnParallelLinear),
-    "logits": _of_linear(ColumnParallelLinear, pad=True),
-    "row": _of_linear(RowParallelLinear),
-    "row_replicated": _of_linear(RowParallelLinear, layout="replicated"),
-    "embed": _of_embed("sequence"),
-    "embed_replicated": _of_embed("replicated"),
-    "attention": Form(
-        (nnx.MultiHeadAttention,),
-        ParallelAttention,
-        ("in_features", "num_heads"),
-        _ATTENTION,
-        check=_check_attention,
-    ),
-}
+def _listed(variables: Mapping[str, nnx.Variable]) -> str:
+    """Returns the names, types and shapes of variables."""
+    return ", ".join(
+        f"{name} {type(variable).__name__}{list(variable.shape)}"
+        for name, variable in sorted(variables.items())
+    )

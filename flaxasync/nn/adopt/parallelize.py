@@ -4,27 +4,18 @@ modules.
 
 import dataclasses
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 from flax import nnx
+from flax.typing import PathParts
 
 from flaxasync.mesh import mesh_axis_size
-from flaxasync.nn.adopt.fused import Fused, is_called_fused
-from flaxasync.nn.adopt.loading import load, variables_of
-from flaxasync.nn.adopt.parallel_form import (
-    RULES,
-    Options,
-    Rule,
-    form_of,
-    parallel_form,
-)
+from flaxasync.nn.adopt.fused import Fused
+from flaxasync.nn.adopt.names import name_of, variables_of
+from flaxasync.nn.adopt.parallel_form import Rule, parallel_form
 from flaxasync.nn.placement import is_eager, put
-
-FUSED_NOTE = (
-    "if the model takes its output apart, the parts move between devices: use flaxasync.nn.Fused"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +28,10 @@ class Replaced:
     after: str  # the type of the layer that is there now
     # of its parameters, by name; those of before, but for merged heads
     shapes: Mapping[str, tuple[int, ...]]
-    note: str = ""  # what may cost time and could be otherwise
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{name} {list(shape)}" for name, shape in self.shapes.items())
-        return (
-            f"{self.path}: {self.before} -> {self.after} ({self.rule}), "
-            f"{shapes}{self.note and f'; {self.note}'}"
-        )
+        return f"{self.path}: {self.before} -> {self.after} ({self.rule}), {shapes}"
 
 
 def parallelize(
@@ -60,20 +47,21 @@ def parallelize(
     model on the mesh.
 
     ```python
-    fa.nn.parallelize(model, {"layers.*.up": "column", "layers.*.down": "row", "layers.*.attention": "attention"})
+    rules = {"layers.*.up": "column", "layers.*.down": "row", "layers.*.attention": "attention"}
+    fa.nn.parallelize(model, rules)
     ```
 
     A rule is one of:
 
     ```
     "column"            nnx.Linear -> ColumnParallelLinear      the output is sharded by features
-    "logits"            nnx.Linear -> ColumnParallelLinear      likewise, padded where the axis does not divide them
+    "logits"            nnx.Linear -> ColumnParallelLinear      likewise, padded to a multiple of the axis
     "row"               nnx.Linear -> RowParallelLinear         the output is sharded by rows
     "row_replicated"    nnx.Linear -> RowParallelLinear         the output is the same on all devices of the axis
     "embed"             nnx.Embed -> VocabParallelEmbed         the output is sharded by rows
     "embed_replicated"  nnx.Embed -> VocabParallelEmbed         the output is the same on all devices of the axis
     "attention"         nnx.MultiHeadAttention -> ParallelAttention
-    fa.nn.Fused(...)    nnx.Linear -> ColumnParallelProjections, each part of its output split by itself
+    fa.nn.Fused(...)    nnx.Linear -> ColumnParallelProjections, each part split by itself
     ```
 
     The rules of `nnx.Linear` turn an `nnx.LoRA` around one into a `ParallelLoRA` around the
@@ -103,192 +91,110 @@ def parallelize(
         replaced then.
     """
     mesh_axis_size("parallelize", axis_name)
-    for pattern, rule in rules.items():
-        if not isinstance(rule, Fused) and rule not in RULES:
-            raise ValueError(
-                f"parallelize got {pattern!r}: {rule!r}: a rule is one of {', '.join(RULES)}, or a "
-                "flaxasync.nn.Fused"
-            )
-    modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model) if path}
-    with_root = {"": model} | modules  # the root holds layers, and no pattern names it
-    holders = _holders(with_root)
-    asked = _match(modules, rules)
-    chosen = _without_adapted(with_root, asked, holders)
+    modules = dict(nnx.iter_modules(model))
+    paths = {name_of(path): path for path in modules if path}  # no pattern names the root
+    duplicates = nnx.find_duplicates(model, only=(nnx.Module, nnx.Param))
     options = {"axis_name": axis_name, "fsdp_axis": fsdp_axis, "backend": backend}
-    new = {path: _new_layer(path, modules[path], rule, options) for path, rule in chosen.items()}
-    for path in new:
-        _check_held(path, modules[path], holders)
-    for path, layer in new.items():
-        values = [variable.get_value() for variable in variables_of(modules[path]).values()]
-        is_abstract = any(isinstance(value, jax.ShapeDtypeStruct) for value in values)
-        if not is_abstract:
-            load(layer, modules[path])
-    # whatever is wrong was an error above: only from here on the model changes
     done = []
-    for path, layer in new.items():
+    changes = []
+    for name, rule in _match(paths, rules).items():
+        path = paths[name]
         old = modules[path]
-        for holder in holders[id(old)]:
-            setattr(holder.module, holder.name, layer)
-        shapes = {
-            ".".join(map(str, p)): v.shape
-            for p, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))
-        }
-        if chosen[path] == "column" and is_called_fused(path):
-            note = FUSED_NOTE
-        else:
-            note = ""
-        done.append(
-            Replaced(
-                path, str(chosen[path]), type(old).__name__, type(layer).__name__, shapes, note
-            )
-        )
+        try:
+            holders = _holders(path, rule, modules, duplicates)
+            layer = parallel_form(old, rule, options)
+        except (ValueError, NotImplementedError) as error:
+            raise ValueError(
+                f"parallelize cannot replace {name} by the rule {rule!r}: {error}; or leave it out "
+                "of the rules"
+            ) from error
+        changes += [(*holder, layer) for holder in holders]
+        shapes = {name: variable.shape for name, variable in variables_of(layer).items()}
+        done.append(Replaced(name, str(rule), type(old).__name__, type(layer).__name__, shapes))
+    # whatever is wrong was an error above: only from here on the model changes
+    for holder, attribute, layer in changes:
+        setattr(holder, attribute, layer)
     _place_rest(model)
     if verbose:
         print("\n".join(map(str, done)))
     return done
 
 
-class _Holder(NamedTuple):
-    """A module that has a layer or a parameter, and the attribute that is it; "" where it is in a
-    tuple, list or dict.
-    """
-
-    path: str
-    module: nnx.Module
-    name: str
-
-
-def _holders(modules: Mapping[str, nnx.Module]) -> dict[int, list[_Holder]]:
-    """Returns what has each module and each variable of a model, by the id() of that."""
-    found: dict[int, list[_Holder]] = {}
-    for path, module in modules.items():
-        for name, value in vars(module).items():
-            if isinstance(value, nnx.Module | nnx.Variable):
-                found.setdefault(id(value), []).append(_Holder(path, module, name))
-                continue
-            for inner in jax.tree.leaves(
-                value, is_leaf=lambda value: isinstance(value, nnx.Module)
-            ):
-                found.setdefault(id(inner), []).append(_Holder(path, module, ""))
-    return found
-
-
-# What stands for names in a pattern, and the regular expression of each.
-_STAR = re.compile(r"((?:^|(?<=\.))\*\*\.|\.\*\*$|\*\*|\*)")
-_STARS = {"**.": r"(?:.*\.)?", ".**": r"(?:\..*)?", "**": ".*", "*": "[^.]*"}
-
-
-def _match(
-    modules: Mapping[str, nnx.Module], rules: Mapping[str, Rule | Fused]
-) -> dict[str, Rule | Fused]:
+def _match(paths: Iterable[str], rules: Mapping[str, Rule | Fused]) -> dict[str, Rule | Fused]:
     """Returns the rule of each path, in the order of the model."""
-    chosen: dict[str, tuple[str, Rule | Fused]] = {}
-    for pattern, rule in rules.items():
-        parts = [_STARS.get(part, re.escape(part)) for part in _STAR.split(pattern)]
-        regex = "".join(parts)
-        matched = [path for path in modules if re.fullmatch(regex, path)]
+    chosen: dict[str, str] = {}
+    for pattern in rules:
+        regex = "".join(map(_regex, pattern.split(".")))
+        matched = [path for path in paths if re.fullmatch(regex, f".{path}")]
         if not matched:
             raise ValueError(
                 f"parallelize: no module matches {pattern!r}; the model has "
-                f"{', '.join(sorted(modules)) or 'none'}"
+                f"{', '.join(sorted(paths)) or 'none'}"
             )
         for path in matched:
             if path in chosen:
                 raise ValueError(
-                    f"parallelize: {path} matches both {chosen[path][0]!r} and {pattern!r}"
+                    f"parallelize: {path} matches both {chosen[path]!r} and {pattern!r}"
                 )
-            chosen[path] = pattern, rule
-    return {path: chosen[path][1] for path in modules if path in chosen}
+            chosen[path] = pattern
+    return {path: rules[chosen[path]] for path in paths if path in chosen}
 
 
-def _without_adapted(
-    modules: Mapping[str, nnx.Module],
-    asked: Mapping[str, Rule | Fused],
-    holders: Mapping[int, list[_Holder]],
-) -> dict[str, Rule | Fused]:
-    """Returns the rules without those of layers that are replaced as a part of the `nnx.LoRA`
-    around them.
+def _regex(name: str) -> str:
+    """Returns the regular expression of one name of a pattern, with the dot before it."""
+    if name == "**":
+        return r"(\..+)?"
+    return r"\." + re.escape(name).replace(r"\*\*", ".*").replace(r"\*", "[^.]*")
 
-    Raises ValueError for an `nnx.LoRA` that would stay around a layer that is replaced, and for one
-    whose layer another module has, too.
+
+def _holders(
+    path: PathParts,
+    rule: Rule | Fused,
+    modules: Mapping[PathParts, nnx.Module],
+    duplicates: Iterable[list[PathParts]],
+) -> list[tuple[nnx.Module, str]]:
+    """Returns the modules that have the layer at a path, and the attribute of each that is it.
+
+    Raises ValueError for a layer that cannot be replaced where it is, and for one that shares a
+    parameter or a part with another: the parallel layer has its own.
     """
-    paths = {id(module): path for path, module in modules.items()}
-    chosen = dict(asked)
-    for path, adapter in modules.items():
-        if not isinstance(adapter, nnx.LoRA) or id(adapter.base_module) not in paths:
-            continue
-        base = paths[id(adapter.base_module)]
-        if path not in asked and base in asked:
-            holder = path or "the root of the model, which must be in a module such as an nnx.Dict"
+    places = [path]
+    for same in duplicates:
+        if path in same:
+            places = same
+        elif any(other[: len(path)] == path for other in same):
             raise ValueError(
-                f"parallelize cannot replace {base}, because nnx.LoRA would add arrays that are "
-                f"sharded in different ways; it is at {holder}: give it the rule {asked[base]!r}, "
-                "and it becomes a ParallelLoRA"
-            )
-        if path not in asked:
-            continue
-        if chosen.pop(base, asked[path]) != asked[path]:
-            raise ValueError(
-                f"parallelize cannot replace {path} by the rule {asked[path]!r}: it adapts {base}, "
-                f"for which another rule says {asked[base]!r}; give both the same rule"
-            )
-        if len(holders[id(adapter.base_module)]) > 1:
-            raise ValueError(
-                f"parallelize cannot replace {path}: it adapts {base}, which another module has, "
-                "too; take nnx.LoRA away, and put flaxasync.nn.ParallelLoRA around the parallel "
+                f"{' and '.join(map(name_of, same))} are one, and would be two; share the whole "
                 "layer"
             )
-    return chosen
-
-
-def _new_layer(path: str, old: nnx.Module, rule: Rule | Fused, options: Options) -> nnx.Module:
-    """Returns the parallel layer for the layer at a path."""
-    kinds = form_of(rule).replaces
-    if type(old) not in kinds:
-        names = " and ".join(kind.__name__ for kind in kinds)
-        raise ValueError(
-            f"parallelize: {path} is a {type(old).__name__}, and {rule!r} replaces {names}"
-        )
-    try:
-        return parallel_form(old, rule, options)
-    except (ValueError, NotImplementedError) as error:
-        raise ValueError(
-            f"parallelize cannot replace {path} by the rule {rule!r}: {error}; or leave it out of "
-            "the rules"
-        ) from error
-
-
-def _check_held(path: str, old: nnx.Module, holders: Mapping[int, list[_Holder]]) -> None:
-    """Raises ValueError for a layer that cannot be replaced where it is, or that shares a parameter
-    with another module: the parallel layer has its own.
-    """
-    if any(not holder.name for holder in holders[id(old)]):
-        raise ValueError(
-            f"parallelize cannot replace {path}: it is in a tuple, list or dict; use nnx.List "
-            "or nnx.Dict"
-        )
-    for variable in variables_of(old).values():
-        names = [f"{holder.path}.{holder.name}".lstrip(".") for holder in holders[id(variable)]]
-        if len(names) > 1:
-            raise ValueError(
-                f"parallelize cannot replace {path}: {' and '.join(names)} are one parameter, "
-                "and would be two; share the whole layer, or leave it out of the rules"
+    holders = []
+    for *parent, name in places:
+        holder = modules.get(tuple(parent))
+        if holder is None:
+            raise ValueError("it is in a tuple, list or dict; use nnx.List or nnx.Dict")
+        if isinstance(holder, nnx.LoRA):
+            where = name_of(parent) or (
+                "the root of the model, which must be in a module such as an nnx.Dict"
             )
+            raise ValueError(
+                "nnx.LoRA would add arrays that are sharded in different ways; it is at "
+                f"{where}: give the rule {rule!r} to that alone, and it becomes a ParallelLoRA"
+            )
+        holders.append((holder, str(name)))
+    return holders
 
 
 def _place_rest(model: nnx.Module) -> None:
     """Puts what is not on the mesh yet on all of its devices. Explicit axes do not mix with arrays
     elsewhere.
     """
+    if not is_eager():  # all that a traced program computes is on the mesh already
+        return
+    mesh = jax.sharding.get_mesh()
 
     def place(value: Any) -> Any:
-        is_elsewhere = (
-            isinstance(value, jax.Array)
-            and getattr(value.sharding, "mesh", None) != jax.sharding.get_mesh()
-        )
-        if is_elsewhere:
+        if isinstance(value, jax.Array) and getattr(value.sharding, "mesh", None) != mesh:
             return put(value, jax.P())
         return value
 
-    if is_eager():  # all that a traced program computes is on the mesh already
-        nnx.update(model, jax.tree.map(place, nnx.state(model)))
+    nnx.update(model, jax.tree.map(place, nnx.state(model)))

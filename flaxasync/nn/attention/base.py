@@ -56,9 +56,7 @@ class AttentionLayer(LikeMultiHeadAttention):
     out: RowParallelLinear | WholeLinear
 
     def _add_norms(self, rngs: nnx.Rngs) -> None:
-        """Sets the norms of queries and keys, if there are any, the numbers of heads, and room for
-        a cache.
-        """
+        """Sets the norms of queries and keys, if there are any, and room for a cache."""
         self.deterministic = self.attention.deterministic  # `nnx.Module.eval` and `train` set it
         self.decode = None
         self.query_ln: Any = nnx.data(None)
@@ -67,23 +65,20 @@ class AttentionLayer(LikeMultiHeadAttention):
         self.cached_value: nnx.Cache[Array] | None = nnx.data(None)
         self.cache_index: nnx.Cache[Array] | None = nnx.data(None)
         attention = self.attention
-        self.heads, self.kv_heads, self.head_dim = (
-            attention.heads,
-            attention.kv_heads,
+        if not attention.normalize_qk:
+            return
+        norm: Any = functools.partial(nnx.LayerNorm, use_bias=False)
+        if attention.normalize_qk == "rms":
+            norm = nnx.RMSNorm
+        make = functools.partial(
+            norm,
             attention.head_dim,
+            epsilon=attention.qk_epsilon,
+            param_dtype=self.settings.param_dtype,
+            rngs=rngs,
         )
-        if attention.normalize_qk:
-            rms = attention.normalize_qk == "rms"
-            norm: Any = nnx.RMSNorm if rms else functools.partial(nnx.LayerNorm, use_bias=False)
-            form = {
-                "epsilon": attention.qk_epsilon,
-                "param_dtype": self.settings.param_dtype,
-                "rngs": rngs,
-            }
-            self.query_ln, self.key_ln = (
-                norm(attention.head_dim, **form),
-                norm(attention.head_dim, **form),
-            )
+        self.query_ln = make()
+        self.key_ln = make()
 
 
 def place_input(

@@ -15,23 +15,9 @@ from jax.typing import DTypeLike
 
 from flaxasync.nn.attention.heads import HeadAttention
 from flaxasync.nn.linear import DenseLayer
-from flaxasync.nn.options import ConfiguredProducts, fixed, fixed_setting
+from flaxasync.nn.options import ConfiguredProducts, fixed, fixed_setting, lacking, option
 from flaxasync.nn.out_sharding import OutSharding
 from flaxasync.nn.placement import Placement, entries_of, spec_of
-
-
-def _of_attention(name: str) -> property:
-    """Returns a property for an option of the heads. It may be set, and the next call computes with
-    the new value.
-    """
-
-    def get(layer: Any) -> Any:
-        return getattr(layer.attention, name)
-
-    def put(layer: Any, value: object) -> None:
-        layer.attention = layer.attention.changed(type(layer).__name__, **{name: value})
-
-    return property(get, put, doc=f"The option `{name}`.")
 
 
 class LikeMultiHeadAttention(ConfiguredProducts):
@@ -47,26 +33,29 @@ class LikeMultiHeadAttention(ConfiguredProducts):
     decode: bool | None
     cached_key: nnx.Cache | None
 
-    num_heads = fixed("num_heads", lambda layer: layer.attention.heads)
-    num_kv_heads = fixed("num_kv_heads", lambda layer: layer.attention.kv_heads)
-    in_features = fixed("in_features", lambda layer: layer.query.in_features)
-    in_kv_features = fixed("in_kv_features", lambda layer: layer.key.in_features)
-    qkv_features = fixed("qkv_features", lambda layer: layer.query.out_features)
-    out_features = fixed("out_features", lambda layer: layer.out.out_features)
-    normalize_qk = fixed("normalize_qk", lambda layer: layer.attention.normalize_qk)
+    heads = fixed("heads", "attention.heads")
+    kv_heads = fixed("kv_heads", "attention.kv_heads")
+    head_dim = fixed("head_dim", "attention.head_dim")
+    num_heads = fixed("num_heads", "attention.heads")
+    num_kv_heads = fixed("num_kv_heads", "attention.kv_heads")
+    in_features = fixed("in_features", "query.in_features")
+    in_kv_features = fixed("in_kv_features", "key.in_features")
+    qkv_features = fixed("qkv_features", "query.out_features")
+    out_features = fixed("out_features", "out.out_features")
+    normalize_qk = fixed("normalize_qk", "attention.normalize_qk")
     use_bias = fixed_setting("use_bias")
     # One function for all four projections, which `promote_dtype` and `dot_general` set.
-    qkv_promote_dtype = fixed("qkv_promote_dtype", lambda layer: layer.settings.promote_dtype)
-    out_promote_dtype = fixed("out_promote_dtype", lambda layer: layer.settings.promote_dtype)
-    qkv_dot_general = fixed("qkv_dot_general", lambda layer: layer.settings.dot_general)
-    out_dot_general = fixed("out_dot_general", lambda layer: layer.settings.dot_general)
-    dropout_rate = _of_attention("dropout_rate")
-    attention_fn = _of_attention("attention_fn")
+    qkv_promote_dtype = fixed("qkv_promote_dtype", "settings.promote_dtype")
+    out_promote_dtype = fixed("out_promote_dtype", "settings.promote_dtype")
+    qkv_dot_general = fixed("qkv_dot_general", "settings.dot_general")
+    out_dot_general = fixed("out_dot_general", "settings.dot_general")
+    dropout_rate = option("dropout_rate", of="attention")
+    attention_fn = option("attention_fn", of="attention")
     # What the layers lack, with the value that stands for it in `nnx.MultiHeadAttention`.
-    broadcast_dropout = fixed("broadcast_dropout", lambda layer: False)
-    ln_promote_dtype = fixed("ln_promote_dtype", lambda layer: nnx.nn.dtypes.promote_dtype)
-    qkv_dot_general_cls = fixed("qkv_dot_general_cls", lambda layer: None)
-    out_dot_general_cls = fixed("out_dot_general_cls", lambda layer: None)
+    broadcast_dropout = lacking("broadcast_dropout", False)
+    ln_promote_dtype = lacking("ln_promote_dtype", nnx.nn.dtypes.promote_dtype)
+    qkv_dot_general_cls = lacking("qkv_dot_general_cls", None)
+    out_dot_general_cls = lacking("out_dot_general_cls", None)
 
     @property
     def precision(self) -> Any:
