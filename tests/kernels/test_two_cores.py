@@ -17,8 +17,8 @@ import flaxasync as fa
 from flaxasync import hardware
 from flaxasync.check import topology_mesh
 from flaxasync.check.player.transfers import TransferEngine
-from flaxasync.kernels.all_gather_matmul import all_gather_matmul
 from flaxasync.kernels import weight_gradient_schedule
+from flaxasync.kernels.all_gather_matmul import all_gather_matmul
 from flaxasync.kernels.engine import cores as engine_cores
 from flaxasync.kernels.engine.cores import ONE_CORE, CoreRows, Cores, cores_for
 from flaxasync.kernels.engine.operands import aligned
