@@ -25,7 +25,7 @@ from flaxasync.ops.roofline import (
 # Those of attention are played on v5e (benchmarks/attention.py), and their steps assumed.
 ATTENTION = {"none": Rates(0.9, 5e-6), "xla": Rates(0.9, 10e-6)}
 # Played on v5e (docs/kernels/mesh_matmul.md); a step is a kernel or a collective, assumed.
-MESH = Rates(0.945, 3e-6)
+MESH = Rates(0.93, 3e-6)
 # Of all backends of experts; a step is a turn. A row is sorted, taken and added (docs/moe.md).
 EXPERTS = Rates(0.9, 5e-6)
 EXPERT_ROW = 35e-9
@@ -64,6 +64,7 @@ def ring_attention_costs(
     arrived = 0.5 if causal and layout == "zigzag" else 1.0
     # the accumulator of a block is read and written once
     accumulated = 2 * 4 * b * h * s * d / hbm(chip)
+    matmul = 2 * b * h * s * s * d / (chip.flops * ATTENTION["xla"].share)
     compute = exposed = gathered = 0.0
     sent = kv_elements * itemsize
     passes = [(2, sent)]
@@ -71,9 +72,9 @@ def ring_attention_costs(
         sent += 4 * kv_elements
         passes.append((5, sent))
     for matmuls, moved in passes:
-        products = 2 * matmuls * b * h * s * s * d / (chip.flops * ATTENTION["xla"].share)
-        block = max(arrived * products, accumulated)
-        compute += max(own * products, accumulated) + hops * block
+        block = max(arrived * matmuls * matmul, accumulated)
+        compute += max(own * matmuls * matmul, accumulated)
+        compute += hops * block
         exposed += hops * max(0.0, hop_seconds(chip, moved, ways) - block)
         gathered += hop_seconds(chip, (ring - 1) * moved, directions(chip, ring))
     steps = len(passes) * (hops + 1)
@@ -105,40 +106,35 @@ def mesh_matmul_costs(
     w_bytes = k * n * itemsize
     o_bytes = m * n * itemsize
     whole_rhs = x * rhs_rows * n * itemsize
-    product = max(
-        2 * m * k * n / (chip.flops * MESH.share),
-        (m * k * itemsize + w_bytes + o_bytes) / hbm(chip),
-    )
-    # seconds: of a gather of all blocks of rhs and of a slice of it, of hops that bring w alone, and
-    # of sums that are reduced and added
+    moved = m * k * itemsize + w_bytes + o_bytes
+    product = max(2 * m * k * n / (chip.flops * MESH.share), moved / hbm(chip))
+    # seconds: of a gather of all blocks of rhs, of hops that bring w alone, and of sums that are
+    # reduced and added
     gathered = (x - 1) * hop_seconds(chip, rhs_rows * n * itemsize)
     permuted = (x - 1) * hop_seconds(chip, w_bytes / x)
     if x == y > 1:
         permuted = hop_seconds(chip, w_bytes)
-    if x > 1 and y > 1:
-        gathered += 2 * w_bytes / hbm(chip)
     reduced = 2 * (y - 1) * hop_seconds(chip, o_bytes / y)
-    added = 0.0
+    after = reduced
     if y > 1:
-        added = 3 * o_bytes / hbm(chip)
+        after += 3 * o_bytes / hbm(chip)
 
     def cost(waits: float, steps: int, held: int, cores: int = 1) -> Cost:
         return Cost(cores * product, waits, steps, held, steps * MESH.step)
 
     # "none" brings w by one permute on a square mesh, and gathers all blocks on another.
-    costs = {"none": cost(gathered + reduced + added, 3, whole_rhs)}
+    costs = {"none": cost(gathered + after, 3, whole_rhs)}
     if x == y:
-        costs["none"] = cost(permuted + reduced + added, 3, w_bytes)
+        costs["none"] = cost(permuted + after, 3, w_bytes)
     if kernels and x * y > 1:
-        waits = gathered + reduced + added
         for backend in ("xla_gemm", "serial"):
-            costs[backend] = cost(waits, 3, whole_rhs + o_bytes)
+            costs[backend] = cost(gathered + after, 3, whole_rhs + o_bytes)
         # The product of "fused", on one core, hides the transfers of w; that of "overlapped" those
         # of sums, too.
         beside = chip.cores * product
         own = w_bytes + o_bytes
-        waits = reduced + added + max(0.0, permuted - beside)
-        costs["fused"] = cost(waits, 2 if y > 1 else 1, own, chip.cores)
+        waits = after + max(0.0, permuted - beside)
+        costs["fused"] = cost(waits, min(y, 2), own, chip.cores)
         waits = max(0.0, permuted - beside, reduced - beside)
         costs["overlapped"] = cost(waits, 1, own, chip.cores)
     return costs

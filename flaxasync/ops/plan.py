@@ -257,15 +257,14 @@ def _reason(ranked: list[str], costs: Mapping[str, Cost], where: str) -> str:
         return "no other backend can serve this call"
     second = ranked[1]
     other = costs[second]
-    gains = {
-        "products take": (chosen.compute, other.compute),
-        "waits for transfers take": (chosen.exposed, other.exposed),
-        f"{chosen.steps} steps take": (chosen.overhead, other.overhead),
-    }
-    gain = max(gains, key=lambda what: gains[what][1] - gains[what][0])
-    own, others = (f"{seconds * 1e3:.3g} ms" for seconds in gains[gain])
+    gain, part, own = max(
+        (other.compute - chosen.compute, "products", chosen.compute),
+        (other.exposed - chosen.exposed, "waits for transfers", chosen.exposed),
+        (other.overhead - chosen.overhead, "steps", chosen.overhead),
+    )
     return (
-        f"its {gain} {own} where those of {second} take {others}: {second} is predicted to take "
+        f"its {part} take {own * 1e3:.3g} ms where those of {second} take "
+        f"{(own + gain) * 1e3:.3g} ms: {second} is predicted to take "
         f"{other.seconds / chosen.seconds:.2f} times as long on {where}"
     )
 

@@ -130,9 +130,7 @@ def is_assumed() -> bool:
 
 
 def state() -> tuple[Mode | None, str | None]:
-    """Returns the settings that decide which kernels are trusted, for the keys of caches: the mode
-    and the variable.
-    """
+    """Returns what decides which kernels are trusted, the mode and the variable, for caches."""
     return _mode.get(), os.environ.get(VARIABLE)
 
 
@@ -154,8 +152,7 @@ def key(op: str, backend: str, ring: Axes, kind: str | None = None) -> str:
 def lacking(
     evidence: Evidence, op: str, backend: str, ring: Axes, kinds: Collection[str] = ()
 ) -> str | None:
-    """Returns the first verdict, by name, that a kernel lacks for a call; None if a call may take
-    it.
+    """Returns the first verdict, by name, that a kernel lacks for a call; None if it may be taken.
 
     `kinds` are the types of the call's products in 8 bits. "fused" multiplies them in its kernels
     and needs a verdict of each. Other backends send what they are given.
@@ -171,14 +168,8 @@ def lacking(
 
 
 def call_key(op: str, ring: Axes, shapes: Sequence[Sequence[int]], itemsize: int) -> str:
-    """Returns the name under which times are stored: the op with its gradients at these shapes of
-    one device.
-    """
-    devices = ring if isinstance(ring, int) else "x".join(map(str, ring))
-    return (
-        f"{op} on {devices}: {' '.join('x'.join(map(str, shape)) for shape in shapes)} of "
-        f"{itemsize} bytes"
-    )
+    """Returns the name of the times of an op with its gradients, at these shapes of one device."""
+    return f"{op} on {ring}: {[*map(tuple, shapes)]} of {itemsize} bytes"
 
 
 def is_trusted(op: str, backend: str, chip: str, ring: Axes) -> bool:
@@ -192,9 +183,8 @@ def known(chip: str) -> Evidence:
     """Returns what is known about the kernels of a chip: in several processes, what process 0
     knows.
 
-    Processes that trace different programs wait for each other for ever. So all of them must ask,
-    after `jax.distributed.initialize`, and each waits for the others when it asks first. Nothing is
-    sent about chips that are not attached, on which nothing runs, outside of
+    All processes must ask, after `jax.distributed.initialize`, and each waits for the others when it
+    asks first. Nothing is sent about chips that are not attached, on which nothing runs, outside of
     `trusting("verified")`.
 
     Raises:
@@ -278,18 +268,16 @@ def record(
     verdicts: Mapping[str, Mapping[str, str]],
     times: Mapping[str, Mapping[str, float]] = {},
 ) -> pathlib.Path | None:
-    """Adds verdicts and times, as `read` returns them, replacing earlier ones of the same cases and
-    calls.
+    """Adds verdicts and times, as `read` returns them, in place of earlier ones of the same names.
 
     Returns the file; None where it cannot be written, or `VARIABLE` names a file of another
     machine, which is said.
     """
     file = machine.file
     try:
+        stored = _NOTHING
         if file.exists():
             stored = read(machine)
-        else:
-            stored = _NOTHING
         if _named_file() and file.exists() and stored is _NOTHING:
             say_once(f"{VARIABLE} names {file}, which is not replaced, and no verdicts are stored")
             return None
@@ -323,9 +311,8 @@ def digest_of_sources() -> str:
     package = pathlib.Path(__file__).parents[1]
     digest = hashlib.sha256()
     for file in sorted(file for pattern in SOURCES for file in package.glob(pattern)):
-        digest.update(
-            file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes() + b"\0"
-        )
+        name = file.relative_to(package).as_posix()
+        digest.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
@@ -359,9 +346,7 @@ def _agree(chip: str) -> Evidence:
 
 
 def _is_attached(chip: str) -> bool:
-    """Says whether the devices are TPUs of this name, or of this kind where the table of chips
-    lacks them.
-    """
+    """Says whether the devices are TPUs of this name, or of this kind if the table lacks them."""
     if jax.default_backend() != "tpu":
         return False
     kind = jax.devices()[0].device_kind

@@ -33,13 +33,13 @@ def test_a_ring_that_hides_its_transfers_is_chosen_with_a_reason():
             "ring_attention",
             [(1, 16, 8, 64), (1, 16, 1, 64)],
             {},
-            "its 8 steps take 0.04 ms where those of xla take 0.08 ms",
+            "its steps take 0.04 ms where those of xla take 0.08 ms",
         ),
         (
             "all_gather_matmul",
             [(8, 1024), (1024, 256)],
             {"kernels": False},
-            "its 1 steps take 0.0032 ms where those of xla take 0.0176 ms",
+            "its steps take 0.0032 ms where those of xla take 0.0176 ms",
         ),
     ],
 )
@@ -200,7 +200,7 @@ def test_rings_with_equal_products_and_waits_are_told_apart_by_their_overheads()
     beside = [f"{1e3 * plan.costs[name].overhead:.3g} ms" for name in ("xla", "pallas")]
     assert plan.backend == "xla"
     assert beside[0] != beside[1]
-    assert f"its 4 steps take {beside[0]} where those of pallas take {beside[1]}" in plan.reason
+    assert f"its steps take {beside[0]} where those of pallas take {beside[1]}" in plan.reason
 
 
 def test_a_block_with_more_tiles_than_semaphores_is_no_kernel():
