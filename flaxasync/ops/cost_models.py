@@ -180,10 +180,9 @@ def expert_mlp_costs(
         in_turns += ring * turn
         gathered += (ring - 1) * hop
         exposed += (ring - 1) * max(0.0, hop - turn)
-    costs = {
-        "none": work.cost(at_once, gathered, len(passes), ring * passes[-1] * block),
-        "xla": work.cost(in_turns, exposed, len(passes) * (ring + 1), 4 * block),
-    }
+    brought = ring * passes[-1] * block
+    costs = {"none": work.cost(at_once, gathered, len(passes), brought)}
+    costs["xla"] = work.cost(in_turns, exposed, len(passes) * (ring + 1), 4 * block)
     if capacity is None or split == "hidden" or ring == 1:
         return costs
     sent = experts * 2 * -(-capacity // 2)

@@ -257,15 +257,14 @@ def _reason(ranked: list[str], costs: Mapping[str, Cost], where: str) -> str:
         return "no other backend can serve this call"
     second = ranked[1]
     other = costs[second]
-    gain, part, own = max(
-        (other.compute - chosen.compute, "products", chosen.compute),
-        (other.exposed - chosen.exposed, "waits for transfers", chosen.exposed),
-        (other.overhead - chosen.overhead, "steps", chosen.overhead),
-    )
+    own = chosen.parts
+    others = other.parts
+    _, part = max((others[part] - own[part], part) for part in own)
+    times = other.seconds / chosen.seconds
     return (
-        f"its {part} take {own * 1e3:.3g} ms where those of {second} take "
-        f"{(own + gain) * 1e3:.3g} ms: {second} is predicted to take "
-        f"{other.seconds / chosen.seconds:.2f} times as long on {where}"
+        f"its {part} take {own[part] * 1e3:.3g} ms where those of {second} take "
+        f"{others[part] * 1e3:.3g} ms: {second} is predicted to take {times:.2f} times as long on "
+        f"{where}"
     )
 
 

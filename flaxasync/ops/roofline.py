@@ -78,6 +78,15 @@ class Cost:
     kept: int = 0
 
     @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of each part of the time, by what a sentence calls it."""
+        return {
+            "products": self.compute,
+            "waits for transfers": self.exposed,
+            "steps": self.overhead,
+        }
+
+    @property
     def seconds(self) -> float:
         return self.compute + self.exposed + self.overhead
 

@@ -378,7 +378,7 @@ def _known_here(chip: str) -> Evidence:
     return Evidence("stored", verdicts, stored["times"])
 
 
-def _check(content: Any, machine: Machine) -> None:
+def _check(content: object, machine: Machine) -> None:
     """Raises JsonError, with the reason, for a file whose verdicts do not count on a machine."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise JsonError(f"they are not in format {FORMAT} of this version")
