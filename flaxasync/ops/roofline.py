@@ -50,6 +50,7 @@ MATMUL = {
     "pallas": Rates(0.85, 2.8e-6),
     "fused": Rates(0.94, 4.05e-6),
 }
+WHOLE = ("none", "fused")  # multiply all blocks at once, and hold all of them
 RESIDENT = 0.5  # the share of vector memory that XLA gives to one operand
 ALL_REDUCED = 11.5e-6
 """If a device's share of a block takes this many seconds on a link, XLA reduces all sums to all
@@ -324,12 +325,9 @@ def _cost(chip: Chip | Gpu, ring: int, trips: Sequence[Trip], backend: str) -> C
         compute += products
         exposed += max(0.0, moved - hidden)
         transfers += moved
-        if backend == "none":
-            steps += 1
-            held = max(held, ring * trip.sent)
-        else:
-            steps += ring * trip.kernels
-            held = max(held, 4 * trip.sent)
+        steps += 1 if backend == "none" else ring * trip.kernels
+        slots = ring if backend in WHOLE else 4
+        held = max(held, slots * trip.sent)
     if backend == "xla" and ring == 2 and isinstance(chip, Chip):
         # Without a loop XLA hides every hop behind all products but the last one.
         exposed = max(0.0, transfers - (compute - block))
@@ -372,7 +370,7 @@ def _products(chip: Chip | Gpu, ring: int, trip: Trip, backend: str, shared: int
     if isinstance(chip, Gpu) and (backend == "xla" or trip.batches > 1):
         # what does not travel is put in order, or sliced
         copied = 2 * ring * (trip.streamed - trip.sent) / hbm(chip)
-    if backend in ("none", "fused"):
+    if backend in WHOLE:
         return copied + trip.seconds(chip, rates, ring, shared)
     if trip.kind == "dw" and isinstance(chip, Chip):
         # Each direction reads and writes sums in float32, unless they stay in vector memory.
