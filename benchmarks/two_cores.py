@@ -28,7 +28,6 @@ from flaxasync.check import topology_devices
 from flaxasync.kernels import flash_attention
 from flaxasync.kernels.engine import cores
 from flaxasync.kernels.engine.vector_memory import chip_in_use
-from flaxasync.ops import roofline
 from models.layer import DecoderLayer
 
 TOPOLOGY = "v5p:2x2x2"
@@ -47,7 +46,7 @@ HEADER = (
 
 @contextlib.contextmanager
 def one_core() -> Iterator[None]:
-    """The collective kernels are predicted and traced for core 0 alone, and attention shares out no
+    """The collective kernels are traced for core 0 alone, and attention shares out no
     heads.
     """
 
@@ -59,7 +58,6 @@ def one_core() -> Iterator[None]:
 
     with (
         mock.patch.object(cores, "best_cores", one),
-        mock.patch.object(roofline, "best_cores", one),
         mock.patch.object(flash_attention, "chip_in_use", chip_of_one_core),
     ):
         yield

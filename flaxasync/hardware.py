@@ -52,6 +52,8 @@ class Accelerator:
         where none is known.
       int8: The peak rate of int8 products, in operations per second; None where none is known.
       fp8: The peak rate of products of 8-bit floats, in FLOP per second; None where none is known.
+      link_share: The share of `link_bandwidth`, and of a GPU's `network_bandwidth`, that large
+        transfers reach.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Accelerator:
     host_bandwidth: float | None = None
     int8: float | None = None
     fp8: float | None = None
+    link_share: float = 1.0
 
     def rate(self, kind: str | None) -> float | None:
         """Returns the peak rate of products of a type, "int8" or "fp8"; of bfloat16 products for
@@ -201,8 +204,6 @@ class Gpu(Accelerator):
       float64: The peak rate of float64 products, in FLOP per second.
       product_share: The share of `flops` that large products reach.
       attention_share: Of the rate that products reach, the share that attention by cuDNN reaches.
-      link_share: The share of `link_bandwidth`, and of `network_bandwidth`, that large transfers
-        reach.
       network_bandwidth: The bandwidth to other hosts, in bytes per second and direction.
       multiprocessors: How many there are.
       clock: The highest clock of a multiprocessor, in cycles per second.

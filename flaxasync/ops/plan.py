@@ -5,15 +5,15 @@ A prediction (`flaxasync.ops.roofline`) ranks backends; it does not say how long
 
 import dataclasses
 import inspect
-import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from flaxasync.hardware import Chip, Gpu, accelerator
 from flaxasync.ops import trust
+from flaxasync.ops.cost_models import LARGEST_ON_GPUS, MODELS, ON_GPUS
 from flaxasync.ops.quantization import quantization_of
-from flaxasync.ops.roofline import LARGEST_ON_GPUS, MODELS, ON_GPUS, Cost, Shape
+from flaxasync.ops.roofline import Cost, Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,36 +111,34 @@ def plan(
     fitting = {backend: cost for backend, cost in costs.items() if cost.held < spec.hbm_bytes}
     candidates = fitting or costs
     ranked = sorted(candidates, key=lambda backend: candidates[backend].seconds)
-    first = ranked[0]
-    reason = _reason(ranked, costs, ring, spec)
+    where = f"{'x'.join(map(str, _sizes(ring)))} {spec.name}"
+    reason = _reason(ranked, costs, where)
+    if set(_sizes(ring)) == {1}:
+        reason = "one device has every row: there is nothing to transfer"
     if not fitting:
         least = min(costs, key=lambda backend: costs[backend].held)
-        reason = f"nothing fits: even {least} {_too_much(costs[least], spec)}; {reason}"
-    if costs[first].kept:
-        kept = costs[first].kept / 2**20
-        reason += f"; it keeps the gathered x, {kept:.0f} MiB, which spares its second trip"
-    itemsize = options.get("itemsize", 2)
-    intensity = _intensity(name, 1 if isinstance(ring, tuple) else ring, itemsize, *shapes)
-    reason += (
-        f"; its products have an arithmetic intensity of {intensity:.0f} flops a byte, where the "
-        f"balance of a {spec.name} is {spec.flops / spec.hbm_bandwidth:.0f}"
-    )
+        reason = f"nothing fits: even {_too_much(costs, least, where)}"
+    kept = costs[ranked[0]].kept
+    if kept:
+        reason += f"; it keeps the gathered x, {kept / 2**20:.0f} MiB, which spares its second trip"
     quantization = quantization_of(name, options.get("quantization"))
+    kinds: Collection[str] = ()
+    if quantization is not None:
+        kinds = quantization.kinds
+    evidence = trust.Evidence("none")
     need_verdicts = [backend for backend in costs if backend not in trust.PLAIN]
     if need_verdicts:
         evidence = trust.known(spec.name)
-    else:
-        evidence = trust.Evidence("none")
-    kinds = quantization.kinds if quantization else ()
     unverified = tuple(b for b in need_verdicts if trust.lacking(evidence, name, b, ring, kinds))
     times: Mapping[str, float] = {}
     if options.get("backward", True) and quantization is None:  # as `verify` times calls
-        times = evidence.times.get(trust.call_key(name, ring, shapes, itemsize), {})
+        call = trust.call_key(name, ring, shapes, options.get("itemsize", 2))
+        times = evidence.times.get(call, {})
     expected = _expected(candidates, times)
     allowed = [backend for backend in ranked if backend not in unverified]
     # "none" if all that fit into memory are unverified
     trusted = min(allowed, key=expected.__getitem__, default="none")
-    return Plan(name, first, reason, costs, trusted, unverified)
+    return Plan(name, ranked[0], reason, costs, trusted, unverified)
 
 
 def _expected(costs: Mapping[str, Cost], times: Mapping[str, float]) -> dict[str, float]:
@@ -170,8 +168,7 @@ def _check(
     """Raises ValueError for a call of `plan` about which the op could not be called."""
     if op not in MODELS:
         raise ValueError(f"plan knows {', '.join(sorted(MODELS))}: got {op!r}")
-    sizes = ring if isinstance(ring, tuple) else (ring,)
-    if any(not isinstance(size, numbers.Integral) or size < 1 for size in sizes):
+    if not _are_sizes(_sizes(ring)):
         raise ValueError(f"plan needs a ring of 1 device or more: got ring={ring}")
     if (op == "mesh_matmul") != isinstance(ring, tuple):
         raise ValueError(
@@ -182,15 +179,26 @@ def _check(
         if unknown is not None:
             raise ValueError(f"plan knows {unknown} on {chip.name}")
     for shape in shapes:
-        if any(not isinstance(size, numbers.Integral) or size < 1 for size in shape):
+        if not _are_sizes(shape):
             raise ValueError(f"plan needs dimensions of 1 or more: got {list(shape)}")
     try:
         inspect.signature(MODELS[op]).bind(chip, ring, *shapes, **options)
     except TypeError as error:
         raise ValueError(f"plan cannot take these shapes or options for {op}: {error}") from error
     check_gathered_bytes(op, options.get("gathered_bytes", 0))
-    if wrong := _misfit(op, sizes, *shapes):
+    if wrong := _misfit(op, _sizes(ring), *shapes):
         raise ValueError(f"plan cannot take these shapes or options for {op}: {wrong}")
+
+
+def _sizes(ring: int | tuple[int, int]) -> tuple[int, ...]:
+    """Returns the numbers of devices on the axes of an op."""
+    if isinstance(ring, tuple):
+        return ring
+    return (ring,)
+
+
+def _are_sizes(numbers_of: Shape) -> bool:
+    return all(isinstance(size, numbers.Integral) and size > 0 for size in numbers_of)
 
 
 def unknown_on_gpus(op: str, ring: int | tuple[int, int], options: Mapping[str, Any]) -> str | None:
@@ -226,10 +234,9 @@ def _misfit(op: str, ring: tuple[int, ...], x: Shape, *others: Shape) -> str | N
         return None
     if op == "expert_mlp":
         ids, _, *kernels = others
-        fits = ids[:-1] == x[:-1] and all(len(w) == 3 and x[-1] in w[1:] for w in kernels)
-        if fits and kernels:
-            return None
-        return f"x {list(x)} cannot go to experts {list(map(list, kernels))}"
+        if ids[:-1] != x[:-1] or any(len(w) != 3 or x[-1] not in w[1:] for w in kernels):
+            return f"x {list(x)} cannot go to experts {list(map(list, kernels))}"
+        return None
     x_devices, y_devices = ring if len(ring) == 2 else (1, 1)
     for w in others:
         if len(x) < 2 or len(w) != 2 or x[-1] * y_devices != w[0] * x_devices:
@@ -239,72 +246,28 @@ def _misfit(op: str, ring: tuple[int, ...], x: Shape, *others: Shape) -> str | N
     return None
 
 
-def _intensity(op: str, ring: int, itemsize: int, x: Shape, *others: Shape) -> float:
-    """Returns the flops of a device's forward products for each byte of their operands and results.
-
-    Those of attention are of all scores, without a mask.
-    """
-    if op == "ring_attention":
-        _, rows, heads, features = x
-        flops = 4 * rows * heads * ring * rows * features
-        moved = 2 * rows * features * (heads + ring * others[0][2])
-    elif op == "expert_mlp":
-        ids, _, *kernels = others
-        weights = sum(map(math.prod, kernels))
-        flops = 2 * math.prod(ids) * weights // kernels[0][0]
-        moved = 2 * math.prod(x) + weights
-    else:
-        m = math.prod(x[:-1]) * (ring if op == "all_gather_matmul" else 1)
-        k = x[-1]
-        n = sum(w[-1] for w in others)
-        flops = 2 * m * k * n
-        moved = m * k + k * n + m * n
-    return flops / (itemsize * moved)
-
-
-def _reason(
-    ranked: list[str], costs: Mapping[str, Cost], ring: int | tuple[int, int], chip: Chip | Gpu
-) -> str:
-    """Says why the first of those that fit into memory is chosen over the second."""
-    if ring in (1, (1, 1)):
-        return "one device has every row: there is nothing to transfer"
+def _reason(ranked: list[str], costs: Mapping[str, Cost], where: str) -> str:
+    """Says why the first of those that fit into memory is chosen."""
     first = ranked[0]
     chosen = costs[first]
-    for backend, cost in costs.items():
-        if backend not in ranked and (len(ranked) == 1 or cost.seconds < chosen.seconds):
-            return f"{backend} {_too_much(cost, chip)}"
+    for name, cost in costs.items():
+        if name not in ranked and (len(ranked) == 1 or cost.seconds < chosen.seconds):
+            return _too_much(costs, name, where)
     if len(ranked) == 1:
         return "no other backend can serve this call"
     second = ranked[1]
     other = costs[second]
-    waits = f"waits {_ms(chosen.exposed)}"
-    if first == "none":
-        why = (
-            f"overlap loses here: {second} needs {other.steps} steps, which take "
-            f"{_ms(other.overhead)} beside their products, and still waits {_ms(other.exposed)} for "
-            f"transfers, where {first} {waits}"
-        )
-    elif chosen.exposed < other.exposed:
-        why = f"it {waits} for transfers where {second} waits {_ms(other.exposed)}"
-    elif chosen.compute < other.compute:
-        why = (
-            f"its products take {_ms(chosen.compute)} where those of {second} take "
-            f"{_ms(other.compute)}"
-        )
-    else:
-        why = (
-            f"{chosen.steps} steps, and to begin and end, take {_ms(chosen.overhead)} beside "
-            f"products and transfers where {other.steps} of {second} take {_ms(other.overhead)}"
-        )
-    mesh = " x ".join(map(str, ring)) if isinstance(ring, tuple) else ring
-    ratio = other.seconds / chosen.seconds
-    return f"{why}: {second} is predicted to take {ratio:.2f} times as long on {mesh} {chip.name}"
+    own = chosen.parts
+    others = other.parts
+    _, part = max((others[part] - own[part], part) for part in own)
+    times = other.seconds / chosen.seconds
+    return (
+        f"its {part} take {own[part] * 1e3:.3g} ms where those of {second} take "
+        f"{others[part] * 1e3:.3g} ms: {second} is predicted to take {times:.2f} times as long on "
+        f"{where}"
+    )
 
 
-def _too_much(cost: Cost, chip: Chip | Gpu) -> str:
-    held = f"{cost.held / 2**30:.1f} GiB"
-    return f"would hold {held} beside its operands, more than a {chip.name} has"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+def _too_much(costs: Mapping[str, Cost], backend: str, where: str) -> str:
+    held = costs[backend].held / 2**30
+    return f"{backend} would hold {held:.1f} GiB beside its operands, too much for each of {where}"

@@ -15,12 +15,10 @@ take what is predicted to be fastest, unless the variable is set. `trusting` say
 code which of the two holds.
 """
 
-import concurrent.futures
 import contextlib
 import contextvars
 import dataclasses
 import functools
-import glob
 import hashlib
 import importlib.metadata
 import json
@@ -29,18 +27,15 @@ import math
 import os
 import pathlib
 import sys
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from flaxasync import hardware
 from flaxasync.foreign_json import JsonError, MissingJsonError, read_json
+from flaxasync.ops import agreement
 
 FORMAT = 3  # of the file
 PASSED = "PASS"
@@ -48,10 +43,6 @@ VARIABLE = "FLAXASYNC_VERIFIED"
 PLAIN = frozenset(("none", "xla", "reference"))  # backends that are made of XLA's own operations
 SOURCES = ("kernels/**/*.py", "ops/**/*.py", "transport/**/*.py", "ring.py")
 COMMAND = "python -m flaxasync.verify"
-# after which a file that is being written was left by a process that is gone
-_UNFINISHED_SECONDS = 3600
-# seconds to wait for the other processes, as long as `jax.distributed.initialize` waits for them
-LIMIT = 300.0
 
 type Axes = int | tuple[int, ...]  # the devices of a ring, or of the axes of a mesh
 Mode = Literal["predicted", "verified"]
@@ -139,9 +130,7 @@ def is_assumed() -> bool:
 
 
 def state() -> tuple[Mode | None, str | None]:
-    """Returns the settings that decide which kernels are trusted, for the keys of caches: the mode
-    and the variable.
-    """
+    """Returns what decides which kernels are trusted, the mode and the variable, for caches."""
     return _mode.get(), os.environ.get(VARIABLE)
 
 
@@ -163,28 +152,24 @@ def key(op: str, backend: str, ring: Axes, kind: str | None = None) -> str:
 def lacking(
     evidence: Evidence, op: str, backend: str, ring: Axes, kinds: Collection[str] = ()
 ) -> str | None:
-    """Returns the first verdict, by name, that a kernel lacks for a call; None if a call may take
-    it.
+    """Returns the first verdict, by name, that a kernel lacks for a call; None if it may be taken.
 
     `kinds` are the types of the call's products in 8 bits. "fused" multiplies them in its kernels
     and needs a verdict of each. Other backends send what they are given.
     """
-    named = [
-        key(op, backend, ring, kind)
-        for kind in (None, *sorted(kinds if backend == "fused" else ()))
-    ]
-    return next((name for name in named if evidence.verdict(name) != PASSED), None)
+    of_products: Collection[str] = ()
+    if backend == "fused":
+        of_products = sorted(kinds)
+    for kind in (None, *of_products):
+        name = key(op, backend, ring, kind)
+        if evidence.verdict(name) != PASSED:
+            return name
+    return None
 
 
 def call_key(op: str, ring: Axes, shapes: Sequence[Sequence[int]], itemsize: int) -> str:
-    """Returns the name under which times are stored: the op with its gradients at these shapes of
-    one device.
-    """
-    devices = ring if isinstance(ring, int) else "x".join(map(str, ring))
-    return (
-        f"{op} on {devices}: {' '.join('x'.join(map(str, shape)) for shape in shapes)} of "
-        f"{itemsize} bytes"
-    )
+    """Returns the name of the times of an op with its gradients, at these shapes of one device."""
+    return f"{op} on {ring}: {[*map(tuple, shapes)]} of {itemsize} bytes"
 
 
 def is_trusted(op: str, backend: str, chip: str, ring: Axes) -> bool:
@@ -198,35 +183,26 @@ def known(chip: str) -> Evidence:
     """Returns what is known about the kernels of a chip: in several processes, what process 0
     knows.
 
-    Processes that trace different programs wait for each other for ever. So all of them must ask,
-    after `jax.distributed.initialize`, and each waits for the others when it asks first. Nothing is
-    sent about chips that are not attached, on which nothing runs, outside of
+    All processes must ask, after `jax.distributed.initialize`, and each waits for the others when it
+    asks first. Nothing is sent about chips that are not attached, on which nothing runs, outside of
     `trusting("verified")`.
 
     Raises:
-      RuntimeError: The other processes did not ask within `LIMIT` seconds.
+      RuntimeError: The other processes did not ask within `agreement.LIMIT` seconds.
     """
-    if not has_several_processes():
+    if not agreement.has_several_processes():
         return _known_here(chip)
-    if _mode.get() is None:
+    mode = _mode.get()
+    if mode is None:
         matters = _is_attached(chip)
     else:
-        matters = not is_assumed()
+        matters = mode == "verified"
     if not matters:
         return _known_here(chip)
     with _agreeing:
         if chip not in _agreed:
             _agreed[chip] = _agree(chip)
         return _agreed[chip]
-
-
-def has_several_processes() -> bool:
-    """Says whether several processes share the devices, without opening the devices to find out."""
-    from jax._src import distributed, xla_bridge
-
-    if xla_bridge.backends_are_initialized():
-        return jax.process_count() > 1
-    return (distributed.global_state.num_processes or 1) > 1
 
 
 def announce(
@@ -242,36 +218,28 @@ def announce(
     """Logs once that a call takes `taken`, because `wanted`, which is `faster` times as fast, is
     not trusted.
     """
-    several = has_several_processes()
-    command = f"`{COMMAND}`"
-    everywhere = of_first = ""
-    if several:
-        command = f"`{COMMAND}`, on the host of process 0,"
-        everywhere = " in every process"
-        of_first = ", by the file of process 0"
-    advice = f"{command} verifies it; naming it, or"
     evidence = known(chip)
+    missing = lacking(evidence, op, wanted, ring, kinds) or key(op, wanted, ring)
+    advice = "Naming it, or"
     if evidence.rule == "stored":
-        missing = lacking(evidence, op, wanted, ring, kinds) or key(op, wanted, ring)
-        kind = missing.rpartition("/")[2]
-        if kind in kinds:
-            form = f" in {kind}"
-        else:
-            form = ""
         found = evidence.verdict(missing) or "not verified"
-        why = f"was {found}{form} on {Machine.here(chip)}{of_first}"
-    else:  # more verdicts would change nothing
-        advice = "Naming it, or"
+        why = f"was {found} on {Machine.here(chip)} ({missing})"
+        advice = f"`{COMMAND}` verifies it; naming it, or"
+    elif os.environ.get(VARIABLE) == "none":
+        why = f"{VARIABLE}=none excludes"
+    else:
         why = "is not trusted because the processes differ"
-        if os.environ.get(VARIABLE) == "none":
-            why = f"{VARIABLE}=none excludes"
+    gain = ""
     if faster is not None:
         gain = f"; it is predicted to be {faster:.2f} times as fast"
-    else:
-        gain = ""
+    of_several = ""
+    if agreement.has_several_processes():
+        of_several = (
+            ". The file of process 0 counts, and the variable must be the same in every process"
+        )
     say_once(
         f"{op} takes {taken!r} and not {wanted!r}, which {why}{gain}. {advice} "
-        f"{VARIABLE}=all{everywhere}, takes it unverified"
+        f"{VARIABLE}=all, takes it unverified{of_several}"
     )
 
 
@@ -284,26 +252,15 @@ def read(machine: Machine) -> dict[str, dict]:
     file = machine.file
     try:
         content = read_json(file)
+        _check(content, machine)
     except MissingJsonError:
         if _named_file():
             say_once(f"{VARIABLE} names {file}, which does not exist: no kernel is trusted")
         return _NOTHING
     except JsonError as error:
-        why = str(error)
-    else:
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            why = f"they are not in format {FORMAT} of this version"
-        elif content.get("machine") != dataclasses.asdict(machine):
-            why = f"they are of another machine or version, not of {machine}"
-        elif not (
-            _is_table(content.get("verdicts"), _is_text)
-            and _is_table(content.get("times"), _is_time)
-        ):
-            why = "the file is damaged"
-        else:
-            return content
-    say_once(f"the verdicts in {file} are not used, and no kernel is trusted: {why}")
-    return _NOTHING
+        say_once(f"the verdicts in {file} are not used, and no kernel is trusted: {error}")
+        return _NOTHING
+    return content
 
 
 def record(
@@ -311,18 +268,16 @@ def record(
     verdicts: Mapping[str, Mapping[str, str]],
     times: Mapping[str, Mapping[str, float]] = {},
 ) -> pathlib.Path | None:
-    """Adds verdicts and times, as `read` returns them, replacing earlier ones of the same cases and
-    calls.
+    """Adds verdicts and times, as `read` returns them, in place of earlier ones of the same names.
 
     Returns the file; None where it cannot be written, or `VARIABLE` names a file of another
     machine, which is said.
     """
     file = machine.file
     try:
+        stored = _NOTHING
         if file.exists():
             stored = read(machine)
-        else:
-            stored = _NOTHING
         if _named_file() and file.exists() and stored is _NOTHING:
             say_once(f"{VARIABLE} names {file}, which is not replaced, and no verdicts are stored")
             return None
@@ -332,7 +287,9 @@ def record(
             rows = {name: {**old.get(name, {}), **new.get(name, {})} for name in {*old, *new}}
             content[kind] = {name: row for name, row in rows.items() if row}
         file.parent.mkdir(parents=True, exist_ok=True)
-        _replace(file, json.dumps(content, indent=1, sort_keys=True))
+        part = file.with_name(f".{file.name}.{os.getpid()}.part")
+        part.write_text(json.dumps(content, indent=1, sort_keys=True))
+        part.replace(file)  # at once, so that nobody reads half of it
     except OSError as error:
         say_once(
             f"the verdicts cannot be stored, so these kernels stay untrusted: {error}; {VARIABLE} "
@@ -340,25 +297,6 @@ def record(
         )
         return None
     return file
-
-
-def _replace(file: pathlib.Path, text: str) -> None:
-    """Writes a file at once, and removes what a process that was killed has left of an earlier
-    attempt.
-    """
-    for left in file.parent.glob(f".{glob.escape(file.name)}.*.part"):
-        with contextlib.suppress(FileNotFoundError):  # another process was faster
-            if time.time() - left.stat().st_mtime > _UNFINISHED_SECONDS:
-                left.unlink()
-    descriptor, part = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.", suffix=".part")
-    try:
-        with open(descriptor, "w") as opened:
-            opened.write(text)
-        os.chmod(part, 0o644)  # other users may read a file that is named
-        os.replace(part, file)
-    except BaseException:
-        os.unlink(part)
-        raise
 
 
 @functools.cache
@@ -373,9 +311,8 @@ def digest_of_sources() -> str:
     package = pathlib.Path(__file__).parents[1]
     digest = hashlib.sha256()
     for file in sorted(file for pattern in SOURCES for file in package.glob(pattern)):
-        digest.update(
-            file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes() + b"\0"
-        )
+        name = file.relative_to(package).as_posix()
+        digest.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
@@ -397,65 +334,19 @@ def _agree(chip: str) -> Evidence:
     """
     settings = dataclasses.asdict(Machine.here(chip))
     settings[VARIABLE] = os.environ.get(VARIABLE, "")
-    own = {"settings": settings, "evidence": dataclasses.asdict(_known_here(chip))}
-    first, differences = _within_limit(functools.partial(_compare_with_first, own))
-    for process, difference in enumerate(differences):
-        if difference >= 0:
-            say_once(
-                "the processes differ, and none of them trusts a kernel: "
-                f"{sorted(settings)[difference]} is not the same in process 0 and in process "
-                f"{process}; it must be the same in all"
-            )
-            return Evidence("none")
-    return Evidence(**first["evidence"])
-
-
-def _compare_with_first(own: dict[str, dict]) -> tuple[dict[str, dict], list[int]]:
-    """Returns what process 0 has here, and for each process the first setting, in the order of
-    names, in which it differs from process 0, or -1.
-    """
-    text = np.frombuffer(json.dumps(own).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
-    padded = np.resize(text, size)  # what other processes than 0 give is not read
-    received = np.asarray(multihost_utils.broadcast_one_to_all(padded))
-    first = json.loads(received.tobytes())
-    settings = own["settings"]
-    difference = -1
-    for number, name in enumerate(sorted(settings)):
-        if difference < 0 and first["settings"].get(name) != settings[name]:
-            difference = number
-    return first, multihost_utils.process_allgather(np.int32(difference)).tolist()
-
-
-def _within_limit[T](ask: Callable[[], T]) -> T:
-    """Returns what the processes answer, or raises RuntimeError if some do not within `LIMIT`
-    seconds.
-
-    They are asked on another thread, because this one may trace a program on another mesh.
-    """
-    answer = concurrent.futures.Future[T]()
-
-    def run() -> None:
-        try:
-            answer.set_result(ask())
-        except Exception as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        return answer.result(LIMIT)
-    except TimeoutError as error:
-        raise RuntimeError(
-            "the processes did not agree on the kernels to trust: not all of them asked within "
-            f"{LIMIT:g} s; call flaxasync.ops.trust.known in all of them, after "
-            "jax.distributed.initialize()"
-        ) from error
+    own = json.dumps(dataclasses.asdict(_known_here(chip)))
+    of_first, difference = agreement.ask_first_process(settings, own)
+    if difference is not None:
+        say_once(
+            f"the processes differ, and none of them trusts a kernel: {difference}; it must be the "
+            "same in all"
+        )
+        return Evidence("none")
+    return Evidence(**json.loads(of_first))
 
 
 def _is_attached(chip: str) -> bool:
-    """Says whether the devices are TPUs of this name, or of this kind where the table of chips
-    lacks them.
-    """
+    """Says whether the devices are TPUs of this name, or of this kind if the table lacks them."""
     if jax.default_backend() != "tpu":
         return False
     kind = jax.devices()[0].device_kind
@@ -487,19 +378,22 @@ def _known_here(chip: str) -> Evidence:
     return Evidence("stored", verdicts, stored["times"])
 
 
-def _is_table(part: object, is_entry: Callable[[object], bool]) -> bool:
-    """Says whether a part of a file of verdicts is {name: {name: entry}}."""
-    if not isinstance(part, dict) or not all(isinstance(row, dict) for row in part.values()):
+def _check(content: object, machine: Machine) -> None:
+    """Raises JsonError, with the reason, for a file whose verdicts do not count on a machine."""
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise JsonError(f"they are not in format {FORMAT} of this version")
+    if content.get("machine") != dataclasses.asdict(machine):
+        raise JsonError(f"they are of another machine or version, not of {machine}")
+    for kind in ("verdicts", "times"):
+        table = content.get(kind)
+        if not isinstance(table, dict) or not all(_is_row(kind, row) for row in table.values()):
+            raise JsonError("the file is damaged")
+
+
+def _is_row(kind: str, row: object) -> bool:
+    """Says whether a row of "verdicts" has texts, and one of "times" seconds."""
+    if not isinstance(row, dict):
         return False
-    return all(is_entry(entry) for row in part.values() for entry in row.values())
-
-
-def _is_text(entry: object) -> bool:
-    return isinstance(entry, str)
-
-
-def _is_time(entry: object) -> bool:
-    """Says whether an entry is a time in seconds."""
-    if isinstance(entry, bool) or not isinstance(entry, int | float):
-        return False
-    return 0 < entry < math.inf
+    if kind == "verdicts":
+        return all(isinstance(text, str) for text in row.values())
+    return all(isinstance(seconds, float) and 0 < seconds < math.inf for seconds in row.values())

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import flaxasync as fa
 from flaxasync.ops import trust
-from flaxasync.ops.roofline import MODELS
+from flaxasync.ops.cost_models import MODELS
 from flaxasync.verify.cases import Case, Facts
 
 # how many times the time of the plain backend a case may take before it is called slower

@@ -20,10 +20,10 @@ LLAMA = (1, 4096, 32, 128), (1, 4096, 8, 128)
 def test_a_ring_that_hides_its_transfers_is_chosen_with_a_reason():
     plan = fa.plan(fa.ring_attention, *LLAMA, chip="v5e", ring=8, layout="zigzag")
     assert plan.backend == "xla"
-    assert "waits 0 ms for transfers where none waits" in plan.reason
+    assert "its waits for transfers take 0 ms where those of none take" in plan.reason
     assert set(plan.seconds) == {"xla", "none"}
     assert plan.seconds["xla"] < plan.seconds["none"]
-    assert str(plan).startswith("ring_attention: xla, because it waits 0 ms")
+    assert str(plan).startswith("ring_attention: xla, because its waits for transfers take 0 ms")
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,13 @@ def test_a_ring_that_hides_its_transfers_is_chosen_with_a_reason():
             "ring_attention",
             [(1, 16, 8, 64), (1, 16, 1, 64)],
             {},
-            "xla needs 8 steps, which take 0.08 ms beside their products",
+            "its steps take 0.04 ms where those of xla take 0.08 ms",
         ),
         (
             "all_gather_matmul",
             [(8, 1024), (1024, 256)],
             {"kernels": False},
-            "pallas needs 8 steps, which take",
+            "its steps take 0.0032 ms where those of xla take 0.0176 ms",
         ),
     ],
 )
@@ -49,7 +49,7 @@ def test_where_blocks_are_small_steps_cost_more_than_waiting(op, shapes, options
     """
     plan = fa.plan(op, *shapes, chip="v5e", ring=8, backward=False, **options)
     assert plan.backend == "none"
-    assert f"overlap loses here: {why}" in plan.reason
+    assert why in plan.reason
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_backend_that_exceeds_memory_is_not_chosen():
     )
     assert plan.backend == "xla"
     assert "none would hold" in plan.reason
-    assert "more than a v5e has" in plan.reason
+    assert "GiB beside its operands, too much for each of 8 v5e" in plan.reason
     assert larger.reason.startswith("nothing fits: even xla would hold")
 
 
@@ -91,7 +91,7 @@ def test_predictions_follow_the_work():
     # seven matmuls with gradients, two without
     assert 3.4 < seconds() / seconds(backward=False) < 3.6
     one = fa.plan("ring_attention", *LLAMA, chip="v5e", ring=1)
-    assert one.reason.startswith("one device has every row: there is nothing to transfer; ")
+    assert one.reason == "one device has every row: there is nothing to transfer"
 
 
 @pytest.mark.parametrize(
@@ -170,35 +170,7 @@ def test_large_matmuls_are_one_kernel_where_kernels_can_serve(op, shapes):
     assert max(plan.seconds, key=plan.seconds.get) == "none"
     assert fa.plan(op, *shapes, chip="v5e", ring=8, kernels=False).backend in ("xla", "pallas")
     alone = fa.plan(op, *shapes, chip="v5e", ring=1)
-    assert alone.reason.startswith("one device has every row: there is nothing to transfer; ")
-
-
-@pytest.mark.parametrize(
-    ("op", "shapes", "ring", "intensity"),
-    [
-        # the figures of the published study
-        ("mesh_matmul", [(16384, 16384), (16384, 8192)], (1, 1), 4096),
-        ("mesh_matmul", [(8192, 8192), (8192, 8192)], (2, 2), 2731),
-        # three matrices [1024, 1024]
-        ("all_gather_matmul", [(2, 128, 1024), (1024, 512), (1024, 512)], 4, 341),
-        # 4 * 128 * 8 * 512 / (4 * 128 * (8 + 4 * 2))
-        ("ring_attention", [(2, 128, 8, 64), (2, 128, 2, 64)], 4, 256),
-        # three products of 2 * 512 choices, [256, 1024] each; rows twice, and 8 experts
-        (
-            "expert_mlp",
-            [(512, 256), (512, 2), (512, 2), (8, 256, 1024), (8, 256, 1024), (8, 1024, 256)],
-            4,
-            123,
-        ),
-    ],
-)
-def test_the_reason_has_the_arithmetic_intensity_beside_the_balance_of_the_chip(
-    op, shapes, ring, intensity
-):
-    reason = fa.plan(op, *shapes, chip="v5e", ring=ring).reason
-    assert reason.endswith(
-        f"an arithmetic intensity of {intensity} flops a byte, where the balance of a v5e is 241"
-    )
+    assert alone.reason == "one device has every row: there is nothing to transfer"
 
 
 @pytest.mark.parametrize(
@@ -208,9 +180,8 @@ def test_the_reason_has_the_arithmetic_intensity_beside_the_balance_of_the_chip(
         # other trips.
         ("all_gather_matmul", (2048, 2048), (2048, 2048), "v5e", 2, False, "fused"),
         ("all_gather_matmul", (512, 2048), (2048, 2048), "v5e", 2, True, "xla"),
-        # A kernel alone reads w for each block; with gradients XLA fetches it while another kernel
-        # runs.
-        ("matmul_reduce_scatter", (512, 4096), (4096, 4096), "v6e", 4, False, "none"),
+        # XLA copies w for a kernel alone; with gradients it does so while another kernel runs.
+        ("matmul_reduce_scatter", (512, 4096), (4096, 4096), "v6e", 4, False, "fused"),
         ("matmul_reduce_scatter", (1024, 4096), (4096, 4096), "v5e", 8, True, "fused"),
         # A kernel contracts a few rows at a time, and wide matrix units wait for more.
         ("all_gather_matmul", (128, 8192), (8192, 3584), "v6e", 8, True, "none"),
@@ -224,16 +195,12 @@ def test_what_plays_fastest_is_chosen(op, x, w, chip, ring, backward, backend):
 
 
 def test_rings_with_equal_products_and_waits_are_told_apart_by_their_overheads():
-    plan = fa.plan(
-        "matmul_reduce_scatter", (512, 2048), (2048, 4096), chip="v5p", ring=4, backward=False
-    )
-    beside = [f"{1e3 * plan.costs[name].overhead:.3g} ms" for name in ("pallas", "xla")]
-    assert plan.backend == "pallas"
+    options = {"chip": "v5p", "ring": 4, "backward": False, "kernels": False}
+    plan = fa.plan("matmul_reduce_scatter", (1024, 2048), (2048, 4096), **options)
+    beside = [f"{1e3 * plan.costs[name].overhead:.3g} ms" for name in ("xla", "pallas")]
+    assert plan.backend == "xla"
     assert beside[0] != beside[1]
-    assert (
-        f"take {beside[0]} beside products and transfers where 4 of xla take {beside[1]}"
-        in plan.reason
-    )
+    assert f"its steps take {beside[0]} where those of pallas take {beside[1]}" in plan.reason
 
 
 def test_a_block_with_more_tiles_than_semaphores_is_no_kernel():
@@ -248,7 +215,7 @@ def test_the_mesh_matmul_has_the_order_of_the_study():
         fa.mesh_matmul, (8192, 8192), (8192, 100), chip="v5e", ring=(2, 2), kernels=False
     )
     assert alone.backend == "none"
-    assert alone.reason.startswith("no other backend can serve this call; ")
+    assert alone.reason == "no other backend can serve this call"
     published, played = (
         {"none": 12.05e-3, "xla_gemm": 12.5e-3, "serial": 13.17e-3},
         {"fused": 9.28e-3},

@@ -13,7 +13,7 @@ import time
 import jax
 
 import flaxasync as fa
-from flaxasync.ops import choose, trust
+from flaxasync.ops import agreement, choose, trust
 
 OP, ROWS, WIDTH = "all_gather_matmul", 256, 4096
 
@@ -31,7 +31,7 @@ def main():
     if verdict := os.environ["VERDICT"]:
         assert trust.record(trust.Machine.here("v5e"), {f"{OP}/fused/3+": {"a case": verdict}})
     time.sleep(float(os.environ.get("LATE", "0")))
-    trust.LIMIT = int(os.environ.get("LIMIT", "60"))
+    agreement.LIMIT = int(os.environ.get("LIMIT", "60"))
     with (
         jax.set_mesh(fa.check.topology_mesh("v5e:4x4", (16,), ("model",))),
         trust.trusting("verified"),

@@ -11,7 +11,7 @@ import pytest
 import flaxasync as fa
 from flaxasync.check.player.errors import RaceError
 from flaxasync.ops import trust
-from flaxasync.ops.roofline import MODELS
+from flaxasync.ops.cost_models import MODELS
 from flaxasync.verify import cases, rehearsal
 from flaxasync.verify.__main__ import main, record_verdicts
 from flaxasync.verify.cases import BACKENDS, FORGETS, Case, stand_in

@@ -10,7 +10,7 @@ import pytest
 
 from flaxasync.hardware import CHIPS
 from flaxasync.ops import trust
-from flaxasync.ops.roofline import MODELS
+from flaxasync.ops.cost_models import MODELS
 from flaxasync.verify import verdict
 from flaxasync.verify.__main__ import record_verdicts, verdicts_of
 from flaxasync.verify.cases import list_cases

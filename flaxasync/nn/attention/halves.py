@@ -21,7 +21,7 @@ from flaxasync.ops.attention.halves import HalvedAttention, halved_attention
 from flaxasync.ops.matmul.api import Options, choose_executor
 from flaxasync.ops.matmul.switch import WholeExecutor, join_columns
 from flaxasync.ops.plan import Plan, plan, unknown_on_gpus
-from flaxasync.ops.roofline import Shape, attention_on_gpus, nccl_seconds
+from flaxasync.ops.roofline import Shape, attention_on_gpus, hop_seconds
 
 
 def are_faster(call: AttentionCall, x: Array, weights: Weights, inputs: Inputs[Array]) -> bool:
@@ -74,7 +74,7 @@ def _seconds(call: AttentionCall, x: Shape, weights: Weights, gpu: Gpu, size: in
         work += _attention_seconds(call, half, weights, gpu, size)
         transfers += sum(cost.exposed for cost in costs)
         if not _keeps(call, x, size):
-            transfers += nccl_seconds(gpu, (size - 1) * _bytes(call, half))
+            transfers += hop_seconds(gpu, (size - 1) * _bytes(call, half))
     beside_nothing = transfers / 2
     return work + beside_nothing + max(0.0, transfers / 2 - work / 2)
 
