@@ -5,6 +5,7 @@ A prediction (`flaxasync.ops.roofline`) ranks backends; it does not say how long
 
 import dataclasses
 import inspect
+import math
 import numbers
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -121,6 +122,12 @@ def plan(
     kept = costs[ranked[0]].kept
     if kept:
         reason += f"; it keeps the gathered x, {kept / 2**20:.0f} MiB, which spares its second trip"
+    itemsize = options.get("itemsize", 2)
+    intensity = _intensity(name, 1 if isinstance(ring, tuple) else ring, itemsize, *shapes)
+    reason += (
+        f"; its products have an arithmetic intensity of {intensity:.0f} flops a byte, where the "
+        f"balance of a {spec.name} is {spec.flops / spec.hbm_bandwidth:.0f}"
+    )
     quantization = quantization_of(name, options.get("quantization"))
     kinds: Collection[str] = ()
     if quantization is not None:
@@ -132,7 +139,7 @@ def plan(
     unverified = tuple(b for b in need_verdicts if trust.lacking(evidence, name, b, ring, kinds))
     times: Mapping[str, float] = {}
     if options.get("backward", True) and quantization is None:  # as `verify` times calls
-        call = trust.call_key(name, ring, shapes, options.get("itemsize", 2))
+        call = trust.call_key(name, ring, shapes, itemsize)
         times = evidence.times.get(call, {})
     expected = _expected(candidates, times)
     allowed = [backend for backend in ranked if backend not in unverified]
@@ -234,9 +241,10 @@ def _misfit(op: str, ring: tuple[int, ...], x: Shape, *others: Shape) -> str | N
         return None
     if op == "expert_mlp":
         ids, _, *kernels = others
-        if ids[:-1] != x[:-1] or any(len(w) != 3 or x[-1] not in w[1:] for w in kernels):
-            return f"x {list(x)} cannot go to experts {list(map(list, kernels))}"
-        return None
+        fits = ids[:-1] == x[:-1] and all(len(w) == 3 and x[-1] in w[1:] for w in kernels)
+        if fits and kernels:
+            return None
+        return f"x {list(x)} cannot go to experts {list(map(list, kernels))}"
     x_devices, y_devices = ring if len(ring) == 2 else (1, 1)
     for w in others:
         if len(x) < 2 or len(w) != 2 or x[-1] * y_devices != w[0] * x_devices:
@@ -244,6 +252,29 @@ def _misfit(op: str, ring: tuple[int, ...], x: Shape, *others: Shape) -> str | N
     if op == "matmul_reduce_scatter" and x[-2] % ring[0]:
         return f"the rows of x {list(x)} cannot be shared out equally to {ring[0]} devices"
     return None
+
+
+def _intensity(op: str, ring: int, itemsize: int, x: Shape, *others: Shape) -> float:
+    """Returns the flops of a device's forward products for each byte of their operands and results.
+
+    Those of attention are of all scores, without a mask.
+    """
+    if op == "ring_attention":
+        _, rows, heads, features = x
+        flops = 4 * rows * heads * ring * rows * features
+        moved = 2 * rows * features * (heads + ring * others[0][2])
+    elif op == "expert_mlp":
+        ids, _, *kernels = others
+        weights = sum(map(math.prod, kernels))
+        flops = 2 * math.prod(ids) * weights // kernels[0][0]
+        moved = 2 * math.prod(x) + weights
+    else:
+        m = math.prod(x[:-1]) * (ring if op == "all_gather_matmul" else 1)
+        k = x[-1]
+        n = sum(w[-1] for w in others)
+        flops = 2 * m * k * n
+        moved = m * k + k * n + m * n
+    return flops / (itemsize * moved)
 
 
 def _reason(ranked: list[str], costs: Mapping[str, Cost], where: str) -> str:

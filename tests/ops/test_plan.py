@@ -91,7 +91,7 @@ def test_predictions_follow_the_work():
     # seven matmuls with gradients, two without
     assert 3.4 < seconds() / seconds(backward=False) < 3.6
     one = fa.plan("ring_attention", *LLAMA, chip="v5e", ring=1)
-    assert one.reason == "one device has every row: there is nothing to transfer"
+    assert one.reason.startswith("one device has every row: there is nothing to transfer; ")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,35 @@ def test_large_matmuls_are_one_kernel_where_kernels_can_serve(op, shapes):
     assert max(plan.seconds, key=plan.seconds.get) == "none"
     assert fa.plan(op, *shapes, chip="v5e", ring=8, kernels=False).backend in ("xla", "pallas")
     alone = fa.plan(op, *shapes, chip="v5e", ring=1)
-    assert alone.reason == "one device has every row: there is nothing to transfer"
+    assert alone.reason.startswith("one device has every row: there is nothing to transfer; ")
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "ring", "intensity"),
+    [
+        # the figures of the published study
+        ("mesh_matmul", [(16384, 16384), (16384, 8192)], (1, 1), 4096),
+        ("mesh_matmul", [(8192, 8192), (8192, 8192)], (2, 2), 2731),
+        # three matrices [1024, 1024]
+        ("all_gather_matmul", [(2, 128, 1024), (1024, 512), (1024, 512)], 4, 341),
+        # 4 * 128 * 8 * 512 / (4 * 128 * (8 + 4 * 2))
+        ("ring_attention", [(2, 128, 8, 64), (2, 128, 2, 64)], 4, 256),
+        # three products of 2 * 512 choices, [256, 1024] each; rows twice, and 8 experts
+        (
+            "expert_mlp",
+            [(512, 256), (512, 2), (512, 2), (8, 256, 1024), (8, 256, 1024), (8, 1024, 256)],
+            4,
+            123,
+        ),
+    ],
+)
+def test_the_reason_has_the_arithmetic_intensity_beside_the_balance_of_the_chip(
+    op, shapes, ring, intensity
+):
+    reason = fa.plan(op, *shapes, chip="v5e", ring=ring).reason
+    assert reason.endswith(
+        f"an arithmetic intensity of {intensity} flops a byte, where the balance of a v5e is 241"
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,7 +243,7 @@ def test_the_mesh_matmul_has_the_order_of_the_study():
         fa.mesh_matmul, (8192, 8192), (8192, 100), chip="v5e", ring=(2, 2), kernels=False
     )
     assert alone.backend == "none"
-    assert alone.reason == "no other backend can serve this call"
+    assert alone.reason.startswith("no other backend can serve this call; ")
     published, played = (
         {"none": 12.05e-3, "xla_gemm": 12.5e-3, "serial": 13.17e-3},
         {"fused": 9.28e-3},
