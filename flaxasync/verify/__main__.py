@@ -24,8 +24,6 @@ from flaxasync.verify.child import Serve, Setup, serve
 from flaxasync.verify.supervisor import describe, run_cases
 from flaxasync.verify.verdict import CaseResult, Verdict, summarize
 
-FORMAT = 3  # of the JSON file
-
 
 def main(arguments: list[str] | None = None, *, serve: Serve = serve) -> int:
     """Runs the command line and returns its exit status; `serve` is what a child process does."""
@@ -71,7 +69,7 @@ def main(arguments: list[str] | None = None, *, serve: Serve = serve) -> int:
         print(f"the verdicts are in {stored}")
     if chosen.json:
         found = [dataclasses.asdict(result) for result in results]
-        content = {"format": FORMAT, "machine": machine, "results": found}
+        content = {"machine": machine, "results": found}
         pathlib.Path(chosen.json).write_text(json.dumps(content, indent=1) + "\n")
     if any(result.verdict is Verdict.NOT_RUN for result in results):
         return 2
