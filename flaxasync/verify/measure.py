@@ -6,152 +6,99 @@ nor the types of manual axes within its own loops.
 """
 
 import contextlib
-import dataclasses
 import functools
-import statistics
 import tempfile
-import time
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import jax
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import Jaxpr
 from jax.sharding import AbstractDevice, Mesh
 from jax.typing import ArrayLike
 
 from flaxasync.check.trace.profile import median_seconds, read_profile
 from flaxasync.verify import programs
 from flaxasync.verify.cases import Case
+from flaxasync.verify.verdict import CaseResult, judge
 
 RUNS = 20
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "attention": 1e-4}
-"""The largest deviation relative to the largest value. float32 differs by the order of additions,
-attention also by its softmax in base 2; bfloat16 keeps 8 bits, and partial sums travel in it."""
-ROUNDING = {"int8": 0.05, "fp8": 0.2}
-"""The same for plain products in 8 bits, which are compared with products that are not rounded."""
 BACK_TO_BACK = 8
-"""How often a program runs on its first input without a wait in between. A semaphore that a run
-leaves at a wrong count, or a device that runs ahead, shows only in the next run."""
-PHASES = 40  # instructions whose seconds are told, the longest first
+"""How often a program runs without a wait in between. A semaphore that a run leaves at a wrong
+count, or a device that runs ahead, shows only in the next run."""
 # what CPU devices pass for; only the other one has fp8
 SIMULATED = "TPU v5e"
 SIMULATED_FP8 = "TPU7x"
 
 
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """The time of a program. The fields of this class and of the next one are those of
-    `verdict.CaseResult`.
+def run_case(case: Case) -> CaseResult:
+    """Runs a case, compares each result with the reference, and times it, but not on CPUs: devices
+    that share their cores hide nothing.
     """
-
-    seconds: float
-    clock: str
-    phases: dict[str, float] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-    """What running a case gave."""
-
-    errors: dict[str, float]
-    tolerance: float  # the error that is allowed
-    timing: Timing | None
-    missing: dict[str, str] = dataclasses.field(default_factory=dict)
+    errors = check_values(case)
+    if jax.default_backend() == "cpu":
+        return judge(case, errors)
+    mesh = programs.make_mesh(case)
+    with jax.set_mesh(mesh):
+        run = functools.partial(programs.make_program(case), *programs.random_arguments(case, mesh))
+        return judge(case, errors, device_seconds(run, f"jit_{programs.NAME}"))
 
 
-def run_case(case: Case, *, repeats: int) -> Measurement:
-    """Runs a case on several random inputs, compares each result with the reference, and times
-    it.
+def check_values(case: Case) -> dict[str, float]:
+    """Returns the largest deviation of each result from its reference, over several runs."""
+    wanted = run_program(programs.reference(case))[0]
+    results = run_program(case)
+    return {
+        name: max(deviation(result[name], array) for result in results)
+        for name, array in wanted.items()
+    }
+
+
+def run_program(case: Case) -> list[dict[str, jax.Array]]:
+    """Returns the results of `BACK_TO_BACK` runs of a case, on CPUs of a single one of a kernel,
+    which JAX's simulator of TPU kernels runs.
     """
     mesh = programs.make_mesh(case)
     program = programs.make_program(case)
-    if case.simulate:
-        errors = check_values(case, program, repeats=repeats, runs=1)
-        return Measurement(errors, tolerance(case), timing=None)
-    errors = check_values(case, program, repeats=repeats, runs=BACK_TO_BACK)
     with jax.set_mesh(mesh):
-        arguments = programs.random_arguments(case, mesh, seed=0)
-        timing = time_program(lambda: program(*arguments), f"jit_{programs.NAME}")
-    return Measurement(errors, tolerance(case), timing)
+        arguments = programs.random_arguments(case, mesh)
+    runs = BACK_TO_BACK
+    context: contextlib.AbstractContextManager = jax.set_mesh(mesh)
+    if case.is_kernel and jax.default_backend() == "cpu":
+        runs = 1
+        context = simulated(mesh, fp8=case.quantization == "fp8")
+    with context:
+        return [program(*arguments) for _ in range(runs)]
 
 
-def check_values(case: Case, program: Callable, *, repeats: int, runs: int) -> dict[str, float]:
-    """Returns the largest deviation of each result from its reference, on `repeats` random inputs.
-
-    The program runs `runs` times on the first input, without a wait.
+def deviation(got: ArrayLike, wanted: ArrayLike) -> float:
+    """Returns the largest deviation of an array relative to its largest value; infinite where it is
+    not finite.
     """
-    mesh = programs.make_mesh(case)
-    reference = programs.make_program(case, reference=True)
-    errors: dict[str, float] = {}
-    for seed in range(repeats):
-        with jax.set_mesh(mesh):
-            arguments = programs.random_arguments(case, mesh, seed)
-            wanted = reference(*arguments)
-        context: contextlib.AbstractContextManager = jax.set_mesh(mesh)
-        if case.simulate:
-            context = simulated(mesh, fp8=case.quantization == "fp8")
-        with context:
-            results = [program(*arguments)]
-            if seed == 0:
-                results += [program(*arguments) for _ in range(runs - 1)]
-            for result in results:
-                for name, error in compare_results(result, wanted).items():
-                    errors[name] = max(errors.get(name, 0.0), error)
-    return errors
+    a = np.asarray(got, np.float64)
+    b = np.asarray(wanted, np.float64)
+    scale = max(np.abs(b).max(), np.finfo(np.float32).tiny)
+    error = np.abs(a - b).max() / scale
+    return float(np.nan_to_num(error, nan=np.inf))
 
 
-def tolerance(case: Case) -> float:
-    """Returns the deviation that is allowed, relative to the largest value."""
-    if case.quantization is not None and case.plain:
-        return ROUNDING[case.quantization]
-    if "attention" in case.op and case.dtype == "float32":
-        return TOLERANCE["attention"]
-    return TOLERANCE[case.dtype]
-
-
-def compare_results(
-    got: Mapping[str, ArrayLike], wanted: Mapping[str, ArrayLike]
-) -> dict[str, float]:
-    """Returns the largest deviation of each array relative to its largest value; infinite where it
-    is not finite.
-    """
-    errors = {}
-    for name, value in wanted.items():
-        a = np.asarray(got[name], np.float64)
-        b = np.asarray(value, np.float64)
-        scale = max(np.abs(b).max(), np.finfo(np.float32).tiny)
-        error = float(np.abs(a - b).max() / scale)
-        errors[name] = float(np.nan_to_num(error, nan=np.inf))
-    return errors
-
-
-def time_program(run: Callable[[], object], name: str, runs: int = RUNS) -> Timing:
-    """Measures the program that `run` starts by the device's clock, on CPUs by the host's; a
-    profile shows its name.
+def device_seconds(run: Callable[[], object], name: str) -> float | None:
+    """Returns the median seconds of the program that `run` starts, by the device's clock; None if
+    a profile does not show the name.
     """
     jax.block_until_ready(run())
-    spent = []
     with tempfile.TemporaryDirectory(prefix="flaxasync-") as folder:
-        on_device = jax.default_backend() != "cpu"
-        with jax.profiler.trace(folder) if on_device else contextlib.nullcontext():
-            for _ in range(runs):
-                begin = time.perf_counter()
+        with jax.profiler.trace(folder):
+            for _ in range(RUNS):
                 jax.block_until_ready(run())
-                spent.append(time.perf_counter() - begin)
-        if on_device:
-            with contextlib.suppress(ValueError):
-                devices = read_profile(folder)
-                measured = median_seconds(devices, name, runs)
-                if measured is not None:
-                    phases: Counter[str] = Counter()
-                    for event in devices[0].events:
-                        phases[event.name] += (event.end - event.start) / runs  # type: ignore[assignment]
-                    return Timing(measured, "device", dict(phases.most_common(PHASES)))
-    return Timing(statistics.median(spent), "host")
+        try:
+            devices = read_profile(folder)
+        except ValueError:
+            return None
+    return median_seconds(devices, name, RUNS)
 
 
 @contextlib.contextmanager
@@ -186,9 +133,8 @@ def simulated(mesh: Mesh, *, fp8: bool = False) -> Iterator[None]:
 def _with_barrier(
     original: Any,
     *args: Any,
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     compiler_params: Any,
-    name: str | None = None,
     **rest: Any,
 ) -> Any:
     from jax._src import config
@@ -198,10 +144,10 @@ def _with_barrier(
         number = zlib.crc32(str(jaxpr.debug_info.func_name).encode()) % 97
         compiler_params = compiler_params.replace(collective_id=number)
     with config._check_vma(False):
-        return original(*args, jaxpr=jaxpr, compiler_params=compiler_params, name=name, **rest)
+        return original(*args, jaxpr=jaxpr, compiler_params=compiler_params, **rest)
 
 
-def _has_barrier(jaxpr: Any) -> bool:
+def _has_barrier(jaxpr: Jaxpr) -> bool:
     from jax._src import core
     from jax._src.pallas.mosaic import primitives
 

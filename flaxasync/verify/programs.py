@@ -1,110 +1,133 @@
-"""The program of a case and its reference, as jitted functions of global arrays, with random
-operands.
+"""The program of a case, as a jitted function of global arrays, with random operands.
 
-The reference of every backend is the formula of its op on global arrays, which XLA partitions. A
-kernel in 8 bits has the plain backend in 8 bits for a reference, which is itself compared with the
-formula, which rounds nothing.
+The reference of every backend is plain XLA on the same devices, and that of plain XLA is the same
+op on one device, which rounds nothing to 8 bits. What only moves data has no other form there.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from flaxasync.kernels.engine.operands import LANES
-from flaxasync.nn.attention.rotary import rotary_embedding, rotary_tables, rotate
+from flaxasync.nn.attention.rotary import rotary_tables, rotate
+from flaxasync.ops.quantization import Quantization
 from flaxasync.ops.roofline import Shape
 from flaxasync.ops.vocabulary import lookup_reduce_scatter
 from flaxasync.transport import direct
-from flaxasync.transport.pair import Pair
 from flaxasync.transport.transfers import start_gather, start_reduce_scatter
-from flaxasync.verify.cases import AXIS, MESH_AXES, Case
+from flaxasync.verify.cases import FORWARD_ONLY, MOVES, Case
 
-BY_ROWS = P(None, AXIS, None)
-BY_COLUMNS = P(None, None, AXIS)
+AXIS = "model"
+AXES = {1: (AXIS,), 2: ("x", "y")}  # of meshes of one dimension, and of mesh_matmul
 NAME = "verified"  # the name of the jitted function, by which a profile shows its runs
+# the dimension that is split over the devices
+WHOLE = P()
+FIRST = P(AXIS)
+SECOND = P(None, AXIS)
+THIRD = P(None, None, AXIS)
 
 
-def _product(x: jax.Array, w: jax.Array) -> jax.Array:
-    return jnp.matmul(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+def _ring(case: Case, *operands: Array) -> Array:
+    options: dict[str, object] = {}
+    if case.directions is not None:
+        options["directions"] = case.directions
+    kind = case.quantization
+    if kind is not None:
+        options["quantization"] = Quantization(kind, backward=kind, weights=kind)
+    if case.keeps:
+        options["gathered_bytes"] = 2**40  # all of it
+    return getattr(fa, case.op)(*operands, AXIS, backend=case.backend, **options)
 
 
-def _causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    wide = (x.astype(jnp.float32) for x in (q, k, v))
-    return jax.nn.dot_product_attention(*wide, is_causal=True).astype(q.dtype)
+def _mesh_matmul(case: Case, lhs: Array, rhs: Array) -> Array:
+    return fa.mesh_matmul(lhs, rhs, backend=case.backend)
 
 
-def _rotated_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return _causal_attention(rotary_embedding(q), rotary_embedding(k), v)
+def _lookup(case: Case, ids: Array, table: Array) -> Array:
+    return lookup_reduce_scatter(ids, table, AXIS, backend=case.backend)
 
 
-def _experts(x: jax.Array, ids: jax.Array, weights: jax.Array, *kernels: jax.Array) -> jax.Array:
-    """Applies all experts to all rows, and adds what the rows chose."""
-    x = x.astype(jnp.float32)
-    weights = weights.astype(jnp.float32)
-    y = jnp.zeros_like(x)
-    for expert in range(kernels[0].shape[0]):
-        gate, up, down = (kernel[expert].astype(jnp.float32) for kernel in kernels)
-        share = jnp.sum(jnp.where(ids == expert, weights, 0), axis=-1, keepdims=True)
-        y += share * ((jax.nn.silu(x @ gate) * (x @ up)) @ down)
-    return y.astype(kernels[0].dtype)
+def _experts(case: Case, *operands: Array) -> Array:
+    experts: Callable = partial(fa.expert_mlp, axis_name=AXIS, directions=case.directions)
+    if case.op == "expert_products":
+        return experts(*operands, backend="none", kernel=case.backend)
+    return experts(*operands, backend=case.backend, kernel="reference")
 
 
-def _transpose_blocks(x: jax.Array) -> jax.Array:
-    """Gives device d, as block d of the columns, block d of the rows of every device."""
-    blocks = x.reshape(_devices(), _devices(), -1, x.shape[1])
-    return blocks.transpose(0, 2, 1, 3).reshape(-1, _devices() * x.shape[1])
+def _attention(case: Case, q: Array, k: Array, v: Array) -> Array:
+    """Rotates heads, and attends; by kernels where the kernel is "flash"."""
+    tables = rotary_tables(q.shape[1], q.shape[3], jnp.float32)
+    rotates_in_kernel = None  # if it can
+    if not case.is_kernel:
+        rotates_in_kernel = False
+    q = rotate(q, tables, rotates_in_kernel)
+    k = rotate(k, tables, rotates_in_kernel)
+    return fa.attention(q, k, v, kernel=case.backend)
+
+
+def _all_to_all(case: Case, x: Array) -> Array:
+    if not case.is_kernel:
+        return lax.all_to_all(x, AXIS, split_axis=0, concat_axis=0, tiled=True)
+    pair = direct.all_to_all(AXIS, lax.axis_size(AXIS), 0)
+    return pair.done(*pair.start(x)).reshape(x.shape)
+
+
+def _prefetch(case: Case, x: Array) -> Array:
+    """Gathers blocks along each dimension, and scatters the sum of what device d gathered, d + 1
+    times.
+    """
+    for dim in (0, 1):
+        whole = start_gather(x, AXIS, dim, case.backend).done()
+        whole *= (1 + lax.axis_index(AXIS)).astype(x.dtype)
+        summed = start_reduce_scatter(whole, jnp.float32, AXIS, dim, case.backend).done()
+        x = summed.astype(x.dtype)
+    return x
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What an op computes, and how it splits its arrays."""
+    """What an op computes on the arrays of one device, and how global arrays are split."""
 
+    names: str  # of the operands; "ids" are integers, which have no gradient
     operands: tuple[P, ...]
     result: P
-    names: tuple[str, ...]  # of the operands; "ids" are integers, which have no gradient
-    formula: Callable[..., jax.Array]  # the result as a function of the global operands
+    op: Callable[..., Array]  # of a case and the operands
 
 
-EXPERTS = Form((P(AXIS),) * 6, P(AXIS), ("x", "ids", "weights", "gate", "up", "down"), _experts)
+EXPERTS = Form("x ids weights gate up down", (FIRST,) * 6, FIRST, _experts)
 FORMS = {
+    "all_gather_matmul": Form("x w", (SECOND, SECOND), THIRD, _ring),
+    "matmul_reduce_scatter": Form("x w", (THIRD, FIRST), SECOND, _ring),
+    "matmul_all_reduce": Form("x w", (THIRD, FIRST), WHOLE, _ring),
+    "mesh_matmul": Form("lhs rhs", (P(*AXES[2]), P("x")), P("x"), _mesh_matmul),
+    "ring_attention": Form("q k v", (SECOND,) * 3, SECOND, _ring),
+    "lookup_reduce_scatter": Form("ids table", (WHOLE, FIRST), SECOND, _lookup),
     "expert_mlp": EXPERTS,
     "expert_products": EXPERTS,
-    "all_gather_matmul": Form((BY_ROWS, P(None, AXIS)), BY_COLUMNS, ("x", "w"), _product),
-    "matmul_reduce_scatter": Form((BY_COLUMNS, P(AXIS, None)), BY_ROWS, ("x", "w"), _product),
-    "matmul_all_reduce": Form((BY_COLUMNS, P(AXIS, None)), P(), ("x", "w"), _product),
-    "mesh_matmul": Form((P("x", "y"), P("x", None)), P("x", None), ("lhs", "rhs"), _product),
-    "ring_attention": Form((P(None, AXIS),) * 3, P(None, AXIS), ("q", "k", "v"), _causal_attention),
-    "attention": Form((P(AXIS),) * 3, P(AXIS), ("q", "k", "v"), _rotated_attention),
-    "lookup_reduce_scatter": Form(
-        (P(), P(AXIS, None)), BY_ROWS, ("ids", "table"), lambda ids, table: table[ids]
-    ),
-    "ppermute": Form(
-        (P(AXIS),), P(AXIS), ("x",), lambda x: jnp.roll(x, x.shape[0] // _devices(), axis=0)
-    ),
-    # Block d of the columns is what device d gathers.
-    "all_gather": Form((P(AXIS),), P(None, AXIS), ("x",), lambda x: jnp.tile(x, (1, _devices()))),
-    "all_to_all": Form((P(AXIS),), P(None, AXIS), ("x",), _transpose_blocks),
-    "prefetch": Form(
-        (P(None, AXIS),),
-        P(None, AXIS),
-        ("x",),
-        lambda x: x * (_devices() * (_devices() + 1) // 2) ** 2,
-    ),
+    "attention": Form("q k v", (FIRST,) * 3, FIRST, _attention),
+    "ppermute": Form("x", (FIRST,), FIRST, _ring),
+    "all_to_all": Form("x", (FIRST,), SECOND, _all_to_all),
+    "prefetch": Form("x", (SECOND,), SECOND, _prefetch),
 }
 
 
-def _devices() -> int:
-    return jax.sharding.get_abstract_mesh().shape[AXIS]
+def reference(case: Case) -> Case:
+    """Returns the case whose results are those that a case must have."""
+    if case.backend != case.plain:
+        return dataclasses.replace(case, backend=case.plain)
+    if case.op in MOVES:
+        return case
+    mesh = (1,) * len(case.mesh)
+    shapes = tuple(_global_shapes(case)[: len(case.shapes)])
+    return dataclasses.replace(case, mesh=mesh, shapes=shapes, quantization=None)
 
 
 def make_mesh(case: Case, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -114,37 +137,32 @@ def make_mesh(case: Case, devices: Sequence[jax.Device] | None = None) -> Mesh:
     compute the same.
     """
     sizes = case.mesh
-    names: tuple[str, ...] = (AXIS,)
-    if case.op == "mesh_matmul":
-        names = MESH_AXES
+    names = AXES[len(case.mesh)]
     if devices is not None and len(devices) > case.devices:
         sizes = (len(devices) // case.devices, *sizes)
         names = ("copy", *names)
-    return fa.make_mesh(sizes, names, devices=devices, axis_types=(AxisType.Auto,) * len(names))
+    # Arrays of Explicit axes say of which kind their devices are, for which CPU devices shall pass.
+    return fa.make_mesh(sizes, names, (AxisType.Auto,) * len(names), devices=devices)
 
 
-def make_program(case: Case, *, reference: bool = False) -> Callable:
-    """Returns the jitted function (operands, dy) -> {"y": ..., "dx": ...} of a case, or of its
-    reference.
+def make_program(case: Case) -> Callable:
+    """Returns the jitted function (operands, dy) -> {"y": ..., "dx": ...} of a case.
 
     `dy` is the cotangent of the result. The mesh is that of the context in which the function is
     called, one of `make_mesh`.
     """
-    form = FORMS[case.op]
-    whole: Callable = form.formula
-    if reference and case.quantization is not None and not case.plain:
-        case = dataclasses.replace(case, backend="none")
-        reference = False
-    if not reference:
-        whole = jax.shard_map(_op(case), in_specs=form.operands, out_specs=form.result)
+    op = _global_op(case)
+    names = FORMS[case.op].names.split()
 
-    def verified(operands: tuple, dy: jax.Array) -> dict[str, jax.Array]:
-        if not case.gradient:
-            return {"y": whole(*operands)}
-        named = dict(zip(form.names, operands, strict=True))
-        varied = {name: operand for name, operand in named.items() if name != "ids"}
-        y, pull = jax.vjp(lambda varied: whole(*(named | varied).values()), varied)
-        return {"y": y} | {f"d{name}": gradient for name, gradient in pull(dy)[0].items()}
+    def verified(operands: tuple, dy: Array) -> dict[str, Array]:
+        if case.op in FORWARD_ONLY:
+            return {"y": op(*operands)}
+        y, pull = jax.vjp(op, *operands)
+        results = {"y": y}
+        for name, gradient in zip(names, pull(dy), strict=True):
+            if name != "ids":
+                results[f"d{name}"] = gradient
+        return results
 
     return jax.jit(verified)
 
@@ -152,96 +170,53 @@ def make_program(case: Case, *, reference: bool = False) -> Callable:
 def abstract_arguments(
     case: Case, mesh: Mesh
 ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], jax.ShapeDtypeStruct]:
-    """Returns the shapes, dtypes and shardings of the operands and of dy."""
+    """Returns the shapes, dtypes and shardings of the operands and of dy, on the ambient mesh."""
     form = FORMS[case.op]
-    shapes = list(case.shapes)
-    if case.op in ("ring_attention", "attention"):
-        shapes.append(shapes[1])  # k and v have one shape
-    operands = [
-        _global(mesh, shape, spec, {"ids": "int32"}.get(name, case.dtype))
-        for name, shape, spec in zip(form.names, shapes, form.operands, strict=True)
-    ]
-    shape = jax.eval_shape(form.formula, *operands).shape
-    dy = jax.ShapeDtypeStruct(shape, operands[-1].dtype, sharding=NamedSharding(mesh, form.result))
+    operands = []
+    for name, shape, spec in zip(
+        form.names.split(), _global_shapes(case), form.operands, strict=True
+    ):
+        dtype = case.dtype
+        if name == "ids":
+            dtype = "int32"
+        sharding = NamedSharding(mesh, spec)
+        operands.append(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding))
+    plain = dataclasses.replace(case, backend=case.plain)  # which runs everywhere
+    y = jax.eval_shape(_global_op(plain), *operands)
+    dy = jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=NamedSharding(mesh, form.result))
     return tuple(operands), dy
 
 
-def random_arguments(case: Case, mesh: Mesh, seed: int) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Returns random operands and a random dy. They are never constant: a constant hides blocks
-    that are swapped.
+def random_arguments(case: Case, mesh: Mesh) -> tuple[tuple[Array, ...], Array]:
+    """Returns random operands and a random dy, the same for a case and its reference. They are
+    never constant: a constant hides blocks that are swapped.
     """
-    rng = np.random.default_rng(seed)
-    operands, dy = abstract_arguments(case, mesh)
+    rng = np.random.default_rng(0)
+    arguments = abstract_arguments(case, mesh)
+    choices = arguments[0][-1].shape[0]  # experts, or rows of a table
 
-    def draw(of: jax.ShapeDtypeStruct) -> jax.Array:
+    def draw(of: jax.ShapeDtypeStruct) -> Array:
         if jnp.issubdtype(of.dtype, jnp.integer):
-            values = rng.integers(0, operands[-1].shape[0], of.shape)
+            values = rng.integers(0, choices, of.shape)
         else:
             values = rng.standard_normal(of.shape, np.float32)
-        array = np.asarray(values, of.dtype)
-        return jax.make_array_from_callback(of.shape, of.sharding, lambda index: array[index])
+        return jax.device_put(np.asarray(values, of.dtype), of.sharding)
 
-    return tuple(draw(operand) for operand in operands), draw(dy)
-
-
-def _op(case: Case) -> Callable:
-    """Returns the op of a case on the arrays of one device."""
-    backend = case.backend
-    pairs = {"all_gather": direct.all_gather, "all_to_all": direct.all_to_all}
-    if case.op in pairs and backend == "pallas":
-        return partial(_direct, pairs[case.op])
-    ways: Any = case.directions  # 1, 2 or None
-    experts: Callable = partial(fa.expert_mlp, axis_name=AXIS, directions=ways)
-    others: dict[str, Callable] = {
-        "expert_mlp": partial(experts, backend=backend, kernel="reference"),
-        "expert_products": partial(experts, backend="none", kernel=backend),
-        "attention": partial(_attention, backend),
-        "mesh_matmul": partial(fa.mesh_matmul, axis_names=MESH_AXES, backend=backend),
-        "ppermute": partial(fa.ppermute, axis_name=AXIS, shift=1, backend=backend),
-        "all_gather": partial(lax.all_gather, axis_name=AXIS, tiled=True),
-        "all_to_all": partial(
-            lax.all_to_all, axis_name=AXIS, split_axis=0, concat_axis=0, tiled=True
-        ),
-        "prefetch": partial(_prefetch, backend),
-        "lookup_reduce_scatter": partial(lookup_reduce_scatter, axis_name=AXIS, backend=backend),
-    }
-    if case.op in others:
-        return others[case.op]
-    op: Callable = getattr(fa, case.op)
-    options = case.options
-    return partial(op, axis_name=AXIS, backend=backend, directions=ways, **options)
+    return jax.tree.map(draw, arguments)
 
 
-def _attention(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Rotates heads, and attends; by kernels where the kernel is "flash"."""
-    tables = rotary_tables(q.shape[1], q.shape[3], jnp.float32)
-    in_kernel = kernel == "flash" and q.shape[3] % LANES == 0
-    q = rotate(q, tables, kernel=in_kernel)
-    k = rotate(k, tables, kernel=in_kernel)
-    return fa.attention(q, k, v, kernel=kernel)
+def _global_op(case: Case) -> Callable:
+    """Returns the op of a case as a function of global arrays."""
+    form = FORMS[case.op]
+    return jax.shard_map(partial(form.op, case), in_specs=form.operands, out_specs=form.result)
 
 
-def _direct(pair: Callable[[str, int, int], Pair], x: jax.Array) -> jax.Array:
-    """Starts a direct transfer of the rows of `x`, and waits for it."""
-    chosen = pair(AXIS, lax.axis_size(AXIS), 0)
-    y = chosen.done(*chosen.start(x))
-    return y.reshape(-1, y.shape[-1])
-
-
-def _prefetch(backend: str, x: jax.Array) -> jax.Array:
-    """Gathers blocks along each dimension, and scatters the sum of what device d gathered, d + 1
-    times.
-    """
-    for dim in (0, 1):
-        whole = start_gather(x, AXIS, dim, backend).done() * (1 + lax.axis_index(AXIS)).astype(
-            x.dtype
-        )
-        x = start_reduce_scatter(whole, jnp.float32, AXIS, dim, backend).done().astype(x.dtype)
-    return x
-
-
-def _global(mesh: Mesh, shape: Shape, spec: P, dtype: str) -> jax.ShapeDtypeStruct:
-    """Returns the global array of which every device holds `shape`."""
-    split = itertools.zip_longest(shape, spec)
-    whole = tuple(n * mesh.shape.get(name, 1) for n, name in split)
-    return jax.ShapeDtypeStruct(whole, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
+def _global_shapes(case: Case) -> list[Shape]:
+    """Returns the global shapes of the operands; the last ones of attention have one shape."""
+    sizes = dict(zip(AXES[len(case.mesh)], case.mesh, strict=True))
+    shapes: list[Shape] = []
+    for number, spec in enumerate(FORMS[case.op].operands):
+        shape = case.shapes[min(number, len(case.shapes) - 1)]
+        split = itertools.zip_longest(shape, spec)
+        shapes.append(tuple(n * sizes.get(axis, 1) for n, axis in split))
+    return shapes

@@ -5,59 +5,52 @@ shapes on CPU devices, where kernels run in JAX's simulator; times are those of 
 of the case, in the simulator of compiled programs. Its verdicts are not stored.
 """
 
-from collections import Counter
+import dataclasses
 
 import jax
 
 from flaxasync import check
-from flaxasync.check.player.errors import PlayerError, ProtocolError
+from flaxasync.check.player.errors import PlayerError, ProtocolError, first_sentence
 from flaxasync.mesh import UnsupportedError
 from flaxasync.verify import measure, programs
-from flaxasync.verify.cases import FORGETS, Case, stand_in
-from flaxasync.verify.measure import Measurement, Timing
+from flaxasync.verify.cases import FORGETS, Case, small
+from flaxasync.verify.verdict import CaseResult, judge
 
 
-def rehearse_case(case: Case, *, repeats: int, topology: str) -> Measurement:
-    """Compiles and simulates a case for a topology, and compares the values of its `stand_in`.
+def rehearse_case(case: Case, topology: str) -> CaseResult:
+    """Compiles and simulates a case for a topology, and compares the values of its `small` one.
 
     A program that the simulator of compiled programs cannot execute has no time, and one that the
     simulator of kernels cannot execute has no values.
 
     Raises:
-      UnsupportedError: The op cannot serve the case, the compiler refuses its program, or no
-        simulator can execute it.
+      UnsupportedError: The op cannot serve the case, or no simulator can execute it.
+      RuntimeError: The compiler refuses its program.
       ProtocolError: The program would hang, halt or corrupt memory on a TPU.
     """
-    missing = {}
-    timing = None
+    seconds = None
+    reason = ""
     try:
-        timing = play_case(case, topology)
+        seconds = simulated_seconds(case, topology)
     except ProtocolError:
         raise
     except PlayerError as error:
-        missing["time"] = str(error).partition("\n")[0]
-    except NotImplementedError:
-        raise
-    except RuntimeError as error:
-        raise UnsupportedError(str(error)) from error
-    small = stand_in(case)
+        reason = f"no time: {first_sentence(error)}"
+    stand_in = small(case)
     errors: dict[str, float] = {}
-    if case.is_pair:
-        if timing is None:
-            raise UnsupportedError(f"no simulator executes it: {FORGETS}; {missing['time']}")
-        missing["values"] = FORGETS
+    if not case.is_pair:
+        errors = measure.check_values(stand_in)
+    elif seconds is None:
+        raise UnsupportedError(f"no simulator executes it: {FORGETS}; {reason}")
     else:
-        errors = measure.check_values(small, programs.make_program(small), repeats=repeats, runs=1)
-    return Measurement(errors, measure.tolerance(small), timing, missing)
+        reason = f"no values: {FORGETS}"
+    return dataclasses.replace(judge(stand_in, errors, seconds, reason), case=case)
 
 
-def play_case(case: Case, topology: str) -> Timing:
+def simulated_seconds(case: Case, topology: str) -> float:
     """Compiles the program of a case in a child process, which opens no TPU, and simulates it."""
     mesh = programs.make_mesh(case, check.topology_devices(topology))
     with jax.set_mesh(mesh):
         program = programs.make_program(case)
         played = check.play(program, *programs.abstract_arguments(case, mesh), topology=topology)
-    phases: Counter[str] = Counter()
-    for phase in played.slowest.phases:
-        phases[phase.name] += phase.seconds  # type: ignore[assignment]
-    return Timing(played.seconds, "simulated", dict(phases.most_common(measure.PHASES)))
+    return played.seconds

@@ -14,12 +14,15 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from flaxasync.verify.cases import Case, Facts
 from flaxasync.verify.child import START_LIMIT, Request, Setup
+from flaxasync.verify.verdict import CaseResult, Verdict
 
 # seconds for a child that has sent everything, or was killed, to end and to release the devices
 END_LIMIT = 60
+PAUSES = (5, 30, 60)  # seconds before each further attempt to open the devices
 ONE_HOST = (
     "verify the chips of one host: set TPU_PROCESS_BOUNDS=1,1,1 and TPU_CHIPS_PER_PROCESS_BOUNDS "
     "to its chips"
@@ -40,65 +43,55 @@ def describe(setup: Setup) -> Facts:
     with _Child(setup, []) as child:
         machine = child.receive(START_LIMIT)
         if machine is None:
-            why = child.end()
+            why = child.end(START_LIMIT)
             if child.running:
                 why += f"; on a pod, {ONE_HOST}"
             raise MachineError(f"the devices could not be opened: {why}")
-        child.finish()
-    if machine.get("processes", 1) > 1:
+        child.receive(END_LIMIT)  # nothing, when it has released the devices
+    if machine["processes"] > 1:
         raise MachineError(f"these are the chips of {machine['processes']} hosts: {ONE_HOST}")
     return machine
 
 
-def run_cases(cases: Sequence[Case], setup: Setup) -> Iterator[Facts]:
-    """Runs cases, and yields the outcome of each as soon as it is known: what its child sent, or
-    why there is nothing.
+def run_cases(cases: Sequence[Case], setup: Setup) -> Iterator[CaseResult]:
+    """Runs cases, and yields the result of each as soon as it is known.
 
-    "hung", "crashed" and "not_run" are outcomes of this process.
+    "HUNG", "CRASHED" without an error, and "NOT RUN" are verdicts of this process.
     """
-    done = 0
-    pauses = list(setup.pauses)
-    while done < len(cases):
-        why: str | None = None  # the devices could not be opened, or not be released
+    left = list(cases)
+    failures = 0  # to open the devices
+    while left:
         try:
-            with _Child(setup, cases[done:]) as child:
-                answers = child.receive(START_LIMIT) is not None  # it describes the machine
-                if not answers:
-                    why = child.end()
-                while answers and done < len(cases):
-                    outcome = child.receive(setup.limit)
-                    answers = outcome is not None
-                    if outcome is not None:
-                        yield outcome
-                    elif child.running:
-                        yield {"hung": f"did not end within {setup.limit:g} s and was ended"}
-                    else:
-                        yield {"crashed": child.end()}
-                    done += 1
-                if answers:
-                    child.finish()
+            with _Child(setup, left) as child:
+                if child.receive(START_LIMIT) is None:  # it describes the machine
+                    raise MachineError(child.end(START_LIMIT))
+                failures = 0
+                for case in tuple(left):
+                    result = child.receive(setup.limit)
+                    left.pop(0)
+                    if result is None:
+                        verdict = Verdict.CRASHED
+                        if child.running:
+                            verdict = Verdict.HUNG
+                        yield CaseResult(case, verdict, child.end(setup.limit))
+                        break
+                    yield result
+                else:
+                    child.receive(END_LIMIT)
         except MachineError as error:
-            # a child that cannot be ended keeps the devices: there is no use in waiting
-            why = str(error)
-            pauses = []
-        if why is None:
-            pauses = list(setup.pauses)
-        elif pauses:
-            time.sleep(pauses.pop(0))
-        else:
-            last = "after they were described"
-            if done:
-                last = f"after {cases[done - 1].label}"
-            message = (
-                f"the chips could not be opened again {last}; end the process that holds them and "
-                f"run again ({why})"
-            )
-            yield from [{"not_run": message}] * (len(cases) - done)
-            return
+            if failures == len(PAUSES):
+                message = (
+                    "the chips could not be opened again; end the process that holds them and run "
+                    f"again ({error})"
+                )
+                yield from [CaseResult(case, Verdict.NOT_RUN, message) for case in left]
+                return
+            time.sleep(PAUSES[failures])
+            failures += 1
 
 
 class _Child:
-    """One child process; a context manager that ends it."""
+    """One child process; a context manager that ends it with all processes that it started."""
 
     def __init__(self, setup: Setup, cases: Sequence[Case]):
         self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115, it is closed with the process
@@ -113,16 +106,14 @@ class _Child:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Ends the child with all processes that it started; raises MachineError if it does not
-        end.
-        """
+        """Raises MachineError if the child does not end."""
         pid = self._process.pid
         assert pid is not None
         if self.running:
             self._process.kill()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-        self.finish()
+            self._process.join(END_LIMIT)
         self._messages.close()
         self._log.close()
         if self.running:
@@ -131,15 +122,11 @@ class _Child:
                 "the chips"
             )
 
-    def finish(self) -> None:
-        """Gives a child that has sent everything the time to release the devices and end."""
-        self._process.join(END_LIMIT)
-
     @property
     def running(self) -> bool:
         return self._process.is_alive()
 
-    def receive(self, limit: float) -> Facts | None:
+    def receive(self, limit: float) -> Any:
         """Returns the next message, or None if the child ends, or does not say anything within the
         limit in seconds.
         """
@@ -148,14 +135,16 @@ class _Child:
         try:
             return self._messages.recv()
         except EOFError:
-            self.finish()
+            self._process.join(END_LIMIT)
             return None
 
-    def end(self) -> str:
-        """Says how the child ended, with the end of what it printed."""
+    def end(self, limit: float) -> str:
+        """Says how a child ended that sent nothing within the limit, with the end of what it
+        printed.
+        """
         code = self._process.exitcode
         if code is None:
-            how = "it did not answer in time"
+            how = f"did not answer within {limit:g} s and was ended"
         else:
             how = f"ended with code {code}"
             if code < 0:

@@ -11,6 +11,7 @@ import time
 import jax.numpy as jnp
 
 from flaxasync.verify import child, programs
+from flaxasync.verify.verdict import CaseResult, Verdict
 
 
 def crash(y):
@@ -54,7 +55,7 @@ def open_once(opened, works_at, messages, request):
     messages.send({})
     if attempts == 1:
         time.sleep(600)
-    messages.send({"unsupported": "is not of interest"})
+    messages.send(CaseResult(request.cases[0], Verdict.UNSUPPORTED))
 
 
 def be_of_two_hosts(messages, request):

@@ -67,6 +67,7 @@ def test_kernels_are_rehearsed_with_the_newest_libtpu(newest, tmp_path):
         result["seconds"]
         for result in content["results"]
         if result["case"]["backend"] in ("pallas", "fused")
+        and result["case"]["quantization"] != "fp8"  # which a v5e lacks
     ]
     assert len(simulated) >= 7
     assert all(seconds > 0 for seconds in simulated)
