@@ -99,10 +99,7 @@ def plan(
       ValueError: There is no such op or chip; the ring has no devices; the op lacks an option; the
         shapes do not fit.
     """
-    if isinstance(op, str):
-        name = op
-    else:
-        name = getattr(op, "__name__", repr(op))
+    name = _name_of(op)
     if isinstance(chip, Chip | Gpu):
         spec = chip
     else:
@@ -112,22 +109,19 @@ def plan(
     fitting = {backend: cost for backend, cost in costs.items() if cost.held < spec.hbm_bytes}
     candidates = fitting or costs
     ranked = sorted(candidates, key=lambda backend: candidates[backend].seconds)
+    itemsize = options.get("itemsize", 2)
     where = f"{'x'.join(map(str, _sizes(ring)))} {spec.name}"
-    reason = _reason(ranked, costs, where)
-    if set(_sizes(ring)) == {1}:
-        reason = "one device has every row: there is nothing to transfer"
     if not fitting:
         least = min(costs, key=lambda backend: costs[backend].held)
         reason = f"nothing fits: even {_too_much(costs, least, where)}"
+    elif set(_sizes(ring)) == {1}:
+        reason = "one device has every row: there is nothing to transfer"
+    else:
+        reason = _reason(ranked, costs, where)
     kept = costs[ranked[0]].kept
     if kept:
         reason += f"; it keeps the gathered x, {kept / 2**20:.0f} MiB, which spares its second trip"
-    itemsize = options.get("itemsize", 2)
-    intensity = _intensity(name, 1 if isinstance(ring, tuple) else ring, itemsize, *shapes)
-    reason += (
-        f"; its products have an arithmetic intensity of {intensity:.0f} flops a byte, where the "
-        f"balance of a {spec.name} is {spec.flops / spec.hbm_bandwidth:.0f}"
-    )
+    reason += _intensity_in_words(name, spec, ring, itemsize, shapes)
     quantization = quantization_of(name, options.get("quantization"))
     kinds: Collection[str] = ()
     if quantization is not None:
@@ -146,6 +140,12 @@ def plan(
     # "none" if all that fit into memory are unverified
     trusted = min(allowed, key=expected.__getitem__, default="none")
     return Plan(name, ranked[0], reason, costs, trusted, unverified)
+
+
+def _name_of(op: str | Callable) -> str:
+    if isinstance(op, str):
+        return op
+    return getattr(op, "__name__", repr(op))
 
 
 def _expected(costs: Mapping[str, Cost], times: Mapping[str, float]) -> dict[str, float]:
@@ -252,6 +252,19 @@ def _misfit(op: str, ring: tuple[int, ...], x: Shape, *others: Shape) -> str | N
     if op == "matmul_reduce_scatter" and x[-2] % ring[0]:
         return f"the rows of x {list(x)} cannot be shared out equally to {ring[0]} devices"
     return None
+
+
+def _intensity_in_words(
+    op: str, chip: Chip | Gpu, ring: int | tuple[int, int], itemsize: int, shapes: tuple[Shape, ...]
+) -> str:
+    blocks = 1  # of mesh_matmul, whose operands are those of one device
+    if isinstance(ring, int):
+        blocks = ring
+    intensity = _intensity(op, blocks, itemsize, *shapes)
+    return (
+        f"; its products have an arithmetic intensity of {intensity:.0f} flops a byte, where the "
+        f"balance of a {chip.name} is {chip.flops / chip.hbm_bandwidth:.0f}"
+    )
 
 
 def _intensity(op: str, ring: int, itemsize: int, x: Shape, *others: Shape) -> float:

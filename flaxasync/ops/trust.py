@@ -169,7 +169,11 @@ def lacking(
 
 def call_key(op: str, ring: Axes, shapes: Sequence[Sequence[int]], itemsize: int) -> str:
     """Returns the name of the times of an op with its gradients, at these shapes of one device."""
-    return f"{op} on {ring}: {[*map(tuple, shapes)]} of {itemsize} bytes"
+    if isinstance(ring, int):
+        ring_sizes: tuple[int, ...] = (ring,)
+    else:
+        ring_sizes = ring
+    return f"{op} on {ring_sizes}: {[*map(tuple, shapes)]} of {itemsize} bytes"
 
 
 def is_trusted(op: str, backend: str, chip: str, ring: Axes) -> bool:
