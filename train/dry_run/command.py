@@ -5,7 +5,6 @@ The whole training step is compiled for the topology by its compiler, in a separ
 figures are the compiler's own. Times are estimated by `flaxasync.check` from the compiled program.
 """
 
-import collections
 import functools
 import json
 import time
@@ -24,8 +23,8 @@ from flaxasync.hardware import Chip, accelerator
 from flaxasync.ops import trust
 from train.config import Config
 from train.dry_run.forms import Estimate
-from train.dry_run.memory import predicted_memory
 from train.dry_run.meshes import choose_and_say, what_fits
+from train.dry_run.prediction import predict
 from train.lifecycle.errors import COMPLETE, InputError, as_input_errors
 from train.lifecycle.memory import bytes_on_device
 from train.metrics.output import gib, say, time_text
@@ -43,17 +42,12 @@ tokens; {available} are available
 STEP = """\
 dry run    {chips} devices of {topology}, as {shape}; {parameters:,} parameters
 {memory}
-           arguments {size[arguments]} (parameters {size[parameters]} and optimizer state \
-{size[optimizer]}; {size[aliased]} of these are donated to the outputs)
-           further outputs {size[outputs]}, temporaries {size[temporaries]} (activations, \
-gradients), code {size[code]}
-step       {step} estimated{guessed}: work {work:.1%}, waiting for other devices {exposed_share:.1%}, for \
+           {uses}
+step       {step} estimated: work {work:.1%}, waiting for other devices {exposed_share:.1%}, for \
 its own memory {own_memory:.1%}; nothing was run
-speed      {estimated_tokens_per_second:,.0f} tokens/s, {each:,.0f} per device; MFU \
+speed      {estimated_tokens_per_second:,.0f} tokens/s; MFU \
 {estimated_causal_mfu:.1%} of {teraflops:g} TFLOP/s in bfloat16 (with half of attention, as it \
 is causal; {estimated_mfu:.1%} with all)
-           hardware FLOPs utilization {estimated_hardware_utilization:.1%} of that rate, \
-recomputed products included
            model FLOPs: {model_flops_per_token:.4g} per token = {model_flops}"""
 
 
@@ -75,15 +69,19 @@ def dry_run(
         taken = "those predicted to be fastest"
     say(f"kernels    {taken}")
     folder = Path(config.workdir) / "dry_run"
-    simulated: Literal["play"] | None = None  # which takes the cost estimates of kernels
-    if kernels == "play" and chip in check.CHIPS:
-        simulated = "play"
 
     @functools.cache
     def compiled(form: Config) -> tuple[TrainState, check.CompiledProgram]:
         say(f"compiling  {form.model.remat}, {form.model.fsdp_overlap} for {topology} ...")
         with backend_limits_are_input_errors(form), progress(f"compiling for {topology}"):
             return compile_step(form, topology, mesh)
+
+    def timeline_of(program: check.CompiledProgram) -> check.Timeline:
+        simulated: Literal["play"] | None = None  # which takes the cost estimates of kernels
+        if kernels == "play" and chip in check.CHIPS:
+            simulated = "play"
+        with progress("reading the compiled program"):
+            return check.timeline(program, kernels=simulated, say=_say_simulated)
 
     def estimate(form: Config) -> Estimate | None:
         try:
@@ -92,9 +90,7 @@ def dry_run(
         except (RuntimeError, InputError) as error:
             say(f"refused    {str(error).splitlines()[0]}")
             return None
-        with progress("reading the compiled program"):
-            timeline = check.timeline(program, kernels=simulated, say=_say_simulated)
-        return Estimate(timeline.seconds, program.bytes_by_kind["total"])
+        return Estimate(timeline_of(program).seconds, program.bytes_by_kind["total"])
 
     with flags_of(config, chip) as flags, jax.set_mesh(mesh):
         say(flags)
@@ -113,9 +109,9 @@ def dry_run(
                 f"the training step could not be compiled for {topology}: {error}"
             ) from error
         figures = memory_figures(config, topology, mesh.shape, program.bytes_by_kind["total"])
+    timeline = timeline_of(program)
     with progress("reading the compiled program"):
         audit = check.audit(program)
-        timeline = check.timeline(program, kernels=simulated, say=_say_simulated)
         figures |= step_figures(config, state, program, timeline)
         text = render(config, program, timeline, audit, figures)
     say(f"{text}\ntook       {time.monotonic() - began:.0f} s")
@@ -169,16 +165,17 @@ def memory_figures(
 ) -> dict[str, Any]:
     """Returns the figures of report.json about memory, in bytes per device."""
     chip = accelerator(topology)
+    model = config.model
     predicted = None
     if isinstance(chip, Chip):
-        predicted = sum(predicted_memory(config, mesh, chip).values())
+        predicted = predict(config, chip, mesh).needed
     return {
         "topology": topology,
         "mesh": dict(mesh),
         "form": {
-            "remat": config.model.remat,
-            "fsdp_overlap": config.model.fsdp_overlap,
-            "gathered_mib": config.model.gathered_mib,
+            "remat": model.remat,
+            "fsdp_overlap": model.fsdp_overlap,
+            "gathered_mib": model.gathered_mib,
         },
         "flags": in_effect(platform_of(topology)),
         "bytes_needed": needed,
@@ -195,15 +192,15 @@ def step_figures(
     """
     model = config.model
     length = config.data.sequence_length
-    flops = accelerator(program.chip).flops
     kinds = program.bytes_by_kind
     params = bytes_on_device(state.params)
     optimizer = bytes_on_device(state.opt_state)
     speed = config.data.batch_size * length / t.seconds
     needed = model_flops_per_token(model, length)
     causal = model_flops_per_token(model, length, causal=True)
-    peak = len(program.coords) * flops
-    memory = {
+    peak = len(program.coords) * accelerator(program.chip).flops
+    return {
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
         "bytes_by_kind": kinds | {"aliased": program.memory["alias_size_in_bytes"]},
         "bytes_by_use": {
             "parameters": params,
@@ -212,24 +209,18 @@ def step_figures(
             "batch and outputs": kinds["arguments"] - params - optimizer + kinds["outputs"],
             "code": kinds["code"],
         },
-    }
-    estimates = {
         "estimated_step_seconds": t.seconds,
         "estimated_tokens_per_second": speed,
         "estimated_mfu": needed * speed / peak,
         "estimated_causal_mfu": causal * speed / peak,
-        "estimated_hardware_utilization": (t.flops or 0) / (t.seconds * flops),
-    }
-    sources = {
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
         "seconds_taken_from": dict(t.slowest.sources),
         "exposed_share": t.exposed / t.seconds,
         "model_flops_per_token": needed,
         "model_flops": FORMULA,
-        "utilization_is_of": f"{flops:.6g} FLOP/s a device, the peak rate of bfloat16",
+        "basis": t.basis,
+        "known_error": t.known_error,
+        "notes": list(t.notes),
     }
-    said = {"basis": t.basis, "known_error": t.known_error, "notes": list(t.notes)}
-    return memory | estimates | sources | said
 
 
 def render(
@@ -240,46 +231,34 @@ def render(
     figures: Mapping[str, Any],
 ) -> str:
     """Formats the report on a step that fits as text."""
-    chips = len(program.coords)
-    sizes = figures["bytes_by_use"] | figures["bytes_by_kind"]
+    taken = t.slowest.sources
     text = STEP.format(
-        chips=chips,
+        chips=len(program.coords),
         shape=" x ".join(f"{name} {size}" for name, size in figures["mesh"].items()),
         memory=memory_text(config, figures, "fits"),
-        size={name.partition(" ")[0]: gib(count) for name, count in sizes.items()},
+        uses=", ".join(f"{name} {gib(size)}" for name, size in figures["bytes_by_use"].items()),
         step=time_text(t.seconds),
-        guessed=_guessed(t),
         work=t.compute / t.seconds,
         own_memory=t.slowest.memory / t.seconds,
-        each=figures["estimated_tokens_per_second"] / chips,
         teraflops=accelerator(program.chip).flops / 1e12,
         **figures,
     )
-    lines = []
+    lines = [text]
+    if audit.lost_overlap:
+        lines.insert(0, f"overlap    lost: {audit.lost_overlap}")
     for part, seconds in Phases(program).waits(t)[:LISTED]:
         if seconds > 1e-3 * t.seconds:
             share = seconds / t.seconds
             lines.append(f"           waits {time_text(seconds)} ({share:.1%}) in {part}")
-    taken = t.slowest.sources
     shares = [f"{name} {taken[name] / t.seconds:.1%}" for name in SOURCES if name in taken]
     lines += [
         f"           taken from: {', '.join(shares)}",
         f"basis      {t.basis}",
         f"           known error: {t.known_error}",
         *(f"           note: {note}" for note in t.notes),
+        *_audit_lines(audit),
     ]
-    lost = []
-    if audit.lost_overlap:
-        lost.append(f"overlap    lost: {audit.lost_overlap}")
-    return "\n".join([*lost, text, *lines, *_audit_lines(audit)])
-
-
-def _guessed(t: check.Timeline) -> str:
-    """Says which share of a step is that of kernels that were not simulated; "" for none."""
-    share = t.slowest.sources.get("estimate", 0.0) / t.seconds
-    if share < 0.001:
-        return ""
-    return f", {share:.1%} of it from cost estimates of kernels that were not simulated"
+    return "\n".join(lines)
 
 
 def memory_text(config: Config, figures: Mapping[str, Any], verdict: str) -> str:
@@ -312,22 +291,15 @@ def _write_details(
 
 def _audit_lines(audit: check.Audit) -> list[str]:
     moving = [pair for pair in audit.pairs if pair.communicates]
-    runs = sum(pair.runs for pair in moving)
-    size = sum(pair.runs * pair.bytes for pair in moving)
-    total = sum(pair.runs * pair.transfer for pair in moving)
-    hidden = sum(pair.runs * min(pair.inside, pair.transfer) for pair in moving)
     verdict = "NOT OK"
     if audit.ok:
         verdict = "ok"
-    summary = f"audit      {verdict}: {runs:,} transfers per step, {gib(size)}, {time_text(total)} "
-    summary += "on their links"
-    if total:
-        summary += f", {hidden / total:.0%} of it hidden behind work"
-    lines = [summary]
-    counts = collections.Counter(finding.code for finding in audit.findings)
-    # the first of each code
-    first = {finding.code: finding for finding in reversed(audit.findings)}
-    for code, count in list(counts.items())[:LISTED]:
-        lines.append(f"           {first[code].severity} {code} x{count}: {first[code].message}")
-        lines.append(f"               remedy: {first[code].remedy}")
+    lines = [f"audit      {verdict}: {sum(pair.runs for pair in moving):,} transfers per step"]
+    codes = dict.fromkeys(finding.code for finding in audit.findings)
+    for code in list(codes)[:LISTED]:
+        first, *others = [finding for finding in audit.findings if finding.code == code]
+        lines += [
+            f"           {first.severity} {code} x{1 + len(others)}: {first.message}",
+            f"               remedy: {first.remedy}",
+        ]
     return lines

@@ -28,8 +28,9 @@ from flaxasync.ops import trust
 from models.config import FsdpOverlap, Remat
 from train.checkpoints.record import flat_fields
 from train.config import Config, replace_options
-from train.dry_run.forms import Estimate, with_form
+from train.dry_run.forms import Estimate
 from train.dry_run.meshes import choose_and_say
+from train.dry_run.prediction import with_form
 from train.lifecycle.errors import InputError
 from train.lifecycle.workdir import Workdir
 from train.metrics.output import gib, say, write_atomically

@@ -11,7 +11,7 @@ from flaxasync import check
 from flaxasync.ops import trust
 from train.checkpoints.record import identify_run
 from train.dry_run import command as dry_run_module
-from train.dry_run.forms import ROOM
+from train.dry_run.prediction import ROOM
 from train.lifecycle.errors import InputError
 from train.step import flags as module
 from train.step.flags import (
