@@ -5,7 +5,7 @@ The whole training step is compiled for the topology by its compiler, in a separ
 figures are the compiler's own. Times are estimated by `flaxasync.check` from the compiled program.
 """
 
-import functools
+import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from flaxasync.check.progress import progress
 from flaxasync.hardware import Chip, accelerator
 from flaxasync.ops import trust
 from train.config import Config
-from train.dry_run.forms import Estimate
+from train.dry_run.compiled_forms import CompiledForms
 from train.dry_run.meshes import choose_and_say, what_fits
 from train.dry_run.prediction import predict
 from train.lifecycle.errors import COMPLETE, InputError, as_input_errors
@@ -31,9 +31,8 @@ from train.metrics.output import gib, say, time_text
 from train.step.flags import flags_of, in_effect, platform_of
 from train.step.mesh import check_fits_mesh, mesh_over
 from train.step.products import FORMULA, model_flops_per_token
-from train.step.trainer import Trainer, TrainState, backend_limits_are_input_errors
+from train.step.trainer import Trainer, TrainState
 
-COMPILE_SECONDS = 1200  # time limit of one compilation
 LISTED = 5  # number of causes of waits, and of kinds of findings, that the text names
 MEMORY = """\
 memory     {verdict}: {needed} per device for batch {data.batch_size} x {data.sequence_length} \
@@ -69,34 +68,13 @@ def dry_run(
         taken = "those predicted to be fastest"
     say(f"kernels    {taken}")
     folder = Path(config.workdir) / "dry_run"
-
-    @functools.cache
-    def compiled(form: Config) -> tuple[TrainState, check.CompiledProgram]:
-        say(f"compiling  {form.model.remat}, {form.model.fsdp_overlap} for {topology} ...")
-        with backend_limits_are_input_errors(form), progress(f"compiling for {topology}"):
-            return compile_step(form, topology, mesh)
-
-    def timeline_of(program: check.CompiledProgram) -> check.Timeline:
-        simulated: Literal["play"] | None = None  # which takes the cost estimates of kernels
-        if kernels == "play" and chip in check.CHIPS:
-            simulated = "play"
-        with progress("reading the compiled program"):
-            return check.timeline(program, kernels=simulated, say=_say_simulated)
-
-    def estimate(form: Config) -> Estimate | None:
-        try:
-            _, program = compiled(form)
-        # it does not fit, or a backend or the compiler refuses it
-        except (RuntimeError, InputError) as error:
-            say(f"refused    {str(error).splitlines()[0]}")
-            return None
-        return Estimate(timeline_of(program).seconds, program.bytes_by_kind["total"])
-
-    with flags_of(config, chip) as flags, jax.set_mesh(mesh):
+    forms = CompiledForms(topology, mesh, simulated=kernels == "play")
+    with flags_of(config, chip) as flags, jax.set_mesh(mesh), contextlib.closing(forms):
         say(flags)
         try:
-            config = choose_and_say(config, mesh, estimate)  # its form is complete from here on
-            state, program = compiled(config)
+            # its form is complete from here on
+            config = choose_and_say(config, mesh, forms.estimates)
+            program = forms.start(config).result()
         except check.HbmError as error:
             figures = memory_figures(config, topology, mesh.shape, error.needed)
             advice = what_fits(config, accelerator(chip), mesh.shape)
@@ -109,7 +87,8 @@ def dry_run(
                 f"the training step could not be compiled for {topology}: {error}"
             ) from error
         figures = memory_figures(config, topology, mesh.shape, program.bytes_by_kind["total"])
-    timeline = timeline_of(program)
+        state = Trainer(config, mesh).abstract_state()
+    timeline = forms.timeline(program)
     with progress("reading the compiled program"):
         audit = check.audit(program)
         figures |= step_figures(config, state, program, timeline)
@@ -132,32 +111,6 @@ def topology_devices(topology: str) -> list[jax.Device]:
     jax.config.update("jax_platforms", "cpu")
     with as_input_errors(ValueError, ImportError):
         return check.topology_devices(topology)
-
-
-def compile_step(
-    config: Config,
-    topology: str,
-    mesh: jax.sharding.Mesh,
-    compiler_options: Mapping[str, str] | None = None,
-) -> tuple[TrainState, check.CompiledProgram]:
-    """Compiles the training step of a run in a child process, and returns its abstract state and
-    the program.
-    """
-    trainer = Trainer(config, mesh)
-    state = trainer.abstract_state()
-    program = check.compile_for(
-        topology,
-        trainer.train_step,
-        state,
-        *trainer.abstract_batch(),
-        timeout=COMPILE_SECONDS,
-        compiler_options=compiler_options,
-    )
-    return state, program
-
-
-def _say_simulated(line: str) -> None:
-    say(f"simulating {line}")
 
 
 def memory_figures(

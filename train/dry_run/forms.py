@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from flaxasync.hardware import Chip, Gpu
 from flaxasync.ops import trust
@@ -52,8 +52,10 @@ class Estimate:
     needed: int  # bytes of a device, as the compiler counts them
 
 
-type Compile = Callable[[Config], Estimate | None]
-"""Compiles a form; None if the compiler refuses it, mostly because it does not fit the memory."""
+type Compile = Callable[[Sequence[Config]], Iterable[Estimate | None]]
+"""Compiles forms one after the other; None if the compiler refuses one, mostly because it does not
+fit the memory.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,20 +94,20 @@ def choose(
     why = reason_for(predicted, len(found), "forms")
     if compiled is not None:
         others = _compiled_only(config, predicted, chip, mesh, linked=linked)
-        close = _close(predicted, [*trusted, *_trusted(others, chip)])
+        close = _close(predicted, _trusted([*found, *others], chip))
         if close not in ([], [predicted]):
             least = min(one.needed for one in close)
             smaller = [one for one in trusted if one.needed < least]
             smallest = min(trusted, key=needed_by)
             otherwise = fastest(smaller or [smallest], chip).config
-            forms = [[one.config] for one in close]
-            best, why = _fastest_compiled(forms, otherwise, chip, compiled)
+            fitting = list(_fitting([one.config for one in close], chip, compiled))
+            best, why = _fastest(fitting, len(close), otherwise, chip)
     taken = predict(best, chip, mesh).seconds
     # Trusted forms with room were compiled, or need more memory than one that was refused.
     faster = [one for one in found if one.seconds < taken and not (one.has_room and one in trusted)]
     instead = ""
     if faster:
-        other = min(faster, key=lambda one: (not one.has_room, one.seconds))
+        other = min([one for one in faster if one.has_room] or faster, key=seconds_of)
         why_not = f"it needs {gib(other.needed)}"
         if other.has_room:
             why_not = f"it did not pass {trust.COMMAND!r}"
@@ -122,44 +124,42 @@ def _choose_on_gpus(config: Config, gpu: Gpu, mesh: Mapping[str, int], compiled:
     overlaps: tuple[FsdpOverlap, ...] = ("xla",)
     if mesh.get(FSDP, 1) > 1:
         overlaps = ("xla", "prefetch")
-    forms = [
-        [with_form(config, remat, overlap) for remat in remats]
-        for overlap in _open(config.model.fsdp_overlap, overlaps)
-    ]
-    best, why = _fastest_compiled(forms, forms[0][-1], gpu, compiled)
+    fitting: list[tuple[Estimate, Config]] = []
+    for overlap in overlaps:
+        forms = [with_form(config, remat, overlap) for remat in remats]
+        fitting += itertools.islice(_fitting(forms, gpu, compiled), 1)
+    smallest = with_form(config, remats[-1], overlaps[0])
+    best, why = _fastest(fitting, len(overlaps), smallest, gpu)
     given = "a run on GPUs has to be given these options"
     return Choice(best, f"{form_options(best)} ({why}); {given}")
 
 
-def _fastest_compiled(
-    forms: Sequence[Sequence[Config]], otherwise: Config, chip: Chip | Gpu, compiled: Compile
-) -> tuple[Config, str]:
-    """Compiles of each list the first form that leaves some memory, and returns the fastest one,
-    and why; `otherwise` if none does.
+def _fitting(
+    forms: Sequence[Config], chip: Chip | Gpu, compiled: Compile
+) -> Iterator[tuple[Estimate, Config]]:
+    """Says what compiled forms take, and yields those that leave some memory."""
+    for form, estimate in zip(forms, compiled(forms), strict=True):
+        figures = "the compiler refuses it"
+        if estimate is not None:
+            figures = figures_of(estimate, chip.hbm_bytes)
+        say(f"compared   {form_options(form)}: {figures}")
+        if estimate is not None and estimate.needed <= ROOM * chip.hbm_bytes:
+            yield estimate, form
 
-    Without an estimate of one of them it is the first one.
+
+def _fastest(
+    fitting: Sequence[tuple[Estimate, Config]], count: int, otherwise: Config, chip: Chip | Gpu
+) -> tuple[Config, str]:
+    """Returns the fastest of the compiled forms that fit, or the first one if one has no estimate;
+    `otherwise` if there is none; and why.
     """
-    fitting = []
-    for alternatives in forms:
-        for form in alternatives:
-            estimate = compiled(form)
-            if estimate is None:
-                say(f"compared   {form_options(form)}: the compiler refuses it")
-                continue
-            say(f"compared   {form_options(form)}: {figures_of(estimate, chip.hbm_bytes)}")
-            if estimate.needed <= ROOM * chip.hbm_bytes:
-                fitting.append((estimate, form))
-                break
     if not fitting:
-        return (
-            otherwise,
-            f"one that needs less, as none of {len(forms)} compiled ones leaves memory",
-        )
-    estimate, best = min(fitting, key=lambda pair: pair[0].seconds)
+        return otherwise, f"one that needs less, as none of {count} compiled ones leaves memory"
     if any(math.isinf(estimate.seconds) for estimate, _ in fitting):
-        why = f"the fastest of {len(forms)} compiled, by prediction: one has no estimate"
-        return fitting[0][1], why
-    return best, f"the fastest of {len(forms)} compiled: {figures_of(estimate, chip.hbm_bytes)}"
+        _, best = fitting[0]
+        return best, f"the fastest of {count} compiled, by prediction: one has no estimate"
+    estimate, best = min(fitting, key=lambda pair: pair[0].seconds)
+    return best, f"the fastest of {count} compiled: {figures_of(estimate, chip.hbm_bytes)}"
 
 
 def _open[T](named: T | None, values: Sequence[T]) -> Sequence[T]:

@@ -6,10 +6,10 @@ answer depends on. A file that cannot be read is replaced. Of several processes 
 and writes the file, and all of them take its form.
 """
 
-import functools
 import json
 import math
 import os
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -79,7 +79,11 @@ def form_of_run(config: Config, mesh: jax.sharding.Mesh, work: Workdir) -> Confi
         rows = f"--model.gathered_mib {form.gathered_mib}"
         say(f"chosen     {named} {rows} (that of {work.form}, which this run continues)")
         return form.in_config(config)
-    chosen = choose_and_say(config, mesh, functools.partial(estimate_step, mesh=mesh)).model
+
+    def estimates(forms: Sequence[Config]) -> Iterable[Estimate | None]:
+        return (estimate_step(form, mesh) for form in forms)
+
+    chosen = choose_and_say(config, mesh, estimates).model
     assert chosen.remat is not None
     assert chosen.fsdp_overlap is not None
     form = _of_first_process(Form(chosen.remat, chosen.fsdp_overlap, chosen.gathered_mib or 0))

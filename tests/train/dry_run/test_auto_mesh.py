@@ -19,7 +19,7 @@ from tests.check.jaxlib_counts import counts, counts_of_jaxlib
 from train.config import Config, MeshConfig
 from train.config.command import as_json
 from train.dry_run.auto_mesh import mesh_of_run
-from train.dry_run.command import compile_step
+from train.dry_run.compiled_forms import compile_step
 from train.dry_run.meshes import rank, with_mesh
 from train.dry_run.prediction import with_form
 from train.run import main
@@ -177,7 +177,7 @@ def test_the_8b_preset_fits_16_chips_of_v5e_nearly_as_predicted_and_is_read_as_j
     config = with_mesh(config, best.sizes)
     mesh = mesh_over(check.topology_devices("v5e:4x4"), config.mesh, "v5e:4x4")
     with flags_of(config, "v5e"), jax.set_mesh(mesh), trusting("predicted"):
-        _, program = compile_step(config, "v5e:4x4", mesh)
+        program = compile_step(config, "v5e:4x4", mesh)
     assert program.bytes_by_kind["total"] == pytest.approx(best.needed, rel=0.15)
     assert check.timeline(program).seconds == pytest.approx(best.seconds, rel=0.15)
     text = program.as_text()

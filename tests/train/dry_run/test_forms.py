@@ -3,6 +3,7 @@ estimates and trust, and what it says about that.
 """
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -111,7 +112,8 @@ def compare(estimates, overlap=None, **chip):
     of_chip = dataclasses.replace(CHIPS["v5p"], **chip)
     mesh = {"data": 1, "fsdp": 16, "model": 4}
     config = with_form(large(), None, overlap)
-    return choose(config, of_chip, mesh, compiled=compile_next), compiled
+    choice = choose(config, of_chip, mesh, compiled=functools.partial(map, compile_next))
+    return choice, compiled
 
 
 def test_forms_that_are_predicted_close_are_compiled_and_their_estimates_decide(capsys):
@@ -151,7 +153,10 @@ def test_rows_are_kept_if_the_estimate_of_the_program_gains():
     seconds = {None: 0.5, 128: 0.4}
 
     def kept(config):
-        compiled = lambda config: Estimate(seconds[config.model.gathered_mib], 2**30)  # noqa: E731
+        def estimate(form):
+            return Estimate(seconds[form.model.gathered_mib], 2**30)
+
+        compiled = functools.partial(map, estimate)
         choice = choose(config, CHIPS["v6e"], MESH, compiled=compiled)
         return choice.config.model.gathered_mib, "--model.gathered_mib 128 (" in choice.chosen
 
@@ -168,8 +173,8 @@ def test_the_memory_of_the_host_is_used_only_by_a_form_that_was_compiled():
     chip, mesh = CHIPS["v6e"], {"data": 1, "fsdp": 32, "model": 1}
     unknown = dataclasses.replace(chip, host_bandwidth=None)
 
-    def fits(config):
-        return Estimate(15.0, 2**30)
+    def fits(forms):
+        return [Estimate(15.0, 2**30)] * len(forms)
 
     assert form_of(choose(config, chip, mesh)) == ("layer", "xla")
     assert form_of(choose(config, chip, mesh, compiled=fits)) == ("offload_most", "xla")
