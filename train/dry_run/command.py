@@ -44,7 +44,7 @@ dry run    {chips} devices of {topology}, as {shape}; {parameters:,} parameters
            {uses}
 step       {step} estimated: work {work:.1%}, waiting for other devices {exposed_share:.1%}, for \
 its own memory {own_memory:.1%}; nothing was run
-speed      {estimated_tokens_per_second:,.0f} tokens/s; MFU \
+speed      {estimated_tokens_per_second:,.0f} tokens/s, {each:,.0f} per device; MFU \
 {estimated_causal_mfu:.1%} of {teraflops:g} TFLOP/s in bfloat16 (with half of attention, as it \
 is causal; {estimated_mfu:.1%} with all)
            model FLOPs: {model_flops_per_token:.4g} per token = {model_flops}"""
@@ -193,6 +193,7 @@ def render(
         step=time_text(t.seconds),
         work=t.compute / t.seconds,
         own_memory=t.slowest.memory / t.seconds,
+        each=figures["estimated_tokens_per_second"] / len(program.coords),
         teraflops=accelerator(program.chip).flops / 1e12,
         **figures,
     )
