@@ -17,7 +17,7 @@ from train.lifecycle.errors import InputError
 from train.metrics.output import say
 from train.step.trainer import Trainer, backend_limits_are_input_errors
 
-COMPILE_SECONDS = 1200  # time limit of one compilation
+COMPILE_SECONDS = 2400  # time limit of one compilation beside another
 AT_ONCE = 2  # forms that are compiled
 
 

@@ -21,7 +21,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -274,7 +273,6 @@ class CompilerProcess:
 
 # by what they compile for, and whether they dump
 _idle: dict[tuple[str, bool], list[CompilerProcess]] = {}
-_taking = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -283,18 +281,15 @@ def lent_process(kind: str = "TPU", *, dumps: bool = False) -> Iterator[Compiler
     Starts one if there is none with the present flags.
     """
     idle = _idle.setdefault((kind, dumps), [])
-    process = None
-    with _taking:
-        while idle and process is None:
+    while True:
+        try:
             process = idle.pop()
-            if process.process.poll() is not None or process.flags != os.environ.get(
-                FLAGS[kind], ""
-            ):
-                process.close()
-                process = None
-    if process is None:
-        process = CompilerProcess(kind, dumps=dumps)
-        atexit.register(process.close)
+        except IndexError:
+            process = CompilerProcess(kind, dumps=dumps)
+            atexit.register(process.close)
+        if process.process.poll() is None and process.flags == os.environ.get(FLAGS[kind], ""):
+            break
+        process.close()
     try:
         yield process
     finally:
