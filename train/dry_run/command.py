@@ -223,7 +223,7 @@ def memory_text(config: Config, figures: Mapping[str, Any], verdict: str) -> str
     return MEMORY.format(verdict=verdict, data=config.data, predicted=predicted, **sizes)
 
 
-def _write_report(folder: Path, figures: Mapping[str, Any], text: str) -> None:
+def _write_report(folder: Path, figures: Mapping[str, object], text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.txt").write_text(text + "\n")
     (folder / "report.json").write_text(json.dumps(figures, indent=2) + "\n")
