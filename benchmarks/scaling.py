@@ -8,16 +8,18 @@ passed. These predictions are made of the sizes of model and mesh alone. Nothing
 """
 
 import dataclasses
+import math
 import pathlib
 
 from benchmarks.table import command_line, print_table, write_between_markers
-from flaxasync.hardware import CHIPS
+from flaxasync.hardware import CHIPS, Chip
 from flaxasync.ops.trust import trusting
 from train.config import Config
 from train.config.command import load_preset
 from train.dry_run.meshes import rank
 from train.dry_run.prediction import Prediction
 from train.metrics.output import gib, time_text
+from train.step.products import model_flops_per_token
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 PRESETS = ("llama_8b", "llama_70b")
@@ -59,7 +61,7 @@ def predicted(preset: str, chip: str, chips: int) -> tuple[str, ...]:
     with trusting("predicted"):
         best = rank(run(preset, chip, chips), CHIPS[chip], chips)[0]
     what = (preset, f"{chips} {chip}")
-    form = (mesh_text(best), best.remat, best.overlap, gib(best.needed))
+    form = (mesh_text(best), str(best.remat), str(best.overlap), gib(best.needed))
     if not best.fits:
         limit = f"memory: a {chip} has {gib(best.available)}"
         return (*what, *form, "-", "-", "-", "-", limit)
@@ -69,10 +71,27 @@ def predicted(preset: str, chip: str, chips: int) -> tuple[str, ...]:
         *form,
         time_text(best.seconds),
         f"{speed:,.0f}",
-        f"{best.mfu:.1%}",
+        f"{mfu(best, CHIPS[chip]):.1%}",
         f"{best.exposed / best.seconds:.1%}",
-        best.binds,
+        what_binds(best),
     )
+
+
+def mfu(prediction: Prediction, chip: Chip) -> float:
+    """Returns the model FLOPs utilization of a predicted step, 0 to 1."""
+    data = prediction.config.data
+    tokens = data.batch_size * data.sequence_length
+    flops = tokens * model_flops_per_token(prediction.config.model, data.sequence_length)
+    return flops / (prediction.seconds * math.prod(prediction.mesh.values()) * chip.flops)
+
+
+def what_binds(prediction: Prediction) -> str:
+    """Returns what takes most of the time beside the work: the name of a wait; "matmuls" if waits
+    are below 5 %.
+    """
+    if prediction.exposed < 0.05 * prediction.seconds:
+        return "matmuls"
+    return max(prediction.waits, key=prediction.waits.__getitem__)
 
 
 def mesh_text(prediction: Prediction) -> str:

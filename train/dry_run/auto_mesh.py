@@ -6,6 +6,7 @@ counts them. A run that continues on as many chips keeps its mesh, which its wor
 config.json.
 """
 
+import contextlib
 from pathlib import Path
 
 from flaxasync.check import CHIPS
@@ -56,7 +57,7 @@ def mesh_of_run(config: Config, trust: Mode, *, setup: Setup | None = None) -> C
                 "--mesh auto counts the chips of one host, and mesh.distributed has several: "
                 f"{_NAMED}, which --dry-run --topology v5e:8x8 --mesh auto prints for any topology"
             )
-        return _say_recorded(config, recorded)
+        return _continued(config, recorded)
     if not may_have_tpus(config):
         raise InputError(
             "--mesh auto predicts the times of TPUs alone, and this run has "
@@ -69,32 +70,26 @@ def mesh_of_run(config: Config, trust: Mode, *, setup: Setup | None = None) -> C
             f"{_NAMED}"
         )
     devices = machine["devices"]
-    if recorded is not None and _multiplies(recorded, devices):
-        return _say_recorded(config, recorded)
+    if recorded is not None:
+        # where its mesh has other numbers of devices, one is chosen
+        with contextlib.suppress(InputError):
+            infer_sizes(recorded, devices)
+            return _continued(config, recorded)
     with trusting(trust):
         return best_mesh(config, CHIPS[machine["chip"]], devices)
 
 
-def _recorded(config: Config) -> tuple[int, ...] | None:
+def _recorded(config: Config) -> dict[str, int] | None:
     """Returns the sizes of the mesh with which the workdir was last used; None if there was no run
     in it.
     """
     workdir = Path(config.workdir)
     if not (workdir / "config.json").is_file():
         return None
-    return tuple(axis_sizes(load_config(workdir).mesh).values())
+    return axis_sizes(load_config(workdir).mesh)
 
 
-def _multiplies(sizes: tuple[int, ...], devices: int) -> bool:
-    try:
-        infer_sizes({str(axis): size for axis, size in enumerate(sizes)}, devices)
-    except InputError:
-        return False
-    return True
-
-
-def _say_recorded(config: Config, sizes: tuple[int, ...]) -> Config:
-    chosen = with_mesh(config, sizes)
-    named = " ".join(f"--mesh.{axis} {size}" for axis, size in axis_sizes(chosen.mesh).items())
+def _continued(config: Config, sizes: dict[str, int]) -> Config:
+    named = " ".join(f"--mesh.{axis} {size}" for axis, size in sizes.items())
     print_line(f"mesh       {named} (auto: that of {config.workdir}, which this run continues)")
-    return chosen
+    return with_mesh(config, sizes)

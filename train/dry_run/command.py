@@ -5,8 +5,7 @@ The whole training step is compiled for the topology by its compiler, in a separ
 figures are the compiler's own. Times are estimated by `flaxasync.check` from the compiled program.
 """
 
-import collections
-import functools
+import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -23,18 +22,17 @@ from flaxasync.check.progress import progress
 from flaxasync.hardware import Chip, accelerator
 from flaxasync.ops import trust
 from train.config import Config
-from train.dry_run.forms import Estimate
-from train.dry_run.memory import predicted_memory
+from train.dry_run.compiled_forms import CompiledForms
 from train.dry_run.meshes import choose_and_say, what_fits
+from train.dry_run.prediction import predict
 from train.lifecycle.errors import COMPLETE, InputError, as_input_errors
 from train.lifecycle.memory import bytes_on_device
 from train.metrics.output import gib, say, time_text
 from train.step.flags import flags_of, in_effect, platform_of
 from train.step.mesh import check_fits_mesh, mesh_over
 from train.step.products import FORMULA, model_flops_per_token
-from train.step.trainer import Trainer, TrainState, backend_limits_are_input_errors
+from train.step.trainer import Trainer, TrainState
 
-COMPILE_SECONDS = 1200  # time limit of one compilation
 LISTED = 5  # number of causes of waits, and of kinds of findings, that the text names
 MEMORY = """\
 memory     {verdict}: {needed} per device for batch {data.batch_size} x {data.sequence_length} \
@@ -43,10 +41,7 @@ tokens; {available} are available
 STEP = """\
 dry run    {chips} devices of {topology}, as {shape}; {parameters:,} parameters
 {memory}
-           arguments {size[arguments]} (parameters {size[parameters]} and optimizer state \
-{size[optimizer]}; {size[aliased]} of these are donated to the outputs)
-           further outputs {size[outputs]}, temporaries {size[temporaries]} (activations, \
-gradients), code {size[code]}
+           {uses}
 step       {step} estimated{guessed}: work {work:.1%}, waiting for other devices {exposed_share:.1%}, for \
 its own memory {own_memory:.1%}; nothing was run
 speed      {estimated_tokens_per_second:,.0f} tokens/s, {each:,.0f} per device; MFU \
@@ -75,32 +70,13 @@ def dry_run(
         taken = "those predicted to be fastest"
     say(f"kernels    {taken}")
     folder = Path(config.workdir) / "dry_run"
-    simulated: Literal["play"] | None = None  # which takes the cost estimates of kernels
-    if kernels == "play" and chip in check.CHIPS:
-        simulated = "play"
-
-    @functools.cache
-    def compiled(form: Config) -> tuple[TrainState, check.CompiledProgram]:
-        say(f"compiling  {form.model.remat}, {form.model.fsdp_overlap} for {topology} ...")
-        with backend_limits_are_input_errors(form), progress(f"compiling for {topology}"):
-            return compile_step(form, topology, mesh)
-
-    def estimate(form: Config) -> Estimate | None:
-        try:
-            _, program = compiled(form)
-        # it does not fit, or a backend or the compiler refuses it
-        except (RuntimeError, InputError) as error:
-            say(f"refused    {str(error).splitlines()[0]}")
-            return None
-        with progress("reading the compiled program"):
-            timeline = check.timeline(program, kernels=simulated, say=_say_simulated)
-        return Estimate(timeline.seconds, program.bytes_by_kind["total"])
-
-    with flags_of(config, chip) as flags, jax.set_mesh(mesh):
+    forms = CompiledForms(topology, mesh, simulated=kernels == "play")
+    with flags_of(config, chip) as flags, jax.set_mesh(mesh), contextlib.closing(forms):
         say(flags)
         try:
-            config = choose_and_say(config, mesh, estimate)  # its form is complete from here on
-            state, program = compiled(config)
+            # its form is complete from here on
+            config = choose_and_say(config, mesh, forms.estimates)
+            program = forms.start(config).result()
         except check.HbmError as error:
             figures = memory_figures(config, topology, mesh.shape, error.needed)
             advice = what_fits(config, accelerator(chip), mesh.shape)
@@ -113,9 +89,10 @@ def dry_run(
                 f"the training step could not be compiled for {topology}: {error}"
             ) from error
         figures = memory_figures(config, topology, mesh.shape, program.bytes_by_kind["total"])
+        state = Trainer(config, mesh).abstract_state()
+    timeline = forms.timeline(program)
     with progress("reading the compiled program"):
         audit = check.audit(program)
-        timeline = check.timeline(program, kernels=simulated, say=_say_simulated)
         figures |= step_figures(config, state, program, timeline)
         text = render(config, program, timeline, audit, figures)
     say(f"{text}\ntook       {time.monotonic() - began:.0f} s")
@@ -138,47 +115,22 @@ def topology_devices(topology: str) -> list[jax.Device]:
         return check.topology_devices(topology)
 
 
-def compile_step(
-    config: Config,
-    topology: str,
-    mesh: jax.sharding.Mesh,
-    compiler_options: Mapping[str, str] | None = None,
-) -> tuple[TrainState, check.CompiledProgram]:
-    """Compiles the training step of a run in a child process, and returns its abstract state and
-    the program.
-    """
-    trainer = Trainer(config, mesh)
-    state = trainer.abstract_state()
-    program = check.compile_for(
-        topology,
-        trainer.train_step,
-        state,
-        *trainer.abstract_batch(),
-        timeout=COMPILE_SECONDS,
-        compiler_options=compiler_options,
-    )
-    return state, program
-
-
-def _say_simulated(line: str) -> None:
-    say(f"simulating {line}")
-
-
 def memory_figures(
     config: Config, topology: str, mesh: Mapping[str, int], needed: int
 ) -> dict[str, Any]:
     """Returns the figures of report.json about memory, in bytes per device."""
     chip = accelerator(topology)
+    model = config.model
     predicted = None
     if isinstance(chip, Chip):
-        predicted = sum(predicted_memory(config, mesh, chip).values())
+        predicted = predict(config, chip, mesh).needed
     return {
         "topology": topology,
         "mesh": dict(mesh),
         "form": {
-            "remat": config.model.remat,
-            "fsdp_overlap": config.model.fsdp_overlap,
-            "gathered_mib": config.model.gathered_mib,
+            "remat": model.remat,
+            "fsdp_overlap": model.fsdp_overlap,
+            "gathered_mib": model.gathered_mib,
         },
         "flags": in_effect(platform_of(topology)),
         "bytes_needed": needed,
@@ -195,15 +147,16 @@ def step_figures(
     """
     model = config.model
     length = config.data.sequence_length
-    flops = accelerator(program.chip).flops
     kinds = program.bytes_by_kind
     params = bytes_on_device(state.params)
     optimizer = bytes_on_device(state.opt_state)
     speed = config.data.batch_size * length / t.seconds
     needed = model_flops_per_token(model, length)
     causal = model_flops_per_token(model, length, causal=True)
+    flops = accelerator(program.chip).flops
     peak = len(program.coords) * flops
-    memory = {
+    return {
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
         "bytes_by_kind": kinds | {"aliased": program.memory["alias_size_in_bytes"]},
         "bytes_by_use": {
             "parameters": params,
@@ -212,24 +165,19 @@ def step_figures(
             "batch and outputs": kinds["arguments"] - params - optimizer + kinds["outputs"],
             "code": kinds["code"],
         },
-    }
-    estimates = {
         "estimated_step_seconds": t.seconds,
         "estimated_tokens_per_second": speed,
         "estimated_mfu": needed * speed / peak,
         "estimated_causal_mfu": causal * speed / peak,
         "estimated_hardware_utilization": (t.flops or 0) / (t.seconds * flops),
-    }
-    sources = {
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
         "seconds_taken_from": dict(t.slowest.sources),
         "exposed_share": t.exposed / t.seconds,
         "model_flops_per_token": needed,
         "model_flops": FORMULA,
-        "utilization_is_of": f"{flops:.6g} FLOP/s a device, the peak rate of bfloat16",
+        "basis": t.basis,
+        "known_error": t.known_error,
+        "notes": list(t.notes),
     }
-    said = {"basis": t.basis, "known_error": t.known_error, "notes": list(t.notes)}
-    return memory | estimates | sources | said
 
 
 def render(
@@ -240,38 +188,36 @@ def render(
     figures: Mapping[str, Any],
 ) -> str:
     """Formats the report on a step that fits as text."""
-    chips = len(program.coords)
-    sizes = figures["bytes_by_use"] | figures["bytes_by_kind"]
+    taken = t.slowest.sources
     text = STEP.format(
-        chips=chips,
+        chips=len(program.coords),
         shape=" x ".join(f"{name} {size}" for name, size in figures["mesh"].items()),
         memory=memory_text(config, figures, "fits"),
-        size={name.partition(" ")[0]: gib(count) for name, count in sizes.items()},
+        uses=", ".join(f"{name} {gib(size)}" for name, size in figures["bytes_by_use"].items()),
         step=time_text(t.seconds),
         guessed=_guessed(t),
         work=t.compute / t.seconds,
         own_memory=t.slowest.memory / t.seconds,
-        each=figures["estimated_tokens_per_second"] / chips,
+        each=figures["estimated_tokens_per_second"] / len(program.coords),
         teraflops=accelerator(program.chip).flops / 1e12,
         **figures,
     )
-    lines = []
+    lines = [text]
+    if audit.lost_overlap:
+        lines.insert(0, f"overlap    lost: {audit.lost_overlap}")
     for part, seconds in Phases(program).waits(t)[:LISTED]:
         if seconds > 1e-3 * t.seconds:
             share = seconds / t.seconds
             lines.append(f"           waits {time_text(seconds)} ({share:.1%}) in {part}")
-    taken = t.slowest.sources
     shares = [f"{name} {taken[name] / t.seconds:.1%}" for name in SOURCES if name in taken]
     lines += [
         f"           taken from: {', '.join(shares)}",
         f"basis      {t.basis}",
         f"           known error: {t.known_error}",
         *(f"           note: {note}" for note in t.notes),
+        *_audit_lines(audit),
     ]
-    lost = []
-    if audit.lost_overlap:
-        lost.append(f"overlap    lost: {audit.lost_overlap}")
-    return "\n".join([*lost, text, *lines, *_audit_lines(audit)])
+    return "\n".join(lines)
 
 
 def _guessed(t: check.Timeline) -> str:
@@ -290,7 +236,7 @@ def memory_text(config: Config, figures: Mapping[str, Any], verdict: str) -> str
     return MEMORY.format(verdict=verdict, data=config.data, predicted=predicted, **sizes)
 
 
-def _write_report(folder: Path, figures: Mapping[str, Any], text: str) -> None:
+def _write_report(folder: Path, figures: Mapping[str, object], text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.txt").write_text(text + "\n")
     (folder / "report.json").write_text(json.dumps(figures, indent=2) + "\n")
@@ -312,22 +258,20 @@ def _write_details(
 
 def _audit_lines(audit: check.Audit) -> list[str]:
     moving = [pair for pair in audit.pairs if pair.communicates]
-    runs = sum(pair.runs for pair in moving)
-    size = sum(pair.runs * pair.bytes for pair in moving)
-    total = sum(pair.runs * pair.transfer for pair in moving)
-    hidden = sum(pair.runs * min(pair.inside, pair.transfer) for pair in moving)
     verdict = "NOT OK"
     if audit.ok:
         verdict = "ok"
-    summary = f"audit      {verdict}: {runs:,} transfers per step, {gib(size)}, {time_text(total)} "
-    summary += "on their links"
+    total = sum(pair.runs * pair.transfer for pair in moving)
+    hidden = sum(pair.runs * min(pair.inside, pair.transfer) for pair in moving)
+    summary = f"audit      {verdict}: {sum(pair.runs for pair in moving):,} transfers per step"
     if total:
-        summary += f", {hidden / total:.0%} of it hidden behind work"
+        summary += f", {time_text(total)} on their links, {hidden / total:.0%} hidden behind work"
     lines = [summary]
-    counts = collections.Counter(finding.code for finding in audit.findings)
-    # the first of each code
-    first = {finding.code: finding for finding in reversed(audit.findings)}
-    for code, count in list(counts.items())[:LISTED]:
-        lines.append(f"           {first[code].severity} {code} x{count}: {first[code].message}")
-        lines.append(f"               remedy: {first[code].remedy}")
+    codes = dict.fromkeys(finding.code for finding in audit.findings)
+    for code in list(codes)[:LISTED]:
+        first, *others = [finding for finding in audit.findings if finding.code == code]
+        lines += [
+            f"           {first.severity} {code} x{1 + len(others)}: {first.message}",
+            f"               remedy: {first.remedy}",
+        ]
     return lines

@@ -12,6 +12,7 @@ from flaxasync.ops.roofline import Cost
 from models.config import TransformerConfig
 from models.layer import quantization_of
 from train.config import Config
+from train.dry_run.policies import POLICIES, Policy
 from train.step.mesh import CONTEXT, FSDP, batch_shards
 from train.step.products import (
     experts_of_a_layer,
@@ -21,6 +22,8 @@ from train.step.products import (
 )
 
 BYTES = {"float32": 4, "bfloat16": 2}
+MODEL_WAIT = "model: activations"
+CONTEXT_WAIT = "context: keys and values"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +38,11 @@ class OpCall:
     options: tuple[tuple[str, object], ...]
 
     @property
-    def is_attention(self) -> bool:
-        return self.op == "ring_attention"
+    def waits_for(self) -> str:
+        """What a device waits for in it: the axis and the transfer."""
+        if self.op == "ring_attention":
+            return CONTEXT_WAIT
+        return MODEL_WAIT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +64,23 @@ class DeviceShare:
     @property
     def model(self) -> TransformerConfig:
         return self.config.model
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether a scan gathers weights ahead, into memory of its own."""
+        overlap = self.model.fsdp_overlap
+        return overlap == "prefetch" or (overlap == "prefetch_pallas" and self.fsdp > 1)
+
+    @property
+    def policy(self) -> Policy:
+        return POLICIES[self.model.remat or "none"]
+
+    @property
+    def output_size(self) -> int:
+        """The elements of the output projection, unless it is tied."""
+        if self.model.tie_embeddings:
+            return 0
+        return self.outside // 2
 
     @property
     def rows(self) -> int:

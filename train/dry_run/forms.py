@@ -1,24 +1,24 @@
 """Which form of a step a run takes where its configuration leaves that open.
 
 A form is a value of `model.remat` and one of `model.fsdp_overlap`, and whether products keep the
-rows that they gather (`model.gathered_mib`). `choose` takes the form that is predicted to be the
-fastest of those that fit and are trusted. Where others are predicted to be about as fast, it
-compiles some of them and takes the fastest by the estimates of their programs.
+rows that they gather (`model.gathered_mib`). On TPUs it is the one predicted to be the fastest of
+those that fit and are trusted. Where others are predicted to be about as fast, some are compiled,
+and the fastest one by the estimates of their programs is taken. On GPUs, of which no form is
+predicted, estimates alone decide.
 """
 
 import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from flaxasync.hardware import Chip, Gpu
 from flaxasync.ops import trust
 from models.config import FsdpOverlap, Remat
 from train.config import Config, replace_options
 from train.dry_run.device_share import DeviceShare
-from train.dry_run.prediction import Prediction, predict
+from train.dry_run.prediction import ROOM, Prediction, form_options, predict, with_form
 from train.lifecycle.errors import InputError, as_input_errors
 from train.metrics.output import gib, say, time_text
 from train.step.mesh import FSDP, check_fits_mesh
@@ -39,10 +39,9 @@ OFFLOADING: tuple[Remat, ...] = ("offload", "offload_most")
 """What it takes only if the compiled program is the fastest: around the transfers to the host, XLA
 was seen to copy the stacks of all layers.
 """
-ROOM = 0.95  # share of the memory that a form may need if there is one that needs less
 CLOSE = 1.15  # how many times as long a form that is compiled may be predicted to take
 MOST_COMPILED = 3  # forms, because one may take minutes
-DIRECT = "prefetch_pallas"
+DIRECT: FsdpOverlap = "prefetch_pallas"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +52,10 @@ class Estimate:
     needed: int  # bytes of a device, as the compiler counts them
 
 
-type Compile = Callable[[Config], Estimate | None]
-"""Compiles a form; None if the compiler refuses it, mostly because it does not fit the memory."""
+type Compile = Callable[[Sequence[Config]], Iterable[Estimate | None]]
+"""Compiles forms one after the other; None if the compiler refuses one, mostly because it does not
+fit the memory.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Choice:
 
 def choose(
     config: Config,
-    chip: Chip,
+    chip: Chip | Gpu,
     mesh: Mapping[str, int],
     *,
     linked: bool = True,
@@ -83,99 +84,113 @@ def choose(
     """
     if None not in (config.model.remat, config.model.fsdp_overlap):
         return Choice(config)
+    if isinstance(chip, Gpu):
+        assert compiled is not None
+        return _choose_on_gpus(config, chip, mesh, compiled)
     found = predicted_forms(config, chip, mesh, linked=linked)
-    best = fastest(found, chip)
-    reason = reason_for(best, len(found), "forms")
-    close = []
-    if compiled is not None:
-        keeping = _keeping_rows(config, best, chip, mesh)
-        offloading = _offloading(config, chip, mesh, linked=linked)
-        close = _close(best, [*found, *keeping, *offloading], chip)
-    if compiled is not None and close not in ([], [best]):
-        best, reason = _fastest_compiled(config, _trusted(found, chip), close, compiled)
-    chosen = f"{best.form} ({reason})"
-    instead = ""
-    # Trusted forms with room were compiled, or need more memory than one that was refused.
     trusted = _trusted(found, chip)
-    faster = [
-        one
-        for one in found
-        if one.seconds < best.seconds and not (one in trusted and has_room(one))
-    ]
-    verifiable = [one for one in faster if has_room(one)]
+    predicted = fastest(found, chip)
+    best = predicted.config
+    why = reason_for(predicted, len(found), "forms")
+    if compiled is not None:
+        others = _compiled_only(config, predicted, chip, mesh, linked=linked)
+        close = _close(predicted, _trusted([*found, *others], chip))
+        if close not in ([], [predicted]):
+            least = min(one.needed for one in close)
+            smaller = [one for one in trusted if one.needed < least]
+            smallest = min(trusted, key=needed_by)
+            otherwise = fastest(smaller or [smallest], chip).config
+            fitting = list(_fitting([one.config for one in close], chip, compiled))
+            best, why = _fastest(fitting, len(close), otherwise, chip)
+    taken = predict(best, chip, mesh).seconds
+    # Trusted forms with room were compiled, or need more memory than one that was refused.
+    faster = [one for one in found if one.seconds < taken and not (one.has_room and one in trusted)]
+    instead = ""
     if faster:
-        other = min(verifiable or faster, key=seconds_of)
-        why = f"it needs {gib(other.needed)}"
-        if verifiable:
-            why = f"it did not pass {trust.COMMAND!r}"
-        instead = f"{other.form} would take {time_text(other.seconds)}, but {why}"
-    return Choice(_taking(config, best), chosen, instead)
+        other = min([one for one in faster if one.has_room] or faster, key=seconds_of)
+        why_not = f"it needs {gib(other.needed)}"
+        if other.has_room:
+            why_not = f"it did not pass {trust.COMMAND!r}"
+        seconds = time_text(other.seconds)
+        instead = f"{form_options(other.config)} would take {seconds}, but {why_not}"
+    return Choice(best, f"{form_options(best)} ({why})", instead)
 
 
-def choose_on_gpus(config: Config, gpu: Gpu, mesh: Mapping[str, int], compiled: Compile) -> Choice:
-    """Chooses what `model.remat` and `model.fsdp_overlap` leave open on GPUs, of which no form is
-    predicted: for each overlap the first form that fits is compiled, from that which computes
-    nothing again on, and the fastest is taken.
+def _choose_on_gpus(config: Config, gpu: Gpu, mesh: Mapping[str, int], compiled: Compile) -> Choice:
+    """Chooses the fastest of the forms that fit, which for each overlap are compiled until one does,
+    from that on which computes nothing again.
     """
-    if None not in (config.model.remat, config.model.fsdp_overlap):
-        return Choice(config)
-    remats = ON_GPUS
-    if config.model.remat is not None:
-        remats = (config.model.remat,)
+    remats = _open(config.model.remat, ON_GPUS)
     overlaps: tuple[FsdpOverlap, ...] = ("xla",)
-    if config.model.fsdp_overlap is not None:
-        overlaps = (config.model.fsdp_overlap,)
-    elif mesh.get(FSDP, 1) > 1:
+    if mesh.get(FSDP, 1) > 1:
         overlaps = ("xla", "prefetch")
-    found: list[tuple[Estimate, Config]] = []
+    fitting: list[tuple[Estimate, Config]] = []
     for overlap in overlaps:
-        for remat in remats:
-            tried = with_form(config, remat, overlap)
-            estimate = compiled(tried)
-            if estimate is not None and estimate.needed <= ROOM * gpu.hbm_bytes:
-                figures = figures_of(estimate, round(gpu.hbm_bytes))
-                say(f"compared   {_options_of(tried)}: {figures}")
-                found.append((estimate, tried))
-                break
-    if not found:
-        return Choice(with_form(config, remats[-1], overlaps[0]))
-    estimate, best = min(found, key=lambda pair: pair[0].seconds)
-    why = f"the fastest of {len(found)} that fit: {figures_of(estimate, round(gpu.hbm_bytes))}"
-    return Choice(best, f"{_options_of(best)} ({why})")
+        forms = [with_form(config, remat, overlap) for remat in remats]
+        fitting += itertools.islice(_fitting(forms, gpu, compiled), 1)
+    smallest = with_form(config, remats[-1], overlaps[0])
+    best, why = _fastest(fitting, len(overlaps), smallest, gpu)
+    given = "a run on GPUs has to be given these options"
+    return Choice(best, f"{form_options(best)} ({why}); {given}")
 
 
-def _options_of(config: Config) -> str:
-    return f"--model.remat {config.model.remat} --model.fsdp_overlap {config.model.fsdp_overlap}"
+def _fitting(
+    forms: Sequence[Config], chip: Chip | Gpu, compiled: Compile
+) -> Iterator[tuple[Estimate, Config]]:
+    """Says what compiled forms take, and yields those that leave some memory."""
+    for form, estimate in zip(forms, compiled(forms), strict=True):
+        figures = "the compiler refuses it"
+        if estimate is not None:
+            figures = figures_of(estimate, chip.hbm_bytes)
+        say(f"compared   {form_options(form)}: {figures}")
+        if estimate is not None and estimate.needed <= ROOM * chip.hbm_bytes:
+            yield estimate, form
 
 
-def with_form(config: Config, remat: Remat | None, overlap: FsdpOverlap | None) -> Config:
-    return replace_options(config, {"model.remat": remat, "model.fsdp_overlap": overlap})
+def _fastest(
+    fitting: Sequence[tuple[Estimate, Config]], count: int, otherwise: Config, chip: Chip | Gpu
+) -> tuple[Config, str]:
+    """Returns the fastest of the compiled forms that fit, or the first one if one has no estimate;
+    `otherwise` if there is none; and why.
+    """
+    if not fitting:
+        return otherwise, f"one that needs less, as none of {count} compiled ones leaves memory"
+    if any(math.isinf(estimate.seconds) for estimate, _ in fitting):
+        _, best = fitting[0]
+        return best, f"the fastest of {count} compiled, by prediction: one has no estimate"
+    estimate, best = min(fitting, key=lambda pair: pair[0].seconds)
+    return best, f"the fastest of {count} compiled: {figures_of(estimate, chip.hbm_bytes)}"
 
 
-def _taking(config: Config, form: Prediction) -> Config:
-    """Returns the configuration with a form that was predicted for it."""
-    named = with_form(config, form.remat, form.overlap)
-    return replace_options(named, {"model.gathered_mib": form.gathered_mib})
+def _open[T](named: T | None, values: Sequence[T]) -> Sequence[T]:
+    """Returns the values of an option among which a run chooses: the named one, if there is one."""
+    if named is None:
+        return values
+    return [named]
 
 
 def predicted_forms(
-    config: Config, chip: Chip, mesh: Mapping[str, int], *, linked: bool = True
+    config: Config,
+    chip: Chip,
+    mesh: Mapping[str, int],
+    remats: Sequence[Remat] = AUTOMATIC,
+    *,
+    linked: bool = True,
 ) -> list[Prediction]:
     """Predicts all forms that a mesh can have, of those that the configuration leaves open; the
     simplest ones first.
     """
-    model = config.model
-    remats = AUTOMATIC
-    if model.remat is not None:
-        remats = (model.remat,)
-    overlaps: tuple[FsdpOverlap, ...] = get_args(FsdpOverlap.__value__)
-    if model.fsdp_overlap is not None:
-        overlaps = (model.fsdp_overlap,)
-    elif not linked:
-        overlaps = tuple(one for one in overlaps if one != DIRECT)
+    # Where parameters are gathered by permutes, their blocks are cut and written: slower than XLA.
+    overlaps: list[FsdpOverlap] = ["xla"]
+    if mesh.get(FSDP, 1) == 1:
+        overlaps.append("prefetch")
+    elif linked:
+        overlaps.append(DIRECT)
     found = []
     with as_input_errors(NotImplementedError):  # for a type of products that the chip lacks
-        for remat, overlap in itertools.product(remats, overlaps):
+        for remat, overlap in itertools.product(
+            _open(config.model.remat, remats), _open(config.model.fsdp_overlap, overlaps)
+        ):
             tried = with_form(config, remat, overlap)
             with contextlib.suppress(InputError):
                 check_fits_mesh(tried, mesh)
@@ -183,35 +198,21 @@ def predicted_forms(
     return found
 
 
-def _offloading(
-    config: Config, chip: Chip, mesh: Mapping[str, int], *, linked: bool
+def _compiled_only(
+    config: Config, best: Prediction, chip: Chip, mesh: Mapping[str, int], *, linked: bool
 ) -> list[Prediction]:
-    """Predicts the forms that use the memory of the host, if `model.remat` is left open and the
-    rate of that memory is known.
+    """Predicts what is taken only after it was compiled: the best form with products that keep the
+    rows that they gather, if that is predicted to gain, and forms that use the memory of the host,
+    if the rate of that memory is known.
     """
-    if config.model.remat is not None or not chip.host_bandwidth:
-        return []
     found = []
-    for remat in OFFLOADING:
-        named = with_form(config, remat, config.model.fsdp_overlap)
-        found += predicted_forms(named, chip, mesh, linked=linked)
-    return found
-
-
-def _keeping_rows(
-    config: Config, form: Prediction, chip: Chip, mesh: Mapping[str, int]
-) -> list[Prediction]:
-    """Predicts a form whose products keep the rows that they gather, if that is left open and
-    predicted to gain.
-    """
-    if config.model.gathered_mib is not None:
-        return []
-    rows = DeviceShare.of(config, mesh).bytes_of_rows
-    keeping = dataclasses.replace(form, gathered_mib=math.ceil(rows / 2**20))
-    kept = predict(_taking(config, keeping), chip, mesh)
-    if kept.seconds < form.seconds:
-        return [kept]
-    return []
+    if config.model.gathered_mib is None:
+        rows = DeviceShare.of(config, mesh).bytes_of_rows
+        keeping = replace_options(best.config, {"model.gathered_mib": math.ceil(rows / 2**20)})
+        found = [predict(keeping, chip, mesh)]
+    if config.model.remat is None and chip.host_bandwidth:
+        found += predicted_forms(config, chip, mesh, OFFLOADING, linked=linked)
+    return [one for one in found if one.remat in OFFLOADING or one.seconds < best.seconds]
 
 
 def fastest(forms: Sequence[Prediction], chip: Chip) -> Prediction:
@@ -224,64 +225,27 @@ def fastest(forms: Sequence[Prediction], chip: Chip) -> Prediction:
     least = min(trusted, key=needed_by)
     if not least.fits:
         return least
-    return min([*filter(has_room, trusted), least], key=seconds_of)
+    return min([*(one for one in trusted if one.has_room), least], key=seconds_of)
 
 
 def _trusted(forms: Sequence[Prediction], chip: Chip) -> Sequence[Prediction]:
     """Returns the trusted forms, or all of them if none is, because one that was named is taken."""
-
-    def is_trusted(one: Prediction) -> bool:
-        return one.overlap != DIRECT or trust.is_trusted(
-            "prefetch", "pallas", chip.name, one.mesh[FSDP]
-        )
-
-    return [one for one in forms if is_trusted(one)] or forms
-
-
-def _close(best: Prediction, forms: Sequence[Prediction], chip: Chip) -> list[Prediction]:
-    """Returns the trusted forms with room that are predicted to be about as fast as the best one,
-    or faster. The best one comes first, if it has room.
-    """
-    close = [
+    trusted = [
         one
-        for one in sorted(_trusted(forms, chip), key=seconds_of)
-        if has_room(one) and one != best and one.seconds <= CLOSE * best.seconds
+        for one in forms
+        if one.overlap != DIRECT
+        or trust.is_trusted("prefetch", "pallas", chip.name, one.mesh[FSDP])
     ]
-    if has_room(best):
-        close = [best, *close]
-    return close[:MOST_COMPILED]
+    return trusted or forms
 
 
-def _fastest_compiled(
-    config: Config, forms: Sequence[Prediction], close: Sequence[Prediction], compiled: Compile
-) -> tuple[Prediction, str]:
-    """Compiles some forms, and returns the fastest one that leaves some memory, and why.
-
-    If none does, it is the one predicted to be the fastest of those that need less memory, or else
-    the one that needs the least.
+def _close(best: Prediction, forms: Sequence[Prediction]) -> list[Prediction]:
+    """Returns the forms with room that are predicted to be about as fast as the best one, or
+    faster. The best one comes first, if it has room.
     """
-    estimates = []
-    for one in close:
-        estimate = compiled(_taking(config, one))
-        if estimate is None:
-            say(f"compared   {one.form}: the compiler refuses it")
-            continue
-        say(f"compared   {one.form}: {figures_of(estimate, one.available)}")
-        if estimate.needed <= ROOM * one.available:
-            estimates.append((estimate, one))
-    if not estimates:
-        why = f"as none of {len(close)} compiled ones leaves memory"
-        refused = min(one.needed for one in close)
-        smaller = [one for one in forms if has_room(one) and one.needed < refused]
-        if smaller:
-            return min(smaller, key=seconds_of), f"the fastest of those that need less, {why}"
-        return min(forms, key=needed_by), f"the smallest, {why}"
-    if any(math.isinf(estimate.seconds) for estimate, _ in estimates):
-        best = min((one for _, one in estimates), key=seconds_of)
-        return best, f"the fastest of {len(close)} compiled, by prediction: one has no estimate"
-    estimate, best = min(estimates, key=lambda pair: pair[0].seconds)
-    figures = figures_of(estimate, best.available)
-    return best, f"the fastest of {len(close)} compiled: {figures}"
+    ordered = [best, *sorted((one for one in forms if one != best), key=seconds_of)]
+    close = [one for one in ordered if one.has_room and one.seconds <= CLOSE * best.seconds]
+    return close[:MOST_COMPILED]
 
 
 def reason_for(best: Prediction, count: int, kind: str) -> str:
@@ -292,7 +256,7 @@ def reason_for(best: Prediction, count: int, kind: str) -> str:
     return f"{why}, by prediction: {figures_of(best, best.available)}"
 
 
-def figures_of(one: Prediction | Estimate, available: int) -> str:
+def figures_of(one: Prediction | Estimate, available: float) -> str:
     return f"{time_text(one.seconds)} in {gib(one.needed)} of {gib(available)}"
 
 
@@ -302,7 +266,3 @@ def seconds_of(one: Prediction) -> float:
 
 def needed_by(one: Prediction) -> int:
     return one.needed
-
-
-def has_room(one: Prediction) -> bool:
-    return one.needed <= ROOM * one.available

@@ -1,10 +1,8 @@
 """Predicts the memory of a training step on a mesh, from the sizes of model and mesh alone."""
 
-import dataclasses
 from collections.abc import Mapping
 
 from flaxasync.hardware import Chip
-from models.config import Remat
 from train.config import Config
 from train.dry_run.device_share import BYTES, DeviceShare
 
@@ -13,44 +11,9 @@ LOSS_ROWS = 3072  # the most rows of a block of `fa.nn.linear_cross_entropy`, by
 SCORES_HELD = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """What a value of `model.remat` does with the values of each layer, by the names of
-    `layer_values`.
-    """
-
-    keeps: tuple[str, ...]  # in the memory of the device, until the backward pass
-    offloads: tuple[str, ...] = ()  # in that of the host
-    # What the backward pass makes again: the results of `DeviceShare.layer_calls`, and "passes",
-    # which are those over memory alone.
-    repeats: tuple[str, ...] = ("passes",)
-
-
-POLICIES: dict[Remat, Policy] = {
-    "none": Policy(("everything", "scores", "gathered", "kernels"), repeats=()),
-    "cheap": Policy(("stream", "products", "attention", "statistics", "gathered", "kernels")),
-    "dots": Policy(("stream", "products", "gathered"), repeats=("passes", "attention")),
-    "operands": Policy(
-        ("stream", "operands", "hidden", "gathered"), repeats=("passes", "attention", "added")
-    ),
-    "mlp": Policy(
-        ("stream", "hidden", "added", "gathered"), repeats=("passes", "operands", "attention")
-    ),
-    "attention": Policy(
-        ("stream", "operands", "attention", "statistics", "added", "gathered"),
-        repeats=("passes", "hidden"),
-    ),
-    "layer": Policy(("stream",), repeats=("passes", "operands", "attention", "added", "hidden")),
-    "offload": Policy(
-        ("attention", "statistics"), ("stream", "operands"), ("passes", "added", "hidden")
-    ),
-    "offload_most": Policy(
-        ("statistics",), ("stream", "operands", "attention"), ("passes", "added", "hidden")
-    ),
-}
-# What such a scan keeps in place of some of them: it gathers kernels again, and its loop of two
-# layers keeps residuals that XLA finds to be equal in a loop of one layer.
-_IN_A_PREFETCHING_SCAN = {"everything": "residuals", "kernels": "none"}
+# How much more of everything a scan that prefetches keeps, whose loop of two layers has residuals
+# that XLA finds to be equal in a loop of one layer; fitted.
+RESIDUALS = 1.73
 
 
 def predicted_memory(
@@ -94,11 +57,7 @@ def predicted_memory(
     if config.data.microbatches > 1:
         gradient += 4
     values = layer_values(here, chip)
-    policy = POLICIES[config.model.remat or "none"]
-    keeps = policy.keeps
-    if _prefetches(here):
-        keeps = tuple(_IN_A_PREFETCHING_SCAN.get(name, name) for name in keeps)
-    kept = layers * sum(values[name] for name in keeps)
+    kept = layers * sum(values[name] for name in here.policy.keeps)
     sizes = {
         "parameters": share * state,
         "optimizer state": share * moments,
@@ -107,13 +66,6 @@ def predicted_memory(
         "working": _working(here, values, kept, share * here.stored),
     }
     return {name: round(size) for name, size in sizes.items()}
-
-
-def _prefetches(here: DeviceShare) -> bool:
-    """Says whether a scan gathers weights ahead, into memory of its own."""
-    if here.model.fsdp_overlap == "prefetch":
-        return True
-    return here.model.fsdp_overlap == "prefetch_pallas" and here.fsdp > 1
 
 
 def _working(
@@ -136,8 +88,7 @@ def _working(
     more: so large buffers leave gaps.
     """
     model = here.model
-    policy = POLICIES[model.remat or "none"]
-    whole = values["kernels"]
+    whole = values["whole kernels"]
     output_gradient = 4.0 * here.vocabulary * model.width
     cast = 0.0
     output = 0.0
@@ -151,9 +102,9 @@ def _working(
     layer = values["everything"] + SCORES_HELD * values["scores"] + 2 * whole + output_gradient
     if here.ring > 1:
         layer += here.rows * model.width * here.computed
-    if "gathered" not in policy.keeps:
+    if "gathered" not in here.policy.keeps:
         layer += values["gathered"]
-    if _prefetches(here):
+    if here.prefetches:
         # The scan also has the gradients of two layers, and those that arrive or were cast; it
         # gathers the output projection meanwhile, and keeps the weights of the last layer.
         arriving = whole
@@ -180,17 +131,18 @@ def layer_values(here: DeviceShare, chip: Chip | None) -> dict[str, float]:
     added = (1 + model.post_norms) * stream
     products = value * (heads + 2 * hidden) + added
     passes = (5 - model.post_norms) * stream + value * (query + 2 * hidden)
-    # norms compute in float32, and so do sines and cosines of positions
-    normed = 2 * (1 + model.post_norms) * model.width
-    if model.qk_norm:
-        normed += query + model.head_features * model.kv_heads
-    in_float32 = 12 * rows * normed + 8 * here.rows * model.head_features
     scores = 0.0
     if model.attention_softcap is not None or model.alternating_window is not None:
         scores = 4.0 * here.rows * here.config.data.sequence_length * -(-model.heads // here.ring)
-    kernels = 0.0
+    everything = products + passes
+    residuals = everything
+    gathered_kernels = 0.0
     if here.fsdp > 1:
-        kernels = here.kernels / here.ring * here.computed
+        gathered_kernels = here.kernels / here.ring * here.computed
+    kept_kernels = gathered_kernels
+    if here.prefetches:
+        residuals = RESIDUALS * everything
+        kept_kernels = 0.0
     return {
         "stream": stream,
         "operands": value * heads,
@@ -199,10 +151,10 @@ def layer_values(here: DeviceShare, chip: Chip | None) -> dict[str, float]:
         "products": products,
         "attention": value * query,
         "statistics": 4 * rows * model.heads,
-        "everything": products + passes,
-        "residuals": stream + value * (3 * query + heads + 6 * hidden) + in_float32,
-        "none": 0.0,
+        "everything": everything,
+        "residuals": residuals,
         "scores": scores,
         "gathered": here.gathered_bytes(chip),
-        "kernels": kernels,
+        "whole kernels": gathered_kernels,
+        "kernels": kept_kernels,
     }

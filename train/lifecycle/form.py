@@ -6,10 +6,10 @@ answer depends on. A file that cannot be read is replaced. Of several processes 
 and writes the file, and all of them take its form.
 """
 
-import functools
 import json
 import math
 import os
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,8 +28,9 @@ from flaxasync.ops import trust
 from models.config import FsdpOverlap, Remat
 from train.checkpoints.record import flat_fields
 from train.config import Config, replace_options
-from train.dry_run.forms import Estimate, with_form
+from train.dry_run.forms import Estimate
 from train.dry_run.meshes import choose_and_say
+from train.dry_run.prediction import with_form
 from train.lifecycle.errors import InputError
 from train.lifecycle.workdir import Workdir
 from train.metrics.output import gib, say, write_atomically
@@ -78,7 +79,11 @@ def form_of_run(config: Config, mesh: jax.sharding.Mesh, work: Workdir) -> Confi
         rows = f"--model.gathered_mib {form.gathered_mib}"
         say(f"chosen     {named} {rows} (that of {work.form}, which this run continues)")
         return form.in_config(config)
-    chosen = choose_and_say(config, mesh, functools.partial(estimate_step, mesh=mesh)).model
+
+    def estimates(forms: Sequence[Config]) -> Iterable[Estimate | None]:
+        return (estimate_step(form, mesh) for form in forms)
+
+    chosen = choose_and_say(config, mesh, estimates).model
     assert chosen.remat is not None
     assert chosen.fsdp_overlap is not None
     form = _of_first_process(Form(chosen.remat, chosen.fsdp_overlap, chosen.gathered_mib or 0))

@@ -3,9 +3,10 @@
 The caller's process traces and lowers the function, and a child process compiles it, with the flags
 that the variable LIBTPU_INIT_ARGS (for GPUs: XLA_FLAGS) has then. libtpu can end the process in
 which it compiles: with a segmentation fault on some kernels, and with an arithmetic fault on some
-names. The child stays for the next call. A new one is started if it has died, or if the flags are
-others. Calls that ask for dumps have a child of their own, because libtpu reads the flags for dumps
-only when it is loaded. The program is that of jax.jit on the topology.
+names. The child stays for the next call, of this thread or of another. A new one is started if
+none is idle, if it has died, or if the flags are others. Calls that ask for dumps have a child of
+their own, because libtpu reads the flags for dumps only when it is loaded. The program is that of
+jax.jit on the topology.
 """
 
 import atexit
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -141,8 +142,10 @@ def compile_for(
             "the ambient mesh"
         )
     dumps = _folder_of(keep_dumps)
-    with progress(f"compiling for {topology}"):
-        process = shared_process(kind, dumps=dumps is not None)
+    with (
+        progress(f"compiling for {topology}"),
+        lent_process(kind, dumps=dumps is not None) as process,
+    ):
         answer = process.compile(request, timeout, dumps)
     coords = places_of(devices)
     program = CompiledProgram(
@@ -268,24 +271,29 @@ class CompilerProcess:
                 stream.close()  # type: ignore[union-attr]
 
 
-# by what it compiles for, and whether it dumps
-_shared: dict[tuple[str, bool], CompilerProcess] = {}
+# by what they compile for, and whether they dump
+_idle: dict[tuple[str, bool], list[CompilerProcess]] = {}
 
 
-def shared_process(kind: str = "TPU", *, dumps: bool = False) -> CompilerProcess:
-    """Returns the process for "TPU" or "GPU" that dumps, or the one that does not. Starts it if
-    there is none with the present flags.
+@contextlib.contextmanager
+def lent_process(kind: str = "TPU", *, dumps: bool = False) -> Iterator[CompilerProcess]:
+    """Lends an idle process for "TPU" or "GPU" that dumps, or one that does not, to one thread.
+    Starts one if there is none with the present flags.
     """
-    key = (kind, dumps)
-    there = _shared.get(key)
-    if there is not None and (
-        there.process.poll() is not None or there.flags != os.environ.get(FLAGS[kind], "")
-    ):
-        _shared.pop(key).close()
-    if key not in _shared:
-        _shared[key] = CompilerProcess(kind, dumps=dumps)
-        atexit.register(_shared[key].close)
-    return _shared[key]
+    idle = _idle.setdefault((kind, dumps), [])
+    while True:
+        try:
+            process = idle.pop()
+        except IndexError:
+            process = CompilerProcess(kind, dumps=dumps)
+            atexit.register(process.close)
+        if process.process.poll() is None and process.flags == os.environ.get(FLAGS[kind], ""):
+            break
+        process.close()
+    try:
+        yield process
+    finally:
+        idle.append(process)
 
 
 def _mesh_axes(call: FunctionCall) -> dict[str, int]:

@@ -21,6 +21,7 @@ import pathlib
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -43,6 +44,9 @@ from flaxasync.check.player.transfers import UNKNOWN_SCALARS
 from flaxasync.check.progress import progress
 from flaxasync.hardware import CHIPS, DEVICES_PER_CHIP
 
+# Kernels that are simulated at a time: the compiler of one works in a process of its own while the
+# other one is simulated in this one.
+AT_ONCE = 2
 # the environment variable that names another folder for the times of kernels
 VARIABLE = "FLAXASYNC_PLAYED_KERNELS"
 _CALL = "tpu_custom_call"
@@ -112,32 +116,46 @@ def kernel_times(
             )
         else:
             names_of.setdefault(kernel, []).append(name)
-    for number, (kernel, names) in enumerate(names_of.items(), 1):
-        file = _cache_file(program, kernel)
-        if file.exists():
-            time = KernelTime(**json.loads(file.read_text()))
-        else:
-            title = f"kernel {number} of {len(names_of)}"
-            if say is not None:
-                say(f"{title}: {names[0]}")
+    pool = ThreadPoolExecutor(AT_ONCE)
+    try:
+        times = {}
+        for number, (kernel, names) in enumerate(names_of.items(), 1):
+            title = f"kernel {number} of {len(names_of)}: {names[0]}"
+            times[kernel] = pool.submit(_time_of, program, kernel, title, say)
+        for kernel, names in names_of.items():
             try:
-                with progress(f"{title}, {names[0]}"):
-                    time = _simulate(program, kernel)
+                time = times[kernel].result()
             # it cannot be simulated, or not be compiled
             except (PlayerError, RuntimeError) as error:
                 lines.append(f"{names[0]} was not simulated: {first_sentence(error)}")
                 continue
-            file.parent.mkdir(parents=True, exist_ok=True)
-            partial = file.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps(dataclasses.asdict(time)))
-            partial.replace(file)  # so that another process never reads a part of it
-        found |= dict.fromkeys(names, time)
-        if time.guessed:
-            lines.append(
-                f"{names[0]} was simulated with 0 for scalars that the text of the program does "
-                "not determine; where its own cost estimate is longer, that counts"
-            )
+            found |= dict.fromkeys(names, time)
+            if time.guessed:
+                lines.append(
+                    f"{names[0]} was simulated with 0 for scalars that the text of the program "
+                    "does not determine; where its own cost estimate is longer, that counts"
+                )
+    finally:
+        pool.shutdown(cancel_futures=True)
     return found, tuple(lines)
+
+
+def _time_of(
+    program: CompiledProgram, kernel: Kernel, title: str, say: Callable[[str], None] | None
+) -> KernelTime:
+    """Returns the time of a kernel that the cache has, or else simulates it and keeps its time."""
+    file = _cache_file(program, kernel)
+    if file.exists():
+        return KernelTime(**json.loads(file.read_text()))
+    if say is not None:
+        say(title)
+    with progress(title):
+        time = _simulate(program, kernel)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(dataclasses.asdict(time)))
+    partial.replace(file)  # so that another process never reads a part of it
+    return time
 
 
 def _kernels(module: HloModule, given: Given) -> Iterator[tuple[str, Kernel | None]]:

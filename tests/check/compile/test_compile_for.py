@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.programs import array
 from flaxasync.check import CHIPS, HbmError, audit, compile_for, parse, topology_mesh, topology_size
-from flaxasync.check.compile.compile_for import CompilerProcess, shared_process
+from flaxasync.check.compile.compile_for import CompilerProcess, lent_process
 from flaxasync.check.compile.program import hbm_error
 from flaxasync.check.compile.topologies import topology_arguments
 from flaxasync.check.hlo.origins import callback_name, is_host_callback
@@ -139,26 +139,32 @@ def test_host_callbacks_compile(mesh):
 @pytest.mark.slow
 def test_after_a_compiler_died_the_next_call_works(matmul):
     compile_for("v5e:2x2", *matmul)
-    os.kill(shared_process().process.pid, signal.SIGSEGV)
-    shared_process().process.wait()
+    with lent_process() as compiler:
+        os.kill(compiler.process.pid, signal.SIGSEGV)
+        compiler.process.wait()
     assert compile_for("v5e:2x2", *matmul).text
 
 
 @pytest.mark.slow
-def test_a_process_with_other_flags_takes_the_place_of_the_shared_one(monkeypatch):
+def test_a_process_with_other_flags_takes_the_place_of_an_idle_one(monkeypatch):
     """libtpu reads its flags once, so a program must not be compiled by a process that has those of
     before.
     """
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
-    before = shared_process()
-    assert shared_process() is before
+    with lent_process() as before:
+        pass
+    with lent_process() as again, lent_process() as second:
+        assert again is before
+        assert second is not before  # which is lent already
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=32768")
-    other = shared_process()
-    assert other is not before
-    assert before.process.poll() is not None
+    with lent_process() as other:
+        assert other not in (before, second)
+    for replaced in (before, second):
+        assert replaced.process.poll() is not None
     assert other.flags == "--xla_tpu_scoped_vmem_limit_kib=32768"
     monkeypatch.undo()
-    assert shared_process() is not other
+    with lent_process() as last:
+        assert last is not other
 
 
 @pytest.mark.parametrize(("sent", "seconds", "message"), [

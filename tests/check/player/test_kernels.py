@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +67,36 @@ def test_operands_and_results_stay_in_the_memory_in_which_the_program_has_them()
         {"color": VMEM, "shape_index": [0]},
         {"color": HBM, "shape_index": [1]},
     ]
+
+
+REPEATED = """HloModule m, is_scheduled=true
+
+ENTRY e {
+  a = f32[8,128]{1,0} parameter(0)
+  once = f32[8,128]{1,0} custom-call(a), custom_call_target="tpu_custom_call", \
+backend_config={"custom_call_config":{"body":"x"}}
+  other = f32[8,128]{1,0} custom-call(once), custom_call_target="tpu_custom_call", \
+backend_config={"custom_call_config":{"body":"y"}}
+  ROOT again = f32[8,128]{1,0} custom-call(other), custom_call_target="tpu_custom_call", \
+backend_config={"custom_call_config":{"body":"x"}}
+}
+"""
+
+
+def test_two_kernels_are_simulated_at_a_time_and_equal_ones_once(monkeypatch):
+    both = threading.Barrier(2, timeout=60)
+
+    def simulate(program, kernel):
+        both.wait()
+        return kernels.KernelTime(1.0, 0.5)
+
+    monkeypatch.setattr(kernels, "_simulate", simulate)
+    said = []
+    program = types.SimpleNamespace(chip="v5e", topology="v5e:1x1", coords=((0, 0, 0),))
+    times, notes = kernels.kernel_times(program, parse(REPEATED), said.append)
+    assert times == dict.fromkeys(("once", "other", "again"), kernels.KernelTime(1.0, 0.5))
+    assert notes == ()
+    assert sorted(said) == ["kernel 1 of 2: once", "kernel 2 of 2: other"]
 
 
 def product(x, w):

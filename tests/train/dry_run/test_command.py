@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import re
+import threading
 import time
 from unittest import mock
 
@@ -17,6 +18,7 @@ from flaxasync.check.progress import progress
 from flaxasync.ops.trust import VARIABLE, is_assumed
 from train.config.command import load_preset
 from train.dry_run import command as dry_run_module
+from train.dry_run import compiled_forms
 from train.dry_run.forms import MOST_COMPILED
 from train.lifecycle.errors import InputError
 from train.metrics.output import GIB
@@ -176,9 +178,25 @@ def test_compiling_says_for_how_long_it_has_been_under_way(options, monkeypatch,
         raise RuntimeError("it died")
 
     monkeypatch.setattr(check, "compile_for", compile_slowly)
-    monkeypatch.setattr(dry_run_module, "progress", functools.partial(progress, silent=0.1))
+    monkeypatch.setattr(compiled_forms, "progress", functools.partial(progress, silent=0.1))
     assert main(options) == 2
     assert f"flaxasync: compiling for {TOPOLOGY}, 0 s so far\n" in capsys.readouterr().err
+
+
+def test_two_forms_are_compiled_at_a_time(options, monkeypatch):
+    under_way = []
+    two = threading.Event()
+
+    def compile_with_another(*args, **options):
+        under_way.append(threading.get_ident())
+        if len(set(under_way)) == 2:
+            two.set()
+        assert two.wait(60)
+        raise RuntimeError("it died")
+
+    monkeypatch.setattr(check, "compile_for", compile_with_another)
+    assert main(options) == 2
+    assert len(under_way) > MOST_COMPILED
 
 
 def test_a_step_that_never_compiles_is_refused(options, monkeypatch, refuses):

@@ -12,20 +12,21 @@ import pytest
 from flax import nnx
 
 import flaxasync as fa
+from benchmarks.scaling import mfu, what_binds
 from configs.llama_8b import llama_8b
 from configs.qwen3_30b_a3b import qwen3_30b_a3b
 from flaxasync.hardware import CHIPS
-from models.config import FsdpOverlap, Remat, TransformerConfig
+from models.config import Remat, TransformerConfig
 from models.transformer import Transformer
 from train.dry_run.forms import AUTOMATIC
-from train.dry_run.memory import POLICIES, predicted_memory
+from train.dry_run.memory import predicted_memory
 from train.dry_run.meshes import rank
+from train.dry_run.policies import POLICIES
 from train.dry_run.prediction import predict
 from train.lifecycle.errors import InputError
 from train.step.mesh import make_mesh
 
 GIB = 2**30
-OVERLAPS = get_args(FsdpOverlap.__value__)
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ def test_what_a_form_keeps_is_what_the_compiler_counted(step, remat, overlap, co
 def test_each_axis_waits_for_what_it_transfers(step):
     alone = step()
     assert alone.exposed == 0
-    assert alone.binds == "matmuls"
+    assert what_binds(alone) == "matmuls"
     expected = {
         "model": "model: activations",
         "context": "context: keys and values",
@@ -133,7 +134,7 @@ def test_each_axis_waits_for_what_it_transfers(step):
         # Devices of the context axis hold the same parameters, so that they sum gradients as those
         # of data do.
         assert waits == {name} | ({"data: gradients"} if axis == "context" else set()), axis
-    assert step(fsdp=16, chip="v6e").binds == expected["fsdp"]
+    assert what_binds(step(fsdp=16, chip="v6e")) == expected["fsdp"]
 
 
 def test_the_work_of_a_step_is_at_least_its_floating_point_operations_and_shared_by_all_devices(
@@ -141,7 +142,7 @@ def test_the_work_of_a_step_is_at_least_its_floating_point_operations_and_shared
 ):
     one, sixteen = step(), step(fsdp=4, model=4)
     # three quarters of the work count: a layer is computed twice forward
-    assert 0.5 < one.mfu < 0.75
+    assert 0.5 < mfu(one, CHIPS["v5e"]) < 0.75
     assert sixteen.work == pytest.approx(one.work / 16, rel=0.1)
     assert step(remat="none").work < 0.85 * one.work
 
@@ -327,15 +328,16 @@ def test_every_policy_is_known_and_none_is_the_plain_one(step):
     )
 
 
-@pytest.mark.parametrize(("chip", "slower"), [("v5e", 1.03), ("v6e", 1.05)])
-def test_permutes_cost_what_the_compiled_step_of_the_document_says(step, chip, slower):
-    """docs/scaling.md: slower than XLA's collectives, which direct copies beat."""
-    seconds = {
-        overlap: step(fsdp=4, model=4, chip=chip, fsdp_overlap=overlap).seconds
-        for overlap in OVERLAPS
-    }
-    assert seconds["prefetch"] == pytest.approx(slower * seconds["xla"], rel=0.01)
-    assert seconds["prefetch_pallas"] < 0.95 * seconds["xla"]
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_direct_copies_are_faster_than_collectives_as_the_compiled_step_of_the_document_says(
+    step, chip
+):
+    """docs/scaling.md."""
+    plain, direct = (
+        step(fsdp=4, model=4, chip=chip, fsdp_overlap=overlap).seconds
+        for overlap in ("xla", "prefetch_pallas")
+    )
+    assert direct < 0.95 * plain
 
 
 def test_a_scan_that_prefetches_hides_what_the_work_of_its_layers_covers(step):

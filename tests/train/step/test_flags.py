@@ -11,7 +11,8 @@ from flaxasync import check
 from flaxasync.ops import trust
 from train.checkpoints.record import identify_run
 from train.dry_run import command as dry_run_module
-from train.dry_run.forms import ROOM
+from train.dry_run import compiled_forms
+from train.dry_run.prediction import ROOM
 from train.lifecycle.errors import InputError
 from train.step import flags as module
 from train.step.flags import (
@@ -131,7 +132,7 @@ def test_a_dry_run_compiles_with_the_flags_that_the_run_would_have(on, monkeypat
         seen.append(os.environ[VARIABLE])
         raise InputError("stopped")
 
-    monkeypatch.setattr(dry_run_module, "compile_step", stop)
+    monkeypatch.setattr(compiled_forms, "compile_step", stop)
     for model in (1, 2):
         with pytest.raises(InputError, match="stopped"):
             dry_run_module.dry_run(on(None, model=model), "v6e:2x4" if model == 1 else "v6e:4x4")
