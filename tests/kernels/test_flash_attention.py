@@ -132,6 +132,7 @@ def test_groups_have_parts_where_cores_cannot_share_out_more(monkeypatch, heads,
     assert flash_attention._parts_of_groups(heads) == parts
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_cores")
 def test_sums_of_one_part_alone_are_seen(monkeypatch):
     """Negative test: the gradients of keys lack what the other core adds."""

@@ -201,7 +201,8 @@ def test_rows_that_pad_a_share_choose_no_expert():
     close(routing.dropped, left_out / ids.size)
 
 
-@pytest.mark.parametrize("backend", ["none", pytest.param("exchange", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["none", "exchange"])
 def test_rows_that_pad_a_share_change_no_gradient(backend):
     """Against one device for the experts, whose share is not padded."""
     x = np.resize(X, (2, 9, FEATURES))

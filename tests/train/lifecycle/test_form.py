@@ -51,6 +51,7 @@ def state_of(workdir):
         return manager.restore(4, args=everything).state
 
 
+@pytest.mark.slow
 def test_a_run_that_continues_keeps_its_form_and_every_bit(run, compiled, tmp_path):
     assert run("--steps", 4, "--workdir", tmp_path / "whole", *OPEN)[0] == 0
     compiled.clear()
