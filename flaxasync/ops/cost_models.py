@@ -76,7 +76,8 @@ def ring_attention_costs(
         compute += max(own * matmuls * matmul, accumulated)
         compute += hops * block
         exposed += hops * max(0.0, hop_seconds(chip, moved, ways) - block)
-        gathered += hop_seconds(chip, (ring - 1) * moved, directions(chip, ring))
+        if ring > 1:
+            gathered += hop_seconds(chip, (ring - 1) * moved, directions(chip, ring))
     steps = len(passes) * (hops + 1)
     overhead = {backend: steps * rates.step for backend, rates in ATTENTION.items()}
     return {

@@ -258,7 +258,7 @@ def _intensity_in_words(
     op: str, chip: Chip | Gpu, ring: int | tuple[int, int], itemsize: int, shapes: tuple[Shape, ...]
 ) -> str:
     blocks = 1  # of mesh_matmul, whose operands are those of one device
-    if isinstance(ring, int):
+    if not isinstance(ring, tuple):
         blocks = ring
     intensity = _intensity(op, blocks, itemsize, *shapes)
     return (

@@ -325,9 +325,17 @@ def _cost(chip: Chip | Gpu, ring: int, trips: Sequence[Trip], backend: str) -> C
         compute += products
         exposed += max(0.0, moved - hidden)
         transfers += moved
-        steps += 1 if backend == "none" else ring * trip.kernels
-        slots = ring if backend in WHOLE else 4
-        held = max(held, slots * trip.sent)
+        if backend == "none":
+            steps += 1
+        elif backend == "fused":
+            steps += ring * trip.kernels
+        else:
+            steps += ring
+        slots = 4
+        if backend in WHOLE:
+            slots = ring
+        if ring > 1:  # or the block is the operand itself
+            held = max(held, slots * trip.sent)
     if backend == "xla" and ring == 2 and isinstance(chip, Chip):
         # Without a loop XLA hides every hop behind all products but the last one.
         exposed = max(0.0, transfers - (compute - block))
@@ -367,7 +375,7 @@ def _products(chip: Chip | Gpu, ring: int, trip: Trip, backend: str, shared: int
         unit = directions(chip, ring) * chip.matrix_unit
         trip = dataclasses.replace(trip, k=-(-trip.k // unit) * unit)
     copied = 0.0
-    if isinstance(chip, Gpu) and (backend == "xla" or trip.batches > 1):
+    if isinstance(chip, Gpu) and ring > 1 and (backend == "xla" or trip.batches > 1):
         # what does not travel is put in order, or sliced
         copied = 2 * ring * (trip.streamed - trip.sent) / hbm(chip)
     if backend in WHOLE:

@@ -19,6 +19,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import glob
 import hashlib
 import importlib.metadata
 import json
@@ -27,7 +28,9 @@ import math
 import os
 import pathlib
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -43,6 +46,9 @@ VARIABLE = "FLAXASYNC_VERIFIED"
 PLAIN = frozenset(("none", "xla", "reference"))  # backends that are made of XLA's own operations
 SOURCES = ("kernels/**/*.py", "ops/**/*.py", "transport/**/*.py", "ring.py")
 COMMAND = "python -m flaxasync.verify"
+
+# after which what another process writes is no longer being written
+_UNFINISHED_SECONDS = 3600
 
 type Axes = int | tuple[int, ...]  # the devices of a ring, or of the axes of a mesh
 Mode = Literal["predicted", "verified"]
@@ -142,10 +148,10 @@ def key(op: str, backend: str, ring: Axes, kind: str | None = None) -> str:
     """
     if op in ("attention", "expert_products"):
         return f"{op}/{backend}"
-    if isinstance(ring, int):
-        size = ring
-    else:
+    if isinstance(ring, tuple):
         size = max(ring)
+    else:
+        size = ring
     return f"{op}/{backend}/{size if size < 3 else '3+'}" + (f"/{kind}" if kind else "")
 
 
@@ -169,11 +175,12 @@ def lacking(
 
 def call_key(op: str, ring: Axes, shapes: Sequence[Sequence[int]], itemsize: int) -> str:
     """Returns the name of the times of an op with its gradients, at these shapes of one device."""
-    if isinstance(ring, int):
-        ring_sizes: tuple[int, ...] = (ring,)
-    else:
-        ring_sizes = ring
-    return f"{op} on {ring_sizes}: {[*map(tuple, shapes)]} of {itemsize} bytes"
+    sizes = ring
+    if not isinstance(sizes, tuple):
+        sizes = (sizes,)
+    devices = "x".join(str(int(size)) for size in sizes)
+    operands = " ".join("x".join(str(int(length)) for length in shape) for shape in shapes)
+    return f"{op} on {devices}: {operands} of {itemsize} bytes"
 
 
 def is_trusted(op: str, backend: str, chip: str, ring: Axes) -> bool:
@@ -291,9 +298,7 @@ def record(
             rows = {name: {**old.get(name, {}), **new.get(name, {})} for name in {*old, *new}}
             content[kind] = {name: row for name, row in rows.items() if row}
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f".{file.name}.{os.getpid()}.part")
-        part.write_text(json.dumps(content, indent=1, sort_keys=True))
-        part.replace(file)  # at once, so that nobody reads half of it
+        _replace(file, json.dumps(content, indent=1, sort_keys=True))
     except OSError as error:
         say_once(
             f"the verdicts cannot be stored, so these kernels stay untrusted: {error}; {VARIABLE} "
@@ -301,6 +306,26 @@ def record(
         )
         return None
     return file
+
+
+def _replace(file: pathlib.Path, text: str) -> None:
+    """Writes a file at once, so that nobody reads half of it, and removes what a process that was
+    killed has left of an earlier attempt.
+    """
+    for left in file.parent.glob(f".{glob.escape(file.name)}.*.part"):
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            if time.time() - left.stat().st_mtime > _UNFINISHED_SECONDS:
+                left.unlink()
+    # hosts that share the folder can have processes of one number
+    descriptor, part = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.", suffix=".part")
+    try:
+        with open(descriptor, "w") as opened:
+            opened.write(text)
+        os.chmod(part, 0o644)  # other users may read a file that is named
+        os.replace(part, file)
+    except BaseException:
+        os.unlink(part)
+        raise
 
 
 @functools.cache

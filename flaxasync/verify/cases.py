@@ -23,7 +23,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 }
 """The backends of everything that is verified, in the order of the cases.
 
-The first one of an op is plain XLA, with which the others are compared. Those of `attention`, and
+The first one of an op is plain XLA, beside which the others are timed. Those of `attention`, and
 of `expert_products` for `expert_mlp`, are what the argument `kernel` names, and those of `prefetch`
 what moves the weights and gradients of `scan_with_prefetch`.
 """
@@ -40,6 +40,7 @@ PAIRS = ("pallas", "stateful")
 """Backends whose transfers begin in one kernel and end in another, which JAX's simulator of kernels
 cannot do.
 """
+CPU_DEVICES = 4  # into which a CPU is divided
 FORGETS = "JAX's simulator forgets transfers that outlive a kernel"
 type Facts = dict[str, Any]  # of a machine, as JSON has them
 
@@ -196,7 +197,7 @@ def small(case: Case) -> Case:
     It is the same op, backend and directions with small shapes on up to four CPU devices, where
     kernels are simulated.
     """
-    found = _case(case.op, case.backend, min(case.devices, 4), SMALL)
+    found = _case(case.op, case.backend, min(case.devices, CPU_DEVICES), SMALL)
     return dataclasses.replace(case, mesh=found.mesh, shapes=found.shapes, dtype=found.dtype)
 
 

@@ -17,13 +17,12 @@ import flaxasync as fa
 from flaxasync.hardware import chip_of_device
 from flaxasync.mesh import UnsupportedError
 from flaxasync.ops import trust
-from flaxasync.verify.cases import Case, Facts, unsupported
+from flaxasync.verify.cases import CPU_DEVICES, Case, Facts, unsupported
 from flaxasync.verify.measure import run_case
 from flaxasync.verify.rehearsal import rehearse_case
 from flaxasync.verify.verdict import CaseResult, Verdict, failed
 
 START_LIMIT = 300  # seconds for a child to open the devices
-CPU_DEVICES = 4  # into which a CPU is divided
 
 
 @dataclasses.dataclass(frozen=True)

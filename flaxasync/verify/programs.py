@@ -1,7 +1,9 @@
-"""The program of a case, as a jitted function of global arrays, with random operands.
+"""The program of a case and its reference, as jitted functions of global arrays, with random
+operands.
 
-The reference of every backend is plain XLA on the same devices, and that of plain XLA is the same
-op on one device, which rounds nothing to 8 bits. What only moves data has no other form there.
+The reference of every backend is the formula of its op on global arrays, which XLA partitions. A
+kernel in 8 bits has the plain backend in 8 bits for a reference, which is itself compared with the
+formula, which rounds nothing.
 """
 
 import dataclasses
@@ -17,13 +19,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from flaxasync.nn.attention.rotary import rotary_tables, rotate
+from flaxasync.nn.attention.rotary import rotary_embedding, rotary_tables, rotate
 from flaxasync.ops.quantization import Quantization
 from flaxasync.ops.roofline import Shape
 from flaxasync.ops.vocabulary import lookup_reduce_scatter
 from flaxasync.transport import direct
 from flaxasync.transport.transfers import start_gather, start_reduce_scatter
-from flaxasync.verify.cases import FORWARD_ONLY, MOVES, Case
+from flaxasync.verify.cases import FORWARD_ONLY, Case
 
 AXIS = "model"
 AXES = {1: (AXIS,), 2: ("x", "y")}  # of meshes of one dimension, and of mesh_matmul
@@ -92,42 +94,81 @@ def _prefetch(case: Case, x: Array) -> Array:
     return x
 
 
+def _product(x: Array, w: Array) -> Array:
+    return jnp.matmul(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def _causal_attention(q: Array, k: Array, v: Array) -> Array:
+    wide = (x.astype(jnp.float32) for x in (q, k, v))
+    return jax.nn.dot_product_attention(*wide, is_causal=True).astype(q.dtype)
+
+
+def _rotated_attention(q: Array, k: Array, v: Array) -> Array:
+    return _causal_attention(rotary_embedding(q), rotary_embedding(k), v)
+
+
+def _all_experts(x: Array, ids: Array, weights: Array, *kernels: Array) -> Array:
+    """Applies all experts to all rows, and adds what the rows chose."""
+    x = x.astype(jnp.float32)
+    weights = weights.astype(jnp.float32)
+    y = jnp.zeros_like(x)
+    for expert in range(kernels[0].shape[0]):
+        gate, up, down = (kernel[expert].astype(jnp.float32) for kernel in kernels)
+        share = jnp.sum(jnp.where(ids == expert, weights, 0), axis=-1, keepdims=True)
+        y += share * ((jax.nn.silu(x @ gate) * (x @ up)) @ down)
+    return y.astype(kernels[0].dtype)
+
+
+def _looked_up(ids: Array, table: Array) -> Array:
+    return table[ids]
+
+
+def _devices() -> int:
+    return jax.sharding.get_abstract_mesh().shape[AXIS]
+
+
+def _rolled(x: Array) -> Array:
+    return jnp.roll(x, x.shape[0] // _devices(), axis=0)
+
+
+def _transposed_blocks(x: Array) -> Array:
+    """Gives device d, as block d of the columns, block d of the rows of every device."""
+    blocks = x.reshape(_devices(), _devices(), -1, x.shape[1])
+    return blocks.transpose(0, 2, 1, 3).reshape(-1, _devices() * x.shape[1])
+
+
+def _summed_twice(x: Array) -> Array:
+    return x * (_devices() * (_devices() + 1) // 2) ** 2
+
+
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What an op computes on the arrays of one device, and how global arrays are split."""
+    """What an op computes on the arrays of one device, how global arrays are split, and what the
+    result is as a function of these.
+    """
 
     names: str  # of the operands; "ids" are integers, which have no gradient
     operands: tuple[P, ...]
     result: P
     op: Callable[..., Array]  # of a case and the operands
+    formula: Callable[..., Array]  # of the global operands
 
 
-EXPERTS = Form("x ids weights gate up down", (FIRST,) * 6, FIRST, _experts)
+EXPERTS = Form("x ids weights gate up down", (FIRST,) * 6, FIRST, _experts, _all_experts)
 FORMS = {
-    "all_gather_matmul": Form("x w", (SECOND, SECOND), THIRD, _ring),
-    "matmul_reduce_scatter": Form("x w", (THIRD, FIRST), SECOND, _ring),
-    "matmul_all_reduce": Form("x w", (THIRD, FIRST), WHOLE, _ring),
-    "mesh_matmul": Form("lhs rhs", (P(*AXES[2]), P("x")), P("x"), _mesh_matmul),
-    "ring_attention": Form("q k v", (SECOND,) * 3, SECOND, _ring),
-    "lookup_reduce_scatter": Form("ids table", (WHOLE, FIRST), SECOND, _lookup),
+    "all_gather_matmul": Form("x w", (SECOND, SECOND), THIRD, _ring, _product),
+    "matmul_reduce_scatter": Form("x w", (THIRD, FIRST), SECOND, _ring, _product),
+    "matmul_all_reduce": Form("x w", (THIRD, FIRST), WHOLE, _ring, _product),
+    "mesh_matmul": Form("lhs rhs", (P(*AXES[2]), P("x")), P("x"), _mesh_matmul, _product),
+    "ring_attention": Form("q k v", (SECOND,) * 3, SECOND, _ring, _causal_attention),
+    "lookup_reduce_scatter": Form("ids table", (WHOLE, FIRST), SECOND, _lookup, _looked_up),
     "expert_mlp": EXPERTS,
     "expert_products": EXPERTS,
-    "attention": Form("q k v", (FIRST,) * 3, FIRST, _attention),
-    "ppermute": Form("x", (FIRST,), FIRST, _ring),
-    "all_to_all": Form("x", (FIRST,), SECOND, _all_to_all),
-    "prefetch": Form("x", (SECOND,), SECOND, _prefetch),
+    "attention": Form("q k v", (FIRST,) * 3, FIRST, _attention, _rotated_attention),
+    "ppermute": Form("x", (FIRST,), FIRST, _ring, _rolled),
+    "all_to_all": Form("x", (FIRST,), SECOND, _all_to_all, _transposed_blocks),
+    "prefetch": Form("x", (SECOND,), SECOND, _prefetch, _summed_twice),
 }
-
-
-def reference(case: Case) -> Case:
-    """Returns the case whose results are those that a case must have."""
-    if case.backend != case.plain:
-        return dataclasses.replace(case, backend=case.plain)
-    if case.op in MOVES:
-        return case
-    mesh = (1,) * len(case.mesh)
-    shapes = tuple(_global_shapes(case)[: len(case.shapes)])
-    return dataclasses.replace(case, mesh=mesh, shapes=shapes, quantization=None)
 
 
 def make_mesh(case: Case, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -151,7 +192,17 @@ def make_program(case: Case) -> Callable:
     `dy` is the cotangent of the result. The mesh is that of the context in which the function is
     called, one of `make_mesh`.
     """
-    op = _global_op(case)
+    return _with_gradients(case, _global_op(case))
+
+
+def make_reference(case: Case) -> Callable:
+    """Returns the jitted function with the results that the program of a case must have."""
+    if case.quantization is not None and case.backend != case.plain:
+        return make_program(dataclasses.replace(case, backend=case.plain))
+    return _with_gradients(case, FORMS[case.op].formula)
+
+
+def _with_gradients(case: Case, op: Callable) -> Callable:
     names = FORMS[case.op].names.split()
 
     def verified(operands: tuple, dy: Array) -> dict[str, Array]:
@@ -181,15 +232,15 @@ def abstract_arguments(
             dtype = "int32"
         sharding = NamedSharding(mesh, spec)
         operands.append(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding))
-    plain = dataclasses.replace(case, backend=case.plain)  # which runs everywhere
-    y = jax.eval_shape(_global_op(plain), *operands)
-    dy = jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=NamedSharding(mesh, form.result))
+    shape = jax.eval_shape(form.formula, *operands).shape
+    dtype = operands[-1].dtype
+    dy = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, form.result))
     return tuple(operands), dy
 
 
 def random_arguments(case: Case, mesh: Mesh) -> tuple[tuple[Array, ...], Array]:
-    """Returns random operands and a random dy, the same for a case and its reference. They are
-    never constant: a constant hides blocks that are swapped.
+    """Returns random operands and a random dy. They are never constant: a constant hides blocks
+    that are swapped.
     """
     rng = np.random.default_rng(0)
     arguments = abstract_arguments(case, mesh)

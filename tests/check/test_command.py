@@ -106,7 +106,7 @@ def gate(files, *options):
 
 def test_the_gate_updates_then_passes_then_fails(files, capsys):
     assert gate(files) == 2
-    assert "there is no such baseline: --update makes it" in capsys.readouterr().err
+    assert "step.json': --update makes it" in capsys.readouterr().err
     assert gate(files, "--update") == 0
     assert gate(files) == 0
     assert (

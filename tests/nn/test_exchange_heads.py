@@ -253,7 +253,9 @@ def test_the_compiled_exchange_is_safe_and_has_attention_beside_it():
         loss = jax.grad(
             lambda state, x: nnx.merge(graph, state)(x).astype("float32").sum(), argnums=(0, 1)
         )
-        program = fa.check.compile_for(topology, jax.jit(loss), state, x)
+        program = fa.check.compile_for(
+            topology, jax.jit(loss), state, x, compiler_options=fa.check.HLO_ONLY
+        )
     audit = fa.check.audit(program)
     assert not [
         finding for finding in audit.findings if finding.severity == fa.check.Severity.ERROR

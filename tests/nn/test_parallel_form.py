@@ -217,11 +217,12 @@ class Odd(nnx.Module):
             {"alone": "column"},
             "alone by the rule 'column': the rule replaces nnx.Linear: got NoneType",
         ),
-        (Shared, {"a": "column"}, "nnx.LoRA would .* it is at b: give the rule 'column' to that"),
+        (Shared, {"a": "column"}, "nnx.LoRA would .* it is at b: put fa.nn.ParallelLoRA around"),
         (
             Shared,
             {"b": "column"},
-            "b by the rule 'column': a and b.base_module and c.base_module are one, and would be",
+            "b by the rule 'column': a and b.base_module and c.base_module are one, and would be "
+            "two; put fa.nn.ParallelLoRA around the parallel layer yourself",
         ),
         (
             Odd,
@@ -231,7 +232,7 @@ class Odd(nnx.Module):
         (
             lambda: nnx.Dict(a=lora(fa.nn.RowParallelLinear(16, 16, rngs=nnx.Rngs(0)))),
             {"a": "row"},
-            "a by the rule 'row': the rule replaces nnx.Linear: got RowParallelLinear",
+            "a by the rule 'row': .* is around a RowParallelLinear: put fa.nn.ParallelLoRA around",
         ),
         (
             lambda: lora(nnx.Linear(16, 16, rngs=nnx.Rngs(0))),

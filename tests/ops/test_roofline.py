@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 import flaxasync as fa
-from flaxasync.hardware import chip
+from flaxasync.hardware import accelerator, chip
 from flaxasync.ops import roofline
 from flaxasync.ops.attention.exchanged import WORTH, Sizes, times_as_fast
 
@@ -42,11 +42,44 @@ def test_every_choice_is_within_a_tenth_of_the_best_played_backend(row):
     assert behind(row, planned(row).backend) <= 0.1
 
 
-def test_most_choices_of_other_cases_are_within_a_tenth_too():
-    """All but four, of which the worst is a reduce-scatter over two chips with its gradients."""
-    lags = sorted(behind(row, planned(row).backend) for row in PLAYED[30:])
-    assert lags[-5] <= 0.1
-    assert lags[-1] <= 0.28
+# The numbers of the other rows that choose worse, and how far they are behind.
+BEHIND = {39: 0.11, 45: 0.15, 51: 0.28, 70: 0.22}
+
+
+@pytest.mark.parametrize("number", range(30, len(PLAYED)))
+def test_other_choices_are_within_a_tenth_but_for_four(number):
+    row = PLAYED[number]
+    assert behind(row, planned(row).backend) <= BEHIND.get(number, 0.1)
+
+
+def test_blocks_of_a_ring_are_its_steps_whatever_kernels_would_be_needed():
+    """The first block has more elements than a kernel has semaphores for; the second takes four."""
+    for x in ((131072, 1024), (4, 65536, 1024)):
+        costs = fa.plan(
+            "matmul_reduce_scatter", x, (1024, 8192), chip="v5e", ring=8, backward=False
+        ).costs
+        assert costs["xla"].steps == costs["pallas"].steps == 8
+        assert costs["xla"].overhead > 0
+
+
+def test_one_device_waits_for_nothing_and_holds_nothing():
+    shapes = (4, 512, 1024), (1024, 4096)
+    for name in ("h100", "v5e"):
+        (cost,) = fa.plan("all_gather_matmul", *shapes, chip=name, ring=1).costs.values()
+        assert (cost.exposed, cost.held) == (0.0, 0)
+    moved = 2 * (2048 * 1024 + 1024 * 4096 + 2048 * 4096)
+    gpu = accelerator("h100")
+    seconds = max(
+        2 * 2048 * 1024 * 4096 / (gpu.flops * gpu.product_share), moved / roofline.hbm(gpu)
+    )
+    (cost,) = fa.plan(
+        "all_gather_matmul", *shapes, chip="h100", ring=1, backward=False
+    ).costs.values()
+    assert cost.compute == pytest.approx(seconds)
+    heads = (1, 4096, 32, 128), (1, 4096, 8, 128)
+    assert {
+        one.exposed for one in fa.plan("ring_attention", *heads, chip="v5e", ring=1).costs.values()
+    } == {0.0}
 
 
 def test_a_roofline_without_steps_chooses_worse():

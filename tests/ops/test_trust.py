@@ -5,6 +5,7 @@ once.
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import time
 import types
@@ -337,6 +338,16 @@ def test_a_plan_says_what_it_would_take_and_what_is_trusted():
     assert "not verified here" in str(plan)
 
 
+def test_what_a_killed_process_left_is_removed(v5e):
+    store(v5e)
+    old, new = (v5e.file.with_name(f".{v5e.file.name}.{name}.part") for name in ("old", "new"))
+    for file, age in ((old, 7200), (new, 0)):
+        file.touch()
+        os.utime(file, (time.time() - age,) * 2)
+    store(v5e)
+    assert {file.name for file in v5e.file.parent.iterdir()} == {v5e.file.name, new.name}
+
+
 def test_verify_stores_times_of_calls_without_other_options(v5e):
     def timed(seconds, backend="fused", **options):
         case = Case(OP, backend, (8,), tuple(SHAPES), **options)
@@ -431,3 +442,11 @@ def test_a_chip_that_is_not_in_the_table_works_and_its_unknown_figures_are_named
         "sizes and" in line
     )
     assert "links and where they wrap are unknown" in line
+
+
+def test_times_are_found_for_numbers_of_any_kind():
+    named = trust.call_key(OP, 8, SHAPES, 2)
+    shapes = [tuple(map(np.int64, shape)) for shape in SHAPES]
+    assert (
+        named == trust.call_key(OP, (8,), SHAPES, 2) == trust.call_key(OP, np.int64(8), shapes, 2)
+    )

@@ -10,6 +10,7 @@ from typing import Literal
 import jax
 
 from flaxasync import check
+from flaxasync.check.compile.compile_for import end_compilations
 from flaxasync.check.progress import progress
 from train.config import Config
 from train.dry_run.forms import Estimate
@@ -70,8 +71,8 @@ class CompiledForms:
             return check.timeline(program, kernels=self._kernels, say=_say_simulated)
 
     def close(self) -> None:
-        """Waits for what was started already."""
-        self._pool.shutdown(cancel_futures=True)
+        """Ends what is still being compiled, which nobody waits for any more."""
+        end_compilations(self._pool, self._programs.values())
 
 
 def compile_step(

@@ -121,9 +121,10 @@ def _choose_on_gpus(config: Config, gpu: Gpu, mesh: Mapping[str, int], compiled:
     from that on which computes nothing again.
     """
     remats = _open(config.model.remat, ON_GPUS)
-    overlaps: tuple[FsdpOverlap, ...] = ("xla",)
+    possible: tuple[FsdpOverlap, ...] = ("xla",)
     if mesh.get(FSDP, 1) > 1:
-        overlaps = ("xla", "prefetch")
+        possible = ("xla", "prefetch")
+    overlaps = _open(config.model.fsdp_overlap, possible)
     fitting: list[tuple[Estimate, Config]] = []
     for overlap in overlaps:
         forms = [with_form(config, remat, overlap) for remat in remats]
@@ -209,10 +210,12 @@ def _compiled_only(
     if config.model.gathered_mib is None:
         rows = DeviceShare.of(config, mesh).bytes_of_rows
         keeping = replace_options(best.config, {"model.gathered_mib": math.ceil(rows / 2**20)})
-        found = [predict(keeping, chip, mesh)]
+        kept = predict(keeping, chip, mesh)
+        if kept.seconds < best.seconds:
+            found.append(kept)
     if config.model.remat is None and chip.host_bandwidth:
         found += predicted_forms(config, chip, mesh, OFFLOADING, linked=linked)
-    return [one for one in found if one.remat in OFFLOADING or one.seconds < best.seconds]
+    return found
 
 
 def fastest(forms: Sequence[Prediction], chip: Chip) -> Prediction:

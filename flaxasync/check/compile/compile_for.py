@@ -21,8 +21,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import jax
@@ -273,6 +275,7 @@ class CompilerProcess:
 
 # by what they compile for, and whether they dump
 _idle: dict[tuple[str, bool], list[CompilerProcess]] = {}
+_lent: set[CompilerProcess] = set()
 
 
 @contextlib.contextmanager
@@ -290,10 +293,30 @@ def lent_process(kind: str = "TPU", *, dumps: bool = False) -> Iterator[Compiler
         if process.process.poll() is None and process.flags == os.environ.get(FLAGS[kind], ""):
             break
         process.close()
+    _lent.add(process)
     try:
         yield process
-    finally:
+    except Exception:  # the compiler refused, or died
         idle.append(process)
+        raise
+    except BaseException:  # its answer may still come, and would be taken for the next one
+        process.close()
+        raise
+    else:
+        idle.append(process)
+    finally:
+        _lent.discard(process)
+
+
+def end_compilations(pool: Executor, futures: Collection[Future]) -> None:
+    """Shuts down a pool of threads that call `compile_for`, and ends the processes that these have
+    borrowed, so that a caller that is interrupted need not wait for a compiler.
+    """
+    pool.shutdown(wait=False, cancel_futures=True)
+    while not all(future.done() for future in futures):
+        for process in list(_lent):
+            process.process.kill()  # and the thread gets a RuntimeError
+        time.sleep(0.1)
 
 
 def _mesh_axes(call: FunctionCall) -> dict[str, int]:

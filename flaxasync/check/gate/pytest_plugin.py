@@ -68,6 +68,8 @@ def check_overlap(request: pytest.FixtureRequest) -> Callable:
             return
         try:
             comparison = compare(read_baseline(file), program, **tolerances)
+        except FileNotFoundError as error:
+            pytest.fail(f"{error}: pytest --update-overlap makes it", pytrace=False)
         except ValueError as error:
             pytest.fail(
                 f"{file}: {error}".replace("--update", "pytest --update-overlap"), pytrace=False

@@ -132,14 +132,13 @@ def read_baseline(path: str | os.PathLike) -> Summary:
     """Reads a summary from a file.
 
     Raises:
-      ValueError: There is no file, or it is no baseline, or one of another format. The message says
-        what to do.
+      FileNotFoundError: There is no file.
       OSError: The file cannot be read.
+      ValueError: It is no baseline, or one of another format. The message says what to do.
     """
-    if not os.path.exists(path):
-        raise ValueError("there is no such baseline: --update makes it")
+    text = pathlib.Path(path).read_bytes()
     try:
-        facts = json.loads(pathlib.Path(path).read_text("utf-8-sig"))
+        facts = json.loads(text.decode("utf-8-sig"))
         if facts.pop("format") != FORMAT:
             raise ValueError("it is of another format")
         rows = {row: Total(**total) for row, total in facts.pop("rows").items()}

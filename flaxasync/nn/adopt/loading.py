@@ -76,7 +76,8 @@ def load(
     targets = variables_of(module)
     # all names of the model: constants and random streams, too, are neither loaded nor left over
     known = {name_of(path) for path, _ in nnx.to_flat_state(nnx.state(module))}
-    source = regroup(module, params, _flatten(params, known), known)
+    flat = {_variable_name(name, known): array for name, array in _flatten(params).items()}
+    source = regroup(module, params, flat, known)
     names = tuple(sorted(targets.keys() & source.keys()))
     missing = tuple(sorted(targets.keys() - source.keys()))
     unexpected = tuple(sorted(source.keys() - known))
@@ -116,30 +117,52 @@ def _put(value: jax.Array | np.ndarray, target: jax.ShapeDtypeStruct, spec: P) -
     return put(array, spec)
 
 
-def _flatten(params: object, known: Set[str]) -> dict[str, Any]:
+def _flatten(params: Any, prefix: str = "") -> dict[str, Any]:
     """Returns the arrays by their names, but for the states of random streams."""
-    tree = params
-    if isinstance(params, nnx.Module):
-        tree = nnx.state(params)  # what several modules share has one name
+    if isinstance(params, nnx.Module):  # arrays of a module that are no variables stay as they are
+        params = variables_of(params)
+    elif isinstance(params, nnx.State):
+        params = {name_of(path): value for path, value in nnx.to_flat_state(params)}
+    elif isinstance(params, list | tuple):
+        params = dict(enumerate(params))
     flat: dict[str, Any] = {}
-    for path, leaf in jax.tree.leaves_with_path(
-        tree, is_leaf=lambda node: isinstance(node, nnx.Variable)
-    ):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        if name not in known:
-            # in what orbax restores of a state, this is the name of the array of a variable
-            name = name.removesuffix(".value")
-        array = leaf
-        if isinstance(leaf, nnx.Variable):
-            array = leaf.get_value()
-        if isinstance(leaf, nnx.RngState):
+    for key, value in params.items():
+        name = f"{prefix}{name_of(key) if isinstance(key, tuple) else key}"
+        if value is None or isinstance(value, nnx.RngState):
             continue
-        if not hasattr(array, "dtype"):
+        if isinstance(value, nnx.Variable):
+            array = value.get_value()
+        else:
+            array = value
+        if isinstance(array, list | tuple) and _is_of_numbers(array):
+            raise ValueError(f"load: {name} is a {type(array).__name__}; give an array")
+        if isinstance(array, nnx.Module | nnx.State | Mapping | list | tuple):
+            flat |= _flatten(array, f"{name}.")
+        elif hasattr(array, "shape") and hasattr(array, "dtype"):
+            flat[name] = array
+        else:
             raise ValueError(
                 f"load: {name} is {array!r}, of type {type(array).__name__}; give an array"
             )
-        flat[name] = array
     return flat
+
+
+def _is_of_numbers(value: object) -> bool:
+    """Says whether a list, or the first list in it, holds numbers, as an array that was written out
+    does.
+    """
+    if isinstance(value, list | tuple):
+        return bool(value) and _is_of_numbers(value[0])
+    return isinstance(value, int | float | complex)
+
+
+def _variable_name(name: str, known: Set[str]) -> str:
+    """Returns the name of a variable. In what orbax restores of a state, its array has the name
+    `value` after that.
+    """
+    if name in known:
+        return name
+    return name.removesuffix(".value")
 
 
 def _some_of(names: Sequence[str]) -> str:

@@ -163,9 +163,11 @@ def _holders(
         if path in same:
             places = same
         elif any(other[: len(path)] == path for other in same):
+            instead = "share the whole layer"
+            if any(isinstance(modules.get(other[:-1]), nnx.LoRA) for other in same):
+                instead = "put fa.nn.ParallelLoRA around the parallel layer yourself"
             raise ValueError(
-                f"{' and '.join(map(name_of, same))} are one, and would be two; share the whole "
-                "layer"
+                f"{' and '.join(map(name_of, same))} are one, and would be two; {instead}"
             )
     holders = []
     for *parent, name in places:
@@ -176,9 +178,12 @@ def _holders(
             where = name_of(parent) or (
                 "the root of the model, which must be in a module such as an nnx.Dict"
             )
+            advice = f"give the rule {rule!r} to that alone, and it becomes a ParallelLoRA"
+            if len(places) > 1:
+                advice = "put fa.nn.ParallelLoRA around the parallel layer yourself"
             raise ValueError(
                 "nnx.LoRA would add arrays that are sharded in different ways; it is at "
-                f"{where}: give the rule {rule!r} to that alone, and it becomes a ParallelLoRA"
+                f"{where}: {advice}"
             )
         holders.append((holder, str(name)))
     return holders

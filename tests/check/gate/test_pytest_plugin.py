@@ -67,7 +67,7 @@ def test_the_fixture(tmp_path, run):
         assert status == 1
         assert message in output
 
-    fails(STEP, f"{baseline}: there is no such baseline: pytest --update-overlap makes it")
+    fails(STEP, f"No such file or directory: {str(baseline)!r}: pytest --update-overlap makes it")
     assert on(STEP, "--update-overlap")[0] == 0
     assert baseline.exists()
     assert on(STEP)[0] == 0

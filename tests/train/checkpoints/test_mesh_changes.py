@@ -13,7 +13,7 @@ from train.data.batches import TrainingBatches, split
 from train.data.corpus import open_corpora
 from train.step.mesh import make_mesh
 
-CHANGES = 8
+CHANGES = 5
 STEPS_BETWEEN = 5
 MESHES = [
     {"data": data, "fsdp": fsdp, "context": context, "model": 8 // (data * fsdp * context)}
@@ -58,7 +58,7 @@ def train(config, replace, trainer_of, tmp_path):
 
 
 @pytest.mark.slow
-def test_losses_do_not_depend_on_8_random_changes_of_the_mesh(train):
+def test_losses_do_not_depend_on_random_changes_of_the_mesh(train):
     dice = random.Random(0)
     meshes = dice.sample(MESHES, CHANGES + 1)
     expected = train("one", MESHES[4], STEPS_BETWEEN * len(meshes))

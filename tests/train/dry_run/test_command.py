@@ -2,6 +2,7 @@
 that does not fit.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -14,12 +15,14 @@ import jax
 import pytest
 
 from flaxasync import check
+from flaxasync.check.compile import compile_for as compile_for_module
 from flaxasync.check.progress import progress
 from flaxasync.ops.trust import VARIABLE, is_assumed
-from train.config.command import load_preset
+from train.config.command import load_preset, parse
 from train.dry_run import command as dry_run_module
 from train.dry_run import compiled_forms
 from train.dry_run.forms import MOST_COMPILED
+from train.dry_run.prediction import with_form
 from train.lifecycle.errors import InputError
 from train.metrics.output import GIB
 from train.run import main
@@ -197,6 +200,31 @@ def test_two_forms_are_compiled_at_a_time(options, monkeypatch):
     monkeypatch.setattr(check, "compile_for", compile_with_another)
     assert main(options) == 2
     assert len(under_way) > MOST_COMPILED
+
+
+def test_ctrl_c_ends_what_is_being_compiled(options, monkeypatch):
+    """The real compilers are ended, and the run does not wait for them."""
+    begun = []
+    lend = compile_for_module.lent_process
+
+    @contextlib.contextmanager
+    def watched(*args, **kinds):
+        with lend(*args, **kinds) as process:
+            begun.append(process)
+            yield process
+
+    def interrupt(config, mesh, estimates):
+        estimates([config, with_form(config, "layer", "xla")])
+        while not begun:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compile_for_module, "lent_process", watched)
+    monkeypatch.setattr(dry_run_module, "choose_and_say", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        dry_run_module.dry_run(parse(options).config, TOPOLOGY)
+    for process in begun:
+        assert process.process.poll() is not None
 
 
 def test_a_step_that_never_compiles_is_refused(options, monkeypatch, refuses):

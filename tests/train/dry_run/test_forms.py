@@ -13,7 +13,7 @@ import pytest
 import flaxasync as fa
 from configs.llama_8b import llama_8b
 from configs.llama_70b import llama_70b
-from flaxasync.hardware import CHIPS
+from flaxasync.hardware import CHIPS, GPUS
 from flaxasync.ops import trust
 from train.config import Config, replace_options
 from train.dry_run.forms import Estimate, choose
@@ -340,3 +340,21 @@ def test_each_mesh_takes_the_fastest_form_that_fits_with_room_to_spare():
 
 def test_the_ranking_takes_what_is_trusted(unverified):
     assert {one.overlap for one in rank(llama_8b(), CHIPS["v5e"], 16)} == {"xla"}
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "named", "overlaps"),
+    [(1, "prefetch", ["prefetch"]), (8, "xla", ["xla"]), (8, None, ["xla", "prefetch"])],
+)
+def test_gpus_compare_the_named_overlap_alone(config, fsdp, named, overlaps):
+    compiled = []
+
+    def compile_forms(forms):
+        compiled.extend(forms)
+        return [Estimate(1.0, 2**30)] * len(forms)
+
+    open_form = with_form(config, None, named)
+    mesh = {"data": 8 // fsdp, "fsdp": fsdp, "model": 1}
+    found = choose(open_form, GPUS["h100"], mesh, compiled=compile_forms)
+    assert list(dict.fromkeys(form.model.fsdp_overlap for form in compiled)) == overlaps
+    assert found.config.model.fsdp_overlap in overlaps
