@@ -313,7 +313,7 @@ def _replace(file: pathlib.Path, text: str) -> None:
     killed has left of an earlier attempt.
     """
     for left in file.parent.glob(f".{glob.escape(file.name)}.*.part"):
-        with contextlib.suppress(FileNotFoundError):  # another process was faster
+        with contextlib.suppress(OSError):  # another process was faster, or another user's
             if time.time() - left.stat().st_mtime > _UNFINISHED_SECONDS:
                 left.unlink()
     # hosts that share the folder can have processes of one number
@@ -321,7 +321,8 @@ def _replace(file: pathlib.Path, text: str) -> None:
     try:
         with open(descriptor, "w") as opened:
             opened.write(text)
-        os.chmod(part, 0o644)  # other users may read a file that is named
+        with contextlib.suppress(OSError):  # a file system without modes
+            os.chmod(part, 0o644)  # other users may read a file that is named
         os.replace(part, file)
     except BaseException:
         os.unlink(part)

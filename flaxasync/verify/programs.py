@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxasync as fa
-from flaxasync.nn.attention.rotary import rotary_embedding, rotary_tables, rotate
+from flaxasync.nn.attention.rotary import rotary_tables, rotate
 from flaxasync.ops.quantization import Quantization
 from flaxasync.ops.roofline import Shape
 from flaxasync.ops.vocabulary import lookup_reduce_scatter
@@ -104,7 +104,10 @@ def _causal_attention(q: Array, k: Array, v: Array) -> Array:
 
 
 def _rotated_attention(q: Array, k: Array, v: Array) -> Array:
-    return _causal_attention(rotary_embedding(q), rotary_embedding(k), v)
+    tables = rotary_tables(q.shape[1], q.shape[3], jnp.float32)
+    q = rotate(q, tables, False)  # by no kernel
+    k = rotate(k, tables, False)
+    return _causal_attention(q, k, v)
 
 
 def _all_experts(x: Array, ids: Array, weights: Array, *kernels: Array) -> Array:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -138,5 +139,7 @@ def test_any_mapping_is_a_source_and_arrays_that_are_no_variables_are_left_alone
             layer.kernel[...] = jnp.zeros((8, 8))
             assert fa.nn.load(layer, source).names == ("kernel",)
             np.testing.assert_array_equal(layer.kernel, kernel)
+        boxed = {"kernel": nn.Partitioned(kernel, names=(None, "model")), "r": nnx.Rngs(0)}
+        assert fa.nn.load(layer, boxed).names == ("kernel",)
         blocks = {1: inner, "a": inner}
         assert fa.nn.load(layer, blocks, strict=False).unexpected == ("1.kernel", "a.kernel")

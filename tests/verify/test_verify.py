@@ -416,16 +416,21 @@ def test_the_plain_kernel_has_no_kernel_in_it_where_all_are_trusted(op, monkeypa
         assert "pallas_call" not in str(jax.make_jaxpr(programs.make_program(case))(*arguments))
 
 
-def test_nothing_is_compared_with_itself():
-    """The reference has no op of this package in it, but for a kernel in 8 bits."""
+@pytest.mark.parametrize(("devices", "topology"), [(1, "v5e:1x1"), (8, "v5e:2x4")])
+def test_nothing_is_compared_with_itself(devices, topology, monkeypatch):
+    """The reference has no op on local shards and no kernel in it, but for a kernel in 8 bits."""
+    monkeypatch.setenv("FLAXASYNC_VERIFIED", "all")
     # a v5e has no fp8
-    for case in [case for case in every_case("tpu", 8) if case.quantization != "fp8"]:
-        mesh = programs.make_mesh(case, fa.check.topology_devices("v5e:2x4"))
+    for case in [case for case in every_case("tpu", devices) if case.quantization != "fp8"]:
+        if cases.unsupported(case, "tpu") is not None:
+            continue
+        mesh = programs.make_mesh(case, fa.check.topology_devices(topology))
         with jax.set_mesh(mesh):
             arguments = programs.abstract_arguments(case, mesh)
             text = str(jax.make_jaxpr(programs.make_reference(case))(*arguments))
         in_8_bits = case.quantization is not None and case.is_kernel
         assert ("shard_map" in text) == in_8_bits, case.label
+        assert "pallas_call" not in text, case.label
 
 
 def test_a_device_time_that_a_profile_lacks_is_said(monkeypatch):

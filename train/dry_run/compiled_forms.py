@@ -4,13 +4,13 @@ programs.
 
 import contextvars
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Literal
 
 import jax
 
 from flaxasync import check
-from flaxasync.check.compile.compile_for import end_compilations
+from flaxasync.check.compile.compile_for import CompilerThreads
 from flaxasync.check.progress import progress
 from train.config import Config
 from train.dry_run.forms import Estimate
@@ -35,7 +35,7 @@ class CompiledForms:
         self._kernels: Literal["play"] | None = None
         if simulated and self._is_tpu:
             self._kernels = "play"
-        self._pool = ThreadPoolExecutor(AT_ONCE)
+        self._threads = CompilerThreads(AT_ONCE)
         self._programs: dict[Config, Future[check.CompiledProgram]] = {}
 
     def start(self, form: Config) -> Future[check.CompiledProgram]:
@@ -44,7 +44,7 @@ class CompiledForms:
             named = f"{form.model.remat}, {form.model.fsdp_overlap}"
             say(f"compiling  {named} for {self._topology} ...")
             context = contextvars.copy_context()  # which has the kernels that are trusted
-            self._programs[form] = self._pool.submit(
+            self._programs[form] = self._threads.submit(
                 context.run, compile_step, form, self._topology, self._mesh
             )
         return self._programs[form]
@@ -72,7 +72,7 @@ class CompiledForms:
 
     def close(self) -> None:
         """Ends what is still being compiled, which nobody waits for any more."""
-        end_compilations(self._pool, self._programs.values())
+        self._threads.end()
 
 
 def compile_step(

@@ -21,10 +21,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -275,7 +276,8 @@ class CompilerProcess:
 
 # by what they compile for, and whether they dump
 _idle: dict[tuple[str, bool], list[CompilerProcess]] = {}
-_lent: set[CompilerProcess] = set()
+# by the thread that has borrowed them
+_lent: dict[CompilerProcess, int] = {}
 
 
 @contextlib.contextmanager
@@ -293,30 +295,48 @@ def lent_process(kind: str = "TPU", *, dumps: bool = False) -> Iterator[Compiler
         if process.process.poll() is None and process.flags == os.environ.get(FLAGS[kind], ""):
             break
         process.close()
-    _lent.add(process)
+    _lent[process] = threading.get_ident()
     try:
         yield process
     except Exception:  # the compiler refused, or died
+        del _lent[process]
         idle.append(process)
         raise
     except BaseException:  # its answer may still come, and would be taken for the next one
+        del _lent[process]
         process.close()
         raise
     else:
+        del _lent[process]
         idle.append(process)
-    finally:
-        _lent.discard(process)
 
 
-def end_compilations(pool: Executor, futures: Collection[Future]) -> None:
-    """Shuts down a pool of threads that call `compile_for`, and ends the processes that these have
-    borrowed, so that a caller that is interrupted need not wait for a compiler.
-    """
-    pool.shutdown(wait=False, cancel_futures=True)
-    while not all(future.done() for future in futures):
-        for process in list(_lent):
-            process.process.kill()  # and the thread gets a RuntimeError
-        time.sleep(0.1)
+class CompilerThreads:
+    """Threads that call `compile_for`, each with a compiler process of its own at a time."""
+
+    def __init__(self, count: int):
+        self._threads: set[int] = set()
+        self._pool = ThreadPoolExecutor(count, initializer=self._enter)
+        self._futures: list[Future] = []
+
+    def submit[T](self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        future = self._pool.submit(function, *arguments)
+        self._futures.append(future)
+        return future
+
+    def end(self) -> None:
+        """Ends what is still being compiled, so that a caller that is interrupted need not wait for
+        a compiler.
+        """
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        while not all(future.done() for future in self._futures):
+            for process, thread in list(_lent.items()):
+                if thread in self._threads:
+                    process.process.kill()  # and the thread gets a RuntimeError
+            time.sleep(0.1)
+
+    def _enter(self) -> None:
+        self._threads.add(threading.get_ident())
 
 
 def _mesh_axes(call: FunctionCall) -> dict[str, int]:

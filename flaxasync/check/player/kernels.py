@@ -21,7 +21,7 @@ import pathlib
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flaxasync.check.compile.compile_for import compile_for, end_compilations
+from flaxasync.check.compile.compile_for import CompilerThreads, compile_for
 from flaxasync.check.compile.program import CompiledProgram
 from flaxasync.check.compile.topologies import places_of, topology_devices
 from flaxasync.check.estimate.costs import KernelTime
@@ -116,12 +116,12 @@ def kernel_times(
             )
         else:
             names_of.setdefault(kernel, []).append(name)
-    pool = ThreadPoolExecutor(AT_ONCE)
+    threads = CompilerThreads(AT_ONCE)
     times: dict[Kernel, Future[KernelTime]] = {}
     try:
         for number, (kernel, names) in enumerate(names_of.items(), 1):
             title = f"kernel {number} of {len(names_of)}: {names[0]}"
-            times[kernel] = pool.submit(_time_of, program, kernel, title, say)
+            times[kernel] = threads.submit(_time_of, program, kernel, title, say)
         for kernel, names in names_of.items():
             try:
                 time = times[kernel].result()
@@ -136,7 +136,7 @@ def kernel_times(
                     "does not determine; where its own cost estimate is longer, that counts"
                 )
     finally:
-        end_compilations(pool, times.values())
+        threads.end()
     return found, tuple(lines)
 
 

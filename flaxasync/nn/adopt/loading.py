@@ -125,6 +125,9 @@ def _flatten(params: Any, prefix: str = "") -> dict[str, Any]:
         params = {name_of(path): value for path, value in nnx.to_flat_state(params)}
     elif isinstance(params, list | tuple):
         params = dict(enumerate(params))
+    elif not isinstance(params, Mapping):  # another pytree
+        leaves = jax.tree.leaves_with_path(params, is_leaf=_is_variable)
+        params = {jax.tree_util.keystr(p, simple=True, separator="."): leaf for p, leaf in leaves}
     flat: dict[str, Any] = {}
     for key, value in params.items():
         name = f"{prefix}{name_of(key) if isinstance(key, tuple) else key}"
@@ -136,7 +139,8 @@ def _flatten(params: Any, prefix: str = "") -> dict[str, Any]:
             array = value
         if isinstance(array, list | tuple) and _is_of_numbers(array):
             raise ValueError(f"load: {name} is a {type(array).__name__}; give an array")
-        if isinstance(array, nnx.Module | nnx.State | Mapping | list | tuple):
+        is_container = isinstance(array, nnx.Module | nnx.State | Mapping | list | tuple)
+        if is_container or not jax.tree_util.all_leaves([array]):
             flat |= _flatten(array, f"{name}.")
         elif hasattr(array, "shape") and hasattr(array, "dtype"):
             flat[name] = array
@@ -145,6 +149,10 @@ def _flatten(params: Any, prefix: str = "") -> dict[str, Any]:
                 f"load: {name} is {array!r}, of type {type(array).__name__}; give an array"
             )
     return flat
+
+
+def _is_variable(node: object) -> bool:
+    return isinstance(node, nnx.Variable)
 
 
 def _is_of_numbers(value: object) -> bool:

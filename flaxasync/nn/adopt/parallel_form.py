@@ -116,7 +116,7 @@ def _parts_of(fused: Mapping[str, nnx.Variable], rule: Fused) -> dict[str, nnx.V
 def _make(form: Form, old: Any, options: Options) -> nnx.Module:
     """Makes the layer for a plain one; for an `nnx.LoRA` around that, with an adapter around it."""
     if type(old) is nnx.LoRA:
-        if old.base_module is not None and type(old.base_module) is not form.replaces:
+        if isinstance(old.base_module, ColumnParallelLinear | RowParallelLinear):
             raise ValueError(
                 f"the rule replaces nnx.{form.replaces.__name__}, and this nnx.LoRA is around a "
                 f"{type(old.base_module).__name__}: put fa.nn.ParallelLoRA around that yourself"
