@@ -172,8 +172,8 @@ def plan_schedule(
         raise UnsupportedError(
             f"{CALLER} has two semaphores for each tile of a block of rows, and a TPU has "
             f"{SEMAPHORES} for them: {block.batch * block.m} rows and n={block.n} in tiles of "
-            f"m={used.m}, n={used.n} are {schedule.block} tiles; use larger tiles, a loop over columns of w, or "
-            "backend='xla'"
+            f"m={used.m}, n={used.n} are {schedule.block} tiles; use larger tiles, a loop over "
+            "columns of w, or backend='xla'"
         )
     return schedule, vmem_bytes
 

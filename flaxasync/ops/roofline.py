@@ -12,7 +12,7 @@ An op and its gradients are *trips* around a ring (R devices, rows m of each):
 
 ```
 gather    R - 1 hops of a block [m, k]; each of the R blocks is multiplied as it arrives
-reduce    R - 1 hops of partial sums [m, n]; each of the R blocks is multiplied before its sums leave
+reduce    R - 1 hops of partial sums [m, n]; each of the R blocks is multiplied before they leave
 dw        R - 1 hops of a block as in gather; its rows are contracted: the weight gradient x.T @ dy
 local     one product; nothing travels
 ```
@@ -20,8 +20,8 @@ local     one product; nothing travels
 "none" hides no transfer. "xla" and "pallas" hide the hops of a trip behind half of its products:
 one half runs beside each direction's half-block. "fused" hides them behind all products but that of
 the last arrival. On GPUs of one host there are "none" and "xla", whose blocks come from every other
-GPU, and hide behind all products but one. Sums over other mesh axes, such as those of gradients over
-data, are not counted: every backend has them.
+GPU, and hide behind all products but one. Sums over other mesh axes, such as those of gradients
+over data, are not counted: every backend has them.
 """
 
 import dataclasses
@@ -163,7 +163,7 @@ def directions(chip: Chip | Gpu, ring: int) -> int:
 
 
 def hop_seconds(chip: Chip | Gpu, size: float, directions: int = 1) -> float:
-    """Returns the seconds in which a device sends `size` bytes, an equal share in each direction."""
+    """Returns the seconds in which a device sends `size` bytes, as many in each direction."""
     return chip.hop_latency + size / (directions * chip.link_bandwidth * chip.link_share)
 
 

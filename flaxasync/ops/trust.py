@@ -194,9 +194,9 @@ def known(chip: str) -> Evidence:
     """Returns what is known about the kernels of a chip: in several processes, what process 0
     knows.
 
-    All processes must ask, after `jax.distributed.initialize`, and each waits for the others when it
-    asks first. Nothing is sent about chips that are not attached, on which nothing runs, outside of
-    `trusting("verified")`.
+    All processes must ask, after `jax.distributed.initialize`, and each waits for the others when
+    it asks first. Nothing is sent about chips that are not attached, on which nothing runs, outside
+    of `trusting("verified")`.
 
     Raises:
       RuntimeError: The other processes did not ask within `agreement.LIMIT` seconds.

@@ -117,8 +117,9 @@ def choose(
 
 
 def _choose_on_gpus(config: Config, gpu: Gpu, mesh: Mapping[str, int], compiled: Compile) -> Choice:
-    """Chooses the fastest of the forms that fit, which for each overlap are compiled until one does,
-    from that on which computes nothing again.
+    """Chooses the fastest of the forms that fit.
+
+    For each overlap, forms are compiled until one fits; the first one computes nothing again.
     """
     remats = _open(config.model.remat, ON_GPUS)
     possible: tuple[FsdpOverlap, ...] = ("xla",)

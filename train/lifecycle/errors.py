@@ -160,6 +160,11 @@ def exit_code(
         return code
 
 
+def is_of_lost_process(error: RuntimeError) -> bool:
+    """Says whether JAX raised an error because another process of the run is gone."""
+    return _LOST_PROCESS.search(str(error)) is not None
+
+
 def _explain(
     error: Exception, outcome: str, memory_advice: str, several_processes: bool
 ) -> tuple[int, str]:
@@ -183,7 +188,7 @@ def _explain(
                 OUT_OF_MEMORY,
                 f"a device has too little memory ({first_line}). {outcome}. {memory_advice}",
             )
-        if several_processes and _LOST_PROCESS.search(str(error)):
+        if several_processes and is_of_lost_process(error):
             return RESTART, (
                 f"another process of the run is gone ({first_line}), so this one ends; starting "
                 "all of them again continues from the newest checkpoint"

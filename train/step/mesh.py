@@ -13,7 +13,7 @@ import jax
 import flaxasync as fa
 from models.config import TransformerConfig, check_fits
 from train.config import Config, MeshConfig
-from train.lifecycle.errors import InputError, RestartError, as_input_errors
+from train.lifecycle.errors import InputError, RestartError, as_input_errors, is_of_lost_process
 
 FSDP = "fsdp"
 CONTEXT = "context"
@@ -59,6 +59,10 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
     try:
         devices = jax.devices()
     except RuntimeError as error:
+        # Processes tell each other of their devices, and one of them may end meanwhile: `exit_code`
+        # explains that, and a supervisor starts all of them again.
+        if config.distributed and is_of_lost_process(error):
+            raise
         raise InputError(no_devices(config.platform, _first_line(error))) from error
     found = devices[0].platform
     if config.platform not in ("auto", found):

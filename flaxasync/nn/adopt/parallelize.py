@@ -55,11 +55,11 @@ def parallelize(
 
     ```
     "column"            nnx.Linear -> ColumnParallelLinear      the output is sharded by features
-    "logits"            nnx.Linear -> ColumnParallelLinear      likewise, padded to a multiple of the axis
+    "logits"            nnx.Linear -> ColumnParallelLinear      likewise, padded for the axis
     "row"               nnx.Linear -> RowParallelLinear         the output is sharded by rows
-    "row_replicated"    nnx.Linear -> RowParallelLinear         the output is the same on all devices of the axis
+    "row_replicated"    nnx.Linear -> RowParallelLinear         all devices of the axis have the output
     "embed"             nnx.Embed -> VocabParallelEmbed         the output is sharded by rows
-    "embed_replicated"  nnx.Embed -> VocabParallelEmbed         the output is the same on all devices of the axis
+    "embed_replicated"  nnx.Embed -> VocabParallelEmbed         all devices of the axis have the output
     "attention"         nnx.MultiHeadAttention -> ParallelAttention
     fa.nn.Fused(...)    nnx.Linear -> ColumnParallelProjections, each part split by itself
     ```

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import flaxasync as fa
 from train.config import MeshConfig
 from train.dry_run.command import topology_devices
-from train.lifecycle.errors import InputError
+from train.lifecycle.errors import BAD_INPUT, RESTART, InputError, exit_code
 from train.step.mesh import (
     check_fits_mesh,
     check_host_memory,
@@ -181,3 +181,25 @@ def test_a_run_and_its_dry_run_have_the_same_mesh(config, replace, monkeypatch):
     mesh = make_mesh(config.mesh)
     assert mesh is mesh_over(topology_devices("v5e:2x4"), config.mesh, "v5e:2x4")
     assert mesh != jax.make_mesh((2, 4), ("data", "model"), devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("distributed", "said", "code"),
+    [
+        (True, "UNAVAILABLE: Stream removed (Socket closed)", RESTART),
+        (True, "DEADLINE_EXCEEDED: GetKeyValue() timed out", RESTART),
+        (True, "NOT_FOUND: No device found", BAD_INPUT),
+        (False, "UNAVAILABLE: Stream removed (Socket closed)", BAD_INPUT),
+    ],
+)
+def test_another_process_that_ends_while_devices_are_opened_is_no_bad_input(
+    config, replace, distributed, said, code, monkeypatch
+):
+    """A supervisor starts all of them again, and would not after a bad input."""
+    config = replace(config, mesh={"distributed": distributed})
+    error = RuntimeError(f"Unable to initialize backend 'cpu': {said}")
+    monkeypatch.setattr(jax, "devices", mock.Mock(side_effect=error))
+    found = exit_code(
+        lambda: make_mesh(config.mesh), outcome="", memory_advice="", several_processes=distributed
+    )
+    assert found == code
